@@ -7,57 +7,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.capture.batch import StepModule, named_tensors
+from autopar.capture.batch import StepModule, named_tensors, row_count
 from autopar.capture.effects import FALLBACK
-from autopar.capture.graph import Layer, LayerGraph
+from autopar.capture.graph import LayerGraph
 from autopar.capture.model_state import preserve_buffers, preserve_parameters
 from autopar.errors import CaptureError, ModelError
 
 
-@dataclass
-class LayerRun:
-    """One layer's forward: its inputs as leaves of its own tape, and its outputs."""
+def _backpropagate(graph: LayerGraph, batch: Mapping[str, torch.Tensor]) -> None:
+    """Run every layer on the named tensors of a batch, and backward, last layer first, from the first loss output.
 
-    layer: Layer
-    inputs: dict[str, torch.Tensor]
-    outputs: dict[str, torch.Tensor]
-
-
-def forward(
-    graph: LayerGraph,
-    batch: Mapping[str, torch.Tensor],
-    before: Callable[[Layer], None] = lambda _: None,
-) -> list[LayerRun]:
-    """Run every layer on the named tensors of a batch; ``before`` is called ahead of each layer.
-
-    Inputs require a gradient where the producer's output does.
+    Inputs are leaves of a layer's own tape; they require a gradient where the producer's output does.
     """
-    rows = int(next(iter(batch.values())).shape[0])
-    known = dict(batch)
+    rows, known = row_count(batch), dict(batch)
     runs = []
     for layer in graph.layers:
         inputs = {name: known[name].detach().requires_grad_(known[name].requires_grad) for name in layer.inputs}
-        before(layer)
         outputs = dict(zip(layer.outputs, layer.module(rows, *inputs.values()), strict=True))
         known.update(outputs)
-        runs.append(LayerRun(layer, inputs, outputs))
-    return runs
-
-
-def backward(runs: list[LayerRun], outputs: tuple[str, ...]) -> None:
-    """Run every layer's backward, last layer first, from the first of the loss ``outputs``."""
-    gradients: dict[str, torch.Tensor] = {outputs[0]: torch.ones_like(runs[-1].outputs[outputs[0]])}
-    for run in reversed(runs):
-        known = [name for name, tensor in run.outputs.items() if name in gradients and tensor.requires_grad]
-        if known:
-            torch.autograd.backward([run.outputs[name] for name in known], [gradients.pop(name) for name in known])
-        for name, tensor in run.inputs.items():
+        runs.append((inputs, outputs))
+    gradients = {graph.outputs[0]: torch.ones_like(known[graph.outputs[0]])}
+    for inputs, outputs in reversed(runs):
+        reached = [name for name, tensor in outputs.items() if name in gradients and tensor.requires_grad]
+        if reached:
+            torch.autograd.backward([outputs[name] for name in reached], [gradients.pop(name) for name in reached])
+        for name, tensor in inputs.items():
             if tensor.grad is not None:
                 gradients[name] = gradients[name] + tensor.grad if name in gradients else tensor.grad
 
@@ -147,8 +126,7 @@ def _run_layers(
         for parameter in parameters.values():
             parameter.grad = None
         try:
-            runs = forward(graph, {name: tensor.clone() for name, tensor in tensors.items()})
-            backward(runs, graph.outputs)
+            _backpropagate(graph, {name: tensor.clone() for name, tensor in tensors.items()})
             return {name: p.grad for name, p in parameters.items() if p.grad is not None}, _buffers(model)
         finally:
             for name, parameter in parameters.items():

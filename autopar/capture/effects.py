@@ -13,59 +13,83 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 import numpy
 import torch
 import torch.utils.checkpoint
 from torch import fx, nn
 from torch.nn.modules import transformer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.errors import CaptureError
+
+T = TypeVar("T")
+
+
+def reachable(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> dict[T, None]:
+    """Return some nodes of a graph and all that follow them, in the order of a search in depth."""
+    found: dict[T, None] = {}
+    ahead = list(starts)
+    while ahead:
+        node = ahead.pop()
+        if node not in found:
+            found[node] = None
+            ahead += following(node)
+    return found
 
 
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     """Return the nodes among a node's arguments, sub-graphs of higher-order operators excluded."""
-    return [argument for argument in node.all_input_nodes if not _is_submodule(argument)]
+    return [argument for argument in node.all_input_nodes if _submodule(argument) is None]
 
 
 def submodules(node: fx.Node) -> list[fx.GraphModule]:
     """Return the sub-graphs that a higher-order operator calls."""
-    return [_submodule(argument) for argument in node.all_input_nodes if _is_submodule(argument)]
+    return [module for argument in node.all_input_nodes if (module := _submodule(argument)) is not None]
 
 
-def _is_submodule(node: fx.Node) -> bool:
-    return node.op == "get_attr" and isinstance(_attribute(node), fx.GraphModule)
-
-
-def _submodule(node: fx.Node) -> fx.GraphModule:
-    found = _attribute(node)
-    assert isinstance(found, fx.GraphModule)
-    return found
-
-
-def _attribute(node: fx.Node) -> object:
+def _submodule(node: fx.Node) -> fx.GraphModule | None:
+    if node.op != "get_attr":
+        return None
     found: object = node.graph.owning_module
     for part in str(node.target).split("."):
         found = getattr(found, part, None)
-    return found
+    return found if isinstance(found, fx.GraphModule) else None
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that a node writes in place."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return list(_written_by_operator(node, node.target))
-    return list(_written_by_submodules(node))
-
-
-def _written_by_operator(node: fx.Node, operator: torch._ops.OpOverload) -> Iterator[fx.Node]:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return list(_written_by_submodules(node))
+    written = written_values(node.target, node.args, node.kwargs)
     # batch_norm and its kin write their running statistics without saying so in the schema.
-    flags = ("training", "train", "use_input_stats")
-    training = any(_argument(operator, node.args, node.kwargs, name) is True for name in flags)
-    for position, argument in enumerate(operator._schema.arguments):
-        declared = argument.alias_info is not None and argument.alias_info.is_write
-        if declared or (training and argument.name in ("running_mean", "running_var")):
-            value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            yield from _nodes(value)
+    values = _values_by_name(node.target, node.args, node.kwargs)
+    if any(values.get(name) is True for name in ("training", "train", "use_input_stats")):
+        written += [values.get("running_mean"), values.get("running_var")]
+    return list(_nodes(written))
+
+
+def written_values(
+    operator: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> list[object]:
+    """Return the arguments that an operator's schema says it writes in place."""
+    return [
+        args[position] if position < len(args) else kwargs.get(argument.name)
+        for position, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def _values_by_name(
+    operator: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> dict[str, object]:
+    """Return all arguments of an operator, defaults included."""
+    return {
+        argument.name: args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+        for position, argument in enumerate(operator._schema.arguments)
+    }
 
 
 def _nodes(value: object) -> Iterator[fx.Node]:
@@ -77,7 +101,6 @@ def _nodes(value: object) -> Iterator[fx.Node]:
 
 
 def _written_by_submodules(node: fx.Node) -> Iterator[fx.Node]:
-    arguments = tensor_arguments(node)
     for module in submodules(node):
         storages = Storages(module.graph.nodes)
         roots = {storages.root(target) for inner in module.graph.nodes for target in written_arguments(inner)}
@@ -86,27 +109,16 @@ def _written_by_submodules(node: fx.Node) -> Iterator[fx.Node]:
         if len(flat) == len(placeholders):
             yield from (outer for outer, inner in zip(flat, placeholders, strict=True) if storages.root(inner) in roots)
         elif roots:
-            yield from arguments
+            yield from tensor_arguments(node)
 
 
 def operands(node: fx.Node) -> list[object]:
     """Return a higher-order operator's arguments behind its last sub-graph: what the sub-graph is called with."""
-    last = max(index for index, value in enumerate(node.args) if isinstance(value, fx.Node) and _is_submodule(value))
+    last = max(index for index, value in enumerate(node.args) if isinstance(value, fx.Node) and _submodule(value))
     flat: list[object] = []
     for value in node.args[last + 1 :]:
         flat.extend(value if isinstance(value, (tuple, list)) else [value])
     return flat
-
-
-def _argument(
-    operator: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object], name: str
-) -> object:
-    for position, argument in enumerate(operator._schema.arguments):
-        if argument.name == name:
-            if position < len(args):
-                return args[position]
-            return kwargs.get(name, argument.default_value)
-    return None
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
@@ -121,11 +133,34 @@ def draws(operator: torch._ops.OpOverload, args: Sequence[object], kwargs: Mappi
     """Tell whether an operator called so uses the random number generator."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
-    names = {argument.name for argument in operator._schema.arguments}
-    if any(_argument(operator, args, kwargs, name) is False for name in ("train", "training")):
+    values = _values_by_name(operator, args, kwargs)
+    if any(values.get(name) is False for name in ("train", "training")):
         return False
-    rates = {"dropout", "dropout_p", "p"} if names & {"train", "dropout_p"} else set()
-    return not any(_argument(operator, args, kwargs, rate) in (0, 0.0) for rate in rates & names)
+    rates = {"dropout", "dropout_p", "p"} if values.keys() & {"train", "dropout_p"} else set()
+    return not any(values[rate] in (0, 0.0) for rate in rates & values.keys())
+
+
+class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks at every operator and its arguments before it runs."""
+
+    def look(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ANN401
+        raise NotImplementedError
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        named = kwargs or {}
+        self.look(func, args, named)
+        return func(*args, **named)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return a number that is equal for tensors that share memory; of sparse ones, one of each."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 class Storages:
@@ -207,12 +242,9 @@ def watch(is_ignored: Callable[[nn.Module, str], bool] = lambda module, name: Fa
         if event == "call" and not found and (said := _describe_call(frame, is_ignored)):
             found.append(f"{_caller(frame)}: {said}, {FALLBACK}")
 
-    before, drawn = sys.getprofile(), _numpy_state()
-    sys.setprofile(on_event)
-    try:
+    drawn = _numpy_state()
+    with _profiling(on_event):
         yield
-    finally:
-        sys.setprofile(before)
     if found:
         raise CaptureError(found[0])
 
@@ -261,10 +293,16 @@ def first_fixing() -> Iterator[list[str]]:
             if any(value.is_number for value in known):
                 found.append(_caller(frame))
 
+    with _profiling(on_event):
+        yield found
+
+
+@contextlib.contextmanager
+def _profiling(on_event: Callable[[FrameType, str, object], None]) -> Iterator[None]:
     before = sys.getprofile()
     sys.setprofile(on_event)
     try:
-        yield found
+        yield
     finally:
         sys.setprofile(before)
 
@@ -280,20 +318,13 @@ def general_masks() -> Iterator[None]:
     def detect(mask: object, is_causal: bool | None = None, size: int | None = None) -> bool:
         return is_causal is True
 
-    before = transformer._detect_is_causal_mask
-    transformer._detect_is_causal_mask = detect
-    try:
+    with patch.object(transformer, "_detect_is_causal_mask", detect):
         yield
-    finally:
-        transformer._detect_is_causal_mask = before
-
-
-def _of_torch(function: type) -> bool:
-    return function.__module__ == "torch" or function.__module__.startswith("torch.")
 
 
 def _harmless(function: type) -> bool:
-    return _of_torch(function) or f"{function.__module__}.{function.__qualname__}" in _HARMLESS
+    module = function.__module__
+    return module.partition(".")[0] == "torch" or f"{module}.{function.__qualname__}" in _HARMLESS
 
 
 def _is_users(filename: str) -> bool:
@@ -312,3 +343,8 @@ def user_line(trace: TracebackType | None) -> tuple[str, str]:
     if not frames:
         return "the model", ""
     return f"{frames[-1].filename}:{frames[-1].lineno}", frames[-1].line or ""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says."""
+    return (str(error).strip().splitlines() or ["(no message)"])[0]

@@ -12,6 +12,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,12 +54,10 @@ class Task(enum.Enum):
     def loss(self) -> Callable[..., Any] | None:
         """``(sum, count)`` over labelled tokens or pixels; none where the model's own mean is over samples."""
         if self is Task.CAUSAL:
-            return _shifted_token_loss
+            return partial(_sum_and_count, shifted=True)
         if self in (Task.MASKED, Task.SEQUENCE_TO_SEQUENCE, Task.SPEECH_TO_TEXT, Task.TOKEN_CLASSIFICATION):
-            return _token_loss
-        if self is Task.SEGMENTATION:
-            return _pixel_loss
-        return None
+            return _sum_and_count
+        return partial(_sum_and_count, ignore_index=IGNORED_PIXELS) if self is Task.SEGMENTATION else None
 
     @property
     def reads_tokens(self) -> bool:
@@ -85,34 +84,20 @@ def task_of(architecture: str, config: Any) -> Task | None:  # noqa: ANN401
     return found
 
 
-def _shifted_token_loss(output: Any, batch: object) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
-    return _sum_and_count(output, _labels(batch)[:, 1:])
-
-
-def _token_loss(output: Any, batch: object) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
-    return _sum_and_count(output, _labels(batch))
-
-
-def _pixel_loss(output: Any, batch: object) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
-    return _sum_and_count(output, _labels(batch), IGNORED_PIXELS)
-
-
-def _labels(batch: object) -> torch.Tensor:
+def _sum_and_count(
+    output: Any,  # noqa: ANN401
+    batch: object,
+    *,
+    shifted: bool = False,
+    ignore_index: int = IGNORED,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's own loss is a mean over what is labelled, and not a number where nothing is labelled."""
     if not isinstance(batch, Mapping) or "labels" not in batch:
         raise ModelError(
             "the samples hold no labels; make them dicts of forward's arguments with labels, or define loss(output, "
             "batch) beside dataset()"
         )
-    labels: torch.Tensor = batch["labels"]
-    return labels
-
-
-def _sum_and_count(
-    output: Any,  # noqa: ANN401
-    labels: torch.Tensor,
-    ignore_index: int = IGNORED,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The model's own loss is a mean over what is labelled, and not a number where nothing is labelled."""
+    labels: torch.Tensor = batch["labels"][:, 1:] if shifted else batch["labels"]
     mean: torch.Tensor = output["loss"]
     count = (labels != ignore_index).sum()
     return torch.where(count > 0, mean * count, torch.zeros_like(mean)), count
@@ -127,7 +112,7 @@ class SyntheticDataset(Dataset[dict[str, torch.Tensor]]):
         self.vocabulary = int(getattr(text, "vocab_size", None) or 2)
         self.length = sequence or _length(text, architecture)
         self.special = sorted(_special_tokens(config) | _special_tokens(text))
-        self.arguments = set(inspect.signature(architecture.forward).parameters)  # type: ignore[attr-defined]
+        self.arguments = _arguments(architecture)
 
     def __len__(self) -> int:
         return SAMPLES
@@ -368,8 +353,6 @@ class ConfiguredModel:
 
     def build(self) -> nn.Module:
         """Build the model with random weights in float32."""
-        import torch
-
         config = self.config()
         if self.task is Task.SEQUENCE_CLASSIFICATION and config.pad_token_id is None:
             # Models that read the last token of a sequence look for the padding behind it.
@@ -492,8 +475,8 @@ def _usual_class(config: Any) -> type[nn.Module] | None:  # noqa: ANN401
     return None
 
 
-def _arguments(architecture: type[nn.Module]) -> set[str]:
-    return set(inspect.signature(architecture.forward).parameters)
+def _arguments(architecture: type) -> set[str]:
+    return set(inspect.signature(architecture.forward).parameters)  # type: ignore[attr-defined]
 
 
 def _one_line(error: BaseException) -> str:

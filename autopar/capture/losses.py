@@ -20,14 +20,15 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from autopar.capture.batch import StepModule, named_tensors, rebuild, row_count
+from autopar.capture.effects import first_line, reachable, storage_of, written_values
 from autopar.capture.graph import LayerGraph
 from autopar.capture.huggingface import PREFIX, Task, task_of
-from autopar.capture.model_state import deep_copy
+from autopar.capture.model_state import deep_copy, preserve_modes
 from autopar.capture.python_state import preserve_state, roots_of
 from autopar.capture.source import UserModel
 from autopar.errors import ModelError
@@ -53,15 +54,11 @@ _MEANS: dict[str, Callable[..., float | torch.Tensor]] = {
 def neutral(model: nn.Module, *, double: bool) -> Iterator[None]:
     """Compute so inside the block; ``double`` makes float64 of all that the code asks in less precision."""
     norms = [part for part in model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-    modes = [part.training for part in norms]
-    for part in norms:
-        part.eval()
-    try:
-        with _Neutral({_place(buffer) for buffer in model.buffers()}, double):
+    with preserve_modes(norms):
+        for part in norms:
+            part.eval()
+        with _Neutral({storage_of(buffer) for buffer in model.buffers()}, double):
             yield
-    finally:
-        for part, training in zip(norms, modes, strict=True):
-            part.training = training
 
 
 class _Neutral(TorchDispatchMode):
@@ -77,8 +74,8 @@ class _Neutral(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         named = kwargs or {}
-        out = _written_tensors(func, args, named)
-        if out and all(_place(tensor) in self._buffers for tensor in out):
+        out = [value for value in written_values(func, args, named) if isinstance(value, torch.Tensor)]
+        if out and all(storage_of(tensor) in self._buffers for tensor in out):
             return out[0] if len(out) == 1 else tuple(out)
         written = out[0] if out else None
         if self._double:
@@ -99,20 +96,6 @@ class _Neutral(TorchDispatchMode):
             return value.double() if smaller else value
 
         return tree_map_only(torch.Tensor, double, arguments)
-
-
-def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:  # noqa: ANN401
-    """Return the tensors that an operator writes in place, and returns."""
-    found = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [value] if isinstance(value, torch.Tensor) else []
-    return found
-
-
-def _place(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 PARTS = (1, 2, 3)
@@ -184,8 +167,8 @@ def separation(
     except IncomparableError:
         raise
     except Exception as error:
-        said = (str(error).strip().splitlines() or ["(no message)"])[0]
-        raise IncomparableError(f"a few samples made the model raise {type(error).__name__}: {said}") from error
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise IncomparableError(f"a few samples made the model raise {said}") from error
 
 
 class _PartLosses:
@@ -200,12 +183,14 @@ class _PartLosses:
         *,
         double: bool,
     ) -> None:
-        self._model: nn.Module = _copy_in_double(model) if double else model
-        self._loss = _copy_in_double(loss) if double else loss
+        self._model = deep_copy(model).double() if double else model
+        self._loss = deep_copy(loss).double() if double and isinstance(loss, nn.Module) else loss
         self._ignored_state, self._double, self._template = ignored_state, double, batch
-        tensors = named_tensors(batch)
-        self._tensors = {name: _wide(tensor) if double else tensor for name, tensor in tensors.items()}
-        self._rows = row_count(tensors)
+        self._tensors = named_tensors(batch)
+        if double:
+            wide = {name: tensor.double() for name, tensor in self._tensors.items() if tensor.is_floating_point()}
+            self._tensors |= wide
+        self._rows = row_count(self._tensors)
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._gradients = not is_large(model)
 
@@ -296,14 +281,6 @@ def _sample_gradients(gradients: Sequence[torch.Tensor | None], parameters: Sequ
     return torch.cat(found)
 
 
-def _copy_in_double(part: Any) -> Any:  # noqa: ANN401
-    return deep_copy(part).double() if isinstance(part, nn.Module) else part
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
 def is_large(model: nn.Module) -> bool:
     """Tell whether losses are compared alone, of fewer rows, since gradients would take minutes."""
     return sum(parameter.numel() for parameter in model.parameters()) > LARGE
@@ -333,18 +310,9 @@ def ignored_labels(graph: LayerGraph) -> dict[str, int]:
         place = _IGNORING.get(str(node.target).partition(".default")[0])
         ignored = node.args[place] if place is not None and len(node.args) > place else USUAL
         if isinstance(ignored, int) and ignored != USUAL:
-            found.update({names[source.name]: ignored for source in _sources(node.args[1]) if source.name in names})
+            sources = reachable([node.args[1]], lambda each: each.all_input_nodes)
+            found.update({names[source.name]: ignored for source in sources if source.name in names})
     return found
-
-
-def _sources(node: fx.Node) -> set[fx.Node]:
-    """Return the placeholders that a node is computed from."""
-    seen, ahead = {node}, [node]
-    while ahead:
-        new = set(ahead.pop().all_input_nodes) - seen
-        seen |= new
-        ahead += new
-    return {each for each in seen if each.op == "placeholder"}
 
 
 def with_ignored(batch: object, labels: Mapping[str, int]) -> object:
@@ -396,7 +364,7 @@ def check_loss(user: UserModel, model: nn.Module, graph: LayerGraph, *, accept_l
         user: whose loss and data.
         model: in training mode, with values.
         graph: as captured.
-        accepted: whether a difference is taken.
+        accept_loss: whether a difference is taken.
 
     Raises:
         ModelError: they differ, and it is not accepted; says what to write instead, or what is exact.
@@ -509,10 +477,7 @@ def _count_expression(batch: object, labels: Mapping[str, int], weights: Sequenc
         for value in dict.fromkeys((USUAL, 0, labels.get(name, USUAL))):
             for start, cut in ((0, ""), (1, "[:, 1:]")):
                 counts = (flat[:, start:] != value).sum(1).double()
-                if bool((counts != counts[0]).any()) and _proportional(counts, wanted):
+                alike = torch.allclose(counts / counts.sum(), wanted / wanted.sum(), rtol=1e-4, atol=1e-6)
+                if alike and bool((counts != counts[0]).any()):
                     return f"(batch{place}{cut} != {value}).sum()"
     return None
-
-
-def _proportional(counts: torch.Tensor, weights: torch.Tensor) -> bool:
-    return bool(torch.allclose(counts / counts.sum(), weights / weights.sum(), rtol=1e-4, atol=1e-6))

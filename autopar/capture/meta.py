@@ -17,16 +17,17 @@ import hashlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._dynamo
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.capture.effects import draws, general_masks
+from autopar.capture.effects import OperatorWatch, draws, general_masks
 from autopar.capture.graph import Layer
 from autopar.errors import CaptureError, FileError
 
@@ -48,17 +49,13 @@ def hollow_parameters() -> Iterator[None]:
             _empty(parameter)
         register(module, name, parameter)
 
-    with _BUILDING:
-        nn.Module.register_parameter = register_hollow  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            nn.Module.register_parameter = register  # type: ignore[method-assign]
+    with _BUILDING, patch.object(nn.Module, "register_parameter", register_hollow):
+        yield
 
 
 def _empty(parameter: nn.Parameter) -> None:
     """Make a parameter a shape; whoever holds it sees the same object, so that tied parameters stay tied."""
-    shape = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    shape = _as_parameter(torch.empty_like(parameter, device="meta"), parameter)
     shape.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, shape)  # type: ignore[no-untyped-call]
 
@@ -93,18 +90,31 @@ class _UnprofiledFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call
 def fake_parameters(model: nn.Module) -> Iterator[FakeTensorMode]:
     """Let a hollow model's parameters pass for tensors on the CPU inside the block, where nothing computes."""
     mode = _UnprofiledFakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    held = [(module, name, value) for module in model.modules() for name, value in module._parameters.items()]
-    fakes = {id(value): faked_parameter(mode, value) for _, _, value in held if value is not None}
     with mode:
         # What torch imports at the first fake computation is imported here, out of sight of a profile function.
         torch.zeros(1, requires_grad=True).view(-1).add(1)
-    try:
-        for module, name, value in held:
-            if value is not None:
-                module._parameters[name] = fakes[id(value)]
+    with _replaced_parameters(model, lambda name, parameter: faked_parameter(mode, parameter)):
         yield mode
+
+
+@contextlib.contextmanager
+def _replaced_parameters(model: nn.Module, replacement: Callable[[str, nn.Parameter], nn.Parameter]) -> Iterator[None]:
+    """Put others in the place of a model's parameters inside the block, of tied ones the same."""
+    registered = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in module._parameters.items()
+        if value is not None
+    ]
+    made: dict[int, nn.Parameter] = {}
+    try:
+        for module, name, value in registered:
+            if id(value) not in made:
+                made[id(value)] = replacement(name, value)
+            module._parameters[name] = made[id(value)]
+        yield
     finally:
-        for module, name, value in held:
+        for module, name, value in registered:
             module._parameters[name] = value
 
 
@@ -127,7 +137,7 @@ def faked_parameter(mode: FakeTensorMode, parameter: nn.Parameter) -> nn.Paramet
     """Return a fake parameter of the same shape that claims to be on the CPU."""
     with mode:
         shape = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
-        return nn.Parameter(shape, requires_grad=parameter.requires_grad)
+        return _as_parameter(shape, parameter)
 
 
 _CPU = torch.device("cpu")
@@ -179,12 +189,7 @@ def materialize_random(layer: Layer, seed: int = 0, device: torch.device = _CPU)
     the model's own initial weights nor good ones to train from, but numbers that a kernel meets in training. Buffers
     keep their values. :func:`release` takes the values away again.
     """
-    values: dict[str, nn.Parameter] = {}
-    for attribute, name in layer.parameters.items():
-        if name not in values:
-            shape = layer.module.get_parameter(attribute)
-            values[name] = nn.Parameter(usual_values(shape, name, seed, device), requires_grad=shape.requires_grad)
-        place(layer.module, attribute, values[name])
+    _replace_parameters(layer, lambda name, shape: usual_values(shape, name, seed, device))
     for attribute in layer.buffers:
         place(layer.module, attribute, layer.module.get_buffer(attribute).to(device))
     if device.type != "cpu":
@@ -202,12 +207,21 @@ def usual_values(shape: torch.Tensor, name: str, seed: int = 0, device: torch.de
 
 def release(layer: Layer) -> None:
     """Take the values of a layer's parameters, and their gradients, away again: it becomes hollow."""
-    shapes: dict[str, nn.Parameter] = {}
+    _replace_parameters(layer, lambda name, value: torch.empty_like(value, device="meta"))
+
+
+def _replace_parameters(layer: Layer, replacement: Callable[[str, nn.Parameter], torch.Tensor]) -> None:
+    """Give the parameters of a layer, by their names in the model, other tensors; a tied one is replaced once."""
+    made: dict[str, nn.Parameter] = {}
     for attribute, name in layer.parameters.items():
-        value = layer.module.get_parameter(attribute)
-        if name not in shapes:
-            shapes[name] = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=value.requires_grad)
-        place(layer.module, attribute, shapes[name])
+        value = layer.parameter(attribute)
+        if name not in made:
+            made[name] = _as_parameter(replacement(name, value), value)
+        place(layer.module, attribute, made[name])
+
+
+def _as_parameter(value: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(value, requires_grad=like.requires_grad)
 
 
 def retarget(layer: Layer, device: torch.device) -> None:
@@ -254,11 +268,7 @@ class HollowRunner:
             return _each(found, self._fake), not torch.equal(before, torch.get_rng_state())
 
     def observe(self, call: Callable[[Sequence[torch.Tensor]], None], inputs: Sequence[torch.Tensor]) -> None:
-        """Run the whole model by ``call`` on fake tensors.
-
-        Raises:
-            Exception: what the model raises on them.
-        """
+        """Run the whole model by ``call`` on fake tensors; what it raises on them is raised."""
         with self._mode:
             call([self._fake(tensor) for tensor in inputs])
 
@@ -288,52 +298,28 @@ class HollowRunner:
         fake = self._mode.from_tensor(tensor.detach(), static_shapes=True)
         return fake.requires_grad_(tensor.requires_grad)
 
-    @contextlib.contextmanager
-    def _with_values(self, module: nn.Module) -> Iterator[None]:
+    def _with_values(self, module: nn.Module) -> AbstractContextManager[None]:
         """Give one module's parameters values of the usual scale in the block."""
-        held = [(part, name, value) for part in module.modules() for name, value in part._parameters.items()]
-        made: dict[int, nn.Parameter] = {}
-        try:
-            for part, name, value in held:
-                if value is not None:
-                    if id(value) not in made:
-                        values = usual_values(value, self._names.get(id(value), name))
-                        made[id(value)] = nn.Parameter(values, requires_grad=value.requires_grad)
-                    part._parameters[name] = made[id(value)]
-            yield
-        finally:
-            for part, name, value in held:
-                part._parameters[name] = value
+        return _replaced_parameters(
+            module, lambda name, shape: _as_parameter(usual_values(shape, self._names.get(id(shape), name)), shape)
+        )
 
 
 @contextlib.contextmanager
 def hollow_runner(model: nn.Module, modules: Sequence[nn.Module] = ()) -> Iterator[HollowRunner]:
-    """Let parameters that have shapes but no values pass for tensors on the CPU inside the block.
-
-    Args:
-        model: whose parameters have no values.
-        modules: other modules that hold them.
-    """
+    """Let a hollow model's parameters, which other modules may hold too, pass for tensors on the CPU in the block."""
     everything = nn.ModuleList([model, *modules])
     with fake_parameters(everything) as mode, without_fakes(everything), general_masks():
         yield HollowRunner(mode, {id(value): name for name, value in model.named_parameters()})
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Draws(OperatorWatch):  # type: ignore[no-untyped-call]
     """Notes whether an operator draws random numbers: fake ones leave the generator's state alone."""
 
     has_draws = False
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        named = kwargs or {}
-        self.has_draws = self.has_draws or (isinstance(func, torch._ops.OpOverload) and draws(func, args, named))
-        return func(*args, **named)
+    def look(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ANN401
+        self.has_draws |= isinstance(operator, torch._ops.OpOverload) and draws(operator, args, kwargs)
 
 
 def _with_random_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from autopar.capture.effects import OperatorWatch, written_values
 from autopar.capture.python_state import Path, tensors_reached
 
 
@@ -51,37 +52,33 @@ def preserve_parameters(model: nn.Module) -> Iterator[None]:
                 parameter.copy_(value)
 
 
-class WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+@contextlib.contextmanager
+def preserve_modes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put modules back into training or evaluation mode, each into its own, at the end of the block."""
+    modes = [(module, module.training) for module in modules]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+class WriteLog(OperatorWatch):
     """Notes which of some tensors operators write while it is active, under whatever alias."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._unwritten: dict[int, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            if _has_memory(tensor):
-                self._unwritten.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        for tensor in filter(_has_memory, tensors):
+            self._unwritten.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
         self.previous_values: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Tensors whose memory was written, each with a copy of its values before."""
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        named = kwargs or {}
-        for position, argument in enumerate(func._schema.arguments):  # type: ignore[attr-defined]
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[position] if position < len(args) else named.get(argument.name)
-                for tensor in value if isinstance(value, (tuple, list)) else (value,):
-                    self._note(tensor)
-        return func(*args, **named)
-
-    def _note(self, tensor: object) -> None:
-        if isinstance(tensor, torch.Tensor) and _has_memory(tensor):
-            for each in self._unwritten.pop(tensor.untyped_storage()._cdata, ()):
-                self.previous_values.append((each, each.detach().clone()))
+    def look(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ANN401
+        for tensor in tree_leaves(written_values(operator, args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and _has_memory(tensor):
+                for each in self._unwritten.pop(tensor.untyped_storage()._cdata, ()):
+                    self.previous_values.append((each, each.detach().clone()))
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -194,17 +194,21 @@ def _of_callable(path: Path, value: Any) -> Parts:  # noqa: ANN401
     elif isinstance(value, property):
         yield from ((path, function) for function in (value.fget, value.fset) if function is not None)
     elif isinstance(value, CellType):
-        try:
-            yield path, value.cell_contents
-        except ValueError:
-            # The variable has no value yet.
-            return
+        yield from ((path, content) for content in _contents_of(value))
     elif isinstance(value, FunctionType):
         yield from _of_function(value)
     elif callable(value) and not isinstance(value, nn.Module):
         wrapped = inspect.getattr_static(value, "__wrapped__", None)
         if inspect.isfunction(wrapped):
             yield path, wrapped
+
+
+def _contents_of(cell: CellType) -> list[object]:
+    """Return what a cell holds, if its variable has a value yet."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
 
 
 def _of_function(value: FunctionType) -> Parts:
@@ -264,10 +268,7 @@ def _own(file: str | None, name: str | None) -> bool:
     return not (installed or path.startswith(_INSTALLED))
 
 
-_NONE = object()
-
-
-def restorers(value: Any) -> Iterator[Callable[[], None]]:  # noqa: ANN401
+def restorers(value: Any) -> Iterator[Callable[[], object]]:  # noqa: ANN401
     """Yield what puts a single value back as it is now; nothing for iterators, which cannot be put back."""
     if isinstance(value, torch.Tensor):
         if not isinstance(value, nn.Parameter) and not value.is_inference():
@@ -277,13 +278,20 @@ def restorers(value: Any) -> Iterator[Callable[[], None]]:  # noqa: ANN401
         yield _container_restorer(value)
     elif isinstance(value, numpy.ndarray):
         array = value.copy()
-        yield lambda: _copy_into(value, array)
-    elif isinstance(value, (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)):
-        yield _generator_restorer(value)
+        yield lambda: numpy.copyto(value, array) if value.flags.writeable else None
+    elif isinstance(value, random.Random):
+        yield functools.partial(value.setstate, value.getstate())
+    elif isinstance(value, numpy.random.Generator):
+        yield functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    elif isinstance(value, (torch.Generator, numpy.random.RandomState)):
+        generator: Any = value
+        yield functools.partial(generator.set_state, generator.get_state())
     elif isinstance(value, CellType):
-        yield from _cell_restorers(value)
+        for content in _contents_of(value):
+            yield functools.partial(setattr, value, "cell_contents", content)
     elif isinstance(value, FunctionType):
-        yield from (_global_restorer(variables, name) for variables, name in globals_of(value))
+        for variables, name in globals_of(value):
+            yield functools.partial(variables.update, {name: variables[name]})
     yield _attribute_restorer(value)
 
 
@@ -298,11 +306,6 @@ def _tensor_restorer(tensor: torch.Tensor) -> Callable[[], None]:
     return put_back
 
 
-def _copy_into(array: numpy.ndarray, before: numpy.ndarray) -> None:
-    if array.flags.writeable:
-        array[...] = before
-
-
 def _container_restorer(container: Any) -> Callable[[], None]:  # noqa: ANN401
     before = list(container.items() if isinstance(container, dict) else container)
 
@@ -313,42 +316,16 @@ def _container_restorer(container: Any) -> Callable[[], None]:  # noqa: ANN401
     return put_back
 
 
-def _generator_restorer(generator: Any) -> Callable[[], None]:  # noqa: ANN401
-    if isinstance(generator, random.Random):
-        state = generator.getstate()
-        return lambda: generator.setstate(state)
-    if isinstance(generator, numpy.random.Generator):
-        bits = generator.bit_generator.state
-        return lambda: setattr(generator.bit_generator, "state", bits)
-    found = generator.get_state()
-    return lambda: generator.set_state(found)
-
-
-def _cell_restorers(cell: CellType) -> Iterator[Callable[[], None]]:
-    try:
-        content = cell.cell_contents
-    except ValueError:
-        # The variable has no value yet.
-        return
-    yield lambda: setattr(cell, "cell_contents", content)
-
-
-def _global_restorer(variables: dict[str, Any], name: str) -> Callable[[], None]:
-    value = variables[name]
-    return lambda: variables.update({name: value})
-
-
 def _attribute_restorer(value: Any) -> Callable[[], None]:  # noqa: ANN401
     before = attributes_of(value)
 
     def put_back() -> None:
-        for name, item in attributes_of(value).items():
-            if name not in before:
-                delattr(value, name)
-            elif item is not before[name]:
-                _assign(value, name, before[name])
-        for name in before.keys() - attributes_of(value).keys():
-            _assign(value, name, before[name])
+        now = attributes_of(value)
+        for name in now.keys() - before.keys():
+            delattr(value, name)
+        for name, item in before.items():
+            if name not in now or now[name] is not item:
+                _assign(value, name, item)
 
     return put_back
 
@@ -381,7 +358,7 @@ class Snapshot:
     """Something that is equal as long as the value is the same; closures of one name have one path."""
     tensors: dict[Path, list[tuple[torch.Tensor, int]]] = field(default_factory=dict)
     """With how often they had been written."""
-    restorers: list[Callable[[], None]] = field(default_factory=list)
+    restorers: list[Callable[[], object]] = field(default_factory=list)
 
     def restore(self) -> None:
         """Put back the values that are kept; iterators stay where they are."""

@@ -20,14 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import networkx as nx
 import torch
 from torch import fx, nn
 
-from autopar.capture.effects import Storages, draws_random_numbers, tensor_arguments, written_arguments
+from autopar.capture.effects import Storages, draws_random_numbers, reachable, tensor_arguments, written_arguments
 from autopar.capture.units import Units, join_groups, split_as, split_units
 from autopar.errors import CaptureError
 
@@ -102,25 +102,18 @@ def segment_like(
 ) -> tuple[LayerNodes, ...]:
     """Cut another graph of the same model where the calls of its layers' modules begin.
 
-    Args:
-        graph: the other graph.
-        inputs: its placeholders.
-        model: the model.
-        layers: the modules of every layer, as :class:`LayerNodes` has them.
-
-    Returns:
-        Segments of the layers' names; layers of which the graph has nothing are left out.
+    ``layers`` are the modules of every layer, as :class:`LayerNodes` has them; segments go by the layers' names, and
+    layers of which the graph has nothing are left out.
 
     Raises:
         CaptureError: a boundary is not legal in this graph; names the layer behind it.
     """
     nodes, finder = _LiveNodes(graph, inputs), split_as(model, [unit for modules in layers for unit in modules])
     units = finder.all_of(nodes.owned_nodes)
-    place = {unit: index for index, modules in reversed(list(enumerate(layers))) for unit in modules}
-    current, numbers = 0, []
-    for unit in units:
-        current = max(current, place.get(unit, current)) if unit is not None else current
-        numbers.append(current)
+    place: dict[str | None, int] = {
+        unit: index for index, modules in reversed(list(enumerate(layers))) for unit in modules
+    }
+    numbers = list(accumulate((place.get(unit, 0) for unit in units), max))
     count = len(numbers)
     edges = [0, *(at for at in range(1, count) if numbers[at] != numbers[at - 1]), count]
     for low, high in _forbidden(nodes):
@@ -167,9 +160,8 @@ class _LiveNodes:
         self.written_roots = {self.storages.root(target) for targets in self.writes.values() for target in targets}
         live = self._live(calls)
         self.live = [node for node in calls if node in live]
-        free = self._free(self.live)
-        self.free = [node for node in self.live if node in free]
-        self.owned_nodes = [node for node in self.live if node not in free]
+        self.free = self._free(self.live)
+        self.owned_nodes = [node for node in self.live if node not in self.free]
         self.index = {node: index for index, node in enumerate(self.owned_nodes)}
 
     def _computes(self, node: fx.Node) -> bool:
@@ -220,13 +212,8 @@ class _LiveNodes:
 
 
 def _starts(units: Sequence[str | None]) -> list[int]:
-    starts, current = [], None
-    for index, unit in enumerate(units):
-        if unit is not None and unit != current:
-            if current is not None:
-                starts.append(index)
-            current = unit
-    return starts
+    named = [(index, unit) for index, unit in enumerate(units) if unit is not None]
+    return [index for (_, before), (index, unit) in pairwise(named) if unit != before]
 
 
 def _forbidden(nodes: _LiveNodes) -> list[tuple[int, int]]:
@@ -266,12 +253,12 @@ def _merge(count: int, starts: Sequence[int], forbidden: Iterable[tuple[int, int
 def _describe(
     nodes: _LiveNodes, groups: Sequence[tuple[int, int]], units: Sequence[str | None], finder: Units
 ) -> Iterator[LayerNodes]:
-    free, taken = set(nodes.free), {unit for unit in units if unit is not None}
+    taken = {unit for unit in units if unit is not None}
     order = {node: index for index, node in enumerate(nodes.live)}
     for number, (low, high) in enumerate(groups):
         owned = nodes.owned_nodes[low:high]
         outputs = nodes.output.all_input_nodes if number == len(groups) - 1 else []
-        added = _closure(nodes, free, owned, outputs)
+        added = _closure(nodes, owned, outputs)
         everything = sorted((*owned, *added), key=order.__getitem__)
         modules = dict.fromkeys(unit for unit in units[low:high] if unit is not None)
         holding = {unit for unit, node in zip(units[low:high], owned, strict=True) if _reads_parameter(nodes, node)}
@@ -305,15 +292,10 @@ def _reads_parameter(nodes: _LiveNodes, node: fx.Node) -> bool:
     return any(argument.name in nodes.inputs.parameters for argument in nodes.reads(node))
 
 
-def _closure(
-    nodes: _LiveNodes, free: set[fx.Node], owned_nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]
-) -> set[fx.Node]:
+def _closure(nodes: _LiveNodes, owned_nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Mapping[fx.Node, None]:
     """Return the free nodes that a layer needs: arguments of arguments, and whatever writes into their memory."""
-    stack = [argument for node in owned_nodes for argument in nodes.reads(node)] + list(outputs)
-    needed: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node in free and node not in needed:
-            needed.add(node)
-            stack.extend((*nodes.reads(node), *nodes.written_aliases(node)))
-    return needed
+    starts = [*(argument for node in owned_nodes for argument in nodes.reads(node)), *outputs]
+    return reachable(
+        nodes.free.intersection(starts),
+        lambda node: nodes.free.intersection((*nodes.reads(node), *nodes.written_aliases(node))),
+    )

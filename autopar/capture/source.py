@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
-from autopar.capture.effects import user_line
+from autopar.capture.effects import first_line, user_line
 from autopar.capture.hooks import HOOKS, a, check_hook, given_to, missing_model
 from autopar.capture.huggingface import PREFIX, SYNTHETIC, read_configured
 from autopar.capture.meta import hollow_parameters
@@ -75,16 +75,15 @@ def code_of_module(name: str, spec: str) -> Code:
     places: list[str] | None = None
     outer: list[Path] = []
     found: ModuleSpec | None = None
-    for end in range(1, len(parts) + 1):
-        found = PathFinder.find_spec(".".join(parts[:end]), places)
+    for end, part in enumerate(parts):
+        above, here = ".".join(parts[:end]), ".".join(parts[: end + 1])
+        if end and places is None:
+            raise ModelError(f"{spec}: {above} is a module, and no package with {part} in it")
+        outer += [Path(found.origin)] if found and found.origin else []
+        found = PathFinder.find_spec(here, places)
         if found is None:
-            missing = ".".join(parts[:end])
-            raise ModelError(f"{spec}: no module is called {missing} (looked on sys.path and in this folder)")
+            raise ModelError(f"{spec}: no module is called {here} (looked on sys.path and in this folder)")
         places = None if found.submodule_search_locations is None else list(found.submodule_search_locations)
-        if end < len(parts):
-            if places is None:
-                raise ModelError(f"{spec}: {'.'.join(parts[:end])} is a module, and no package with {parts[end]} in it")
-            outer += [Path(found.origin)] if found.origin else []
     if found is None or found.origin is None or not found.has_location:
         raise ModelError(f"{spec}: the module {name} has no file of its own")
     path = Path(found.origin)
@@ -103,7 +102,7 @@ def check_code(path: Path, sha256: str, imports: Mapping[str, str], expected_sou
         path: the model's file.
         sha256: of it.
         imports: hashes of what it imports.
-        recorded: what a profile or plan says of it; None: nothing.
+        expected_source: what a profile or plan says of it; None: nothing.
 
     Raises:
         FileError: names the file that has changed.
@@ -119,25 +118,23 @@ def check_code(path: Path, sha256: str, imports: Mapping[str, str], expected_sou
             raise FileError(f"{name}, which {path} is made of, {how} since it was profiled; {_AGAIN}")
 
 
-def _imports(path: Path, source: bytes, start: Path, own: Path, outer: list[Path] | tuple[Path, ...]) -> dict[str, str]:
+def _imports(path: Path, source: bytes, start: Path, own: Path, outer: Sequence[Path]) -> dict[str, str]:
     """Return the hashes of what a file imports from the folder ``start``, as far as it lies below ``own``."""
     found: dict[str, str] = {}
-    known = {_real(path)}
+    known = {os.path.realpath(path)}
     waiting = [(path, source)]
-    for each in outer:
-        if _real(each) not in known and _is_below(each, own):
-            known.add(_real(each))
-            waiting.append((each, _read(each)))
-    found.update((_name(each, start), hashlib.sha256(text).hexdigest()) for each, text in waiting[1:])
+
+    def follow(files: Iterable[Path]) -> None:
+        for each in files:
+            if os.path.realpath(each) not in known and _is_below(each, own):
+                known.add(os.path.realpath(each))
+                content = _read(each)
+                found[_name(each, start)] = hashlib.sha256(content).hexdigest()
+                waiting.append((each, content))
+
+    follow(outer)
     while waiting and len(found) < MOST_FILES:
-        here, text = waiting.pop()
-        for each in _imported_files(here, text, start):
-            if _real(each) in known or not _is_below(each, own):
-                continue
-            known.add(_real(each))
-            content = _read(each)
-            found[_name(each, start)] = hashlib.sha256(content).hexdigest()
-            waiting.append((each, content))
+        follow(_imported_files(*waiting.pop(), start))
     return dict(sorted(found.items()))
 
 
@@ -174,10 +171,6 @@ def _files(base: Path, parts: list[str]) -> Iterator[Path]:
 
 def _is_below(path: Path, folder: Path) -> bool:
     return Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder))
-
-
-def _real(path: Path) -> str:
-    return os.path.realpath(path)
 
 
 def _name(path: Path, start: Path) -> str:
@@ -245,7 +238,7 @@ class UserModel:
     def _build_hollow(self) -> object:
         try:
             with hollow_parameters():
-                built = self._call("model", self.factory)
+                return self._call("model", self.factory)
         except ModelError as error:
             if "meta" not in str(error.__cause__).lower():
                 raise
@@ -254,7 +247,6 @@ class UserModel:
                 f"{line}: `{source}` reads the value of a parameter, and a model that is larger than memory is built "
                 "without values; compute it of other values"
             ) from error
-        return built
 
     def dataset(self) -> Dataset[Any]:
         """Return the map-style dataset that ``dataset()`` gives.
@@ -502,7 +494,7 @@ def user_code(path: Path, what: str, argument_hint: str = "") -> Iterator[None]:
         raise ModelError(f"{error.filename or path}:{error.lineno}: {error.msg}") from error
     except Exception as error:
         remedy = argument_hint if isinstance(error, (TypeError, AttributeError)) else ""
-        raised = f"{type(error).__name__}: {_first_line(error)}"
+        raised = f"{type(error).__name__}: {first_line(error)}"
         raise ModelError(f"{_where(error, path)}: {what} {raised}{remedy}") from error
 
 
@@ -519,7 +511,3 @@ def _where(error: BaseException, path: Path) -> str:
     names = {str(path), str(path.resolve())}
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename in names]
     return f"{path}:{lines[-1]}" if lines else str(path)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["(no message)"])[0]

@@ -25,11 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autopar.capture.graph import Layer, LayerGraph
+from autopar.capture.effects import reachable
+from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.meta import faked_parameter
-
-Edge = tuple[Node, int]
-"""An operator of a backward, and which of the gradients that arrive at it."""
 
 
 class Frontier(NamedTuple):
@@ -59,7 +57,7 @@ def frontier_of(roots: Sequence[GradientEdge], leaves: Iterable[Node]) -> Fronti
     ]
     for node in edges:
         if node in inside:
-            leaving = dict.fromkeys(after for after, _ in edges[node] if after not in inside)
+            leaving = dict.fromkeys(after for after in edges[node] if after not in inside)
             ways += [(node, _ends(edges, after)) for after in leaving]
     shared = _shared_parameters(ways)
     deferred: dict[Node, dict[Node, None]] = defaultdict(dict)
@@ -74,44 +72,30 @@ def frontier_of(roots: Sequence[GradientEdge], leaves: Iterable[Node]) -> Fronti
     return Frontier(operators, outer, [GradientEdge(end, 0) for end in shared], reaches_leaf=True)
 
 
-def walk(roots: Iterable[Node]) -> dict[Node, list[Edge]]:
-    """Return the edges of every operator behind some."""
-    found: dict[Node, list[Edge]] = {}
+def walk(roots: Iterable[Node]) -> dict[Node, list[Node]]:
+    """Return every operator behind some, each with those right behind it."""
+    found: dict[Node, list[Node]] = {}
     ahead = list(roots)
     while ahead:
         node = ahead.pop()
         if node not in found:
-            found[node] = [(after, index) for after, index in node.next_functions if after is not None]
-            ahead += [after for after, _ in found[node]]
+            found[node] = [after for after, _ in node.next_functions if after is not None]
+            ahead += found[node]
     return found
 
 
-def _leading(edges: Mapping[Node, list[Edge]], leaves: Iterable[Node]) -> set[Node]:
+def _leading(edges: Mapping[Node, list[Node]], leaves: Iterable[Node]) -> dict[Node, None]:
     """Return the operators from which a leaf can be reached, leaves included."""
     before: dict[Node, list[Node]] = defaultdict(list)
     for node, following in edges.items():
-        for after, _ in following:
+        for after in following:
             before[after].append(node)
-    found: set[Node] = set()
-    ahead = [leaf for leaf in leaves if leaf in edges]
-    while ahead:
-        node = ahead.pop()
-        if node not in found:
-            found.add(node)
-            ahead += before[node]
-    return found
+    return reachable((leaf for leaf in leaves if leaf in edges), before.__getitem__)
 
 
-def _ends(edges: Mapping[Node, list[Edge]], start: Node) -> dict[Node, None]:
+def _ends(edges: Mapping[Node, list[Node]], start: Node) -> dict[Node, None]:
     """Return where the graph ends behind an operator, in order."""
-    found: dict[Node, None] = {}
-    ahead = [start]
-    while ahead:
-        node = ahead.pop()
-        if node not in found:
-            found[node] = None
-            ahead += [after for after, _ in edges[node]]
-    return {node: None for node in found if not edges[node]}
+    return {node: None for node in reachable([start], edges.__getitem__) if not edges[node]}
 
 
 def _shared_parameters(ways: Sequence[tuple[Node | int, dict[Node, None]]]) -> dict[Node, None]:
@@ -121,13 +105,12 @@ def _shared_parameters(ways: Sequence[tuple[Node | int, dict[Node, None]]]) -> d
         for parameter in parameters:
             sources[parameter].add(source)
     found = dict.fromkeys(parameter for parameter, leading in sources.items() if len(leading) > 1)
-    grown = bool(found)
-    while grown:
-        grown = False
+    size = 0
+    while len(found) > size:
+        size = len(found)
         for _, parameters in ways:
-            if parameters.keys() & found.keys() and not parameters.keys() <= found.keys():
+            if not parameters.keys().isdisjoint(found):
                 found.update(parameters)
-                grown = True
     return found
 
 
@@ -278,14 +261,7 @@ class _DeferredOperator:
     def __init__(
         self, node: Node, parameters: Sequence[GradientEdge], ran: list[_DeferredOperator], saved_tensors: _SavedTensors
     ) -> None:
-        """Watch for its first run.
-
-        Args:
-            node: the operator.
-            parameters: whose gradients it leads to in its second run.
-            ran: where it enters itself when it runs.
-            saved: what the forward saved.
-        """
+        """Watch for its first run, when it enters itself into ``ran``; its second makes the parameters' gradients."""
         self._node, self._parameters = node, parameters
         self.grad_outputs: tuple[torch.Tensor | None, ...] = ()
         """The gradients that it ran with."""
@@ -321,11 +297,8 @@ class _DeferredOperator:
             hook.remove()
 
 
-Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-
-
 class _Reach(NamedTuple):
-    """Of every output of a layer: whether it requires a gradient, and the inputs that its backward leads to."""
+    """Of an output of a layer: whether it requires a gradient, and the inputs that its backward leads to."""
 
     requires_grad: bool
     inputs: frozenset[int]
@@ -337,34 +310,31 @@ def gradient_flow(graph: LayerGraph) -> dict[str, bool]:
     That a tensor requires a gradient does not tell: what reads it may detach it, or lead to no loss. Layers that are
     alike, and whose inputs require gradients alike, are looked at once.
     """
-    shapes = {tensor.name: (tensor.shape(2), tensor.dtype) for tensor in graph.tensors}
+    specs = {tensor.name: tensor for tensor in graph.tensors}
     required = dict.fromkeys(graph.inputs, False)
     seen: dict[tuple[str, tuple[bool, ...]], tuple[_Reach, ...]] = {}
-    reaches: list[tuple[Layer, tuple[_Reach, ...]]] = []
+    reaches: list[tuple[Layer, dict[str, _Reach]]] = []
     for layer in graph.layers:
         flags = tuple(required[name] for name in layer.inputs)
         key = layer.fingerprint, flags
         if key not in seen:
-            seen[key] = _reaches(layer, flags, shapes)
-        reaches.append((layer, seen[key]))
-        required |= {name: each.requires_grad for name, each in zip(layer.outputs, seen[key], strict=True)}
+            seen[key] = _reaches(layer, flags, [specs[name] for name in layer.inputs])
+        own = dict(zip(layer.outputs, seen[key], strict=True))
+        reaches.append((layer, own))
+        required |= {name: reach.requires_grad for name, reach in own.items()}
     flows = {graph.outputs[0]}
-    for layer, found in reversed(reaches):
-        for name, reach in zip(layer.outputs, found, strict=True):
-            if name in flows:
-                flows |= {layer.inputs[index] for index in reach.inputs}
+    for layer, own in reversed(reaches):
+        flows |= {layer.inputs[index] for name in flows & own.keys() for index in own[name].inputs}
     return {name: name in flows for layer, _ in reaches for name in layer.outputs}
 
 
-def _reaches(layer: Layer, flags: tuple[bool, ...], shapes: Shapes) -> tuple[_Reach, ...]:
+def _reaches(layer: Layer, flags: tuple[bool, ...], specs: Sequence[TensorSpec]) -> tuple[_Reach, ...]:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     held: dict[str, Any] = {name: faked_parameter(mode, value) for name, value in layer.module.named_parameters()}
     held |= {name: mode.from_tensor(layer.module.get_buffer(name), static_shapes=True) for name in layer.buffers}
     with mode:
-        inputs = []
-        for name, flag in zip(layer.inputs, flags, strict=True):
-            shape, dtype = shapes[name]
-            inputs.append(torch.empty(shape, dtype=dtype).requires_grad_(flag))
+        empty = [torch.empty(spec.shape(2), dtype=spec.dtype) for spec in specs]
+        inputs = [tensor.requires_grad_(flag) for tensor, flag in zip(empty, flags, strict=True)]
         outputs = torch.func.functional_call(layer.module, held, (2, *inputs))
     leaves = {get_gradient_edge(leaf).node: index for index, leaf in enumerate(inputs) if flags[index]}
     found = []

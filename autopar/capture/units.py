@@ -191,21 +191,8 @@ def crossing(nodes: Sequence[fx.Node], size: Callable[[torch.Tensor], int] = lam
 Group = tuple[int, int]
 """First and last-but-one of the nodes of a layer."""
 Kind = tuple[int, ...]
-_PRODUCTS = {
-    "linear",
-    "bilinear",
-    "embedding",
-    "matmul",
-    "mm",
-    "bmm",
-    "mv",
-    "addmm",
-    "addmv",
-    "baddbmm",
-    "einsum",
-    "dot",
-}
-_PRODUCTS |= {"tensordot", "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"}
+_PRODUCTS = {"linear", "bilinear", "embedding", "matmul", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "einsum"}
+_PRODUCTS |= {"dot", "tensordot", "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
 class _UnitGroup(NamedTuple):
@@ -231,12 +218,8 @@ def join_groups(
 ) -> list[Group]:
     """Return groups with the light ones joined to others.
 
-    Args:
-        owned: the nodes of all groups, in order.
-        groups: cuts of them.
-        units: the named module whose call a node belongs to, by node.
-        parameters: names of the placeholders that are parameters.
-        kept: the nodes at which a group begins that is not joined to the one before it.
+    ``nodes`` are those of all groups, in order, ``units`` the modules whose calls they belong to, ``parameters`` names
+    of placeholders. A group that begins at one of ``fixed_starts`` is not joined to the one before it.
     """
     kinds: dict[tuple[object, ...], int] = {}
     parts = []

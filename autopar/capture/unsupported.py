@@ -16,11 +16,10 @@ import numpy
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autopar.capture.batch import named_tensors
-from autopar.capture.effects import FALLBACK, Storages, written_arguments
+from autopar.capture.effects import FALLBACK, OperatorWatch, Storages, storage_of, written_arguments
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.python_state import Path, Roots, Snapshot, differences, snapshot
 from autopar.errors import CaptureError
@@ -138,12 +137,9 @@ GENERATORS = {
 
 
 def refuse_state(roots: Roots, calls: Sequence[Callable[[], object]], ignored_state: tuple[str, ...]) -> None:
-    """Check that no call changes Python state; a call before these has filled what is made once.
+    """Check that no call, a forward each on different batches, changes Python state that is not ignored.
 
-    Args:
-        roots: the model and its loss.
-        calls: a forward each, on different batches.
-        ignored: paths that are only logged.
+    A call before these has filled what is made once.
 
     Raises:
         CaptureError: one does; names it.
@@ -179,11 +175,8 @@ def stateful_modules(
 ) -> list[tuple[str, ...]]:
     """Return for every listed module which state of its own a call changes; calls are as of :func:`refuse_state`.
 
-    Args:
-        elements: what each of the modules begins with: itself, and the loss if it computes it.
-        whole: what else there is.
-        calls: a forward through all of them each.
-        ignored: paths that are only logged.
+    ``elements`` are what each of the modules begins with: itself, and the loss if it computes it; ``whole`` is what
+    else there is.
 
     Raises:
         CaptureError: state changes that is not one module's alone; names it.
@@ -238,7 +231,7 @@ def _changed_paths(before: Snapshot, after: Snapshot, read: Collection[int]) -> 
         pairs = zip(tensors, after.tensors.get(path, []), strict=False)
         gone = len(tensors) != len(after.tensors.get(path, []))
         changed = gone or any(one[0] is not other[0] or one[1] != other[1] for one, other in pairs)
-        if changed and any(_storage(tensor) in read for tensor, _ in tensors):
+        if changed and any(storage_of(tensor) in read for tensor, _ in tensors):
             found[path] = None
     return found
 
@@ -246,31 +239,19 @@ def _changed_paths(before: Snapshot, after: Snapshot, read: Collection[int]) -> 
 def _of_buffers(roots: Roots) -> set[int]:
     """Return the memory of buffers, which layers hold as such, under whichever other names they are reached."""
     modules = [value for value in roots.values() if isinstance(value, nn.Module)]
-    return {_storage(buffer) for module in modules for buffer in module.buffers()}
+    return {storage_of(buffer) for module in modules for buffer in module.buffers()}
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-
-
-class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Reads(OperatorWatch):
     """Notes which memory operators read."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages: set[int] = set()
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        self.storages.update(
-            _storage(value) for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)
-        )
-        return func(*args, **(kwargs or {}))
+    def look(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ANN401
+        leaves = tree_leaves((args, kwargs))
+        self.storages.update(storage_of(value) for value in leaves if isinstance(value, torch.Tensor))
 
 
 def other_batches(batch: object, others: Sequence[object]) -> list[dict[str, torch.Tensor]]:
