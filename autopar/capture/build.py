@@ -12,6 +12,7 @@ shows nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 import operator
@@ -23,10 +24,10 @@ from unittest.mock import patch
 
 import torch
 from torch import fx, nn
+from torch.export import ExportedProgram
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autopar.capture.batch import row_count
 from autopar.capture.effects import Storages, operands, submodules, written_arguments
 from autopar.capture.graph import Layer, TensorSpec
 from autopar.capture.model_state import WriteLog, preserve_buffers, preserve_parameters
@@ -43,11 +44,7 @@ def graph_writes(
 ) -> Writes | None:
     """Return what a captured layer changes; none if nothing.
 
-    Args:
-        module: the layer's.
-        parameters: from attribute to name.
-        buffers: from attribute to name.
-        inputs: names of the tensors that it takes after the number of rows.
+    ``parameters`` and ``buffers`` lead from attributes to names; ``inputs`` are what it takes after the number of rows.
     """
     nodes = list(module.graph.nodes)
     storages = Storages(nodes)
@@ -193,33 +190,27 @@ def right_for_one(
     tensors: Mapping[str, torch.Tensor],
     output_mask: Sequence[bool] | None = None,
 ) -> bool:
-    """Tell whether a model's layers give for one sample what the model gives for it.
+    """Tell whether a model's layers, in order, give for one sample what the model (with its loss or not) gives.
 
-    Args:
-        step: the model with its loss, or with its outputs.
-        layers: captured from it, in order.
-        tensors: a batch of two samples or more, by name; on two of them layers that differ from the model tell nothing.
-        compared: which of what ``step`` returns the layers give; none: all.
+    ``tensors`` are a batch of two samples or more: if layers differ from the model on two of them, one tells nothing.
+    ``output_mask`` says which of what ``step`` returns the layers give; none: all.
     """
-    return _alike(step, layers, _first(tensors, 1), output_mask) or not _alike(
-        step, layers, _first(tensors, 2), output_mask
-    )
-
-
-def _first(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
-    return {name: tensor[:rows].clone() for name, tensor in tensors.items()}
+    return _alike(step, layers, tensors, 1, output_mask) or not _alike(step, layers, tensors, 2, output_mask)
 
 
 def _alike(
-    step: nn.Module, layers: Sequence[Layer], tensors: Mapping[str, torch.Tensor], output_mask: Sequence[bool] | None
+    step: nn.Module,
+    layers: Sequence[Layer],
+    tensors: Mapping[str, torch.Tensor],
+    rows: int,
+    output_mask: Sequence[bool] | None,
 ) -> bool:
-    known = {name: tensor.clone() for name, tensor in tensors.items()}
-    rows = row_count(tensors)
+    known = {name: tensor[:rows].clone() for name, tensor in tensors.items()}
     found: tuple[torch.Tensor, ...] = ()
     try:
         # Batch normalisation is known by its layers: elsewhere a single sample may do.
         with preserve_buffers(step), preserve_parameters(step), patch.object(functional, "_verify_batch_size"):
-            expected = list(step(*(tensor.clone() for tensor in tensors.values())))
+            expected = list(step(*(tensor.clone() for tensor in known.values())))
         with preserve_buffers(step), preserve_parameters(step):
             for layer in layers:
                 found = layer.module(rows, *(known[name].detach() for name in layer.inputs))
@@ -234,25 +225,32 @@ def _alike(
     )
 
 
-@dataclass(frozen=True)
-class Values:
-    """The tensors behind the placeholders: parameters and buffers by name, constants by placeholder."""
+@dataclass(frozen=True, eq=False)
+class SegmentedProgram:
+    """An exported program that is cut into layers: enough to cut it again."""
 
-    parameters: Mapping[str, nn.Parameter]
-    buffers: Mapping[str, torch.Tensor]
-    constants: Mapping[str, torch.Tensor]
+    program: ExportedProgram
+    inputs: GraphInputs
+    segments: tuple[LayerNodes, ...]
+
+    @property
+    def graph(self) -> fx.Graph:
+        """What the layers are cut from."""
+        graph: fx.Graph = self.program.graph
+        return graph
 
 
 def build_layers(
-    graph: fx.Graph, inputs: GraphInputs, segments: Sequence[LayerNodes], values: Values, results: Sequence[str] = ()
+    exported: SegmentedProgram, values: Mapping[str, torch.Tensor], results: Sequence[str] = ()
 ) -> list[Layer]:
-    """Build one graph module per segment; ``results`` names what the graph gives, if that is no loss."""
-    names = _crossing_names(graph, segments)
-    loss = ["loss"] if len(_results(graph)) == 1 else ["loss_sum", "loss_count"]
-    last = list(results) or loss
-    return [
-        _Builder(graph, inputs, values, names, part).build(last if part is segments[-1] else []) for part in segments
-    ]
+    """Build one graph module per segment, with parameters and buffers of ``values``, by name.
+
+    ``results`` names what the graph gives, if that is no loss.
+    """
+    crossing = _crossing_names(exported)
+    loss = ("loss",) if len(_results(exported.graph)) == 1 else ("loss_sum", "loss_count")
+    *first, last = (_Builder(exported, values, crossing, part) for part in exported.segments)
+    return [*(builder.build([]) for builder in first), last.build(results or loss)]
 
 
 def _results(graph: fx.Graph) -> list[fx.Node]:
@@ -260,32 +258,24 @@ def _results(graph: fx.Graph) -> list[fx.Node]:
     return list(output.args[0])
 
 
-def _crossing_names(graph: fx.Graph, segments: Sequence[LayerNodes]) -> dict[str, str]:
+def _crossing_names(exported: SegmentedProgram) -> dict[str, str]:
     """Return the names of the tensors that cross boundaries, by node: ``layer:node``."""
+    graph, segments = exported.graph, exported.segments
     owner = {name: part for part in segments for name in part.owned_nodes}
     nodes = {node.name: node for node in graph.nodes}
-    crossing = {}
-    for part in segments:
-        for name in part.nodes:
-            for argument in nodes[name].all_input_nodes:
-                made_in = owner.get(argument.name)
-                if made_in is not None and made_in is not part:
-                    crossing[argument.name] = f"{made_in.name}:{argument.name}"
-    for node in _results(graph):
-        # What the graph gives leaves its last layer, wherever it is made.
-        made_in = owner.get(node.name)
-        if made_in is not None and made_in is not segments[-1]:
-            crossing[node.name] = f"{made_in.name}:{node.name}"
-    return {node.name: crossing[node.name] for node in graph.nodes if node.name in crossing}
+    read = [(node, part) for part in segments for name in part.nodes for node in nodes[name].all_input_nodes]
+    # What the graph gives leaves its last layer, wherever it is made.
+    read += [(node, segments[-1]) for node in _results(graph)]
+    crossing = {node.name for node, part in read if owner.get(node.name, part) is not part}
+    return {node.name: f"{owner[node.name].name}:{node.name}" for node in graph.nodes if node.name in crossing}
 
 
 @dataclass
 class _Builder:
     """Copies the nodes of one segment into a graph of their own."""
 
-    source: fx.Graph
-    inputs: GraphInputs
-    values: Values
+    exported: SegmentedProgram
+    values: Mapping[str, torch.Tensor]
     crossing: Mapping[str, str]
     part: LayerNodes
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -296,10 +286,11 @@ class _Builder:
 
     def build(self, results: Sequence[str]) -> Layer:
         """Build the layer; ``results`` names what the graph gives if this is the last one."""
+        source, limits = self.exported.graph, self.exported.inputs
         chosen = set(self.part.nodes)
-        nodes = [node for node in self.source.nodes if node.name in chosen]
+        nodes = [node for node in source.nodes if node.name in chosen]
         self.rows = self.graph.placeholder("rows")
-        read = self._inputs(nodes, chosen, _results(self.source) if results else [])
+        read = self._inputs(nodes, _results(source) if results else [])
         for node, name in read:
             self.copies[node] = self.graph.placeholder(f"input_{_identifier(name)}")
             self.copies[node].meta = dict(node.meta)
@@ -308,7 +299,7 @@ class _Builder:
         sent = [node for node in nodes if node.name in self.crossing and node.name in self.part.owned_nodes]
         given = [self.copies[node] for node in sent]
         if results:
-            given += [self._argument(node) for node in _results(self.source)]
+            given += [self._argument(node) for node in _results(source)]
         self.graph.output(tuple(given))
         module = fx.GraphModule(self.attributes, self.graph, class_name="Layer")
         inputs = tuple(name for _, name in read)
@@ -323,42 +314,36 @@ class _Builder:
             fingerprint=_fingerprint(module, self.part.random),
             module=module,
             writes=graph_writes(module, self.parameters, self.buffers, inputs),
-            least_rows=max(self.inputs.least, least_rows(module)),
-            most_rows=self.inputs.most,
+            least_rows=max(limits.least, least_rows(module)),
+            most_rows=limits.most,
         )
 
-    def _inputs(
-        self, nodes: Sequence[fx.Node], node_names: set[str], results: Sequence[fx.Node]
-    ) -> list[tuple[fx.Node, str]]:
+    def _inputs(self, nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> list[tuple[fx.Node, str]]:
         """Return what is read from outside: tensors of the batch, then crossing tensors, each in graph order."""
-        read = {argument for node in nodes for argument in node.all_input_nodes}
-        read |= set(results)
-        batch = [
-            (n, self.inputs.tensors[n.name]) for n in self.source.nodes if n in read and n.name in self.inputs.tensors
-        ]
-        others = [n for n in self.source.nodes if n in read and n.name in self.crossing and n.name not in node_names]
-        return batch + [(node, self.crossing[node.name]) for node in others]
+        read = {argument for node in nodes for argument in node.all_input_nodes}.union(results).difference(nodes)
+        names = {**self.exported.inputs.tensors, **self.crossing}
+        return [(node, names[node.name]) for node in self.exported.graph.nodes if node in read and node.name in names]
 
     def _argument(self, node: fx.Node) -> Any:  # noqa: ANN401
         if node in self.copies:
             return self.copies[node]
-        if is_size(node, self.inputs.symbol):
+        if is_size(node, self.exported.inputs.symbol):
             return self._size(node.meta["val"].node.expr)
         self.copies[node] = self._attribute(node)
         return self.copies[node]
 
     def _attribute(self, node: fx.Node) -> fx.Node:
         """Return a node that reads a parameter, buffer, constant or sub-graph from the layer's module."""
-        name = node.name
+        name, inputs = node.name, self.exported.inputs
         value: torch.Tensor | nn.Module
-        if node.name in self.inputs.parameters:
-            name, value = self._tensor_attribute("parameter", self.inputs.parameters[node.name], self.parameters)
-        elif node.name in self.inputs.buffers:
-            name, value = self._tensor_attribute("buffer", self.inputs.buffers[node.name], self.buffers)
-        elif node.name in self.inputs.constants:
-            name, value = f"constant_{node.name}", self.values.constants[node.name]
+        if name in inputs.parameters:
+            name, value = self._tensor_attribute("parameter", inputs.parameters[name], self.parameters)
+        elif name in inputs.buffers:
+            name, value = self._tensor_attribute("buffer", inputs.buffers[name], self.buffers)
+        elif name in inputs.constants:
+            name, value = f"constant_{name}", self.exported.program.constants[inputs.constants[name]]
         elif node.op == "get_attr":
-            owner = self.source.owning_module
+            owner = self.exported.graph.owning_module
             assert owner is not None
             value = owner.get_submodule(str(node.target))
         else:
@@ -373,7 +358,7 @@ class _Builder:
         while table.get(attribute, full_name) != full_name:
             attribute += "_"
         table[attribute] = full_name
-        return attribute, (self.values.parameters if kind == "parameter" else self.values.buffers)[full_name]
+        return attribute, self.values[full_name]
 
     def _size(self, expression: Any) -> Any:  # noqa: ANN401
         """Write an integer expression of the batch size as nodes over ``rows``."""
@@ -386,10 +371,7 @@ class _Builder:
         if operation is None:
             raise CaptureError(f"layer {self.part.name}: cannot compute the size {expression} from the batch size")
         values = [self._size(argument) for argument in expression.args]
-        result = values[0]
-        for value in values[1:]:
-            result = self.graph.call_function(operation, (result, value))
-        return result
+        return functools.reduce(lambda one, other: self.graph.call_function(operation, (one, other)), values)
 
 
 _SIZE_OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -431,19 +413,17 @@ def _shape(value: object) -> str:
     return ""
 
 
-def tensor_specs(
-    graph: fx.Graph, inputs: GraphInputs, segments: Sequence[LayerNodes], layers: Sequence[Layer]
-) -> list[TensorSpec]:
+def tensor_specs(exported: SegmentedProgram, layers: Sequence[Layer]) -> list[TensorSpec]:
     """Describe every tensor that a layer reads."""
-    nodes = {node.name: node for node in graph.nodes}
-    known = {name: (None, nodes[node]) for node, name in inputs.tensors.items()}
     producers = {output: layer.name for layer in layers for output in layer.outputs}
-    made = {name: (producers[name], nodes[node]) for node, name in _crossing_names(graph, segments).items()}
+    nodes = {node.name: node for node in exported.graph.nodes}
+    known: list[tuple[str, str, str | None]] = [(*each, None) for each in exported.inputs.tensors.items()]
+    known += [(node, name, producers[name]) for node, name in _crossing_names(exported).items()]
     specs = []
-    for name, (producer, node) in {**known, **made}.items():
+    for node, name, producer in known:
         consumers = tuple(layer.name for layer in layers if name in layer.inputs)
         if consumers:
-            specs.append(spec_of(name, producer, consumers, node.meta["val"], inputs.symbol))
+            specs.append(spec_of(name, producer, consumers, nodes[node].meta["val"], exported.inputs.symbol))
     return specs
 
 

@@ -18,12 +18,12 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from autopar.capture.batch import Opaque, StepModule, model_arguments, named_outputs, named_tensors, rebuild
-from autopar.capture.build import build_layers, right_for_one, spec_of, tensor_specs
+from autopar.capture.build import SegmentedProgram, build_layers, right_for_one, spec_of, tensor_specs
 from autopar.capture.export import convert_user_errors, export_rows, sorted_inputs
 from autopar.capture.fallback import ListedLayer
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.meta import fake_parameters, is_hollow
-from autopar.capture.model_state import preserve_buffers, preserve_parameters
+from autopar.capture.model_state import preserve_buffers, preserve_modes, preserve_parameters
 from autopar.capture.segment import batch_dim, segment_like
 from autopar.ending import unwinding_aborts
 from autopar.errors import CaptureError, ModelError
@@ -60,10 +60,7 @@ def capture_evaluation(
     if not training_graph.portable:
         return _copy_listed_layers(training_graph)
     step = StepModule(model, batch, loss)
-    program = _export(model, step, batch, training_graph)
-    return _with_least_rows(
-        _cut(program, model, step.names, training_graph, training_graph.outputs), model, step, batch
-    )
+    return _cut(_export(step, batch), step, batch, training_graph, training_graph.outputs)
 
 
 @unwinding_aborts()
@@ -81,7 +78,7 @@ def capture_prediction(
     if not training_graph.portable:
         return _predicting(_copy_listed_layers(training_graph))
     step = _OutputModule(model, batch, has_loss=loss is not None)
-    program = _export(model, step, batch, training_graph)
+    program = _export(step, batch)
     inputs, _ = sorted_inputs(program, model, step.names)
     end: Any = next(node for node in program.graph.nodes if node.op == "output")
     named = zip(step.outputs.value, end.args[0], strict=True)
@@ -89,25 +86,21 @@ def capture_prediction(
     if not kept:
         raise ModelError(_NO_OUTPUT)
     end.args = (tuple(kept.values()),)
-    specs = [spec_of(name, None, (), node.meta["val"], inputs.symbol) for name, node in kept.items()]
-    graph = _cut(program, model, step.names, training_graph, tuple(kept), tuple(specs))
-    return _with_least_rows(graph, model, step, batch, [name in kept for name in step.outputs.value])
+    specs = tuple(spec_of(name, None, (), node.meta["val"], inputs.symbol) for name, node in kept.items())
+    output_mask = [name in kept for name in step.outputs.value]
+    return replace(_cut(program, step, batch, training_graph, tuple(kept), output_mask), specs=specs)
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode; every module has its own mode again at the end of the block."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with preserve_modes(model.modules()):
+        model.eval()
         yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
-def _export(model: nn.Module, step: nn.Module, batch: object, training_graph: LayerGraph) -> ExportedProgram:
-    tensors = named_tensors(batch)
+def _export(step: StepModule | _OutputModule, batch: object) -> ExportedProgram:
+    model, tensors = step.model, named_tensors(batch)
     hollow = is_hollow(model)
     with evaluating(model), preserve_buffers(model), fake_parameters(model) if hollow else contextlib.nullcontext():
         step.eval()
@@ -121,34 +114,29 @@ def _export(model: nn.Module, step: nn.Module, batch: object, training_graph: La
 
 def _cut(
     program: ExportedProgram,
-    model: nn.Module,
-    tensors: Sequence[str],
+    step: StepModule | _OutputModule,
+    batch: object,
     training_graph: LayerGraph,
     results: tuple[str, ...],
-    specs: tuple[TensorSpec, ...] = (),
+    output_mask: Sequence[bool] | None = None,
 ) -> EvaluationGraph:
-    inputs, values = sorted_inputs(program, model, tensors)
+    """Cut a program; its layers are given two samples at least where the model does something else with one."""
+    model = step.model
+    inputs, values = sorted_inputs(program, model, step.names)
     segments = segment_like(
         program.graph, inputs, model, [(layer.name, *layer.modules) for layer in training_graph.layers]
     )
     if not segments:
         raise CaptureError("nothing that the model computes in evaluation mode depends on its parameters and inputs")
-    layers = build_layers(program.graph, inputs, segments, values, results)
-    read = tensor_specs(program.graph, inputs, segments, layers)
-    return EvaluationGraph(tuple(layers), tuple(read), tuple(tensors), results, specs)
-
-
-def _with_least_rows(
-    graph: EvaluationGraph, model: nn.Module, step: nn.Module, batch: object, output_mask: Sequence[bool] | None = None
-) -> EvaluationGraph:
-    """Have layers be given two samples at least where the model does something else with one."""
-    if is_hollow(model) or graph.layers[0].least_rows > 1:
-        return graph
-    with evaluating(model):
-        step.eval()
-        if right_for_one(step, graph.layers, named_tensors(batch), output_mask):
-            return graph
-    return replace(graph, layers=tuple(replace(layer, least_rows=2) for layer in graph.layers))
+    exported = SegmentedProgram(program, inputs, segments)
+    layers = build_layers(exported, values, results)
+    tensors = tensor_specs(exported, layers)
+    if not is_hollow(model) and layers[0].least_rows == 1:
+        with evaluating(model):
+            step.eval()
+            if not right_for_one(step, layers, named_tensors(batch), output_mask):
+                layers = [replace(layer, least_rows=2) for layer in layers]
+    return EvaluationGraph(tuple(layers), tuple(tensors), step.names, results)
 
 
 def _copy_listed_layers(training_graph: LayerGraph) -> EvaluationGraph:

@@ -18,7 +18,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
 from typing import Any
 
 import torch
@@ -28,15 +27,15 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from autopar.capture.batch import StepModule, named_tensors, row_count
-from autopar.capture.build import Values, build_layers, right_for_one, tensor_specs
-from autopar.capture.effects import FALLBACK, first_fixing, general_masks, submodules, user_line, watch
+from autopar.capture.build import SegmentedProgram, build_layers, right_for_one, tensor_specs
+from autopar.capture.effects import FALLBACK, first_fixing, first_line, general_masks, submodules, user_line, watch
 from autopar.capture.fallback import NOTHING_TO_TRAIN, listed_layers
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.meta import fake_parameters, is_hollow, refuse_lost_buffers, without_fakes
 from autopar.capture.model_state import preserve_buffers, preserve_parameters
 from autopar.capture.pipeline_plan import declared_layers
 from autopar.capture.python_state import Path, preserve_state
-from autopar.capture.segment import GraphInputs, LayerNodes, segment
+from autopar.capture.segment import GraphInputs, segment
 from autopar.capture.source import UserModel
 from autopar.capture.split_backward import gradient_flow
 from autopar.capture.unsupported import (
@@ -51,22 +50,7 @@ from autopar.capture.unsupported import (
 from autopar.ending import unwinding_aborts
 from autopar.errors import AutoparError, CaptureError, ModelError
 
-_Capture = Callable[[UserModel, nn.Module], LayerGraph]
 MOST_NAMED = 5
-
-
-def noting_modes(capture: _Capture) -> _Capture:
-    """Return the same capture, whose graph notes which modules it has put into training mode."""
-
-    @wraps(capture)
-    def noting(model: UserModel, module: nn.Module) -> LayerGraph:
-        before = [(path, part) for path, part in module.named_modules() if not part.training]
-        graph = capture(model, module)
-        # Some keep their mode, by a train() of their own.
-        put_back = [path for path, part in before if part.training]
-        return replace(graph, notes=(_note(put_back), *graph.notes)) if put_back else graph
-
-    return noting
 
 
 def _note(paths: list[str]) -> str:
@@ -87,16 +71,6 @@ _LIMITS = re.compile(r"^ *batch = Dim\('batch'(?:, min=(?P<least>\d+))?(?:, max=
 """The numbers of rows with which torch proposes to export again."""
 
 
-@dataclass(frozen=True, eq=False)
-class SegmentedProgram:
-    """What a LayerGraph was cut from: enough to cut it again."""
-
-    program: ExportedProgram
-    inputs: GraphInputs
-    segments: tuple[LayerNodes, ...]
-
-
-@noting_modes
 def capture(model: UserModel, module: nn.Module) -> LayerGraph:
     """Capture what a model file defines; ``module`` is what its ``model()`` built, the example two of its samples.
 
@@ -110,7 +84,11 @@ def capture(model: UserModel, module: nn.Module) -> LayerGraph:
         raise ModelError(f"{model.path}: capturing needs a dataset of at least 2 samples, found {samples}")
     # Others than the first two, where there are.
     batch, *others = (model.load_batch(dataset, [first % samples, (first + 1) % samples]) for first in (0, 2, 4))
-    return capture_module(module, batch, model.loss, model.layers, others, model.ignored_state)
+    before = [(path, part) for path, part in module.named_modules() if not part.training]
+    graph = capture_module(module, batch, model.loss, model.layers, others, model.ignored_state)
+    # Some keep their mode, by a train() of their own.
+    put_back = [path for path, part in before if part.training]
+    return replace(graph, notes=(_note(put_back), *graph.notes)) if put_back else graph
 
 
 @unwinding_aborts()
@@ -143,42 +121,60 @@ def capture_module(
     tensors = named_tensors(batch)
     if row_count(tensors) < 2:
         raise ModelError("capturing needs an example batch of at least 2 samples, found 1")
-    step, more = StepModule(model, batch, loss).train(), other_batches(batch, others)
+    step = StepModule(model, batch, loss).train()
+    trial = _Trial(step, tensors, other_batches(batch, others), ignored_state)
     with preserve_buffers(model), preserve_state(step.roots.value, ignored_state):
         if layers is not None:
             with preserve_parameters(model), convert_user_errors("running the modules of layers(model)"):
-                return listed_layers(model, batch, loss, layers, more, ignored_state)
+                return listed_layers(model, batch, loss, layers, trial.others, ignored_state)
         try:
-            program = _export_step(step, tensors, more, ignored_state)
+            program = _export_step(trial)
         except CaptureError as error:
-            declared = _try_declared_layers(model, batch, loss, more, ignored_state)
-            if declared is None:
-                if not is_hollow(model):
-                    _refuse_carried_over(step, more, error)
-                raise
-            return declared
+            # A forward that does not go by the plan is refused for what cannot be captured.
+            with contextlib.suppress(Exception):
+                if declared := declared_layers(model, batch, loss, trial.others, ignored_state):
+                    return declared
+            if not is_hollow(model):
+                _refuse_carried_over(trial, error)
+            raise
     return _checked_graph(program, step, tensors)
 
 
-def _export_step(
-    step: StepModule,
-    tensors: Mapping[str, torch.Tensor],
-    others: Sequence[Mapping[str, torch.Tensor]],
-    ignored_state: tuple[str, ...],
-) -> ExportedProgram:
+@dataclass(frozen=True)
+class _Trial:
+    """A model with its loss, and the batches that it is tried out on."""
+
+    step: StepModule
+    tensors: Mapping[str, torch.Tensor]
+    others: Sequence[Mapping[str, torch.Tensor]]
+    """More batches."""
+    ignored_state: tuple[str, ...]
+
+    @property
+    def calls(self) -> list[Callable[[], object]]:
+        """Forwards of the other batches."""
+        return [functools.partial(self._call, tensors) for tensors in self.others]
+
+    def _call(self, tensors: Mapping[str, torch.Tensor]) -> object:
+        return self.step(*(tensor.clone() for tensor in tensors.values()))
+
+
+def _export_step(trial: _Trial) -> ExportedProgram:
     """Export a model with its loss once an ordinary forward has shown nothing that export would lose."""
-    hollow = is_hollow(step.model)
-    with fake_parameters(step.model) if hollow else contextlib.nullcontext() as mode:
-        refuse_backward_hooks(step.model)
-        _try_out_with_retry(step, tensors, mode, ignored_state)
+    step, model = trial.step, trial.step.model
+    hollow = is_hollow(model)
+    with fake_parameters(model) if hollow else contextlib.nullcontext() as mode:
+        refuse_backward_hooks(model)
+        _try_out_with_retry(trial, mode)
         if not hollow:
-            _refuse_state(step, others, ignored_state)
+            with preserve_buffers(step), preserve_parameters(step), convert_user_errors("the model's forward"):
+                refuse_state(step.roots.value, trial.calls, trial.ignored_state)
         # What is only logged would keep tensors of the graph, which have no values.
         with preserve_state(step.roots.value, ()):
-            program = export_rows(step, tensors)
+            program = export_rows(step, trial.tensors)
     if hollow:
         # Export has kept the fake tensors that stood for the parameters.
-        program.state_dict.update({f"model.{name}": value for name, value in _all_parameters(step.model)})
+        program.state_dict.update({f"model.{name}": value for name, value in _all_parameters(model)})
     return program
 
 
@@ -193,84 +189,46 @@ def _checked_graph(program: ExportedProgram, step: StepModule, tensors: Mapping[
         return graph if right_for_one(step, graph.layers, tensors) else with_least(graph, 2)
 
 
-def _try_declared_layers(
-    model: nn.Module,
-    batch: object,
-    loss: Callable[..., Any] | None,
-    others: Sequence[Mapping[str, torch.Tensor]],
-    ignored_state: tuple[str, ...],
-) -> LayerGraph | None:
-    try:
-        return declared_layers(model, batch, loss, others, ignored_state)
-    except Exception:
-        # Its forward does not go by the plan: the model is refused for what cannot be captured.
-        return None
-
-
-def _try_out_with_retry(
-    step: StepModule, tensors: Mapping[str, torch.Tensor], mode: FakeTensorMode | None, ignored_state: tuple[str, ...]
-) -> None:
+def _try_out_with_retry(trial: _Trial, mode: FakeTensorMode | None) -> None:
     """Try a model out, once more where a first forward was refused: it may have set what later ones leave alone."""
     try:
-        _try_out(step, tensors, mode, ignored_state)
+        _try_out(trial, mode)
     except CaptureError as refusal:
         try:
-            _try_out(step, tensors, mode, ignored_state)
+            _try_out(trial, mode)
         except CaptureError:
             raise refusal from None
 
 
-def _try_out(
-    step: StepModule, tensors: Mapping[str, torch.Tensor], mode: FakeTensorMode | None, ignored_state: tuple[str, ...]
-) -> None:
+def _try_out(trial: _Trial, mode: FakeTensorMode | None) -> None:
     """Run one ordinary forward (on fake tensors in a fake mode), to meet mistakes and what cannot be captured."""
-    masks = general_masks() if mode else contextlib.nullcontext()
-    kept = without_fakes(step) if mode else preserve_parameters(step)
-    paths = {
-        module: Path(f"{type(step.model).__name__}.{name}".rstrip(".")) for name, module in step.model.named_modules()
-    }
+    step, kind = trial.step, type(trial.step.model).__name__
+    paths = {module: Path(f"{kind}.{name}".rstrip(".")) for name, module in step.model.named_modules()}
 
     def is_ignored(module: nn.Module, name: str) -> bool:
-        return module in paths and paths[module].attribute(name).matches_any(ignored_state)
+        return module in paths and paths[module].attribute(name).matches_any(trial.ignored_state)
 
-    watched = watch(is_ignored)
+    def example(tensor: torch.Tensor) -> torch.Tensor:
+        return mode.from_tensor(tensor, static_shapes=True) if mode else tensor.clone()
+
     with (
         preserve_buffers(step),
-        kept,
-        masks,
+        without_fakes(step) if mode else preserve_parameters(step),
+        general_masks() if mode else contextlib.nullcontext(),
         convert_user_errors("the model's forward"),
-        watched,
+        watch(is_ignored),
         mode or contextlib.nullcontext(),
     ):
-        examples = (
-            mode.from_tensor(tensor, static_shapes=True) if mode else tensor.clone() for tensor in tensors.values()
-        )
-        outputs = step(*examples)
+        outputs = step(*map(example, trial.tensors.values()))
     if not outputs[0].requires_grad:
         raise ModelError(NOTHING_TO_TRAIN)
 
 
-def _refuse_state(
-    step: StepModule, batches: Sequence[Mapping[str, torch.Tensor]], ignored_state: tuple[str, ...]
-) -> None:
-    with preserve_buffers(step), preserve_parameters(step), convert_user_errors("the model's forward"):
-        refuse_state(step.roots.value, _calls(step, batches), ignored_state)
-
-
-def _calls(step: StepModule, batches: Sequence[Mapping[str, torch.Tensor]]) -> list[Callable[[], object]]:
-    def call(tensors: Mapping[str, torch.Tensor]) -> object:
-        return step(*(tensor.clone() for tensor in tensors.values()))
-
-    return [functools.partial(call, tensors) for tensors in batches]
-
-
-def _refuse_carried_over(
-    step: StepModule, batches: Sequence[Mapping[str, torch.Tensor]], refusal: CaptureError
-) -> None:
+def _refuse_carried_over(trial: _Trial, refusal: CaptureError) -> None:
     """Name a tensor with the samples of a batch that the next forward reads, where a model is refused: that is why."""
-    with preserve_buffers(step), preserve_parameters(step):
-        found = carried_over(step.roots.value, _calls(step, batches))
-    if found is not None and row_count(batches[0]) in found[1].shape:
+    with preserve_buffers(trial.step), preserve_parameters(trial.step):
+        found = carried_over(trial.step.roots.value, trial.calls)
+    if found is not None and row_count(trial.others[0]) in found[1].shape:
         raise CaptureError(
             f"{found[0]} carries what a forward made of one batch to the next, which other samples and micro-batches "
             "follow; begin every forward without it (set it to None first)"
@@ -293,7 +251,7 @@ def convert_user_errors(what: str) -> Iterator[None]:
         if _reads_values(error):
             raise CaptureError(_explain(error)) from error
         line, _ = user_line(error.__traceback__)
-        raised = "; ".join((f"{type(error).__name__}: {_first_line(error)}", *getattr(error, "__notes__", ())))
+        raised = "; ".join((f"{type(error).__name__}: {first_line(error)}", *getattr(error, "__notes__", ())))
         raise ModelError(f"{line}: {what} raised {raised}") from error
 
 
@@ -395,11 +353,7 @@ def _explain(error: BaseException) -> str:
     if _fixes_rows(error):
         remedy = "let it depend on the batch (x.shape[0], not len(x) or int())"
         return f"the model fixes the number of samples, which must stay free; {remedy}, {FALLBACK}"
-    return f"{place}: {kind}: {_first_line(error)}; rewrite it, {FALLBACK}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["(no message)"])[0]
+    return f"{place}: {kind}: {first_line(error)}; rewrite it, {FALLBACK}"
 
 
 def _cut(program: ExportedProgram, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> LayerGraph:
@@ -411,16 +365,17 @@ def _cut(program: ExportedProgram, model: nn.Module, tensors: Mapping[str, torch
     return with_gradients(graph, gradient_flow(graph))
 
 
-def sorted_inputs(program: ExportedProgram, model: nn.Module, tensors: Sequence[str]) -> tuple[GraphInputs, Values]:
-    """Return what the placeholders of an exported model are, and the tensors behind them."""
+def sorted_inputs(
+    program: ExportedProgram, model: nn.Module, tensors: Sequence[str]
+) -> tuple[GraphInputs, dict[str, torch.Tensor]]:
+    """Return what the placeholders of an exported model are, and its parameters and buffers by name."""
     names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
     names |= {id(buffer): name for name, buffer in reversed(list(model.named_buffers()))}
     attributes: dict[str, object] = dict(_all_parameters(model))
     attributes |= dict(model.named_buffers(remove_duplicate=False))
     canonical = {f"model.{name}": names[id(value)] for name, value in attributes.items()}
-    inputs = placeholders(program, tensors, canonical)
-    constants = {node: program.constants[target] for node, target in inputs.constants.items()}
-    return inputs, Values(dict(model.named_parameters()), dict(model.named_buffers()), constants)
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return placeholders(program, tensors, canonical), values
 
 
 def with_gradients(graph: LayerGraph, gradients: Mapping[str, bool]) -> LayerGraph:
@@ -448,10 +403,9 @@ def placeholders(program: ExportedProgram, tensors: Sequence[str], canonical: Ma
     for spec in program.graph_signature.input_specs:
         if spec.kind is InputKind.USER_INPUT:
             tables["tensors"][spec.arg.name] = next(remaining)
-        elif spec.kind is InputKind.PARAMETER:
-            tables["parameters"][spec.arg.name] = canonical[str(spec.target)]
-        elif spec.kind is InputKind.BUFFER:
-            tables["buffers"][spec.arg.name] = canonical[str(spec.target)]
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            table = tables["parameters" if spec.kind is InputKind.PARAMETER else "buffers"]
+            table[spec.arg.name] = canonical[str(spec.target)]
         else:
             tables["constants"][spec.arg.name] = str(spec.target)
             if isinstance(program.constants.get(str(spec.target)), torch.Generator):
@@ -477,19 +431,19 @@ def with_least(graph: LayerGraph, rows: int) -> LayerGraph:
     )
 
 
-def assemble(segmented_program: SegmentedProgram, tensors: Sequence[str], values: Values) -> LayerGraph:
-    """Build the layer graph of an exported program that was cut into segments."""
-    graph = segmented_program.program.graph
-    layers = build_layers(graph, segmented_program.inputs, segmented_program.segments, values)
-    specs = tensor_specs(graph, segmented_program.inputs, segmented_program.segments, layers)
+def assemble(
+    segmented_program: SegmentedProgram, tensors: Sequence[str], values: Mapping[str, torch.Tensor]
+) -> LayerGraph:
+    """Build the layer graph of a program of which ``values`` are the parameters and buffers."""
+    layers = build_layers(segmented_program, values)
     outputs = tuple(name for name in layers[-1].outputs if name in ("loss", "loss_sum", "loss_count"))
     return LayerGraph(
         layers=tuple(layers),
-        tensors=tuple(specs),
+        tensors=tuple(tensor_specs(segmented_program, layers)),
         inputs=tuple(tensors),
         outputs=outputs,
         loss="mean" if len(outputs) == 1 else "sum_count",
-        hollow=any(value.device.type == "meta" for value in values.parameters.values()),
+        hollow=any(value.device.type == "meta" for value in values.values() if isinstance(value, nn.Parameter)),
         segmented_program=segmented_program,
     )
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from autopar.capture.build import Values
-from autopar.capture.export import SegmentedProgram, assemble, placeholders, with_gradients
+from autopar.capture.build import SegmentedProgram
+from autopar.capture.export import assemble, placeholders, with_gradients
 from autopar.capture.graph import LayerGraph
 from autopar.capture.segment import LayerNodes
 from autopar.capture.split_backward import gradient_flow
@@ -126,15 +126,9 @@ def _restore(program: ExportedProgram, content: Mapping[str, Any]) -> LayerGraph
     if missing:
         raise ValueError(f"node {missing[0]} is missing")
     stored = {**program.constants, **program.state_dict}
-    parameters, buffers = {}, {}
-    for target, name in content["canonical"].items():
-        if name in content["trainable"]:
-            parameters[name] = nn.Parameter(stored[target].detach(), requires_grad=content["trainable"][name])
-        else:
-            # What export reads back as a buffer may carry a graph and ask for gradients.
-            buffers[name] = stored[target].detach()
-    constants = {node: program.constants[target] for node, target in inputs.constants.items()}
-    values = Values(parameters, buffers, constants)
+    # What export reads back as a buffer may carry a graph and ask for gradients.
+    values = {name: stored[target].detach() for target, name in content["canonical"].items()}
+    values |= {name: nn.Parameter(values[name], requires_grad=flag) for name, flag in content["trainable"].items()}
     graph = assemble(SegmentedProgram(program, inputs, segments), content["tensors"], values)
     return with_gradients(graph, content["gradients"])
 
@@ -158,7 +152,7 @@ def merge_layers(graph: LayerGraph, names: Sequence[str]) -> LayerGraph:
         return graph
     order = {node.name: index for index, node in enumerate(exported.program.graph.nodes)}
     segments = tuple(_merge_segments(name, group, order) for name, group in zip(names, groups, strict=True))
-    found = assemble(replace(exported, segments=segments), graph.inputs, _values(graph, exported))
+    found = assemble(replace(exported, segments=segments), graph.inputs, _values(graph))
     found = with_gradients(found, gradient_flow(found))
     return replace(found, notes=graph.notes)
 
@@ -179,11 +173,10 @@ def _merge_segments(name: str, parts: Sequence[LayerNodes], order: dict[str, int
     )
 
 
-def _values(graph: LayerGraph, segmented_program: SegmentedProgram) -> Values:
-    parameters: dict[str, nn.Parameter] = {}
-    buffers: dict[str, torch.Tensor] = {}
+def _values(graph: LayerGraph) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a graph, by name."""
+    values: dict[str, torch.Tensor] = {}
     for layer in graph.layers:
-        parameters |= {name: layer.parameter(attribute) for attribute, name in layer.parameters.items()}
-        buffers |= {name: layer.module.get_buffer(attribute) for attribute, name in layer.buffers.items()}
-    targets = segmented_program.inputs.constants.items()
-    return Values(parameters, buffers, {node: segmented_program.program.constants[target] for node, target in targets})
+        values |= {name: layer.parameter(attribute) for attribute, name in layer.parameters.items()}
+        values |= {name: layer.module.get_buffer(attribute) for attribute, name in layer.buffers.items()}
+    return values
