@@ -5,32 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from autopar.capture.batch import (
-    loss_outputs,
-    model_arguments,
-    named_outputs,
-    named_tensors,
-    rebuild,
-    row_count,
-)
+from autopar.capture.batch import loss_outputs, model_arguments, named_outputs, named_tensors, rebuild, row_count
 from autopar.capture.build import merge_writes, read_statistics, record_writes, running_statistics
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
-from autopar.capture.meta import hollow_runner, is_hollow
+from autopar.capture.meta import HollowRunner, hollow_runner, is_hollow
 from autopar.capture.model_state import preserve_buffers, preserve_parameters
 from autopar.capture.python_state import Path, preserve_state, roots_of, snapshot
 from autopar.capture.unsupported import refuse_lasting, stateful_modules
 from autopar.errors import ModelError
 from autopar.formats.profile import Writes
-
-Running = Callable[["ListedLayer", tuple[torch.Tensor, ...]], tuple[object, bool]]
-"""Runs a layer on inputs; returns what it gives, and whether it draws random numbers."""
 
 NOTHING_TO_TRAIN = "the loss depends on no parameter that requires a gradient; there is nothing to train"
 
@@ -38,13 +28,13 @@ NOTHING_TO_TRAIN = "the loss depends on no parameter that requires a gradient; t
 class ListedLayer(nn.Module):
     """One module of the list. The first reads the batch, the last computes the loss."""
 
-    def __init__(self, element: nn.Module, template: object, model: nn.Module) -> None:
+    def __init__(self, element: nn.Module, template: object, model: nn.Module, loss: Callable[..., Any] | None) -> None:
         super().__init__()
         self.element = element
         self.first = self.last = False
         self.single = True
         """Whether the module before gave one tensor, not a tuple of them."""
-        self.loss: list[Callable[..., Any] | None] = []
+        self.loss = [loss]
         self.context: list[Any] = [template, model]
         self.batch_names: tuple[str, ...] = ()
         self.outputs: tuple[TensorSpec, ...] = ()
@@ -121,8 +111,8 @@ def listed_layers(
     batch: object,
     loss: Callable[..., Any] | None,
     layers: Callable[..., Any],
-    others: Sequence[Mapping[str, torch.Tensor]] = (),
-    ignored_state: tuple[str, ...] = (),
+    others: Sequence[Mapping[str, torch.Tensor]],
+    ignored_state: tuple[str, ...],
 ) -> LayerGraph:
     """Make a layer graph of the modules that ``layers(model)`` lists.
 
@@ -137,27 +127,13 @@ def listed_layers(
     elements = layers(model)
     if not isinstance(elements, (list, tuple)) or not elements or not all(isinstance(e, nn.Module) for e in elements):
         raise ModelError("layers(model) must return a list of modules, at least one")
-    tensors = named_tensors(batch)
-    doubled = {name: torch.cat((tensor, tensor)) for name, tensor in tensors.items()}
-    wrapped = _wrap(model, batch, loss, list(elements), tuple(tensors))
-    names = _names(model, list(elements))
-    return Listing(model, wrapped, names, tuple(tensors)).run(tensors, doubled, others, ignored_state)
+    wrapped = [ListedLayer(element, batch, model, loss) for element in elements]
+    for layer in wrapped[:1] if loss is None else (wrapped[0], wrapped[-1]):
+        layer.batch_names = tuple(named_tensors(batch))
+    return Listing(model, batch, wrapped, _names(model, elements)).run(others, ignored_state)
 
 
-def _wrap(
-    model: nn.Module, batch: object, loss: Callable[..., Any] | None, elements: list[nn.Module], names: tuple[str, ...]
-) -> list[ListedLayer]:
-    wrapped = [ListedLayer(element, batch, model) for element in elements]
-    for layer in wrapped:
-        layer.loss = [loss]
-    wrapped[0].first = wrapped[-1].last = True
-    wrapped[0].batch_names = names
-    if loss is not None:
-        wrapped[-1].batch_names = names
-    return wrapped
-
-
-def _names(model: nn.Module, elements: list[nn.Module]) -> list[str]:
+def _names(model: nn.Module, elements: Sequence[nn.Module]) -> list[str]:
     known = {id(module): name for name, module in model.named_modules() if name}
     names: list[str] = []
     for index, element in enumerate(elements):
@@ -167,33 +143,23 @@ def _names(model: nn.Module, elements: list[nn.Module]) -> list[str]:
     return names
 
 
-@dataclass(frozen=True)
-class _Runs:
-    """What the layers of a list gave and did, run on batches of two sizes."""
+class _Run(NamedTuple):
+    """What a forward of the list gave."""
 
-    outputs: Sequence[tuple[torch.Tensor, ...]]
-    """By layer, of the smaller batch."""
-    more_outputs: Sequence[tuple[torch.Tensor, ...]]
-    """Of the larger one."""
-    predictions: Mapping[str, torch.Tensor]
-    """The model's own outputs of the smaller batch."""
-    more_predictions: Mapping[str, torch.Tensor]
-    """Of the larger one."""
-    randoms: Sequence[bool]
+    outputs: list[tuple[torch.Tensor, ...]]
+    """By layer."""
+    randoms: list[bool]
     """By layer, whether it draws random numbers."""
-    stateful: Sequence[tuple[str, ...]]
-    """By layer, the Python state of its own that it changes."""
-    least_rows: Sequence[int]
-    """By layer, how many samples it takes at least."""
+    predictions: dict[str, torch.Tensor]
+    """The model's own outputs."""
 
 
 class Listing:
     """Runs the list once for each of two batch sizes, and notes what crosses."""
 
-    def __init__(
-        self, model: nn.Module, layers: Sequence[ListedLayer], names: list[str], batch_names: tuple[str, ...]
-    ) -> None:
-        self.model, self.layers, self.names, self.batch_names = model, layers, names, batch_names
+    def __init__(self, model: nn.Module, batch: object, layers: Sequence[ListedLayer], names: Sequence[str]) -> None:
+        self.model, self.tensors, self.layers, self.names = model, named_tensors(batch), layers, names
+        layers[0].first = layers[-1].last = True
         parameters = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
         buffers = {id(buffer): name for name, buffer in reversed(list(model.named_buffers()))}
         # Found before anything runs: a forward may replace a buffer.
@@ -204,117 +170,90 @@ class Listing:
 
     def run(
         self,
-        small: Mapping[str, torch.Tensor],
-        large: Mapping[str, torch.Tensor],
-        others: Sequence[Mapping[str, torch.Tensor]] = (),
-        ignored_state: tuple[str, ...] = (),
+        others: Sequence[Mapping[str, torch.Tensor]],
+        ignored_state: tuple[str, ...],
         notes: tuple[str, ...] = (),
     ) -> LayerGraph:
-        """Return the graph of the list, given a batch of each size and others; ``notes`` are what it says of itself."""
-        runs = self._run_sizes(small, large, others, ignored_state)
-        sizes = (row_count(small), row_count(large))
-        self.layers[-1].outputs = _predictions(runs.predictions, runs.more_predictions, sizes)
-        layers, specs = [], self._batch_specs(small)
+        """Return the graph of the list, which says ``notes`` of itself; on ``others`` it shows its Python state."""
+        hollow, least_rows = is_hollow(self.model), [1] * len(self.layers)
+        roots = {path: value for each in self._roots() for path, value in each.items()}
+        with (
+            preserve_state(roots, ignored_state) as start,
+            hollow_runner(self.model, self.layers) if hollow else contextlib.nullcontext() as stand_ins,
+        ):
+            small = self._forward(self.tensors, stand_ins)
+            if not small.outputs[-1][0].requires_grad:
+                raise ModelError(NOTHING_TO_TRAIN)
+            large = self._forward({name: torch.cat((each, each)) for name, each in self.tensors.items()}, stand_ins)
+            calls = [functools.partial(self._forward, tensors, stand_ins) for tensors in others]
+            stateful = stateful_modules(self._roots(), roots_of(self.model, None), calls, ignored_state)
+            if not hollow:
+                # Stand-ins tell nothing of samples.
+                least_rows = self._least_rows(small, large)
+        if any(stateful):
+            refuse_lasting(start, snapshot(roots), stateful)
+        return replace(self._graph(small, large, stateful, least_rows), notes=notes)
+
+    def _graph(
+        self, small: _Run, large: _Run, stateful: Sequence[tuple[str, ...]], least_rows: Sequence[int]
+    ) -> LayerGraph:
+        rows = row_count(self.tensors)
+        sizes = (rows, 2 * rows)
+        self.layers[-1].outputs = _predictions(small.predictions, large.predictions, sizes)
+        layers, specs = [], self._batch_specs()
         previous: tuple[str, ...] = ()
-        for index, name in enumerate(self.names):
-            count = len(runs.outputs[index])
-            last = index == len(self.layers) - 1
-            outputs = self._loss_names(count) if last else tuple(f"{name}:{place}" for place in range(count))
-            writes = self._writes(index, runs.stateful[index])
-            own = self._layer(index, previous, outputs, runs.randoms[index], writes)
-            layers.append(replace(own, least_rows=runs.least_rows[index]))
-            if not last:
-                pairs = zip(outputs, runs.outputs[index], runs.more_outputs[index], strict=True)
-                specs += [_spec(output, name, (self.names[index + 1],), a, b, sizes) for output, a, b in pairs]
+        for index, (name, own, more) in enumerate(zip(self.names, small.outputs, large.outputs, strict=True)):
+            readers = tuple(self.names[index + 1 : index + 2])
+            outputs = tuple(f"{name}:{place}" for place in range(len(own)))
+            if not readers:
+                outputs = ("loss",) if len(own) == 1 else ("loss_sum", "loss_count")
+            writes = self._writes(index, stateful[index])
+            layer = self._layer(index, previous, outputs, small.randoms[index], writes)
+            layers.append(replace(layer, least_rows=least_rows[index]))
+            if readers:
+                specs += [_spec(*each, readers, sizes, name) for each in zip(outputs, own, more, strict=True)]
             previous = outputs
         return LayerGraph(
             layers=tuple(layers),
             tensors=tuple(specs),
-            inputs=self.batch_names,
+            inputs=tuple(self.tensors),
             outputs=previous,
             loss="mean" if len(previous) == 1 else "sum_count",
             portable=False,
             hollow=is_hollow(self.model),
-            notes=notes,
         )
 
-    def _run_sizes(
-        self,
-        small: Mapping[str, torch.Tensor],
-        large: Mapping[str, torch.Tensor],
-        others: Sequence[Mapping[str, torch.Tensor]],
-        ignored_state: tuple[str, ...],
-    ) -> _Runs:
-        """Run the list on batches of two sizes, and, where it has values, see what else its modules do."""
-        stateful: Sequence[tuple[str, ...]] = [()] * len(self.layers)
-        least = [1] * len(self.layers)
-        roots = {path: value for each in self._roots() for path, value in each.items()}
-        with preserve_state(roots, ignored_state) as start, self._running() as running:
-            first, randoms, given = self._forward(small, running)
-            if not first[-1][0].requires_grad:
-                raise ModelError(NOTHING_TO_TRAIN)
-            second, _, also_given = self._forward(large, running)
-            if not is_hollow(self.model):
-                stateful = self._stateful(others, ignored_state, running)
-                least = self._least_rows(running, small, first, second)
-        if any(stateful):
-            refuse_lasting(start, snapshot(roots), stateful)
-        return _Runs(first, second, given, also_given, randoms, stateful, least)
-
-    @contextlib.contextmanager
-    def _running(self) -> Iterator[Running]:
-        if not is_hollow(self.model):
-            yield _run
-            return
-        with hollow_runner(self.model, self.layers) as stand_ins:
-            yield lambda layer, inputs: stand_ins.run(layer, layer.compute, inputs)
-
-    def _forward(
-        self, tensors: Mapping[str, torch.Tensor], running: Running
-    ) -> tuple[list[tuple[torch.Tensor, ...]], list[bool], Mapping[str, torch.Tensor]]:
-        """Return what the layers give, whether they draw random numbers, and the model's outputs."""
-        outputs: list[tuple[torch.Tensor, ...]] = []
-        randoms = []
-        noted: dict[str, torch.Tensor] = {}
-        self.layers[-1].model_outputs = noted
+    def _forward(self, tensors: Mapping[str, torch.Tensor], stand_ins: HollowRunner | None) -> _Run:
+        run = _Run([], [], {})
+        self.layers[-1].model_outputs = run.predictions
         for position, layer in enumerate(self.layers):
             inputs = tuple(tensors[name].clone() for name in layer.batch_names)
             if not layer.first:
-                inputs += tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs[-1])
+                inputs += tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in run.outputs[-1])
             with record_writes(layer, dict(zip(layer.batch_names, inputs, strict=False))) as changes:
-                output, random = running(layer, inputs)
+                output, random = stand_ins.run(layer, layer.compute, inputs) if stand_ins else _run(layer, inputs)
             self.writes[position] += changes
-            if not is_hollow(self.model):
-                self._look_at_statistics(position, inputs)
-            randoms.append(random)
-            if position + 1 < len(self.layers):
+            self._look_at_statistics(position, inputs)
+            run.randoms.append(random)
+            if not layer.last:
                 self.layers[position + 1].single = isinstance(output, torch.Tensor)
-            outputs.append(tensors_of(output, layer.element))
+            run.outputs.append(tensors_of(output, layer.element))
         self.layers[-1].model_outputs = None
-        return outputs, randoms, noted
+        return run
 
-    def _least_rows(
-        self,
-        running: Running,
-        tensors: Mapping[str, torch.Tensor],
-        small: Sequence[tuple[torch.Tensor, ...]],
-        large: Sequence[tuple[torch.Tensor, ...]],
-    ) -> list[int]:
+    def _least_rows(self, small: _Run, large: _Run) -> list[int]:
         """Return how many samples every layer takes at least: two, where it raises for the first of two."""
-        if running is not _run:
-            # Stand-ins tell nothing of samples.
-            return [1] * len(self.layers)
         found = []
-        given: tuple[torch.Tensor, ...] = ()
-        for layer, own, more in zip(self.layers, small, large, strict=True):
-            inputs = tuple(tensors[name][:1].clone() for name in layer.batch_names)
+        before: tuple[torch.Tensor, ...] = ()
+        for layer, own, more in zip(self.layers, small.outputs, large.outputs, strict=True):
+            inputs = tuple(self.tensors[name][:1].clone() for name in layer.batch_names)
             try:
                 with preserve_buffers(layer), preserve_parameters(layer):
-                    layer.compute(inputs + given)
+                    layer.compute(inputs + before)
                 found.append(1)
             except Exception:
                 found.append(2)
-            given = tuple(_first_of(one.detach(), other) for one, other in zip(own, more, strict=True))
+            before = tuple(_first_of(one.detach(), other) for one, other in zip(own, more, strict=True))
         return found
 
     def _look_at_statistics(self, position: int, inputs: Sequence[torch.Tensor]) -> None:
@@ -341,16 +280,6 @@ class Listing:
             if value is not self.model
         }
         return found
-
-    def _stateful(
-        self, others: Sequence[Mapping[str, torch.Tensor]], ignored_state: tuple[str, ...], running: Running
-    ) -> list[tuple[str, ...]]:
-        """Return for every module the Python state of its own that it changes."""
-        calls = [functools.partial(self._forward, tensors, running) for tensors in others]
-        return stateful_modules(self._roots(), roots_of(self.model, None), calls, ignored_state)
-
-    def _loss_names(self, count: int) -> tuple[str, ...]:
-        return ("loss",) if count == 1 else ("loss_sum", "loss_count")
 
     def _layer(
         self, index: int, previous: tuple[str, ...], outputs: tuple[str, ...], random: bool, writes: Writes | None
@@ -390,9 +319,9 @@ class Listing:
                 )
         return writes if writes != Writes() else None
 
-    def _batch_specs(self, tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
+    def _batch_specs(self) -> list[TensorSpec]:
         specs = []
-        for name, tensor in tensors.items():
+        for name, tensor in self.tensors.items():
             readers = (self.names[i] for i, layer in enumerate(self.layers) if name in layer.batch_names)
             specs.append(TensorSpec(name, None, tuple(readers), tuple(tensor.shape[1:]), 0, tensor.dtype, False))
         return specs
@@ -431,17 +360,17 @@ def _predictions(
     for name in small:
         if name in large:
             with contextlib.suppress(ModelError):
-                found.append(_spec(name, None, (), small[name], large[name], rows))
+                found.append(_spec(name, small[name], large[name], (), rows))
     return tuple(found)
 
 
 def _spec(
     name: str,
-    producer: str | None,
-    consumers: tuple[str, ...],
     small: torch.Tensor,
     large: torch.Tensor,
+    consumers: tuple[str, ...],
     rows: tuple[int, int],
+    producer: str | None = None,
 ) -> TensorSpec:
     alike = len(small.shape) == len(large.shape)
     differ = _differing(small, large)

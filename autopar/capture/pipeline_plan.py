@@ -9,6 +9,7 @@ an end at the call of the next module.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,9 +46,17 @@ class _NextLayer(BaseException):
 class _DeclaredLayer(ListedLayer):
     """One module of the plan, run by the model's own forward."""
 
-    def __init__(self, parts: list[_PlanModule], index: int, template: object, model: nn.Module) -> None:
-        super().__init__(parts[index].module, template, model)
+    def __init__(
+        self,
+        parts: list[_PlanModule],
+        index: int,
+        template: object,
+        model: nn.Module,
+        loss: Callable[..., Any] | None,
+    ) -> None:
+        super().__init__(parts[index].module, template, model, loss)
         self.parts = (parts, index)
+        self.batch_names = tuple(named_tensors(template))
 
     def compute(self, inputs: tuple[torch.Tensor, ...]) -> object:
         template, model = self.context
@@ -106,8 +115,8 @@ def declared_layers(
     model: nn.Module,
     batch: object,
     loss: Callable[..., Any] | None,
-    others: Sequence[Mapping[str, torch.Tensor]] = (),
-    ignored_state: tuple[str, ...] = (),
+    others: Sequence[Mapping[str, torch.Tensor]],
+    ignored_state: tuple[str, ...],
 ) -> LayerGraph | None:
     """Make a layer graph of the pipeline plan that a model declares; none if it declares none that holds.
 
@@ -116,21 +125,13 @@ def declared_layers(
     parts = _parts(model)
     if len(parts) < 2 or any("forward" in part.module.__dict__ for part in parts):
         return None
-    tensors = named_tensors(batch)
     order = _observe(model, batch, loss, parts)
     covered = {id(value) for part in parts for value in part.module.parameters()}
     trained = {id(value) for value in model.parameters() if value.requires_grad}
     if sorted(map(id, order)) != sorted(map(id, parts)) or not trained <= covered:
         return None
-    layers: list[ListedLayer] = []
-    for index in range(len(order)):
-        layer = _DeclaredLayer(order, index, batch, model)
-        layer.loss, layer.batch_names = [loss], tuple(tensors)
-        layers.append(layer)
-    layers[0].first = layers[-1].last = True
-    doubled = {name: torch.cat((tensor, tensor)) for name, tensor in tensors.items()}
-    listing = Listing(model, layers, [part.name for part in order], tuple(tensors))
-    return listing.run(tensors, doubled, others, ignored_state, notes=(NOTE,))
+    layers = [_DeclaredLayer(order, index, batch, model, loss) for index in range(len(order))]
+    return Listing(model, batch, layers, [part.name for part in order]).run(others, ignored_state, (NOTE,))
 
 
 def _parts(model: nn.Module) -> list[_PlanModule]:
@@ -159,41 +160,29 @@ def _observe(
     """Run the model once; return its parts in the order in which they are called."""
     order: list[_PlanModule] = []
 
-    def hook(part: _PlanModule) -> Callable[..., None]:
-        def note(module: nn.Module, arguments: object, output: object) -> None:
-            part.results = len(output) if isinstance(output, tuple) else 0
-            order.append(part)
-
-        return note
+    def note(part: _PlanModule, module: nn.Module, arguments: object, output: object) -> None:
+        part.results = len(output) if isinstance(output, tuple) else 0
+        order.append(part)
 
     def call(tensors: Sequence[torch.Tensor]) -> None:
         whole = rebuild(batch, dict(zip(named_tensors(batch), tensors, strict=True)))
         positional, named = model_arguments(model, whole, loss is not None)
         model(*positional, **named)
 
-    handles = [part.module.register_forward_hook(hook(part)) for part in parts]
+    handles = [part.module.register_forward_hook(functools.partial(note, part)) for part in parts]
+    tensors = list(named_tensors(batch).values())
     try:
-        _call(model, call, list(named_tensors(batch).values()), parts, order)
+        if not is_hollow(model):
+            call(tensors)
+            return order
+        # Larger than memory, it is run for its shapes, or else given values part by part.
+        with hollow_runner(model) as stand_ins:
+            try:
+                stand_ins.observe(call, tensors)
+            except Exception:
+                order.clear()
+                stand_ins.observe_in_turn(lambda: call(tensors), [part.module for part in parts])
     finally:
         for handle in handles:
             handle.remove()
     return order
-
-
-def _call(
-    model: nn.Module,
-    call: Callable[[Sequence[torch.Tensor]], None],
-    tensors: Sequence[torch.Tensor],
-    parts: Sequence[_PlanModule],
-    order: list[_PlanModule],
-) -> None:
-    """Run a model: where it is larger than memory for its shapes, or else giving values to one part after the other."""
-    if not is_hollow(model):
-        call(tensors)
-        return
-    with hollow_runner(model) as stand_ins:
-        try:
-            stand_ins.observe(call, tensors)
-        except Exception:
-            order.clear()
-            stand_ins.observe_in_turn(lambda: call(tensors), [part.module for part in parts])

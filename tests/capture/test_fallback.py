@@ -75,7 +75,7 @@ def test_the_state_of_one_listed_module_may_be_global():
     before = TABLE["n"]
     layers = lambda model: [Global(model.steps[0]), *list(model.steps)[1:]]  # noqa: E731
     graph = capture_module(Chain().double(), regression(), mean_square, layers)
-    assert graph.layers[0].stateful == ("global TABLE['n'] of test_listed_state.py",)
+    assert graph.layers[0].stateful == ("global TABLE['n'] of test_fallback.py",)
     assert TABLE["n"] == before
     both = lambda model: [Global(step) for step in model.steps]  # noqa: E731
     with pytest.raises(CaptureError, match=r"layers\(\): global TABLE\['n'\] of .* belongs to no single module"):
