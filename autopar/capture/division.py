@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -126,11 +127,8 @@ class LayerTracer:
             self._counts[path] += 1
             return self.around(module, (path, self._counts[path]), run, arguments, kwargs)
 
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        try:
+        with patch.object(nn.Module, "__call__", call):
             yield
-        finally:
-            nn.Module.__call__ = run  # type: ignore[method-assign]
 
 
 def _call(unit: str) -> Key:
@@ -207,10 +205,6 @@ class Pattern:
             if dim >= 0 and any(copy._version for copy in copies):
                 leaf.copy_(torch.cat(copies, dim))
 
-    def join(self, results: Sequence[Any]) -> Any:  # noqa: ANN401
-        """Return what the whole call makes, of what its shares made."""
-        return join_results(results, self.result_dims)
-
 
 def join_results(results: Sequence[Any], dims: Dims) -> Any:  # noqa: ANN401
     """Join the results of shares along the samples."""
@@ -257,24 +251,24 @@ def divide(build: Callable[[], nn.Module], plan: Plan, user: UserModel, batch: B
     """
     if all(stage.replicas == 1 for stage in plan.stages):
         return Division()
-    calls = _record_calls(build(), plan, user, batch)
+    calls, patterns, output = _record_calls(build(), plan, user, batch)
     ranges = [
         tuple((share.start, share.stop) for share in shares_of(stage, 0, plan.micro_batch_size))
         for stage in plan.stages
     ]
     if len(set(ranges)) == 1:
-        return Division(0, {}, calls.written_buffers, calls.output)
+        return Division(0, {}, calls.written_buffers, output)
     several = {index for index, each in enumerate(ranges) if len(each) > 1}
-    splits = {key: pattern for key, (stage, pattern) in calls.patterns.items() if stage in several and pattern}
+    splits = {key: pattern for key, (stage, pattern) in patterns.items() if stage in several and pattern}
     obstacles = [(layer, stage) for layer, stage in calls.obstacles(splits) if stage in several]
     carried = user.loss is None and len(plan.stages) - 1 in several
     if not obstacles and not carried:
-        return Division(None, splits, calls.written_buffers, calls.output)
+        return Division(None, splits, calls.written_buffers, output)
     sensitive = calls.sensitive | ({len(plan.stages) - 1} if carried else set())
     if len({ranges[stage] for stage in sensitive}) == 1:
-        return Division(min(sensitive), {}, calls.written_buffers, calls.output)
+        return Division(min(sensitive), {}, calls.written_buffers, output)
     if not obstacles:
-        return Division(None, splits, calls.written_buffers, calls.output)
+        return Division(None, splits, calls.written_buffers, output)
     layer, stage = obstacles[0]
     raise UsageError(
         f"layer {layer} (stage {stage}) draws random numbers or keeps statistics in code that no single module of its "
@@ -291,7 +285,7 @@ class _Call:
     parent: _Call | None
     argument_leaves: list[Any]
     end: int = -1
-    result_leaves: list[Any] | None = None
+    result_leaves: list[Any] = field(default_factory=list)
     side_effects: list[tuple[str, int]] = field(default_factory=list)
     """Layers and stages in which the call's own code drew or wrote, or normalised a batch."""
 
@@ -307,10 +301,10 @@ class _CallRecorder(LayerTracer):
     def __init__(self, model: nn.Module, plan: Plan, user: UserModel) -> None:
         super().__init__(model, plan, user)
         self.calls: dict[Key, _Call] = {}
-        self.top = _Call(0, None, [])
+        self._top = _Call(0, None, [])
         """What runs outside of all calls."""
-        self.writing_stages: dict[str, int] = {}
-        self._now = self.top
+        self._writing_stages: dict[str, int] = {}
+        self._now = self._top
         self._generator = torch.get_rng_state()
         self._buffers = {name: value.clone() for name, value in model.named_buffers()}
 
@@ -336,41 +330,31 @@ class _CallRecorder(LayerTracer):
         for name, value in self.model.named_buffers():
             if not torch.equal(value, self._buffers[name]):
                 self._buffers[name] = value.clone()
-                self.writing_stages.setdefault(name, self.stage)
+                self._writing_stages.setdefault(name, self.stage)
                 self._now.side_effects.append((self.layer, self.stage))
         state = torch.get_rng_state()
         if not torch.equal(state, self._generator):
             self._generator = state
             self._now.side_effects.append((self.layer, self.stage))
 
-
-@dataclass(frozen=True)
-class _Calls:
-    """What was found of a model's calls."""
-
-    walk: _CallRecorder
-    patterns: dict[Key, tuple[int, Pattern | None]]
-    """Outermost calls within one stage: the stage, and where the samples are, if that is clear."""
-    output: Dims | None
-
     @property
     def written_buffers(self) -> dict[int, list[str]]:
         """Names of written buffers, by stage."""
         found: dict[int, list[str]] = {}
-        for name, stage in self.walk.writing_stages.items():
+        for name, stage in self._writing_stages.items():
             found.setdefault(stage, []).append(name)
         return found
 
     @property
     def sensitive(self) -> set[int]:
         """Stages whose results depend on how they divide rows."""
-        return {stage for call in (self.walk.top, *self.walk.calls.values()) for _, stage in call.side_effects}
+        return {stage for call in (self._top, *self.calls.values()) for _, stage in call.side_effects}
 
     def obstacles(self, splits: dict[Key, Pattern]) -> list[tuple[str, int]]:
         """Return the layers, with their stages, that draw or write outside of the calls that are split."""
-        covered = {id(self.walk.calls[key]) for key in splits}
-        found = list(self.walk.top.side_effects)
-        for call in self.walk.calls.values():
+        covered = {id(self.calls[key]) for key in splits}
+        found = list(self._top.side_effects)
+        for call in self.calls.values():
             above: _Call | None = call
             while above is not None and id(above) not in covered:
                 above = above.parent
@@ -378,47 +362,44 @@ class _Calls:
         return found
 
 
-def _record_calls(model: nn.Module, plan: Plan, user: UserModel, batch: Batch) -> _Calls:
+def _record_calls(
+    model: nn.Module, plan: Plan, user: UserModel, batch: Batch
+) -> tuple[_CallRecorder, dict[Key, tuple[int, Pattern | None]], Dims | None]:
+    """Return a walk, its outermost calls in one stage (the stage, and where the samples are, if clear), its output."""
     whole = {name: torch.cat([tensor] * 3)[:3] for name, tensor in batch.tensors.items()}
     three = Batch(rebuild(batch.part(0, 0), whole))
-    kept = [(module, name, value, value.clone()) for module in model.modules() for name, value in _buffers(module)]
+    buffers = [
+        (module, name, value, value.clone())
+        for module in model.modules()
+        for name, value in module._buffers.items()
+        if value is not None
+    ]
     walks, outputs = [], []
     for rows in (2, 3):
         walks.append(_CallRecorder(model, plan, user))
         outputs.append(_leaves(walks[-1].forward(three.part(0, rows))))
         walks[-1].switch(walks[-1].layer)
     with torch.no_grad():
-        for module, name, value, values in kept:
+        for module, name, value, values in buffers:
             module._buffers[name] = value.copy_(values)
     small, large = walks
     patterns = {
         key: (call.stage, _pattern(small.calls.get(key), call)) for key, call in large.calls.items() if call.outermost
     }
-    return _Calls(large, patterns, _dims(*outputs))
-
-
-def _buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [(name, value) for name, value in module._buffers.items() if value is not None]
+    return large, patterns, _dims(*outputs)
 
 
 def _pattern(small: _Call | None, large: _Call) -> Pattern | None:
     if small is None:
         return None
-    given, made = (
-        _dims(small.argument_leaves, large.argument_leaves),
-        _dims(small.result_leaves or [], large.result_leaves or []),
-    )
-    if (
-        given is None
-        or made is None
-        or any(isinstance(leaf, torch.Size) for leaf in _whole(large.result_leaves or [], made))
-    ):
+    arguments = _dims(small.argument_leaves, large.argument_leaves)
+    results = _dims(small.result_leaves, large.result_leaves)
+    if arguments is None or results is None:
         return None
-    return Pattern(given, made)
-
-
-def _whole(leaves: Sequence[Any], dims: Dims) -> list[Any]:
-    return [leaf for leaf, dim in zip(leaves, dims, strict=True) if dim == WHOLE]
+    results_and_dims = zip(large.result_leaves, results, strict=True)
+    if any(isinstance(leaf, torch.Size) and dim == WHOLE for leaf, dim in results_and_dims):
+        return None
+    return Pattern(arguments, results)
 
 
 def _leaves(value: object) -> list[Any]:

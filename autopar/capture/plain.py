@@ -87,14 +87,6 @@ Part = list[tuple[int, tuple[torch.Tensor, ...]]]
 """Losses that are run backward together: rows, and what the loss of these rows gave."""
 
 
-@dataclass(frozen=True)
-class MicroBatchIndex:
-    """Step and micro-batch, both from 0."""
-
-    step: int
-    micro_batch: int
-
-
 class DividedForward(LayerTracer):
     """Runs micro-batches forward.
 
@@ -106,7 +98,8 @@ class DividedForward(LayerTracer):
         """Take the model, and how it is divided."""
         super().__init__(model, plan, user)
         self._plan, self._user, self._division = plan, user, division
-        self._moment = MicroBatchIndex(0, 0)
+        self._moment = (0, 0)
+        """Step and micro-batch, both from 0."""
         self._shares: list[tuple[Share, ...]] = []
         self._base = 0
         self._inside: Share | None = None
@@ -115,11 +108,11 @@ class DividedForward(LayerTracer):
         """Of the generator, where a share's last call within a layer ended."""
         self._buffers = _ReplicaBuffers(model, plan, division)
 
-    def run(self, moment: MicroBatchIndex, batch: Batch) -> Iterator[Part]:
+    def run(self, step: int, micro_batch: int, batch: Batch) -> Iterator[Part]:
         """Yield the losses of a micro-batch, part by part; each is to be run backward before the next."""
-        self._moment = moment
+        self._moment = (step, micro_batch)
         self._states.clear()
-        self._shares = [shares_of(stage, moment.micro_batch, batch.rows) for stage in self._plan.stages]
+        self._shares = [shares_of(stage, micro_batch, batch.rows) for stage in self._plan.stages]
         aligned, last = self._division.share_stage, self._shares[-1]
         base = (Share(0, 0, 0, batch.rows),) if aligned is None else self._shares[aligned]
         ranges = [(share.start, share.stop) for share in base]
@@ -176,7 +169,7 @@ class DividedForward(LayerTracer):
             self._states[self.layer, share.index] = torch.get_rng_state()
         self._inside = None
         pattern.give_back(leaves, copies)
-        return pattern.join(parts)
+        return join_results(parts, pattern.result_dims)
 
     def _resume(self, key: Key, stage: int, share: Share) -> None:
         """Begin the layer that a call starts, or go on where the share's last call within the layer ended."""
@@ -209,9 +202,7 @@ class DividedForward(LayerTracer):
 
     def _seed(self, share: Share) -> int:
         """Return what the layer's generator is seeded with: docs/seeds.md."""
-        moment = self._moment
-        text = f"{self._plan.seed}/{self.layer}/{moment.step}/{moment.micro_batch}/{share.index}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+        return _number(self._plan.seed, self.layer, *self._moment, share.index)
 
 
 class _ReplicaBuffers:
@@ -229,11 +220,8 @@ class _ReplicaBuffers:
             for names in division.written_buffers.values()
             for name in names
         }
-        self._plan = plan
-        self._written_buffers, self._active_replicas = (
-            division.written_buffers,
-            dict.fromkeys(range(len(plan.stages)), 0),
-        )
+        self._plan, self._written_buffers = plan, division.written_buffers
+        self._active_replicas = dict.fromkeys(range(len(plan.stages)), 0)
         self._replica_values = {
             (name, replica): named[name].clone()
             for stage, names in division.written_buffers.items()
@@ -329,12 +317,13 @@ class _PlainTraining:
         self._optimizer.zero_grad()
         tally = _LossAccumulator(self._plan)
         for micro_batch, batch in enumerate(self._samples.load(step)):
-            tally.add(self._forward.run(MicroBatchIndex(step, micro_batch), batch))
+            tally.add(self._forward.run(step, micro_batch, batch))
         self._losses.append(tally.settle(self._model))
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
         if step == 0:
-            self._gradients = {name: _copy(value.grad) for name, value in self._model.named_parameters()}
+            grads = {name: value.grad for name, value in self._model.named_parameters()}
+            self._gradients = {name: None if grad is None else grad.detach().clone() for name, grad in grads.items()}
         _seed(self._plan.seed, "optimizer", step)
         self._optimizer.step()
         self._forward.end_step()
@@ -353,10 +342,6 @@ class _PlainTraining:
 
 def _build_model(user: UserModel, plan: Plan) -> nn.Module:
     return user.build(plan.seed).train()
-
-
-def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return None if gradient is None else gradient.detach().clone()
 
 
 class _LossAccumulator:
@@ -436,8 +421,12 @@ class _Samples:
 
 def _seed(*parts: object) -> None:
     """Seed the default generators of Python, NumPy and torch, which data sets and optimizers draw from."""
-    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
-    number = int.from_bytes(digest[:8], "big") >> 1
+    number = _number(*parts)
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.default_generator.manual_seed(number)
+
+
+def _number(*parts: object) -> int:
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
