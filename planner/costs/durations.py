@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, count
 
 from autopar.formats.cluster import Level
 from autopar.planner.candidate import Candidate, groups, has_chunks, splits_backward
@@ -49,16 +49,6 @@ class Durations:
         """The rank of every replica."""
         return self.rank or range(len(self.stage))
 
-    def place_of(self, rank: int, stage: int) -> int:
-        """Return the replica of a stage that a rank is."""
-        if not self.rank:
-            return rank
-        if not self._places:
-            self._places.update({ends: at for at, ends in enumerate(zip(self.rank, self.stage, strict=True))})
-        return self._places[rank, stage]
-
-    _places: dict[tuple[int, int], int] = field(default_factory=dict, compare=False, repr=False)
-
 
 def durations(costs: CostModel, candidate: Candidate) -> Durations:
     """Return the durations of a candidate's actions."""
@@ -100,17 +90,14 @@ def _share_ranks(candidate: Candidate, times: Durations) -> None:
     stages = candidate.stages
     starts = [0, *accumulate(len(stage.devices) for stage in stages)]
     times.rank.extend([0] * starts[-1])
-    rank = 0
+    ranks = count()
     for chunks in groups(stages):
-        width = len(stages[chunks[0]].devices)
-        for replica in range(width):
-            mine = [starts[stage] + replica for stage in chunks]
+        for replica in range(len(stages[chunks[0]].devices)):
+            rank, mine = next(ranks), [starts[stage] + replica for stage in chunks]
+            update_s = sum(times.update_s[at] for at in mine)
             for at in mine:
-                times.rank[at] = rank + replica
-            times.update_s[mine[0]] = sum(times.update_s[at] for at in mine)
-            for at in mine[1:]:
-                times.update_s[at] = 0.0
-        rank += width
+                times.rank[at], times.update_s[at] = rank, 0.0
+            times.update_s[mine[0]] = update_s
 
 
 def _price_messages(costs: CostModel, candidate: Candidate, times: Durations) -> None:
@@ -119,7 +106,7 @@ def _price_messages(costs: CostModel, candidate: Candidate, times: Durations) ->
     level = costs.links.topology.pair
     for producer, consumer, flow in costs.flows.exchanges(candidate.cuts):
         sending, receiving = stages[producer], stages[consumer]
-        alike: dict[tuple[float, Level], tuple[float, float]] = {}
+        alike: dict[tuple[float, Level], tuple[float, ...]] = {}
         for route in known.between(sending, receiving):
             pair = starts[producer] + route.sender, starts[consumer] + route.receiver
             devices = sending.devices[route.sender], receiving.devices[route.receiver]
@@ -127,12 +114,9 @@ def _price_messages(costs: CostModel, candidate: Candidate, times: Durations) ->
                 continue
             key = route.stop - route.start, level(*devices)
             if key not in alike:
-                sizes = (
-                    costs.message_bytes(route, candidate.micro_batch_size, each)
-                    for each in (flow.bytes_per_sample, flow.gradient_bytes_per_sample)
-                )
-                forth_s, back_s = (costs.links.message_s(size, key[1]) for size in sizes)
-                alike[key] = forth_s, back_s
+                rows = costs.message_bytes(route, candidate.micro_batch_size, 1)
+                sizes = rows * flow.bytes_per_sample, rows * flow.gradient_bytes_per_sample
+                alike[key] = tuple(costs.links.message_s(size, key[1]) for size in sizes)
             times.message_s[pair] = alike[key][0]
             if flow.gradients:
                 times.message_s[pair[::-1]] = alike[key][1]

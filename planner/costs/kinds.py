@@ -6,7 +6,7 @@ From a profile, and the types of a cluster's devices; and, where no cluster was 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from autopar.errors import FileError, UsageError
@@ -81,27 +81,24 @@ def _costs(profile: Profile) -> tuple[DeviceCosts, ...]:
     return (DeviceCosts(device=profile.device, layers=profile.layers), *profile.others)
 
 
-def _own(kinds: Sequence[DeviceKind], name: str) -> int | None:
+def _own(kinds: Sequence[DeviceKind], name: str, spelled: Callable[[str], str] = str) -> int | None:
     """Return the kind that a type is, by its name, or since it is the only one of the type."""
-    names = [known_as(kind.name) for kind in kinds]
-    if known_as(name) in names:
-        return names.index(known_as(name))
-    alike = [index for index, kind in enumerate(kinds) if kind.type == name]
+    names = [spelled(known_as(kind.name)) for kind in kinds]
+    if spelled(known_as(name)) in names:
+        return names.index(spelled(known_as(name)))
+    alike = [index for index, kind in enumerate(kinds) if kind.type == spelled(name)]
     return alike[0] if len(alike) == 1 else None
 
 
 def _kind_index(kinds: Sequence[DeviceKind], times_of: str) -> int:
-    """Return the kind of a name, or the only one of a type.
+    """Return the kind of a name, or the only one of a type, however it is spelled.
 
     Raises:
         UsageError: there is none, or there are several.
     """
-    plain = [known_as(kind.name).casefold() for kind in kinds]
-    if known_as(times_of).casefold() in plain:
-        return plain.index(known_as(times_of).casefold())
-    alike = [index for index, kind in enumerate(kinds) if kind.type == times_of.casefold()]
-    if len(alike) == 1:
-        return alike[0]
+    index = _own(kinds, times_of, str.casefold)
+    if index is not None:
+        return index
     names = " and ".join(_kind_text(kinds, index) for index in range(len(kinds)))
     raise UsageError(f"`times_of={times_of!r}`: the profile has times of {names} only; name one of them")
 

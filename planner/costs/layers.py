@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NamedTuple
 
 from autopar.formats.cluster import Level
 from autopar.formats.document import Provenance, least_certain
@@ -186,7 +186,7 @@ class Span(NamedTuple):
         return Sets(self.levels, bounds[min(self.low, high) : high + 1], first, stop)
 
 
-class Sets(Sequence[tuple[int, ...]]):
+class Sets:
     """Sets of a stage's layers, made when they are asked for: of a long stage there are many."""
 
     def __init__(self, levels: Levels, bounds: Sequence[int], first: int, stop: int) -> None:
@@ -195,15 +195,7 @@ class Sets(Sequence[tuple[int, ...]]):
     def __len__(self) -> int:
         return len(self._bounds)
 
-    @overload
-    def __getitem__(self, index: int) -> tuple[int, ...]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[tuple[int, ...]]: ...
-
-    def __getitem__(self, index: int | slice) -> tuple[int, ...] | list[tuple[int, ...]]:
-        if isinstance(index, slice):
-            return [self._levels.within(each, self._first, self._stop) for each in self._bounds[index]]
+    def __getitem__(self, index: int) -> tuple[int, ...]:
         return self._levels.within(self._bounds[index], self._first, self._stop)
 
 

@@ -167,15 +167,13 @@ class CostModel:
 
     def forward_s(self, stage: CandidateStage, replica: int) -> float:
         """Return the seconds of one forward of a stage's replica."""
-        kind = self.kind_of[stage.devices[replica]]
-        sums = self.sums.forward(stage.shares[replica], stage.shard, len(stage.devices), self._level(stage), kind)
+        sums = self.sums.forward(stage.shares[replica], *self._replica_place(stage, replica))
         return sums[stage.stop] - sums[stage.first]
 
     def backward_s(self, stage: CandidateStage, replica: int, micro_batches: int) -> float:
         """Return the seconds of one backward of a stage's replica, of ``micro_batches`` in a step."""
-        ranks = len(stage.devices)
-        rows, adding = stage.shares[replica], self.adding(micro_batches, ranks)
-        where = stage.shard, ranks, self._level(stage), self.kind_of[stage.devices[replica]]
+        rows, adding = stage.shares[replica], self.adding(micro_batches, len(stage.devices))
+        where = self._replica_place(stage, replica)
         sums = self.sums.backward(rows, adding, frozenset(), *where)
         seconds = sums[stage.stop] - sums[stage.first]
         if stage.recompute:
@@ -190,13 +188,17 @@ class CostModel:
 
     def halves_s(self, stage: CandidateStage, replica: int, micro_batches: int) -> tuple[float, float]:
         """Return the seconds of the input half and of the weight half of a backward of a stage's replica."""
-        ranks, kind = len(stage.devices), self.kind_of[stage.devices[replica]]
-        where = frozenset(stage.recompute), stage.shard, ranks, self._level(stage), kind
-        first, second = self.sums.halves(stage.shares[replica], self.adding(micro_batches, ranks), *where)
+        adding, where = self.adding(micro_batches, len(stage.devices)), self._replica_place(stage, replica)
+        first, second = self.sums.halves(stage.shares[replica], adding, frozenset(stage.recompute), *where)
         return first[stage.stop] - first[stage.first], second[stage.stop] - second[stage.first]
 
-    def _level(self, stage: CandidateStage) -> Level:
-        return self.links.level(stage.devices)
+    def _replica_place(self, stage: CandidateStage, replica: int) -> tuple[Shard, int, Level, int]:
+        """Return what a replica's seconds depend on besides its layers and rows; see :class:`StageSums`."""
+        return stage.shard, len(stage.devices), self.links.level(stage.devices), self.kind_of[stage.devices[replica]]
+
+    def _reducing(self, stage: CandidateStage) -> tuple[int, int, int, Level, Shard]:
+        """Return what a stage's reduction and update depend on besides the kind of device; see :class:`Reduction`."""
+        return stage.first, stage.stop, len(stage.devices), self.links.level(stage.devices), stage.shard
 
     def _kinds(self, stage: CandidateStage) -> set[int]:
         return {self.kind_of[device] for device in stage.devices}
@@ -238,24 +240,20 @@ class CostModel:
 
     def update_s(self, stage: CandidateStage) -> float:
         """Return the seconds of a stage's optimizer step, and of gathering what its replicas updated for each other."""
-        ranks, level = len(stage.devices), self._level(stage)
-        where = stage.first, stage.stop, ranks, level, stage.shard
-        return max(self.updating_s(*where, kind) for kind in self._kinds(stage))
+        return max(self.updating_s(*self._reducing(stage), kind) for kind in self._kinds(stage))
 
     def updating_s(self, first: int, stop: int, ranks: int, level: Level, shard: Shard, kind: int = 0) -> float:
         """Return :meth:`update_s` of layers ``first:stop`` on one kind of device."""
         seconds = self._own_update_s(first, stop, kind)
         if shard == "none":
             return seconds
-        return seconds / ranks + (0.0 if shard == "parameters" else self._gather_s(first, stop, ranks, level, kind))
-
-    def _gather_s(self, first: int, stop: int, ranks: int, level: Level, kind: int) -> float:
-        """Return the seconds of gathering, once a step, what the replicas of a stage have updated."""
+        if shard == "parameters":
+            return seconds / ranks
         if self.sums.waits:
             sums = self.sums.in_turn_sums("all_gather", ranks, level, kind)
-            return sums[stop] - sums[first]
-        gathered = sum(layer.trainable_bytes for layer in self.profile.layers[first:stop])
-        return self.links.collective_s("all_gather", gathered, ranks, level)
+            return seconds / ranks + (sums[stop] - sums[first])
+        updated = sum(layer.trainable_bytes for layer in self.profile.layers[first:stop])
+        return seconds / ranks + self.links.collective_s("all_gather", updated, ranks, level)
 
     def _own_update_s(self, first: int, stop: int, kind: int) -> float:
         sums = self.layers[kind].update_sums
@@ -271,14 +269,12 @@ class CostModel:
 
     def reduce_s(self, stage: CandidateStage) -> float:
         """Return the seconds that the last reduction of a stage's gradients occupies the link."""
-        where = stage.first, stage.stop, len(stage.devices), self._level(stage), stage.shard
-        return max(self.reductions.occupied_s(Reduction(*where, kind)) for kind in self._kinds(stage))
+        return max(self.reductions.occupied_s(Reduction(*self._reducing(stage), kind)) for kind in self._kinds(stage))
 
     def replica_exposed_s(self, stage: CandidateStage, replica: int, *, split: bool = False) -> float:
         """Return how long after a replica's last backward, or its weight half, the reduction of its gradients ends."""
         kind, rows = self.kind_of[stage.devices[replica]], stage.shares[replica]
-        where = stage.first, stage.stop, len(stage.devices), self._level(stage), stage.shard
-        return self.reductions.exposed_s(Reduction(*where, kind, rows, split))
+        return self.reductions.exposed_s(Reduction(*self._reducing(stage), kind, rows, split))
 
     def tied_s(self, index: int, devices: Sequence[int]) -> float:
         """Return the seconds of reducing parameter ``Profile.tied[index]`` among the ranks that hold it."""
