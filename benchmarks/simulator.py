@@ -74,7 +74,7 @@ def _case(replicas: int, depth: str, micro_batches: int) -> dict[str, object]:
     candidate = _candidate(_widths(replicas), depth, micro_batches)
     times = _durations(candidate, LinkModel(cluster, cluster.devices))
     program, expanded_s = _timed(lambda: expand(_plan(candidate)))
-    rows, compiled_s = _timed(lambda: compile_rows(program))
+    rows, compiled_s = _timed(lambda: compile_rows(program, times))
     found: dict[str, object] = {"stages": len(candidate.stages), "replicas": replicas or "1 to 8", "depth": depth}
     found |= {"micro_batches": micro_batches, "actions": sum(map(len, rows))}
     found |= {"expand_s": round(expanded_s + compiled_s, 2)}

@@ -88,7 +88,7 @@ def mine(plan: Plan, rank: int) -> range:
 def messages(plan: Plan) -> list[Message]:
     """Return everything that stages hand each other, by producer, consumer, sender, receiver."""
     found = []
-    starts, known = _starts(plan), Routes()
+    starts, known = first_ranks(plan), Routes()
     for (producer, consumer), tensors in sorted(_exchanged_tensors(plan).items()):
         gradients = tuple(index for index in tensors if plan.tensors[index].gradient)
         for route in known.between(plan.stages[producer], plan.stages[consumer]):
@@ -99,7 +99,7 @@ def messages(plan: Plan) -> list[Message]:
     return found
 
 
-def _starts(plan: Plan) -> list[int]:
+def first_ranks(plan: Plan) -> list[int]:
     """Return the rank of every stage's first replica."""
     found, rank = [0] * len(plan.stages), 0
     for chunks in plan.groups:

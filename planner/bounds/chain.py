@@ -25,8 +25,8 @@ The work bound is the step that remains if every device computes without pause.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, product
 from math import lcm
 from typing import NamedTuple
 
@@ -133,27 +133,31 @@ def fold_chain(stage: StageTerms, link: LinkTerms, behind: Terms) -> Terms:
     return Terms(trip, backward, done, np.maximum(done, behind.step_s))
 
 
+def suffixes(stages: Sequence[StageTerms], links: Sequence[LinkTerms]) -> Iterator[Terms]:
+    """Yield the terms of the last stage, the last two, and so on."""
+    terms = last(stages[-1])
+    yield terms
+    for stage, link in zip(stages[-2::-1], links[::-1], strict=True):
+        terms = fold(stage, link, terms)
+        yield terms
+
+
+def candidate_terms(costs: CostModel, candidate: Candidate) -> tuple[list[StageTerms], list[LinkTerms]]:
+    """Return the terms of a candidate's stages and boundaries."""
+    stages = candidate.stages
+    links = [link_terms(costs, before, after, candidate) for before, after in pairwise(stages)]
+    return [stage_terms(costs, stage, candidate.micro_batches) for stage in stages], links
+
+
 def candidate_bound_s(costs: CostModel, candidate: Candidate) -> float:
     """Return a lower bound of a candidate's simulated seconds per step."""
-    for terms in _suffixes(costs, candidate):
-        found = float(terms.step_s)
-    return costs.profile.step_overhead_s + found
+    *_, whole = suffixes(*candidate_terms(costs, candidate))
+    return costs.profile.step_overhead_s + float(whole.step_s)
 
 
 def round_trips(costs: CostModel, candidate: Candidate) -> list[float]:
     """Return the least seconds of one micro-batch's way from each stage to the last one and back."""
-    return [float(terms.trip_s) for terms in _suffixes(costs, candidate)][::-1]
-
-
-def _suffixes(costs: CostModel, candidate: Candidate) -> Iterator[Terms]:
-    """The terms of the last stage, the last two, and so on."""
-    stages = candidate.stages
-    terms = last(stage_terms(costs, stages[-1], candidate.micro_batches))
-    yield terms
-    for before, after in zip(stages[-2::-1], stages[:0:-1], strict=True):
-        link = link_terms(costs, before, after, candidate)
-        terms = fold(stage_terms(costs, before, candidate.micro_batches), link, terms)
-        yield terms
+    return [float(terms.trip_s) for terms in suffixes(*candidate_terms(costs, candidate))][::-1]
 
 
 def stage_terms(costs: CostModel, stage: CandidateStage, micro_batches: int) -> StageTerms:
@@ -188,15 +192,14 @@ def link_terms(costs: CostModel, before: CandidateStage, after: CandidateStage, 
     # The rows of a micro-batch that both hold; of replicas that take turns, the nearest.
     rows = min(before.shares[-1], after.shares[-1])
     count = len(range(0, candidate.micro_batches, lcm(before.turning, after.turning)))
-    forth, back = [], []
-    for sender, receiver in product(_ends(costs, before), _ends(costs, after)):
-        route = Route(0, 0, 0, rows)
-        sizes = (flow.bytes_per_sample, flow.gradient_bytes_per_sample)
-        there, returned = (costs.message_bytes(route, candidate.micro_batch_size, size) for size in sizes)
-        apart = sender != receiver
-        forth.append(costs.message_s(there, sender, receiver) if apart else 0.0)
-        back.append(costs.message_s(returned, receiver, sender) if apart and flow.gradients else 0.0)
-    return LinkTerms(True, flow.gradients > 0, min(forth), min(back), count * min(forth), count * min(back))
+    route = Route(0, 0, 0, rows)
+    sizes = (flow.bytes_per_sample, flow.gradient_bytes_per_sample)
+    there, returned = (costs.message_bytes(route, candidate.micro_batch_size, size) for size in sizes)
+    ends = list(product(_ends(costs, before), _ends(costs, after)))
+    forth = min(costs.message_s(there, one, other) if one != other else 0.0 for one, other in ends)
+    back = min(costs.message_s(returned, other, one) if one != other else 0.0 for one, other in ends)
+    back = back if flow.gradients else 0.0
+    return LinkTerms(True, flow.gradients > 0, forth, back, count * forth, count * back)
 
 
 def _ends(costs: CostModel, stage: CandidateStage) -> list[int]:

@@ -15,12 +15,12 @@ Binding: which terms a candidate's lower bound is the sum of.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
 from autopar.formats.plan import BoundPart, Term
-from autopar.planner.bounds.chain import LinkTerms, StageTerms, Terms, beside_s, fold, last, link_terms, stage_terms
+from autopar.planner.bounds.chain import LinkTerms, StageTerms, beside_s, candidate_terms, link_terms, suffixes
 from autopar.planner.candidate import Candidate, CandidateStage, groups, plain
 from autopar.planner.costs.in_flight import Backwards, backwards
 from autopar.planner.costs.model import CostModel
@@ -93,11 +93,9 @@ def _add_stage(
 def least_s(costs: CostModel, candidate: Candidate) -> float:
     """Return a lower bound of a candidate's simulated seconds per step."""
     terms = rank_terms(costs, candidate)
-    found = last(terms.stages[-1])
-    for stage, link in zip(terms.stages[-2::-1], terms.links[::-1], strict=True):
-        found = fold(stage, link, found)
+    *_, whole = suffixes(terms.stages, terms.links)
     own_s = max(each.seconds for each in rank_bounds(candidate, terms))
-    return costs.profile.step_overhead_s + max(float(found.step_s), own_s)
+    return costs.profile.step_overhead_s + max(float(whole.step_s), own_s)
 
 
 def rank_bounds(candidate: Candidate, terms: RankTerms) -> Iterator[RankBound]:
@@ -129,9 +127,6 @@ def _ways_forth(terms: RankTerms) -> list[float]:
     return found
 
 
-_TERMS: tuple[Term, ...] = ("synchronisation", "update", "compute")
-
-
 class _BoundPart(NamedTuple):
     seconds: float
     term: Term
@@ -142,27 +137,21 @@ class _CandidateTerms:
     """The terms of a candidate's stages and boundaries, and of all its suffixes."""
 
     def __init__(self, costs: CostModel, candidate: Candidate) -> None:
-        stages = candidate.stages
-        self.stages: list[StageTerms]
-        self.links: list[LinkTerms]
         self.ranks: tuple[RankBound, ...] = ()
         if plain(candidate.schedule):
-            self.stages = [stage_terms(costs, stage, candidate.micro_batches) for stage in stages]
-            self.links = [link_terms(costs, *ends, candidate) for ends in pairwise(stages)]
-            self.updates_s, self.weights_s = [costs.update_s(stage) for stage in stages], [0.0] * len(stages)
+            self.stages, self.links = candidate_terms(costs, candidate)
+            self.updates_s = [costs.update_s(stage) for stage in candidate.stages]
+            self.weights_s = [0.0] * len(candidate.stages)
         else:
             terms = rank_terms(costs, candidate)
             self.stages, self.links = terms.stages, terms.links
             self.updates_s, self.weights_s = terms.update_s, terms.weight_s
             self.ranks = tuple(rank_bounds(candidate, terms))
-        self.suffixes: list[Terms] = [last(self.stages[-1])]
-        for stage, link in zip(self.stages[-2::-1], self.links[::-1], strict=True):
-            self.suffixes.insert(0, fold(stage, link, self.suffixes[0]))
+        self.suffixes = list(suffixes(self.stages, self.links))[::-1]
 
     def done(self, index: int) -> list[_BoundPart]:
         """Return the parts of V(``index``)."""
         stage, filling = self.stages[index], 0.0
-        first = index
         while index < len(self.links) and self.links[index].forth:
             later = float(stage.forward_s + self.links[index].forth_s)
             if self.suffixes[index].backward_s + stage.closing_s >= later + self.suffixes[index + 1].done_s:
@@ -171,37 +160,35 @@ class _CandidateTerms:
             index += 1
             stage = self.stages[index]
         update_s, weight_s = self.updates_s[index], self.weights_s[index]
-        parts = [
-            _BoundPart(filling, "filling", first),
+        further, bound = self.backward(index)
+        return [
+            _BoundPart(filling + further, "filling", bound.stage),
             _BoundPart(weight_s, "compute", index),
             _BoundPart(float(stage.closing_s) - update_s - weight_s, "synchronisation", index),
             _BoundPart(update_s, "update", index),
+            bound,
         ]
-        return [*parts, *self.backward(index)]
 
-    def backward(self, index: int) -> list[_BoundPart]:
-        """Return the parts of U(``index``)."""
-        first, filling = index, 0.0
+    def backward(self, index: int) -> tuple[float, _BoundPart]:
+        """Return the parts of U(``index``): seconds of filling, and what binds behind them."""
+        filling = 0.0
         while True:
             stage, until = self.stages[index], float(self.suffixes[index].backward_s)
             if stage.work_s >= until:
-                return [_BoundPart(filling, "filling", first), _BoundPart(float(stage.work_s), "compute", index)]
+                return filling, _BoundPart(float(stage.work_s), "compute", index)
             trip_s = float(stage.rate * self.suffixes[index].trip_s)
             if trip_s >= until:
-                return [_BoundPart(filling, "filling", first), _BoundPart(trip_s, "round trip", index)]
+                return filling, _BoundPart(trip_s, "round trip", index)
             # The first round trip fills the stages behind; what is in flight then is all that is computed meanwhile.
             once_s = float(self.suffixes[index].trip_s)
             if once_s + stage.beside_s >= until:
-                return [
-                    _BoundPart(filling + once_s, "filling", first),
-                    _BoundPart(float(stage.beside_s), "compute", index),
-                ]
+                return filling + once_s, _BoundPart(float(stage.beside_s), "compute", index)
             link, own = self.links[index], float(stage.forward_s + stage.backward_s)
             around = own + float(link.forth_s) + float(link.back_s)
             if around + self.suffixes[index + 1].backward_s < until:
                 filling += own + float(self.suffixes[index + 1].trip_s)
                 queued = max(link.forth_work_s + link.back_s, link.forth_s + link.back_work_s)
-                return [_BoundPart(filling, "filling", first), _BoundPart(float(queued), "link", index)]
+                return filling, _BoundPart(float(queued), "link", index)
             filling += around
             index += 1
 
@@ -214,33 +201,29 @@ def binding(costs: CostModel, candidate: Candidate) -> tuple[BoundPart, ...]:
     found = _CandidateTerms(costs, candidate)
     own = max(found.ranks, key=lambda each: each.seconds, default=None)
     if own is not None and own.seconds > found.suffixes[0].step_s:
-        seconds = (own.synchronisation_s, own.update_s, own.compute_s)
-        chain = [_BoundPart(each, term, own.stage) for each, term in zip(seconds, _TERMS, strict=True)]
-        chain.append(_BoundPart(own.filling_s, "filling", own.stage))
+        chain = [
+            _BoundPart(own.synchronisation_s, "synchronisation", own.stage),
+            _BoundPart(own.update_s, "update", own.stage),
+            _BoundPart(own.compute_s, "compute", own.stage),
+            _BoundPart(own.filling_s, "filling", own.stage),
+        ]
     else:
         start = next(index for index, each in enumerate(found.suffixes) if each.done_s >= found.suffixes[0].step_s)
         chain = found.done(start)
-    parts = _merge_parts([_BoundPart(costs.profile.step_overhead_s, "overhead", 0), *chain])
-    parts = sorted((part for part in parts if part.seconds > 0), key=lambda part: (-part.seconds, part.stage))
+    totals: dict[tuple[Term, int], float] = {("overhead", 0): costs.profile.step_overhead_s}
+    for part in chain:
+        totals[part.term, part.stage] = totals.get((part.term, part.stage), 0.0) + part.seconds
+    ranked = sorted(totals.items(), key=lambda each: (-each[1], each[0][1]))
     return tuple(
         BoundPart(
-            term=part.term,
-            stage=part.stage,
-            seconds=part.seconds,
-            full=part.term == "round trip" and _full(costs, candidate, part.stage),
+            term=term,
+            stage=stage,
+            seconds=seconds,
+            full=term == "round trip" and _full(costs, candidate, stage),
         )
-        for part in parts
+        for (term, stage), seconds in ranked
+        if seconds > 0
     )
-
-
-def _merge_parts(parts: Sequence[_BoundPart]) -> list[_BoundPart]:
-    """Return parts with one of every term and stage, and the filling that of the stage that the chain ends with."""
-    seconds: dict[tuple[Term, int], float] = {}
-    last = next(part.stage for part in reversed(parts) if part.term != "filling")
-    for part in parts:
-        key = (part.term, last if part.term == "filling" else part.stage)
-        seconds[key] = seconds.get(key, 0.0) + part.seconds
-    return [_BoundPart(total, *key) for key, total in seconds.items()]
 
 
 def _full(costs: CostModel, candidate: Candidate, index: int) -> bool:

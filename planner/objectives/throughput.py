@@ -37,7 +37,7 @@ import numpy.typing as npt
 from autopar.errors import UsageError
 from autopar.formats.cluster import Level
 from autopar.formats.plan import Division
-from autopar.planner.candidate import Candidate, CandidateStage
+from autopar.planner.candidate import Candidate, CandidateStage, within
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
@@ -115,24 +115,19 @@ class StashCosts:
         edges = np.unique(np.concatenate([[0.0], *(np.cumsum(shares) for shares in split)]))
         return float(np.diff(edges).max()), period
 
-    def stage_bytes(self, first: int, stop: int, rows: float, kind: int, recompute: frozenset[int]) -> tuple[int, int]:
-        """Return a stage's bytes with one mini-batch in flight, and what each further one adds."""
-        parts = self.costs.memory[kind].parts(first, stop, rows, recompute)
-        one, more = _bytes(parts, rows)
-        return int(one), int(more) + int(self.trained_bytes[first, stop])
-
-    def all_stage_bytes(self, rows: float, kind: int, recompute: frozenset[int]) -> tuple[Numbers, Numbers]:
-        """Return :meth:`held` of all stages."""
+    def stage_bytes(self, rows: float, kind: int, recompute: frozenset[int]) -> tuple[Numbers, Numbers]:
+        """Return stages' bytes with one mini-batch in flight, and what each further one adds, ``[first, stop]``."""
         one, more = _bytes(self.costs.memory[kind].by_stop(rows, recompute), rows)
         return one, more + self.trained_bytes
 
     def peak_bytes(self, stage: CandidateStage) -> int:
         """Return the most that a replica of a stage holds."""
+        first, stop, recompute = stage.first, stage.stop, frozenset(stage.recompute)
         kinds = [self.costs.kind_of[device] for device in stage.devices]
         found = []
         for rows, kind in sorted(set(zip(stage.shares, kinds, strict=True))):
-            one, more = self.stage_bytes(stage.first, stage.stop, rows, kind, frozenset(stage.recompute))
-            found.append(one + (stage.warmup - 1) * more)
+            one, more = _bytes(self.costs.memory[kind].parts(first, stop, rows, recompute), rows)
+            found.append(int(one) + (stage.warmup - 1) * (int(more) + int(self.trained_bytes[first, stop])))
         return max(found)
 
     def busy(self, candidate: Candidate) -> dict[str, float]:
@@ -232,22 +227,6 @@ class FastestPipeline(NamedTuple):
     least_s: float
 
 
-class _StageChoice(NamedTuple):
-    first: int
-    stop: int
-    shape: StageShape
-    devices: tuple[int, ...]
-
-
-class _TableEntry(NamedTuple):
-    """A place in the tables."""
-
-    first: int
-    state: int
-    shape: int
-    lanes: int
-
-
 def quickest(prices: StashCosts, options: PlanOptions) -> FastestPipeline | None:
     """Return the best candidate that fits; none if none does.
 
@@ -316,48 +295,43 @@ class _StageTable:
         least = float(self.stages[0, 0].min())
         if not np.isfinite(least):
             return None
-        shape, lanes = np.unravel_index(int(self.stages[0, 0].argmin()), self.stages[0, 0].shape)
-        chosen = list(self._follow(_TableEntry(0, 0, int(shape), int(lanes))))
-        costs = self.costs
-        flights = depths([each.shape.lanes for each in chosen])
-        placed = []
-        for each, depth in zip(chosen, flights, strict=True):
-            shares = costs.shares(costs.batch, each.shape.width, each.shape.division)
-            stage = CandidateStage(each.first, each.stop, each.devices, shares, depth, division=each.shape.division)
-            placed.append(self._recomputing(stage, each.shape.kind))
-        return FastestPipeline(Candidate(1, costs.batch, "1f1b", tuple(placed)), least)
-
-    def _recomputing(self, stage: CandidateStage, kind: int) -> CandidateStage:
-        """Return a stage with the least recomputation that fits, or the first."""
-        ways = [
-            stage._replace(recompute=tuple(sorted(layer for layer in every[kind] if stage.first <= layer < stage.stop)))
-            for every in self.recompute
-        ]
-        limit = self.costs.limit_bytes(stage.devices)
-        return next((way for way in ways if self.prices.peak_bytes(way) <= limit), ways[0])
-
-    def _follow(self, entry: _TableEntry) -> Iterator[_StageChoice]:
-        """Yield the stages that an entry stands for."""
+        number, lanes = map(int, np.unravel_index(self.stages[0, 0].argmin(), self.stages[0, 0].shape))
+        first = state = 0
+        placed: list[CandidateStage] = []
         while True:
-            first, state, number, lanes = entry
             shape, at = self.shapes[number], int(np.searchsorted(self.states[number], state))
             left = lanes - shape.lanes if self.with_memory_limit else 0
             stop = first + 1 + int(self._ending(first, number)[:, at, left].argmin())
-            yield _StageChoice(first, stop, shape, self.pool.devices(state, shape.kind, shape.width))
+            placed.append(self._stage(first, stop, shape, state))
             if stop == self.layers:
-                return
-            after = int(self.after[number][at])
-            entry = _TableEntry(stop, after, int(self._with_messages(stop)[after, number, :, left].argmin()), left)
+                break
+            first, state, lanes = stop, int(self.after[number][at]), left
+            number = int(self._with_messages(stop)[state, number, :, left].argmin())
+        flights = depths([stage.turning for stage in placed])
+        stages = tuple(self._recomputing(*each) for each in zip(placed, flights, strict=True))
+        return FastestPipeline(Candidate(1, self.costs.batch, "1f1b", stages), least)
+
+    def _stage(self, first: int, stop: int, shape: StageShape, state: int) -> CandidateStage:
+        """Return a stage of a shape on the next devices in a state, with one mini-batch in flight."""
+        shares = self.costs.shares(self.costs.batch, shape.width, shape.division)
+        devices = self.pool.devices(state, shape.kind, shape.width)
+        return CandidateStage(first, stop, devices, shares, 1, division=shape.division)
+
+    def _recomputing(self, stage: CandidateStage, depth: int) -> CandidateStage:
+        """Return a stage so deep with the least recomputation that fits, or the first."""
+        kind = self.costs.kind_of[stage.devices[0]]
+        sets = (within(every[kind], stage.first, stage.stop) for every in self.recompute)
+        ways = [stage._replace(warmup=depth, recompute=recompute) for recompute in sets]
+        limit = self.costs.limit_bytes(stage.devices)
+        return next((way for way in ways if self.prices.peak_bytes(way) <= limit), ways[0])
 
     def _fill(self, first: int) -> None:
         for number, shape in enumerate(self.shapes):
             least = self._ending(first, number).min(axis=0)
-            own = self.stages[first, self.states[number], number]
             if self.with_memory_limit:
-                own[:, shape.lanes :] = least[:, : self.lanes - shape.lanes]
+                self.stages[first, self.states[number], number, shape.lanes :] = least[:, : self.lanes - shape.lanes]
             else:
-                own = least
-            self.stages[first, self.states[number], number] = own
+                self.stages[first, self.states[number], number] = least
         self.behind[first] = self._with_messages(first).min(axis=2)
 
     def _ending(self, first: int, number: int) -> Numbers:
@@ -430,7 +404,7 @@ class _StageTable:
         for recompute in self.recompute:
             deepest = []
             for rows in sorted(set(self.costs.shares(self.costs.batch, shape.width, shape.division))):
-                one, more = self.prices.all_stage_bytes(rows, shape.kind, recompute[shape.kind])
+                one, more = self.prices.stage_bytes(rows, shape.kind, recompute[shape.kind])
                 room = limits[:, np.newaxis, np.newaxis] - one
                 deepest.append(np.where(room >= 0, 1 + np.maximum(0.0, room) // np.maximum(1.0, more), 0.0))
             found.append(np.minimum.reduce(deepest))

@@ -160,9 +160,9 @@ class LocalSearch:
 
     def deepen(self, simulated_plan: SimulatedPlan) -> None:
         """Judge a plan's stages with more choices of what is in flight than a climb looks at."""
-        _, *where = self._state_of(simulated_plan)
-        self._tried_layouts.discard((*where,))
-        self.judge(*where, simulated_plan.step_s, few=False)
+        at = self._state_of(simulated_plan)
+        self._tried_layouts.discard((at.family, at.layout, at.order))
+        self.judge(at.family, at.layout, at.order, simulated_plan.step_s, few=False)
 
     def judge(
         self, family: Family, layout: Layout, order: tuple[int, ...], below_s: float, *, few: bool = True

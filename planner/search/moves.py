@@ -125,9 +125,9 @@ def stages_joined(layout: Layout, which: Iterable[int]) -> Iterator[Layout]:
     Layout(cuts=(4,), widths=(2,), manners=(('split', 'none'),))
     """
     for index in which:
-        _, widths, manners = (each[index : index + 2] for each in layout)
-        manner = max(manners, key=lambda each: each != SINGLE)
-        yield layout.with_stages(index, 2, Layout((layout.cuts[index + 1],), (sum(widths),), (manner,)))
+        width = sum(layout.widths[index : index + 2])
+        manner = max(layout.manners[index : index + 2], key=lambda each: each != SINGLE)
+        yield layout.with_stages(index, 2, Layout((layout.cuts[index + 1],), (width,), (manner,)))
 
 
 def stages_divided(layout: Layout, which: Iterable[int], seconds: Sequence[float], idle: int) -> Iterator[Layout]:

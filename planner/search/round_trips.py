@@ -165,14 +165,16 @@ class RoundTrips:
         way, width = following.way, self._widths[following.way]
         least = way, width, least_s, rate.min(axis=0), least_beside_s, worst_s, group
         every = *least, around_s.astype(np.float32), rate, beside_s
-        return _TripStages(np.full(len(index), first), stop[order], *(each[..., index[order]] for each in every))
+        where = np.full(len(index), first), stop[order]
+        return _TripStages._make((*where, *(each[..., index[order]] for each in every)))
 
     def _within(self, beside_s: float, most_s: float) -> _Candidates | None:
         """Return the stages that may be in a plan; None where there is none."""
         beside_s += ROUNDING * most_s
         prices = np.array(PRICES)[:, None] * most_s / self._devices
-        indices = np.flatnonzero(self._useful(beside_s, most_s))
-        first, stop, _, width, around_s, rate = (each[indices] for each in self._stages[:6])
+        stages, indices = self._stages, np.flatnonzero(self._useful(beside_s, most_s))
+        first, stop, width = (each[indices] for each in (stages.first, stages.stop, stages.width))
+        around_s, rate = stages.around_s[indices], stages.rate[indices]
         # The longest round trip with which a stage keeps within B.
         longest_s = np.minimum(_room_s(rate, beside_s), most_s) * (1 + ROUNDING)
         each: Numbers = np.concatenate((width[None], around_s + prices * width))
@@ -234,9 +236,10 @@ class RoundTrips:
         trips = np.full((self._layers + 1, none + 1), np.inf, np.float32)
         trips[self._layers, self._tables.pool.empty if self._use_all else 0 :] = 0.0
         trips[self._layers, none] = np.inf
-        left, indices = self._states.devices_left, candidates.indices
-        way, stop = self._stages.way[indices], self._stages.stop[indices]
-        around_s, rate, beside = (np.take(each, indices, axis=1) for each in self._stages[-3:])
+        left, indices, stages = self._states.devices_left, candidates.indices, self._stages
+        way, stop = stages.way[indices], stages.stop[indices]
+        around_s = np.take(stages.each_around_s, indices, axis=1)
+        rate, beside = (np.take(each, indices, axis=1) for each in (stages.each_rate, stages.each_beside_s))
         room_s = np.where(beside <= beside_s, _room_s(rate, beside_s) * (1 + ROUNDING), -1.0).astype(np.float32)
         room_s = np.repeat(room_s, len(around_s) // len(room_s), axis=0)
         for first in reversed(range(self._layers)):

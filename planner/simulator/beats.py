@@ -10,9 +10,9 @@ A message that passes stages by is often there before what these hand on: only m
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -67,27 +67,22 @@ def action_levels(candidate: Candidate) -> ActionLevels | None:
     depths = np.minimum(turns, [stage.warmup for stage in stages])
     if candidate.schedule == "gpipe":
         depths = turns
-    backwards = partial(_backward_beats, wide, depths, depths < turns)
+    own, followed = np.arange(len(stages)), depths < turns
+
+    def backward(period: int) -> Whole:
+        least = 2 * own + period * wide * (depths - 1) + 1
+        return np.asarray(np.maximum.accumulate(least[::-1])[::-1] - own)
+
+    def fits(period: int) -> bool:
+        return bool((backward(period) < own + period * wide * depths)[followed].all())
+
     # Feasible periods have no gaps, and beyond this none follows where none came before.
-    low, high = 1, 2 * len(stages) + 2
-    backward = backwards(high)
-    while low < high and backward is not None:
-        middle = (low + high) // 2
-        found = backwards(middle)
-        low, high, backward = (middle + 1, high, backward) if found is None else (low, middle, found)
-    if backward is None:
+    most = 2 * len(stages) + 2
+    period = 1 + bisect_left(range(1, most + 1), True, key=fits)
+    if period > most:
         return None
-    total = int(backward[0]) + high * (micro_batches - 1) + 1
-    return ActionLevels(high, np.arange(len(stages)), backward, total)
-
-
-def _backward_beats(wide: Whole, depths: Whole, followed: npt.NDArray[np.bool_], period: int) -> Whole | None:
-    """Return b(s) of every stage with a period P, where others follow the k first if ``followed``; None: none."""
-    own = np.arange(len(wide))
-    least = 2 * own + period * wide * (depths - 1) + 1
-    found = np.maximum.accumulate(least[::-1])[::-1] - own
-    fits = found[followed] < (own + period * wide * depths)[followed]
-    return np.asarray(found) if fits.all() else None
+    beats = backward(period)
+    return ActionLevels(period, own, beats, int(beats[0]) + period * (micro_batches - 1) + 1)
 
 
 def simulate_levels(candidate: Candidate, times: Durations, tied_stages: Holders, beats: ActionLevels) -> float | None:
@@ -128,18 +123,11 @@ class _LevelState:
         self._beat = beat[order]
         self._ranks = np.concatenate((ranks, ranks))[order]
         self._seconds = np.array([*times.forward_s, *times.backward_s])[order]
-        position = np.empty_like(order)
-        position[order] = np.arange(len(order))
-        self._take_turns(candidate, times, order)
-        self._wire(times, stages, position)
-
-    def _take_turns(self, candidate: Candidate, times: Durations, order: Whole) -> None:
-        wide, turn = [], []
-        for stage in candidate.stages:
-            wide += [stage.turning] * len(stage.devices)
-            turn += [replica % stage.turning for replica in range(len(stage.devices))]
-        self._wide, self._turn = (np.array([*each, *each])[order] for each in (wide, turn))
+        self._wide = np.array([stage.turning for stage in candidate.stages])[stages][self._ranks]
+        self._turn = (ranks - np.searchsorted(stages, stages))[self._ranks] % self._wide
+        """Which of the replicas that take turns a place is."""
         self._turning = bool((self._wide > 1).any())
+        self._wire(times, stages, np.argsort(order))
 
     def _wire(self, times: Durations, stages: Whole, position: Whole) -> None:
         """Give every message its column, and its place in the order of the senders."""
@@ -152,14 +140,12 @@ class _LevelState:
         idle = np.setdiff1d(np.arange(places), receiver)
         columns = np.concatenate((receiver, idle))
         by_column = np.argsort(columns, kind="stable")
-        column = np.empty_like(by_column)
-        column[by_column] = np.arange(len(columns))
         self._starts = np.searchsorted(columns[by_column], np.arange(places + 1))
         self.columns, self.late = len(columns), int(lag.max(initial=0)) + 1
         by_sender = np.argsort(sender, kind="stable")
         self._sends = np.searchsorted(sender[by_sender], np.arange(places + 1))
         self._sender = sender[by_sender]
-        self._target = (lag * self.columns + column[:count])[by_sender]
+        self._target = (lag * self.columns + np.argsort(by_column)[:count])[by_sender]
         self._length_s = np.array(list(times.message_s.values()))[by_sender]
         self._free_s = np.full(count, NEVER_S)
         taken = np.array([times.turns.get(pair, (0, 1)) for pair in times.message_s]).reshape(-1, 2)[by_sender]
@@ -220,46 +206,32 @@ def drop_covered_messages(candidate: Candidate, times: Durations) -> Durations:
     skipping = {pair for pair in times.message_s if abs(stages[pair[0]] - stages[pair[1]]) > 1}
     if not skipping or any(stage.division == "round-robin" for stage in candidate.stages):
         return times
-    forth = _StageChain(times, times.forward_s, 1)
-    back = _StageChain(times, times.backward_s, -1)
+    least_s = _least_s(times, times.forward_s, 1) | _least_s(times, times.backward_s, -1)
     kept = {
         pair: seconds
         for pair, seconds in times.message_s.items()
-        if pair not in skipping
-        or not (forth if stages[pair[0]] < stages[pair[1]] else back).covers(stages[pair[0]], stages[pair[1]], seconds)
+        if pair not in skipping or seconds > least_s.get((stages[pair[0]], stages[pair[1]]), NEVER_S)
     }
     return replace(times, message_s=kept)
 
 
-class _StageChain:
-    """What comes from stage to stage in one direction, at the earliest."""
-
-    def __init__(self, times: Durations, compute_s: Sequence[float], step: int) -> None:
-        self._step = step
-        self._compute_s: dict[int, float] = {}
-        for stage, seconds in zip(times.stage, compute_s, strict=True):
-            self._compute_s[stage] = min(self._compute_s.get(stage, seconds), seconds)
-        self._message_s: dict[int, float] = {}
-        """By sending stage, of those that some neighbour sends to."""
-        for (sender, receiver), seconds in times.message_s.items():
-            stage = times.stage[sender]
-            if times.stage[receiver] == stage + step:
-                self._message_s[stage] = min(self._message_s.get(stage, seconds), seconds)
-        self._least_s: dict[tuple[int, int], float] = {}
-
-    def covers(self, sender: int, receiver: int, seconds: float) -> bool:
-        """Whether a message between two stages is there before what the stages between hand on."""
-        if (sender, receiver) not in self._least_s:
-            self._least_s[sender, receiver] = self._least(sender, receiver)
-        return seconds <= self._least_s[sender, receiver]
-
-    def _least(self, sender: int, receiver: int) -> float:
-        """Return the smaller of path and pace; less than any message's seconds if there is no path."""
-        path = pace = 0.0
-        for stage in range(sender, receiver, self._step):
-            if stage not in self._message_s:
-                return -1.0
-            hand_s, own_s = self._message_s[stage], self._compute_s[stage]
-            path += hand_s + (0.0 if stage == sender else own_s)
-            pace = max(pace, hand_s, own_s)
-        return min(path, pace)
+def _least_s(times: Durations, compute_s: Sequence[float], step: int) -> dict[tuple[int, int], float]:
+    """Return the smaller of path and pace in one direction, by (sending stage, receiving stage); no path: no entry."""
+    own_s: dict[int, float] = {}
+    for stage, seconds in zip(times.stage, compute_s, strict=True):
+        own_s[stage] = min(own_s.get(stage, seconds), seconds)
+    hand_s: dict[int, float] = {}
+    """By sending stage, of those that some neighbour sends to."""
+    for (sender, receiver), seconds in times.message_s.items():
+        stage = times.stage[sender]
+        if times.stage[receiver] == stage + step:
+            hand_s[stage] = min(hand_s.get(stage, seconds), seconds)
+    found = {}
+    for first in hand_s:
+        path, pace, stage = 0.0, 0.0, first
+        while stage in hand_s:
+            path += hand_s[stage] + (0.0 if stage == first else own_s[stage])
+            pace = max(pace, hand_s[stage], own_s[stage])
+            stage += step
+            found[first, stage] = min(path, pace)
+    return found

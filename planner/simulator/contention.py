@@ -1,4 +1,4 @@
-"""Contention: a program interpreted with durations, where transfers share ports and slow computing, and it them."""
+"""Contention: a program interpreted with durations; transfers may share ports and slow computing, and it them."""
 
 from __future__ import annotations
 
@@ -42,15 +42,17 @@ class ContentionSimulation:
     """One simulation, event by event.
 
     A rank runs ahead of the clock until it does what others may feel: begin a transfer on a lane, or compute while a
-    lane may slow it. All changes of one instant are settled together, so that their order does not matter.
+    lane may slow it. All changes of one instant are settled together, so that their order does not matter. Without
+    ``traffic`` there are no lanes, and ranks only wait for each other.
     """
 
-    def __init__(self, rows: Rows, times: Durations, traffic: Traffic, tracing: bool = False) -> None:
+    def __init__(self, rows: Rows, times: Durations, traffic: Traffic | None, tracing: bool = False) -> None:
         count = len(rows)
         self.rows, self.times = rows, times
+        self.traffic = traffic if traffic and traffic.sharing else None
         self.meetings = joint_reductions(rows, times.stage)
         tied = {key[1]: meeting.members for key, meeting in self.meetings.items() if key[0] == TIED_CODE}
-        self.wiring = Lanes(times, traffic, [tied.get(index, ()) for index in range(len(times.tied_s))])
+        self.wiring = Lanes(times, self.traffic, [tied.get(index, ()) for index in range(len(times.tied_s))])
         self.touching: list[list[Lane]] = [[] for _ in rows]
         """Lanes that slow a rank's computing, or are slowed by it."""
         for lane in self.wiring.lanes:
@@ -60,11 +62,10 @@ class ContentionSimulation:
         for replica in self.wiring.parts:
             self.meetings[REDUCE_CODE, times.stage[replica]].missing += 1
         self.backward_end_s: dict[int, float] = {}
-        """When those replicas' last backwards ended that a view tells."""
+        """When the last backwards of replicas that are reduced ended."""
         self.reduction_end_s = [-inf] * count
         """The end of every rank's latest reduction."""
         self.clock, self.position = [times.overhead_s] * count, [0] * count
-        self.blocking_queues: list[Queue | None] = [None] * count
         self.work: list[_Computation | None] = [None] * count
         self.busy = [False] * count
         """Whether a rank computed when the last instant was settled."""
@@ -132,7 +133,7 @@ class ContentionSimulation:
 
     def _advance(self, rank: int) -> None:
         """Perform actions until one has to wait; long, since calls would take longer than what they do."""
-        codes, queues, seconds, _, felt = self.views[rank]
+        codes, queues, seconds, ends, felt = self.views[rank]
         clock, spans = self.clock[rank], self.spans
         for at in range(self.position[rank], len(codes)):
             code, queue = codes[at], queues[at]
@@ -147,19 +148,23 @@ class ContentionSimulation:
                     self._compute(rank, seconds[at])
                     return
                 clock += seconds[at]
+                if at in ends:
+                    self.backward_end_s[ends[at]] = clock
             elif code in RECEIVES:
                 if not queue.arrivals:
-                    self.blocking_queues[rank] = queue
+                    queue.blocking = True
                     break
                 arrived = queue.arrivals.popleft()
                 if arrived > clock:
                     clock = arrived
             else:
                 if queue.lane is None:
-                    self._pass(queue, seconds[at], clock, at)
+                    if queue.free_s > begun:
+                        begun = queue.free_s
+                    queue.free_s = begun + seconds[at]
+                    self._deliver(queue, at, begun, queue.free_s)
                 elif clock > self.now_s:
-                    self.due_s[rank] = clock
-                    heappush(self.events, (clock, rank))
+                    self._call(rank, clock)
                     break
                 elif queue.busy:
                     queue.waiting.append(at)
@@ -184,33 +189,24 @@ class ContentionSimulation:
         self.work[rank] = _Computation(left_s, self.now_s, clock, part)
         self.changed_ranks[rank] = None
 
-    def _pass(self, queue: Queue, seconds: float, clock: float, at: int) -> None:
-        """Send a message that nothing can slow."""
-        begun = max(clock, queue.free_s)
-        queue.free_s = begun + seconds
-        queue.at, queue.begun_s = at, begun
-        self._deliver(queue, queue.free_s)
-
     def _send(self, queue: Queue, lane: Lane, at: int) -> None:
         queue.busy, queue.at, queue.begun_s = True, at, self.now_s
         self._begin(lane, self.views[queue.sender].seconds[at], queue)
 
-    def _deliver(self, queue: Queue, end_s: float) -> None:
+    def _deliver(self, queue: Queue, at: int, begun_s: float, end_s: float) -> None:
+        """End the message that the sender's action at a position sends."""
         queue.arrivals.append(end_s)
         if self.spans is not None:
-            self.spans[queue.sender][queue.at] = (queue.begun_s, end_s)
-        if self.blocking_queues[queue.receiver] is queue:
-            self.blocking_queues[queue.receiver] = None
+            self.spans[queue.sender][at] = (begun_s, end_s)
+        if queue.blocking:
+            queue.blocking = False
             self.ready.append(queue.receiver)
 
     def _begin(self, lane: Lane, seconds: float, owner: object) -> None:
         """Begin a transfer at this moment."""
         now_s, flows = self.now_s, lane.flows
-        if not flows:
-            lane.progress_s, lane.since_s = 0.0, now_s
-        elif lane.since_s != now_s:
-            lane.progress_s += (now_s - lane.since_s) * lane.pace
-            lane.since_s = now_s
+        lane.progress_s = lane.progress_s + (now_s - lane.since_s) * lane.pace if flows else 0.0
+        lane.since_s = now_s
         self.serial += 1
         heappush(flows, (lane.progress_s + seconds, self.serial, owner))
         if self._count(lane, 1) or lane.ranks:
@@ -233,7 +229,7 @@ class ContentionSimulation:
             self.changed_lanes[lane] = None
         for owner in owners:
             if isinstance(owner, Queue):
-                self._deliver(owner, self.now_s)
+                self._deliver(owner, owner.at, owner.begun_s, self.now_s)
                 owner.busy = bool(owner.waiting)
                 if owner.waiting:
                     self._send(owner, lane, owner.waiting.popleft())
@@ -303,7 +299,7 @@ class ContentionSimulation:
     def _meet(self, rank: int, code: int, index: int, own: int) -> None:
         clock = self.clock[rank]
         if code == REDUCE_CODE:
-            ended = self.backward_end_s.get(own, clock)
+            ended = self.backward_end_s[own]
             ends = ended if own in self.wiring.parts else ended + self.times.exposed_s[own]
             self._token(self.meetings[code, self.times.stage[own]], ends)
         elif self.wiring.tied_lanes[index] is not None and clock > self.now_s:
@@ -341,12 +337,16 @@ class ContentionSimulation:
             self.ready.append(rank)
 
     def _reduction(self, meeting: JointReduction, rank: int, end_s: float) -> Span:
+        times, index = self.times, meeting.index
         if meeting.code == TIED_CODE:
-            return (meeting.end_s, end_s)
-        own, times = self.rows[rank][self.position[rank]][3], self.times
-        part = self.wiring.parts.get(own)
-        if part is not None:
-            return (part.begun_s, end_s)
-        last_s = times.last_s or times.backward_s
-        earliest = self.backward_end_s.get(own, self.clock[rank]) - last_s[own]
-        return (min(end_s, max(end_s - times.reduce_s[own], earliest)), end_s)
+            if self.traffic is not None:
+                return (meeting.end_s, end_s)
+            length_s, earliest_s = times.tied_s[index], self.clock[rank]
+        else:
+            own = self.rows[rank][self.position[rank]][3]
+            part = self.wiring.parts.get(own)
+            if part is not None:
+                return (part.begun_s, end_s)
+            last_s = times.last_s or times.backward_s
+            length_s, earliest_s = times.reduce_s[own], self.backward_end_s[own] - last_s[own]
+        return (min(end_s, max(end_s - length_s, earliest_s)), end_s)

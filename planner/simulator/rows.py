@@ -7,12 +7,12 @@ actions, and the lanes: groups of transfers that always move at one speed, and m
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, repeat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from autopar.formats.cluster import Level
-from autopar.formats.plan import Plan, layout_of
+from autopar.formats.plan import Plan
 from autopar.formats.program import (
     BACKWARD,
     FORWARD,
@@ -26,11 +26,13 @@ from autopar.formats.program import (
     SEND_GRADIENT,
     UPDATE,
     WEIGHT_BACKWARD,
+    Action,
     Program,
 )
 from autopar.planner.costs.durations import Durations
 from autopar.planner.costs.links import Port, Slowdown, Traffic
-from autopar.schedules.expand import entries_of, rank_of
+from autopar.schedules.expand import entries_of, first_ranks
+from autopar.schedules.order import Entry
 
 Rows = list[list[tuple[int, int, int, int]]]
 """Per rank: (kind's code, micro-batch, peer, own) of every action; a code is the kind's position in ``KINDS``.
@@ -50,49 +52,34 @@ LAST = (BACKWARD_CODE, WEIGHT_CODE)
 REDUCE_CODE, TIED_CODE = KINDS.index(REDUCE), KINDS.index(REDUCE_TIED)
 
 
-def compile_rows(program: Program, times: Durations | None = None) -> Rows:
-    """Return a program's columns as rows; ``times`` knows the replicas, where ranks run several stages.
+def compile_rows(program: Program, times: Durations) -> Rows:
+    """Return a program's rows; ``times`` knows the replicas.
 
     >>> from autopar.formats.program import Action, RankProgram
-    >>> compile_rows(Program((RankProgram.of([Action("F", 0, 2), Action("S", 0, 2, 1, 1)]),)))
+    >>> program = Program((RankProgram.of([Action("F", 0, 2), Action("S", 0, 2, 1, 1)]),))
+    >>> compile_rows(program, Durations(0.0, stage=[0, 1]))
     [[(0, 2, -1, 0), (2, 2, 1, 0)]]
     """
-    if times is None or not times.rank:
-        return [
-            list(zip(each.kinds, each.micro_batches, each.peers, repeat(rank)))
-            for rank, each in enumerate(program.ranks)
-        ]
-    place_of = times.place_of
-    return [
-        [
-            (code, index, peer if peer < 0 else place_of(peer, peer_stage), place_of(rank, stage))
-            for code, stage, index, peer, peer_stage in zip(
-                each.kinds, each.stages, each.micro_batches, each.peers, each.peer_stages, strict=True
-            )
-        ]
-        for rank, each in enumerate(program.ranks)
-    ]
+    ranks = zip(times.stage, times.ranks, strict=True)
+    return _numbered(program.ranks, {stage: replica - rank for replica, (stage, rank) in enumerate(ranks)})
 
 
 def rows_of(plan: Plan) -> Rows:
     """Return the rows of a plan's program without making the program."""
+    firsts = accumulate((stage.replicas for stage in plan.stages), initial=0)
+    ahead = {stage: first - rank for stage, (first, rank) in enumerate(zip(firsts, first_ranks(plan), strict=False))}
+    return _numbered(entries_of(plan), ahead)
+
+
+def _numbered(ranks: Iterable[Iterable[Action | Entry]], ahead: Mapping[int, int]) -> Rows:
+    """Return every rank's actions; ``ahead`` is what to add to a rank to get the replica of a stage."""
     codes = {kind: code for code, kind in enumerate(KINDS)}
-    if layout_of(plan.schedule) == "line":
-        return [
-            [(codes[kind], micro_batch, peer, rank) for kind, _, micro_batch, peer, _ in entries]
-            for rank, entries in enumerate(entries_of(plan))
-        ]
-    # What to add to a rank to get the replica of a stage.
-    ahead = [
-        first - rank_of(plan, stage, 0)
-        for stage, first in enumerate(accumulate((stage.replicas for stage in plan.stages[:-1]), initial=0))
-    ]
     return [
         [
             (codes[kind], micro_batch, peer if peer < 0 else peer + ahead[peer_stage], rank + ahead[stage])
-            for kind, stage, micro_batch, peer, peer_stage in entries
+            for kind, stage, micro_batch, peer, peer_stage, *_ in entries
         ]
-        for rank, entries in enumerate(entries_of(plan))
+        for rank, entries in enumerate(ranks)
     ]
 
 
@@ -155,11 +142,14 @@ class Lane:
 class Queue:
     """The messages of an ordered pair of ranks, in the sender's order."""
 
-    __slots__ = ("arrivals", "at", "begun_s", "busy", "free_s", "lane", "receiver", "sender", "waiting")
+    __slots__ = ("arrivals", "at", "begun_s", "blocking", "busy", "free_s", "lane", "receiver", "sender", "waiting")
 
-    def __init__(self, sender: int, receiver: int, lane: Lane | None) -> None:
-        self.sender, self.receiver, self.lane = sender, receiver, lane
-        self.busy, self.at, self.begun_s, self.free_s = False, -1, 0.0, 0.0
+    def __init__(self, sender: int, receiver: int) -> None:
+        self.sender, self.receiver = sender, receiver
+        self.lane: Lane | None = None
+        self.busy = self.blocking = False
+        """Whether a transfer is under way; whether the receiver waits for one."""
+        self.at, self.begun_s, self.free_s = -1, 0.0, 0.0
         self.waiting: deque[int] = deque()
         """Positions of the sends that wait for the one under way."""
         self.arrivals: deque[float] = deque()
@@ -187,9 +177,8 @@ class _Course(NamedTuple):
 class Lanes:
     """All queues and reductions of a program; those that nothing can slow have no lane."""
 
-    def __init__(self, times: Durations, traffic: Traffic, tied_ranks: Sequence[Sequence[int]]) -> None:
+    def __init__(self, times: Durations, traffic: Traffic | None, tied_ranks: Sequence[Sequence[int]]) -> None:
         """``tied_ranks`` are the ranks that hold each parameter shared between stages."""
-        self._sharing, self._devices = traffic
         self._ranks = times.ranks
         self.lanes: list[Lane] = []
         self._lanes_by_course: dict[_Course, Lane] = {}
@@ -197,14 +186,24 @@ class Lanes:
         for (sender, receiver), seconds in times.message_s.items():
             pair = self._ranks[sender], self._ranks[receiver]
             slowest[pair] = max(seconds, slowest.get(pair, 0.0))
+        self.queues = {pair: Queue(*pair) for pair in slowest}
+        """By (sending rank, receiving rank); of messages of several stages, the slowest says where all pass."""
+        self.parts: dict[int, ReductionPart] = {}
+        """By replica."""
+        self.tied_lanes: list[Lane | None] = [None] * len(times.tied_s)
+        if traffic is not None:
+            self._sharing, self._devices = traffic
+            self._share(times, slowest, tied_ranks)
+
+    def _share(
+        self, times: Durations, slowest: dict[tuple[int, int], float], tied_ranks: Sequence[Sequence[int]]
+    ) -> None:
         messages = {pair: self._message(*pair, seconds) for pair, seconds in slowest.items()}
         parts = dict(self._reductions(times))
         joint = [self._collective(ranks, ranks, s) for ranks, s in zip(tied_ranks, times.tied_s, strict=True)]
         self._passages = self._crowded_passages([*messages.values(), *parts.values(), *joint])
-        self.queues = {pair: Queue(*pair, self._lane(course)) for pair, course in messages.items()}
-        """By (sending rank, receiving rank); of messages of several stages, the slowest says where all pass."""
-        self.parts: dict[int, ReductionPart] = {}
-        """By replica."""
+        for pair, course in messages.items():
+            self.queues[pair].lane = self._lane(course)
         last_s = times.last_s or times.backward_s
         for replica, course in parts.items():
             exposed_s = times.exposed_s[replica]
@@ -267,8 +266,7 @@ class View(NamedTuple):
     seconds: list[float]
     """Of every computation and every send."""
     ends: dict[int, int]
-    """Replicas by the positions of their last backwards, where a part of a reduction goes with that, or where the rank
-    goes on with another stage."""
+    """Replicas that are reduced, by the positions of their last backwards."""
     first_event: int
     """Position from which on computations are events: before it, nothing slows them and nothing runs beside."""
 
@@ -283,40 +281,37 @@ def views(rows: Rows, times: Durations, wiring: Lanes) -> list[View]:
         WEIGHT_CODE: times.weight_s,
         UPDATE_CODE: times.update_s,
     }
-    found = []
+    ranks, found = times.ranks, []
     for rank, actions in enumerate(rows):
-        codes = bytes(code for code, *_ in actions)
-        known = {
-            (code, peer, own): compute_s[code][own] if code in compute_s else times.message_s.get((own, peer), 0.0)
-            for code, peer, own in {(code, peer, own) for code, _, peer, own in actions}
-        }
-        seconds = [known[code, peer, own] for code, _, peer, own in actions]
-        ends = _ends(actions, wiring)
-        felt = 0 if rank in slowed else min(ends, default=len(codes))
-        found.append(View(codes, _queues(rank, rows, times, wiring), seconds, ends, felt))
+        codes, _, peers, owns = zip(*actions, strict=True)
+        keys = list(zip(codes, peers, owns, strict=True))
+        seconds = dict.fromkeys(keys, 0.0)
+        queues: dict[tuple[int, int, int], Queue] = {}
+        for key in seconds:
+            code, peer, own = key
+            if code in SENDS:
+                seconds[key], queues[key] = times.message_s[own, peer], wiring.queues[rank, ranks[peer]]
+            elif code in RECEIVES:
+                queues[key] = wiring.queues[ranks[peer], rank]
+            elif code in compute_s:
+                seconds[key] = compute_s[code][own]
+        ends = _ends(codes, owns)
+        felt = 0 if rank in slowed else min((at for at in ends if ends[at] in wiring.parts), default=len(codes))
+        view = View(bytes(codes), list(map(queues.get, keys)), list(map(seconds.__getitem__, keys)), ends, felt)
+        found.append(view)
     return found
 
 
-def _ends(actions: Sequence[tuple[int, int, int, int]], wiring: Lanes) -> dict[int, int]:
-    reduced = {own for code, _, _, own in actions if code == REDUCE_CODE}
-    several = len({own for *_, own in actions}) > 1
-    wanted = {own for own in reduced if several or own in wiring.parts}
+def _ends(codes: Sequence[int], owns: Sequence[int]) -> dict[int, int]:
     found: dict[int, int] = {}
-    for at in range(len(actions) - 1, -1, -1):
-        code, _, _, own = actions[at]
-        if not wanted:
-            break
-        if code in LAST and own in wanted:
+    wanted: set[int] = set()
+    for at in range(len(codes) - 1, -1, -1):
+        code, own = codes[at], owns[at]
+        if code == REDUCE_CODE:
+            wanted.add(own)
+        elif code in LAST and own in wanted:
             found[at] = own
             wanted.remove(own)
+        elif code in COMPUTED and not wanted:
+            break
     return found
-
-
-def _queues(rank: int, rows: Rows, times: Durations, wiring: Lanes) -> list[Queue | None]:
-    ends: dict[tuple[int, int], Queue] = {}
-    for code, peer in {(code, peer) for code, _, peer, _ in rows[rank]}:
-        if code in SENDS:
-            ends[code, peer] = wiring.queues[rank, times.ranks[peer]]
-        elif code in RECEIVES:
-            ends[code, peer] = wiring.queues[times.ranks[peer], rank]
-    return [ends.get((code, peer)) for code, _, peer, _ in rows[rank]]

@@ -15,138 +15,16 @@ from autopar.planner.costs.links import Sharing, Traffic
 from autopar.planner.costs.model import CostModel
 from autopar.planner.simulator.beats import action_levels, drop_covered_messages, simulate_levels
 from autopar.planner.simulator.contention import ContentionSimulation
-from autopar.planner.simulator.rows import (
-    BACKWARD_CODE,
-    FORWARD_CODE,
-    INPUT_CODE,
-    LAST,
-    RECEIVES,
-    REDUCE_CODE,
-    SENDS,
-    TIED_CODE,
-    UPDATE_CODE,
-    WEIGHT_CODE,
-    Lanes,
-    Rows,
-    compile_rows,
-    joint_reductions,
-    rows_of,
-)
+from autopar.planner.simulator.rows import Lanes, Rows, compile_rows, rows_of
 from autopar.planner.simulator.wave import chain_times, simulate_chain
 from autopar.progress import Progress, no_progress
 
-_NOT_BLOCKED = -1
 # Microseconds of one core: only their ratios matter, and only to which simulator is asked.
 COST_ACTION, COST_BEAT, COST_TURN = 0.65, 10.0, 20.0
 COST_BEFORE = 250.0
 """Of laying out what is simulated at once."""
 MOST_KEPT = 2**21
 """Actions of expanded programs that are kept, some hundred bytes each."""
-
-
-class _Simulation:
-    """State of one simulation: a list simulation, for every queue is filled by one rank in order."""
-
-    def __init__(self, rows: Rows, times: Durations) -> None:
-        self.rows, self.times, self.ranks = rows, times, times.ranks
-        count = len(rows)
-        self.compute_s = {
-            FORWARD_CODE: times.forward_s,
-            BACKWARD_CODE: times.backward_s,
-            INPUT_CODE: times.input_s,
-            WEIGHT_CODE: times.weight_s,
-            UPDATE_CODE: times.update_s,
-        }
-        self.backward_end_s = [times.overhead_s] * len(times.stage)
-        """The end of every replica's latest backward."""
-        self.reduction_end_s = [-math.inf] * count
-        """The end of every rank's latest reduction."""
-        self.clock = [times.overhead_s] * count
-        self.position = [0] * count
-        self.free: dict[tuple[int, int], float] = {}
-        self.arrivals: dict[tuple[int, int], list[float]] = {}
-        self.received_counts: dict[tuple[int, int], int] = {}
-        self.waits_for = [_NOT_BLOCKED] * count
-        self.meetings = joint_reductions(rows, times.stage)
-        self.events: list[list[tuple[float, float]]] | None = None
-
-    def go(self) -> float:
-        """Run all ranks to their ends; return the seconds of the step."""
-        ready = list(range(len(self.rows) - 1, -1, -1))
-        while ready:
-            self._advance(ready.pop(), ready)
-        stuck = [rank for rank, actions in enumerate(self.rows) if self.position[rank] < len(actions)]
-        if stuck:
-            raise AssertionError(f"deadlock in a program that was not checked: ranks {stuck}")
-        return max(self.clock)
-
-    def _advance(self, rank: int, ready: list[int]) -> None:
-        actions, clock, ranks, compute_s = self.rows[rank], self.clock[rank], self.ranks, self.compute_s
-        record = None if self.events is None else self.events[rank]
-        for at in range(self.position[rank], len(actions)):
-            code, index, peer, own = actions[at]
-            start = clock
-            if code in compute_s:
-                clock += compute_s[code][own]
-                if code in LAST:
-                    self.backward_end_s[own] = clock
-            elif code in RECEIVES:
-                peer = ranks[peer]
-                key = (peer, rank)
-                arrived, taken = self.arrivals.get(key), self.received_counts.get(key, 0)
-                if arrived is None or taken == len(arrived):
-                    self.waits_for[rank] = peer
-                    break
-                self.received_counts[key] = taken + 1
-                clock = max(clock, arrived[taken])
-            else:
-                if code not in SENDS:
-                    self.clock[rank], self.position[rank] = clock, at
-                    self._meet(code, index, own, ready)
-                    return
-                message_s = self.times.message_s[own, peer]
-                peer = ranks[peer]
-                key = (rank, peer)
-                start = max(clock, self.free.get(key, 0.0))
-                end = self.free[key] = start + message_s
-                self.arrivals.setdefault(key, []).append(end)
-                if record is not None:
-                    record.append((start, end))
-                if self.waits_for[peer] == rank:
-                    self.waits_for[peer] = _NOT_BLOCKED
-                    ready.append(peer)
-                continue
-            if record is not None:
-                record.append((start, clock))
-        else:
-            at = len(actions)
-        self.clock[rank], self.position[rank] = clock, at
-
-    def _meet(self, code: int, index: int, own: int, ready: list[int]) -> None:
-        times, rank = self.times, self.ranks[own]
-        meeting = self.meetings[code, index if code == TIED_CODE else times.stage[own]]
-        come = self.clock[rank] if code == TIED_CODE else self.backward_end_s[own] + times.exposed_s[own]
-        meeting.end_s = max(meeting.end_s, come)
-        meeting.missing -= 1
-        if meeting.missing:
-            return
-        length = times.reduce_s[own] if code == REDUCE_CODE else times.tied_s[index]
-        # A rank's stages are reduced one after the other.
-        end = meeting.end_s + length if code == TIED_CODE else max(meeting.end_s, self.reduction_end_s[rank] + length)
-        for member in meeting.members:
-            if self.events is not None:
-                earliest = self.clock[member] if code == TIED_CODE else self._backward_start_s(member)
-                self.events[member].append((min(end, max(end - length, earliest)), end))
-            self.clock[member] = max(self.clock[member], end)
-            if code == REDUCE_CODE:
-                self.reduction_end_s[member] = end
-            self.position[member] += 1
-            ready.append(member)
-
-    def _backward_start_s(self, rank: int) -> float:
-        """Return when the last backward began of the stage that a rank is about to reduce."""
-        own, times = self.rows[rank][self.position[rank]][3], self.times
-        return self.backward_end_s[own] - (times.last_s or times.backward_s)[own]
 
 
 def run(rows: Rows, times: Durations, traffic: Traffic | None = None) -> float:
@@ -156,28 +34,16 @@ def run(rows: Rows, times: Durations, traffic: Traffic | None = None) -> float:
     occupies for its transfer; a send occupies its queue and not its rank; a receive waits for its message. With
     ``traffic``, transfers share ports, and computing and communicating slow each other.
     """
-    if traffic and traffic.sharing:
-        return ContentionSimulation(rows, times, traffic).go()
-    return _Simulation(rows, times).go()
+    return ContentionSimulation(rows, times, traffic).go()
 
 
 def trace(program: Program, times: Durations, traffic: Traffic | None = None) -> Timeline:
     """Return the timeline of one step; ``traffic`` as of :func:`run`."""
-    rows = compile_rows(program, times)
-    if traffic and traffic.sharing:
-        contended = ContentionSimulation(rows, times, traffic, tracing=True)
-        contended.go()
-        return _timeline(program, contended.spans or [])
-    state = _Simulation(rows, times)
-    state.events = [[] for _ in program.ranks]
-    state.go()
-    return _timeline(program, state.events)
-
-
-def _timeline(program: Program, spans: Sequence[Sequence[tuple[float, float]]]) -> Timeline:
+    simulation = ContentionSimulation(compile_rows(program, times), times, traffic, tracing=True)
+    simulation.go()
     timeline = Timeline("simulated")
-    for rank, (actions, events) in enumerate(zip(program.ranks, spans, strict=True)):
-        for action, (start, end) in zip(actions, events, strict=True):
+    for rank, (actions, spans) in enumerate(zip(program.ranks, simulation.spans or (), strict=True)):
+        for action, (start, end) in zip(actions, spans, strict=True):
             timeline.add(rank, action, start, end)
     return timeline
 
@@ -243,7 +109,7 @@ class Simulator:
         if step_s is not None:
             return step_s
         pairs = {(times.stage[sender], times.stage[receiver]) for sender, receiver in setup.awaited_times.message_s}
-        return run(self._rows_of(candidate, pairs), times)
+        return run(self.rows_of(candidate, pairs), times)
 
     def _at_once(self, candidate: Candidate, times: Durations, tied_stages: Sequence[tuple[int, ...]]) -> float | None:
         """Simulate many actions at once; None where one by one is quicker."""
@@ -270,21 +136,13 @@ class Simulator:
         if not self.sharing:
             return None
         traffic = Traffic(self.sharing, tuple(dict.fromkeys(candidate.devices)))
-        ranks: dict[int, list[int]] = {}
-        for rank, stage in zip(times.ranks, times.stage, strict=True):
-            ranks.setdefault(stage, []).append(rank)
-        tied = [
-            list(dict.fromkeys(rank for stage in holders for rank in ranks[stage]))
-            for holders in self._tied_stages(candidate)
-        ]
+        places = list(zip(times.ranks, times.stage, strict=True))
+        tied_stages = self._tied_stages(candidate)
+        tied = [sorted({rank for rank, stage in places if stage in holders}) for holders in tied_stages]
         return traffic if Lanes(times, traffic, tied).lanes else None
 
-    def rows_of(self, candidate: Candidate) -> Rows:
-        """Return a candidate's program."""
-        return self._rows_of(candidate)
-
-    def _rows_of(self, candidate: Candidate, pairs: Container[tuple[int, int]] | None = None) -> Rows:
-        """Return a candidate's program, of messages between some pairs of stages only."""
+    def rows_of(self, candidate: Candidate, pairs: Container[tuple[int, int]] | None = None) -> Rows:
+        """Return a candidate's program, of messages between ``pairs`` of stages only."""
         stages = candidate.stages
         exchanges = self.costs.flows.exchanges(candidate.cuts)
         flows = tuple(
@@ -292,7 +150,7 @@ class Simulator:
             for producer, consumer, flow in exchanges
             if pairs is None or (producer, consumer) in pairs or (consumer, producer) in pairs
         )
-        tied = tuple(holders for _, holders in self.costs.tied_between(stages))
+        tied = tuple(self._tied_stages(candidate))
         shape = tuple((stage.shares, stage.warmup, stage.division) for stage in stages)
         layout = groups(stages) if has_chunks(candidate.schedule) else ()
         key = (candidate.micro_batches, candidate.schedule, shape, layout, flows, tied)

@@ -123,7 +123,7 @@ def test_a_timeline_ends_with_the_step_and_begins_nothing_before_what_it_needs()
         traffic = Traffic(case.sharing, case.devices)
         program = expand(made)
         timeline = trace(program, case.times, traffic)
-        assert timeline.end_s == pytest.approx(run(compile_rows(program), case.times, traffic), rel=1e-12)
+        assert timeline.end_s == pytest.approx(run(compile_rows(program, case.times), case.times, traffic), rel=1e-12)
         sent = {(e.rank, e.action.peer, e.action.kind, e.action.micro_batch): e.end_s for e in timeline}
         for event in timeline:
             assert event.start_s <= event.end_s

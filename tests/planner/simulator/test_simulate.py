@@ -84,7 +84,7 @@ def test_the_simulator_solves_the_programs_dependencies() -> None:
         candidate = random_candidate(rng, costs)
         made = assemble(costs, candidate, PlanOptions(), 0.0, (), ())
         program, times = expand(made), durations(costs, candidate)
-        step_s = run(compile_rows(program), times)
+        step_s = run(compile_rows(program, times), times)
         assert step_s == pytest.approx(max(_naive_ends(program, times)), rel=1e-12)
         assert step_s == pytest.approx(Simulator(costs).step_s(candidate), rel=1e-12)
         assert step_s == trace(program, times).end_s == made.predicted.step_s
