@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -135,7 +136,7 @@ def _rows(
         "workspace": "",
     }
     with RankPool(RANKS) as pool:
-        measured: Any = pool.run("autopar.profiler.probe:measure", Probe(quick=True).as_dict())[0]
+        measured: Any = pool.run("autopar.profiler.probe:measure", asdict(Probe(quick=True)))[0]
         kind = DeviceKind(type="cpu", name="cpu", memory_bytes=2**40)
         links = later(local_cluster(measured, kind, RANKS), delay_s)
         plans = {name: _planned(entry, paces, links) for name, entry in entries.items()}

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -164,7 +165,7 @@ def real(context: RankContext, field: Field) -> Real:
     batch = torch.utils.data.default_collate([samples[index] for index in range(count)])
     pair = batch[0], batch[1]
     contestants += [_computing_peer(context, field, name, user.build, pair) for name in field["peers"]]
-    links = probe.measure(context, Probe(quick=True).as_dict())
+    links = probe.measure(context, asdict(Probe(quick=True)))
     laps = _race(context, contestants, field["warm_up"], field["steps"])
     return {"laps": laps, "profiles": profiles[field["warm_up"] :], "links": links}
 

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypedDict
@@ -98,7 +99,7 @@ def race(context: RankContext, field: Race) -> list[Round]:
         began = moment(), busy_s(), own_s(context)
         with apart(context):
             found = profile(user, options).dumps()
-        links = probe.measure(context, Probe(quick=True).as_dict())
+        links = probe.measure(context, asdict(Probe(quick=True)))
         times: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in jobs}
         names = list(jobs)
         for turn in range(field["steps"]):

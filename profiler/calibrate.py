@@ -8,24 +8,22 @@ import io
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import least_squares
 
 from autopar.errors import FileError
 from autopar.formats.document import MOST_RANKS, SHOWN, read_text
-from autopar.profiler.estimate import LayerSeconds, Workload, layer_seconds
-from autopar.profiler.roofline import Constants
+from autopar.profiler.estimate import Workload, layer_seconds
+from autopar.profiler.roofline import Constants, Numbers
 from autopar.schedules.spelling import canonical
 
 NOISE = 0.07
 """Relative error that a run is expected to be predicted with: what the constants cannot explain."""
 FEWEST_TO_LEAVE_OUT = 5
-
-Numbers = npt.NDArray[np.float64]
 
 
 class _Prior(NamedTuple):
@@ -36,6 +34,7 @@ class _Prior(NamedTuple):
     most: float
 
 
+# In the order of the constants.
 _PRIORS = {
     "matmul_share": _Prior(0.2, 0.05, 1.0),
     "half_outputs": _Prior(0.7, 1e3, 1e8),
@@ -129,48 +128,33 @@ def calibrate(observations: Sequence[Observation], start: Constants, leave_out: 
 
 def predict(observations: Sequence[Observation], constants: Constants) -> list[float]:
     """Return the predicted seconds of every run's step."""
-    priced: dict[int, _WorkloadTimes] = {}
+    priced: dict[int, Callable[[Observation], float]] = {}
     for each in observations:
         if id(each.load) not in priced:
-            priced[id(each.load)] = _WorkloadTimes.of(each.load, layer_seconds(each.load, constants))
-    return [_step_s(each, priced[id(each.load)], constants) for each in observations]
+            priced[id(each.load)] = _step_seconds(each.load, constants)
+    return [priced[id(each.load)](each) for each in observations]
 
 
-def _step_s(observation: Observation, times: _WorkloadTimes, constants: Constants) -> float:
-    return observation.run.step_s(
-        times.forward_s,
-        times.backward_again_s if observation.recompute else times.backward_s,
-        times.accumulate_s,
-        times.update_s,
-        constants.step_s,
+def _step_seconds(load: Workload, constants: Constants) -> Callable[[Observation], float]:
+    """Return what gives the seconds of a step of this workload's runs."""
+    times = layer_seconds(load, constants)
+    forward_s, backward_s, backward_again_s = (
+        dict(zip(load.sizes, seconds.tolist(), strict=True))
+        for seconds in (times.forward_s, times.backward_s, times.backward_s + times.forward_s)
     )
+    once_s = times.accumulate_s.tolist(), times.update_s.tolist()
 
+    def step_s(each: Observation) -> float:
+        backwards_s = backward_again_s if each.recompute else backward_s
+        return each.run.step_s(forward_s, backwards_s, *once_s, constants.step_s)
 
-@dataclass(frozen=True)
-class _WorkloadTimes:
-    """A workload's times as lists by number of rows."""
-
-    forward_s: Mapping[int, Sequence[float]]
-    backward_s: Mapping[int, Sequence[float]]
-    backward_again_s: Mapping[int, Sequence[float]]
-    accumulate_s: Sequence[float]
-    update_s: Sequence[float]
-
-    @classmethod
-    def of(cls, load: Workload, times: LayerSeconds) -> _WorkloadTimes:
-        def by_rows(values: Numbers) -> dict[int, list[float]]:
-            return dict(zip(load.sizes, values.tolist(), strict=True))
-
-        again = times.backward_s + times.forward_s
-        once = (times.accumulate_s.tolist(), times.update_s.tolist())
-        return cls(by_rows(times.forward_s), by_rows(times.backward_s), by_rows(again), *once)
+    return step_s
 
 
 def _fit(observations: Sequence[Observation], start: Constants) -> Constants:
-    names = Constants.names()
+    deviations, least, most = np.array([*zip(*_PRIORS.values(), strict=True)])
     measured = np.log([each.step_s for each in observations])
     origin = _encode(start)
-    deviations = np.array([_PRIORS[name].deviation for name in names])
 
     def residuals(point: Numbers) -> Numbers:
         predicted = np.log(predict(observations, _decode(point)))
@@ -178,10 +162,7 @@ def _fit(observations: Sequence[Observation], start: Constants) -> Constants:
         errors = np.sign(predicted - measured) * np.sqrt(_soft_l1((predicted - measured) / NOISE))
         return np.concatenate((errors, (point - origin) / deviations))
 
-    bounds = (
-        np.log([_PRIORS[name].least for name in names]),
-        np.log([_PRIORS[name].most for name in names]),
-    )
+    bounds = np.log(least), np.log(most)
     inside = np.clip(origin, bounds[0] + 1e-9, bounds[1] - 1e-9)
     result = least_squares(residuals, inside, bounds=bounds, x_scale=deviations, diff_step=1e-4, ftol=1e-5, xtol=1e-5)
     return _decode(result.x)
@@ -294,11 +275,11 @@ def _run(at: str, row: Mapping[str | None, str | list[str] | None]) -> MeasuredR
         step_s=cell("step_s", _seconds, "the seconds of a step, between a microsecond and a day", None),
         batch=cell("batch", _count, count, None),
         model=cells.get("model") or None,
-        devices=cell("devices", _devices, f"a whole number from 1 to {MOST_RANKS}", 1),
+        devices=cell("devices", partial(_count, most=MOST_RANKS), f"a whole number from 1 to {MOST_RANKS}", 1),
         stages=cells.get("stages") or "1",
         micro_batches=cell("micro_batches", _count, count, 1),
-        schedule=cell("schedule", _schedule, f"one of {names}", "1f1b"),
-        recompute=cell("recompute", _one_of("none", "full"), "one of none, full", "none") == "full",
+        schedule=cell("schedule", lambda text: _one_of(PRICED, canonical(text) or text), f"one of {names}", "1f1b"),
+        recompute=cell("recompute", partial(_one_of, ("none", "full")), "one of none, full", "none") == "full",
         cluster=cells.get("cluster") or None,
     )
     if found.batch % found.micro_batches:
@@ -314,27 +295,13 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST:
+def _count(text: str, most: int = _MOST) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= most:
         raise ValueError(text)
     return int(text)
 
 
-def _devices(text: str) -> int:
-    found = _count(text)
-    if found > MOST_RANKS:
+def _one_of(values: Sequence[str], text: str) -> str:
+    if text not in values:
         raise ValueError(text)
-    return found
-
-
-def _schedule(text: str) -> str:
-    return _one_of(*PRICED)(canonical(text) or text)
-
-
-def _one_of(*values: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in values:
-            raise ValueError(text)
-        return text
-
-    return read
+    return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +34,12 @@ class Costs:
     """By what :func:`update_kinds` gives."""
     update_kinds: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
+    def crossing_tensors(self) -> dict[str, tuple[torch.dtype, int]]:
+        """Return type and bytes per sample, as they were made, of the crossing tensors."""
+        size = max(self.recordings)
+        made = self.recordings[size].crossing_outputs
+        return {name: (dtype, -(-count // size)) for name, (dtype, count) in made.items()}
+
 
 def owned_parameters(graph: LayerGraph) -> dict[str, tuple[str, ...]]:
     """Return, by layer, the attributes of its trained parameters that no earlier layer holds: it updates them."""
@@ -52,41 +58,51 @@ def update_kinds(graph: LayerGraph) -> dict[str, tuple[str, tuple[int, ...]]]:
     Of identical layers, one may own what another shares.
     """
     owned = owned_parameters(graph)
-    places = {layer.name: {at: place for place, at in enumerate(layer.parameters)} for layer in graph.layers}
     return {
-        layer.name: (layer.fingerprint, tuple(places[layer.name][at] for at in owned[layer.name]))
+        layer.name: (layer.fingerprint, tuple(map(list(layer.parameters).index, owned[layer.name])))
         for layer in graph.layers
     }
 
 
 def describe_layers(graph: LayerGraph, costs: Costs) -> tuple[formats.Layer, ...]:
-    """Return the layers' records; a layer like an earlier one names that as what was measured."""
+    """Return the layers' records of what was measured."""
+    sizes = sorted(costs.recordings)
+    each = (tuple(_cost(layer, size, costs) for size in sizes) for layer in graph.layers)
+    updates = [costs.updates[costs.update_kinds[layer.name]] for layer in graph.layers]
+    once = [update.seconds for update in updates], [update.accumulate_s for update in updates]
+    return layer_records(graph, costs.optimizer, each, *once)
+
+
+def layer_records(
+    graph: LayerGraph,
+    optimizer: OptimizerMemory,
+    costs: Iterable[tuple[formats.Cost, ...]],
+    update_s: Iterable[float],
+    accumulate_s: Iterable[float],
+) -> tuple[formats.Layer, ...]:
+    """Return the layers' records, given what was measured or estimated of each, in order; ``optimizer`` is by kind.
+
+    A layer like an earlier one names that as what was measured.
+    """
     first: dict[str, str] = {}
-    records = []
-    for layer in graph.layers:
-        original = first.setdefault(layer.fingerprint, layer.name)
-        records.append(_layer(layer, costs, None if original == layer.name else original))
-    return tuple(records)
+    return tuple(
+        _layer(layer, optimizer, each, once_s, added_s, first.setdefault(layer.fingerprint, layer.name))
+        for layer, each, once_s, added_s in zip(graph.layers, costs, update_s, accumulate_s, strict=True)
+    )
 
 
-def _layer(layer: Layer, costs: Costs, measured_as: str | None) -> formats.Layer:
-    update = costs.updates[costs.update_kinds[layer.name]]
-    each = tuple(_cost(layer, size, costs) for size in sorted(costs.recordings))
-    return layer_record(layer, costs.optimizer, each, update.seconds, update.accumulate_s, measured_as)
-
-
-def layer_record(
+def _layer(
     layer: Layer,
     optimizer: OptimizerMemory,
     costs: tuple[formats.Cost, ...],
     update_s: float,
     accumulate_s: float,
-    measured_as: str | None,
+    original: str,
 ) -> formats.Layer:
-    """Return the record of a layer from what was measured or estimated of it; ``optimizer`` is by kind."""
     parameters = list(layer.module.parameters())
     buffers = [buffer for name, buffer in layer.module.named_buffers() if name in layer.buffers]
-    written = {} if layer.writes is None else {n: b for n, b in _named_buffers(layer) if n in layer.writes.buffers}
+    written = () if layer.writes is None else layer.writes.buffers
+    written_bytes = {n: layer.module.get_buffer(at).nbytes for at, n in layer.buffers.items() if n in written}
     trainable = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     sizes = [cost.micro_batch for cost in costs]
     return formats.Layer(
@@ -103,17 +119,12 @@ def layer_record(
         costs=costs,
         forward_fit=fit_line(sizes, [cost.forward_s for cost in costs]),
         backward_fit=fit_line(sizes, [cost.backward_s for cost in costs]),
-        measured_as=measured_as,
+        measured_as=None if original == layer.name else original,
         writes=layer.writes,
-        written_bytes=sum(buffer.nbytes for buffer in written.values()),
+        written_bytes=sum(written_bytes.values()),
         least_samples=layer.least_rows,
         most_samples=layer.most_rows,
     )
-
-
-def _named_buffers(layer: Layer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers of a layer by the model's names."""
-    return ((name, layer.module.get_buffer(attribute)) for attribute, name in layer.buffers.items())
 
 
 def _cost(layer: Layer, size: int, costs: Costs) -> formats.Cost:
@@ -148,12 +159,11 @@ def _launch_s(times: Sequence[Time]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def describe_tensors(graph: LayerGraph, costs: Costs | None = None) -> tuple[formats.Tensor, ...]:
-    """Return the crossing tensors' and model inputs' records; types and bytes as they were made, where they were."""
-    made = {}
-    if costs is not None:
-        size, found = max(costs.recordings.items(), key=lambda item: item[0])
-        made = {name: (dtype, -(-count // size)) for name, (dtype, count) in found.crossing_outputs.items()}
+def describe_tensors(
+    graph: LayerGraph, made: Mapping[str, tuple[torch.dtype, int]] | None = None
+) -> tuple[formats.Tensor, ...]:
+    """Return the crossing tensors' and model inputs' records; types and bytes per sample are those ``made``, if any."""
+    made = made or {}
     records = []
     for tensor in graph.tensors:
         dtype, bytes_per_sample = made.get(tensor.name, (tensor.dtype, tensor.bytes_per_sample))
@@ -172,12 +182,8 @@ def describe_tensors(graph: LayerGraph, costs: Costs | None = None) -> tuple[for
 
 def describe_ties(graph: LayerGraph) -> tuple[formats.TiedParameter, ...]:
     """Return the records of parameters that several layers use."""
-    ties = []
-    for name, layers in graph.tied_parameters().items():
-        parameter = graph.parameter(name)
-        ties.append(
-            formats.TiedParameter(
-                parameter=name, layers=layers, bytes=parameter.nbytes, trainable=parameter.requires_grad
-            )
-        )
-    return tuple(ties)
+    parameters = ((name, layers, graph.parameter(name)) for name, layers in graph.tied_parameters().items())
+    return tuple(
+        formats.TiedParameter(parameter=name, layers=layers, bytes=each.nbytes, trainable=each.requires_grad)
+        for name, layers, each in parameters
+    )

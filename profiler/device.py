@@ -78,12 +78,17 @@ def _context_bytes(device: torch.device) -> int:
 
 
 def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
+    lines = _lines("/proc/cpuinfo")
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return next((name for name in names if name), platform.processor() or platform.machine() or "cpu")
+
+
+def _lines(path: str | Path) -> list[str]:
+    """Return the lines of a file of the system's; none where it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -189,18 +194,15 @@ def _idlest(cores: set[int], count: int) -> list[int]:
 
 def _idle_ticks() -> dict[int, int]:
     """Return how long every core has idled, in the system's ticks."""
-    try:
-        lines = Path("/proc/stat").read_text().splitlines()
-    except OSError:
-        return {}
-    rows = (line.split() for line in lines if line.startswith("cpu") and line[3].isdigit())
+    rows = (line.split() for line in _lines("/proc/stat") if line.startswith("cpu") and line[3].isdigit())
     return {int(row[0][3:]): int(row[4]) for row in rows}
 
 
 Computing = Callable[[], AbstractContextManager[object]]
 """Makes the context that one forward runs in; a backward runs outside of it, in the types of its forward."""
 
-_KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The types that autocast computes in, by precision."""
 
 
 def as_it_is() -> AbstractContextManager[object]:
@@ -214,9 +216,9 @@ def computing(precision: Precision, device: torch.device) -> Computing:
     Raises:
         UsageError: autocast of this device does not take the type.
     """
-    if precision not in _KINDS:
+    if precision not in AUTOCAST:
         return as_it_is
-    kind = _KINDS[precision]
+    kind = AUTOCAST[precision]
     if not _takes(device, kind):
         name = str(kind).removeprefix("torch.")
         raise UsageError(f"`precision={precision!r}`: autocast on {device.type} does not compute in {name} here")
@@ -307,28 +309,15 @@ def parse(line: str) -> Conditions:
 
 
 def _cpu() -> Conditions:
-    clocks = [int(text) * 1e3 for text in _texts("cpufreq/scaling_cur_freq")]
+    clocks = [count * 1e3 for count in _counts("cpufreq/scaling_cur_freq")]
     if not clocks:
-        clocks = _listed_clocks()
-    counts = [int(text) for text in _texts("thermal_throttle/core_throttle_count")]
-    return Conditions(max(clocks, default=None), throttle_count=sum(counts))
+        lines = _lines("/proc/cpuinfo")
+        clocks = [float(line.partition(":")[2]) * 1e6 for line in lines if line.startswith("cpu MHz")]
+    slowed = _counts("thermal_throttle/core_throttle_count")
+    return Conditions(max(clocks, default=None), throttle_count=sum(slowed))
 
 
-def _texts(name: str) -> list[str]:
-    found = []
-    for path in _CORES.glob(f"cpu[0-9]*/{name}"):
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            found.append(text)
-    return found
-
-
-def _listed_clocks() -> list[float]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    return [float(line.partition(":")[2]) * 1e6 for line in lines if line.startswith("cpu MHz")]
+def _counts(name: str) -> list[int]:
+    """Return a whole number of every core that has a file of this name with one."""
+    texts = ("".join(_lines(path)).strip() for path in _CORES.glob(f"cpu[0-9]*/{name}"))
+    return [int(text) for text in texts if text.isdigit()]

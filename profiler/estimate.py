@@ -15,12 +15,11 @@ from autopar.ending import unwinding_aborts
 from autopar.errors import CaptureError, UsageError
 from autopar.formats import profile as formats
 from autopar.hardware.gpus import Gpu
-from autopar.profiler.costs import describe_tensors, layer_record, owned_parameters
+from autopar.profiler.costs import describe_tensors, layer_records, owned_parameters
 from autopar.profiler.device import COMMUNICATORS_BYTES
-from autopar.profiler.kernels import Kernel
 from autopar.profiler.optimizer import OptimizerMemory, moved_per_number, optimizer_memory
 from autopar.profiler.profile import sizes_up_to
-from autopar.profiler.roofline import Constants, KernelTable, default_constants, seconds
+from autopar.profiler.roofline import Constants, KernelTable, Numbers, default_constants, seconds
 from autopar.profiler.subject import ProfileOptions, Subject
 from autopar.profiler.work import GraphWork, LayerWork, graph_work
 from autopar.progress import Progress, no_progress
@@ -28,8 +27,6 @@ from autopar.progress import Progress, no_progress
 CONTEXT_BYTES = 400_000_000
 """CUDA's context, kernels loaded (0.3 to 0.4 GB: pytorch#20532, #107667)."""
 RESERVED_BYTES = CONTEXT_BYTES + COMMUNICATORS_BYTES
-
-Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,11 @@ def workload(
     kinds = {fingerprint: layer.named_parameters() for fingerprint, layer in first.items()}
     distinct: dict[int, LayerWork] = {id(layer): layer for work in works.values() for layer in work.layers}
     index_of = {key: index for index, key in enumerate(distinct)}
-    groups = [group for work in distinct.values() for group in _groups(work)]
+    groups = [
+        group
+        for work in distinct.values()
+        for group in (work.forward, work.backward, work.backward_input, work.accumulate)
+    ]
     return Workload(
         gpu=gpu,
         sizes=tuple(works),
@@ -144,10 +145,6 @@ def _check_precision(subject: Subject, gpu: Gpu) -> None:
     gpu.flops_per_s(subject.precision)
 
 
-def _groups(work: LayerWork) -> tuple[tuple[Kernel, ...], ...]:
-    return work.forward, work.backward, work.backward_input, work.accumulate
-
-
 def _updated_bytes(subject: Subject, kinds: Mapping[str, NamedParameters]) -> Numbers:
     """Return what the optimizer moves, by layer; a parameter of several layers is updated with the first."""
     moved = {kind: moved_per_number(subject.user, parameters) for kind, parameters in kinds.items()}
@@ -178,20 +175,24 @@ def profile_of(
     subject: Subject, load: Workload, batch: int, constants: Constants, notes: Iterable[str] = ()
 ) -> formats.Profile:
     """Return the profile of a priced workload."""
-    times = layer_seconds(load, constants)
-    gpu = load.gpu
-    first: dict[str, str] = {}
-    layers = []
-    for index, layer in enumerate(subject.graph.layers):
-        original = first.setdefault(layer.fingerprint, layer.name)
-        layers.append(_layer(subject, load, times, index, None if original == layer.name else original))
+    times, gpu, dtypes = layer_seconds(load, constants), load.gpu, load.works[0].dtypes
+    costs = (
+        tuple(_cost(layer, load, times, at, index) for at in range(len(load.sizes)))
+        for index, layer in enumerate(subject.graph.layers)
+    )
+    once = times.update_s.tolist(), times.accumulate_s.tolist()
+    # Autocast decides the types of tensors.
+    made = {
+        each.name: (dtypes[each.name], each.bytes_per_sample // each.dtype.itemsize * dtypes[each.name].itemsize)
+        for each in subject.graph.tensors
+    }
     return subject.record(
         batch,
         device=formats.DeviceKind(
             type="cuda", name=gpu.name, memory_bytes=gpu.memory_bytes, reserved_bytes=RESERVED_BYTES
         ),
-        layers=tuple(layers),
-        tensors=_tensors(subject, load.works[0]),
+        layers=layer_records(subject.graph, load.optimizer, costs, *once),
+        tensors=describe_tensors(subject.graph, made),
         updates_at_once=load.optimizer.at_once,
         noise=formats.Noise(median_spread=0.0, max_spread=0.0, caches="cold"),
         step_overhead_s=constants.step_s,
@@ -203,18 +204,10 @@ def profile_of(
     )
 
 
-def _layer(
-    subject: Subject, load: Workload, times: LayerSeconds, index: int, estimated_as: str | None
-) -> formats.Layer:
-    layer = subject.graph.layers[index]
-    costs = tuple(_cost(layer, load, times, at, index) for at in range(len(load.sizes)))
-    once = float(times.update_s[index]), float(times.accumulate_s[index])
-    return layer_record(layer, load.optimizer, costs, *once, estimated_as)
-
-
 def _cost(layer: Layer, load: Workload, times: LayerSeconds, at: int, index: int) -> formats.Cost:
     work = load.works[at].layers[index]
-    names = _storage_names(layer)
+    names = {f"input {index}": name for index, name in enumerate(layer.inputs)}
+    names |= {f"output {index}": name for index, name in enumerate(layer.outputs)}
     forward_s, backward_s = float(times.forward_s[at, index]), float(times.backward_s[at, index])
     input_s = float(times.backward_input_s[at, index])
     return formats.Cost(
@@ -233,28 +226,4 @@ def _cost(layer: Layer, load: Workload, times: LayerSeconds, at: int, index: int
         peak_bytes=work.peak_bytes,
         output_bytes=sum(size for _, _, size in work.outputs),
         provenance="estimated",
-    )
-
-
-def _storage_names(layer: Layer) -> Mapping[str, str]:
-    """Return the names of crossing tensors by their places in the layer."""
-    return {
-        **{f"input {index}": name for index, name in enumerate(layer.inputs)},
-        **{f"output {index}": name for index, name in enumerate(layer.outputs)},
-    }
-
-
-def _tensors(subject: Subject, work: GraphWork) -> tuple[formats.Tensor, ...]:
-    """Return the tensors' records, with the types that autocast gives them."""
-    captured = {tensor.name: tensor.dtype for tensor in subject.graph.tensors}
-    return tuple(
-        tensor.model_copy(
-            update={
-                "dtype": str(work.dtypes[tensor.name]).removeprefix("torch."),
-                "bytes_per_sample": tensor.bytes_per_sample
-                // captured[tensor.name].itemsize
-                * work.dtypes[tensor.name].itemsize,
-            }
-        )
-        for tensor in describe_tensors(subject.graph)
     )

@@ -9,7 +9,7 @@ one operator, is taken step by step, as other recurrences are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -22,7 +22,8 @@ from torch.utils.flop_counter import flop_registry
 
 from autopar.formats.profile import Precision
 from autopar.hardware.gpus import Gpu
-from autopar.profiler.device import Computing
+from autopar.profiler.device import AUTOCAST, Computing
+from autopar.profiler.layer_runs import storage_key
 
 KernelKind = Literal["matmul", "convolution", "attention", "gather", "other"]
 
@@ -106,8 +107,8 @@ class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.rpartition("::")[2]
         if func.is_view or name in FREE:
             return result
-        storages = {_storage(tensor) for tensor in given}
-        made = [tensor for tensor in _distinct(_tensors(result)) if _storage(tensor) not in storages]
+        storages = {storage_key(tensor) for tensor in given}
+        made = [tensor for tensor in _distinct(_tensors(result)) if storage_key(tensor) not in storages]
         changed = list(_distinct(_written_tensors(func, args, kwargs)))
         if made or changed:
             self.kernels.append(_describe(func, name, given, made, changed, args, kwargs, result))
@@ -156,14 +157,14 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: obj
         return 0
     flops = int(count(*args, **kwargs, out_val=result))
     # Blocks above the diagonal of a causal mask are skipped; the counts include them.
-    return flops // 2 if _argument(func, "is_causal", args, kwargs) else flops
+    causal = any(value for argument, value in _arguments(func, args, kwargs) if argument.name == "is_causal")
+    return flops // 2 if causal else flops
 
 
-def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+def _arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401
+    """Yield an operator's arguments, as its schema has them, with their values."""
     for index, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            return kwargs.get(name, args[index] if index < len(args) else argument.default_value)
-    return None
+        yield argument, kwargs.get(argument.name, args[index] if index < len(args) else argument.default_value)
 
 
 def _product(name: str, args: tuple[Any, ...], new_tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
@@ -180,16 +181,16 @@ def _product(name: str, args: tuple[Any, ...], new_tensors: Sequence[torch.Tenso
 
 
 def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:  # noqa: ANN401
-    for index, argument in enumerate(func._schema.arguments):
+    for argument, value in _arguments(func, args, kwargs):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(kwargs.get(argument.name, args[index] if index < len(args) else None))
+            yield from _tensors(value)
 
 
-def _distinct(tensors: Sequence[torch.Tensor] | Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _distinct(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Leave out a second view of the same numbers."""
     seen = set()
     for tensor in tensors:
-        key = (_storage(tensor), tensor.storage_offset(), tensor.numel())
+        key = (storage_key(tensor), tensor.storage_offset(), tensor.numel())
         if key not in seen:
             seen.add(key)
             yield tensor
@@ -199,17 +200,12 @@ def _tensors(value: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _bytes(tensor: torch.Tensor) -> int:
     # An expanded tensor is read once.
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 AttentionKernel = Literal["flash", "efficient", "math"]
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FLASH_HEAD = 256
 """Largest head that flash attention takes."""
 
@@ -230,7 +226,7 @@ _IN_FLOAT32 = frozenset(_IN_FLOAT32_TEXT.split())
 
 def as_on_cuda(gpu: Gpu, precision: Precision) -> Computing:
     """Return what forwards on the CPU's fake tensors run in, to launch and keep what they would on a GPU."""
-    half = _HALF.get(precision)
+    half = AUTOCAST.get(precision)
 
     @contextmanager
     def context() -> Iterator[None]:
@@ -282,7 +278,7 @@ class CudaRules(TorchFunctionMode):
     def __init__(self, gpu: Gpu, precision: Precision) -> None:
         super().__init__()
         self._gpu = gpu
-        self._half = _HALF.get(precision)
+        self._half = AUTOCAST.get(precision)
 
     def __torch_function__(
         self,

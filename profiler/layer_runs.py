@@ -13,7 +13,7 @@ larger than memory one layer at a time is given weights, measured, and emptied a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -23,9 +23,9 @@ import torch._dynamo
 import torch._inductor.config
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import CppCompileError
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from autopar.capture import Layer, LayerGraph, materialize_random, release
+from autopar.capture import Layer, LayerGraph
 from autopar.capture.split_backward import SplitBackward
 from autopar.errors import AutoparError, CaptureError, UsageError
 from autopar.profiler.device import Computing, Time, as_it_is, clock_of
@@ -45,21 +45,16 @@ class SavedStorages:
     def __init__(self, layer: str, excluded_tensors: Iterable[torch.Tensor]) -> None:
         self._layer = layer
         self._excluded_keys = {storage_key(tensor) for tensor in excluded_tensors}
-        self._bytes: dict[int, int] = {}
         # Saved storages are held, or a later one could be taken for an earlier one of the same identity.
-        self._storages: list[torch.UntypedStorage] = []
+        self._storages: dict[int, torch.UntypedStorage] = {}
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record what is saved inside the block."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
-            yield
+    def recording(self) -> AbstractContextManager[object]:
+        """Return the context in which what is saved is recorded."""
+        return saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = storage_key(tensor)
-        if key not in self._excluded_keys and key not in self._bytes and tensor.untyped_storage().nbytes():
-            self._bytes[key] = tensor.untyped_storage().nbytes()
-            self._storages.append(tensor.untyped_storage())
+        if storage_key(tensor) not in self._excluded_keys and tensor.untyped_storage().nbytes():
+            self._storages.setdefault(storage_key(tensor), tensor.untyped_storage())
         return tensor
 
     def bytes_by_name(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -67,8 +62,8 @@ class SavedStorages:
         names: dict[int, str] = {}
         for name, tensor in (*inputs.items(), *outputs.items()):
             names.setdefault(storage_key(tensor), name)
-        own = (f"{self._layer}#{index}" for index in range(len(self._bytes)))
-        return {names.get(key) or next(own): size for key, size in self._bytes.items()}
+        own = (f"{self._layer}#{index}" for index in range(len(self._storages)))
+        return {names.get(key) or next(own): storage.nbytes() for key, storage in self._storages.items()}
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -283,8 +278,7 @@ class LayerChain:
     def step(self, chain_inputs: LayerInputs) -> Times:
         """Run one step on the missing tensors; return the times of forwards and backwards."""
         clock = clock_of(self._device)
-        tape = _Tape(chain_inputs)
-        self._forget_gradients()
+        tape = self._new_tape(chain_inputs)
         passes = []
         for layer in self.layers:
             passes.append(self._pass(layer, tape, LayerPass))
@@ -300,8 +294,7 @@ class LayerChain:
     def recompute(self, chain_inputs: LayerInputs) -> list[tuple[Layer, Time]]:
         """Run one step that keeps no activations; return the times of the forwards that its backwards run again."""
         clock = clock_of(self._device)
-        tape = _Tape(chain_inputs)
-        self._forget_gradients()
+        tape = self._new_tape(chain_inputs)
         for layer in self.layers:
             work = self._pass(layer, tape, LayerPass)
             self._forward_with_seed(work)
@@ -319,8 +312,7 @@ class LayerChain:
         All halves that make inputs' gradients precede all that make parameters'.
         """
         inputs, weights = clock_of(self._device), clock_of(self._device)
-        tape = _Tape(chain_inputs)
-        self._forget_gradients()
+        tape = self._new_tape(chain_inputs)
         passes, halves = [], []
         for layer in self.layers:
             passes.append(self._pass(layer, tape, SplitPass))
@@ -344,10 +336,12 @@ class LayerChain:
             generator.manual_seed(0)
         work.forward()
 
-    def _forget_gradients(self) -> None:
+    def _new_tape(self, chain_inputs: LayerInputs) -> _Tape:
+        """Begin a step, whose gradients are new."""
         for layer in self.layers:
             for parameter in layer.module.parameters():
                 parameter.grad = None
+        return _Tape(chain_inputs)
 
 
 class _Tape:
@@ -369,19 +363,6 @@ class _Tape:
         leaves = {name: self._leaves.pop(name) for name in work.outputs}
         work.prepare_backward({name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None})
         work.outputs = {}
-
-
-@contextmanager
-def with_random_weights(layer: Layer, device: torch.device) -> Iterator[None]:
-    """Give a layer random weights in the block, and take them away again.
-
-    Times and bytes depend on shapes; values only have to stay finite.
-    """
-    materialize_random(layer, device=device)
-    try:
-        yield
-    finally:
-        release(layer)
 
 
 def random_inputs(
@@ -425,11 +406,8 @@ def compile_layers(graph: LayerGraph) -> LayerGraph:
     layers = []
     for layer in graph.layers:
         same = made.setdefault(layer.fingerprint, [])
-        if len(same) < OF_A_KIND:
-            same.append(torch.compile(layer.module, dynamic=False))
-            layers.append(replace(layer, module=same[-1]))
-        else:
-            layers.append(replace(layer, module=same[0]))
+        same.append(torch.compile(layer.module, dynamic=False) if len(same) < OF_A_KIND else same[0])
+        layers.append(replace(layer, module=same[-1]))
     return replace(graph, layers=tuple(layers))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import cast
 
 from autopar.formats.cluster import Cluster, Curve, Device, Level, Link, Overlap
@@ -34,7 +34,7 @@ def measure_links(
     with RankPool(ranks, threads=threads, device_type=device, timeout_s=_TIMEOUT_S) as pool:
         results = pool.run(
             "autopar.profiler.probe:measure",
-            (probe or Probe(quick=True)).as_dict(),
+            asdict(probe or Probe(quick=True)),
             describe=_describe,
             on_message=lambda rank, said: progress(str(said["doing"]), float(str(said["share"]))),
         )
@@ -56,7 +56,7 @@ def measure_from_environment(
     launch = rank_from_environment(os.environ)
     with join_from_environment(launch, device, _TIMEOUT_S, launch.size) as context:
         told = replace(context, report=lambda said: progress(str(said["doing"]), float(str(said["share"]))))
-        measured = measure(told, probe.as_dict())
+        measured = measure(told, asdict(probe))
         return measured if context.rank == 0 else None
 
 
@@ -82,17 +82,13 @@ def measured_cluster(measurements: LinkMeasurements, device: DeviceType, name: s
     several = device == "cuda" and len(set(measurements["names"])) > 1
     types = [name if several else device for name in measurements["names"]]
     places = zip(types, measurements["nodes"], measurements["memory_bytes"], strict=True)
-    overlaps = [
-        Overlap(level=each["level"], compute=each["compute"], communication=each["communication"])
-        for each in measurements["overlaps"]
-    ]
     return Cluster(
         name=name,
         backend="nccl" if device == "cuda" else "gloo",
         devices=tuple(Device(type=kind, memory_bytes=memory, node=node) for kind, node, memory in places),
         links=_links(measurements["curves"]),
         curves=tuple(map(_curve, measurements["curves"])),
-        overlaps=tuple(overlaps),
+        overlaps=tuple(Overlap(**each) for each in measurements["overlaps"]),
         notes=tuple(measurements["notes"]),
     )
 

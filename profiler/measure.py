@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 
@@ -31,7 +30,6 @@ IN_A_ROW, EXTRA_IN_A_ROW = 3, 2
 # plain ones, those of split backwards and of recomputation.
 WARM_UP, EXTRA = 0.1, 0.15
 
-_Timed = TypeVar("_Timed")
 _Step = Callable[[LayerInputs], Sequence[tuple[Layer, Time] | tuple[Layer, Time, Time]]]
 """Runs all layers; returns what of each was timed."""
 
@@ -76,9 +74,10 @@ def measure(
 
     def recording(step: _Step, times: int, *names: str) -> Callable[[int], None]:
         def take(size: int) -> None:
-            for layer, *seconds in _in_a_row(partial(step, inputs_by_size[size]), times):
-                for name, each in zip(names, seconds, strict=True):
-                    getattr(timings[layer.fingerprint, size], name).append(each)
+            step(inputs_by_size[size])
+            for layer, *seconds in [each for _ in range(times) for each in step(inputs_by_size[size])]:
+                for name, second in zip(names, seconds, strict=True):
+                    getattr(timings[layer.fingerprint, size], name).append(second)
 
         return take
 
@@ -92,12 +91,6 @@ def measure(
         _rounds(halves, sizes, EXTRA * budget_s, partial(progress, "timing split backwards"))
     _rounds(again, sizes, EXTRA * budget_s, partial(progress, "timing recomputation"))
     return timings
-
-
-def _in_a_row(step: Callable[[], Sequence[_Timed]], times: int) -> list[_Timed]:
-    """Run a step once unrecorded, and then so many times; return what was timed."""
-    step()
-    return [each for _ in range(times) for each in step()]
 
 
 def _rounds(

@@ -32,8 +32,6 @@ from autopar.ranks.context import RankContext
 
 PARAMETERS = 4
 """Of a layer: weights and biases of two modules."""
-
-
 WIDTH = 256
 
 
@@ -191,11 +189,16 @@ def time_operation(operation: Operation, sizes: Sequence[int], pace: Pace) -> li
     trips = 2 if operation.kind == "p2p" else 1
     repeats = 4 if operation.context.device.type == "cuda" else 1
     rounds = max(1, pace.iterations // repeats)
-    _rounds(operation, works, 1, pace.warm_up, pace)
-    times = _rounds(operation, works, repeats, rounds, pace)
+
+    def timed(work: Work, calls: int) -> float:
+        time.sleep(operation.pause_s)
+        return _mean_seconds(operation.context, work, calls)
+
+    _rounds(operation.group, [partial(timed, work, 1) for work in works], pace.warm_up, pace)
+    times = _rounds(operation.group, [partial(timed, work, repeats) for work in works], rounds, pace)
     if operation.kind == "p2p" and not operation.begins:
         return None
-    return [statistics.median(found) / trips for found in times]
+    return [statistics.median(each) / trips for each in times]
 
 
 def _time_divided(operation: Operation, sizes: Sequence[int], pace: Pace) -> list[float]:
@@ -204,44 +207,39 @@ def _time_divided(operation: Operation, sizes: Sequence[int], pace: Pace) -> lis
     computing = Computing()
     # The first call of each makes what later ones find, and the quickest tells what another process did not hold up.
     alone = [min([work() for _ in range(1 + pace.warm_up)][1:]) for work in works]
-    counts = [_least_count(computing.count(min(seconds, LONGEST_S)), operation.group) for seconds in alone]
-    times: list[list[float]] = [[] for _ in sizes]
-    started = time.perf_counter()
-    for number in range(pace.iterations):
-        for work, count, found in zip(works, counts, times, strict=True):
-            dist.barrier(operation.group)
-            computing(count)
-            found.append(work())
-        if number + 1 >= pace.least and _longest(time.perf_counter() - started, operation.group) > pace.budget_s:
-            break
-    every = torch.tensor(times, dtype=torch.float64)
+    counts = [
+        int(_agree(computing.count(min(seconds, LONGEST_S)), dist.ReduceOp.MIN, operation.group)) for seconds in alone
+    ]
+
+    def timed(work: Callable[[], float], count: int) -> float:
+        dist.barrier(operation.group)
+        computing(count)
+        return work()
+
+    turns = [partial(timed, work, count) for work, count in zip(works, counts, strict=True)]
+    every = torch.tensor(_rounds(operation.group, turns, pace.iterations, pace), dtype=torch.float64)
     dist.all_reduce(every, group=operation.group)
     return [statistics.median(each) / len(operation.ranks) for each in every.tolist()]
 
 
-def _least_count(count: int, group: dist.ProcessGroup) -> int:
-    least = torch.tensor([count])
-    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-    return int(least)
-
-
-def _rounds(operation: Operation, works: Sequence[Work], repeats: int, most: int, pace: Pace) -> list[list[float]]:
-    times: list[list[float]] = [[] for _ in works]
+def _rounds(group: dist.ProcessGroup, turns: Sequence[Callable[[], float]], most: int, pace: Pace) -> list[list[float]]:
+    """Take all turns, round by round, until the ranks have spent the budget; return the seconds of each."""
+    times: list[list[float]] = [[] for _ in turns]
     started = time.perf_counter()
     for number in range(most):
-        for work, found in zip(works, times, strict=True):
-            time.sleep(operation.pause_s)
-            found.append(_mean_seconds(operation.context, work, repeats))
-        if number + 1 >= pace.least and _longest(time.perf_counter() - started, operation.group) > pace.budget_s:
+        for turn, seconds in zip(turns, times, strict=True):
+            seconds.append(turn())
+        spent = time.perf_counter() - started
+        if number + 1 >= pace.least and _agree(spent, dist.ReduceOp.MAX, group) > pace.budget_s:
             break
     return times
 
 
-def _longest(seconds: float, group: dist.ProcessGroup) -> float:
-    """Return the most that a rank of the group has spent, so that all of them stop together."""
-    spent = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(spent, dist.ReduceOp.MAX, group=group)
-    return float(spent)
+def _agree(value: float, how: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> float:
+    """Return the least or the largest of the group's values, so that all ranks of it go on alike."""
+    shared = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(shared, how, group=group)
+    return float(shared)
 
 
 def _mean_seconds(context: RankContext, work: Work, repeats: int) -> float:
@@ -306,12 +304,17 @@ def measure_overlap(context: RankContext, group: dist.ProcessGroup) -> tuple[flo
     message = torch.zeros(_MESSAGE_BYTES[kind] // 4, device=context.device)
     matrix = torch.full((_WIDTH[kind], _WIDTH[kind]), 0.5, device=context.device)
     product = torch.empty_like(matrix)
-    count = _products_as_long(context, group, message, matrix, product)
+
+    def compute(count: int) -> None:
+        for _ in range(count):
+            torch.mm(matrix, matrix, out=product)
+
+    count = _products_as_long(context, group, message, compute)
     found: list[tuple[float, float, float, float]] = []
     for _ in range(WARM_UP + ROUNDS):
-        alone = _both(context, group, None, matrix, product, count)[0]
-        sent = _both(context, group, message, matrix, product, 0)[1]
-        found.append((alone, sent, *_both(context, group, message, matrix, product, count)))
+        alone = _both(context, group, None, compute, count)[0]
+        sent = _both(context, group, message, compute, 0)[1]
+        found.append((alone, sent, *_both(context, group, message, compute, count)))
     medians = [statistics.median(column) for column in zip(*found[WARM_UP:], strict=True)]
     return slowdowns(*medians)
 
@@ -338,37 +341,33 @@ def slowdowns(
 
 
 def _products_as_long(
-    context: RankContext, group: dist.ProcessGroup, message: torch.Tensor, matrix: torch.Tensor, product: torch.Tensor
+    context: RankContext, group: dist.ProcessGroup, message: torch.Tensor, compute: Callable[[int], None]
 ) -> int:
     """Return how many products last as long as the all-reduce, on the slowest rank."""
     for _ in range(WARM_UP):
-        sent = _both(context, group, message, matrix, product, 0)[1]
-        computed = _both(context, group, None, matrix, product, 4)[0] / 4
-    count = torch.tensor([max(1, round(sent / computed))])
-    dist.all_reduce(count, dist.ReduceOp.MAX, group=group)
-    return int(count)
+        sent = _both(context, group, message, compute, 0)[1]
+        computed = _both(context, group, None, compute, 4)[0] / 4
+    return int(_agree(max(1, round(sent / computed)), dist.ReduceOp.MAX, group))
 
 
 def _both(
     context: RankContext,
     group: dist.ProcessGroup,
     message: torch.Tensor | None,
-    matrix: torch.Tensor,
-    product: torch.Tensor,
+    compute: Callable[[int], None],
     count: int,
 ) -> tuple[float, float]:
     """Return the seconds until ``count`` products, and until the message's reduction are done, begun together."""
     dist.barrier(group)
     if context.device.type == "cuda":
-        return _both_on_streams(context, group, message, matrix, product, count)
+        return _both_on_streams(context, group, message, compute, count)
     started = time.perf_counter()
     work = None if message is None else dist.all_reduce(message, group=group, async_op=True)
     ended: list[float] = []
     if work is not None:
         # Noted when it ends, which may be while this thread computes.
         work.get_future().add_done_callback(lambda future: ended.append(time.perf_counter()))
-    for _ in range(count):
-        torch.mm(matrix, matrix, out=product)
+    compute(count)
     computed = time.perf_counter()
     if work is not None:
         work.wait()
@@ -380,8 +379,7 @@ def _both_on_streams(
     context: RankContext,
     group: dist.ProcessGroup,
     message: torch.Tensor | None,
-    matrix: torch.Tensor,
-    product: torch.Tensor,
+    compute: Callable[[int], None],
     count: int,
 ) -> tuple[float, float]:
     torch.cuda.synchronize(context.device)
@@ -399,8 +397,7 @@ def _both_on_streams(
             assert work is not None
             work.wait()
         communicated.record()
-    for _ in range(count):
-        torch.mm(matrix, matrix, out=product)
+    compute(count)
     computed.record()
     torch.cuda.synchronize(context.device)
     return started.elapsed_time(computed) * 1e-3, started.elapsed_time(communicated) * 1e-3

@@ -22,6 +22,7 @@ from autopar.capture import UserModel
 from autopar.capture.source import NamedParameters, user_code
 from autopar.capture.storages import StorageTracker
 from autopar.profiler.kernels import KernelLog
+from autopar.profiler.layer_runs import storage_key
 
 WARM_UP, REPEATS = 2, 7
 Kind = TypeVar("Kind", bound=Hashable)
@@ -77,7 +78,7 @@ class _LayerOptimizer:
         self._times, self._device = times, device
         self._copies, self._scale = _copies([each for _, each in parameters], room)
         named = [(name, copy) for (name, _), copy in zip(parameters, self._copies, strict=True)]
-        self._step: Callable[[], object] = user.make_optimizer(named).step if named else _nothing
+        self._step: Callable[[], object] = user.make_optimizer(named).step if named else lambda: None
 
     def take(self, is_recorded: bool) -> None:
         terms = [torch.zeros_like(copy) for copy in self._copies]
@@ -114,10 +115,6 @@ def _copies(parameters: Sequence[nn.Parameter], room: int) -> tuple[list[nn.Para
 
 def _bytes(parameters: Sequence[nn.Parameter]) -> int:
     return sum(parameter.nbytes for parameter in parameters)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -200,7 +197,7 @@ def _step_twice(
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
-                    held[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+                    held[storage_key(value)] = value.untyped_storage().nbytes()
         return sum(held.values()), int(tracker.peak_bytes - tracker.alive_bytes)
 
 

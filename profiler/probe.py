@@ -12,10 +12,10 @@ import re
 import socket
 import statistics
 import subprocess
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, TypedDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self, TypedDict
 
 import torch.distributed as dist
 
@@ -128,10 +128,6 @@ class Probe:
     def pace(self) -> Pace:
         """Return how many times to measure each operation."""
         return Pace(warm_up=2, budget_s=1.0) if self.quick else Pace()
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the probe as JSON-able data."""
-        return asdict(self)
 
 
 class MeasuredCurve(TypedDict):
@@ -247,7 +243,7 @@ def _measure(context: RankContext, probe: Probe) -> LinkMeasurements:
     ranks = [json.loads(text) for text in context.gather(json.dumps(own))]
     nodes = node_of_each([(each["host"], each["index"]) for each in ranks])
     wanted = groups_of(nodes)
-    ways = _Communicators(_join(wanted), _channels(context, wanted))
+    ways = _Communicators.join(context, wanted)
     sizes = list(message_sizes(probe.largest_bytes or _LARGEST_BYTES[context.device.type]))
     times: list[list[float] | None] = []
     for number, groups in enumerate(wanted):
@@ -263,9 +259,9 @@ def _measure(context: RankContext, probe: Probe) -> LinkMeasurements:
                 ranks=len(groups.members[0]),
                 level=groups.level,
                 sizes=sizes,
-                seconds=_mean([each["times"][number] for each in every]),
+                seconds=[statistics.mean(column) for column in zip(*filter(None, found), strict=True)],
             )
-            for number, groups in enumerate(wanted)
+            for groups, found in zip(wanted, zip(*(each["times"] for each in every), strict=True), strict=True)
         ],
         overlaps=_merge_overlaps([each["overlaps"] for each in every]),
         nodes=nodes,
@@ -275,29 +271,25 @@ def _measure(context: RankContext, probe: Probe) -> LinkMeasurements:
     )
 
 
-def _join(all_groups: Sequence[RankGroups]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Make every group once; all ranks make all of them, in the same order."""
-    distinct = dict.fromkeys(group for groups in all_groups for group in groups.members)
-    return {group: dist.new_group(list(group)) for group in distinct}
-
-
 class _Communicators(NamedTuple):
     """What a rank communicates through."""
 
     process_groups: Mapping[tuple[int, ...], dist.ProcessGroup]
     channels: Mapping[int, Channel]
 
+    @classmethod
+    def join(cls, context: RankContext, all_groups: Sequence[RankGroups]) -> Self:
+        """Make every process group once, in the same order on all ranks, and open channels between CPUs of a host."""
+        distinct = dict.fromkeys(group for groups in all_groups for group in groups.members)
+        process_groups = {group: dist.new_group(list(group)) for group in distinct}
+        pairs = [(first, second) for groups in all_groups if groups.kind == "p2p" for first, second in groups.members]
+        return cls(process_groups, open_channels(context, pairs) if context.device.type == "cpu" else {})
+
     def operation(self, context: RankContext, kind: CurveKind, ranks: tuple[int, ...]) -> Operation:
         """Return an operation of some ranks, this one among them."""
         ends = (self.channels[rank] for rank in ranks if rank in self.channels)
         channel = next(ends, None) if kind == "p2p" else None
         return Operation(context, kind, ranks, self.process_groups[ranks], channel)
-
-
-def _channels(context: RankContext, all_groups: Sequence[RankGroups]) -> dict[int, Channel]:
-    """Open what messages between CPUs of a host go through."""
-    pairs = [(first, second) for groups in all_groups if groups.kind == "p2p" for first, second in groups.members]
-    return open_channels(context, pairs) if context.device.type == "cpu" else {}
 
 
 def _time(
@@ -339,19 +331,17 @@ def _overlaps(
 
 
 def _merge_overlaps(every: Sequence[Sequence[MeasuredOverlap]]) -> list[MeasuredOverlap]:
-    levels = dict.fromkeys(each["level"] for found in every for each in found)
-    merged = []
-    for level in levels:
-        mine = [each for found in every for each in found if each["level"] == level]
-        compute = statistics.mean(each["compute"] for each in mine)
-        communication = statistics.mean(each["communication"] for each in mine)
-        merged.append(MeasuredOverlap(level=level, compute=compute, communication=communication))
-    return merged
-
-
-def _mean(times: Sequence[list[float] | None]) -> list[float]:
-    taken = [each for each in times if each is not None]
-    return [statistics.mean(column) for column in zip(*taken, strict=True)]
+    by_level: dict[Level, list[MeasuredOverlap]] = defaultdict(list)
+    for each in itertools.chain.from_iterable(every):
+        by_level[each["level"]].append(each)
+    return [
+        MeasuredOverlap(
+            level=level,
+            compute=statistics.mean(each["compute"] for each in found),
+            communication=statistics.mean(each["communication"] for each in found),
+        )
+        for level, found in by_level.items()
+    ]
 
 
 def _notes(context: RankContext) -> list[str]:

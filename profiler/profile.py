@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from autopar.capture import Layer, LayerGraph, UserModel, materialize, slice_rows
+from autopar.capture import Layer, LayerGraph, UserModel, materialize, materialize_random, release, slice_rows
 from autopar.capture.model_state import preserve_buffers
 from autopar.capture.source import NamedParameters
 from autopar.ending import unwinding_aborts
@@ -34,7 +34,6 @@ from autopar.profiler.layer_runs import (
     record,
     record_layer,
     rename_storages,
-    with_random_weights,
 )
 from autopar.profiler.measure import REPRESENTATIVES, measure, representatives
 from autopar.profiler.optimizer import measure_updates, optimizer_memory
@@ -90,7 +89,7 @@ def measure_layers(subject: Subject, options: ProfileOptions, progress: Progress
         device=devices.describe(device, options.threads),
         compiled=options.compile,
         layers=layers,
-        tensors=describe_tensors(subject.graph, costs),
+        tensors=describe_tensors(subject.graph, costs.crossing_tensors()),
         updates_at_once=costs.optimizer.at_once,
         noise=noise,
         step_overhead_s=overhead_s,
@@ -237,12 +236,16 @@ class _ModelMeasurement:
         for kind, layer in self._firsts.items():
             self._progress(f"measuring {layer.name} alone", 0.0)
             same = [other for other in self._graph.layers if other.fingerprint == kind]
-            with with_random_weights(layer, self._device):
+            # Times and bytes depend on shapes; values only have to stay finite.
+            materialize_random(layer, device=self._device)
+            try:
                 given = self._record_alone(layer, same, batch)
                 self._time(self._chain([layer]), given, budget_s)
                 for places in {self._costs.update_kinds[other.name][1] for other in same}:
                     groups = [((kind, places), _parameters_at(layer, places))]
                     self._costs.updates |= measure_updates(self._subject.user, groups, self._device)
+            finally:
+                release(layer)
 
     def _record_alone(
         self, layer: Layer, same: Sequence[Layer], batch: Mapping[str, torch.Tensor]

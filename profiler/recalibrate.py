@@ -8,7 +8,7 @@ curves of gathers and scatters where ranks divided what they trained.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -26,7 +26,6 @@ from autopar.formats.program import (
     SEND_GRADIENT,
     UPDATE,
     WEIGHT_BACKWARD,
-    Action,
 )
 from autopar.formats.timeline import OwnTimes
 from autopar.hardware.topology import Topology
@@ -70,7 +69,12 @@ def correct_profile(
         layers_s: what the layers took inside them.
         overhead_s: what a step takes before its first action.
     """
-    found = _factors_of_layers(profile, plan, measured_times, predicted_times, layers_s)
+    ratios = {
+        key: measured_times[key] / seconds
+        for key, seconds in predicted_times.items()
+        if seconds > 0 and key in measured_times
+    }
+    found = _factors_of_layers(profile, plan, ratios, layers_s)
     rows = frozenset(row for stage in plan.stages for row in stage.rows)
     others = tuple(
         other.model_copy(update={"layers": _scale_layers(other.layers, found.get(other.device.name, {}), rows)})
@@ -83,16 +87,16 @@ def correct_profile(
 
 
 def _factors_of_layers(
-    profile: Profile, plan: Plan, measured_times: OwnTimes, predicted_times: OwnTimes, layers_s: LayerSeconds
+    profile: Profile, plan: Plan, ratios: OwnTimes, layers_s: LayerSeconds
 ) -> Mapping[str, Mapping[str, Sequence[_Factors]]]:
-    """Return, by kind of device and name of a layer, what every rank found."""
+    """Return, by kind of device and name of a layer, what every rank found; ``ratios`` are measured over predicted."""
     found: dict[str, dict[str, list[_Factors]]] = defaultdict(lambda: defaultdict(list))
     for rank in range(len(plan.devices)):
         for index in stages_of(plan, rank)[0]:
             kind = _kind_of(plan.stages[index], profile)
             if kind is not None and plan.stages[index].shard not in SCATTERING:
-                ratios = _ratios(plan, index, rank, measured_times, predicted_times)
-                for name, factors in _layer_factors(profile, plan, rank, index, kind, ratios, layers_s).items():
+                whole = _stage_factors(plan, index, rank, ratios)
+                for name, factors in _layer_factors(profile, plan, rank, index, kind, whole, layers_s).items():
                     found[kind][name].append(factors)
     return found
 
@@ -104,32 +108,25 @@ def _kind_of(stage: Stage, profile: Profile) -> str | None:
     return stage.types[0] if stage.types else profile.device.name
 
 
-def _ratios(plan: Plan, stage: int, rank: int, measured_times: OwnTimes, predicted_times: OwnTimes) -> _Factors:
+def _stage_factors(plan: Plan, stage: int, rank: int, ratios: OwnTimes) -> _Factors:
     """Return a stage's measured over predicted times on one rank."""
     found: dict[str, list[float]] = defaultdict(list)
-    for (other, action), seconds in predicted_times.items():
-        if other == rank and action.stage == stage and seconds > 0 and (other, action) in measured_times:
-            found[action.kind].append(measured_times[other, action] / seconds)
-    # Of a rank's stages, an update names one.
-    updates = [
-        measured_times[key] / seconds
-        for key, seconds in predicted_times.items()
-        if key[0] == rank and key[1].kind == UPDATE and seconds > 0 and key in measured_times
-    ]
-    backward = _middle(ratio for kind in BACKWARDS for ratio in found[kind])
-    by_input, by_weight = (
-        _middle(found[kind]) if found[kind] else backward for kind in (INPUT_BACKWARD, WEIGHT_BACKWARD)
+    for (other, action), ratio in ratios.items():
+        # Of a rank's stages, an update names one.
+        if other == rank and (action.stage == stage or action.kind == UPDATE):
+            found[action.kind].append(ratio)
+    backwards = [ratio for kind in BACKWARDS for ratio in found[kind]]
+    whole, by_input, by_weight = (
+        _middle(found[kind] or backwards) for kind in (BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD)
     )
-    whole = _middle(found[BACKWARD]) if found[BACKWARD] else backward
     # Where replicas divide what they hold, an update is predicted with the gathering behind it, which a run does in the
     # next step's first forward.
-    update = _middle(updates) if plan.stages[stage].shard == "none" else 1.0
+    update = _middle(found[UPDATE]) if plan.stages[stage].shard == "none" else 1.0
     return _Factors(_middle(found[FORWARD]), whole, by_input, by_weight, update)
 
 
-def _middle(ratios: Iterable[float]) -> float:
-    known = list(ratios)
-    return median(known) if known else 1.0
+def _middle(ratios: Sequence[float]) -> float:
+    return median(ratios) if ratios else 1.0
 
 
 def _layer_factors(
@@ -160,13 +157,11 @@ def _seconds(layer: Layer, stage: Stage, rows: int, place: int) -> float:
     sizes = [cost.micro_batch for cost in layer.costs]
     if place == 0:
         return float(np.interp(rows, sizes, [cost.forward_s for cost in layer.costs]))
-    again = layer.name in stage.recompute
-    known = [cost.backward_s + (_again_s(cost) if again else 0.0) for cost in layer.costs]
+    known = [cost.backward_s for cost in layer.costs]
+    if layer.name in stage.recompute:
+        again = [cost.forward_s if cost.recompute_s is None else cost.recompute_s for cost in layer.costs]
+        known = [once_s + more_s for once_s, more_s in zip(known, again, strict=True)]
     return float(np.interp(rows, sizes, known)) + layer.accumulate_s
-
-
-def _again_s(cost: Cost) -> float:
-    return cost.forward_s if cost.recompute_s is None else cost.recompute_s
 
 
 def _own_parts(predicted_s: Mapping[str, float], measured_s: Mapping[str, float]) -> dict[str, float]:
@@ -314,13 +309,6 @@ _LEAST = 0.01
 """Of what actions take: gathers that are predicted to be less of it are hidden, and not told from noise."""
 
 
-class _AddedSeconds(NamedTuple):
-    """Seconds that gathers and scatters add to computing."""
-
-    measured_s: float
-    predicted_s: float
-
-
 def without_gathering(cluster: Cluster) -> Cluster:
     """Return a cluster where nothing that has a curve takes time to be gathered or scattered."""
     return _times(cluster, dict.fromkeys(LEVELS, 0.0))
@@ -340,25 +328,16 @@ def correct_gathering(
         predicted_times: what the cluster has of them.
         computing: what they take where the cluster is :func:`without_gathering`.
     """
-    added: dict[Level, list[_AddedSeconds]] = defaultdict(list)
-    for level, key in _actions(cluster, plan, predicted_times):
-        more_s = predicted_times[key] - computing[key]
-        if key in measured_times and more_s > _LEAST * predicted_times[key]:
-            added[level].append(_AddedSeconds(measured_times[key] - computing[key], more_s))
-    factors = {
-        level: sum(each.measured_s for each in found) / sum(each.predicted_s for each in found)
-        for level, found in added.items()
-    }
-    return _times(cluster, {level: factor for level, factor in factors.items() if factor > 0})
-
-
-def _actions(cluster: Cluster, plan: Plan, times: OwnTimes) -> Iterator[tuple[Level, tuple[int, Action]]]:
-    """Yield what computes and communicates at once, and at which level."""
     topology = Topology.of(cluster, plan)
-    for rank, action in times:
-        stage = plan.stages[action.stage]
-        if action.kind in (FORWARD, *BACKWARDS) and stage.shard in SCATTERING:
-            yield topology.level(stage.devices), (rank, action)
+    added: dict[Level, list[tuple[float, float]]] = defaultdict(list)
+    for key, predicted_s in predicted_times.items():
+        stage, kind = plan.stages[key[1].stage], key[1].kind
+        if kind in (FORWARD, *BACKWARDS) and stage.shard in SCATTERING and key in measured_times:
+            more_s = predicted_s - computing[key]
+            if more_s > _LEAST * predicted_s:
+                added[topology.level(stage.devices)].append((measured_times[key] - computing[key], more_s))
+    sums = {level: [sum(column) for column in zip(*found, strict=True)] for level, found in added.items()}
+    return _times(cluster, {level: measured / more for level, (measured, more) in sums.items() if measured > 0})
 
 
 def _times(cluster: Cluster, factors: Mapping[Level, float]) -> Cluster:

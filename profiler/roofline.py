@@ -10,7 +10,7 @@ the host launches them, for launching is asynchronous.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -47,11 +47,6 @@ class Constants:
     the optimizer does that was recorded."""
     step_s: float = 5e-3
     """Time of a step that belongs to no layer: loading, zeroing, the first launches."""
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """Return the constants' names, in order."""
-        return tuple(field.name for field in fields(cls))
 
 
 def default_constants(gpu: Gpu) -> Constants:

@@ -109,9 +109,7 @@ def _record(layer: Layer, inputs: LayerInputs, loss: tuple[str, ...], computing:
         {f"input {index}": tensor for index, tensor in enumerate(work.inputs.values())},
         {f"output {index}": tensor for index, tensor in enumerate(tensors) if layer.outputs[index] not in loss},
     )
-    work.prepare_backward()
-    with KernelLog() as backward:
-        work.backward()
+    backward = _backward_kernels(work)
     del work, tensors, storages
     gradients = [torch.zeros_like(parameter) for parameter in trained]
     for parameter, gradient in zip(trained, gradients, strict=True):
@@ -119,10 +117,14 @@ def _record(layer: Layer, inputs: LayerInputs, loss: tuple[str, ...], computing:
     with KernelLog() as adding:
         torch.autograd.backward(trained, gradients)
     peak = peak_bytes(LayerPass(layer, inputs, loss, computing).whole, torch.device("cpu"))
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    half = LayerPass(layer, inputs, loss, computing)
+    half.forward()
     return LayerWork(
         forward=tuple(forward.kernels),
-        backward=tuple(backward.kernels),
-        backward_input=_input_half(layer, inputs, loss, computing, trained),
+        backward=backward,
+        backward_input=_backward_kernels(half),
         accumulate=tuple(adding.kernels),
         saved_bytes=saved,
         peak_bytes=peak,
@@ -130,17 +132,8 @@ def _record(layer: Layer, inputs: LayerInputs, loss: tuple[str, ...], computing:
     )
 
 
-def _input_half(
-    layer: Layer,
-    inputs: LayerInputs,
-    loss: tuple[str, ...],
-    computing: Computing,
-    trained_parameters: list[nn.Parameter],
-) -> tuple[Kernel, ...]:
-    for parameter in trained_parameters:
-        parameter.requires_grad_(False)
-    work = LayerPass(layer, inputs, loss, computing)
-    work.forward()
+def _backward_kernels(work: LayerPass) -> tuple[Kernel, ...]:
+    """Run the backward of a pass that has run forward; return what it launches."""
     work.prepare_backward()
     with KernelLog() as log:
         work.backward()
@@ -149,13 +142,11 @@ def _input_half(
 
 def _fake_layer(layer: Layer, mode: FakeTensorMode) -> Layer:
     """Return a copy of a layer that holds fake tensors for all its parameters, buffers and constants."""
-    held = [*layer.module.parameters(), *layer.module.buffers(), *_constants(layer.module)]
+    module = layer.module
+    constants = [each for part in module.modules() for each in vars(part).values() if isinstance(each, torch.Tensor)]
+    held = [*module.parameters(), *module.buffers(), *constants]
     memo: dict[int, object] = {id(tensor): _fake(tensor, mode) for tensor in held}
-    return replace(layer, module=copy.deepcopy(layer.module, memo))
-
-
-def _constants(module: nn.Module) -> list[torch.Tensor]:
-    return [value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor)]
+    return replace(layer, module=copy.deepcopy(module, memo))
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

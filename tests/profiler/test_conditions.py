@@ -54,7 +54,7 @@ def test_a_clock_returns_one_time_a_call_in_order() -> None:
 
 
 def test_a_type_that_autocast_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(computing.__globals__["_KINDS"], "fp16", torch.float64)
+    monkeypatch.setitem(computing.__globals__["AUTOCAST"], "fp16", torch.float64)
     with pytest.raises(UsageError, match="`precision='fp16'`: autocast on cpu does not compute in float64"):
         computing("fp16", CPU)
 

@@ -86,7 +86,7 @@ def test_layers_get_the_medians_of_their_kind_and_the_bytes_of_their_own() -> No
 
 def test_crossing_tensors_have_the_type_and_bytes_with_which_they_were_made() -> None:
     graph = _graph()
-    for tensor, spec in zip(describe_tensors(graph, _costs(graph)), graph.tensors, strict=True):
+    for tensor, spec in zip(describe_tensors(graph, _costs(graph).crossing_tensors()), graph.tensors, strict=True):
         expected = ("float32", 4 * 6) if spec.producer is None else ("bfloat16", 12)
         assert (tensor.name, tensor.dtype, tensor.bytes_per_sample) == (spec.name, *expected)
     assert {tensor.dtype for tensor in describe_tensors(graph)} == {"float32"}
