@@ -6,7 +6,7 @@ there while it works on this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Protocol, cast
 
 import torch
@@ -27,45 +27,33 @@ def sample_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(samples, generator=torch.Generator().manual_seed(seed + epoch))
 
 
-def sample_count(model: UserModel, seed: int) -> int:
-    """Return how many samples a run's dataset has."""
-    seed_data(seed, "dataset")
-    return model.sample_count(model.dataset())
-
-
-def steps_per_epoch(samples: int, batch: int, last: Last) -> int:
-    """Return the mini-batches of an epoch; an incomplete last one counts if it is filled up.
-
-    >>> steps_per_epoch(100, 14, "drop"), steps_per_epoch(100, 14, "pad"), steps_per_epoch(98, 14, "pad")
-    (7, 8, 7)
-    """
-    return -(-samples // batch) if last == "pad" else samples // batch
-
-
 def steps_of_epoch(model: UserModel, samples: int, plan: Plan, last: Last) -> int:
-    """Return the steps in which a run goes through its dataset once.
+    """Return the steps in which a run goes through its dataset once; an incomplete last one counts if it is filled up.
 
     Raises:
         FileError: the dataset has too few samples for one.
     """
-    found = steps_per_epoch(samples, plan.batch, last)
+    found = -(-samples // plan.batch) if last == "pad" else samples // plan.batch
     if not found:
         remedy = "plan with a smaller `batch`, or pass `last='pad'`" if samples else "give it samples"
         raise FileError(f"{model.spec}: the dataset has {samples} samples, a mini-batch takes {plan.batch}; {remedy}")
     return found
 
 
+def _rows_of(plan: Plan, rank: int) -> tuple[int, int]:
+    """Return the first of a rank's rows in each of its micro-batches, and the one behind the last."""
+    (stage, *_), replica = stages_of(plan, rank)
+    start = plan.stages[stage].row_starts[replica]
+    return start, start + plan.stages[stage].rows[replica]
+
+
 def split_rows(
     plan: Plan, rank: int, values: Mapping[str, torch.Tensor], names: Iterable[str], device: torch.device
 ) -> list[dict[str, torch.Tensor]]:
     """Return a rank's rows of the named tensors of a whole mini-batch, micro-batch by micro-batch."""
-    (stage, *_), replica = stages_of(plan, rank)
-    start, own = plan.stages[stage].row_starts[replica], mine(plan, rank)
-    stop, size = start + plan.stages[stage].rows[replica], plan.micro_batch_size
+    (start, stop), size, own = _rows_of(plan, rank), plan.micro_batch_size, mine(plan, rank)
     return [
-        {name: move_to_device(values[name][m * size + start : m * size + stop], device) for name in names}
-        if m in own
-        else {}
+        {name: move_to_device(values[name][m * size + start : m * size + stop], device) for name in names if m in own}
         for m in range(plan.micro_batches)
     ]
 
@@ -119,9 +107,7 @@ class ShareLoader:
         """
         self._model, self._plan, self._specs, self._device = model, plan, specs, device
         self._rank = rank
-        (stage, *_), replica = stages_of(plan, rank)
-        self._start = plan.stages[stage].row_starts[replica]
-        self._stop = self._start + plan.stages[stage].rows[replica]
+        self._start, self._stop = _rows_of(plan, rank)
         self._mine = mine(plan, rank)
         seed_data(plan.seed, "dataset")
         self._dataset = model.dataset() if specs else None
@@ -184,35 +170,6 @@ Batch = list[dict[str, torch.Tensor]]
 """A rank's rows of the model's inputs, in every micro-batch."""
 
 
-class Prefetch:
-    """Loads mini-batches in the host's memory and copies them on; of two, the later one while the GPU computes."""
-
-    def __init__(self, load: Callable[[int], Batch], copies: Copies) -> None:
-        """Take what loads a step's mini-batch, and what copies it."""
-        self._load, self._copies = load, copies
-        self._ahead: tuple[int, Batch] | None = None
-
-    def load(self, step: int) -> Batch:
-        """Return a step's mini-batch on the device, whose work from now on waits for it."""
-        ahead, self._ahead = self._ahead, None
-        batch = ahead[1] if ahead is not None and ahead[0] == step else self._load_batch(step)
-        self._copies.admit(tensor for inputs in batch for tensor in inputs.values())
-        return batch
-
-    def look_ahead(self, step: int) -> None:
-        """Begin to bring the mini-batch of a later step; what is wrong with it is said when that step begins."""
-        try:
-            self._ahead = step, self._load_batch(step)
-        except Exception:
-            self._ahead = None
-
-    def _load_batch(self, step: int) -> Batch:
-        return [self._bring(inputs) for inputs in self._load(step)]
-
-    def _bring(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: self._copies.bring(tensor) for name, tensor in inputs.items()}
-
-
 class Loader(Protocol):
     """What a rank's mini-batches come from."""
 
@@ -224,21 +181,36 @@ class Loader(Protocol):
 
 
 class Batches:
-    """Loads them; for a GPU, while it computes the step before."""
+    """Loads mini-batches; for a GPU, in the host's memory, and copies them on: the next one while the GPU computes."""
 
     def __init__(self, loader: Loader, copies: Copies | None) -> None:
         """Take what loads them, and what copies them on to a device with a memory of its own."""
         self.samples = loader.samples
-        self._prefetch = None if copies is None else Prefetch(loader.load, copies)
-        self._load: Callable[[int], Batch] = loader.load if self._prefetch is None else self._prefetch.load
+        self._loader, self._copies = loader, copies
         self._next: int | None = None
+        self._ahead: tuple[int, Batch] | None = None
 
     def load(self, step: int, *, more: bool) -> Batch:
-        """Return a step's, on the device; ``more`` says whether another step follows."""
+        """Return a step's, on the device, whose work from now on waits for it; ``more``: another step follows."""
         self._next = step + 1 if more else None
-        return self._load(step)
+        if self._copies is None:
+            return self._loader.load(step)
+        ahead, self._ahead = self._ahead, None
+        batch = ahead[1] if ahead is not None and ahead[0] == step else self._bring(step, self._copies)
+        self._copies.admit(tensor for inputs in batch for tensor in inputs.values())
+        return batch
 
     def look_ahead(self) -> None:
-        """Begin to bring that of the step that follows, where there is one and the device works meanwhile."""
-        if self._prefetch is not None and self._next is not None:
-            self._prefetch.look_ahead(self._next)
+        """Begin to bring that of the step that follows, where there is one and the device works meanwhile.
+
+        What is wrong with it is said when that step begins.
+        """
+        if self._copies is not None and self._next is not None:
+            try:
+                self._ahead = self._next, self._bring(self._next, self._copies)
+            except Exception:
+                self._ahead = None
+
+    def _bring(self, step: int, copies: Copies) -> Batch:
+        inputs_of_each = self._loader.load(step)
+        return [{name: copies.bring(tensor) for name, tensor in inputs.items()} for inputs in inputs_of_each]

@@ -8,8 +8,8 @@ step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 
@@ -108,15 +108,12 @@ class StepRecord:
     """Whether scaled gradients were not finite: nothing was updated."""
     untold: Callable[[], list[tuple[float, float]]] | None = None
     """Tells ``times_s``, where nobody has asked yet."""
-    _times_s: list[tuple[float, float]] = field(default_factory=list)
 
-    @property
+    @cached_property
     def times_s(self) -> list[tuple[float, float]]:
         """Start and end of every action of the program; waits until the device is done with the step."""
-        if self.untold is not None:
-            tell, self.untold = self.untold, None
-            self._times_s = tell()
-        return self._times_s
+        tell, self.untold = self.untold, None
+        return [] if tell is None else tell()
 
 
 @dataclass(frozen=True)
@@ -260,7 +257,7 @@ class Executor:
     def _forward(self, index: int, micro_batch: int) -> None:
         stage, received = self._stages[index], {}
         for spec in stage.received_specs:
-            value = self._mailbox.take(RECEIVE, index, micro_batch, self._producer[spec.name], spec.name)
+            value = self._mailbox.take(index, micro_batch, self._producer[spec.name], spec.name)
             received[spec.name] = value.requires_grad_(spec.gradient)
 
         split = (index, micro_batch) in self._analysis.split_backwards

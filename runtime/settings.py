@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from autopar.errors import UsageError
@@ -63,10 +63,6 @@ class TrainSettings:
 
         if self.last not in get_args(Last):
             raise UsageError(f"`last` must be one of {', '.join(get_args(Last))}; found {self.last!r}")
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the settings as JSON-able data, which the constructor takes back."""
-        return asdict(self)
 
 
 def check_scope(plan: Plan) -> None:

@@ -124,11 +124,9 @@ class LayerTimes:
         """
         self._clock, self._stages = clock, stages
         self._actions = list(actions)
-        self._forwards: list[tuple[str, object, object]] = []
-        self._gradient_marks: dict[tuple[str, int], object] = {}
-        """The latest moment at which a gradient of a layer's outputs was complete, by its forwards in order."""
-        self._again: dict[tuple[str, int], object] = {}
-        """When a layer was begun once more, by its backwards in order."""
+        self._marks: dict[tuple[str, str, int], object] = {}
+        """Moments of a layer's forwards (``start``, ``end``) and backwards (``again``: it was begun once more), in
+        order; and when, of a forward's outputs, the latest gradient was complete (``reached``)."""
         self._runs: dict[tuple[str, bool], int] = defaultdict(int)
         self._seconds: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
 
@@ -136,42 +134,39 @@ class LayerTimes:
         """Run a layer forward, timed; once more is part of its backward."""
         start = self._clock.mark()
         outputs = run()
-        key = layer, self._runs[layer, again]
+        number = self._runs[layer, again]
         self._runs[layer, again] += 1
         if again:
-            self._again[key] = start
+            self._marks["again", layer, number] = start
             return outputs
-        self._forwards.append((layer, start, self._clock.mark()))
+        self._marks["start", layer, number], self._marks["end", layer, number] = start, self._clock.mark()
         for tensor in outputs:
             if tensor.requires_grad:
-                tensor.register_hook(lambda _, key=key: self._reach(key))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda _: self._reach(layer, number))  # type: ignore[no-untyped-call]
         return outputs
 
     def begin_step(self) -> None:
         """Forget the marks of the step before."""
         self._clock.start()
-        self._forwards.clear()
-        self._gradient_marks.clear()
-        self._again.clear()
+        self._marks.clear()
         self._runs.clear()
 
     def end_step(self, times_s: Sequence[tuple[float, float]]) -> None:
         """Take in a step, given when its actions ran."""
-        marks = [mark for _, start, end in self._forwards for mark in (start, end)]
-        resolved = self._clock.resolve([*marks, *self._gradient_marks.values(), *self._again.values()])
-        for index, (layer, _, _) in enumerate(self._forwards):
-            self._seconds[layer][0].append(resolved[2 * index + 1] - resolved[2 * index])
-        rest = resolved[len(marks) :]
-        reached = dict(zip(self._gradient_marks, rest, strict=False))
-        again = dict(zip(self._again, rest[len(reached) :], strict=True))
+        at_s = dict(zip(self._marks, self._clock.resolve(list(self._marks.values())), strict=True))
+        for (what, layer, number), end_s in at_s.items():
+            if what == "end":
+                self._seconds[layer][0].append(end_s - at_s["start", layer, number])
         turns: dict[tuple[int, str], list[int]] = defaultdict(list)
         for action, span in zip(self._actions, times_s, strict=True):
             turns[action.stage, action.kind].append(action.micro_batch)
             if action.kind == BACKWARD:
                 first = turns[action.stage, FORWARD].index(action.micro_batch)
                 last = len(turns[action.stage, BACKWARD]) - 1
-                begun = {layer: reached.get((layer, first)) for layer in self._stages[action.stage]}
-                begun |= {layer: again[layer, last] for layer in begun if (layer, last) in again}
+                begun = {
+                    layer: at_s.get(("again", layer, last), at_s.get(("reached", layer, first)))
+                    for layer in self._stages[action.stage]
+                }
                 self._part(action.stage, begun, span)
 
     def medians(self) -> dict[str, tuple[float, float]]:
@@ -181,8 +176,8 @@ class LayerTimes:
             for layer, (forward, backward) in self._seconds.items()
         }
 
-    def _reach(self, key: tuple[str, int]) -> None:
-        self._gradient_marks[key] = self._clock.mark()
+    def _reach(self, layer: str, number: int) -> None:
+        self._marks["reached", layer, number] = self._clock.mark()
 
     def _part(self, stage: int, starts_s: Mapping[str, float | None], span: tuple[float, float]) -> None:
         """Divide a stage's backward among its layers, given when that of each began."""

@@ -38,7 +38,7 @@ def whole_settings(user: UserModel, module: nn.Module) -> Settings | None:
     Raises:
         ModelError: ``optimizer()`` raises.
     """
-    trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+    trained = _trained(module)
     try:
         found = settings_of(user, trained)
         first = {id(each): name for name, each in trained}
@@ -51,6 +51,10 @@ def whole_settings(user: UserModel, module: nn.Module) -> Settings | None:
         raise
 
 
+def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+
+
 def check_together(user: UserModel, module: nn.Module, graph: LayerGraph, plan: Plan) -> None:
     """Refuse an optimizer that needs all parameters at once where no rank has all of them.
 
@@ -61,8 +65,7 @@ def check_together(user: UserModel, module: nn.Module, graph: LayerGraph, plan: 
     for chunks in plan.groups:
         layers = [graph.layer(name) for stage in chunks for name in plan.stages[stage].layers]
         holding += any(each.requires_grad for layer in layers for _, each in layer.named_parameters())
-    trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
-    why = needs_all(user, trained) if holding > 1 else None
+    why = needs_all(user, _trained(module)) if holding > 1 else None
     if why is not None:
         raise UsageError(
             f"{user.path}: the optimizer's step {why}, and the plan puts them on the ranks of {holding} groups of "

@@ -7,7 +7,6 @@ as the plan asks.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, cast
@@ -17,6 +16,7 @@ import torch
 from autopar.capture.graph import Layer
 from autopar.formats.plan import Plan, ReplicatedState
 from autopar.runtime.messages.transport import Pending, Transport, replica_ranks
+from autopar.runtime.stage.layers import used_by_several
 from autopar.runtime.stage.parameters import LocalParameters
 from autopar.runtime.stage.stage import Stage
 from autopar.schedules.route import buckets
@@ -124,7 +124,7 @@ class Reducer:
         }
         self._reached_ids: set[int] = set()
         # Layers that share one may each run a backward of their own: its gradient is complete when all have.
-        several = {each for layers in stages.values() for each in _of_several(layers)}
+        several = {id(each) for layers in stages.values() for each in used_by_several(layers)}
         for stage in self._stages.values():
             for bucket in stage.buckets:
                 _hook(bucket.parameters, self._note_of(stage, bucket, several))
@@ -174,20 +174,13 @@ class Reducer:
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
-        for parameter in self._plain:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-        for bucket in self._all_buckets():
-            bucket.buffer.mul_(factor)
-        for sharded in self._sharded_stages.values():
-            for part in sharded.gradients():
-                part.mul_(factor)
+        for gradient in self.complete():
+            gradient.mul_(factor)
 
     def complete(self) -> list[torch.Tensor]:
         """Return what holds all gradients of this rank, those that it shares with others included."""
         plain = [parameter.grad for parameter in self._plain if parameter.grad is not None]
-        divided = [each for sharded in self._sharded_stages.values() for each in sharded.gradients()]
-        return [*plain, *(bucket.buffer for bucket in self._all_buckets()), *divided]
+        return [*plain, *(bucket.buffer for bucket in self._all_buckets()), *self._divided_gradients()]
 
     def owned_gradients(self) -> list[torch.Tensor]:
         """Return gradients for a norm over all ranks: every element of the model's is owned by one rank."""
@@ -195,8 +188,8 @@ class Reducer:
         if self._rank == self._replicas[0]:
             owned += [bucket for stage in self._stages.values() for bucket in stage.buckets]
         parameters = [*self._plain, *(parameter for bucket in owned for parameter in bucket.parameters)]
-        divided = [each for sharded in self._sharded_stages.values() for each in sharded.gradients()]
-        return [parameter.grad for parameter in parameters if parameter.grad is not None] + divided
+        whole = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return [*whole, *self._divided_gradients()]
 
     def release_untouched(self) -> None:
         """Take the gradient from parameters that no backward reached: plain training would not update them.
@@ -205,6 +198,9 @@ class Reducer:
         """
         for bucket in self._all_buckets():
             bucket.release_untouched()
+
+    def _divided_gradients(self) -> list[torch.Tensor]:
+        return [each for sharded in self._sharded_stages.values() for each in sharded.gradients()]
 
     def _all_buckets(self) -> list[_Bucket]:
         own = [bucket for stage in self._stages.values() for bucket in stage.buckets]
@@ -242,12 +238,6 @@ def _group_by_layer(
             groups[index].append([each for each in layer if each.requires_grad and id(each) not in seen])
             seen |= {id(parameter) for parameter in groups[index][-1]}
     return groups
-
-
-def _of_several(layers: Sequence[Sequence[torch.nn.Parameter]]) -> set[int]:
-    """Return the parameters that several layers use."""
-    uses = Counter(each for layer in layers for each in {id(parameter) for parameter in layer})
-    return {each for each, count in uses.items() if count > 1}
 
 
 def _hook(parameters: Sequence[torch.nn.Parameter], note: Callable[[torch.Tensor], object]) -> None:

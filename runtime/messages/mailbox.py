@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple, Self
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 
@@ -31,28 +31,22 @@ def retirements(program: Program, rank: int) -> dict[int, list[int]]:
     Sends that no later receive proves done are not listed; they are waited for in the next step.
     """
     mine = list(program.ranks[rank])
-    sends: dict[int, list[int]] = defaultdict(list)
-    receives: dict[int, list[int]] = defaultdict(list)
-    for position, action in enumerate(mine):
-        if action.kind in _SENDS:
-            sends[action.peer].append(position)
-        elif action.kind in _RECEIVES:
-            receives[action.peer].append(position)
     found: dict[int, list[int]] = defaultdict(list)
-    for peer, positions in sends.items():
-        theirs = [action.kind in _SENDS for action in program.ranks[peer] if action.peer == rank]
-        arrived = answered = 0
-        for is_send in theirs:
-            if is_send:
-                # The peer's answer number ``answered`` comes after it received this rank's first ``arrived`` sends.
-                proof = receives[peer][answered]
-                answered += 1
-                while positions and arrived:
-                    found[proof].append(positions.pop(0))
-                    arrived -= 1
-            else:
+    for peer in {action.peer for action in mine if action.kind in _SENDS}:
+        sends, receives = (
+            iter([at for at, action in enumerate(mine) if action.peer == peer and action.kind in kinds])
+            for kinds in (_SENDS, _RECEIVES)
+        )
+        arrived = 0
+        for action in program.ranks[peer]:
+            if action.peer == rank and action.kind in _SENDS:
+                # It comes after the peer has received so many more of this rank's sends.
+                proof = next(receives)
+                found[proof] += islice(sends, arrived)
+                arrived = 0
+            elif action.peer == rank:
                 arrived += 1
-    return dict(found)
+    return {proof: done for proof, done in found.items() if done}
 
 
 def receives_ahead(program: Program, rank: int, computations: int = 2) -> dict[int, list[int]]:
@@ -104,35 +98,6 @@ class _Slice(NamedTuple):
     """Whether these are all rows of the share."""
 
 
-@dataclass(frozen=True)
-class _RankMessages:
-    """The messages of one rank."""
-
-    inward: Mapping[tuple[int, int, int], Message]
-    """By consumer, sender and producer."""
-    outward: Mapping[tuple[int, int, int], Message]
-    """By producer, receiver and consumer."""
-
-    @classmethod
-    def of(cls, plan: Plan, rank: int) -> Self:
-        flows = messages(plan)
-        return cls(
-            {(flow.consumer, flow.sender, flow.producer): flow for flow in flows if flow.receiver == rank},
-            {(flow.producer, flow.receiver, flow.consumer): flow for flow in flows if flow.sender == rank},
-        )
-
-    def local(self, kind: str, stage: int) -> list[Message]:
-        """Return what a stage sends to other stages of this rank, or, of gradients, what it sends back to them."""
-        if kind == SEND:
-            return [flow for flow in self.outward.values() if flow.local and flow.producer == stage]
-        return [flow for flow in self.inward.values() if flow.local and flow.consumer == stage]
-
-    def of_action(self, action: Action) -> Message:
-        """Return the message that an action sends or receives."""
-        flows = self.outward if action.kind in (SEND, RECEIVE_GRADIENT) else self.inward
-        return flows[action.stage, action.peer, action.peer_stage]
-
-
 class Mailbox:
     """Sends and receives what the program says, re-slicing rows between stages of different widths.
 
@@ -172,8 +137,15 @@ class Mailbox:
         """Receives to post before an action, by their positions."""
         self._share_start = plan.stages[stages[0]].row_starts[replica]
         self._share_rows = plan.stages[stages[0]].rows[replica]
-        self._messages = _RankMessages.of(plan, rank)
-        self._local_messages = {(kind, at): self._messages.local(kind, at) for kind in _SENDS for at in stages}
+        flows = messages(plan)
+        self._inward = {(flow.consumer, flow.sender, flow.producer): flow for flow in flows if flow.receiver == rank}
+        self._outward = {(flow.producer, flow.receiver, flow.consumer): flow for flow in flows if flow.sender == rank}
+        self._local_messages: dict[tuple[str, int], list[Message]] = defaultdict(list)
+        """By kind of send and stage, what it sends to other stages of this rank."""
+        for flow in self._outward.values():
+            if flow.local:
+                self._local_messages[SEND, flow.producer].append(flow)
+                self._local_messages[SEND_GRADIENT, flow.consumer].append(flow)
         kinds = [(position, action) for position, action in enumerate(self._actions) if action.peer >= 0]
         self._expected_tensors = {at: self._dues(action) for at, action in kinds if action.kind in _RECEIVES}
         self._slices = {at: self._rows_of(action) for at, action in kinds if action.kind not in _RECEIVES}
@@ -270,9 +242,9 @@ class Mailbox:
                 piece = _Piece(0, None, there=False) if tensor is None else _Piece(0, tensor.detach())
                 self._pieces[received, other, micro_batch, stage, name] = [piece]
 
-    def take(self, kind: str, stage: int, micro_batch: int, peer_stage: int, name: str) -> torch.Tensor:
+    def take(self, stage: int, micro_batch: int, peer_stage: int, name: str) -> torch.Tensor:
         """Return a tensor that a stage has received from another, its rows joined."""
-        found = self._pop_tensor((kind, stage, micro_batch, peer_stage, name))
+        found = self._pop_tensor((RECEIVE, stage, micro_batch, peer_stage, name))
         assert found is not None
         return found
 
@@ -307,7 +279,8 @@ class Mailbox:
 
     def _flow(self, action: Action) -> tuple[Message, int, list[str]]:
         """Return the message of an action, where its rows begin within this rank's share, and its tensors' names."""
-        flow = self._messages.of_action(action)
+        flows = self._outward if action.kind in (SEND, RECEIVE_GRADIENT) else self._inward
+        flow = flows[action.stage, action.peer, action.peer_stage]
         indices = flow.tensors if action.kind in (SEND, RECEIVE) else flow.gradients
         return flow, flow.start - self._share_start, [self._plan.tensors[index].name for index in indices]
 

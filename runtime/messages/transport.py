@@ -6,7 +6,7 @@ ranks, of which a plan makes a few, each in an order that all ranks share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -132,21 +132,15 @@ class GroupTransport:
             self._channels[peer].send(tensor)
             return Done(tensor)
         group = self._up if peer > self._rank else self._down
-        try:
-            # The group's own: ``isend`` finds out in every call what is known here.
-            return _Work(group.send([_reals(tensor)], peer, 0))
-        except RuntimeError as error:
-            raise PeerLostError(_first_line(error)) from error
+        # The group's own: ``isend`` finds out in every call what is known here.
+        return _begin(lambda: group.send([_reals(tensor)], peer, 0))
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`Transport`."""
         if peer in self._channels:
             return self._channels[peer].receive(tensor)
         group = self._down if peer > self._rank else self._up
-        try:
-            return _Work(group.recv([_reals(tensor)], peer, 0))
-        except RuntimeError as error:
-            raise PeerLostError(_first_line(error)) from error
+        return _begin(lambda: group.recv([_reals(tensor)], peer, 0))
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
         """See :class:`Transport`."""
@@ -175,7 +169,7 @@ def _reals(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _begin(start: _Start) -> _Work:
+def _begin(start: Callable[[], dist.Work | None]) -> _Work:
     try:
         return _Work(start())
     except RuntimeError as error:
@@ -186,10 +180,6 @@ def _end(group: object) -> None:
     """Take down a group of this rank's; of others', it has none."""
     if isinstance(group, dist.ProcessGroup):
         dist.destroy_process_group(group)
-
-
-class _Start(Protocol):
-    def __call__(self) -> dist.Work | None: ...
 
 
 def _first_line(error: RuntimeError) -> str:

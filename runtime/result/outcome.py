@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -84,10 +85,12 @@ class Steps:
 
     def times(self) -> StepTimes:
         """Return how the lengths are distributed."""
+        several = len(self._steady) > 1
+        deciles = quantiles(self._steady, n=10, method="inclusive") if several else 9 * self._steady
         return StepTimes(
             median=median(self._steady),
-            p10=_quantile(self._steady, 0),
-            p90=_quantile(self._steady, 8),
+            p10=deciles[0],
+            p90=deciles[8],
             longest=max(self._steady),
             first=self.lengths_s[0],
         )
@@ -124,15 +127,11 @@ class Steps:
 
     def overhead_s(self) -> float:
         """Return the median, of the rank where it is largest, of what recorded steps take before their first action."""
-        found: list[float] = []
-        for result in self._results:
-            begun = [result["times_s"][str(step)][0][0] - result["starts_s"][step] for step in self._recorded_steps]
-            found.append(median(begun))
+        found = (
+            median(result["times_s"][str(step)][0][0] - result["starts_s"][step] for step in self._recorded_steps)
+            for result in self._results
+        )
         return max(0.0, *found)
-
-
-def _quantile(values: Sequence[float], index: int) -> float:
-    return quantiles(values, n=10, method="inclusive")[index] if len(values) > 1 else values[0]
 
 
 BACKWARD_FLOPS = 2
@@ -182,6 +181,7 @@ def _report(
     plan: Plan, program: Program, results: Sequence[RankResult], steps: Steps, initial: str, notes: Sequence[str]
 ) -> Report:
     times, where = steps.times(), steps.time_use(steps.typical)
+    losses = [zip(result["loss"], result["count"], strict=True) for result in results]
     model_flops, utilisation = _utilisation(results, times.median)
     return Report(
         model=plan.model.source,
@@ -191,7 +191,7 @@ def _report(
         torch=torch.__version__,
         ranks=len(results),
         steps=len(steps.lengths_s),
-        loss=tuple(_losses(results)),
+        loss=tuple(map(loss_of, zip(*losses, strict=True))),
         step_s=times,
         predicted_step_s=plan.predicted.step_s,
         error=plan.predicted.step_s / times.median - 1,
@@ -215,11 +215,6 @@ def _report(
 def _bubble(where: Sequence[TimeUse]) -> float:
     """Return the share of a step in which ranks compute nothing, given where their time went."""
     return max(0.0, 1 - sum(each.compute_s + each.update_s for each in where) / sum(map(sum, where)))
-
-
-def _losses(results: Sequence[RankResult]) -> list[float]:
-    steps = range(len(results[0]["loss"]))
-    return [loss_of([(result["loss"][step], result["count"][step]) for result in results]) for step in steps]
 
 
 def _predicted_peaks(plan: Plan, results: Sequence[RankResult]) -> tuple[int, ...]:
@@ -266,7 +261,9 @@ class PeakMemory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
-            _forget_peak()
+            with suppress(OSError):
+                # Linux forgets the process's high-water mark.
+                Path("/proc/self/clear_refs").write_text("5")
             self._before_bytes = _status_bytes("VmRSS")
 
     def peak_bytes(self) -> int:
@@ -274,14 +271,6 @@ class PeakMemory:
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
         return max(0, _status_bytes("VmHWM") - self._before_bytes)
-
-
-def _forget_peak() -> None:
-    """Let Linux forget the process's high-water mark."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
 
 
 def _status_bytes(key: str) -> int:

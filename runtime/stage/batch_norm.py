@@ -91,6 +91,10 @@ class _Replicas:
             self.transport.all_reduce(parts, self.ranks, apart=apart).wait()
         return [_pool_moments(columns) for columns in torch.split(parts, list(sizes), dim=1)]
 
+    def add(self, sums: torch.Tensor) -> None:
+        """Replace sums over a share by those over all, apart from those of gradients."""
+        self.transport.all_reduce(sums, self.ranks, apart=True).wait()
+
 
 def _calls_of(module: nn.Module) -> list[tuple[fx.GraphModule, fx.Node]]:
     """Return the nodes of a captured layer, sub-graphs included, that normalise by the statistics of their input."""
@@ -311,20 +315,12 @@ class SyncedBatchNorm(nn.Module):
         cudnn: bool,
     ) -> torch.Tensor:
         """Normalise a share, and track the whole micro-batch's statistics."""
-        output, moments = _Normalize.apply(x, weight, bias, eps, self)  # type: ignore[no-untyped-call]
+        output, moments = _Normalize.apply(x, weight, bias, eps, self._replicas)  # type: ignore[no-untyped-call]
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
                 _track(running_mean, running_var, moments, momentum)
         result: torch.Tensor = output
         return result
-
-    def pool(self, moments: torch.Tensor) -> torch.Tensor:
-        """Return the moments of all shares together."""
-        return self._replicas.pool(moments, [moments.numel()], apart=True)[0]
-
-    def add(self, sums: torch.Tensor) -> None:
-        """Replace sums over a share by those over all."""
-        self._replicas.transport.all_reduce(sums, self._replicas.ranks, apart=True).wait()
 
 
 class _Normalize(Function):
@@ -335,13 +331,13 @@ class _Normalize(Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        replicas: SyncedBatchNorm,
+        replicas: _Replicas,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = _wide(x)
         variance, mean = torch.var_mean(wide, _all_but_channels(x), correction=0)
         count = x.numel() // x.shape[1]
         own = torch.cat([mean.new_full((1,), count), mean, variance * count])
-        moments = replicas.pool(own.double())
+        (moments,) = replicas.pool(own.double(), [own.numel()], apart=True)
         count_of_all, mean, squares = (each.to(wide.dtype) for each in _unpack_moments(moments))
         variance = squares / count_of_all
         ctx.save_for_backward(x, weight, mean, (variance + eps).rsqrt(), count_of_all)

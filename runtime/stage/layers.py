@@ -1,4 +1,4 @@
-"""What a plan says of layers: the tensors that cross between stages, the seeds of random layers, and the precision.
+"""What a plan says of layers: the tensors that cross between stages, shared parameters, seeds, and the precision.
 
 Seeds depend on nothing but how the mini-batch is divided, and are documented in ``docs/seeds.md``, so that a plain loop
 can set the same in forward hooks.
@@ -6,6 +6,7 @@ can set the same in forward hooks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -39,6 +40,12 @@ def crossings(tensors: Iterable[TensorSpec], stage_of: Mapping[str, int]) -> tup
                 )
             )
     return tuple(found)
+
+
+def used_by_several(layers: Iterable[Iterable[torch.nn.Parameter]]) -> frozenset[torch.nn.Parameter]:
+    """Return the parameters that several layers use, given those of each."""
+    uses = Counter(parameter for layer in layers for parameter in set(layer))
+    return frozenset(parameter for parameter, count in uses.items() if count > 1)
 
 
 def seed_of(run_seed: int, layer: str, step: int, micro_batch: int, share: int) -> int:

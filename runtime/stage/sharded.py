@@ -28,6 +28,7 @@ from autopar.capture.meta import place
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Shard
 from autopar.ranks.failure import PeerLostError
+from autopar.runtime.stage.layers import used_by_several
 from autopar.runtime.stage.stage import Pass, Stage
 
 _GATHER, _REDUCE, _END = range(3)
@@ -151,7 +152,7 @@ class ShardedStage(Stage):
         called = [_wrap_layer(layer) for layer in layers]
         super().__init__(called, tensors, model_inputs, loss, autocast, recompute)
         self._sharding = sharding
-        several = _used_by_several(layers)
+        several = used_by_several(layer.module.parameters() for layer in layers)
         # A layer may return a view of what it made: no other layer writes into it.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
         for layer in layers:
@@ -353,16 +354,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def replicated_dtensor(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Return a tensor that is alike on all replicas as one that optimizers can step together with divided ones."""
     return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
-
-
-def _used_by_several(layers: Sequence[Layer]) -> frozenset[nn.Parameter]:
-    seen: set[nn.Parameter] = set()
-    several: set[nn.Parameter] = set()
-    for layer in layers:
-        mine = set(layer.module.parameters())
-        several |= seen & mine
-        seen |= mine
-    return frozenset(several)
 
 
 def _check_types(layer: Layer, apart: frozenset[nn.Parameter]) -> None:

@@ -40,13 +40,6 @@ def _refuse_unpacking(nothing: None) -> torch.Tensor:
     raise AssertionError("a layer that is recomputed has not been")
 
 
-def copy_written_tensors(layer: Layer, values: Mapping[str, torch.Tensor]) -> WrittenTensors:
-    """Copy what a layer's forward writes, before it first runs on ``values``."""
-    inputs = () if layer.writes is None else layer.writes.inputs
-    copies = {attribute: buffer.detach().clone() for attribute, buffer in _written_buffers(layer).items()}
-    return WrittenTensors({name: values[name].clone() for name in inputs}, copies)
-
-
 def call_layer(layer: Layer, rows: int, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Run a layer's module.
 
@@ -122,9 +115,6 @@ class Segment:
         """
         self.is_recomputed = is_recomputed
         self._layers, self._autocast = list(layers), autocast
-        if autocast is nullcontext:
-            nothing = nullcontext()
-            self._autocast = lambda: nothing
         made = [name for layer in layers for name in layer.outputs]
         read = [name for layer in layers for name in layer.inputs]
         self.inputs = tuple(dict.fromkeys(name for name in read if name not in made))
@@ -136,8 +126,10 @@ class Segment:
 
     def before(self, values: Mapping[str, torch.Tensor]) -> WrittenTensors:
         """Return copies of what the one layer of a recomputed segment will write, for its second run."""
-        assert self.is_recomputed
-        return copy_written_tensors(self._layers[0], values)
+        (layer,) = self._layers
+        names = () if layer.writes is None else layer.writes.inputs
+        copies = {attribute: buffer.detach().clone() for attribute, buffer in _written_buffers(layer).items()}
+        return WrittenTensors({name: values[name].clone() for name in names}, copies)
 
     def run(
         self,
@@ -216,9 +208,6 @@ def segments_of(
     return found[::-1]
 
 
-_UNRECORDED = nullcontext()
-
-
 class Pass:
     """One forward of a segment, and its backward, whole or in halves.
 
@@ -293,7 +282,7 @@ class Pass:
         self._halves.weight()
 
     def _recording(self) -> AbstractContextManager[object]:
-        return _UNRECORDED if self._halves is None else self._halves.recording()
+        return nullcontext() if self._halves is None else self._halves.recording()
 
     def _keep(self, outputs: Mapping[str, torch.Tensor]) -> None:
         """Keep of a forward what its backward needs."""

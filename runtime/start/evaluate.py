@@ -98,7 +98,7 @@ class Forwards:
     ) -> dict[str, torch.Tensor]:
         stage, micro_batch = self._stages[action.stage], action.micro_batch
         received = {
-            spec.name: self._mailbox.take(RECEIVE, action.stage, micro_batch, self._producer[spec.name], spec.name)
+            spec.name: self._mailbox.take(action.stage, micro_batch, self._producer[spec.name], spec.name)
             for spec in stage.received_specs
         }
 
@@ -183,22 +183,19 @@ class Evaluation:
         Raises:
             UsageError: shares are of fewer or more samples than a layer takes.
         """
-        for count, size in rounds(self._plan, rows):
-            self._forwards_of(count, size)
+        planned = [self._forwards_of(count, size) for count, size in rounds(self._plan, rows)]
         self._refresh()
         first = 0
-        used: dict[int, Forwards] = {}
         with ExitStack() as lending:
             for stage in self._job.stages.values():
                 lending.enter_context(stage.lending())
-            for count, size in rounds(self._plan, rows):
-                forwards = self._forwards_of(count, size)
-                used[id(forwards)] = forwards
-                part = {name: value[first : first + count * size] for name, value in values.items()}
+            for forwards in planned:
+                stop = first + forwards.plan.batch
+                part = {name: value[first:stop] for name, value in values.items()}
                 inputs = split_rows(forwards.plan, self._job.rank, part, self.inputs, self._device)
                 yield forwards, forwards.run(step, inputs)
-                first += count * size
-        for forwards in used.values():
+                first = stop
+        for forwards in dict.fromkeys(planned):
             forwards.finish()
 
     def loss(self, step: int, rows: int, values: Mapping[str, torch.Tensor]) -> tuple[float, float]:

@@ -6,17 +6,16 @@ stepped, they give the records of steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 
-from autopar.capture.graph import Layer, LayerGraph, TensorSpec
+from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.optimizer import Settings
 from autopar.capture.source import UserModel
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
-from autopar.formats.profile import Precision
 from autopar.formats.program import Program
 from autopar.runtime.data import Batch, Batches, Loader, ShareLoader
 from autopar.runtime.execute import Executor, StepRecord, Surroundings
@@ -30,7 +29,6 @@ from autopar.runtime.stage.batch_norm import normalizing
 from autopar.runtime.stage.compile import compile_layers, warm_up
 from autopar.runtime.stage.layers import autocast_of, crossing_specs, seed_generator
 from autopar.runtime.stage.parameters import (
-    LocalParameters,
     OptimizerParameters,
     Weights,
     hold,
@@ -41,86 +39,6 @@ from autopar.runtime.start.workspace import check_shares
 from autopar.runtime.times import clock_of
 from autopar.runtime.update import Update, UpdateSettings
 from autopar.schedules.expand import stages_of
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-
-def mesh_of(plan: Plan, rank: int, transport: Transport) -> DeviceMesh | None:
-    """Return the mesh of a rank and those that divide parameters with it; None where nobody does."""
-    stages, _ = stages_of(plan, rank)
-    if all(plan.stages[stage].shard == "none" for stage in stages):
-        return None
-    return transport.mesh(replica_ranks(plan, stages))
-
-
-def build_stages(
-    plan: Plan,
-    graph: LayerGraph,
-    layers: Mapping[int, Sequence[Layer]],
-    local_parameters: LocalParameters,
-    mesh: DeviceMesh | None,
-    device: torch.device,
-    *,
-    offload: bool,
-) -> dict[int, Stage]:
-    """Build a rank's stages, by index.
-
-    Args:
-        plan: what is carried out.
-        graph: the captured model.
-        layers: the rank's, by stage, with parameters in place.
-        local_parameters: these parameters; of those that replicas divide, a part is left.
-        mesh: of the replicas, where they divide any.
-        device: where the stages compute.
-        offload: whether what replicas divide waits in the host's memory.
-
-    Raises:
-        UsageError: a layer's parameters cannot be divided.
-    """
-    crossing, autocast = crossing_specs(plan, graph), autocast_of(plan.precision, device)
-    built: dict[int, Stage] = {}
-    for index, mine in layers.items():
-        placed = plan.stages[index]
-        flow = (mine, crossing, graph.inputs, graph.outputs, autocast, placed.recompute)
-        if mesh is None or placed.shard == "none":
-            built[index] = Stage(*flow)
-            continue
-        # What shards takes most of a second to import.
-        from autopar.runtime.stage.sharded import ShardedStage, Sharding
-
-        with local_parameters.dividing(sharded_parameter_names(plan, index, mine), mine) as apart:
-            turning = placed.division == "round-robin"
-            sharding = Sharding(placed.shard, mesh, apart, offload, turning, decides=not graph.portable)
-            built[index] = ShardedStage(sharding, *flow)
-    return built
-
-
-def compile_stages(
-    stages: Iterable[Stage], specs: Mapping[str, TensorSpec], rows: int, precision: Precision, device: torch.device
-) -> list[str]:
-    """Run the compiled layers of a rank's stages once, on zeros, so that they compile.
-
-    Args:
-        stages: the rank's.
-        specs: of the model's tensors, by name.
-        rows: samples in the rank's share of a micro-batch.
-        precision: the plan's.
-        device: where the stages compute.
-
-    Returns:
-        Warnings, each of a layer that does not compile.
-    """
-    warnings, autocast = list[str](), autocast_of(precision, device)
-    for stage in stages:
-        read = [*stage.received_specs, *(specs[name] for name in stage.inputs)]
-        values = {
-            spec.name: torch.zeros(spec.shape(rows), dtype=spec.dtype, device=device).requires_grad_(spec.gradient)
-            for spec in read
-        }
-        warnings += warm_up(stage.layers, rows, values, lambda layer: seed_generator(device, 0), autocast)
-    return warnings
-
 
 DEFAULTS = TrainSettings()
 
@@ -202,8 +120,29 @@ class Job:
         if settings.compile:
             check_compiling(plan, program)
             layers = compile_layers(layers)
-        self._mesh, offload = mesh_of(plan, rank, transport), settings.cpu_offload
-        return build_stages(plan, graph, layers, self._local_parameters, self._mesh, self._device, offload=offload)
+        shards = any(plan.stages[index].shard != "none" for index in layers)
+        self._mesh = transport.mesh(replicas) if shards else None
+        return {index: self._build_stage(index, graph, mine, settings) for index, mine in layers.items()}
+
+    def _build_stage(self, index: int, graph: LayerGraph, layers: Sequence[Layer], settings: TrainSettings) -> Stage:
+        """Build a stage; of parameters that replicas divide, a part is left.
+
+        Raises:
+            UsageError: a layer's parameters cannot be divided.
+        """
+        plan, placed = self.plan, self.plan.stages[index]
+        crossing, autocast = crossing_specs(plan, graph), autocast_of(plan.precision, self._device)
+        flow = (layers, crossing, graph.inputs, graph.outputs, autocast, placed.recompute)
+        if self._mesh is None or placed.shard == "none":
+            return Stage(*flow)
+        # What shards takes most of a second to import.
+        from autopar.runtime.stage.sharded import ShardedStage, Sharding
+
+        names = sharded_parameter_names(plan, index, layers)
+        with self._local_parameters.dividing(names, layers) as apart:
+            turning, decides = placed.division == "round-robin", not graph.portable
+            sharding = Sharding(placed.shard, self._mesh, apart, settings.cpu_offload, turning, decides)
+            return ShardedStage(sharding, *flow)
 
     @property
     def notes(self) -> list[str]:
@@ -249,8 +188,22 @@ class Job:
         return whole(tensor)
 
     def warm_up(self) -> list[str]:
-        """Compile the layers, before the first step; return warnings of those that do not compile."""
-        return compile_stages(self.stages.values(), self._specs, self.rows, self.plan.precision, self._device)
+        """Run the compiled layers once, on zeros, so that they compile; return warnings of those that do not."""
+        warnings, autocast = list[str](), autocast_of(self.plan.precision, self._device)
+
+        def seed(layer: str) -> None:
+            seed_generator(self._device, 0)
+
+        for stage in self.stages.values():
+            read = [*stage.received_specs, *(self._specs[name] for name in stage.inputs)]
+            values = {
+                spec.name: torch.zeros(spec.shape(self.rows), dtype=spec.dtype, device=self._device).requires_grad_(
+                    spec.gradient
+                )
+                for spec in read
+            }
+            warnings += warm_up(stage.layers, self.rows, values, seed, autocast)
+        return warnings
 
     def try_optimizer(self) -> None:
         """Have the optimizer step small divided parameters, before training; replicas do so together.

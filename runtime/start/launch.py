@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
+from autopar.capture.data import seed_data
 from autopar.capture.source import UserModel
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
@@ -23,7 +25,7 @@ from autopar.ranks.environment import LaunchedRank
 from autopar.ranks.failure import Failure
 from autopar.ranks.pool import Describe, Doing, RankPool
 from autopar.ranks.scratch import Scratch
-from autopar.runtime.data import sample_count, steps_of_epoch
+from autopar.runtime.data import steps_of_epoch
 from autopar.runtime.result.outcome import Outcome, RankResult, loss_of, outcome_of
 from autopar.runtime.result.weights import publish
 from autopar.runtime.settings import (
@@ -141,7 +143,7 @@ def run(
                 ranks=len(plan.devices),
                 timeout_s=options.timeout_s,
                 describe=_describe(plan, program),
-                on_message=_Losses(plan, progress).take,
+                on_message=_sum_losses(plan, progress),
             )
         return _conclude(plan, program, [cast(RankResult, result) for result in results], options, initial)
 
@@ -163,12 +165,13 @@ def join(
             check_shared(context, options.save)
         scratch = Scratch("run") if context.leads_host else None
         try:
-            host = _prepare_host(context, scratch.path if scratch else None, model, plan, options)
-            with set_of(options.save, host.save_as):
-                arguments = _arguments(plan, program, model, host.folder, options, host.steps, host.save_as)
+            place = scratch.path if scratch else None
+            folder, steps, initial, save_as = _prepare_host(context, place, model, plan, options)
+            with set_of(options.save, save_as):
+                arguments = _arguments(plan, program, model, folder, options, steps, save_as)
                 result = train(context, arguments)
                 gathered = [json.loads(text) for text in context.gather(json.dumps(result))]
-                return _conclude(plan, program, gathered, options, host.initial) if context.rank == 0 else None
+                return _conclude(plan, program, gathered, options, initial) if context.rank == 0 else None
         finally:
             if scratch is not None:
                 scratch.close()
@@ -186,7 +189,7 @@ def _digests(plan: Plan, program: Program, model: str, options: RunOptions) -> d
         "model": model.encode() if source is None else source.read_bytes(),
         "dataset file": b"" if options.data is None else options.data.read_bytes(),
         "command line": json.dumps(
-            [options.steps, options.save is not None, options.share_gpus, options.settings.as_dict()]
+            [options.steps, options.save is not None, options.share_gpus, asdict(options.settings)]
         ).encode(),
     }
     return {name: sha256(content).hexdigest() for name, content in contents.items()}
@@ -209,26 +212,20 @@ def _program(plan: Plan, options: RunOptions) -> Program:
 def _steps(model: UserModel, plan: Plan, options: RunOptions) -> int:
     if options.epochs is None:
         return options.steps
-    samples = sample_count(model, plan.seed)
+    seed_data(plan.seed, "dataset")
+    samples = model.sample_count(model.dataset())
     return options.epochs * steps_of_epoch(model, samples, plan, options.settings.last)
-
-
-class _HostPreparation(NamedTuple):
-    """What a rank is told of what its host has prepared."""
-
-    folder: Path
-    """The workspace's."""
-    steps: int
-    initial: str
-    """Where the initial weights are from."""
-    save_as: str
-    """The name of the set of trained weights, the same on all hosts."""
 
 
 def _prepare_host(
     context: RankContext, folder: Path | None, model: str, plan: Plan, options: RunOptions
-) -> _HostPreparation:
-    """Let one rank of every host prepare the workspace, and count steps; a failure is raised on all ranks alike."""
+) -> tuple[Path, int, str, str]:
+    """Let one rank of every host prepare the workspace, and count steps; a failure is raised on all ranks alike.
+
+    Returns:
+        The workspace's folder, the steps, where the initial weights are from, and the name of the set of trained
+        weights, the same on all hosts.
+    """
     said: dict[str, object] = {}
     if folder is not None:
         try:
@@ -245,7 +242,7 @@ def _prepare_host(
         if "failure" in item:
             raise Failure(**item["failure"]).as_common_error(context.rank)
     leader = heard[context.rank - context.local_rank]
-    return _HostPreparation(Path(leader["folder"]), leader["steps"], leader["initial"], heard[0]["save_as"])
+    return Path(leader["folder"]), leader["steps"], leader["initial"], heard[0]["save_as"]
 
 
 def _conclude(plan: Plan, program: Program, results: list[RankResult], options: RunOptions, initial: str) -> Outcome:
@@ -279,7 +276,7 @@ def _arguments(
         steps=steps,
         save=None if options.save is None else str(options.save.resolve()),
         save_as=save_as,
-        settings=options.settings.as_dict(),
+        settings=asdict(options.settings),
         keep=None if options.keep is None else str(options.keep.resolve()),
     )
 
@@ -318,18 +315,16 @@ def _describe(plan: Plan, program: Program) -> Describe:
     return describe
 
 
-class _Losses:
-    """Adds up the parts of a step's loss that the last stage's replicas report."""
+def _sum_losses(plan: Plan, progress: StepProgress | None) -> Callable[[int, dict[str, object]], None]:
+    """Return what adds up the parts of a step's loss that the last stage's replicas report."""
+    parts: dict[int, list[tuple[float, float]]] = defaultdict(list)
 
-    def __init__(self, plan: Plan, progress: StepProgress | None) -> None:
-        self._parts: dict[int, list[tuple[float, float]]] = {}
-        self._replica_count, self._progress = plan.stages[-1].replicas, progress
-
-    def take(self, rank: int, message: dict[str, object]) -> None:
+    def take(rank: int, message: dict[str, object]) -> None:
         step = int(str(message["step"]))
-        parts = self._parts.setdefault(step, [])
-        parts.append((float(str(message["loss"])), float(str(message["count"]))))
-        if len(parts) == self._replica_count:
-            del self._parts[step]
-            if self._progress is not None:
-                self._progress(step, loss_of(parts))
+        parts[step].append((float(str(message["loss"])), float(str(message["count"]))))
+        if len(parts[step]) == plan.stages[-1].replicas:
+            loss = loss_of(parts.pop(step))
+            if progress is not None:
+                progress(step, loss)
+
+    return take

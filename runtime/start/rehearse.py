@@ -146,11 +146,10 @@ def rehearse_model(plan: Plan, model: str, data: Path | None, progress: Progress
 
 
 def _peak_bytes(plan: Plan, rank: int, graph: LayerGraph, model: UserModel) -> int:
-    shapes = {name: layer.parameter(at) for layer in graph.layers for at, name in layer.parameters.items()}
-    buffers = {name: layer.module.get_buffer(at) for layer in graph.layers for at, name in layer.buffers.items()}
+    known = {name: layer.module.get_buffer(at) for layer in graph.layers for at, name in layer.buffers.items()}
+    known |= {name: layer.parameter(at) for layer in graph.layers for at, name in layer.parameters.items()}
 
     def blank(names: Iterable[str]) -> Mapping[str, torch.Tensor]:
-        known: dict[str, torch.Tensor] = {**buffers, **shapes}
         return {name: torch.empty(known[name].shape, dtype=known[name].dtype) for name in names}
 
     try:
@@ -178,9 +177,6 @@ class _UnreadUpdate(Update):
     def __call__(self, record: StepRecord) -> None:
         if self.optimizer is not None:
             self.optimizer.step()
-
-    def _sum(self, values: list[float]) -> list[float]:
-        return values
 
 
 class _SilentJob(Job):

@@ -62,16 +62,6 @@ class Agreement:
         self._transport.all_reduce(total, self._ranks).wait()
         return [float(each) for each in total.tolist()]
 
-    def refuse(self, error: AutoparError | None) -> None:
-        """Raise on all ranks if one of them has something to refuse.
-
-        Raises:
-            AutoparError: what the first of them says.
-        """
-        refusing = self._of_all([float(error is not None)])
-        if any(flag for (flag,) in refusing):
-            self._raise(error)
-
     def perform(self, act: Callable[[], _Result]) -> _Result:
         """Return what a function gives, once every rank's has given something.
 
@@ -83,7 +73,8 @@ class Agreement:
             result = act()
         except AutoparError as caught:
             error = caught
-        self.refuse(error)
+        if any(flag for (flag,) in self._of_all([float(error is not None)])):
+            self._raise(error)
         return cast(_Result, result)
 
     def rows(self, rows: int | None, digest: float, error: AutoparError | None) -> int:

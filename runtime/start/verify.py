@@ -107,7 +107,7 @@ def compare(
             for name, value in values.items():
                 place = f"{name}{holder.where}"
                 known = expected_values.get(name)
-                found[what].take(math.inf if known is None else _relative(value, known), place)
+                found[what].take(math.inf if known is None else _distance(value, known) / (1 + _largest(known)), place)
         for name in expected_values.keys() - {name for holder in holders for name in getattr(holder, what)}:
             found[what].take(math.inf, f"{name}, which no rank holds")
     units = {"losses": "the largest loss + 1", "gradients": "the model's largest gradient"}
@@ -130,10 +130,6 @@ def _of_gradients(
     return (difference / largest if largest else math.inf if difference else 0.0), place
 
 
-def _relative(mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    return _distance(mine, theirs) / (1 + _largest(theirs))
-
-
 def _distance(mine: torch.Tensor, theirs: torch.Tensor) -> float:
     """Return the largest difference of two tensors; without end where they are of different shapes or types."""
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
@@ -151,7 +147,7 @@ def _distance(mine: torch.Tensor, theirs: torch.Tensor) -> float:
 def _largest(tensor: torch.Tensor) -> float:
     """Return the largest absolute value that is finite."""
     dense = tensor.to_dense() if tensor.is_sparse else tensor
-    values = dense.abs().double() if not dense.dtype.is_floating_point or dense.is_complex() else dense.double().abs()
+    values = dense.abs().double() if not dense.is_floating_point() else dense.double().abs()
     finite = values[values.isfinite()]
     return float(finite.max()) if finite.numel() else 0.0
 
@@ -266,22 +262,25 @@ def verify(
     return replace(found, notes=(reason, *found.notes))
 
 
+@dataclass
 class _Attempt:
     """A verification in one type."""
 
-    def __init__(self, plan: Plan, model: str, data: Path | None, steps: int, timeout_s: float, double: bool) -> None:
-        self._requested_plan, self._model, self._data = plan, model, data
-        self._steps, self._timeout_s, self._double = steps, timeout_s, double
-        self._plan = plan
+    requested_plan: Plan
+    model: str
+    data: Path | None
+    steps: int
+    timeout_s: float
+    double: bool
 
     def check(self, user: UserModel) -> None:
         """Find the plan that is run, and refuse it where this host has too little memory."""
-        shapes = _shapes(user, self._requested_plan.seed)
+        shapes = _shapes(user, self.requested_plan.seed)
         held = {**dict(shapes.named_parameters()), **dict(shapes.named_buffers())}
         sizes = {name: value.numel() * self._type(value.dtype).itemsize for name, value in held.items()}
         usual = sum(value.nbytes for value in held.values())
         self._plan = self._plan_to_run(sizes)
-        check_memory(self._requested_plan, sizes, sum(sizes.values()) / usual if usual else 1.0)
+        check_memory(self.requested_plan, sizes, sum(sizes.values()) / usual if usual else 1.0)
 
     def perform(self, progress: Progress, pool: RankPool | None) -> Verification:
         """Train both ways, and compare.
@@ -291,39 +290,39 @@ class _Attempt:
         """
         progress("training plainly", 0.0)
         truth = self._train()
-        allowed, rounding = (PROMISED, _PROMISE) if self._double else self._rounding_tolerances(truth, progress)
+        allowed, rounding = (PROMISED, _PROMISE) if self.double else self._rounding_tolerances(truth, progress)
         with Scratch("verify") as scratch:
             progress(f"training on {len(self._plan.devices)} ranks", 0.0)
-            settings = TrainSettings(double=self._double)
-            options = RunOptions(self._steps, timeout_s=self._timeout_s, data=self._data, settings=settings)
-            outcome = run(self._plan, self._model, replace(options, keep=scratch.path), pool=pool)
+            settings = TrainSettings(double=self.double)
+            options = RunOptions(self.steps, timeout_s=self.timeout_s, data=self.data, settings=settings)
+            outcome = run(self._plan, self.model, replace(options, keep=scratch.path), pool=pool)
             progress("comparing", 0.0)
             holders = holders_of(self._plan, scratch.path, truth)
             differences = compare(outcome.report.loss, holders, truth, allowed)
-            if self._double and _beyond_a_promise(differences):
+            if self.double and _beyond_a_promise(differences):
                 allowed, rounding = self._rounding_tolerances(truth, progress)
                 differences = compare(outcome.report.loss, holders, truth, allowed)
-        computed = "float64" if self._double else "the types of the model"
+        computed = "float64" if self.double else "the types of the model"
         return Verification(
-            self._steps,
+            self.steps,
             len(self._plan.devices),
             computed,
             rounding,
             differences,
-            by_choice=self._requested_plan.caveats,
+            by_choice=self.requested_plan.caveats,
             notes=tuple(self._notes()),
         )
 
     def _type(self, dtype: torch.dtype) -> torch.dtype:
-        return in_double(dtype) if self._double else dtype
+        return in_double(dtype) if self.double else dtype
 
     def _plan_to_run(self, sizes: dict[str, int]) -> Plan:
         """Return the plan as it is run: on CPUs, without autocast, with tensors of the types that are computed in."""
-        plan = self._requested_plan
+        plan = self.requested_plan
         return plan.model_copy(
             update={
                 "device_type": "cpu",
-                "precision": "fp64" if self._double else "fp32",
+                "precision": "fp64" if self.double else "fp32",
                 "tensors": tuple(self._crossing(each) for each in plan.tensors),
                 "tied": tuple(
                     each.model_copy(update={"bytes": sizes.get(each.parameter, each.bytes)}) for each in plan.tied
@@ -339,7 +338,7 @@ class _Attempt:
         # Autocast halved what is float32 without it.
         plain = (
             torch.float32
-            if self._requested_plan.precision in ("bf16", "fp16") and planned.is_floating_point
+            if self.requested_plan.precision in ("bf16", "fp16") and planned.is_floating_point
             else planned
         )
         computed = self._type(plain)
@@ -347,12 +346,12 @@ class _Attempt:
         return crossing.model_copy(update={"dtype": str(computed).removeprefix("torch."), "bytes_per_sample": size})
 
     def _train(self, bits: torch.dtype | None = None) -> PlainRun:
-        user = load_for(TrainSettings(double=self._double), self._model, self._data, self._requested_plan)
+        user = load_for(TrainSettings(double=self.double), self.model, self.data, self.requested_plan)
         built = user.factory
         if bits is not None:
             user = replace(user, factory=lambda: _perturb_weights(built(), bits))
         try:
-            return train_plainly(user, self._plan, self._steps)
+            return train_plainly(user, self._plan, self.steps)
         except (AutoparError, MemoryError):
             raise
         except Exception as error:
@@ -362,11 +361,11 @@ class _Attempt:
     def _rounding_tolerances(self, truth: PlainRun, progress: Progress) -> tuple[Allowed, str]:
         """Return what rounding may change: a multiple of what it does where every weight is moved by its last bit."""
         progress("finding what rounding changes", 0.0)
-        bits = torch.float64 if self._double else torch.float32
+        bits = torch.float64 if self.double else torch.float32
         with _CastRecorder() as narrowing:
             moved = self._train(bits)
-        least, at_least = (PROMISED, _PROMISE) if self._double else (SINGLE, "1e-5")
-        if self._double and narrowing.narrowest is not None:
+        least, at_least = (PROMISED, _PROMISE) if self.double else (SINGLE, "1e-5")
+        if self.double and narrowing.narrowest is not None:
             bits = narrowing.narrowest
             moved = self._train(bits)
             # What is rounded to few bits, as a loss, may come out of both runs with the same ones, by chance.
@@ -381,7 +380,7 @@ class _Attempt:
         return allowed, f"{rounding}, and {at_least} at least"
 
     def _notes(self) -> list[str]:
-        plan, notes = self._requested_plan, []
+        plan, notes = self.requested_plan, []
         if plan.device_type != "cpu":
             notes.append("the plan is for GPUs; its ranks computed on CPUs here, and GPUs round differently")
         if plan.precision in ("bf16", "fp16"):

@@ -67,17 +67,14 @@ class ComparisonFiles:
     def _keep(self) -> None:
         self._handle.remove()
         parameters = self._job.parameters.items()
-        self._gradients = {name: _copy(each.grad) for name, each in parameters if each.grad is not None}
+        gradients = {name: each.grad.detach() for name, each in parameters if each.grad is not None}
+        dense = {name: each.to_dense() if each.is_sparse else each for name, each in gradients.items()}
+        self._gradients = {name: each.clone() for name, each in dense.items()}
 
     def _write(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
         folder = kept_folder(self._folder, self._job.rank, what)
         folder.mkdir(parents=True)
         weights.write(folder / weights.SINGLE, tensors, lambda name: _whole(tensors[name]), durable=False)
-
-
-def _copy(gradient: torch.Tensor) -> torch.Tensor:
-    dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-    return dense.clone()
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -293,7 +290,7 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         peak_bytes=peak.peak_bytes(),
         peak_kind=peak.kind,
         samples=job.samples,
-        notes=[*notes, *job.notes, *_of_staging(context), *_of_settings(workspace)],
+        notes=[*notes, *job.notes, *_notes(context, workspace)],
         saved_files=_save(job, graph, workspace, arguments["save"], arguments["save_as"]),
     )
 
@@ -347,16 +344,13 @@ def _await_all(context: RankContext) -> None:
     context.barrier()
 
 
-def _of_settings(workspace: Workspace) -> list[str]:
-    if workspace.settings() is not None:
-        return []
-    return ["optimizer() was not held against one for the whole model: it takes no parameters without values"]
-
-
-def _of_staging(context: RankContext) -> list[str]:
-    if context.device.type == "cpu" or context.nccl or context.size == 1:
-        return []
-    return ["ranks share GPUs, or have no NCCL: what they sent each other went through the hosts' memory"]
+def _notes(context: RankContext, workspace: Workspace) -> list[str]:
+    notes = []
+    if not (context.device.type == "cpu" or context.nccl or context.size == 1):
+        notes.append("ranks share GPUs, or have no NCCL: what they sent each other went through the hosts' memory")
+    if workspace.settings() is None:
+        notes.append("optimizer() was not held against one for the whole model: it takes no parameters without values")
+    return notes
 
 
 def _save(job: Job, graph: LayerGraph, workspace: Workspace, folder: str | None, name: str) -> list[StoredFile]:

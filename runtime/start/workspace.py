@@ -274,7 +274,9 @@ class Workspace:
         (self.folder / NOTES).write_text(json.dumps([*graph.notes, *missing_hash_notes(model, plan)]), encoding="utf-8")
         graph = fit_to_plan(graph, plan, model)
         check_together(model, module, graph, plan)
-        self._write_settings(whole_settings(model, module))
+        settings = whole_settings(model, module)
+        if settings is not None:
+            (self.folder / SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
         if graph.portable:
             save_graph(graph, self.folder / GRAPH)
         return source
@@ -328,10 +330,6 @@ class Workspace:
         """Names in the folder of given weights, by the model's own."""
         path = self.folder / NAMES
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-    def _write_settings(self, settings: Settings | None) -> None:
-        if settings is not None:
-            (self.folder / SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
 
     def _link(self, module: nn.Module, weights_folder: Path) -> None:
         names = given_names(module, weights_folder)

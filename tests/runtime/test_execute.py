@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from autopar.errors import TrainingError
 from autopar.formats.program import Action
 from autopar.runtime import times as clocks
-from autopar.runtime.data import Prefetch
+from autopar.runtime.data import Batches
 from autopar.runtime.execute import Executor, StepRecord
 from autopar.runtime.gradients.loss import BroughtLossTally, LossTally
 from autopar.runtime.settings import TrainSettings
@@ -52,11 +52,13 @@ def test_a_loss_that_is_not_finite_is_found_before_the_update() -> None:
 class Loader:
     """Counts, and refuses one step."""
 
+    samples = 8
+
     def __init__(self, refused: int) -> None:
         self.loaded: list[int] = []
         self._refused = refused
 
-    def __call__(self, step: int) -> list[dict[str, torch.Tensor]]:
+    def load(self, step: int) -> list[dict[str, torch.Tensor]]:
         self.loaded.append(step)
         if step == self._refused:
             raise TrainingError(f"step {step} has no samples")
@@ -64,18 +66,21 @@ class Loader:
 
 
 def test_a_mini_batch_is_loaded_once_and_what_is_wrong_with_it_is_said_when_its_step_begins() -> None:
-    load, copies = Loader(refused=3), FakeCopies()
-    prefetch = Prefetch(load, copies)
+    loader, copies = Loader(refused=3), FakeCopies()
+    batches = Batches(loader, copies)
     for step in range(3):
-        assert [inputs["x"].tolist() for inputs in prefetch.load(step)] == [[step, 0], [step, 1]]
+        loaded = batches.load(step, more=True)
+        assert [inputs["x"].tolist() for inputs in loaded] == [[step, 0], [step, 1]]
         assert copies.admitted == 2 * (step + 1)
-        prefetch.look_ahead(step + 1)
-    assert load.loaded == [0, 1, 2, 3]
+        batches.look_ahead()
+    assert loader.loaded == [0, 1, 2, 3]
     with pytest.raises(TrainingError, match="step 3 has no samples"):
-        prefetch.load(3)
+        batches.load(3, more=True)
     # Another step than was expected is loaded in its own right.
-    prefetch.look_ahead(7)
-    assert prefetch.load(5)[1]["x"].tolist() == [5, 1]
+    batches.look_ahead()
+    assert batches.load(5, more=False)[1]["x"].tolist() == [5, 1]
+    batches.look_ahead()
+    assert loader.loaded == [0, 1, 2, 3, 3, 4, 5]
 
 
 class Device:
@@ -186,7 +191,7 @@ def test_training_is_the_same_bit_for_bit_with_a_device_that_may_be_behind(tmp_p
 
 def test_a_gpu_without_room_says_what_was_asked_for_and_where() -> None:
     executor = object.__new__(Executor)
-    executor._rank, executor._step = 2, 5
+    executor._surroundings, executor._step = Mock(rank=2), 5
     text = (
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.50 GiB is "
         "free. Including non-PyTorch memory, this process has 77.61 GiB memory in use. If reserved"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def test_values_out_of_range_are_refused_and_others_come_back_from_json(settings
     with pytest.raises(UsageError, match=said):
         TrainSettings(**settings)
     some = TrainSettings(clip_norm=2.5, last="pad", sync_batch_norm=True, time_layers=True)
-    assert TrainSettings(**json.loads(json.dumps(some.as_dict()))) == some
+    assert TrainSettings(**json.loads(json.dumps(asdict(some)))) == some
 
 
 def test_steps_are_told_by_number_or_by_epochs_and_not_by_both() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,7 @@ def test_nothing_is_saved_before_all_ranks_have_looked_at_their_gradients(pool: 
         "workspace": str(workspace),
         "keep": None,
     }
-    arguments |= {"steps": 1, "save": str(saved), "settings": TrainSettings().as_dict()}
+    arguments |= {"steps": 1, "save": str(saved), "settings": asdict(TrainSettings())}
     with pytest.raises(TrainingError, match=r"the gradient of 0\.linear\.weight"):
         pool.run("rank_jobs:train_and_find_late", arguments, ranks=2)
     assert not list(saved.iterdir())

@@ -149,7 +149,7 @@ def flying(plan: Plan, rank: int, graph: LayerGraph, user: UserModel, monkeypatc
             most[stage] = max(most[stage], alive[stage])
             weakref.finalize(self, alive.subtract, [stage])
 
-    monkeypatch.setattr(execute, "Flight", Counted)
+    monkeypatch.setattr(execute, "InFlightMicroBatch", Counted)
     job = alone(plan, rank, graph, user, Held())
     job.step(0)
     assert not any(alive.values())
