@@ -1,25 +1,200 @@
-"""Estimates for GPUs that are not there, against counting by hand and against runs on the CPU."""
+"""Kernels and saved bytes of layers on fake tensors; profiles of GPUs that are not there."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from autopar.capture import load
+from autopar.capture import LayerGraph, capture, capture_module, load, named_tensors
 from autopar.errors import CaptureError, UsageError
+from autopar.formats.profile import Precision
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
 from autopar.planner import plan
-from autopar.profiler.estimate import RESERVED_BYTES, estimate, layer_seconds, workload
+from autopar.profiler.device import peak_bytes
+from autopar.profiler.estimate import RESERVED_BYTES, estimate, graph_work, layer_seconds, workload
+from autopar.profiler.layer_runs import LayerPass, record
 from autopar.profiler.optimizer import moved_per_number
 from autopar.profiler.roofline import Constants, default_constants
 from autopar.profiler.subject import ProfileOptions, Subject, prepare
+from capture_zoo import build
 from paths import EXAMPLES
+
+A100 = find("A100")
+
+
+class _Attending(nn.Module):
+    """A block around one attention; heads of 64 numbers."""
+
+    def __init__(self, masked: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out, self.masked = nn.Linear(128, 384), nn.Linear(128, 128), masked
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, _ = x.shape
+        q, k, v = self.qkv(x).view(rows, length, 3, 2, 64).permute(2, 0, 3, 1, 4).unbind(0)
+        mask = torch.ones(length, length, dtype=torch.bool).tril() if self.masked else None
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=0.1, is_causal=not self.masked)
+        return self.out(mixed.transpose(1, 2).reshape(rows, length, 128)).square().mean()
+
+
+def _attending(masked: bool = False) -> LayerGraph:
+    return capture_module(_Attending(masked), (torch.randn(2, 256, 128),), None)
+
+
+def test_flash_attention_is_one_kernel_that_saves_its_inputs_output_and_sums() -> None:
+    work = graph_work(_attending(), 4, A100, "bf16").layers[0]
+    attention = [kernel for kernel in work.forward if kernel.kind == "attention"]
+    # Two products of 256 x 256 x 64 for each of 4 x 2 heads, of which a causal mask leaves half.
+    assert [kernel.flops for kernel in attention] == [2 * 2 * (4 * 2) * 256 * 256 * 64 // 2]
+    assert not [kernel for kernel in work.forward if "softmax" in kernel.op]
+    matrix_bytes = 2 * 4 * 2 * 256 * 256
+    assert max(work.saved_bytes.values()) < matrix_bytes
+    sums = 4 * 2 * 256 * 4
+    assert sums in work.saved_bytes.values()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "masked", "op"),
+    [
+        ("A100", "fp16", True, "efficient"),
+        ("A100", "fp32", False, "efficient"),
+        ("V100", "fp16", False, "efficient"),
+        ("H100", "bf16", False, "flash"),
+    ],
+)
+def test_the_attention_kernel_follows_the_gpu_the_precision_and_the_mask(
+    gpu: str, precision: Precision, masked: bool, op: str
+) -> None:
+    work = graph_work(_attending(masked), 2, find(gpu), precision).layers[0]
+    assert [k.op for k in work.forward if k.kind == "attention"] == [f"_scaled_dot_product_{op}_attention"]
+    assert any(k.op == f"_scaled_dot_product_{op}_attention_backward" for k in work.backward)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_products_of_an_lstm_are_counted_at_every_step(precision: Precision) -> None:
+    model, before = nn.LSTM(32, 32, batch_first=True), torch._C._get_mkldnn_enabled()
+    graph = capture_module(model, (torch.ones(2, 8, 32), torch.ones(2)), lambda output, _: output[0].mean())
+    flops = sum(kernel.flops for layer in graph_work(graph, 2, A100, precision).layers for kernel in layer.forward)
+    # Of the inputs and of the states: two rows, eight steps, four gates.
+    assert flops == 2 * (2 * 2 * 8 * 32 * 4 * 32)
+    assert torch._C._get_mkldnn_enabled() == before
+
+
+@pytest.mark.parametrize("name", ["chain", "skips", "norms"])
+def test_saved_bytes_and_peaks_are_those_of_a_run_on_the_cpu(name: str) -> None:
+    model, batch, loss = build(name)
+    graph = capture_module(model, batch, loss)
+    tensors = named_tensors(batch)
+    rows = next(iter(tensors.values())).shape[0]
+    real = record(graph, tensors, {tensor.name for tensor in graph.tensors})
+    for layer, work in zip(graph.layers, graph_work(graph, rows, A100, "fp32").layers, strict=True):
+        if any(kernel.op == "native_dropout" for kernel in work.forward):
+            continue
+        assert sorted(work.saved_bytes.values()) == sorted(real.saved_bytes[layer.name].values())
+        for parameter in layer.module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        run = LayerPass(layer, real.inputs[layer.name], graph.outputs)
+        assert work.peak_bytes == pytest.approx(peak_bytes(run.whole, torch.device("cpu")), rel=0.01)
+
+
+def test_parameters_without_values_are_estimated_alike_and_left_alone() -> None:
+    graph = _attending()
+    before = [parameter.detach().clone() for layer in graph.layers for parameter in layer.module.parameters()]
+    real = graph_work(graph, 4, A100, "bf16")
+    after = [parameter for layer in graph.layers for parameter in layer.module.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(parameter.grad is None for parameter in after)
+    for layer in graph.layers:
+        layer.module.to("meta")
+    assert graph_work(graph, 4, A100, "bf16") == real
+
+
+def test_a_layer_that_reads_values_is_named() -> None:
+    class Reading(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * x.detach().sum().item()
+
+    modules = nn.Sequential(nn.Linear(4, 4), Reading(), nn.Linear(4, 1))
+    graph = capture_module(
+        modules, (torch.ones(2, 4), torch.ones(2, 1)), lambda out, batch: out.mean(), lambda model: list(model)
+    )
+    with pytest.raises(CaptureError, match="cannot be estimated without its tensors' values"):
+        graph_work(graph, 2, A100, "fp32")
+
+
+def test_modules_that_are_not_captured_are_estimated_as_they_run() -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            again: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False)
+            return again
+
+    encoder = nn.TransformerEncoderLayer(64, 1, 128, dropout=0.0, batch_first=True)
+    model = nn.Sequential(encoder, Again(), nn.Linear(64, 1))
+    batch = (torch.randn(2, 16, 64), torch.ones(2, 1))
+    graph = capture_module(model, batch, lambda output, _: output.mean(), list)
+    attending, again, _ = graph_work(graph, 4, A100, "fp32").layers
+    # Two products of 16 x 16 x 64 for each of 4 samples, and five of that shape backward.
+    attention = [kernel for kernel in (*attending.forward, *attending.backward) if kernel.kind == "attention"]
+    assert [kernel.flops for kernel in attention] == [2 * 2 * 4 * 16 * 16 * 64, 5 * 2 * 4 * 16 * 16 * 64]
+    assert [kernel.op for kernel in again.backward if kernel.flops] == ["addmm", "mm", "mm"]
+    assert list(again.saved_bytes) == ["input 0"]
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(context: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: object, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+class _OwnActivation(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Own.apply(torch.tanh(x))
+        return found
+
+
+def test_a_declared_plan_is_estimated_with_and_without_values(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="autopar[hf] is not installed")
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "max_position_embeddings": 10, "tie_word_embeddings": True}
+    content = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **heads}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    user, works = load(f"hf:{tmp_path}"), []
+    for hollow in (False, True):
+        model: Any = user.build(hollow=hollow)
+        for block in model.model.layers:
+            block.mlp.act_fn = _OwnActivation()
+        graph = capture(user, model)
+        assert (graph.hollow, graph.portable) == (hollow, False)
+        works.append(graph_work(graph, 4, A100, "bf16"))
+    assert works[0] == works[1]
+
+
+def test_layers_that_compute_the_same_are_run_once() -> None:
+    user = load(str(EXAMPLES / "gpt.py"))
+    graph = capture(user, user.build(0))
+    layers = graph_work(graph, 2, A100, "bf16").layers
+    blocks = [work for layer, work in zip(graph.layers, layers, strict=True) if layer.name.startswith("blocks.")]
+    assert len(blocks) > 2
+    assert all(block is blocks[0] for block in blocks)
+
 
 A100 = find("A100")
 
