@@ -88,10 +88,9 @@ class LinkModel:
         self._ways: dict[Level, list[_LevelLink]] = {}
         self._lines: dict[tuple[str, int, Level], _MonotoneCurve] = {}
         for link in cluster.links:
-            # Whoever shares a link is assumed to send at the same time; a half-duplex link serves two directions.
-            shared = link.bytes_per_s / link.shared_by / (2 if link.duplex == "half" else 1)
-            known = "estimated" if bytes_per_s else link.provenance
-            way = _LevelLink(link.latency_s if latencies else 0.0, bytes_per_s or shared, known)
+            # Whoever shares a link is assumed to send at the same time.
+            rate, known = link.bytes_per_s / _shares(link), "estimated" if bytes_per_s else link.provenance
+            way = _LevelLink(link.latency_s if latencies else 0.0, bytes_per_s or rate, known)
             self._ways.setdefault(link.level, []).append(way)
         for curve in cluster.curves if bytes_per_s is None else ():
             ranks = 2 if curve.kind == "p2p" else curve.ranks
@@ -242,7 +241,7 @@ class Sharing:
         links: dict[Level, tuple[Link, ...]] = {}
         for level in topology.levels if bytes_per_s is None else ():
             own = tuple(link for link in cluster.links if link.level == level)
-            if any(link.shared_by > 1 or link.duplex == "half" for link in own):
+            if any(_shares(link) > 1 for link in own):
                 links[level] = own
         slowdowns: dict[Level, Slowdown] = {}
         for each in cluster.overlaps:
@@ -258,10 +257,6 @@ class Sharing:
     def __bool__(self) -> bool:
         return bool(self.links or self.slowdowns)
 
-    def level(self, devices: Sequence[int]) -> Level:
-        """Return the level of what connects devices."""
-        return self.topology.level(devices)
-
     def ports(self, level: Level, sender: int, receiver: int, seconds: float) -> tuple[Port, ...]:
         """Return what a transfer of some seconds passes from one device to another; nothing where that is not shared.
 
@@ -273,7 +268,7 @@ class Sharing:
             return ()
         at = max(range(len(links)), key=lambda index: _transfer_bytes(links[index], seconds))
         link = links[at]
-        if link.shared_by == 1 and link.duplex == "full":
+        if _shares(link) == 1:
             return ()
         full = link.duplex == "full"
         ends = ((sender, "out" if full else "both"), (receiver, "in" if full else "both"))
@@ -285,15 +280,12 @@ class Sharing:
         return tuple(dict.fromkeys(found))
 
     def capacity(self, port: Port) -> int:
-        """Return how many transfers at a time have the speed that they are priced at.
-
-        The price of a shared link is that of one among ``shared_by`` senders, and in each of two directions where it
-        is half-duplex.
-        """
+        """Return how many transfers at a time have the speed that they are priced at."""
         return _shares(self.links[port.level][port.link])
 
 
 def _shares(link: Link) -> int:
+    """Return among how many a link is divided: its senders, and of a half-duplex one those of either direction."""
     return link.shared_by * (2 if link.duplex == "half" else 1)
 
 

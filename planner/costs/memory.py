@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from autopar.planner.costs.activations import (
     rows_bytes,
     window_sums,
 )
-from autopar.planner.costs.flows import Flows, FlowTensor, TiedLayers
+from autopar.planner.costs.flows import Flows, TiedLayers
 from autopar.planner.costs.layers import LayerCosts
 
 MOST_KEPT = 100_000
@@ -98,35 +98,21 @@ def peak_of(parts: Parts, terms: PeakTerms) -> Bytes:
 
 def state_of(parts: Parts, terms: PeakTerms) -> tuple[Bytes, Bytes, Bytes]:
     """Return a replica's parameters and optimizer state, its gradients, and what an update holds for a while."""
-    r = terms.replicas
-    kept, gradients, update = parts.parameters + parts.optimizer, parts.gradients, parts.update
-    if terms.shard != "none":
-        kept, gradients = _sharded_state(parts, terms)
-        update = -(-update // r)
-    return kept, gradients, update
-
-
-def _sharded_state(parts: Parts, terms: PeakTerms) -> tuple[Bytes, Bytes]:
-    """Return the state, and the gradients, of a replica of several that divide what ``held.shard`` says."""
-    apart = parts.lasting
-    """Parameters that other stages hold, too, are whole everywhere."""
+    parameters, gradients, apart = parts.parameters, parts.gradients, parts.lasting
+    if terms.shard == "none":
+        return parameters + parts.optimizer, gradients, parts.update
 
     def part(total: Bytes, whole: Bytes) -> Bytes:
         return whole - (-(total - whole) // terms.replicas)
 
-    optimizer = part(parts.optimizer, _scale(parts.optimizer, apart, parts.gradients))
-    if terms.shard == "parameters":
-        # Two layers' parameters are whole, one that computes and the next, and as many gradients.
-        kept: Bytes = part(parts.parameters, apart) + optimizer
-        passing: Bytes = part(parts.gradients, apart) + 4 * parts.largest
-        return kept, passing
-    # Every step gathers the parameters from parts of them.
-    kept = optimizer + parts.parameters - (-(parts.parameters - apart) // terms.replicas)
-    if terms.shard == "optimizer":
-        return kept, parts.gradients
-    # Two layers' gradients are on their way to the parts.
-    passing = part(parts.gradients, apart) + 2 * parts.largest
-    return kept, passing
+    # Parameters that other stages hold, too, are whole everywhere.
+    optimizer, own = part(parts.optimizer, _scale(parts.optimizer, apart, gradients)), part(parameters, apart)
+    # Unless they are sharded themselves, every step gathers the parameters from parts of them.
+    kept: Bytes = optimizer + own + (0 if terms.shard == "parameters" else parameters - apart)
+    if terms.shard != "optimizer":
+        # Two layers' gradients are whole, one that computes and the next, and as many sharded parameters.
+        gradients = part(gradients, apart) + (4 if terms.shard == "parameters" else 2) * parts.largest
+    return kept, gradients, -(-parts.update // terms.replicas)
 
 
 def _scale(size: Bytes, part: Bytes, whole: Bytes) -> Bytes:
@@ -321,13 +307,11 @@ class MemoryModel:
 
     def _lasting_areas(self) -> Areas:
         """Gradients of parameters that a stage holds, and another one too."""
-        found = []
+        found: list[Area] = []
         for tied in self._flows.tied:
             if tied.trainable:
-                first, last = tied.layers[0], tied.layers[-1]
-                for before, layer in pairwise((-1, *tied.layers)):
-                    found.append(Area(before + 1, layer, layer + 1, self._count, tied.bytes))
-                found.append(Area(0, first, last + 1, self._count, -tied.bytes))
+                found += self._met(-1, tied.layers, tied.bytes)
+                found.append(Area(0, tied.layers[0], tied.layers[-1] + 1, self._count, -tied.bytes))
         return Areas(self._count, found)
 
     def _message_areas(self) -> tuple[Areas, ...]:
@@ -336,19 +320,17 @@ class MemoryModel:
             Area(0, tensor.producer, tensor.producer + 1, tensor.consumers[-1], tensor.bytes_per_sample)
             for tensor in gradients
         )
-        read = (self._read(tensors) for tensors in (self._flows.inputs, self._flows.crossing, gradients))
-        return (*read, Areas(self._count, received))
+        read = (
+            (area for each in tensors for area in self._met(each.producer, each.consumers, each.bytes_per_sample))
+            for tensors in (self._flows.inputs, self._flows.crossing, gradients)
+        )
+        return tuple(Areas(self._count, each) for each in (*read, received))
 
-    def _read(self, tensors: Iterable[FlowTensor]) -> Areas:
-        """Bytes per sample that layers first:stop read of what is made before them."""
-        found = []
-        for tensor in tensors:
-            start = tensor.producer + 1
-            for consumer in tensor.consumers:
-                # Of stages that begin behind the reader before, this is the first one to be met.
-                found.append(Area(start, consumer, consumer + 1, self._count, tensor.bytes_per_sample))
-                start = max(start, consumer + 1)
-        return Areas(self._count, found)
+    def _met(self, before: int, layers: Sequence[int], size: int) -> Iterator[Area]:
+        """Yield what counts once for all stages that begin behind the layer ``before`` and hold any of ``layers``."""
+        # Of stages that begin behind one layer, the next one is the first to be met.
+        for start, layer in pairwise((before, *layers)):
+            yield Area(start + 1, layer, layer + 1, self._count, size)
 
 
 def _running(values: Sequence[int], longest: int, join: np.ufunc) -> Counts:

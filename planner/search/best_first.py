@@ -32,7 +32,7 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.placement.places import Places, pool_of
 from autopar.planner.placement.pool import Pool
 from autopar.planner.search.depths import depth_choices
-from autopar.planner.search.judge import BEST_FIRST, ENOUGH, PACES, Best, fitted_us, least_gap, simulated_us
+from autopar.planner.search.judge import BEST_FIRST, ENOUGH, FITTED, PACES, Best, least_gap, simulated_us
 from autopar.planner.search.pace import FamilySearch
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.tables import NOTHING, ROUNDING, CappedStages, Prefix, SuffixTables
@@ -189,7 +189,7 @@ class _Search:
         stages, exact = node.tables.stages, self.options.gap == 0
         spans = [self._span(stages, step) for step in path.steps]
         found = depth_choices(self.costs, stages.family, path.stages, spans, exact=exact)
-        self.work_left -= fitted_us(len(path.stages))
+        self.work_left -= FITTED * len(path.stages)
         tried: list[float] = []
         for candidate in found.candidates:
             bound_s = max(node.bound_s, candidate_bound_s(self.costs, candidate))

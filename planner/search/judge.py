@@ -77,11 +77,9 @@ class Best:
 
     def consider(self, simulated_plan: SimulatedPlan) -> None:
         """Keep a simulated candidate if it is the best in any respect, or about as fast as the best one."""
-        count = len(simulated_plan.candidate.stages)
-        _keep(self.by_stages, count, simulated_plan)
-        _keep(
-            self.by_manner, (count, any(stage.turning > 1 for stage in simulated_plan.candidate.stages)), simulated_plan
-        )
+        stages = simulated_plan.candidate.stages
+        _keep(self.by_stages, len(stages), simulated_plan)
+        _keep(self.by_manner, (len(stages), any(stage.turning > 1 for stage in stages)), simulated_plan)
         for trait in traits_of(simulated_plan.candidate):
             _keep(self.by_trait, trait, simulated_plan)
         if simulated_plan.step_s < self.step_s:
@@ -133,8 +131,11 @@ EXACT_GAP = 1e-3
 """The same where the fastest plan is asked for."""
 START, PACES, BEST_FIRST, CLIMB, EQUAL = 1_000_000.0, 2_000_000.0, 1_500_000.0, 3_000_000.0, 500_000.0
 """For an effort of one: even splits, paces, plans opened best first, local moves, and those that keep widths equal."""
+SCORED, PRICED, FITTED = 5, 60, 700
+"""Of every stage of a layout: a score, a candidate's lower bound, and what may be in flight and must be recomputed."""
 SWEPT = 0.004
-SCORED, PRICED, FITTED, SHORTENED = 5, 60, 700, 12
+"""Of every stage in all states of the pool, in the search for one that keeps a pace."""
+SHORTENED = 12
 ACTION, WAVE, PROGRAM = 1.2, 45, 1_000
 """Of a simulation: every action, or, of many stages, those that are simulated at once."""
 
@@ -144,32 +145,12 @@ def least_gap(options: PlanOptions) -> float:
     return min(EXACT_GAP, options.gap) if options.exact else options.gap
 
 
-def scored_us(stages: int) -> float:
-    """Return the work of scoring a layout whose stages are known."""
-    return SCORED * stages
-
-
-def priced_us(stages: int) -> float:
-    """Return the work of pricing a candidate's lower bound."""
-    return PRICED * stages
-
-
 def shortened_us(layers: int) -> float:
     """Return the work of finding how few of a stage's layers are to be recomputed for it to fit."""
     return 4 * PRICED + SHORTENED * layers * layers.bit_length()
-
-
-def fitted_us(stages: int) -> float:
-    """Return the work of finding what a layout may keep in flight and has to recompute."""
-    return FITTED * stages
 
 
 def simulated_us(candidate: Candidate) -> float:
     """Return the work of simulating a candidate."""
     count, stages = candidate.micro_batches, len(candidate.stages)
     return PROGRAM + min(ACTION * 2 * count * stages, WAVE * (count + stages))
-
-
-def swept_us(stages: int) -> float:
-    """Return the work of looking for a plan that keeps a pace, of so many stages in all states of the pool."""
-    return SWEPT * stages

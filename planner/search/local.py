@@ -30,13 +30,13 @@ from autopar.planner.search.judge import (
     CLIMB,
     ENOUGH,
     EQUAL,
+    FITTED,
+    PRICED,
+    SCORED,
     START,
     Best,
     SimulatedPlan,
-    fitted_us,
     least_gap,
-    priced_us,
-    scored_us,
     shortened_us,
     simulated_us,
 )
@@ -172,12 +172,12 @@ class LocalSearch:
             return None
         self._tried_layouts.add((family, layout, order))
         frame = self._frame(family, layout, order)
-        self.work_left -= priced_us(len(layout.cuts))
+        self.work_left -= PRICED * len(layout.cuts)
         if frame is None or candidate_bound_s(self.costs, Candidate(*family, frame)) >= below_s:
             return None
         spans = [span_of(self.costs, family, self.options, stage) for stage in frame]
         choices = depth_choices(self.costs, family, frame, spans, exact=False, few=few)
-        self.work_left -= fitted_us(len(frame))
+        self.work_left -= FITTED * len(frame)
         if choices.closest is not None:
             self.best.miss(*choices.closest)
         return self._fastest(choices.candidates, below_s)
@@ -273,7 +273,7 @@ class LocalSearch:
 
         ``depths`` are how many micro-batches are in flight, by layer.
         """
-        self.work_left -= scored_us(len(layout.cuts))
+        self.work_left -= SCORED * len(layout.cuts)
         loads, trip_s, back_s, closing_s = [], 0.0, 0.0, 0.0
         before: _PlacedStage | None = None
         for stage in _placed_stages(layout, order, depths):
@@ -302,7 +302,7 @@ class LocalSearch:
         level = self.costs.links.level((before.devices[-1], stage.devices[-1]))
         key = family, *before[:4], *stage[:4], level
         if key not in self._links:
-            self.work_left -= priced_us(1)
+            self.work_left -= PRICED
             sender, receiver = self._place_stage(family, before), self._place_stage(family, stage)
             assert sender is not None
             assert receiver is not None

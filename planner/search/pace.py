@@ -34,7 +34,7 @@ from autopar.planner.costs.layers import Span
 from autopar.planner.options import PlanOptions
 from autopar.planner.search.depth_limits import LEAD
 from autopar.planner.search.depths import depth_choices, least_recomputed
-from autopar.planner.search.judge import Best, swept_us
+from autopar.planner.search.judge import SWEPT, Best
 from autopar.planner.search.round_trips import RoundTrips
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.tables import CappedStages, States, SuffixTables
@@ -353,7 +353,7 @@ class FamilySearch:
             passes, slower_s = passes + 1, slower_s * COARSE_STEP
             if self._try(slower_s) >= self.best.step_s * NEAR:
                 break
-        return self.passes * swept_us(self.stages.size)
+        return self.passes * (SWEPT * self.stages.size)
 
     def prove_bound(self) -> FamilyBound:
         """Prove a lower bound, and return tables of what may be better, unless these are too large to look through.

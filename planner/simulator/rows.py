@@ -215,12 +215,12 @@ class Lanes:
 
     def _message(self, sender: int, receiver: int, seconds: float) -> _Course:
         ends = self._devices[sender], self._devices[receiver]
-        level = self._sharing.level(ends)
+        level = self._sharing.topology.level(ends)
         return _Course(level, self._sharing.ports(level, *ends, seconds), (sender, receiver))
 
     def _collective(self, members: Sequence[int], group: Sequence[int], seconds: float) -> _Course:
         """A rank both sends and receives at the level that connects its group."""
-        level = self._sharing.level([self._devices[rank] for rank in group])
+        level = self._sharing.topology.level([self._devices[rank] for rank in group])
         places = [self._devices[rank] for rank in members]
         ports = tuple(port for device in places for port in self._sharing.ports(level, device, device, seconds))
         return _Course(level, ports, tuple(members))
