@@ -15,6 +15,7 @@ import secrets
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, ClassVar, Literal, NamedTuple, NoReturn, Self, get_args
 
@@ -224,23 +225,21 @@ def _loads(text: str, path: Path, keys: int, integer: Callable[[str], object]) -
     made: object = json.loads(
         text,
         object_pairs_hook=_Objects(path, keys).make,
-        parse_constant=_InvalidValue,
+        parse_constant=lambda name: _InvalidValue(f"{name} is not a JSON number"),
         # The decoder's own integers are quicker than any that are asked for.
         parse_int=None if integer is int else integer,
     )
     return made
 
 
+@dataclass(frozen=True)
 class _InvalidValue:
     """Stands in the parsed tree where strict JSON has no value, so that its path can be found."""
 
-    def __init__(self, what: str) -> None:
-        self.message = f"{what} is not a JSON number"
+    message: str
 
 
-class _Duplicate(_InvalidValue):
-    def __init__(self) -> None:
-        self.message = "key is given twice"
+_DUPLICATE, _LARGE = _InvalidValue("key is given twice"), _InvalidValue("number is too large")
 
 
 class _Objects:
@@ -258,17 +257,12 @@ class _Objects:
             return {next(iter(result)): _InvalidValue(f"one of more than {self._keys:,} keys of an object")}
         if len(result) < len(pairs):
             counts = Counter(key for key, _ in pairs)
-            return {key: _Duplicate() if counts[key] > 1 else value for key, value in pairs}
+            return {key: _DUPLICATE if counts[key] > 1 else value for key, value in pairs}
         return result
 
 
-class _Large(_InvalidValue):
-    def __init__(self) -> None:
-        self.message = "number is too large"
-
-
-def _parse_integer(digits: str) -> int | _Large:
-    return int(digits) if len(digits) < MAX_DIGITS else _Large()
+def _parse_integer(digits: str) -> int | _InvalidValue:
+    return int(digits) if len(digits) < MAX_DIGITS else _LARGE
 
 
 class _JsonPlace(NamedTuple):
@@ -295,7 +289,7 @@ def _refusal(content: object, letters: int) -> str | None:
             if isinstance(item, _InvalidValue):
                 return f"{_JsonPlace(place, key).path()}: {item.message}"
             if isinstance(item, float) and not math.isfinite(item):
-                return f"{_JsonPlace(place, key).path()}: {_Large().message}"
+                return f"{_JsonPlace(place, key).path()}: {_LARGE.message}"
             if isinstance(item, dict | list):
                 containers, values = containers + 1, values + len(item)
                 if (
@@ -424,14 +418,9 @@ def _parse(text: str, flag: str, units: dict[str, int], example: str) -> float:
     match = _NUMBER.fullmatch(text.strip())
     factor = units.get((match["unit"] or "B").upper()) if match else None
     if match is None or factor is None:
-        raise UsageError(
-            f"{flag} {text[:80]!r}: write a number and a unit ({', '.join(_names(units))}), such as {example}"
-        )
+        names = ", ".join(unit.replace("IB", "iB").replace("BPS", "bps") for unit in units)
+        raise UsageError(f"{flag} {text[:80]!r}: write a number and a unit ({names}), such as {example}")
     value = float(match["number"]) * factor
     if not 1 <= value < 2**63:
         raise UsageError(f"{flag} {text[:80]!r}: must be at least 1 and below 2**63")
     return value
-
-
-def _names(units: dict[str, int]) -> list[str]:
-    return [unit.replace("IB", "iB").replace("BPS", "bps") for unit in units]

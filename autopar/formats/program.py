@@ -81,24 +81,19 @@ class Action(NamedTuple):
     def parse(cls, text: str) -> Action:
         """Read the canonical text form back; anything else is a ``ValueError``."""
         match = _TEXT.fullmatch(text)
-        if match and _is_sound(match):
-            groups = match.groupdict()
-            number = {key: int(groups[key]) if groups[key] else -1 for key in ("index", "peer", "peer_stage")}
-            version = int(groups["version"] or 0)
-            stage = int(groups["stage"])
-            action = cls(groups["kind"], stage, number["index"], number["peer"], number["peer_stage"], version)
-            if str(action) == text:
+        if match:
+            numbers = (int(text or -1) for text in match.group("stage", "index", "peer", "peer_stage"))
+            stage, index, peer, peer_stage = numbers
+            action = cls(match["kind"], stage, index, peer, peer_stage, int(match["version"] or 0))
+            if action._is_sound() and str(action) == text:
                 return action
         raise ValueError(f"not an action: {text[:80]!r}")
 
-
-def _is_sound(match: re.Match[str]) -> bool:
-    """Whether an action has a micro-batch and a peer where its kind asks for them, and numbers that columns hold."""
-    kind, groups = match["kind"], match.groupdict()
-    counted = kind not in (REDUCE, UPDATE)
-    carried = kind in (SEND, RECEIVE, SEND_GRADIENT, RECEIVE_GRADIENT)
-    numbers = [int(groups[key] or 0) for key in ("index", "stage", "peer", "peer_stage", "version")]
-    return counted == bool(groups["index"]) and carried == (groups["peer"] is not None) and max(numbers) < 2**31
+    def _is_sound(self) -> bool:
+        """Whether it has a micro-batch and a peer where its kind asks for them, and numbers that columns hold."""
+        counted = self.kind not in (REDUCE, UPDATE)
+        carried = self.kind in (SEND, RECEIVE, SEND_GRADIENT, RECEIVE_GRADIENT)
+        return counted == (self.micro_batch >= 0) and carried == (self.peer >= 0) and max(self[1:]) < 2**31
 
 
 @dataclass(frozen=True, eq=True)

@@ -19,10 +19,8 @@ from typing import Any, Literal, NamedTuple
 from autopar.errors import FileError
 from autopar.formats.document import MOST_RANKS, parse_json, read_text, value_text, write_text
 from autopar.formats.program import (
-    BACKWARD,
     BACKWARDS,
     FORWARD,
-    INPUT_BACKWARD,
     KINDS,
     RECEIVE,
     RECEIVE_GRADIENT,
@@ -31,7 +29,6 @@ from autopar.formats.program import (
     SEND,
     SEND_GRADIENT,
     UPDATE,
-    WEIGHT_BACKWARD,
     Action,
 )
 from autopar.formats.report import KindTimes
@@ -39,19 +36,10 @@ from autopar.formats.report import KindTimes
 Origin = Literal["simulated", "measured"]
 LONGEST_US = 1e18
 TRACKS = ("compute", "send", "receive", "reduce")
-_TRACK = {
-    FORWARD: "compute",
-    BACKWARD: "compute",
-    INPUT_BACKWARD: "compute",
-    WEIGHT_BACKWARD: "compute",
-    UPDATE: "compute",
-    SEND: "send",
-    SEND_GRADIENT: "send",
-    RECEIVE: "receive",
-    RECEIVE_GRADIENT: "receive",
-    REDUCE: "reduce",
-    REDUCE_TIED: "reduce",
-}
+_COMPUTATIONS = (FORWARD, *BACKWARDS, UPDATE)
+_SENDS, _RECEIVES, _REDUCTIONS = (SEND, SEND_GRADIENT), (RECEIVE, RECEIVE_GRADIENT), (REDUCE, REDUCE_TIED)
+_KINDS_OF_TRACKS = (_COMPUTATIONS, _SENDS, _RECEIVES, _REDUCTIONS)
+_TRACK = {kind: track for track, kinds in zip(TRACKS, _KINDS_OF_TRACKS, strict=True) for kind in kinds}
 
 
 def track_of(kind: str) -> str:
@@ -193,13 +181,7 @@ def _microseconds(entry: dict[str, object], key: str, at: str) -> float:
 
 
 _COMPUTE, _UPDATE, _REDUCE, _WAITING, _TRANSFER = range(5)
-_PLAIN = {
-    FORWARD: _COMPUTE,
-    **dict.fromkeys(BACKWARDS, _COMPUTE),
-    UPDATE: _UPDATE,
-    REDUCE: _REDUCE,
-    REDUCE_TIED: _REDUCE,
-}
+_PLAIN = {**dict.fromkeys(_COMPUTATIONS, _COMPUTE), UPDATE: _UPDATE, **dict.fromkeys(_REDUCTIONS, _REDUCE)}
 _SENT_AS = {RECEIVE: SEND, RECEIVE_GRADIENT: SEND_GRADIENT}
 _Span = tuple[float, float, int]
 
@@ -260,8 +242,7 @@ def sending_of(event: Event) -> tuple[int, Action]:
 
 def _spans(step: Timeline) -> Iterator[tuple[int, float, float, int]]:
     """Yield (rank, start, end, what it was spent on) of a step's events; a receive is parted where its send began."""
-    sends = (SEND, SEND_GRADIENT)
-    begun = {(event.rank, event.action): event.start_s for event in step if event.action.kind in sends}
+    begun = {(event.rank, event.action): event.start_s for event in step if event.action.kind in _SENDS}
     for event in step:
         rank, action, start, end = event
         if action.kind in _PLAIN:
@@ -301,19 +282,16 @@ def own_times(timeline: Timeline) -> dict[tuple[int, Action], float]:
     found: dict[tuple[int, Action], float] = {}
     come: dict[tuple[str, int], float] = {}
     for event in timeline:
-        if event.action.kind in (REDUCE, REDUCE_TIED):
+        if event.action.kind in _REDUCTIONS:
             key = _reduction_key(event.action)
             come[key] = max(come.get(key, event.start_s), event.start_s)
+    is_measured = timeline.origin == "measured"
     for event in timeline:
-        kind = event.action.kind
-        if kind in (REDUCE, REDUCE_TIED):
+        if event.action.kind in _REDUCTIONS:
             found[event.rank, event.action] = max(0.0, event.end_s - come[_reduction_key(event.action)])
-        elif kind in (SEND, SEND_GRADIENT):
-            if timeline.origin == "simulated":
-                found[event.rank, event.action] = event.end_s - event.start_s
-        elif kind not in (RECEIVE, RECEIVE_GRADIENT):
+        elif event.action.kind in _COMPUTATIONS or (event.action.kind in _SENDS and not is_measured):
             found[event.rank, event.action] = event.end_s - event.start_s
-    return found if timeline.origin == "simulated" else found | _messages(timeline)
+    return found | _messages(timeline) if is_measured else found
 
 
 def medians(steps: Iterable[OwnTimes]) -> dict[tuple[int, Action], float]:
@@ -351,8 +329,8 @@ def _reduction_key(action: Action) -> tuple[str, int]:
 
 def _messages(timeline: Timeline) -> dict[tuple[int, Action], float]:
     """Return the seconds of those messages of a measured timeline whose receivers were waiting for them alone."""
-    sends = {(event.rank, event.action): event for event in timeline if event.action.kind in (SEND, SEND_GRADIENT)}
-    receives = {sending_of(event): event for event in timeline if event.action.kind in (RECEIVE, RECEIVE_GRADIENT)}
+    sends = {(event.rank, event.action): event for event in timeline if event.action.kind in _SENDS}
+    receives = {sending_of(event): event for event in timeline if event.action.kind in _RECEIVES}
     found: dict[tuple[int, Action], float] = {}
     arrived: dict[tuple[int, int], float] = {}
     for key, send in sorted(sends.items(), key=lambda item: item[1].start_s):
@@ -360,11 +338,8 @@ def _messages(timeline: Timeline) -> dict[tuple[int, Action], float]:
         if receive is None:
             continue
         pair = send.rank, receive.rank
-        if _clean(send, receive, arrived.get(pair, 0.0)):
+        is_clear = arrived.get(pair, 0.0) <= send.start_s
+        if is_clear and receive.start_s <= send.start_s <= receive.end_s:
             found[key] = receive.end_s - send.start_s
         arrived[pair] = max(arrived.get(pair, 0.0), receive.end_s)
     return found
-
-
-def _clean(send: Event, receive: Event, before_s: float) -> bool:
-    return receive.start_s <= send.start_s <= receive.end_s and before_s <= send.start_s

@@ -9,7 +9,7 @@ Bars of a profile: time, activations and parameters along the model, and what a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster
     from autopar.formats.plan import Plan
     from autopar.formats.profile import Profile
-    from autopar.formats.timeline import Timeline
 
 
 INK = "#2b2f36"
@@ -94,26 +93,20 @@ class _Sheet:
 
 def draw_timeline(timeline: Timeline, head: Callable[[Axes], None] | None = None, head_inches: float = 0.0) -> Figure:
     """Return a picture of one timeline, with what ``head`` draws above it, in so many inches."""
-    rows = _rows([timeline], [""])
-    sheet = _sheet(rows, timeline.end_s, head, head_inches)
-    for row in rows:
-        _draw_row(sheet, row)
     kind = "Predicted" if timeline.origin == "simulated" else "Measured"
     bubble = f"{timeline.bubble():.0%} of the ranks' time is bubble"
-    return _finish(sheet, rows, f"{kind} step: {_milliseconds(timeline.end_s)} ms, {bubble}")
+    rows, title = _rows([timeline], [""]), f"{kind} step: {_milliseconds(timeline.end_s)} ms, {bubble}"
+    return _draw_rows(rows, _sheet(rows, timeline.end_s, head, head_inches), title)
 
 
 def draw_over(measured_timeline: Timeline, predicted_timeline: Timeline) -> Figure:
     """Return a picture with every rank's measured row directly over its predicted row, on one time axis."""
     rows = _rows([measured_timeline, predicted_timeline], ["measured", "predicted"])
-    sheet = _sheet(rows, max(measured_timeline.end_s, predicted_timeline.end_s))
-    for row in rows:
-        _draw_row(sheet, row)
     measured_ms, predicted_ms = _milliseconds(measured_timeline.end_s), _milliseconds(predicted_timeline.end_s)
     title = f"Measured step: {measured_ms} ms, predicted: {predicted_ms} ms"
     if measured_timeline.end_s > 0:
         title += f" ({predicted_timeline.end_s / measured_timeline.end_s - 1:+.1%})"
-    return _finish(sheet, rows, title)
+    return _draw_rows(rows, _sheet(rows, max(measured_timeline.end_s, predicted_timeline.end_s)), title)
 
 
 def render(timeline: Timeline, console: Console) -> None:
@@ -227,20 +220,23 @@ def _numbers(sheet: _Sheet, events: list[Event], top: float, colour: str) -> Non
         sheet.axes.text(*at, text, size=size, color=colour, ha="center", va="center_baseline", zorder=3)
 
 
-def _finish(sheet: _Sheet, rows: list[_RankRow], title: str) -> Figure:
+def _draw_rows(rows: list[_RankRow], sheet: _Sheet, title: str) -> Figure:
     from matplotlib.patches import Patch
 
+    for row in rows:
+        _draw_row(sheet, row)
     axes = sheet.axes
     axes.set_title(title, loc="left", size=11, color=INK, pad=10)
     axes.set_xlabel("time since the step began (ms)", color=INK, size=9)
     axes.tick_params(axis="x", colors=INK, labelsize=8)
     axes.grid(axis="x", color=FAINT, linewidth=0.6, zorder=1)
     axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(FAINT)
     _label_rows(sheet, rows)
-    handles = [Patch(color=_COLOURS[key], label=_NAMES.get(key, key)) for key in _legend_keys(rows)]
+    kinds = {event.action.kind for row in rows for event in row.events}
+    present = kinds | {track_of(kind) for kind in kinds}
+    handles = [Patch(color=colour, label=_NAMES.get(key, key)) for key, colour in _COLOURS.items() if key in present]
     sheet.figure.legend(
         handles=handles, loc="lower center", ncols=len(handles) or 1, frameon=False, fontsize=9, handlelength=1.2
     )
@@ -275,12 +271,6 @@ def _margin(sheet: _Sheet, offset: float, middle: float, text: str, size: float)
     )
 
 
-def _legend_keys(rows: Iterable[_RankRow]) -> list[str]:
-    kinds = {event.action.kind for row in rows for event in row.events}
-    present = kinds | {track_of(kind) for kind in kinds}
-    return [key for key in _COLOURS if key in present]
-
-
 def _stages(events: list[Event]) -> list[int]:
     return sorted({event.action.stage for event in events})
 
@@ -293,7 +283,6 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
 
 
-_IDLE = "#f4f5f7"
 _IN_A_ROW = 8
 """Nodes beside each other."""
 _AIR = 0.7
@@ -372,8 +361,8 @@ def _draw_places(plan: Plan, cluster: Cluster, places: _DeviceMap, inches: float
         ends = ((one.devices[-1], other.devices[0]) for one, other in pairwise(plan.stages))
         # Stages that come round to the first devices again are known by their numbers.
         graph.add_edges_from((one, other) for one, other in ends if one < other)
-    points = 0.8 * 72 * inches
-    colours = [colormaps["tab20"](own[0] % 20) if own else _IDLE for own in stages.values()]
+    points = 0.8 * _POINTS * inches
+    colours = [colormaps["tab20"](own[0] % 20) if own else _LANE for own in stages.values()]
     shapes = {"node_size": points**2, "node_shape": "s"}
     nx.draw_networkx_nodes(graph, places.at, ax=axes, node_color=colours, edgecolors=FAINT, **shapes)
     nx.draw_networkx_edges(
@@ -387,14 +376,7 @@ def _draw_places(plan: Plan, cluster: Cluster, places: _DeviceMap, inches: float
     axes.set_title(f"{len(plan.stages)} stages on {used} of {len(cluster.devices)} devices", loc="left", size=11)
 
 
-_FORWARD, _BACKWARD, _SAVED, _PEAK, _PARAMETERS, _CROSSING = (
-    "#4f86c6",
-    "#f0a63c",
-    "#3a9d7c",
-    "#d8ece5",
-    "#9a6fb8",
-    "#d1495b",
-)
+_SAVED, _PEAK, _PARAMETERS, _CROSSING = "#3a9d7c", "#d8ece5", "#9a6fb8", "#d1495b"
 _MOST_NAMES, _LONGEST_NAME = 60, 29
 _LEAST_PLACES = 8
 """Bars of a model with fewer layers stay as narrow as these."""
@@ -423,8 +405,8 @@ def draw_profile(profile: Profile) -> Figure:
         time,
         "ms",
         [
-            _ColourPart("forward", _FORWARD, [cost.forward_s * 1e3 for cost in costs]),
-            _ColourPart("backward", _BACKWARD, [cost.backward_s * 1e3 for cost in costs], is_stacked=True),
+            _ColourPart("forward", _COLOURS[FORWARD], [cost.forward_s * 1e3 for cost in costs]),
+            _ColourPart("backward", _COLOURS[BACKWARD], [cost.backward_s * 1e3 for cost in costs], is_stacked=True),
         ],
     )
     _bytes_panel(

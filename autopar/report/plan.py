@@ -28,21 +28,16 @@ if TYPE_CHECKING:
 def bound_rows(plan: Plan) -> list[tuple[str, str]]:
     """Return the stack of bounds, weakest first, and the gap of the step to the last of them."""
     predicted, bounds = plan.predicted, plan.predicted.bounds
-    last = "lower bound"
-    rows = []
+    rows = [("lower bound", predicted.lower_bound_s)]
     if bounds is not None:
         rows = [("bound of any plan: work alone", bounds.work_s)]
-        if len(plan.groups[0]) > 1:
+        if len(plan.groups[0]) == 1:
             # The others are of plans with one stage on every device.
-            found = [(name, duration(seconds)) for name, seconds in rows]
-            return [*found, ("gap to it", percentage(predicted.step_s / bounds.work_s - 1))] if bounds.work_s else found
-        rows += [("one stage a device: contiguous", bounds.contiguous_s), ("+ links", bounds.linked_s)]
-        last = "+ memory: their lower bound"
-    rows.append((last, predicted.lower_bound_s))
-    found = [(name, duration(seconds)) for name, seconds in rows]
-    if predicted.lower_bound_s > 0:
-        found.append(("gap to it", percentage(predicted.step_s / predicted.lower_bound_s - 1)))
-    return found
+            rows += [("one stage a device: contiguous", bounds.contiguous_s), ("+ links", bounds.linked_s)]
+            rows.append(("+ memory: their lower bound", predicted.lower_bound_s))
+    last_s = rows[-1][1]
+    gap = [("gap to it", percentage(predicted.step_s / last_s - 1))] if last_s > 0 else []
+    return [*((name, duration(seconds)) for name, seconds in rows), *gap]
 
 
 def binding_text(plan: Plan) -> str:
@@ -101,9 +96,10 @@ def render(plan: Plan, console: Console) -> None:
     wanted = "" if plan.objective == "step" else f" (objective {plan.objective})"
     chunks = len(plan.groups[0])
     shared = f", {chunks} on each" if chunks > 1 else ""
+    policy = "" if plan.weight_policy == "sync" else " without a pause, with stashed weights"
     title = (
         f"plan of {plan.model.source}{wanted}: {count} stage{'s' if count > 1 else ''} on {devices} "
-        f"device{'s' if devices > 1 else ''}{shared}, {plan.schedule}{_policy(plan)}, "
+        f"device{'s' if devices > 1 else ''}{shared}, {plan.schedule}{policy}, "
         f"{plan.micro_batches} x {plan.micro_batch_size} samples, {plan.precision}"
     )
     say(console, title)
@@ -122,10 +118,6 @@ def render(plan: Plan, console: Console) -> None:
         say(console, f"note: {note}")
 
 
-def _policy(plan: Plan) -> str:
-    return "" if plan.weight_policy == "sync" else " without a pause, with stashed weights"
-
-
 def _stages(plan: Plan) -> Table:
     predicted = plan.predicted
     computed = (">forward", ">backward")
@@ -138,10 +130,9 @@ def _stages(plan: Plan) -> Table:
         times = [duration(numbers[index]) if numbers else "" for numbers in (predicted.forward_s, predicted.backward_s)]
         peak = predicted.peak_bytes[index]
         headroom = size(max(0, predicted.limit_bytes[index] - peak)) if predicted.limit_bytes else ""
-        numbers = (_ranges(stage.devices), _shares(stage.shares), str(stage.warmup))
-        numbers = (numbers[0], f"{numbers[1]}{_manner(stage)}", numbers[2])
-        row = (str(index), _layers(stage), *numbers, *times, size(peak), headroom)
-        rows.append((*row, *(predicted.compute[index : index + 1] if len(known) > 1 else ())))
+        shares = f"{_shares(stage.shares)}{_manner(stage)}"
+        row = (str(index), _layers(stage), _ranges(stage.devices), shares, str(stage.warmup), *times, size(peak))
+        rows.append((*row, headroom, *(predicted.compute[index : index + 1] if len(known) > 1 else ())))
     fill(table, rows)
     return table
 
@@ -270,26 +261,13 @@ _ESTIMATE = (
 
 def render_comparison(rows: Sequence[ComparisonRow], own_step_s: float, console: Console) -> None:
     """Print the plans of a comparison against the one that takes ``own_step_s``."""
-    columns = (
-        "planner",
-        ">step",
-        ">over autopar",
-        "schedule",
-        ">micro-batches",
-        ">peak memory",
-        "stages, or why not",
-    )
+    columns = ("planner", ">step", ">over autopar", "schedule", ">micro-batches", ">peak memory", "stages, or why not")
     table = Table("Planners", columns)
     for row in rows:
         count = "" if row.micro_batches is None else str(row.micro_batches)
         peak = "" if row.peak_bytes is None else size(row.peak_bytes)
-        ending = (
-            row.schedule or "",
-            count,
-            peak,
-            row.infeasible or abbreviate_stages(row.stages or "cut differently, see below"),
-        )
-        table.add_row(row.name, *_times(row, own_step_s), *ending)
+        stages = row.infeasible or abbreviate_stages(row.stages or "cut differently, see below")
+        table.add_row(row.name, *_times(row, own_step_s), row.schedule or "", count, peak, stages)
     console.print(table)
     for row in rows:
         if row.virtual_workers is not None:
@@ -309,23 +287,19 @@ def _workers(name: str, virtual_workers: VirtualWorkers) -> Table:
     for index, worker in enumerate(virtual_workers.workers):
         groups.setdefault(tuple((stage.layers, stage.type) for stage in worker.stages), []).append(index)
     for members in groups.values():
-        for at, stage in enumerate(virtual_workers.workers[members[0]].stages):
+        worker = virtual_workers.workers[members[0]]
+        first = (", ".join(map(str, members)), figure(worker.samples_per_s))
+        for at, stage in enumerate(worker.stages):
             devices = ", ".join(str(virtual_workers.workers[member].stages[at].device) for member in members)
-            first = (
-                (", ".join(map(str, members)), figure(virtual_workers.workers[members[0]].samples_per_s))
-                if not at
-                else ("", "")
-            )
             times = (str(stage.in_flight), duration(stage.stage_s), size(stage.peak_bytes))
-            table.add_row(*first, str(at), stage.layers, f"{devices} ({stage.type})", *times)
+            table.add_row(*(first if at == 0 else ("", "")), str(at), stage.layers, f"{devices} ({stage.type})", *times)
     return table
 
 
 def _times(row: ComparisonRow, own_step_s: float) -> tuple[str, str]:
     if row.step_s is None:
         return "", ""
-    over = percentage(row.step_s / own_step_s - 1, with_sign=True) if own_step_s > 0 and row.name != "autopar" else ""
-    return duration(row.step_s), over
+    return duration(row.step_s), "" if row.name == "autopar" else _against(row.step_s, own_step_s)
 
 
 _USED, _FREE, _INK = "#4f86c6", "#e4e7ec", "#2b2f36"

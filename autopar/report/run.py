@@ -20,14 +20,13 @@ from autopar.formats.program import (
     UPDATE,
     WEIGHT_BACKWARD,
 )
-from autopar.formats.report import Difference, Verification
 from autopar.report.table import Table, duration, figure, fill, percentage, say, size
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from autopar.formats.program import Program
-    from autopar.formats.report import Report
+    from autopar.formats.report import Report, Verification
 
 
 _SHOWN_LOSSES = 8
@@ -150,7 +149,8 @@ def render_verification(verification: Verification, console: Console) -> None:
     columns = ("", ">compared", ">largest difference", ">allowed", "where")
     table = Table(title, columns)
     for each in verification.differences:
-        row = (each.what, str(each.compared), _number(each), f"{each.allowed:.2g}", each.where)
+        largest = "no number" if each.largest is None else f"{each.largest:.2g}"
+        row = (each.what, str(each.compared), largest, f"{each.allowed:.2g}", each.where)
         table.add_row(*row, style="" if each.equal else "bold red")
     console.print(table)
     units = "; ".join(f"{each.what} by {each.unit}" for each in verification.differences)
@@ -160,10 +160,6 @@ def render_verification(verification: Verification, console: Console) -> None:
         say(console, f"by choice: {choice}")
     for note in verification.notes:
         say(console, f"note: {note}")
-
-
-def _number(each: Difference) -> str:
-    return "no number" if each.largest is None else f"{each.largest:.2g}"
 
 
 _SHOWN_ACTIONS = 200

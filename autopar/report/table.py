@@ -208,14 +208,9 @@ class Table:
         while _wide(widths := [max(least[at], min(natural[at], cap)) for at in natural]) > width:
             cap -= 1
         found = dict(zip(natural, widths, strict=True))
-        if any(len(lines) > MOST_LINES for lines in self._folds_into(found)):
-            return None
-        return found
-
-    def _folds_into(self, widths: dict[int, int]) -> Iterator[list[str]]:
-        for at, wide in widths.items():
-            for cell in self._cells(at):
-                yield from (fold(line, wide, numbers=self.columns[at].number) for line in cell.split("\n"))
+        lines = ((at, line) for at in found for cell in self._cells(at) for line in cell.split("\n"))
+        folded = (fold(line, found[at], numbers=self.columns[at].number) for at, line in lines)
+        return None if any(len(each) > MOST_LINES for each in folded) else found
 
     def _cells(self, at: int) -> Iterator[str]:
         yield from (row.cells[at] for row in self._rows if not row.spans)
@@ -225,7 +220,7 @@ class Table:
         return max((_longest(cell.split("\n")) for cell in self._cells(at)), default=0)
 
     def _least_head(self, at: int) -> int:
-        return _longest(_head_pieces(self.columns[at].name))
+        return _longest(re.findall(r"[^\s-]+-?|-", self.columns[at].name))
 
     def _least(self, at: int) -> int:
         """Return the width below which a word would be broken, or a column gets too narrow to be read."""
@@ -316,10 +311,6 @@ def _break_word(word: str, width: int) -> list[str]:
         lines += full
         line += last
     return [*lines, line]
-
-
-def _head_pieces(name: str) -> list[str]:
-    return re.findall(r"[^\s-]+-?|-", name)
 
 
 def _head_lines(name: str, width: int) -> list[str]:
