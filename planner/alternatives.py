@@ -12,7 +12,16 @@ from math import prod
 from typing import NamedTuple
 
 from autopar.formats.plan import SHARDS, Alternative, Division, Shard, shards_of
-from autopar.planner.candidate import Candidate, CandidateStage, Family, counts_beside, place, placed_on, plain
+from autopar.planner.candidate import (
+    Candidate,
+    CandidateStage,
+    Family,
+    counts_beside,
+    divisions_of,
+    place,
+    placed_on,
+    plain,
+)
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import explain
 from autopar.planner.options import PlanOptions
@@ -80,10 +89,8 @@ def ways_of(costs: CostModel, family: Family, width: int, shards: Sequence[Shard
     """Return the ways in which so many replicas may divide and shard; none where each would have nothing to do."""
     if width == 1:
         return [("split", "none")]
-    found: list[Division] = ["split"] if costs.divisible or width <= family.micro_batch_size else []
-    if width <= family.micro_batches and not costs.divisible:
-        found.append("round-robin")
-    return [(division, shard) for division in found for shard in shards_of(division, shards)]
+    divisions = divisions_of(family, width, divisible=costs.divisible)
+    return [(division, shard) for division in divisions for shard in shards_of(division, shards)]
 
 
 def references(simulator: Simulator, families: Sequence[Family], options: PlanOptions) -> list[Reference]:

@@ -208,6 +208,16 @@ def families(batch: int, options: PlanOptions) -> list[Family]:
     return [Family(count, batch // count, schedule) for count in counts]
 
 
+def divisions_of(family: Family, width: int, *, divisible: bool) -> list[Division]:
+    """Return how so many replicas may divide the micro-batches of a family with something to do for each.
+
+    >>> divisions_of(Family(4, 2, "1f1b"), 2, divisible=False), divisions_of(Family(2, 4, "1f1b"), 3, divisible=False)
+    (['split', 'round-robin'], ['split'])
+    """
+    split: list[Division] = ["split"] if divisible or width <= family.micro_batch_size else []
+    return [*split, "round-robin"] if 1 < width <= family.micro_batches and not divisible else split
+
+
 def has_chunks(schedule: str) -> bool:
     """Whether a rank of a schedule runs several stages."""
     return layout_of(schedule) != "line"

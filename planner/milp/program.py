@@ -23,19 +23,18 @@ of the pool); so an arc's devices, and with them its levels, are known.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Literal, NamedTuple
 
-import numpy as np
-
-from autopar.formats.plan import SHARDS, Division, shards_of
+from autopar.formats.plan import SHARDS, shards_of
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, link_terms, stage_terms
-from autopar.planner.candidate import Candidate, CandidateStage, Family, within
+from autopar.planner.candidate import Candidate, CandidateStage, Family, divisions_of, within
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.pool import Pool
-from autopar.planner.search.variants import DIVISIONS
 
 MOST_ARCS = 20_000
 MOST_PRICED = 100_000
@@ -51,8 +50,6 @@ class Arc(NamedTuple):
     begin: Node
     end: Node
     stage: CandidateStage
-    level: int
-    """Of :meth:`CostModel.recompute_levels`, what it recomputes."""
     terms: StageTerms
 
 
@@ -90,7 +87,7 @@ def network(
 
     Memory is that of a stage by itself; what neighbours add to it is left to whoever decodes a path.
     """
-    pricing = _Pricing(costs, pool, family, options)
+    pricing = _Pricing(costs, pool, family, options, constraints)
     found: list[Arc] = []
     reached: list[set[int]] = [{0}, *(set[int]() for _ in range(costs.layer_count))]
     priced = 0
@@ -99,7 +96,7 @@ def network(
             priced += sum(pool.kind_devices_left(state, kind) for kind in pool.kinds) * (costs.layer_count - first)
             if priced > MOST_PRICED:
                 return None
-            for arc in pricing.leaving((first, state), constraints):
+            for arc in pricing.leaving((first, state)):
                 stop, after = arc.end
                 if stop == costs.layer_count and options.use_all and after != pool.empty:
                     continue
@@ -125,50 +122,43 @@ def _ending(arcs: Sequence[Arc], layers: int) -> tuple[Arc, ...]:
 class _Pricing:
     """Stages of one family, each priced once for all devices that are alike."""
 
-    def __init__(self, costs: CostModel, pool: Pool, family: Family, options: PlanOptions) -> None:
-        self.costs, self.pool, self.family = costs, pool, family
-        self.shards = options.shards
-        self.recompute = options.recompute
-        self.divisions: tuple[Division, ...] = DIVISIONS[:1] if costs.divisible else DIVISIONS
-        self.priced_stages: dict[tuple[object, ...], list[tuple[CandidateStage, int, StageTerms]]] = {}
+    def __init__(
+        self, costs: CostModel, pool: Pool, family: Family, options: PlanOptions, constraints: Constraints
+    ) -> None:
+        self.costs, self.pool, self.family, self.options = costs, pool, family, options
+        self.constraints = constraints
+        self.priced_stages: dict[tuple[object, ...], list[tuple[CandidateStage, StageTerms]]] = {}
 
-    def leaving(self, node: Node, constraints: Constraints) -> Iterator[Arc]:
+    def leaving(self, node: Node) -> Iterator[Arc]:
         """Yield the arcs from a node."""
         first, state = node
         for kind in self.pool.kinds:
-            every = range(first + 1, constraints.layers + 1)
             for width in range(1, self.pool.kind_devices_left(state, kind) + 1):
                 for variant, after in self.pool.variants(state, kind, width):
                     devices = self.pool.devices(state, kind, width, variant)
-                    for stop in every:
-                        for stage, level, terms in self._ways(first, stop, kind, devices, constraints):
-                            yield Arc(node, (stop, after), stage._replace(devices=devices), level, terms)
+                    for stop in range(first + 1, self.costs.layer_count + 1):
+                        for stage, terms in self._ways(first, stop, kind, devices):
+                            yield Arc(node, (stop, after), stage._replace(devices=devices), terms)
 
     def _ways(
-        self, first: int, stop: int, kind: int, devices: tuple[int, ...], constraints: Constraints
-    ) -> list[tuple[CandidateStage, int, StageTerms]]:
-        alike = tuple(self.costs.devices[device] for device in devices)
-        key = (first, stop, kind, alike)
+        self, first: int, stop: int, kind: int, devices: tuple[int, ...]
+    ) -> list[tuple[CandidateStage, StageTerms]]:
+        key = (first, stop, kind, tuple(self.costs.devices[device] for device in devices))
         if key not in self.priced_stages:
             found = self.priced_stages[key] = []
-            for division in self.divisions:
+            for division in divisions_of(self.family, len(devices), divisible=self.costs.divisible):
                 shares = self.costs.shares(self.family.micro_batch_size, len(devices), division)
-                if not self._takes(len(devices), division) or not constraints.allows(first, stop, kind, shares):
-                    continue
-                for shard in shards_of(division, self.shards) if len(devices) > 1 else SHARDS[:1]:
-                    found += self._levels(CandidateStage(first, stop, devices, shares, 1, (), shard, division), kind)
+                if self.constraints.allows(first, stop, kind, shares):
+                    for shard in shards_of(division, self.options.shards) if len(devices) > 1 else SHARDS[:1]:
+                        stage = CandidateStage(first, stop, devices, shares, 1, (), shard, division)
+                        found += self._levels(stage, kind)
         return self.priced_stages[key]
 
-    def _takes(self, width: int, division: Division) -> bool:
-        if division == "round-robin":
-            return 1 < width <= self.family.micro_batches
-        return self.costs.divisible or width <= self.family.micro_batch_size
-
-    def _levels(self, stage: CandidateStage, kind: int) -> Iterator[tuple[CandidateStage, int, StageTerms]]:
+    def _levels(self, stage: CandidateStage, kind: int) -> Iterator[tuple[CandidateStage, StageTerms]]:
         """Yield the stage with ever more recomputed, as far as more fits in flight for it."""
         levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
         deepest, before = 0, None
-        for level in asked_levels(len(levels), self.recompute):
+        for level in asked_levels(len(levels), self.options.recompute):
             recompute = within(levels[level], stage.first, stage.stop)
             if recompute == before or deepest == stage.turns(0, self.family.micro_batches):
                 continue
@@ -177,7 +167,7 @@ class _Pricing:
             if depth > deepest:
                 deepest = depth
                 deep = stage._replace(recompute=recompute, warmup=depth)
-                yield deep, level, stage_terms(self.costs, deep, self.family.micro_batches)
+                yield deep, stage_terms(self.costs, deep, self.family.micro_batches)
 
     def _depth(self, stage: CandidateStage) -> int:
         """Return the most in flight that fits: all, or found by halving; 0 if none does."""
@@ -186,14 +176,7 @@ class _Pricing:
             return most
         if self.family.schedule == "gpipe" or most == 1 or not self._fits(stage, 1):
             return 0
-        fits, exceeds = 1, most
-        while exceeds - fits > 1:
-            middle = (fits + exceeds) // 2
-            if self._fits(stage, middle):
-                fits = middle
-            else:
-                exceeds = middle
-        return fits
+        return 1 + bisect_left(range(2, most), True, key=lambda depth: not self._fits(stage, depth))
 
     def _fits(self, stage: CandidateStage, depth: int) -> bool:
         alone = Candidate(*self.family, (stage._replace(warmup=depth),))
@@ -215,7 +198,7 @@ def _crossings(costs: CostModel, family: Family, arcs: Sequence[Arc]) -> Iterato
         before, rows = _merge_groups(before, rows)
         after, columns = _merge_groups(after, list(zip(*rows, strict=True)))
         yield tuple(
-            NodeCrossing(node[0], one, other, links.terms[columns[right][left]])
+            NodeCrossing(node[0], one, other, columns[right][left])
             for left, one in enumerate(before)
             for right, other in enumerate(after)
         )
@@ -231,35 +214,29 @@ def _ports(arcs: Sequence[Arc], indices: Sequence[int]) -> list[tuple[int, ...]]
 
 
 def _merge_groups(
-    groups: Sequence[tuple[int, ...]], rows: Sequence[tuple[int, ...]]
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    groups: Sequence[tuple[int, ...]], rows: Sequence[tuple[LinkTerms, ...]]
+) -> tuple[list[tuple[int, ...]], list[tuple[LinkTerms, ...]]]:
     """Join groups whose rows are alike."""
-    found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    found: dict[tuple[LinkTerms, ...], tuple[int, ...]] = {}
     for group, row in zip(groups, rows, strict=True):
         found[row] = (*found.get(row, ()), *group)
     return list(found.values()), list(found)
 
 
 class _Links:
-    """What travels between stages, each different one priced once and numbered."""
+    """What travels between stages, each different one priced once."""
 
     def __init__(self, costs: CostModel, family: Family) -> None:
         self.costs, self.family = costs, family
-        self.terms: list[LinkTerms] = []
-        self._numbers: dict[LinkTerms, int] = {}
-        self._pair_numbers: dict[tuple[object, ...], int] = {}
+        self._terms: dict[tuple[object, ...], LinkTerms] = {}
 
-    def between(self, before: CandidateStage, after: CandidateStage) -> int:
-        """Return the number of the terms between two stages."""
+    def between(self, before: CandidateStage, after: CandidateStage) -> LinkTerms:
+        """Return the terms between two stages."""
         flow = self.costs.flows.between(before.first, before.stop, after.first, after.stop)
         key = (flow, before.devices, before.division, after.devices, after.division)
-        if key not in self._pair_numbers:
-            terms = link_terms(self.costs, before, after, Candidate(*self.family, (before, after)))
-            if terms not in self._numbers:
-                self._numbers[terms] = len(self.terms)
-                self.terms.append(terms)
-            self._pair_numbers[key] = self._numbers[terms]
-        return self._pair_numbers[key]
+        if key not in self._terms:
+            self._terms[key] = link_terms(self.costs, before, after, Candidate(*self.family, (before, after)))
+        return self._terms[key]
 
 
 Sum = dict[int, float]
@@ -312,9 +289,8 @@ class _Writer:
         self.layers, self.arcs = network.layers, network.arcs
         self.rows: list[ProgramRow] = []
         self.columns = len(self.arcs)
-        largest = _largest(network)
-        self.most_s, self.trip_s = min(most_s, largest.bound_s), min(most_s, largest.trip_s)
-        self.queue_s = largest.queue_s
+        bound_s, trip_s, self.queue_s = _largest(network)
+        self.most_s, self.trip_s = min(most_s, bound_s), min(most_s, trip_s)
         self.unit_s = self.most_s / ROUND or 1.0
         self.crossings: list[list[tuple[LinkTerms, Sum]]] = [[] for _ in range(self.layers + 1)]
         """By cut, what may travel there, and the sum that is one if it does."""
@@ -363,23 +339,20 @@ class _Writer:
 
     def _meet(self, crossings: tuple[NodeCrossing, ...]) -> None:
         """One crossing of a node is met if both its sides are; where one side is all arcs, if the other is."""
-        befores = list(dict.fromkeys(each.before for each in crossings))
-        afters = list(dict.fromkeys(each.after for each in crossings))
-        found: dict[tuple[tuple[int, ...], tuple[int, ...]], Sum] = {}
+        befores = dict.fromkeys(each.before for each in crossings)
+        afters = dict.fromkeys(each.after for each in crossings)
+        several = len(befores) > 1 and len(afters) > 1
+        sides = {side: dict.fromkeys(side, -1.0) for side in (*befores, *afters)}
         for each in crossings:
-            if len(befores) == 1 or len(afters) == 1:
-                met = dict.fromkeys(each.after if len(befores) == 1 else each.before, 1.0)
-            else:
+            if several:
                 met = {self._new(1)[0]: 1.0}
-            found[each.before, each.after] = met
+                sides[each.before] |= met
+                sides[each.after] |= met
+            else:
+                met = dict.fromkeys(each.after if len(befores) == 1 else each.before, 1.0)
             self.crossings[each.cut].append((each.terms, met))
-        if len(befores) > 1 and len(afters) > 1:
-            for one in befores:
-                met = _total(*(found[one, other] for other in afters))
-                self._row(_total(met, dict.fromkeys(one, -1.0)), equal=True)
-            for other in afters:
-                met = _total(*(found[one, other] for one in befores))
-                self._row(_total(met, dict.fromkeys(other, -1.0)), equal=True)
+        for terms in sides.values() if several else ():
+            self._row(terms, equal=True)
 
     def _seconds(self, arcs: Iterable[tuple[int, float]]) -> Sum:
         return {index: seconds / self.unit_s for index, seconds in arcs}
@@ -456,7 +429,7 @@ def _own(arc: Arc) -> float:
 
 def _busy(arc: Arc) -> float:
     """Seconds that a stage computes or waits for itself, were it alone."""
-    return float(np.maximum(arc.terms.work_s, arc.terms.rate * (arc.terms.forward_s + arc.terms.backward_s)))
+    return max(float(arc.terms.work_s), float(arc.terms.rate) * _own(arc))
 
 
 def _total(*sums: Sum) -> Sum:
@@ -467,15 +440,8 @@ def _total(*sums: Sum) -> Sum:
     return found
 
 
-class _Largest(NamedTuple):
-    """Seconds that no path exceeds."""
-
-    bound_s: float
-    trip_s: float
-    queue_s: float
-
-
-def _largest(network: ArcNetwork) -> _Largest:
+def _largest(network: ArcNetwork) -> tuple[float, float, float]:
+    """Return seconds that no path's bound, round trip and queues exceed."""
     trip_s = work_s = queue_s = 0.0
     rate = max((float(arc.terms.rate) for arc in network.arcs), default=1.0)
     for layer in range(network.layers):
@@ -483,9 +449,9 @@ def _largest(network: ArcNetwork) -> _Largest:
         trip_s += max(map(_own, arcs), default=0.0)
         work_s += max((_busy(arc) + float(arc.terms.closing_s) for arc in arcs), default=0.0)
     cuts: dict[int, list[LinkTerms]] = {}
-    for crossing in (each for crossings in network.crossings for each in crossings):
+    for crossing in chain.from_iterable(network.crossings):
         cuts.setdefault(crossing.cut, []).append(crossing.terms)
     for terms in cuts.values():
         trip_s += max(float(each.forth_s) + float(each.back_s) for each in terms)
         queue_s += max(float(each.forth_work_s) + float(each.back_work_s) for each in terms)
-    return _Largest((rate + 1) * trip_s + work_s + queue_s, trip_s, trip_s + queue_s)
+    return (rate + 1) * trip_s + work_s + queue_s, trip_s, trip_s + queue_s

@@ -13,6 +13,7 @@ import heapq
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from autopar.planner.bounds.chain import candidate_bound_s, work_s
@@ -94,10 +95,8 @@ def _solve(name: str, linear: Linear, seconds: float, options: dict[str, Any]) -
 
 def _problem(pulp: Any, linear: Linear) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:  # noqa: ANN401
     problem = pulp.LpProblem("plan", pulp.LpMinimize)
-    columns = [
-        pulp.LpVariable(f"x{index}", 0, 1, pulp.LpBinary) if index < linear.whole else pulp.LpVariable(f"x{index}", 0)
-        for index in range(linear.columns)
-    ]
+    sorts = [(1, pulp.LpBinary)] * linear.whole + [(None, pulp.LpContinuous)] * (linear.columns - linear.whole)
+    columns = [pulp.LpVariable(f"x{index}", 0, *sort) for index, sort in enumerate(sorts)]
     if linear.most < math.inf:
         columns[-1].upBound = linear.most
     problem.setObjective(pulp.LpAffineExpression({columns[-1]: 1.0}))
@@ -119,17 +118,14 @@ def _answer(
         return Solution("none", (), math.inf, seconds)
     if problem.sol_status == pulp.LpSolutionOptimal:
         values = tuple(float(column.varValue or 0.0) for column in columns)
-        return Solution("least", values, _proven_bound(problem, values[-1]), seconds)
+        # CBC does not hand over the bound that it proved, but ends within its gap.
+        info = getattr(getattr(problem, "solverModel", None), "getInfo", None)
+        least = float(info().mip_dual_bound) if info is not None else values[-1] * (1 - GAP)
+        return Solution("least", values, least, seconds)
     # PuLP does not say whether it was time that ended a solver.
     if seconds >= NEARLY * allowed_s:
         return Solution("time", (), 0.0, seconds)
     return SolverFailure(f"it ended as {pulp.LpStatus[problem.status]!r}")
-
-
-def _proven_bound(problem: pulp.LpProblem, value: float) -> float:
-    """Return the bound that the solver proved; CBC does not hand it over, but ends within its gap."""
-    info = getattr(getattr(problem, "solverModel", None), "getInfo", None)
-    return float(info().mip_dual_bound) if info is not None else value * (1 - GAP)
 
 
 TOLERANCE = 1e-6
@@ -197,8 +193,7 @@ class _FamilyProgram:
     def __init__(
         self, costs: CostModel, paths: ArcNetwork, constraints: Constraints, bound_s: float, most_s: float
     ) -> None:
-        self.costs, self.network, self.bound_s = costs, paths, bound_s
-        self.constraints = constraints
+        self.costs, self.network, self.constraints, self.bound_s = costs, paths, constraints, bound_s
         self.overhead_s = costs.profile.step_overhead_s
         self.linear = linear(paths, constraints, most_s - self.overhead_s)
         self.forbidden: set[tuple[int, ...]] = set()
@@ -276,25 +271,14 @@ class _FamilyProgram:
         if best.fastest is None or best.fastest.candidate[:3] != self.network.family:
             return math.inf
         places = [_place(stage) for stage in best.fastest.candidate.stages]
-        seen = any([_place(stage) for stage in self.stages(path)] == places for path in self.forbidden)
-        return (
-            math.inf
-            if seen or not self.places.issuperset(places)
-            else candidate_bound_s(self.costs, best.fastest.candidate)
-        )
+        seen = any(list(map(_place, self.stages(path))) == places for path in self.forbidden)
+        missing = seen or not self.places.issuperset(places)
+        return math.inf if missing else candidate_bound_s(self.costs, best.fastest.candidate)
 
 
 def _place(stage: CandidateStage) -> tuple[object, ...]:
     """A stage but for what it has in flight and recomputes."""
     return stage.first, stage.stop, stage.devices, stage.shares, stage.shard, stage.division
-
-
-class _OpenFamily(NamedTuple):
-    """A family that may hold better plans, or a candidate; the least bound is first, the earliest of equals."""
-
-    bound_s: float
-    sequence: int
-    what: int | Candidate
 
 
 class _Rounds:
@@ -308,7 +292,8 @@ class _Rounds:
         self.pool = pool_of(self.costs, exact=options.gap == 0, use_all=options.use_all)
         self.constraints = Constraints.of(self.costs, options)
         self.programs: dict[int, _FamilyProgram] = {}
-        self.heap: list[_OpenFamily] = []
+        self.heap: list[tuple[float, int, int | Candidate]] = []
+        """Families that may hold better plans, and candidates: the least bound is first, the earliest of equals."""
         self.sequence = self.candidates = self.paths = 0
         self.least_bound_s = self.floor_s = math.inf
         self.seen_candidates: set[Candidate] = set()
@@ -319,24 +304,23 @@ class _Rounds:
         for index, family in enumerate(self.families):
             self._push(work_s(self.costs, family), index)
         while self.heap and self.candidates < self.options.candidate_limit:
-            proved_s = min(self.heap[0].bound_s, self.floor_s)
-            near = self.paths > 0 and self.best.step_s <= (1 + self.options.gap) * proved_s
-            if self.best.step_s <= self.heap[0].bound_s or near:
+            ahead_s = self.heap[0][0]
+            near = self.paths > 0 and self.best.step_s <= (1 + self.options.gap) * min(ahead_s, self.floor_s)
+            spent = not exact and self.paths >= len(self.families) + PATHS
+            if near or spent or self.best.step_s <= ahead_s:
                 break
-            if not exact and self.paths >= len(self.families) + PATHS:
-                break
-            entry = heapq.heappop(self.heap)
-            if isinstance(entry.what, Candidate):
-                self._judge(entry.bound_s, entry.what)
+            bound_s, _, what = heapq.heappop(self.heap)
+            if isinstance(what, Candidate):
+                self._judge(bound_s, what)
             else:
-                self._ask(entry.bound_s, entry.what)
-        ahead_s = self.heap[0].bound_s if self.heap else math.inf
-        notes = tuple(self.solvers.notes)
-        return MilpResult(min(self.best.step_s, self.floor_s, ahead_s), self.least_bound_s, notes)
+                self._ask(bound_s, what)
+        ahead_s = self.heap[0][0] if self.heap else math.inf
+        lower_bound_s = min(self.best.step_s, self.floor_s, ahead_s)
+        return MilpResult(lower_bound_s, self.least_bound_s, tuple(self.solvers.notes))
 
     def _push(self, bound_s: float, what: int | Candidate) -> None:
         self.sequence += 1
-        heapq.heappush(self.heap, _OpenFamily(bound_s, self.sequence, what))
+        heapq.heappush(self.heap, (bound_s, self.sequence, what))
 
     def _ask(self, bound_s: float, index: int) -> None:
         """Ask a family for its least path, and try that."""
@@ -402,21 +386,13 @@ def search_by_milp(
     """
     asked = _Solvers(solvers, options.solver_seconds)
     try:
-        return _ask_solvers(simulator, families, options, best, asked)
+        while True:
+            # What was simulated for a solver that failed is known to the next.
+            with suppress(_FailedError):
+                return _Rounds(simulator, families, options, best, asked).go()
     except _UnansweredError as ended:
         found = search(simulator, families, options, best)
         gap = best.step_s / found.lower_bound_s - 1 if found.lower_bound_s > 0 else 0.0
         said = f", {gap:.1%} above its lower bound" if best.fastest is not None else ""
         note = f"`solver='milp'`: {ended}; the plan is that of `solver='dp'`{said}"
         return MilpResult(found.lower_bound_s, found.least_bound_s, (note,))
-
-
-def _ask_solvers(
-    simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best, solvers: _Solvers
-) -> MilpResult:
-    """Ask solver after solver; what was simulated for one is known to the next."""
-    while True:
-        try:
-            return _Rounds(simulator, families, options, best, solvers).go()
-        except _FailedError:
-            continue

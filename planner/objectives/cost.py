@@ -29,11 +29,11 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import FileError, InfeasibleError, UsageError
-from autopar.formats.plan import Alternative, Plan, Price
+from autopar.formats.plan import Alternative, Division, Plan, Price
 from autopar.planner.alternatives import record, references
 from autopar.planner.assemble import assemble
 from autopar.planner.bounds.chain import ROUNDING, layers_work_s
-from autopar.planner.candidate import Candidate, Family, placed_on
+from autopar.planner.candidate import Candidate, Family, divisions_of, placed_on
 from autopar.planner.constraints import Constraints, runnable
 from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
@@ -87,23 +87,20 @@ def _crossing_masks(costs: CostModel) -> tuple[npt.NDArray[np.bool_], npt.NDArra
 
 def _ways(costs: CostModel, family: Family, options: PlanOptions) -> Iterator[tuple[int, int, _WidthTimes]]:
     """Yield the kinds and widths that stages may have, and the least times of those that split or take turns."""
-    rows, count = family.micro_batch_size, family.micro_batches
     for kind in sorted(set(costs.kind_of)):
         for width in range(1, costs.kind_of.count(kind) + 1):
-            own = []
-            if costs.divisible or width <= rows:
-                own.append(_way(costs, family, options, kind, width, costs.shares(rows, width)))
-            if 1 < width <= count and not costs.divisible:
-                own.append(_way(costs, family, options, kind, width, (float(rows),)))
+            divisions = divisions_of(family, width, divisible=costs.divisible)
+            own = [_way(costs, family, options, kind, width, division) for division in divisions]
             if own:
                 yield kind, width, _WidthTimes(*map(np.minimum.reduce, zip(*own, strict=True)))
 
 
 def _way(
-    costs: CostModel, family: Family, options: PlanOptions, kind: int, width: int, shares: tuple[float, ...]
+    costs: CostModel, family: Family, options: PlanOptions, kind: int, width: int, division: Division
 ) -> _WidthTimes:
-    """Return the stages of one division; of one share for all replicas, they take turns."""
-    turns = -(-family.micro_batches // width) if len(shares) < width else family.micro_batches
+    """Return the stages of one division."""
+    turns = -(-family.micro_batches // width) if division == "round-robin" else family.micro_batches
+    shares = costs.shares(family.micro_batch_size, width, division)
     adding = costs.adding(turns, width)
     forward, both = [], []
     for rows in sorted(set(shares)):
@@ -328,7 +325,7 @@ def _sets(costs: CostModel, families: Sequence[Family], options: PlanOptions) ->
                 max(steps_s[state] * price, idle_s * price + _least_busy(work_s, own, len(used), price))
                 for work_s, steps_s in bounds
             )
-            if least < float("inf"):
+            if least < inf:
                 found.append(_Set(least, used, price))
     return iter(sorted(found, key=lambda each: (each.least, len(each.devices), each.devices)))
 

@@ -38,6 +38,7 @@ from autopar.errors import UsageError
 from autopar.formats.cluster import Level
 from autopar.formats.plan import Division
 from autopar.planner.candidate import Candidate, CandidateStage, within
+from autopar.planner.costs import memoized
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
@@ -77,7 +78,6 @@ class StashCosts:
         """Of stages: gradients that its replicas reduce, and parameters that there are versions of."""
         self.forth_bytes, self.back_bytes = _crossing(costs)
         """Of what crosses a position, per sample; not a number where nothing does."""
-        self._updates: dict[int, Numbers] = {}
 
     def computing_s(self, shape: StageShape, first: int, recompute: frozenset[int] = frozenset()) -> Numbers:
         """Return what a device takes per mini-batch, of stages from a layer on, by their stop."""
@@ -270,11 +270,14 @@ class _StageTable:
         self._check()
         self.levels: list[Level] = []
         self.states = [self._states(shape) for shape in self.shapes]
-        self.after = [self.pool.take(0, shape.kind, shape.width) + states for shape, states in self._each()]
-        self.stage_level = [self._stage_levels(shape, states) for shape, states in self._each()]
+        """Those in which a shape's devices are left, ascending; by shape, as all that follows."""
+        self.after = [self.pool.take(0, *each[:2]) + states for each, states in self._each()]
+        self.taken = [[self.pool.devices(at, *each[:2]) for at in states.tolist()] for each, states in self._each()]
+        self.stage_level = [np.array([self._level(devices) for devices in taken]) for taken in self.taken]
         self.link_level = self._link_levels()
-        self.rows, self.periods = self._messages()
-        self.depth = [self._depths(shape, states) for shape, states in self._each()] if with_memory_limit else []
+        messages = [[prices.message(before, after) for after in self.shapes] for before in self.shapes]
+        self.rows, self.periods = np.array(messages, dtype=np.float64).transpose(2, 0, 1)
+        self.depth = list(map(self._depths, self.shapes, self.taken)) if with_memory_limit else []
         size = (self.layers, self.pool.states, len(self.shapes), self.lanes)
         self.stages = np.full(size, np.inf)
         """F."""
@@ -284,11 +287,6 @@ class _StageTable:
         self.behind[self.layers, ended, :, 0] = 0.0
         for first in reversed(range(self.layers)):
             self._fill(first)
-
-    def _stage_levels(self, shape: StageShape, states: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the index of the level of a stage's devices, by state."""
-        devices = (self.pool.devices(state, shape.kind, shape.width) for state in states.tolist())
-        return np.array([self._level(each) for each in devices])
 
     def best(self) -> FastestPipeline | None:
         """Return the best candidate; none if nothing fits."""
@@ -327,18 +325,15 @@ class _StageTable:
 
     def _fill(self, first: int) -> None:
         for number, shape in enumerate(self.shapes):
-            least = self._ending(first, number).min(axis=0)
-            if self.with_memory_limit:
-                self.stages[first, self.states[number], number, shape.lanes :] = least[:, : self.lanes - shape.lanes]
-            else:
-                self.stages[first, self.states[number], number] = least
+            own, least = shape.lanes if self.with_memory_limit else 0, self._ending(first, number).min(axis=0)
+            self.stages[first, self.states[number], number, own:] = least[:, : self.lanes - own]
         self.behind[first] = self._with_messages(first).min(axis=2)
 
     def _ending(self, first: int, number: int) -> Numbers:
         """Return, for a stage from a layer on, ``[stop, state, lanes behind]``."""
         shape, levels = self.shapes[number], self.stage_level[number]
         behind = self.behind[first + 1 :, self.after[number], number]
-        stages = np.full(behind.shape if self.with_memory_limit else (*behind.shape[:2], 1), np.inf)
+        stages = np.full(behind.shape, np.inf)
         reducing = np.stack([self.prices.reducing_s(shape, level, first) for level in self.levels])
         for way, recompute in enumerate(self.recompute):
             computing = self.prices.computing_s(shape, first, recompute[shape.kind])
@@ -361,12 +356,13 @@ class _StageTable:
         return zip(self.shapes, self.states, strict=True)
 
     def _states(self, shape: StageShape) -> npt.NDArray[np.int64]:
-        """Return the states in which a shape's devices are left, ascending."""
         return np.array(
             [at for at in range(self.pool.states) if self.pool.kind_devices_left(at, shape.kind) >= shape.width]
         )
 
+    @memoized
     def _level(self, devices: tuple[int, ...]) -> int:
+        """Return the number of the level that connects some devices."""
         level = self.costs.links.level(devices)
         if level not in self.levels:
             self.levels.append(level)
@@ -377,29 +373,16 @@ class _StageTable:
         found = np.zeros((self.pool.states, len(self.shapes), len(self.shapes)), dtype=np.int64)
         if self.one_node:
             return found
-        known: dict[tuple[int, ...], int] = {}
-        own = {(at, shape): list(states) for at, (shape, states) in enumerate(self._each())}
-        for (one, before), states in own.items():
-            for state, after in zip(states, self.after[one].tolist(), strict=True):
-                taken = self.pool.devices(state, before.kind, before.width)
-                for (other, shape), free in own.items():
-                    if self.pool.kind_devices_left(after, shape.kind) >= shape.width and len(free):
-                        devices = (*taken, *self.pool.devices(after, shape.kind, shape.width))
-                        if devices not in known:
-                            known[devices] = self._level(devices)
-                        found[after, one, other] = known[devices]
+        for one, every in enumerate(self.taken):
+            for taken, after in zip(every, self.after[one].tolist(), strict=True):
+                for other, (kind, width, _) in enumerate(self.shapes):
+                    if self.pool.kind_devices_left(after, kind) >= width:
+                        found[after, one, other] = self._level((*taken, *self.pool.devices(after, kind, width)))
         return found
 
-    def _messages(self) -> tuple[Numbers, Numbers]:
-        pairs = [[self.prices.message(before, after) for after in self.shapes] for before in self.shapes]
-        found = np.array(pairs, dtype=np.float64)
-        return found[..., 0], found[..., 1]
-
-    def _depths(self, shape: StageShape, states: npt.NDArray[np.int64]) -> list[Numbers]:
+    def _depths(self, shape: StageShape, taken: Sequence[tuple[int, ...]]) -> list[Numbers]:
         """Return, for each way to recompute, the most in flight that fit, ``[state, first, stop]``."""
-        limits = np.array(
-            [self.costs.limit_bytes(self.pool.devices(state, shape.kind, shape.width)) for state in states.tolist()]
-        )
+        limits = np.array([self.costs.limit_bytes(devices) for devices in taken])
         found = []
         for recompute in self.recompute:
             deepest = []
