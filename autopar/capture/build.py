@@ -35,7 +35,7 @@ from autopar.capture.segment import GraphInputs, LayerNodes, batch_dim, is_size
 from autopar.errors import CaptureError
 from autopar.formats.profile import Writes
 
-_MEAN, _VARIANCE, _TRAINING = 3, 4, 5
+_INPUT, _MEAN, _VARIANCE, _TRAINING = 0, 3, 4, 5
 """Places of arguments of ``batch_norm``."""
 
 
@@ -167,9 +167,6 @@ def _of(buffers: Sequence[str], parameters: Sequence[str], inputs: Sequence[str]
 _ALLOWED = 1e-3
 """Relative difference of what model and layers give; another order of sums makes far less."""
 
-_INPUT = 0
-"""Place of an argument of ``batch_norm``."""
-
 
 def least_rows(module: fx.GraphModule) -> int:
     """Return the least number of samples that the forward of a layer can be given."""
@@ -195,34 +192,28 @@ def right_for_one(
     ``tensors`` are a batch of two samples or more: if layers differ from the model on two of them, one tells nothing.
     ``output_mask`` says which of what ``step`` returns the layers give; none: all.
     """
-    return _alike(step, layers, tensors, 1, output_mask) or not _alike(step, layers, tensors, 2, output_mask)
 
+    def are_alike(rows: int) -> bool:
+        known = {name: tensor[:rows].clone() for name, tensor in tensors.items()}
+        found: tuple[torch.Tensor, ...] = ()
+        try:
+            # Batch normalisation is known by its layers: elsewhere a single sample may do.
+            with preserve_buffers(step), preserve_parameters(step), patch.object(functional, "_verify_batch_size"):
+                expected = list(step(*(tensor.clone() for tensor in known.values())))
+            with preserve_buffers(step), preserve_parameters(step):
+                for layer in layers:
+                    found = layer.module(rows, *(known[name].detach() for name in layer.inputs))
+                    known.update(zip(layer.outputs, found, strict=True))
+        except Exception:
+            return False
+        if output_mask is not None:
+            expected = list(compress(expected, output_mask))
+        return all(
+            one.shape == other.shape and torch.allclose(one, other, _ALLOWED, _ALLOWED * 1e-3, equal_nan=True)
+            for one, other in zip(expected, found[-len(expected) :], strict=True)
+        )
 
-def _alike(
-    step: nn.Module,
-    layers: Sequence[Layer],
-    tensors: Mapping[str, torch.Tensor],
-    rows: int,
-    output_mask: Sequence[bool] | None,
-) -> bool:
-    known = {name: tensor[:rows].clone() for name, tensor in tensors.items()}
-    found: tuple[torch.Tensor, ...] = ()
-    try:
-        # Batch normalisation is known by its layers: elsewhere a single sample may do.
-        with preserve_buffers(step), preserve_parameters(step), patch.object(functional, "_verify_batch_size"):
-            expected = list(step(*(tensor.clone() for tensor in known.values())))
-        with preserve_buffers(step), preserve_parameters(step):
-            for layer in layers:
-                found = layer.module(rows, *(known[name].detach() for name in layer.inputs))
-                known.update(zip(layer.outputs, found, strict=True))
-    except Exception:
-        return False
-    if output_mask is not None:
-        expected = list(compress(expected, output_mask))
-    return all(
-        one.shape == other.shape and torch.allclose(one, other, _ALLOWED, _ALLOWED * 1e-3, equal_nan=True)
-        for one, other in zip(expected, found[-len(expected) :], strict=True)
-    )
+    return are_alike(1) or not are_alike(2)
 
 
 @dataclass(frozen=True, eq=False)

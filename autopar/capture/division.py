@@ -66,7 +66,11 @@ class LayerTracer:
         with self._follow_calls():
             if self._elements is None:
                 return self.model(*positional, **named)
-            return self._one_after_another(self._elements, positional, named)
+            output: object = self._elements[0](*positional, **named)
+            for layer, element in zip(self._order[1:], self._elements[1:], strict=True):
+                self.switch(layer)
+                output = element(tuple(output) if isinstance(output, list) else output)
+            return output
 
     def switch(self, layer: str) -> None:
         """Begin a layer."""
@@ -88,15 +92,6 @@ class LayerTracer:
         """Run one call of a module of the model."""
         self.arrive(key)
         return run(module, *arguments, **kwargs)
-
-    def _one_after_another(
-        self, elements: Sequence[nn.Module], positional: Sequence[Any], kwargs: dict[str, Any]
-    ) -> object:
-        output: object = elements[0](*positional, **kwargs)
-        for layer, element in zip(self._order[1:], elements[1:], strict=True):
-            self.switch(layer)
-            output = element(tuple(output) if isinstance(output, list) else output)
-        return output
 
     def _first_calls(self, layers: Sequence[str], user: UserModel) -> dict[Key, str]:
         found: dict[Key, str] = {}

@@ -64,9 +64,6 @@ def _note(paths: list[str]) -> str:
     return f"{named} in evaluation mode (eval()); training puts all modules into training mode, as train() does"
 
 
-_DRAW = f"draw from the default one (docs/seeds.md), {FALLBACK}"
-
-
 _LIMITS = re.compile(r"^ *batch = Dim\('batch'(?:, min=(?P<least>\d+))?(?:, max=(?P<most>\d+))?\)$", re.MULTILINE)
 """The numbers of rows with which torch proposes to export again."""
 
@@ -410,7 +407,8 @@ def placeholders(program: ExportedProgram, tensors: Sequence[str], canonical: Ma
             tables["constants"][spec.arg.name] = str(spec.target)
             if isinstance(program.constants.get(str(spec.target)), torch.Generator):
                 raise CaptureError(
-                    f"the model draws from a torch.Generator of its own, whose state no layer takes along; {_DRAW}"
+                    "the model draws from a torch.Generator of its own, whose state no layer takes along; draw from "
+                    f"the default one (docs/seeds.md), {FALLBACK}"
                 )
     node = next(node for node in program.graph.nodes if node.name in tables["tensors"])
     rows = node.meta["val"].shape[0]

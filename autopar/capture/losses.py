@@ -35,17 +35,12 @@ from autopar.errors import ModelError
 
 _SMALLER = (torch.float16, torch.bfloat16, torch.float32)
 _MEANS: dict[str, Callable[..., float | torch.Tensor]] = {
-    "rand": lambda *_, **__: 0.5,
-    "rand_like": lambda *_, **__: 0.5,
-    "randn": lambda *_, **__: 0.0,
-    "randn_like": lambda *_, **__: 0.0,
+    **dict.fromkeys(("rand", "rand_like"), lambda *_, **__: 0.5),
+    **dict.fromkeys(("randn", "randn_like", "randint", "randint_like", "random_"), lambda *_, **__: 0.0),
     "uniform_": lambda value, low=0.0, high=1.0, **_: (low + high) / 2,
     "normal_": lambda value, mean=0.0, *_, **__: mean,
     "bernoulli_": lambda value, p=0.5, **_: p,
     "exponential_": lambda value, rate=1.0, **_: 1 / rate,
-    "randint": lambda *_, **__: 0.0,
-    "randint_like": lambda *_, **__: 0.0,
-    "random_": lambda *_, **__: 0.0,
 }
 """Of what operators draw, by their arguments."""
 

@@ -127,9 +127,9 @@ class DividedForward(LayerTracer):
                 outputs.append(output)
         if not whole:
             assert dims is not None
-            yield self._losses_by_share(
-                join_results(outputs, dims) if len(outputs) > 1 else outputs[0], dims, last, batch
-            )
+            joined = join_results(outputs, dims) if len(outputs) > 1 else outputs[0]
+            parts = ((each, batch.part(each.start, each.stop)) for each in last)
+            yield [(each.stop - each.start, self._loss(result_share(joined, dims, each), part)) for each, part in parts]
 
     def end_step(self) -> None:
         """Make the buffers of replicas alike, where the plan asks for it."""
@@ -180,16 +180,6 @@ class DividedForward(LayerTracer):
             torch.set_rng_state(self._states[self.layer, share.index])
         else:
             torch.default_generator.manual_seed(self._seed(share))
-
-    def _losses_by_share(self, output: object, dims: tuple[int, ...], shares: Sequence[Share], batch: Batch) -> Part:
-        """Return the losses of the last stage's shares, of the output for all rows."""
-        return [
-            (
-                share.stop - share.start,
-                self._loss(result_share(output, dims, share), batch.part(share.start, share.stop)),
-            )
-            for share in shares
-        ]
 
     def _loss(self, output: object, batch: object) -> tuple[torch.Tensor, ...]:
         loss = self._user.loss
@@ -304,7 +294,7 @@ class _PlainTraining:
     def __init__(self, user: UserModel, plan: Plan, clip_norm: float | None) -> None:
         self._plan, self._clip_norm = plan, clip_norm
         self._samples = _Samples(user, plan)
-        division = divide(lambda: _build_model(user, plan), plan, user, self._samples.first())
+        division = divide(lambda: _build_model(user, plan), plan, user, next(self._samples.load(0)))
         self._model = _build_model(user, plan)
         self._optimizer = user.make_optimizer(self._model.named_parameters())
         self._scheduler = user.make_scheduler(self._optimizer)
@@ -395,10 +385,6 @@ class _Samples:
                 f"{user.spec}: the dataset has {self._samples} samples, a mini-batch takes {plan.batch}; plan with a "
                 "smaller `batch`"
             )
-
-    def first(self) -> Batch:
-        """Return the first micro-batch of a run."""
-        return next(self.load(0))
 
     def load(self, step: int) -> Iterator[Batch]:
         plan = self._plan

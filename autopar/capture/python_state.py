@@ -108,7 +108,10 @@ def parts_of(path: Path, value: Any) -> Parts:  # noqa: ANN401
     if isinstance(value, ModuleType):
         return
     if isinstance(value, type):
-        yield from _of_class(value)
+        # What its methods reach, those of its bases included.
+        for kind in value.__mro__:
+            at = Path(kind.__name__, "class attribute ")
+            yield from ((at.attribute(name), item) for name, item in attributes_of(kind).items())
         return
     hidden = _internal_state(value)
     if hidden is not None:
@@ -140,13 +143,6 @@ def attributes_of(value: Any) -> dict[str, object]:  # noqa: ANN401
             if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
                 found[slot] = getattr(value, slot)
     return found
-
-
-def _of_class(value: type) -> Parts:
-    """A class of the user's own: its attributes, and what its methods reach."""
-    for kind in value.__mro__:
-        at = Path(kind.__name__, "class attribute ")
-        yield from ((at.attribute(name), item) for name, item in attributes_of(kind).items())
 
 
 def _of_container(path: Path, value: Any) -> Parts:  # noqa: ANN401

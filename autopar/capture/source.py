@@ -126,7 +126,7 @@ def _imports(path: Path, source: bytes, start: Path, own: Path, outer: Sequence[
 
     def follow(files: Iterable[Path]) -> None:
         for each in files:
-            if os.path.realpath(each) not in known and _is_below(each, own):
+            if os.path.realpath(each) not in known and Path(os.path.abspath(each)).is_relative_to(os.path.abspath(own)):
                 known.add(os.path.realpath(each))
                 content = _read(each)
                 found[_name(each, start)] = hashlib.sha256(content).hexdigest()
@@ -167,10 +167,6 @@ def _files(base: Path, parts: list[str]) -> Iterator[Path]:
                 if file.is_file():
                     yield file
                     break
-
-
-def _is_below(path: Path, folder: Path) -> bool:
-    return Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder))
 
 
 def _name(path: Path, start: Path) -> str:
@@ -388,15 +384,15 @@ def _load_configured(
     imports = {} if code is None else {code.path.name: code.sha256, **code.imports}
     check_code(found.path, found.sha256, imports, expected_source)
     functions: dict[str, Callable[..., Any]] = {} if found.loss is None else {"loss": found.loss}
+    notes, ignored = found.notes, tuple[str, ...]()
     if code is None:
         sequence = found.sequence(sequence or (None if expected_source is None else expected_source.sequence))
         functions["dataset"] = partial(found.dataset, sequence)
-        notes = (*found.notes, SYNTHETIC)
-        ignored: tuple[str, ...] = ()
+        notes = (*notes, SYNTHETIC)
     else:
         module = _execute(code.path, code.source)
         functions |= _functions(code, module)
-        notes, ignored = found.notes, _ignored_state(code.path, module)
+        ignored = _ignored_state(code.path, module)
     known = (spec, found.path, found.sha256, found.build, functions, data, notes, ignored)
     return UserModel(*known, sequence=sequence, imports=imports)
 
