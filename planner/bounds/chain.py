@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from math import lcm
 from typing import NamedTuple
 
@@ -134,12 +134,9 @@ def fold_chain(stage: StageTerms, link: LinkTerms, behind: Terms) -> Terms:
 
 
 def suffixes(stages: Sequence[StageTerms], links: Sequence[LinkTerms]) -> Iterator[Terms]:
-    """Yield the terms of the last stage, the last two, and so on."""
-    terms = last(stages[-1])
-    yield terms
-    for stage, link in zip(stages[-2::-1], links[::-1], strict=True):
-        terms = fold(stage, link, terms)
-        yield terms
+    """Return the terms of the last stage, the last two, and so on."""
+    ahead = zip(stages[-2::-1], links[::-1], strict=True)
+    return accumulate(ahead, lambda behind, each: fold(each[0], each[1], behind), initial=last(stages[-1]))
 
 
 def candidate_terms(costs: CostModel, candidate: Candidate) -> tuple[list[StageTerms], list[LinkTerms]]:

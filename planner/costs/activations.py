@@ -18,6 +18,7 @@ from autopar.planner.costs.flows import Flows, FlowTensor
 from autopar.planner.costs.layers import LayerCosts
 
 Counts = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.float64]
 
 
 class Area(NamedTuple):

@@ -34,7 +34,7 @@ from autopar.planner.placement.pool import Pool
 from autopar.planner.search.depths import depth_choices
 from autopar.planner.search.judge import BEST_FIRST, ENOUGH, FITTED, PACES, Best, least_gap, simulated_us
 from autopar.planner.search.pace import FamilySearch
-from autopar.planner.search.stages import StageTables
+from autopar.planner.search.stages import StageTables, Step
 from autopar.planner.search.tables import NOTHING, ROUNDING, CappedStages, Prefix, SuffixTables
 from autopar.planner.search.variants import FINE, ROUGH, Fineness
 from autopar.planner.simulator.simulate import Simulator
@@ -61,20 +61,10 @@ class SearchResult(NamedTuple):
     """The least bound of any plan that fits; infinite where none does, or none was met."""
 
 
-class _Step(NamedTuple):
-    """A chosen stage, without its depth."""
-
-    first: int
-    stop: int
-    way: int
-    state: int
-    """Of the pool, before."""
-
-
 class _StagePath(NamedTuple):
     """The first stages of a plan."""
 
-    steps: tuple[_Step, ...]
+    steps: tuple[Step, ...]
     stages: tuple[CandidateStage, ...]
     terms: StageTerms
     """Of the last one."""
@@ -83,7 +73,7 @@ class _StagePath(NamedTuple):
     trip_s: float = 0.0
     """Over those before, and the boundaries behind them."""
 
-    def then(self, step: _Step, stage: CandidateStage, terms: StageTerms, link: LinkTerms) -> _StagePath:
+    def then(self, step: Step, stage: CandidateStage, terms: StageTerms, link: LinkTerms) -> _StagePath:
         """Return this path with one more stage."""
         around_s = float(self.terms.forward_s + self.terms.backward_s + link.forth_s + link.back_s)
         prefix = self.prefix.then(self.terms, link)
@@ -101,7 +91,7 @@ class _SearchNode(NamedTuple):
     tables: SuffixTables
     """Of its family."""
     path: _StagePath | None = None
-    step: _Step | None = None
+    step: Step | None = None
     """The last stage, behind those of the path."""
     behind: int | None = None
     """Stages yet to choose, as the tables tell them apart; none: any number."""
@@ -126,7 +116,7 @@ class _Search:
         self.floor_s = float("inf")
         """The least bound of what is not looked at: plans not all of whose depths are tried, and large families."""
         self.least_bound_s = float("inf")
-        self.placed_stages: dict[tuple[Family, _Step], tuple[CandidateStage, StageTerms] | None] = {}
+        self.placed_stages: dict[tuple[Family, Step], tuple[CandidateStage, StageTerms] | None] = {}
 
     def go(self) -> SearchResult:
         """Search; see :func:`search`."""
@@ -204,16 +194,16 @@ class _Search:
             frame = Candidate(*stages.family, path.stages)
             self.floor_s = min(self.floor_s, max(node.bound_s, candidate_bound_s(self.costs, frame)))
 
-    def _span(self, stages: StageTables, step: _Step) -> Span:
+    def _span(self, stages: StageTables, step: Step) -> Span:
         """How many layers of a stage may be recomputed; of similar stages that are taken together, all."""
-        span = stages.span(step.first, step.stop, step.way)
+        span = stages.span(step)
         return span if stages.apart or self.options.recompute == "none" else span._replace(high=None)
 
-    def _place(self, stages: StageTables, step: _Step) -> tuple[CandidateStage, StageTerms] | None:
+    def _place(self, stages: StageTables, step: Step) -> tuple[CandidateStage, StageTerms] | None:
         """Return a chosen stage with as much in flight as fits; None where nothing does."""
         key = stages.family, step
         if key not in self.placed_stages:
-            stage = stages.place(*step)
+            stage = stages.place(step)
             terms = stage_terms(self.costs, stage, stages.family.micro_batches) if stage.warmup else None
             self.placed_stages[key] = None if terms is None else (stage, terms)
         return self.placed_stages[key]
@@ -255,10 +245,10 @@ class _Search:
             self.pacing -= opening.try_paces()
         if apart:
             return opening.tables
-        found = opening.prove_bound()
+        lower_bound_s, tables = opening.prove_bound()
         # Not every plan is a node, but none is below this.
-        self.floor_s = min(self.floor_s, found.lower_bound_s)
-        return found.tables
+        self.floor_s = min(self.floor_s, lower_bound_s)
+        return tables
 
     def _opening(self, family: Family, fineness: Fineness | None) -> FamilySearch | None:
         """Open a family; none where no plan of it can be better than the best one."""
@@ -287,7 +277,7 @@ class _Search:
             following, terms = tables.terms(stop, state, behind)
             for at, bound_s, trip_s in self._promising(node, path, terms):
                 after = stop + int(following.length[at])
-                step = _Step(stop, after, int(following.way[at]), state)
+                step = Step(stop, after, int(following.way[at]), state)
                 left = self.costs.layer_count - after
                 found.append(_SearchNode(bound_s, left, trip_s, len(found), tables, path, step, behind))
         if not found:
@@ -302,7 +292,7 @@ class _Search:
     ) -> Iterator[tuple[int, float, float]]:
         """Yield the next stages that may beat the best plan, with their bounds and round trips."""
         if path is not None:
-            terms = fold(path.terms, node.tables.stages.link(*path.steps[-1]), terms)
+            terms = fold(path.terms, node.tables.stages.link(path.steps[-1]), terms)
         bounds = np.asarray((NOTHING if path is None else path.prefix).step_s(terms))
         bounds = bounds + self.costs.profile.step_overhead_s
         trips = np.asarray(terms.trip_s) + (0.0 if path is None else path.trip_s)

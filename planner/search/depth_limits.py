@@ -13,14 +13,13 @@ import numpy.typing as npt
 
 from autopar.formats.plan import turns
 from autopar.planner.candidate import Family
-from autopar.planner.costs.activations import Counts, rows_bytes
+from autopar.planner.costs.activations import Counts, Numbers, rows_bytes
 from autopar.planner.costs.layers import Levels
 from autopar.planner.costs.memory import Parts, PeakTerms, lengths_swept, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.placement.pool import Pool
 from autopar.planner.search.variants import Choice
 
-Numbers = npt.NDArray[np.float64]
 MOST_KEPT = 20_000_000
 """Numbers that tell which layers are summed, and are remembered."""
 

@@ -53,7 +53,6 @@ from autopar.planner.search.moves import (
     running_s,
     stages_divided,
     stages_joined,
-    stages_of,
 )
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.route import even_shares
@@ -369,9 +368,10 @@ class LocalSearch:
 
 
 def _placed_stages(layout: Layout, order: Sequence[int], depths: Sequence[int]) -> Iterator[_PlacedStage]:
-    """Yield the stages of a layout, which take devices in an order; ``depths`` are by layer."""
-    for stage, devices in zip(stages_of(layout), devices_of(layout.widths, order), strict=True):
-        yield _PlacedStage(*stage, depths[stage[0]], devices)
+    """Return the stages of a layout, which take devices in an order; ``depths`` are by layer."""
+    firsts = (0, *layout.cuts[:-1])
+    in_flight = map(depths.__getitem__, firsts)
+    return map(_PlacedStage, firsts, *layout, in_flight, devices_of(layout.widths, order))
 
 
 SEEDS = 4

@@ -154,11 +154,6 @@ def manners_changed(layout: Layout, manners: Sequence[Manner], which: Iterable[i
                 yield layout._replace(manners=changed)
 
 
-def stages_of(layout: Layout) -> Iterator[tuple[int, int, int, Manner]]:
-    """Yield every stage's first layer, stop, width and manner."""
-    return zip((0, *layout.cuts[:-1]), *layout, strict=True)
-
-
 FEW = 4
 """Groups of which one may be wide to begin with."""
 HALVINGS = 40

@@ -36,7 +36,7 @@ from autopar.planner.search.depth_limits import LEAD
 from autopar.planner.search.depths import depth_choices, least_recomputed
 from autopar.planner.search.judge import SWEPT, Best
 from autopar.planner.search.round_trips import RoundTrips
-from autopar.planner.search.stages import StageTables
+from autopar.planner.search.stages import StageTables, Step
 from autopar.planner.search.tables import CappedStages, States, SuffixTables
 from autopar.planner.simulator.simulate import Simulator
 
@@ -49,18 +49,6 @@ MANY_SWEPT = 150_000_000
 """Stages in all states; of more, plans are looked for in some states only, and no table bounds them."""
 BAND, LEAST_BAND = 0.2, 8
 """Of the devices that are to spare, how far from its part of them a suffix may be; and how far in any case."""
-
-
-class PaceStage(NamedTuple):
-    """One stage of a plan."""
-
-    first: int
-    stop: int
-    way: int
-    state: int
-    """Of the pool, before."""
-    depth: int
-    """Micro-batches in flight on every replica."""
 
 
 class _Suffixes(NamedTuple):
@@ -175,14 +163,14 @@ class PacePlan:
         """About how long a step takes; infinite where no plan keeps the pace."""
         return float(self._suffixes.trip_s[0, 0]) + self.beside_s
 
-    def plan_stages(self) -> list[PaceStage]:
-        """Return the plan's stages."""
+    def plan_stages(self) -> list[tuple[Step, int]]:
+        """Return the plan's stages, and how many micro-batches are in flight on every replica of each."""
         found = []
         first = state = 0
         while first < self._layers:
             way, stop = int(self._suffixes.way[first, state]), int(self._suffixes.stop[first, state])
             depth = int(np.ceil(self._suffixes.in_flight[first, state] / self._paces.turning[way]))
-            found.append(PaceStage(first, stop, way, state, max(1, min(depth, int(self._paces.turns[way])))))
+            found.append((Step(first, stop, way, state), max(1, min(depth, int(self._paces.turns[way])))))
             first, state = stop, int(self._states.after[way, state])
         return found
 
@@ -300,15 +288,6 @@ MOST_CAP = 1000
 """Times the work's bound, above which nothing is looked for."""
 
 
-class FamilyBound(NamedTuple):
-    """What is known of a family."""
-
-    lower_bound_s: float
-    """No plan of it takes less."""
-    tables: SuffixTables | None
-    """Of what may be better than the best plan; none where nothing fits, or where it is too much to look through."""
-
-
 class FamilySearch:
     """Looks for good plans of a family, and proves how much better others might be."""
 
@@ -355,13 +334,13 @@ class FamilySearch:
                 break
         return self.passes * (SWEPT * self.stages.size)
 
-    def prove_bound(self) -> FamilyBound:
-        """Prove a lower bound, and return tables of what may be better, unless these are too large to look through.
+    def prove_bound(self) -> tuple[float, SuffixTables | None]:
+        """Return a lower bound, and tables of what may be better, unless these are too large to look through.
 
         What is not below a cap takes at least as long, and so does the least below it.
         """
         if self._least_cap_s == float("inf"):
-            return FamilyBound(float("inf"), None)
+            return float("inf"), None
         overhead_s = self.costs.profile.step_overhead_s
         lower_s = max(work_s(self.costs, self.stages.family), self._least_cap_s / COARSE_STEP)
         # Where no plan is known yet, what is slower than any sensible one is left out.
@@ -370,14 +349,14 @@ class FamilySearch:
             sweeps = max(FEW_SWEEPS, min(SWEEPS, MOST_BOUNDED // self.stages.size))
             trips = RoundTrips(self.stages, self.states, self.options)
             lower_s = trips.bound_s(most_s * LOWERED - overhead_s, sweeps, lower_s - overhead_s) + overhead_s
-            return FamilyBound(lower_s, None)
+            return lower_s, None
         tables = self.tables or self._below(CappedStages(self.stages, most_s))
         lower_s = max(lower_s, min(most_s, tables.least_s + overhead_s))
         for _ in range((FEW_CAPS if self.large else CAPS) if tables.least_s < float("inf") else 0):
             cap_s = (lower_s + most_s) / 2
             below = self._below(CappedStages(self.stages, cap_s))
             lower_s = max(lower_s, min(cap_s, below.least_s + overhead_s))
-        return FamilyBound(lower_s, None if self.large else tables)
+        return lower_s, None if self.large else tables
 
     @cached_property
     def states(self) -> States:
@@ -404,12 +383,12 @@ class FamilySearch:
         paced = PacePlan(self.paces, beside_s)
         if paced.step_s >= self.best.step_s * NEAR:
             return paced.step_s
-        family, chosen = self.stages.family, paced.plan_stages()
-        frame, spans = zip(*map(self._place_stage, chosen), strict=True)
+        family, (steps, depths) = self.stages.family, zip(*paced.plan_stages(), strict=True)
+        frame, spans = zip(*map(self._place_stage, steps), strict=True)
         if self.stages.constraints.broken(frame, self.costs.kind_of) is not None:
             # Paces do not count stages.
             return paced.step_s
-        deep = with_depths(family, frame, [each.depth for each in chosen]).stages
+        deep = with_depths(family, frame, depths).stages
         own, short = least_recomputed(self.costs, family, deep, spans)
         candidates = [own] if short <= 0 else []
         if short > 0 or not self.large:
@@ -423,12 +402,12 @@ class FamilySearch:
                 self.best.judge(self.simulator, candidate)
         return paced.step_s
 
-    def _place_stage(self, pace_stage: PaceStage) -> tuple[CandidateStage, Span]:
+    def _place_stage(self, step: Step) -> tuple[CandidateStage, Span]:
         """Return a stage with all in flight, and what it may recompute: as little as fits what it comes to hold."""
-        stage = self.stages.place(*pace_stage[:4])
+        stage = self.stages.place(step)
         # Depths go by what the stage was chosen to recompute, as few layers as fit may come of it.
         stage = stage._replace(warmup=stage.turns(0, self.stages.family.micro_batches))
-        span = self.stages.span(*pace_stage[:3])
+        span = self.stages.span(step)
         return stage, Span(span.levels) if self.options.recompute == "auto" else span
 
     def _below(self, capped_stages: CappedStages) -> SuffixTables:

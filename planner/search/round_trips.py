@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.costs.activations import Counts
+from autopar.planner.costs.activations import Counts, Numbers
 from autopar.planner.options import PlanOptions
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.tables import States
@@ -40,7 +40,6 @@ FINE, COARSE = 0.995, 0.95
 ROUGH = 0.985
 """Of a range's higher limit, a lower one that is far enough for a round trip that is quickly bounded."""
 
-Numbers = npt.NDArray[np.float64]
 Small = npt.NDArray[np.float32]
 
 

@@ -20,7 +20,7 @@ from autopar.formats.plan import SCATTERING, Division
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, beside_s, last
 from autopar.planner.candidate import CandidateStage, Family, splits_backward
 from autopar.planner.constraints import Constraints, limits_met
-from autopar.planner.costs.activations import Area, Areas, Counts
+from autopar.planner.costs.activations import Area, Areas, Counts, Numbers
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.links import Collective
 from autopar.planner.costs.model import CostModel
@@ -32,7 +32,15 @@ from autopar.planner.search.variants import Choice, Fineness, Queues, Variant, c
 
 MOST_BYTES = 8 * 2**30
 
-Numbers = npt.NDArray[np.float64]
+
+class Step(NamedTuple):
+    """A stage of a plan, without its depth."""
+
+    first: int
+    stop: int
+    way: int
+    state: int
+    """Of the pool, before."""
 
 
 class NextStages(NamedTuple):
@@ -130,8 +138,16 @@ class StageTables:
 
     def next(self, first: int) -> NextStages:
         """Return every stage that may begin with a layer, of those that fit somewhere."""
-        if first not in self._next:
-            self._next[first] = self._from(first)
+        if first in self._next:
+            return self._next[first]
+        stages = self._stages[:, :, :, first].reshape(len(StageTerms._fields), len(self.places), -1)
+        links = self._links[:, :, self._key_of, first].reshape(len(LinkTerms._fields), len(self.nears), -1)
+        fitting = np.flatnonzero(np.isfinite(stages[2]).any(axis=0))
+        way, column = np.divmod(fitting, len(self.lengths))
+        longest = np.minimum(self._ends[column], self.layers - first)
+        stages, links = np.take(stages, fitting, axis=2), np.take(links, fitting, axis=2)
+        alone_s = np.asarray(last(StageTerms(*stages)).step_s)
+        self._next[first] = NextStages(way, self.lengths[column], longest, stages, links, alone_s)
         return self._next[first]
 
     @cached_property
@@ -145,22 +161,22 @@ class StageTables:
             np.minimum.at(found[:, first], at, following.alone_s.min(axis=0))
         return np.asarray(np.minimum.accumulate(found))
 
-    def span(self, first: int, stop: int, way: int) -> Span:
+    def span(self, step: Step) -> Span:
         """Return how many of its layers one stage recomputes."""
-        choice, kind = self.ways[way].choice, self.ways[way].kind
-        count = self.depth_limits.layer_order(kind).counts[first, self._column(stop - first)]
+        kind, _, choice, *_ = self.ways[step.way]
+        count = self.depth_limits.layer_order(kind).counts[step.first, self._column(step)]
         low, high = choice.recompute_range(count)
         return Span(self.costs.recompute_levels(self.family.micro_batch_size, kind), int(low), int(high))
 
-    def place(self, first: int, stop: int, way: int, state: int) -> CandidateStage:
+    def place(self, step: Step) -> CandidateStage:
         """Return a stage with as much in flight as fits, 0 where nothing does, and its way's least recomputation."""
-        kind, _, choice, width, _, variant = self.ways[way]
-        devices = self.pool.devices(state, kind, width, variant)
+        kind, _, choice, width, _, variant = self.ways[step.way]
+        devices = self.pool.devices(step.state, kind, width, variant)
         depths = self.depth_limits.depth(choice, kind, width, self.costs.limit_bytes(devices))
-        depth = int(depths[first, self._column(stop - first)])
-        recompute = self.span(first, stop, way).within(first, stop)[0]
+        depth = int(depths[step.first, self._column(step)])
+        recompute = self.span(step).within(step.first, step.stop)[0]
         shares = self.depth_limits.shares(choice, width)
-        return CandidateStage(first, stop, devices, shares, depth, recompute, choice.shard, choice.division)
+        return CandidateStage(step.first, step.stop, devices, shares, depth, recompute, choice.shard, choice.division)
 
     def sure_depth(self, ways: Counts, first: int, lengths: Counts) -> tuple[Counts, Numbers]:
         """Return micro-batches in flight that fit for sure on stages of one length each, on devices of least memory.
@@ -180,28 +196,14 @@ class StageTables:
         depths, exchanges = zip(*(known[key] for key in alike), strict=True)
         return np.stack(depths), np.stack(exchanges)
 
-    def link(self, first: int, stop: int, way: int, state: int) -> LinkTerms:
-        """Return the least transfers behind one stage.
-
-        Least, because the next stage is taken to end after one layer, and to be as wide and as near as suits.
-        """
-        near = int(self.moves[way].near[state])
-        forth, back, *seconds = self._links[:, near, self._key_of[way], first, self._column(stop - first)].tolist()
+    def link(self, step: Step) -> LinkTerms:
+        """Return the least transfers behind one stage: the next one ends after a layer, as wide and near as suits."""
+        where = self.moves[step.way].near[step.state], self._key_of[step.way], step.first, self._column(step)
+        forth, back, *seconds = self._links[:, *where].tolist()
         return LinkTerms(forth > 0, back > 0, *seconds)
 
-    def _column(self, length: int) -> int:
-        return int(np.searchsorted(self.lengths, length, side="right")) - 1
-
-    def _from(self, first: int) -> NextStages:
-        stages = self._stages[:, :, :, first].reshape(len(StageTerms._fields), len(self.places), -1)
-        links = self._links[:, :, self._key_of, first].reshape(len(LinkTerms._fields), len(self.nears), -1)
-        fitting = np.flatnonzero(np.isfinite(stages[2]).any(axis=0))
-        way, column = np.divmod(fitting, len(self.lengths))
-        longest = np.minimum(self._ends[column], self.layers - first)
-        stages, links = np.take(stages, fitting, axis=2), np.take(links, fitting, axis=2)
-        return NextStages(
-            way, self.lengths[column], longest, stages, links, np.asarray(last(StageTerms(*stages)).step_s)
-        )
+    def _column(self, step: Step) -> int:
+        return int(np.searchsorted(self.lengths, step.stop - step.first, side="right")) - 1
 
     def _stacked_stages(self) -> Numbers:
         """Terms ``[term, place, way, first, length]``; work is infinite where a stage does not fit, or may not be."""
@@ -335,8 +337,10 @@ class StageTables:
     def _link(
         self, widths: Sequence[int], division: Division, levels: frozenset[Level], forth: Numbers, back: Numbers
     ) -> LinkTerms:
+        rows, count = self.family.micro_batch_size, self.family.micro_batches
         most = max(len(self.pool.all_of(kind)) for kind in self.pool.kinds)
-        found = [self._passing(width, division, most) for width in (widths[0], widths[-1])]
+        found = [queues(self.family, width, division, most) for width in (widths[0], widths[-1])]
+        found = [Queues(rows, ((count, rows),))] if self.costs.divisible else found
         least = min(each.least_rows for each in found)
         fullest = sorted({pair for each in found for pair in each.fullest})
         quickest = [self._messages(sizes * least, sizes > 0, levels) for sizes in (forth, back)]
@@ -345,10 +349,6 @@ class StageTables:
             for sizes in (forth, back)
         ]
         return LinkTerms(forth > 0, (back > 0) & (self._late or not self._has_halves), *quickest, *busy)
-
-    def _passing(self, width: int, division: Division, most: int) -> Queues:
-        rows, count = self.family.micro_batch_size, self.family.micro_batches
-        return Queues(rows, ((count, rows),)) if self.costs.divisible else queues(self.family, width, division, most)
 
     def _messages(self, sizes: Numbers, there: npt.NDArray[np.bool_], levels: frozenset[Level]) -> Numbers:
         every = [self.costs.links.messages_s(sizes, level) for level in sorted(levels)]

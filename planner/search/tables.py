@@ -14,16 +14,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, Terms, Value, fold, fold_chain, last
-from autopar.planner.costs.activations import Counts
+from autopar.planner.costs.activations import Counts, Numbers
 from autopar.planner.options import PlanOptions
 from autopar.planner.search.stages import NextStages, StageTables
 
 SLACK = 1e-9
-
-Numbers = npt.NDArray[np.float64]
 
 
 class CappedStages:
@@ -152,7 +149,7 @@ class States:
         ]
 
 
-def _agree(column: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> bool:
+def _agree(column: Counts, other: Counts) -> bool:
     return bool(((column == other) | (column < 0) | (other < 0)).all())
 
 
