@@ -33,7 +33,9 @@ Groups: the devices of a stage, as far as prices depend on them, and those that 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -188,29 +190,22 @@ def concatenate(parts: Sequence[Seconds]) -> Seconds:
     (3, 4, 5)
     """
     shape = np.broadcast_shapes(*(part.forward_s.shape[1:] for part in parts))
-    joined = np.empty((3, sum(len(part.forward_s) for part in parts), *shape))
-    at = 0
-    for part in parts:
-        for kind, values in enumerate(part):
-            joined[kind, at : at + len(values)] = values
-        at += len(part.forward_s)
-    return Seconds(*joined)
+    columns = ([np.broadcast_to(each, (len(each), *shape)) for each in column] for column in zip(*parts, strict=True))
+    return Seconds(*map(np.concatenate, columns))
 
 
 class StageSeconds:
     """Prices of stages and links by width, level and cut."""
 
     def __init__(self, prices: Prices) -> None:
-        widths = range(1, prices.device_count + 1)
-        levels = ["node", prices.outer] if len(prices.servers) > 1 else [prices.outer]
         # Width 0 does not occur; its row makes widths indices.
-        self._forward = np.stack([prices.forward_s(max(1, width)) for width in (0, *widths)])
-        self._backward = np.stack([prices.backward_s(max(1, width)) for width in (0, *widths)])
-        self._forth = np.stack([[prices.forth_s(level, max(1, width)) for width in (0, *widths)] for level in levels])
-        self._back = np.stack([[prices.back_s(level, max(1, width)) for width in (0, *widths)] for level in levels])
-        self._rates = np.array(
-            [[prices.reduce_rate(max(1, width), level) for width in (0, *widths)] for level in levels]
-        )
+        widths = (1, *range(1, prices.device_count + 1))
+        levels = ["node", prices.outer] if len(prices.servers) > 1 else [prices.outer]
+        self._forward = np.stack([prices.forward_s(width) for width in widths])
+        self._backward = np.stack([prices.backward_s(width) for width in widths])
+        self._forth = np.stack([[prices.forth_s(level, width) for width in widths] for level in levels])
+        self._back = np.stack([[prices.back_s(level, width) for width in widths] for level in levels])
+        self._rates = np.array([[prices.reduce_rate(width, level) for width in widths] for level in levels])
         self._weights, self._single = prices.weights_bytes, prices.single
 
     def stage(self, groups: DeviceGroups, first: Positions, stop: Positions) -> Seconds:
@@ -297,9 +292,12 @@ class _DappleSearch:
         self.layers = prices.layer_count
         self.sizes: Free = tuple(map(len, prices.servers))
         self.seconds = StageSeconds(prices)
-        self.tables: dict[Alike, _LatencyTable] = {}
+        layers = self.layers
+        self.tables: defaultdict[Alike, _LatencyTable] = defaultdict(
+            lambda: _LatencyTable(np.full(layers, np.inf), [None] * layers, [()] * layers)
+        )
         self.planned_stages: dict[_Point, _PlannedStages] = {}
-        self.choices: dict[Free, GroupChoice] = {}
+        self.choice = cache(partial(choose, sizes=self.sizes, rows=prices.most_replicas))
 
     def go(self) -> DapplePlan | None:
         """Fill the tables, fewer layers first; return the best whole plan."""
@@ -329,7 +327,7 @@ class _DappleSearch:
     def _split(self, point: _Point) -> None:
         """Split the last stage of a (j, g) in every way."""
         planned, stops = self.planned_stages[point], np.arange(point.layers + 1, self.layers)
-        choice = self._choice(planned.free)
+        choice = self.choice(planned.free)
         if not choice.free_after or not len(stops):
             return
         added = self._with_stage(planned, point.layers, stops, choice.groups)
@@ -339,7 +337,7 @@ class _DappleSearch:
 
     def _improve(self, point: _Point, stops: Positions, choice: GroupChoice, latency_s: Array) -> None:
         """Enter latencies ``[group, stop]`` where they are less than what is known."""
-        tables = [self._table(state) for state in choice.states]
+        tables = [self.tables[state] for state in choice.states]
         known = np.stack([table.latency_s[point.layers + 1 :] for table in tables])
         for at in np.flatnonzero((latency_s < known).any(axis=1)).tolist():
             table = tables[at]
@@ -353,7 +351,7 @@ class _DappleSearch:
         """Keep the stages of a (j, g), now that no better ones can come."""
         before, free = self._before(point), self.tables[point.state].free[point.layers]
         planned = self.planned_stages[before]
-        choice = self._choice(planned.free)
+        choice = self.choice(planned.free)
         group = choice.groups.at(choice.free_after.index(free))
         seconds = concatenate(self._with_stage(planned, before.layers, np.array([point.layers]), group))
         self.planned_stages[point] = _PlannedStages(seconds, group, free)
@@ -378,13 +376,3 @@ class _DappleSearch:
         stages, *shape = seconds.forward_s.shape
         forward_s, backward_s, reduce_s = (each.reshape(stages, -1) for each in seconds)
         return latency_s(forward_s, backward_s, reduce_s, self.prices.micro_batches).reshape(shape)
-
-    def _choice(self, free: Free) -> GroupChoice:
-        if free not in self.choices:
-            self.choices[free] = choose(free, self.sizes, self.prices.most_replicas)
-        return self.choices[free]
-
-    def _table(self, state: Alike) -> _LatencyTable:
-        if state not in self.tables:
-            self.tables[state] = _LatencyTable(np.full(self.layers, np.inf), [None] * self.layers, [()] * self.layers)
-        return self.tables[state]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.planner.peers.prices import Array, Prices, Proposal, in_order
+from autopar.planner.peers.prices import Array, Prices, Proposal, between, in_order
 
 
 def propose(prices: Prices) -> list[Proposal]:
@@ -32,16 +32,14 @@ def split(costs: Array, cells: int) -> tuple[int, ...]:
     >>> split(np.array([1.0, 1.0, 1.0, 3.0]), 2)
     (3, 4)
     """
-    count = len(costs)
-    sums = np.concatenate(([0.0], np.cumsum(costs)))
-    squares = np.where(np.tri(count + 1, k=-1, dtype=bool).T, (sums[None, :] - sums[:, None]) ** 2, np.inf)
+    squares = between(np.concatenate(([0.0], np.cumsum(costs)))) ** 2
     value = squares[0]
     chosen = []
     for _ in range(cells - 1):
         totals = value[:, None] + squares
         chosen.append(totals.argmin(axis=0))
         value = totals.min(axis=0)
-    cuts = [count]
+    cuts = [len(costs)]
     for before in reversed(chosen):
         cuts.append(int(before[cuts[-1]]))
     return tuple(reversed(cuts))

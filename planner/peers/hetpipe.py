@@ -32,10 +32,9 @@ from itertools import pairwise
 from math import gcd
 from typing import Literal, NamedTuple
 
-from autopar.formats.plan import Division, Plan, Stage
+from autopar.formats.plan import Division
 from autopar.formats.program import BACKWARD, REDUCE_TIED
 from autopar.formats.report import VirtualStage, VirtualWorker, VirtualWorkers
-from autopar.planner.assemble import crossings, shared_parameters
 from autopar.planner.bounds.chain import candidate_bound_s
 from autopar.planner.candidate import Candidate, CandidateStage, divisors
 from autopar.planner.costs.durations import Durations, durations
@@ -45,7 +44,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.peers.partition import Makeup, Partition, Partitioner, PipelineCounts, depths, makeup_of
 from autopar.planner.peers.partition import work as partition_work
 from autopar.planner.peers.prices import Prices
-from autopar.planner.simulator.simulate import Simulator, trace
+from autopar.planner.simulator.simulate import Simulator, skeleton, trace
 from autopar.schedules.expand import expand
 
 Policy = Literal["NP", "ED", "HD"]
@@ -201,22 +200,10 @@ def _durations(costs: CostModel, own: Candidate, workers: int) -> Durations:
 
 def _ready(costs: CostModel, own: Candidate, times: Durations) -> list[float]:
     """Return when each stage's gradients are there."""
-    plan = Plan.model_construct(
-        schedule=own.schedule,
-        micro_batches=own.micro_batches,
-        micro_batch_size=own.micro_batch_size,
-        stages=tuple(
-            Stage.model_construct(
-                devices=stage.devices, shares=stage.shares, warmup=stage.warmup, division=stage.division
-            )
-            for stage in own.stages
-        ),
-        tensors=crossings(costs, own),
-        tied=shared_parameters(costs, own),
-    )
-    devices = tuple(stage.devices[0] for stage in own.stages)
-    found = [0.0] * len(devices)
-    for event in trace(expand(plan), times, Traffic(costs.sharing, devices) if costs.sharing else None):
+    flows = [(producer, consumer, flow.gradients > 0) for producer, consumer, flow in costs.flows.exchanges(own.cuts)]
+    program = expand(skeleton(own, flows, [holders for _, holders in costs.tied_between(own.stages)]))
+    found = [0.0] * len(own.devices)
+    for event in trace(program, times, Traffic(costs.sharing, own.devices) if costs.sharing else None):
         if event.action.kind in (BACKWARD, REDUCE_TIED):
             found[event.rank] = max(found[event.rank], event.end_s)
     return found
@@ -254,8 +241,7 @@ class WorkerAllocation(NamedTuple):
     """An allocation, with what every virtual worker is made of, and its devices by sort."""
 
     allocation: Allocation
-    makeups: tuple[Makeup, ...]
-    sorts: tuple[list[list[int]], ...]
+    makeups: tuple[tuple[Makeup, list[list[int]]], ...]
 
     @property
     def stages(self) -> int:
@@ -285,12 +271,9 @@ def allocate_workers(prices: Prices, most_workers: int) -> list[WorkerAllocation
     for allocation in allocations(nodes, [by_kind[kind] for kind in costs.kind_of]):
         if max(map(len, allocation.workers)) > costs.layer_count or len(allocation.workers) > most_workers:
             continue
-        made = [makeup_of(costs, devices) for devices in allocation.workers]
-        if max(partition_work(makeup, costs.layer_count) for makeup, _ in made) > MOST_WORK:
-            continue
-        found.append(
-            WorkerAllocation(allocation, tuple(makeup for makeup, _ in made), tuple(sorts for _, sorts in made))
-        )
+        made = tuple(makeup_of(costs, devices) for devices in allocation.workers)
+        if max(partition_work(makeup, costs.layer_count) for makeup, _ in made) <= MOST_WORK:
+            found.append(WorkerAllocation(allocation, made))
     if found:
         return found
     return (
@@ -301,9 +284,8 @@ def allocate_workers(prices: Prices, most_workers: int) -> list[WorkerAllocation
 
 def work(worker_allocations: Sequence[WorkerAllocation], layers: int) -> int:
     """Return how many array elements the partitions take, were three depths tried."""
-    return 3 * sum(
-        partition_work(makeup, layers) for makeup in {makeup for each in worker_allocations for makeup in each.makeups}
-    )
+    makeups = {makeup for each in worker_allocations for makeup, _ in each.makeups}
+    return 3 * sum(partition_work(makeup, layers) for makeup in makeups)
 
 
 def best(
@@ -344,7 +326,8 @@ def partitioned_workers(partitioner: Partitioner, worker_allocation: WorkerAlloc
         partitions = _partitions(partitioner, worker_allocation, pipelined)
         slowest_s = max(each.slowest_s for each in partitions) if partitions else float("inf")
         if partitions and slowest_s < known_s:
-            workers = tuple(_worker(*each) for each in zip(partitions, worker_allocation.sorts, strict=True))
+            pairs = zip(partitions, worker_allocation.makeups, strict=True)
+            workers = tuple(_worker(partition, sorts) for partition, (_, sorts) in pairs)
             yield Workers(worker_allocation.allocation.policy, prices.micro_batches, prices.rows, pipelined, workers)
             known_s = slowest_s
         if slowest_s <= least_s:
@@ -355,7 +338,7 @@ def _partitions(
     partitioner: Partitioner, worker_allocation: WorkerAllocation, pipeline: PipelineCounts
 ) -> list[Partition] | None:
     found = []
-    for makeup in worker_allocation.makeups:
+    for makeup, _ in worker_allocation.makeups:
         partition = partitioner.partition(makeup, pipeline)
         if partition is None:
             return None
@@ -389,33 +372,17 @@ def describe(prices: Prices, virtual_workers: Workers) -> VirtualWorkers:
 def _describe_worker(prices: Prices, virtual_workers: Workers, at: int) -> VirtualWorker:
     costs, worker = prices.costs, virtual_workers.workers[at]
     partitioner, links = Partitioner(prices), costs.links
-    spans = list(pairwise((0, *worker.cuts)))
-    seconds = []
-    for place, ((first, stop), device) in enumerate(zip(spans, worker.devices, strict=True)):
+    deep, peak_bytes = depths(len(worker.cuts), virtual_workers.pipeline), peaks(costs, virtual_workers, at)
+    stages = []
+    for place, ((first, stop), device) in enumerate(zip(_spans(worker.cuts), worker.devices, strict=True)):
         stage_s = float(partitioner.stage_s(costs.kind_of[device], virtual_workers.pipeline)[first, stop])
         if place:
             stage_s += float(prices.forth_s(links.level((worker.devices[place - 1], device)))[first])
-        if place + 1 < len(spans):
+        if place + 1 < len(deep):
             stage_s += float(prices.back_s(links.level((device, worker.devices[place + 1])))[stop])
-        seconds.append(stage_s)
-    fields = zip(
-        spans,
-        worker.devices,
-        depths(len(spans), virtual_workers.pipeline),
-        seconds,
-        peaks(costs, virtual_workers, at),
-        strict=True,
-    )
-    stages = tuple(
-        VirtualStage(
-            str(first) if stop - first == 1 else f"{first}-{stop - 1}",
-            device,
-            costs.kinds[costs.kind_of[device]].name,
-            depth,
-            stage_s,
-            peak,
-        )
-        for (first, stop), device, depth, stage_s, peak in fields
-    )
+        layers = str(first) if stop - first == 1 else f"{first}-{stop - 1}"
+        name = costs.kinds[costs.kind_of[device]].name
+        stages.append(VirtualStage(layers, device, name, deep[place], stage_s, peak_bytes[place]))
+    seconds = [stage.stage_s for stage in stages]
     slowest_s = max(max(seconds), sum(seconds) / virtual_workers.pipeline.in_flight)
-    return VirtualWorker(stages, virtual_workers.rows / slowest_s if slowest_s else 0.0)
+    return VirtualWorker(tuple(stages), virtual_workers.rows / slowest_s if slowest_s else 0.0)

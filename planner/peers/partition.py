@@ -13,7 +13,7 @@ from n. Devices that prices cannot tell apart count as one sort.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -22,9 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.cluster import Level
+from autopar.planner.costs import memoized
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
-from autopar.planner.peers.prices import Array, Prices
+from autopar.planner.peers.prices import Array, Prices, between
 
 Counts = tuple[int, ...]
 Indices = npt.NDArray[np.int64]
@@ -124,32 +125,29 @@ class Partitioner:
     def __init__(self, prices: Prices) -> None:
         self.prices, self.costs, self.rows = prices, prices.costs, prices.rows
         self.layers = prices.layer_count
-        self._parts: dict[int, Parts] = {}
-        self._partitions: dict[tuple[Makeup, PipelineCounts], Partition | None] = {}
 
+    @memoized
     def partition(self, makeup: Makeup, pipeline: PipelineCounts) -> Partition | None:
         """Return the partition whose slowest stage is fastest; none where no partition fits.
 
         A stage's memory is reckoned with every tensor that it sends read by one stage.
         """
-        key = (makeup, pipeline)
-        if key not in self._partitions:
-            self._partitions[key] = _PartitionSearch(self, makeup, pipeline).go()
-        return self._partitions[key]
+        return _PartitionSearch(self, makeup, pipeline).go()
 
     def stage_s(self, kind: int, pipeline: PipelineCounts) -> Array:
         """Return the forward and backward of layers ``[first, stop]``; infinite where there are none."""
         adding = self.costs.adding(pipeline.turns, pipeline.workers)
         sums = np.array(self.costs.sums.forward(self.rows, kind=kind))
         sums = sums + np.array(self.costs.sums.backward(self.rows, adding, kind=kind))
-        some = np.tri(len(sums), k=-1, dtype=bool).T
-        return np.where(some, sums[None, :] - sums[:, None], np.inf)[:-1]
+        return between(sums)[:-1]
 
     def fits(self, kind: int, limit_bytes: int, terms: PeakTerms) -> npt.NDArray[np.bool_]:
         """Return whether layers ``[first, stop]`` fit a device."""
-        if kind not in self._parts:
-            self._parts[kind] = self.costs.memory[kind].by_stop(self.rows)
-        return np.asarray(peak_of(self._parts[kind], terms) <= limit_bytes)
+        return np.asarray(peak_of(self._parts(kind), terms) <= limit_bytes)
+
+    @memoized
+    def _parts(self, kind: int) -> Parts:
+        return self.costs.memory[kind].by_stop(self.rows)
 
 
 class _PartitionSearch:
@@ -177,11 +175,11 @@ class _PartitionSearch:
     def _extend(self, taken_counts: Counts, sort: int) -> None:
         """Find the best pipelines that end with a device of a sort."""
         before = _less(taken_counts, sort)
-        stage_s = self._fitting(sum(before), sort)
+        stage_s, prices, levels = self._fitting(sum(before), sort), self.owner.prices, self.makeup.levels[sort]
         ahead = list(self._ahead(before, sort))
         following = [each for each in self.sorts if taken_counts[each] < self.makeup.counts[each]] or [END]
         for after in following:
-            whole_s = stage_s + (0.0 if after == END else self._receiving_s(self.owner.prices.back_s, sort, after))
+            whole_s = stage_s + (0.0 if after == END else prices.back_s(levels[after]))
             self.best[taken_counts, sort, after] = _least(ahead, whole_s)
 
     def _fitting(self, position: int, sort: int) -> Array:
@@ -200,11 +198,8 @@ class _PartitionSearch:
             return
         for each in self.sorts:
             if before[each]:
-                received = self._receiving_s(self.owner.prices.forth_s, sort, each)[:-1]
+                received = self.owner.prices.forth_s(self.makeup.levels[sort][each])[:-1]
                 yield each, self.best[before, each, sort].slowest_s[:-1], received
-
-    def _receiving_s(self, of: Callable[[Level], Array], sort: int, other: int) -> Array:
-        return of(self.makeup.levels[sort][other])
 
     def _backtrack(self, slowest_s: float, sort: int) -> Partition:
         cuts: list[int] = []

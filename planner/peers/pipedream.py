@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.cluster import Level
-from autopar.planner.peers.prices import Array, Prices, Proposal, in_order
+from autopar.planner.peers.prices import Array, Prices, Proposal, between, in_order
 
 Indices = npt.NDArray[np.int64]
 
@@ -59,7 +59,8 @@ def work(prices: Prices) -> int:
 
 def flat(prices: Prices) -> Proposal:
     """Return PipeDream's plan for all devices on one level, the slowest that connects them."""
-    return in_order(*_cuts_widths(_stages(_flat(prices), 0, prices.layer_count, prices.device_count)))
+    stages = _stages(_flat(prices), 0, prices.layer_count, prices.device_count)
+    return in_order([stage.stop for stage in stages], [stage.width for stage in stages])
 
 
 def hierarchical(prices: Prices) -> Proposal:
@@ -97,9 +98,7 @@ def _levels(prices: Prices) -> tuple[_BestSplits, _BestSplits]:
 
 def _alone(prices: Prices) -> Array:
     """A^0: the seconds of layers ``[first, stop]`` on one device."""
-    sums = np.concatenate(([0.0], np.cumsum(prices.layer_s)))
-    some = np.tri(len(sums), k=-1, dtype=bool).T
-    return np.where(some, sums[None, :] - sums[:, None], np.inf)
+    return between(np.concatenate(([0.0], np.cumsum(prices.layer_s))))
 
 
 def _solve(prices: Prices, below: Array, level: Level, components: int, *, whole: bool) -> _BestSplits:
@@ -143,7 +142,3 @@ def _stages(best: _BestSplits, first: int, stop: int, components: int) -> list[_
         stages.insert(0, _PipeDreamStage(last, stop, width))
         stop, components = last, components - width
     return stages
-
-
-def _cuts_widths(stages: list[_PipeDreamStage]) -> tuple[list[int], list[int]]:
-    return [stage.stop for stage in stages], [stage.width for stage in stages]
