@@ -45,10 +45,10 @@ class RankTerms(NamedTuple):
 class RankBound(NamedTuple):
     """A lower bound of a step, without what precedes it."""
 
-    filling_s: float
-    compute_s: float
     synchronisation_s: float
     update_s: float
+    compute_s: float
+    filling_s: float
     stage: int
 
     @property
@@ -106,7 +106,7 @@ def rank_bounds(candidate: Candidate, terms: RankTerms) -> Iterator[RankBound]:
         work_s = sum(float(terms.stages[stage].work_s) for stage in chunks)
         rest_s = sum(terms.rest_s[stage] for stage in chunks)
         first, update_s = chunks[0], terms.update_s[chunks[0]]
-        yield RankBound(start_s, work_s + rest_s, min(terms.reduced_s[stage] for stage in chunks), update_s, first)
+        yield RankBound(min(terms.reduced_s[stage] for stage in chunks), update_s, work_s + rest_s, start_s, first)
         if not all(link.back for link in terms.links[first : chunks[-1]]):
             continue
         back_s = 0.0
@@ -116,7 +116,7 @@ def rank_bounds(candidate: Candidate, terms: RankTerms) -> Iterator[RankBound]:
                 break
             back_s += float(link.back_s) + float(own.backward_s)
             compute_s = work_s + terms.weight_s[stage]
-            yield RankBound(start_s + back_s, compute_s, terms.reduced_s[stage], terms.update_s[stage], first)
+            yield RankBound(terms.reduced_s[stage], terms.update_s[stage], compute_s, start_s + back_s, first)
 
 
 def _ways_forth(terms: RankTerms) -> list[float]:
@@ -201,12 +201,8 @@ def binding(costs: CostModel, candidate: Candidate) -> tuple[BoundPart, ...]:
     found = _CandidateTerms(costs, candidate)
     own = max(found.ranks, key=lambda each: each.seconds, default=None)
     if own is not None and own.seconds > found.suffixes[0].step_s:
-        chain = [
-            _BoundPart(own.synchronisation_s, "synchronisation", own.stage),
-            _BoundPart(own.update_s, "update", own.stage),
-            _BoundPart(own.compute_s, "compute", own.stage),
-            _BoundPart(own.filling_s, "filling", own.stage),
-        ]
+        terms: tuple[Term, ...] = "synchronisation", "update", "compute", "filling"
+        chain = [_BoundPart(seconds, term, own.stage) for seconds, term in zip(own, terms, strict=False)]
     else:
         start = next(index for index, each in enumerate(found.suffixes) if each.done_s >= found.suffixes[0].step_s)
         chain = found.done(start)

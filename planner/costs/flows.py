@@ -23,14 +23,6 @@ class Flow(NamedTuple):
     gradient_bytes_per_sample: int
 
 
-class Exchange(NamedTuple):
-    """Two stages, the first of which makes what the second reads."""
-
-    producer: int
-    consumer: int
-    flow: Flow
-
-
 class FlowTensor(NamedTuple):
     """A tensor by the positions of its layers; the producer of a model input is -1."""
 
@@ -92,8 +84,8 @@ class Flows:
         made = chain.from_iterable(self.made_by[first:stop])
         return _flow([each for each in made if any(next_first <= reader < next_stop for reader in each.consumers)])
 
-    def exchanges(self, stops: Sequence[int]) -> list[Exchange]:
-        """Return what travels between stages that end before the layers ``stops``, by producer and consumer."""
+    def exchanges(self, stops: Sequence[int]) -> list[tuple[int, int, Flow]]:
+        """Return (producer, consumer, what travels) for stages that end before the layers ``stops``."""
         stage_of = np.repeat(np.arange(len(stops)), np.diff(stops, prepend=0))
         made, read = stage_of[self._producers], stage_of[self._consumers]
         crosses = np.flatnonzero(made != read)
@@ -103,7 +95,7 @@ class Flows:
         for key in keys.tolist():
             groups.setdefault(key // len(self.crossing), []).append(key % len(self.crossing))
         return [
-            Exchange(*divmod(pair, len(stops)), _flow([self.crossing[number] for number in numbers]))
+            (*divmod(pair, len(stops)), _flow([self.crossing[number] for number in numbers]))
             for pair, numbers in groups.items()
         ]
 

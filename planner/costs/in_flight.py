@@ -128,14 +128,8 @@ class StageInFlight(NamedTuple):
     """Whether the gradients that come back do."""
 
 
-def peak_terms_of(candidate: Candidate, at: int, rows: float) -> PeakTerms:
-    """Return what the memory of a replica of a stage depends on; of later turns, none takes part in more."""
-    stage, count = candidate.stages[at], candidate.micro_batches
-    return stage_terms(stage, count, stage.lead(candidate.stages[at - 1], count) if at else 0, rows)
-
-
 def stage_terms(stage: CandidateStage, micro_batches: int, lead: int, rows: float) -> PeakTerms:
-    """Return :func:`peak_terms_of` of a stage whose gradients are so many more turns on their way."""
+    """Return what the memory of a stage's replica depends on; of later turns, none takes part in more."""
     turns, recompute = stage.turns(0, micro_batches), frozenset(stage.recompute)
     return PeakTerms(rows, stage.warmup, turns, len(stage.devices), lead, recompute, stage.shard)
 
@@ -143,8 +137,8 @@ def stage_terms(stage: CandidateStage, micro_batches: int, lead: int, rows: floa
 def _stage_in_flight(
     memory: MemoryModel, candidate: Candidate, at: int, rows: float, place: RankPlace
 ) -> StageInFlight:
-    stages, stage = candidate.stages, candidate.stages[at]
-    held = peak_terms_of(candidate, at, rows)
+    stages, stage, count = candidate.stages, candidate.stages[at], candidate.micro_batches
+    held = stage_terms(stage, count, stage.lead(stages[at - 1], count) if at else 0, rows)
     further = memory.further(stage.first, stage.stop, rows, [later.stop for later in stages[at + 1 :]])
     parts = memory.parts(stage.first, stage.stop, rows, held.recompute)
     pending = memory.pending(stage.first, stage.stop, rows)

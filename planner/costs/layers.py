@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from operator import add
 from typing import Literal, NamedTuple
 
 from autopar.formats.cluster import Level
@@ -229,9 +230,10 @@ class StageSums:
 
         Where parameters are sharded, a layer's are gathered while the layer before computes.
         """
+        sums = self._costs[kind].sums("forward_s", rows)
         if shard != "parameters":
-            return self._costs[kind].sums("forward_s", rows)
-        return self._overlap_sums(self._costs[kind].sums("forward_s", rows), self.gathers(ranks, level, kind), level)
+            return sums
+        return self._overlap_sums(sums, self.collectives_s("all_gather", ranks, level, kind), level)
 
     @memoized
     def backward(
@@ -250,16 +252,13 @@ class StageSums:
         ``recompute`` run forward again. Sharded gradients are reduced, and sharded parameters gathered, while another
         layer computes, unless the device waits for that.
         """
-        communicating = shard in SCATTERING
-        adding = adding / ranks if communicating else adding
-        if not recompute and not communicating:
-            return self._costs[kind].sums("backward_s", rows, adding)
+        adding = adding / ranks if shard in SCATTERING else adding
         sums = self._with_recomputation(self._costs[kind].sums("backward_s", rows, adding), rows, recompute, kind)
-        if not communicating:
+        if shard not in SCATTERING:
             return sums
-        moved = self.scatters(ranks, level, kind)
+        moved = self.collectives_s("reduce_scatter", ranks, level, kind)
         if shard == "parameters":
-            moved = [one + other for one, other in zip(moved, self.gathers(ranks, level, kind), strict=True)]
+            moved = list(map(add, moved, self.collectives_s("all_gather", ranks, level, kind)))
         return self._overlap_sums(sums, moved, level)
 
     @memoized
@@ -282,9 +281,9 @@ class StageSums:
         first = self._with_recomputation(self._costs[kind].sums("backward_input_s", rows), rows, recompute, kind)
         second = self._costs[kind].sums("backward_weight_s", rows, adding)
         if shard == "parameters":
-            first = self._overlap_sums(first, self.gathers(ranks, level, kind), level)
+            first = self._overlap_sums(first, self.collectives_s("all_gather", ranks, level, kind), level)
         if shard in SCATTERING:
-            second = self._overlap_sums(second, self.scatters(ranks, level, kind), level)
+            second = self._overlap_sums(second, self.collectives_s("reduce_scatter", ranks, level, kind), level)
         return first, second
 
     def _with_recomputation(self, sums: list[float], rows: float, recompute: frozenset[int], kind: int) -> list[float]:
@@ -314,21 +313,14 @@ class StageSums:
             both = moving_s + computing * (1 - 1 / slower[1])
         return min(both, computing_s + moving_s)
 
-    def gathers(self, ranks: int, level: Level, kind: int = 0) -> list[float]:
-        """Return the seconds of gathering every layer's parameters."""
-        return self._layer_collectives_s("all_gather", ranks, level, kind)
-
-    def scatters(self, ranks: int, level: Level, kind: int = 0) -> list[float]:
-        """Return the seconds of reducing every layer's gradients, each rank to its part."""
-        return self._layer_collectives_s("reduce_scatter", ranks, level, kind)
-
     @memoized
     def in_turn_sums(self, operation: Collective, ranks: int, level: Level, kind: int) -> list[float]:
         """Return, for every position, the seconds of gathering or scattering all layers before it one by one."""
-        return list(accumulate(self._layer_collectives_s(operation, ranks, level, kind), initial=0.0))
+        return list(accumulate(self.collectives_s(operation, ranks, level, kind), initial=0.0))
 
     @memoized
-    def _layer_collectives_s(self, operation: Collective, ranks: int, level: Level, kind: int) -> list[float]:
+    def collectives_s(self, operation: Collective, ranks: int, level: Level, kind: int = 0) -> list[float]:
+        """Return the seconds of gathering every layer's parameters, or of reducing its gradients, each rank a part."""
         found = []
         for layer, own in zip(self._layers, self._costs[kind].layers, strict=True):
             size = layer.parameters_bytes if operation == "all_gather" else layer.trainable_bytes

@@ -103,10 +103,6 @@ class CostModel:
         self.sums = StageSums(self.layers, layers, self.links, slower, waits=waits)
         self.reductions = Reductions(self.layers, layers, self.flows, self.links, self.sums, divisible=self.divisible)
         self._levels = cache(self._computed_levels)
-        self._look_at_devices()
-
-    def _look_at_devices(self) -> None:
-        """Begin what is remembered of the devices that are planned for."""
         self._stage_shortfall = lru_cache(MOST_SHORTFALLS)(self._computed_shortfall)
 
     def _devices(self, cluster: Cluster, count: int) -> list[Device]:
@@ -131,7 +127,7 @@ class CostModel:
         other.limits_bytes = [self.limits_bytes[device] for device in devices]
         other.links = self.links.among(devices)
         other.sharing = self.sharing.among(devices)
-        other._look_at_devices()
+        other._stage_shortfall = lru_cache(MOST_SHORTFALLS)(other._computed_shortfall)
         return other
 
     def with_layer_costs(self, layers: LayerCosts) -> CostModel:
@@ -340,8 +336,7 @@ def _single(profile: Profile, options: PlanOptions) -> dict[int, Single]:
     found = {}
     for index, layer in enumerate(profile.layers):
         writes = layer.writes
-        if writes is None or writes.single is None or (options.replicate_state and not writes.once):
-            continue
-        remedy = "" if writes.once else "; `replicate_state='first'` or average allows more"
-        found[index] = Single(f"layer {layer.name} has one replica, since {writes.single}", remedy)
+        if writes is not None and writes.single is not None and (writes.once or not options.replicate_state):
+            remedy = "" if writes.once else "; `replicate_state='first'` or average allows more"
+            found[index] = Single(f"layer {layer.name} has one replica, since {writes.single}", remedy)
     return found

@@ -57,10 +57,6 @@ class Reductions:
         alone_s = self._without_buckets_s(reduction)
         return sum(seconds for _, seconds in self._bucket_times(*_where(reduction))) if alone_s is None else alone_s
 
-    def exposed_s(self, reduction: Reduction) -> float:
-        """Return how long after the rank's last backward, or its weight half, the reduction ends."""
-        return 0.0 if reduction.ranks == 1 else self._exposed_s(reduction)
-
     def buckets(self, first: int, stop: int) -> list[tuple[int, int]]:
         """(layer whose backward completes the bucket, bytes), in the order of the reductions."""
         sizes = [self._reduced_bytes(layer, first, stop) for layer in range(first, stop)]
@@ -77,11 +73,12 @@ class Reductions:
         if self._sums.waits and shard != "none":
             sums = self._sums.in_turn_sums("reduce_scatter", ranks, level, kind)
             return 0.0 if scattering else sums[stop] - sums[first]
-        return self._sums.scatters(ranks, level)[first] if scattering else None
+        return self._sums.collectives_s("reduce_scatter", ranks, level, kind)[first] if scattering else None
 
     @memoized
-    def _exposed_s(self, reduction: Reduction) -> float:
-        alone_s = self._without_buckets_s(reduction)
+    def exposed_s(self, reduction: Reduction) -> float:
+        """Return how long after the rank's last backward, or its weight half, the reduction ends."""
+        alone_s = 0.0 if reduction.ranks == 1 else self._without_buckets_s(reduction)
         if alone_s is not None:
             return alone_s
         first, stop, costs = reduction.first, reduction.stop, self._costs[reduction.kind]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise, takewhile
 from math import ceil, log, prod
 from typing import NamedTuple
 
 from autopar.planner.bounds.chain import link_terms, round_trips
 from autopar.planner.candidate import Candidate, CandidateStage, Family, with_depths
+from autopar.planner.costs import memoized
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
@@ -170,7 +171,6 @@ class _Pacing:
         """What each stage computes of a micro-batch with nothing recomputed."""
         self.pace_s = max(self._paced_s(index, own_s) for index, own_s in enumerate(self.free_s))
         """The busiest stage's."""
-        self._fitted_s = cache(self._computed_fitted_s)
 
     def round_trip_vectors(self) -> list[tuple[int, ...]]:
         """Depths for which stages do not wait: as many in flight as the busiest one runs in a micro-batch's round trip.
@@ -247,7 +247,8 @@ class _Pacing:
             behind = behind.before(self.family, stage, depth, (own_s - trip_s) / pace_s)
         return tuple(vector)
 
-    def _computed_fitted_s(self, index: int, depth: int) -> float | None:
+    @memoized
+    def _fitted_s(self, index: int, depth: int) -> float | None:
         """Return a stage's seconds with so many in flight, recomputing as little as fits; None where nothing fits."""
         near = list(self.stages)
         if depth > near[index].warmup:
@@ -299,7 +300,6 @@ def _recompute_least(costs: CostModel, family: Family, stages: list[CandidateSta
         # Larger sets hold less, or next to nothing more.
         return short(bisect_left(range(len(sets) - 1), True, key=lambda at: short(at) <= 0))
     for at in range(len(sets)):
-        found = short(at)
-        if found <= 0:
+        if (found := short(at)) <= 0:
             break
     return found

@@ -22,6 +22,7 @@ from autopar.formats.plan import Division, shards_of
 from autopar.planner.bounds.chain import candidate_bound_s, link_terms
 from autopar.planner.candidate import Candidate, CandidateStage, Family, counts_beside
 from autopar.planner.constraints import Constraints
+from autopar.planner.costs import memoized
 from autopar.planner.costs.layers import Levels, Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
@@ -120,7 +121,6 @@ class LocalSearch:
         self.work_left, self.equal = work, equal
         self.rules = Constraints.of(self.costs, options)
         self.edges = self.rules.edges(MOST_EDGES)
-        self._where = cache(self._computed_where)
         self._prices: dict[tuple[object, ...], _StagePrice | None] = {}
         self._links: dict[tuple[object, ...], _StagePrice] = {}
         self._tried_layouts: set[tuple[Family, Layout, tuple[int, ...]]] = set()
@@ -343,7 +343,8 @@ class LocalSearch:
         turns = placed.turns(0, count)
         return placed._replace(warmup=min(turns, max(1, -(-in_flight // placed.turning))))
 
-    def _computed_where(self, devices: tuple[int, ...]) -> tuple[object, ...] | None:
+    @memoized
+    def _where(self, devices: tuple[int, ...]) -> tuple[object, ...] | None:
         """Return what of its devices a stage's price depends on; None where they are of several kinds."""
         kinds = {self.costs.kind_of[device] for device in devices}
         return (*kinds, self.costs.limit_bytes(devices), self.costs.links.level(devices)) if len(kinds) == 1 else None

@@ -96,7 +96,8 @@ class Simulator:
         if self._latest is None or self._latest[0] != key:
             times = durations(self.costs, candidate)
             needed = drop_covered_messages(candidate, times) if plain(candidate.schedule) else times
-            laid = _CandidateSetup(times, needed, self._tied_stages(candidate), self._traffic(candidate, times))
+            tied_stages = [holders for _, holders in self.costs.tied_between(candidate.stages)]
+            laid = _CandidateSetup(times, needed, tied_stages, self._traffic(candidate, times, tied_stages))
             self._latest = key, laid
         return self._latest[1]
 
@@ -128,16 +129,14 @@ class Simulator:
             return simulate_levels(candidate, times, tied_stages, beats)
         return None
 
-    def _tied_stages(self, candidate: Candidate) -> list[tuple[int, ...]]:
-        return [holders for _, holders in self.costs.tied_between(candidate.stages)]
-
-    def _traffic(self, candidate: Candidate, times: Durations) -> Traffic | None:
+    def _traffic(
+        self, candidate: Candidate, times: Durations, tied_stages: Sequence[tuple[int, ...]]
+    ) -> Traffic | None:
         """Return where a candidate's ranks stand, if anything can slow them there."""
         if not self.sharing:
             return None
         traffic = Traffic(self.sharing, tuple(dict.fromkeys(candidate.devices)))
         places = list(zip(times.ranks, times.stage, strict=True))
-        tied_stages = self._tied_stages(candidate)
         tied = [sorted({rank for rank, stage in places if stage in holders}) for holders in tied_stages]
         return traffic if Lanes(times, traffic, tied).lanes else None
 
@@ -150,7 +149,7 @@ class Simulator:
             for producer, consumer, flow in exchanges
             if pairs is None or (producer, consumer) in pairs or (consumer, producer) in pairs
         )
-        tied = tuple(self._tied_stages(candidate))
+        tied = tuple(holders for _, holders in self.costs.tied_between(stages))
         shape = tuple((stage.shares, stage.warmup, stage.division) for stage in stages)
         layout = groups(stages) if has_chunks(candidate.schedule) else ()
         key = (candidate.micro_batches, candidate.schedule, shape, layout, flows, tied)

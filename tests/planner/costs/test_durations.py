@@ -25,7 +25,8 @@ def _naive_s(plan: Plan, costs: CostModel, candidate: Candidate) -> float:
     """Relax the ends of all actions until none moves, with prices asked of the cost model one by one."""
     stages, count = candidate.stages, candidate.micro_batches
     sizes = {
-        (flow.producer, flow.consumer): flow.flow for flow in costs.flows.exchanges([stage.stop for stage in stages])
+        (producer, consumer): flow
+        for producer, consumer, flow in costs.flows.exchanges([stage.stop for stage in stages])
     }
     routes = {}
     for message in messages(plan):

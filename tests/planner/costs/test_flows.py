@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 from autopar.planner import PlanOptions
-from autopar.planner.costs.flows import Exchange
 from autopar.planner.costs.model import CostModel
 from autopar.schedules.route import FixedStageShares, routes
 from drawn import random_candidate, shares_of
@@ -23,7 +22,7 @@ def test_exchanges_are_what_every_pair_of_stages_has_between_them() -> None:
             for consumer in range(producer + 1, len(stages)):
                 flow = costs.flows.between(sending.first, sending.stop, *stages[consumer][:2])
                 if flow.tensors:
-                    expected.append(Exchange(producer, consumer, flow))
+                    expected.append((producer, consumer, flow))
         assert costs.flows.exchanges([stage.stop for stage in stages]) == expected
         exchanged += len(expected)
     assert exchanged > 150

@@ -32,7 +32,8 @@ def test_sums_over_layers_are_those_of_single_layers_with_what_recomputing_and_c
         costs = CostModel(random_profile(seed), random_cluster(seed, 4), PlanOptions(gpus=4))
         rows, adding, ranks = rng.randint(1, 9), rng.random(), rng.randint(2, 4)
         again = frozenset(layer for layer in range(costs.layer_count) if rng.random() < 0.5)
-        gathers, scatters = costs.sums.gathers(ranks, "node"), costs.sums.scatters(ranks, "node")
+        kinds = ("all_gather", "reduce_scatter")
+        gathers, scatters = (costs.sums.collectives_s(kind, ranks, "node") for kind in kinds)
         for shard in SHARDS:
             forward = costs.sums.forward(rows, shard, ranks)
             backward = costs.sums.backward(rows, adding, again, shard, ranks)

@@ -11,7 +11,7 @@ from autopar.formats.profile import Layer, Line, Profile, Tensor, TiedParameter
 from autopar.planner import plan
 from autopar.planner.bounds.chain import candidate_bound_s
 from autopar.planner.candidate import Candidate, CandidateStage, families
-from autopar.planner.costs.in_flight import peak_terms_of
+from autopar.planner.costs.in_flight import stage_terms
 from autopar.planner.costs.layers import LayerCosts
 from autopar.planner.costs.links import LinkModel
 from autopar.planner.costs.memory import PeakTerms
@@ -233,7 +233,7 @@ def test_sharding_divides_what_it_names_and_communicates_for_it() -> None:
     layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 0)]
     costs = CostModel(profile_of(layers, [], 4), _cluster(), PlanOptions())
     alone = [Candidate(4, 1, "1f1b", (_replicas(shard),)) for shard in ("none", "optimizer")]
-    held = [costs.memory[0].peak(0, 3, peak_terms_of(each, 0, 1)) for each in alone]
+    held = [costs.memory[0].peak(0, 3, stage_terms(each.stages[0], each.micro_batches, 0, 1)) for each in alone]
     # Every replica also has its half of the parameters, from which they are gathered.
     assert held[0] - held[1] == (3000 - 1530) // 2
     by_shard = {shard: _replicas(shard) for shard in ("none", "optimizer", "gradients", "parameters")}
@@ -292,15 +292,23 @@ def test_copies_are_added_where_no_curve_was_measured_on_a_cpu() -> None:
     known, options = profile_of([frozen, layers[1]], [], 4), PlanOptions()
     estimated, measured = (CostModel(known, _cluster(*each), options).sums for each in ([], curves))
     # Adding reads two numbers and writes one, a copy reads and writes one; half is copied into what is gathered.
-    assert estimated.gathers(2, "node") == pytest.approx([1e-3 + 1000 / 1e6 + 2 * 3e-3, 1e-3 + 250 / 1e6 + 3e-3])
-    assert estimated.scatters(2, "node") == pytest.approx([1e-3 + 500 / 1e6 + 2e-3, 1e-3 + 250 / 1e6 + 2e-3])
-    assert measured.gathers(2, "node") == pytest.approx([0.04, 0.01])
-    assert measured.scatters(2, "node") == pytest.approx([0.02, 0.01])
+    assert estimated.collectives_s("all_gather", 2, "node") == pytest.approx(
+        [1e-3 + 1000 / 1e6 + 2 * 3e-3, 1e-3 + 250 / 1e6 + 3e-3]
+    )
+    assert estimated.collectives_s("reduce_scatter", 2, "node") == pytest.approx(
+        [1e-3 + 500 / 1e6 + 2e-3, 1e-3 + 250 / 1e6 + 2e-3]
+    )
+    assert measured.collectives_s("all_gather", 2, "node") == pytest.approx([0.04, 0.01])
+    assert measured.collectives_s("reduce_scatter", 2, "node") == pytest.approx([0.02, 0.01])
     on_gpus = CostModel(_gpu(known), _cluster(), options).sums
-    assert on_gpus.gathers(2, "node") == pytest.approx([1e-3 + 1000 / 1e6, 1e-3 + 250 / 1e6])
-    assert estimated.gathers(1, "node") == [0.0, 0.0]
+    assert on_gpus.collectives_s("all_gather", 2, "node") == pytest.approx([1e-3 + 1000 / 1e6, 1e-3 + 250 / 1e6])
+    assert estimated.collectives_s("all_gather", 1, "node") == [0.0, 0.0]
     free = CostModel(known, _cluster(), options).without(links=True)
-    assert free.sums.gathers(2, "node") == free.sums.scatters(2, "node") == [0.0, 0.0]
+    assert (
+        free.sums.collectives_s("all_gather", 2, "node")
+        == free.sums.collectives_s("reduce_scatter", 2, "node")
+        == [0.0, 0.0]
+    )
 
 
 def _gpu(known: Profile) -> Profile:
