@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from autopar.formats.profile import Profile
     from autopar.hardware.gpus import Gpu
     from autopar.planner.costs.model import CostModel
-    from autopar.planner.repricing import DictatedRun
     from autopar.profiler.calibrate import Calibration, MeasuredRun, Observation
     from autopar.profiler.estimate import Workload
     from autopar.profiler.subject import ProfileOptions, Subject
@@ -174,6 +173,7 @@ def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Prog
     """Return the runs of one model, whose layers are estimated at the rows that its replicas had."""
     from autopar.planner.costs.model import CostModel
     from autopar.planner.options import PlanOptions
+    from autopar.planner.repricing import DictatedRun
     from autopar.profiler.calibrate import Observation
     from autopar.profiler.estimate import profile_of, workload
     from autopar.profiler.roofline import default_constants
@@ -189,7 +189,8 @@ def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Prog
         key = (run.devices, run.cluster)
         if key not in costs:
             costs[key] = CostModel(profile, _cluster(run, gpu), PlanOptions(gpus=run.devices))
-        dictated = _dictated_run(run, costs[key], cuts, widths)
+        rows_each = run.batch // run.micro_batches
+        dictated = DictatedRun(costs[key], cuts, widths, run.micro_batches, rows_each, run.schedule)
         observations.append(Observation(load, dictated, run.recompute, run.step_s))
     return observations
 
@@ -242,9 +243,3 @@ def _cluster(run: MeasuredRun, gpu: Gpu) -> Cluster:
     if len(cluster.devices) < run.devices:
         raise FileError(f"{run.at}, column devices: {run.devices}, but the cluster has {len(cluster.devices)}")
     return cluster
-
-
-def _dictated_run(run: MeasuredRun, costs: CostModel, cuts: tuple[int, ...], widths: tuple[int, ...]) -> DictatedRun:
-    from autopar.planner.repricing import DictatedRun
-
-    return DictatedRun(costs, cuts, widths, run.micro_batches, run.batch // run.micro_batches, run.schedule)

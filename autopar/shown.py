@@ -29,7 +29,6 @@ class FileView(NamedTuple):
     draw: Callable[[], Figure] | None = None
 
     def __str__(self) -> str:
-        """Return the tables."""
         from autopar.report.table import as_text
 
         return as_text(self.render)

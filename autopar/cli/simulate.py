@@ -34,6 +34,7 @@ def command(
     from autopar.inputs import read_inputs
     from autopar.planner.costs.kinds import kinds_of
     from autopar.report.pictures import render
+    from autopar.schedules.expand import expand
 
     _check_outputs(plan, (profile, cluster), [path for path in (trace, program) if path is not None], overwrite)
     planned, measured, machines = read_inputs(plan, profile, cluster, times_of, long_simulation)
@@ -45,7 +46,7 @@ def command(
     for note in kinds_of(measured, machines.devices[: max(planned.devices) + 1], planned.times_of).notes:
         say(console, f"note: {as_flags(note)}")
     if program is not None:
-        _write_program(plan, program)
+        expand(planned).save(program)
         say(console, f"Written: {program}; run it with `autopar run {plan} --program {program}`")
     if trace is not None:
         timeline.save(trace)
@@ -71,10 +72,3 @@ def _check_outputs(
     inputs = (*plan_files(Plan.load(plan), plan), *(path for path in read if path is not None))
     for index, path in enumerate(outputs):
         check_output(path, None, overwrite=overwrite, inputs=inputs, others=tuple(outputs[:index]))
-
-
-def _write_program(plan: Path, path: Path) -> None:
-    from autopar.formats.plan import Plan
-    from autopar.schedules.expand import expand
-
-    expand(Plan.load(plan)).save(path)

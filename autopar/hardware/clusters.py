@@ -197,8 +197,7 @@ def group_sizes(most: int) -> list[int]:
 def _curve(kind: CurveKind, level: Level, group: RankGroup, links: NodeLinks) -> Curve:
     sizes = message_sizes(LARGEST_BYTES)
     seconds = tuple(collective_s(kind, size, group, links) for size in sizes)
-    ranks = group.ranks
-    return Curve(kind=kind, ranks=ranks, level=level, sizes=sizes, seconds=seconds, provenance="estimated")
+    return Curve(kind=kind, ranks=group.ranks, level=level, sizes=sizes, seconds=seconds, provenance="estimated")
 
 
 EXAMPLES = (
@@ -253,8 +252,8 @@ def cluster_named(text: str) -> Cluster:
     if match is None:
         raise UsageError(f"no cluster is called {text[:80]!r}, and no such file exists; {_GRAMMAR}")
     nodes = _every_node(match["parts"], text)
-    if len(nodes) > MOST_RANKS or sum(node.gpus for node in nodes) > MOST_RANKS:
-        devices = sum(node.gpus for node in nodes)
+    devices = sum(node.gpus for node in nodes)
+    if devices > MOST_RANKS:
         raise UsageError(f"cluster {text[:80]!r} has {devices} devices; at most {MOST_RANKS} can be planned for")
     name, racks = text.strip(), len({node.rack for node in nodes})
     notes = [_origin(name, nodes)]
@@ -285,11 +284,10 @@ def _nodes(match: re.Match[str], text: str, rack: int) -> list[Node]:
     part = match.group()
     racks, nodes, gpus = (int(match[each] or 1) for each in ("racks", "nodes", "gpus"))
     if min(racks, nodes, gpus) < 1:
-        raise UsageError(
-            f"cluster {text[:80]!r} has no devices{f' in {part}' if part != text.strip() else ''}; {_GRAMMAR}"
-        )
-    if racks * nodes * gpus > MOST_RANKS:
-        devices = racks * nodes * gpus
+        where = f" in {part}" if part != text.strip() else ""
+        raise UsageError(f"cluster {text[:80]!r} has no devices{where}; {_GRAMMAR}")
+    devices = racks * nodes * gpus
+    if devices > MOST_RANKS:
         raise UsageError(f"cluster {text[:80]!r} has {devices} devices; at most {MOST_RANKS} can be planned for")
     gpu = find(match["gpu"])
     return [Node(gpu, gpus, rack=rack + at) for at in range(racks) for _ in range(nodes)]

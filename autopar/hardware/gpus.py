@@ -245,7 +245,11 @@ def find(name: str) -> Gpu:
     if found is not None:
         return found
     nearest = dict.fromkeys(named[key].name for key in difflib.get_close_matches(_plain(name), named, n=9))
-    known = f"the nearest are {', '.join(list(nearest)[:3])}" if nearest else f"known are {_all_names()}"
+    known = (
+        f"the nearest are {', '.join(list(nearest)[:3])}"
+        if nearest
+        else "known are " + ", ".join(gpu.name for gpu in GPUS)
+    )
     raise UsageError(f"no GPU called {name[:80]!r} is known; {known} (`autopar cluster list`)")
 
 
@@ -270,10 +274,6 @@ def is_known(name: str) -> bool:
 
 def _plain(name: str) -> str:
     return re.sub(r"[\s_-]+", "", name).casefold()
-
-
-def _all_names() -> str:
-    return ", ".join(gpu.name for gpu in GPUS)
 
 
 @lru_cache(maxsize=4)

@@ -1,6 +1,4 @@
-"""PipeDream: a profile of its text format, as autopar's own.
-
-TextGraph: nodes and edges as PipeDream's profiler writes them, one a line.
+"""PipeDream: a profile of its text format, nodes and edges one a line, as autopar's own.
 
     node7 -- LSTM(2048, 1024) -- forward_compute_time=3.190, backward_compute_time=5.348, \
 activation_size=[6291456.0; 131072.0], parameter_size=50364416.000 -- stage_id=1

@@ -1,6 +1,4 @@
-"""Piper: a profile of its input files, as autopar's own, with every layer's ways to run.
-
-LayerGraph: layers with their ways to run, and edges, as Piper's input files hold them.
+"""Piper: a profile of its input files, layers with their ways to run and edges, as autopar's own.
 
 Sizes are bytes, times seconds of one micro-batch ("sample"). ``TMPCs`` maps a number of devices to the ways in which
 that many run the layer together; ``syncTimeFw`` and ``syncTimeBw``, in bytes despite their names, say for the edge from
@@ -228,7 +226,7 @@ def _cost(node: LayerNode, option: LayerOption, graph: PiperGraph) -> Cost:
 
 def _output_bytes(node: LayerNode, graph: PiperGraph) -> int:
     """Return the largest that is read of what a layer makes; the edges need not agree."""
-    return max((_bytes(edge.size) for edge in graph.edges if edge.source == node.id), default=0)
+    return max((math.ceil(edge.size) for edge in graph.edges if edge.source == node.id), default=0)
 
 
 def _option(node: LayerNode, devices: int, way: PiperWay, graph: PiperGraph) -> LayerOption:
@@ -239,10 +237,10 @@ def _option(node: LayerNode, devices: int, way: PiperWay, graph: PiperGraph) -> 
         tensor_parallel=devices,
         recompute=_RECOMPUTES in way.name,
         time_s=way.time_s,
-        parameters_bytes=_bytes(way.parameters),
-        memory_per_flight_bytes=_bytes(way.memory_a),
-        memory_fixed_bytes=_bytes(way.memory_b),
-        resharded=tuple(Resharding(tensor=_crossing(edge), bytes=_bytes(size)) for edge, size in exchanged if size),
+        parameters_bytes=math.ceil(way.parameters),
+        memory_per_flight_bytes=math.ceil(way.memory_a),
+        memory_fixed_bytes=math.ceil(way.memory_b),
+        resharded=tuple(Resharding(tensor=_crossing(edge), bytes=math.ceil(size)) for edge, size in exchanged if size),
     )
 
 
@@ -255,7 +253,7 @@ def _tensors(graph: PiperGraph, place: Mapping[int, int]) -> tuple[Tensor, ...]:
             name=_crossing(edge),
             producer=_name(nodes[edge.source]),
             consumers=(_name(nodes[edge.target]),),
-            bytes_per_sample=_bytes(edge.size),
+            bytes_per_sample=math.ceil(edge.size),
             dtype="float32",
             gradient=edge.source in trained,
         )
@@ -271,10 +269,6 @@ def _gradient_nodes(graph: PiperGraph, place: Mapping[int, int]) -> set[int]:
         if own or any(edge.target == node.id and edge.source in found for edge in graph.edges):
             found.add(node.id)
     return found
-
-
-def _bytes(size: float) -> int:
-    return math.ceil(size)
 
 
 def _notes(graph: PiperGraph) -> tuple[str, ...]:

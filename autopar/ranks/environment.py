@@ -129,13 +129,9 @@ def _mpi(rank: str, size: str, local_rank: str, local_size: str) -> Callable[[En
 
 _LAUNCHERS: tuple[tuple[str, Callable[[Environment], LaunchedRank]], ...] = (
     ("RANK", _torchrun),
-    (
-        "OMPI_COMM_WORLD_RANK",
-        _mpi(*(f"OMPI_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
-    ),
-    (
-        "MV2_COMM_WORLD_RANK",
-        _mpi(*(f"MV2_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    *(
+        (f"{world}_RANK", _mpi(*(f"{world}_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))))
+        for world in ("OMPI_COMM_WORLD", "MV2_COMM_WORLD")
     ),
     ("MPI_LOCALRANKID", _mpi("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
     ("SLURM_PROCID", _slurm),

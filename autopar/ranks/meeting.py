@@ -11,12 +11,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -158,25 +158,21 @@ def _connect_store(opening: Callable[[], Store], timeout_s: float) -> Store:
         TimeoutError: nothing answered.
         Exception: as ``opening``.
     """
-    found: SimpleQueue[Store | Exception] = SimpleQueue()
+    found: Future[Store] = Future()
 
     def connect() -> None:
         try:
-            found.put(opening())
+            found.set_result(opening())
         except Exception as error:
-            found.put(error)
+            found.set_exception(error)
 
     threading.Thread(target=connect, daemon=True).start()
-    try:
-        # The store's own patience ends first where nobody listens.
-        answer = found.get(timeout=timeout_s + LATE_S)
-    except Empty:
+    # The store's own patience ends first where nobody listens.
+    if not wait([found], timeout_s + LATE_S).done:
         raise TimeoutError(
             f"what listens there has not answered in {timeout_s:g} s; give a --master-port that no other program holds"
-        ) from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+        )
+    return found.result()
 
 
 def _verdict(launch: LaunchedRank, store: Store, timeout_s: float) -> AutoparError | None:

@@ -1,8 +1,6 @@
-"""Cluster as tables: devices, links, and the curves that were measured over them.
+"""Tables of clusters (devices, links, curves) and of known GPUs, with the sources of their numbers.
 
 Bandwidths are those of nccl-tests: ``algbw`` is bytes over seconds, ``busbw`` what of it crosses a rank's link.
-
-Known GPUs as a table, with the sources of their numbers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Gantt pictures of timelines: one row per rank, computation above, messages in thin strips below.
+"""Pictures of timelines, plans and profiles.
 
-Of a rank with several stages, the later ones are lighter.
-
-Picture of a plan: the cluster's devices with their stages, above the step that is predicted.
-
-Bars of a profile: time, activations and parameters along the model, and what a cut behind each layer would send.
+A timeline has one row per rank, computation above, messages in thin strips below; of a rank with several stages, the
+later ones are lighter. A plan: the cluster's devices with their stages, above the step that is predicted. A profile:
+bars of time, activations and parameters along the model, and what a cut behind each layer would send.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Plan as tables: its stages, what is predicted, and the alternatives.
-
-Bounds as text: how a plan's step is bounded, what binds it, and what the ranks' time goes to.
-
-Compared plans as a table.
+"""Plans as tables and text: stages, predictions, bounds and what binds them, alternatives, and comparisons.
 
 A plan's memory: each stage's predicted peak beside what its devices have, or what it was found to hold.
 """

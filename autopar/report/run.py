@@ -1,9 +1,4 @@
-"""Report of a training run as tables: the loss, prediction against measurement, and where every rank's step went.
-
-A verification as a table.
-
-Program as a table: every rank's actions in order.
-"""
+"""Tables of a training run's report, of a verification, and of a program."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Place: what a schedule knows of a rank when it orders its computations.
-
-Pattern: a rank's computations without micro-batches, which are numbered in turn.
-
-Holding: of how many micro-batches a rank's stage keeps something at once, as its order has it.
-
-Queue: receives put into the order in which their messages were sent.
+"""Orders of a rank's computations: its place in the pipeline, what an order has it hold at once, and its receives.
 
 The messages of an ordered pair of ranks arrive in the order of their sending. Where ranks run several stages, one stage
 may need a message that was sent behind one for another stage: that one is received first.
@@ -14,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from autopar.formats.plan import Layout, group_of
 from autopar.formats.program import (
@@ -28,9 +22,6 @@ from autopar.formats.program import (
     WEIGHT_BACKWARD,
     Action,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 def in_flight(order: Iterable[Action] | Iterable[Computation]) -> dict[int, int]:

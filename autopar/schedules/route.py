@@ -70,7 +70,6 @@ def even_shares(rows: int, replicas: int) -> tuple[int, ...]:
 
 
 def free_shares(rows: int, replicas: int) -> tuple[float, ...]:
-    """Divide rows among replicas as if they were a liquid."""
     return (rows / replicas,) * replicas
 
 
