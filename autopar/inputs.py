@@ -133,10 +133,7 @@ def read_inputs(
     times_of: str | None = None,
     progress: Progress = no_progress,
 ) -> tuple[Plan, Profile, Cluster]:
-    """Return a plan file's plan, and the profile and the cluster that it records, where no other is given.
-
-    With ``times_of``, that kind of the profile's devices stands for others, in place of the one that the plan records.
-    ``progress`` is told of a program that takes long to simulate.
+    """Return a plan file's plan, and the profile, the cluster and ``times_of`` that it records, where none is given.
 
     Raises:
         FileError: a file is missing, malformed, or no longer what it was when the plan was made.

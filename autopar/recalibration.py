@@ -22,10 +22,7 @@ ESTIMATED = "devices are estimated; messages took as long in a run"
 
 
 def compare_with_prediction(outcome: Outcome, plan: Plan, predict: Callable[[], Timeline]) -> Outcome:
-    """Return the outcome of a plan's run, its report with measured over predicted times of actions.
-
-    What is predicted is what ``predict`` returns; where it fails, of forwards and backwards, what the plan says.
-    """
+    """Return an outcome whose report has times of actions over those of ``predict``, or over the plan's if it fails."""
     report = outcome.report
     try:
         predicted: OwnTimes = own_times(predict())

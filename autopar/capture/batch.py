@@ -75,7 +75,6 @@ def _rebuild(template: object, tensors: Mapping[str, torch.Tensor], name: str) -
 
 
 def row_count(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return the number of samples."""
     return int(next(iter(tensors.values())).shape[0])
 
 

@@ -84,10 +84,7 @@ def _normalizes(user: fx.Node, buffer: fx.Node) -> bool:
 
 @contextlib.contextmanager
 def record_writes(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Iterator[list[Writes]]:
-    """Watch a listed module run inside the block; the list then holds what it changed, if anything.
-
-    Names are those that the module has for its buffers and parameters, and the keys of ``inputs``.
-    """
+    """Watch a listed module run inside the block; the list then holds what it changed, by its own names."""
     found: list[Writes] = []
     statistics = running_statistics(module)
     buffers = {name: each for name, each in _buffers(module).items() if name not in statistics}
@@ -126,10 +123,7 @@ def running_statistics(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def read_statistics(module: nn.Module, run: Callable[[], Sequence[torch.Tensor]]) -> tuple[str, ...]:
-    """Return a listed module's running statistics, if anything but batch normalisation reads them.
-
-    ``run`` runs the module on the same inputs each time; statistics that are read move what it gives.
-    """
+    """Return a listed module's running statistics, if they move what ``run`` (on the same inputs each time) gives."""
     statistics = running_statistics(module)
     floating = [each for each in statistics.values() if each.is_floating_point()]
     if not floating:
@@ -234,10 +228,7 @@ class SegmentedProgram:
 def build_layers(
     exported: SegmentedProgram, values: Mapping[str, torch.Tensor], results: Sequence[str] = ()
 ) -> list[Layer]:
-    """Build one graph module per segment, with parameters and buffers of ``values``, by name.
-
-    ``results`` names what the graph gives, if that is no loss.
-    """
+    """Build one graph module per segment, of ``values`` by name; ``results`` names outputs that are no loss."""
     crossing = _crossing_names(exported)
     loss = ("loss",) if len(_results(exported.graph)) == 1 else ("loss_sum", "loss_count")
     *first, last = (_Builder(exported, values, crossing, part) for part in exported.segments)

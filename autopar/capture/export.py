@@ -294,10 +294,7 @@ def _exported_between(
 
 
 def _give_outputs(program: ExportedProgram) -> None:
-    """Let blocks that return nothing, such as one of ``torch.no_grad`` that only writes, return what they wrote last.
-
-    Saved as they are, ``torch.export.load`` refuses them.
-    """
+    """Let blocks that return nothing, which ``torch.export.load`` refuses, return what they wrote last."""
     for node in list(program.graph.nodes):
         blocks = submodules(node) if node.op == "call_function" else []
         calls = [inner for inner in blocks[0].graph.nodes if inner.op == "call_function"] if len(blocks) == 1 else []

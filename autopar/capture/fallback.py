@@ -46,7 +46,6 @@ class ListedLayer(nn.Module):
 
     @property
     def model(self) -> nn.Module:
-        """The model that the list is of."""
         found: nn.Module = self.context[1]
         return found
 

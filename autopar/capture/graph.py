@@ -104,11 +104,9 @@ class LayerGraph:
     """The ``torch.export.ExportedProgram`` that the layers were cut from, with what is needed to cut it again."""
 
     def layer(self, name: str) -> Layer:
-        """Return a layer by name."""
         return next(layer for layer in self.layers if layer.name == name)
 
     def tensor(self, name: str) -> TensorSpec:
-        """Return a tensor's description by name."""
         return next(tensor for tensor in self.tensors if tensor.name == name)
 
     def parameter(self, name: str) -> nn.Parameter:

@@ -28,11 +28,9 @@ class Hook(NamedTuple):
     """What it is given, in words."""
 
     def call(self, name: str) -> str:
-        """Return how it is called."""
         return f"{name}({', '.join(self.parameters)})"
 
     def definition(self, name: str, body: str = "") -> str:
-        """Return what to write."""
         return f"`def {self.call(name)}: return {body or self.body}`"
 
 

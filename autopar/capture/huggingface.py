@@ -1,7 +1,4 @@
-"""Models of the Transformers library, from their configuration: random weights, synthetic inputs, no network.
-
-Synthetic samples have the shapes that a configuration states, for the tasks that are known.
-"""
+"""Models of the Transformers library, from their configuration: random weights, synthetic inputs, no network."""
 
 from __future__ import annotations
 

@@ -398,10 +398,7 @@ def _of_library(model: nn.Module) -> bool:
 
 
 def counts_labels(model: nn.Module, batch: object) -> bool:
-    """Tell whether a Transformers model's loss is to be given as sum and count, for its mean is one over labels.
-
-    It is where labels that count unevenly show so; and where the model is too large to be run.
-    """
+    """Tell whether a Transformers model's mean is one over labels, as uneven ones show, or it is too large to run."""
     task = _task(model)
     if task is None or task.loss is None or not isinstance(batch, Mapping) or "labels" not in batch:
         return False

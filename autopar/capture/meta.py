@@ -46,18 +46,14 @@ def hollow_parameters() -> Iterator[None]:
 
     def register_hollow(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if type(parameter) is nn.Parameter and parameter.device.type != "meta":
-            _empty(parameter)
+            # Whoever holds it sees the same object, so that tied parameters stay tied.
+            shape = _as_parameter(torch.empty_like(parameter, device="meta"), parameter)
+            shape.__dict__.update(parameter.__dict__)
+            torch.utils.swap_tensors(parameter, shape)  # type: ignore[no-untyped-call]
         register(module, name, parameter)
 
     with _BUILDING, patch.object(nn.Module, "register_parameter", register_hollow):
         yield
-
-
-def _empty(parameter: nn.Parameter) -> None:
-    """Make a parameter a shape; whoever holds it sees the same object, so that tied parameters stay tied."""
-    shape = _as_parameter(torch.empty_like(parameter, device="meta"), parameter)
-    shape.__dict__.update(parameter.__dict__)
-    torch.utils.swap_tensors(parameter, shape)  # type: ignore[no-untyped-call]
 
 
 def refuse_lost_buffers(model: nn.Module) -> None:

@@ -200,10 +200,7 @@ def divider(mesh: DeviceMesh) -> Convert:
 
 
 def _small(named_parameters: NamedParameters) -> Small:
-    """Return a few small tensors in place of a model's parameters, of every number of dimensions that they have.
-
-    Dimensions of one element stay.
-    """
+    """Return a few small tensors in place of parameters, of every number of dimensions; those of one element stay."""
     generator = torch.Generator().manual_seed(0)
     seen: Counter[tuple[int, ...]] = Counter()
     found: Small = []

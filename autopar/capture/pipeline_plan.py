@@ -118,9 +118,9 @@ def declared_layers(
     others: Sequence[Mapping[str, torch.Tensor]],
     ignored_state: tuple[str, ...],
 ) -> LayerGraph | None:
-    """Make a layer graph of the pipeline plan that a model declares; none if it declares none that holds.
+    """Make a layer graph of the pipeline plan that a model declares.
 
-    The plan holds if each of its modules is called once, and all parameters that are trained are theirs.
+    None if there is none, a module of it is not called exactly once, or trained parameters are not theirs.
     """
     parts = _parts(model)
     if len(parts) < 2 or any("forward" in part.module.__dict__ for part in parts):

@@ -63,10 +63,7 @@ def in_double(dtype: torch.dtype) -> torch.dtype:
 
 
 def float64_model(user: UserModel) -> UserModel:
-    """Return the same model file, whose ``model()`` and ``collate()`` give float64 where they gave floating numbers.
-
-    Weights and data are made in the types that the user's code makes, so they have the values of ordinary training.
-    """
+    """Return the same model file, whose ``model()`` and ``collate()`` have what they make as ever cast to float64."""
 
     def model() -> object:
         made = user.factory()
@@ -88,14 +85,9 @@ Part = list[tuple[int, tuple[torch.Tensor, ...]]]
 
 
 class DividedForward(LayerTracer):
-    """Runs micro-batches forward.
-
-    Random layers are seeded share by share, and every replica of a stage has buffers of its own; those of the first
-    ones are the model's.
-    """
+    """Runs micro-batches forward: seeded share by share, every replica with its buffers, the first with the model's."""
 
     def __init__(self, model: nn.Module, plan: Plan, user: UserModel, division: Division) -> None:
-        """Take the model, and how it is divided."""
         super().__init__(model, plan, user)
         self._plan, self._user, self._division = plan, user, division
         self._moment = (0, 0)
@@ -270,7 +262,7 @@ def train_plainly(
     """Train some steps in this process, on the CPU, in the types that the model has; never under autocast.
 
     Args:
-        user: the model file; what its ``model()`` returns is trained.
+        user: the model file.
         plan: its stages, shares, micro-batches and seed count, its schedule and devices do not.
         steps: how many mini-batches are trained.
         double: whether parameters, buffers and inputs are cast to float64 first.
@@ -303,7 +295,6 @@ class _PlainTraining:
         self._gradients: dict[str, torch.Tensor | None] = {}
 
     def step(self, step: int) -> None:
-        """Train one mini-batch."""
         self._optimizer.zero_grad()
         tally = _LossAccumulator(self._plan)
         for micro_batch, batch in enumerate(self._samples.load(step)):
@@ -323,7 +314,6 @@ class _PlainTraining:
             self._scheduler.step()
 
     def result(self) -> PlainRun:
-        """Return what the steps gave."""
         self._forward.close()
         parameters = {name: value.detach().clone() for name, value in self._model.named_parameters()}
         buffers = {name: value.clone() for name, value in self._model.named_buffers()}

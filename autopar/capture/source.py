@@ -51,7 +51,6 @@ class Code:
 
     @property
     def sha256(self) -> str:
-        """Of the file itself."""
         return hashlib.sha256(self.source).hexdigest()
 
 
@@ -265,7 +264,6 @@ class UserModel:
         return cast("Dataset[Any]", found)
 
     def sample_count(self, dataset: Dataset[Any]) -> int:
-        """Return the dataset's length."""
         return int(self._call("len(dataset())", len, dataset))
 
     @property
@@ -330,7 +328,6 @@ class UserModel:
         return self.collate([self.sample(dataset, index) for index in indices])
 
     def sample(self, dataset: Dataset[Any], index: int) -> object:
-        """Read one sample."""
         return self._call(f"dataset()[{index}]", dataset.__getitem__, index)
 
     def _call(self, name: str, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401

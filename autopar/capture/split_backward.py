@@ -307,8 +307,7 @@ class _Reach(NamedTuple):
 def gradient_flow(graph: LayerGraph) -> dict[str, bool]:
     """Return for every output of a layer whether a gradient flows back from its readers.
 
-    That a tensor requires a gradient does not tell: what reads it may detach it, or lead to no loss. Layers that are
-    alike, and whose inputs require gradients alike, are looked at once.
+    That a tensor requires a gradient does not tell: what reads it may detach it, or lead to no loss.
     """
     specs = {tensor.name: tensor for tensor in graph.tensors}
     required = dict.fromkeys(graph.inputs, False)

@@ -31,7 +31,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes: dict[int, int] = {}
 
     def __enter__(self) -> Self:
-        """Count from now on."""
         resize = torch.UntypedStorage.resize_
 
         def resize_and_count(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -45,7 +44,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return super().__enter__()  # type: ignore[no-untyped-call, no-any-return]
 
     def __exit__(self, *exc_info: object) -> None:
-        """Count no more."""
         del torch.UntypedStorage.resize_
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
 

@@ -134,10 +134,7 @@ def _restore(program: ExportedProgram, content: Mapping[str, Any]) -> LayerGraph
 
 
 def merge_layers(graph: LayerGraph, names: Sequence[str]) -> LayerGraph:
-    """Return a graph with layers of these names, where each is a layer of the graph or holds some of them in a row.
-
-    A graph of which no such layers can be made is returned as it is.
-    """
+    """Return a graph with layers of these names, each of some of its layers in a row; itself where there are none."""
     exported: SegmentedProgram | None = graph.segmented_program
     if exported is None or [layer.name for layer in graph.layers] == list(names):
         return graph

@@ -204,10 +204,6 @@ class _UnitGroup(NamedTuple):
     """Equal for those that compute the same: the kinds of the groups in it."""
     light: bool
 
-    def with_next(self, other: _UnitGroup) -> _UnitGroup:
-        """Return the two as one."""
-        return _UnitGroup(self.low, other.high, self.kind + other.kind, self.light and other.light)
-
 
 def join_groups(
     nodes: Sequence[fx.Node],
@@ -269,7 +265,8 @@ def _merge_parts(parts: Sequence[_UnitGroup], places: Collection[int]) -> list[_
     found: list[_UnitGroup] = []
     for at, part in enumerate(parts):
         if at - 1 in places:
-            part = found.pop().with_next(part)
+            before = found.pop()
+            part = _UnitGroup(before.low, part.high, before.kind + part.kind, before.light and part.light)
         found.append(part)
     return found
 

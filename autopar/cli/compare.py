@@ -65,9 +65,6 @@ def command(
 
 def _fields(row: ComparisonRow, own_step_s: float) -> dict[str, object]:
     workers = None if row.virtual_workers is None else asdict(row.virtual_workers)
-    return {**row._asdict(), "virtual_workers": workers, "over": _over(row.step_s, own_step_s)}
-
-
-def _over(step_s: float | None, own_step_s: float) -> float | None:
-    """Return by what share a plan takes longer than autopar's."""
-    return None if step_s is None or own_step_s == 0 else step_s / own_step_s - 1
+    # By what share it takes longer than autopar's.
+    over = None if row.step_s is None or own_step_s == 0 else row.step_s / own_step_s - 1
+    return {**row._asdict(), "virtual_workers": workers, "over": over}

@@ -95,10 +95,9 @@ def check_output(
 
 @contextmanager
 def results_only() -> Iterator[None]:
-    """Let ``sys.stdout`` alone write to standard output; its descriptor is standard error's meanwhile.
+    """Let ``sys.stdout`` alone write to standard output, and no program or library of the user's code.
 
-    A user's code may start programs, and call libraries, that print without asking Python. Where ``sys.stdout`` is
-    not the process's own, nothing changes.
+    Its descriptor is standard error's meanwhile. Where ``sys.stdout`` is not the process's own, nothing changes.
     """
     own = sys.__stdout__
     if own is None or own is not sys.stdout or sys.stderr is None:

@@ -19,10 +19,7 @@ SLOW_S = 1.0
 
 @contextmanager
 def steps_progress(steps: int | None, *, quiet: bool = False) -> Iterator[Callable[[int, float], None]]:
-    """Yield what to call with (step, loss): a bar on a terminal, a line now and then elsewhere.
-
-    How many steps there are may not be known.
-    """
+    """Yield what to call with (step, loss): a bar on a terminal, a line now and then elsewhere."""
     if quiet or is_quiet():
         yield lambda step, loss: None
     elif sys.stderr.isatty():

@@ -18,8 +18,6 @@ from autopar.cli.output import check_output, say, screen
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.references import plan_files, rebase_paths
-from autopar.formats.report import Report
-from autopar.formats.timeline import Timeline
 from autopar.inputs import read_inputs
 
 if TYPE_CHECKING:
@@ -27,6 +25,8 @@ if TYPE_CHECKING:
 
 
 DEFAULT_REPORT = Path("report.json")
+CLUSTER = "cluster.json"
+"""Beside a profile, where `autopar plan` looks for it."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="Put the report on stdout as JSON.")]
 
@@ -129,11 +129,6 @@ class TrainingArguments:
 
         return known_steps(self.steps, self.epochs)
 
-    @property
-    def reports(self) -> Reports:
-        """The files to write."""
-        return Reports(self.report, self.trace, self.save, self.overwrite)
-
     def check(self, loaded_plan: Plan) -> None:
         """Refuse, before anything starts, what could not be written afterwards.
 
@@ -141,13 +136,45 @@ class TrainingArguments:
             UsageError: a file exists and may not be replaced, or is read, or there is no profile to update.
             FileError: a folder is missing, or a file that the plan records.
         """
-
-        inputs = (*plan_files(loaded_plan, self.plan), *([self.program] if self.program else []))
-        self.reports.check(inputs)
+        read = (*plan_files(loaded_plan, self.plan), *([self.program] if self.program else []))
+        check_output(self.report, DEFAULT_REPORT, overwrite=self.overwrite, inputs=read)
+        if self.trace is not None:
+            check_output(self.trace, None, overwrite=self.overwrite, inputs=read, others=(self.report,))
+        if self.save is not None and self.save.exists():
+            if not self.save.is_dir():
+                raise UsageError(f"{self.save} is a file; --save takes a folder")
+            if any(self.save.iterdir()) and not self.overwrite:
+                raise UsageError(f"{self.save} is not empty; pass --overwrite to write into it")
         if self.update_profile:
-            check_update(self.plan, self.output, self.overwrite, inputs, self.reports.files)
+            self._check_update(loaded_plan, read)
         elif self.output is not None:
             raise UsageError(f"--output {self.output}: names what --update-profile writes; pass that, too")
+
+    def _check_update(self, loaded_plan: Plan, read: tuple[Path, ...]) -> None:
+        """Refuse a profile that could not be updated or written; ``read`` is what the command reads.
+
+        Raises:
+            UsageError: the plan records no profile, or a file exists.
+            FileError: what the plan records is gone, or no longer what it was.
+        """
+        target = self.updated_profile(loaded_plan)
+        if loaded_plan.times_of is not None:
+            raise UsageError(
+                f"--update-profile: in {self.plan} times of {loaded_plan.times_of} stand for other devices "
+                "(--times-of), whose own a run measures; leave it out, and profile there"
+            )
+        read_inputs(self.plan)
+        # The profile and the cluster may be written over by what they become; the plan and the model may not.
+        recorded = (loaded_plan.profile, loaded_plan.cluster)
+        replaced = [self.plan.parent / each.path for each in recorded if each is not None]
+        inputs = tuple(path for path in read if path not in replaced)
+        others = (self.report, *([self.trace] if self.trace is not None else []))
+        check_output(target, None, overwrite=self.overwrite, inputs=inputs, others=others)
+        check_output(target.parent / CLUSTER, None, overwrite=self.overwrite, inputs=inputs, others=(*others, target))
+
+    def updated_profile(self, loaded_plan: Plan) -> Path:
+        """Return where ``--update-profile`` writes: by default over the profile that the plan records."""
+        return _recorded_profile(loaded_plan, self.plan) if self.output is None else self.output
 
     def options(self) -> dict[str, Any]:
         """Return what the runtime is told, by the names that :func:`autopar.api.train` has for it."""
@@ -173,54 +200,19 @@ def training_command(act: Callable[[TrainingArguments], None]) -> Callable[..., 
     return command
 
 
-@dataclass(frozen=True)
-class Reports:
-    """The files that a run writes."""
-
-    report: Path
-    trace: Path | None
-    save: Path | None
-    overwrite: bool
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The files, without the folder of weights."""
-        return tuple(path for path in (self.report, self.trace) if path is not None)
-
-    def check(self, inputs: tuple[Path, ...]) -> None:
-        """Refuse, before anything starts, what could not be written afterwards.
-
-        Raises:
-            UsageError: a file exists and may not be replaced, or is one of ``inputs``.
-            FileError: a folder is missing.
-        """
-        check_output(self.report, DEFAULT_REPORT, overwrite=self.overwrite, inputs=inputs)
-        if self.trace is not None:
-            check_output(self.trace, None, overwrite=self.overwrite, inputs=inputs, others=(self.report,))
-        if self.save is not None and self.save.exists():
-            if not self.save.is_dir():
-                raise UsageError(f"{self.save} is a file; --save takes a folder")
-            if any(self.save.iterdir()) and not self.overwrite:
-                raise UsageError(f"{self.save} is not empty; pass --overwrite to write into it")
-
-    def write(self, report: Report, timeline: Timeline) -> None:
-        """Write what was asked for."""
-        report.save(self.report)
-        if self.trace is not None:
-            timeline.save(self.trace)
-
-
 def conclude(arguments: TrainingArguments, outcome: Outcome) -> None:
     """Write what a run gives, print the report's tables and where the files are; on stdout, the report if asked."""
     from autopar.cli.arguments import with_flags
     from autopar.report.run import render
 
-    reports, report = arguments.reports, with_flags(outcome.report)
-    reports.write(report, outcome.timeline)
-    updated = write_update(arguments.plan, arguments.output, outcome) if arguments.update_profile else ()
+    report = with_flags(outcome.report)
+    report.save(arguments.report)
+    if arguments.trace is not None:
+        outcome.timeline.save(arguments.trace)
+    updated = _write_update(arguments, outcome) if arguments.update_profile else ()
     console = screen()
     render(report, console)
-    written = [str(path) for path in (reports.report, reports.trace, reports.save) if path is not None]
+    written = [str(path) for path in (arguments.report, arguments.trace, arguments.save) if path is not None]
     say(console, f"Written: {', '.join(written)}")
     if updated:
         text = f"Written: {', '.join(map(str, updated))}; `autopar plan {updated[0]}` plans with what was measured"
@@ -229,58 +221,22 @@ def conclude(arguments: TrainingArguments, outcome: Outcome) -> None:
         sys.stdout.write(report.dumps())
 
 
-CLUSTER = "cluster.json"
-"""Beside a profile, where `autopar plan` looks for it."""
-
-
-def check_update(
-    plan: Path, output: Path | None, overwrite: bool, read: tuple[Path, ...], others: tuple[Path, ...]
-) -> None:
-    """Refuse, before anything starts, a profile that could not be updated or written.
-
-    Args:
-        plan: the plan's file.
-        output: where the profile goes; by default over the one that the plan records.
-        overwrite: whether files may be replaced, that one and its cluster's too.
-        read: what the command reads.
-        others: what else it writes.
-
-    Raises:
-        UsageError: the plan records no profile, or a file exists.
-        FileError: what the plan records is gone, or no longer what it was.
-    """
-    planned, target = Plan.load(plan), _target(plan, output)
-    if planned.times_of is not None:
-        raise UsageError(
-            f"--update-profile: in {plan} times of {planned.times_of} stand for other devices (--times-of), whose own "
-            "a run measures; leave it out, and profile there"
-        )
-    read_inputs(plan)
-    # The profile and the cluster may be written over by what they become; the plan and the model may not.
-    replaced = [plan.parent / each.path for each in (planned.profile, planned.cluster) if each is not None]
-    inputs = tuple(path for path in read if path not in replaced)
-    check_output(target, None, overwrite=overwrite, inputs=inputs, others=others)
-    check_output(target.parent / CLUSTER, None, overwrite=overwrite, inputs=inputs, others=(*others, target))
-
-
-def write_update(plan: Path, output: Path | None, outcome: Outcome) -> tuple[Path, ...]:
+def _write_update(arguments: TrainingArguments, outcome: Outcome) -> tuple[Path, ...]:
     """Write the profile, and the cluster where messages were measured; return the files."""
     from autopar.recalibration import recalibrate_inputs
 
-    target = _target(plan, output)
-    planned, profile, cluster = read_inputs(plan)
+    planned, profile, cluster = read_inputs(arguments.plan)
+    target = arguments.updated_profile(planned)
     made, links = recalibrate_inputs(planned, profile, cluster, outcome)
-    made.model_copy(update={"model": rebase_paths(profile.model, _target(plan, None), target)}).save(target)
+    model = rebase_paths(profile.model, _recorded_profile(planned, arguments.plan), target)
+    made.model_copy(update={"model": model}).save(target)
     if links == cluster:
         return (target,)
     links.save(target.parent / CLUSTER)
     return target, target.parent / CLUSTER
 
 
-def _target(plan: Path, output: Path | None) -> Path:
-    if output is not None:
-        return output
-    profile = Plan.load(plan).profile
-    if profile is None:
+def _recorded_profile(loaded_plan: Plan, plan: Path) -> Path:
+    if loaded_plan.profile is None:
         raise UsageError(f"--update-profile: {plan} records no profile; `autopar plan` writes plans that do")
-    return plan.parent / profile.path
+    return plan.parent / loaded_plan.profile.path

@@ -97,10 +97,7 @@ class Price(Record):
 
 
 class Bounds(Record):
-    """Lower bounds of the step of every plan that was searched, each knowing more than the one before.
-
-    The last of them, with memory limits, is ``lower_bound_s`` of :class:`Prediction`.
-    """
+    """Lower bounds of every searched plan's step, each knowing more; the last is ``Prediction.lower_bound_s``."""
 
     work_s: Seconds
     """Every device computes without pause."""

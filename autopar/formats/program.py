@@ -40,6 +40,7 @@ KINDS = (
     WEIGHT_BACKWARD,
 )
 BACKWARDS = (BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD)
+SENDS, RECEIVES, REDUCTIONS = (SEND, SEND_GRADIENT), (RECEIVE, RECEIVE_GRADIENT), (REDUCE, REDUCE_TIED)
 
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
 _TEXT = re.compile(
@@ -73,9 +74,14 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         text = f"{self.kind}{self.micro_batch if self.micro_batch >= 0 else ''}@{self.stage}"
         if self.peer >= 0:
-            arrow = ">" if self.kind in (SEND, SEND_GRADIENT) else "<"
+            arrow = ">" if self.kind in SENDS else "<"
             text += f"{arrow}{self.peer}@{self.peer_stage}"
         return text if self.version == 0 else f"{text}v{self.version}"
+
+    @property
+    def reduction(self) -> tuple[str, int]:
+        """What all ranks of one reduction have in common: its kind, and its stage or shared parameter."""
+        return self.kind, self.micro_batch if self.kind == REDUCE_TIED else self.stage
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -92,7 +98,7 @@ class Action(NamedTuple):
     def _is_sound(self) -> bool:
         """Whether it has a micro-batch and a peer where its kind asks for them, and numbers that columns hold."""
         counted = self.kind not in (REDUCE, UPDATE)
-        carried = self.kind in (SEND, RECEIVE, SEND_GRADIENT, RECEIVE_GRADIENT)
+        carried = self.kind in (*SENDS, *RECEIVES)
         return counted == (self.micro_batch >= 0) and carried == (self.peer >= 0) and max(self[1:]) < 2**31
 
 
@@ -109,7 +115,6 @@ class RankProgram:
 
     @classmethod
     def of(cls, actions: Iterable[Action]) -> RankProgram:
-        """Build the columns from actions in order."""
         # Column by column: a program may hold millions of actions.
         kinds, *numbers = list(zip(*actions, strict=True)) or [()] * 6
         return cls(array("b", map(_CODES.__getitem__, kinds)), *(array("i", column) for column in numbers))
@@ -146,7 +151,6 @@ class Program:
         return '{"format": "autopar.program", "version": 1, "ranks": [\n ' + ",\n ".join(rows) + "\n]}\n"
 
     def save(self, path: str | Path) -> None:
-        """Write atomically."""
         write_text(path, self.dumps())
 
     @classmethod

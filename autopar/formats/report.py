@@ -217,6 +217,5 @@ class Verification:
         return all(each.equal for each in self.differences)
 
     def as_dict(self) -> dict[str, object]:
-        """Return all of it as JSON-able data."""
         differences = [{**asdict(each), "equal": each.equal} for each in self.differences]
         return {"equal": self.equal, **asdict(self), "differences": differences}

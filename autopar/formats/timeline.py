@@ -18,27 +18,14 @@ from typing import Any, Literal, NamedTuple
 
 from autopar.errors import FileError
 from autopar.formats.document import MOST_RANKS, parse_json, read_text, value_text, write_text
-from autopar.formats.program import (
-    BACKWARDS,
-    FORWARD,
-    KINDS,
-    RECEIVE,
-    RECEIVE_GRADIENT,
-    REDUCE,
-    REDUCE_TIED,
-    SEND,
-    SEND_GRADIENT,
-    UPDATE,
-    Action,
-)
+from autopar.formats.program import BACKWARDS, FORWARD, KINDS, RECEIVES, REDUCTIONS, SENDS, UPDATE, Action
 from autopar.formats.report import KindTimes
 
 Origin = Literal["simulated", "measured"]
 LONGEST_US = 1e18
 TRACKS = ("compute", "send", "receive", "reduce")
 _COMPUTATIONS = (FORWARD, *BACKWARDS, UPDATE)
-_SENDS, _RECEIVES, _REDUCTIONS = (SEND, SEND_GRADIENT), (RECEIVE, RECEIVE_GRADIENT), (REDUCE, REDUCE_TIED)
-_KINDS_OF_TRACKS = (_COMPUTATIONS, _SENDS, _RECEIVES, _REDUCTIONS)
+_KINDS_OF_TRACKS = (_COMPUTATIONS, SENDS, RECEIVES, REDUCTIONS)
 _TRACK = {kind: track for track, kinds in zip(TRACKS, _KINDS_OF_TRACKS, strict=True) for kind in kinds}
 
 
@@ -85,7 +72,6 @@ class Timeline:
         return max(self.ends_s, default=0.0)
 
     def rank_count(self) -> int:
-        """Number of ranks."""
         return max(self.ranks, default=-1) + 1
 
     def busy_s(self) -> list[float]:
@@ -181,8 +167,8 @@ def _microseconds(entry: dict[str, object], key: str, at: str) -> float:
 
 
 _COMPUTE, _UPDATE, _REDUCE, _WAITING, _TRANSFER = range(5)
-_PLAIN = {**dict.fromkeys(_COMPUTATIONS, _COMPUTE), UPDATE: _UPDATE, **dict.fromkeys(_REDUCTIONS, _REDUCE)}
-_SENT_AS = {RECEIVE: SEND, RECEIVE_GRADIENT: SEND_GRADIENT}
+_PLAIN = {**dict.fromkeys(_COMPUTATIONS, _COMPUTE), UPDATE: _UPDATE, **dict.fromkeys(REDUCTIONS, _REDUCE)}
+_SENT_AS = dict(zip(RECEIVES, SENDS, strict=True))
 _Span = tuple[float, float, int]
 
 
@@ -242,7 +228,7 @@ def sending_of(event: Event) -> tuple[int, Action]:
 
 def _spans(step: Timeline) -> Iterator[tuple[int, float, float, int]]:
     """Yield (rank, start, end, what it was spent on) of a step's events; a receive is parted where its send began."""
-    begun = {(event.rank, event.action): event.start_s for event in step if event.action.kind in _SENDS}
+    begun = {(event.rank, event.action): event.start_s for event in step if event.action.kind in SENDS}
     for event in step:
         rank, action, start, end = event
         if action.kind in _PLAIN:
@@ -282,14 +268,14 @@ def own_times(timeline: Timeline) -> dict[tuple[int, Action], float]:
     found: dict[tuple[int, Action], float] = {}
     come: dict[tuple[str, int], float] = {}
     for event in timeline:
-        if event.action.kind in _REDUCTIONS:
-            key = _reduction_key(event.action)
+        if event.action.kind in REDUCTIONS:
+            key = event.action.reduction
             come[key] = max(come.get(key, event.start_s), event.start_s)
     is_measured = timeline.origin == "measured"
     for event in timeline:
-        if event.action.kind in _REDUCTIONS:
-            found[event.rank, event.action] = max(0.0, event.end_s - come[_reduction_key(event.action)])
-        elif event.action.kind in _COMPUTATIONS or (event.action.kind in _SENDS and not is_measured):
+        if event.action.kind in REDUCTIONS:
+            found[event.rank, event.action] = max(0.0, event.end_s - come[event.action.reduction])
+        elif event.action.kind in _COMPUTATIONS or (event.action.kind in SENDS and not is_measured):
             found[event.rank, event.action] = event.end_s - event.start_s
     return found | _messages(timeline) if is_measured else found
 
@@ -322,15 +308,10 @@ def compare_times(measured_times: OwnTimes, predicted_times: OwnTimes) -> tuple[
     )
 
 
-def _reduction_key(action: Action) -> tuple[str, int]:
-    """Return what all ranks of one reduction have in common."""
-    return action.kind, action.micro_batch if action.kind == REDUCE_TIED else action.stage
-
-
 def _messages(timeline: Timeline) -> dict[tuple[int, Action], float]:
     """Return the seconds of those messages of a measured timeline whose receivers were waiting for them alone."""
-    sends = {(event.rank, event.action): event for event in timeline if event.action.kind in _SENDS}
-    receives = {sending_of(event): event for event in timeline if event.action.kind in _RECEIVES}
+    sends = {(event.rank, event.action): event for event in timeline if event.action.kind in SENDS}
+    receives = {sending_of(event): event for event in timeline if event.action.kind in RECEIVES}
     found: dict[tuple[int, Action], float] = {}
     arrived: dict[tuple[int, int], float] = {}
     for key, send in sorted(sends.items(), key=lambda item: item[1].start_s):

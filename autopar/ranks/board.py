@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 SETTING_UP = 0
@@ -68,7 +67,6 @@ class Board:
         return Note(numbers[at], numbers[at + 1], numbers[at + 2], self._times_s[at + 3])
 
     def close(self) -> None:
-        """Unmap the file."""
         self._numbers.release()
         self._times_s.release()
         self._map.close()
@@ -76,7 +74,5 @@ class Board:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -45,7 +45,6 @@ class ChannelEnd(NamedTuple):
     """A pipe the other way: a byte for every message that has been copied out."""
 
     def close(self) -> None:
-        """Close this end."""
         for descriptor in self:
             os.close(descriptor)
 

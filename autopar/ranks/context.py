@@ -78,10 +78,7 @@ _REQUEST = struct.Struct("16s16x")
 
 
 def interface_towards(address: str, port: int) -> str | None:
-    """Return the name of the interface from which this host reaches the address, or None where it cannot be told.
-
-    That is where the address means this host alone, is IPv6, or the system is not Linux.
-    """
+    """Return the interface from which this host reaches an address; None where it is local, IPv6, or not on Linux."""
     if sys.platform != "linux":
         return None
     try:
@@ -160,7 +157,6 @@ class RankContext:
             close()
 
     def barrier(self) -> None:
-        """Wait for every rank."""
         dist.barrier()
 
     def broadcast(self, tensor: torch.Tensor) -> None:

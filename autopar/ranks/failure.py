@@ -9,17 +9,13 @@ from autopar.errors import AutoparError, FileError, InfeasibleError, TrainingErr
 
 
 class PeerLostError(TrainingError):
-    """A message or reduction did not come about: the peer failed, or did not answer in time.
-
-    It is a consequence of a failure elsewhere, unless nothing else failed.
-    """
+    """A message or reduction did not come about: a consequence of a peer's failure, unless nothing else failed."""
 
 
 class SaidElsewhereError(AutoparError):
     """All ranks fail of the same, and rank 0 says of what."""
 
     def __init__(self, message: str, exit_code: int) -> None:
-        """Fail of ``message`` with another's exit code."""
         super().__init__(message)
         self.exit_code = exit_code
 
@@ -63,5 +59,4 @@ class Failure:
         return self.as_error() if rank == 0 else SaidElsewhereError(self.message, self.exit_code)
 
     def as_dict(self) -> dict[str, object]:
-        """Return the failure as JSON-able data."""
         return asdict(self)

@@ -21,7 +21,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, NamedTuple, Self
 
 from autopar.errors import TrainingError
@@ -73,7 +72,6 @@ class RankProcess:
             self.process.send_signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Close both pipes."""
         if self.process.stdin is not None:
             with suppress(BrokenPipeError):
                 self.process.stdin.close()
@@ -109,13 +107,12 @@ class RankMonitor:
                 selector.register(link.pipe, selectors.EVENT_READ, rank)
             while len(self._results) < len(self._links):
                 for key, _ in selector.select(POLL_S):
-                    if not self._take(key.data):
-                        selector.unregister(key.fileobj)
+                    self._take(key.data)
                 self._check_grace()
                 self._check_progress()
         return [self._results[rank] for rank in range(len(self._links))]
 
-    def _take(self, rank: int) -> bool:
+    def _take(self, rank: int) -> None:
         received = self._links[rank].read()
         if received is None:
             raise TrainingError(self._exit_message(rank))
@@ -126,15 +123,14 @@ class RankMonitor:
                 self._handle_failure(rank, Failure(**item["failure"]))  # type: ignore[arg-type]
             elif "message" in item and self._on_message is not None:
                 self._on_message(rank, item["message"])  # type: ignore[arg-type]
-        return True
 
     def _handle_failure(self, rank: int, failure: Failure) -> None:
         if failure.consequence:
             self._consequences.setdefault(rank, failure)
             if self._grace_until_s is None:
                 self._grace_until_s = time.monotonic() + GRACE_S
-            return
-        raise failure.as_error("" if failure.has_location else f"{self._where(rank)}: ")
+        else:
+            raise failure.as_error("" if failure.has_location else f"{self._where(rank)}: ")
 
     def _check_grace(self) -> None:
         if self._grace_until_s is not None and time.monotonic() > self._grace_until_s:
@@ -233,11 +229,6 @@ class RankPool:
         """Whether the processes are gone, by :meth:`close` or by a failure."""
         return not self._links
 
-    @property
-    def process_ids(self) -> list[int]:
-        """Process ids in rank order."""
-        return [link.process.pid for link in self._links]
-
     def run(
         self,
         target: str,
@@ -305,17 +296,14 @@ class RankPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
 class _LastingThread:
-    """A thread that lives as long as this process.
+    """A thread that lives as long as this process, and starts ranks, whichever thread asks.
 
-    The kernel ends a child with the thread that started it, not with the process (``PR_SET_PDEATHSIG``), so it is this
-    one that starts ranks, whichever thread asks.
+    The kernel ends a child with the thread that started it, not with the process (``PR_SET_PDEATHSIG``).
     """
 
     def __init__(self) -> None:

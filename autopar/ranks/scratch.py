@@ -9,7 +9,6 @@ import stat
 import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from autopar.ending import closing
@@ -39,7 +38,6 @@ class Scratch:
         unnamed.rename(self.path / _LOCK)
 
     def close(self) -> None:
-        """Remove the folder."""
         self._closing.close()
         self._remove()
         if self._lock >= 0:
@@ -52,9 +50,7 @@ class Scratch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 

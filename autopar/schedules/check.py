@@ -1,7 +1,4 @@
-"""Check: a program is complete, within its in-flight depth, and free of deadlock, before anything runs.
-
-Saved: a program that was written to a file, perhaps edited, and takes the place of what its plan expands to.
-"""
+"""Check: a program, perhaps edited, is complete, within its in-flight depth, and free of deadlock, before it runs."""
 
 from __future__ import annotations
 
@@ -19,10 +16,13 @@ from autopar.formats.program import (
     KINDS,
     RECEIVE,
     RECEIVE_GRADIENT,
+    RECEIVES,
     REDUCE,
     REDUCE_TIED,
+    REDUCTIONS,
     SEND,
     SEND_GRADIENT,
+    SENDS,
     WEIGHT_BACKWARD,
     Action,
     Program,
@@ -70,10 +70,7 @@ def check(program: Program, plan: Plan, kinds: Collection[str] = KINDS) -> None:
 def _check_complete(
     rank: int, actions: RankProgram, plan: Plan, flowing: list[Message], kinds: Collection[str]
 ) -> None:
-    """Every action that the plan asks of the rank is there once, and its own order makes sense.
-
-    ``flowing`` are the messages that the rank sends or receives.
-    """
+    """Every action that the plan asks of the rank, ``flowing`` messages included, is there once, and in sound order."""
     found = Counter(actions)
     asked = _prerequisites(rank, plan, flowing, found).items()
     before = {after: earlier for after, earlier in asked if after.kind in kinds}
@@ -94,10 +91,7 @@ def _check_complete(
 def _prerequisites(
     rank: int, plan: Plan, flowing: list[Message], program_actions: Container[Action]
 ) -> dict[Action, list[Action]]:
-    """Return what the rank has to do, each with what must stand before it.
-
-    A backward may be whole or in two halves, as the program has it.
-    """
+    """Return what the rank has to do, each with what must stand before it; backwards in halves as the program has."""
     stages, _ = stages_of(plan, rank)
     before: dict[Action, list[Action]] = {}
     last: dict[int, list[Action]] = {stage: [] for stage in stages}
@@ -166,8 +160,8 @@ def _check_flow(program: Program) -> None:
     groups: dict[tuple[str, int], set[int]] = {}
     for rank, actions in enumerate(program.ranks):
         for action in actions:
-            if action.kind in (REDUCE, REDUCE_TIED):
-                groups.setdefault(_group(action), set()).add(rank)
+            if action.kind in REDUCTIONS:
+                groups.setdefault(action.reduction, set()).add(rank)
     arrived: dict[tuple[str, int], set[int]] = {key: set() for key in groups}
     moved = True
     while moved:
@@ -192,8 +186,8 @@ def _awaited_ranks(
     action: Action, groups: dict[tuple[str, int], set[int]], arrived_ranks: dict[tuple[str, int], set[int]]
 ) -> set[int]:
     """Return the ranks without which an action does not end."""
-    if action.kind in (REDUCE, REDUCE_TIED):
-        return groups[_group(action)] - arrived_ranks[_group(action)]
+    if action.kind in REDUCTIONS:
+        return groups[action.reduction] - arrived_ranks[action.reduction]
     return {action.peer}
 
 
@@ -208,10 +202,6 @@ def _circle(wait_for_graph: dict[int, set[int]]) -> list[tuple[int, int]]:
     return found[:MOST_IN_CIRCLE]
 
 
-def _group(action: Action) -> tuple[str, int]:
-    return (action.kind, action.micro_batch if action.kind == REDUCE_TIED else action.stage)
-
-
 def _advance(
     rank: int,
     action: Action,
@@ -219,9 +209,9 @@ def _advance(
     groups: dict[tuple[str, int], set[int]],
     arrived_ranks: dict[tuple[str, int], set[int]],
 ) -> bool:
-    if action.kind in (SEND, SEND_GRADIENT):
+    if action.kind in SENDS:
         queues.setdefault((rank, action.peer), deque()).append(action)
-    elif action.kind in (RECEIVE, RECEIVE_GRADIENT):
+    elif action.kind in RECEIVES:
         queue = queues.get((action.peer, rank))
         if not queue:
             return False
@@ -230,8 +220,8 @@ def _advance(
         if sent != Action(kind, action.peer_stage, action.micro_batch, rank, action.stage, action.version):
             raise ProgramError(f"rank {rank} expects {action}, but rank {action.peer} sends {sent} first")
         queue.popleft()
-    elif action.kind in (REDUCE, REDUCE_TIED):
-        key = _group(action)
+    elif action.kind in REDUCTIONS:
+        key = action.reduction
         arrived_ranks[key].add(rank)
         return arrived_ranks[key] == groups[key]
     return True

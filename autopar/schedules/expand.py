@@ -1,7 +1,4 @@
-"""Expand: a plan and its schedule become every rank's list of actions.
-
-Forwards: the part of a plan's program that evaluates, without backwards and update.
-"""
+"""Expand: a plan and its schedule become every rank's list of actions, or of the forwards alone, to evaluate."""
 
 from __future__ import annotations
 
@@ -62,11 +59,7 @@ class Message(NamedTuple):
 
 def rank_of(plan: Plan, stage: int, replica: int) -> int:
     """Return the rank of a replica: ranks count the replicas of groups of stages in order."""
-    for chunks in plan.groups:
-        if stage in chunks:
-            return replica
-        replica += plan.stages[chunks[0]].replicas
-    raise IndexError(stage)
+    return first_ranks(plan)[stage] + replica
 
 
 def stages_of(plan: Plan, rank: int) -> tuple[tuple[int, ...], int]:
@@ -124,9 +117,7 @@ def expand(plan: Plan) -> Program:
     Every forward is preceded by its receives and followed by its sends, every backward likewise; after the last
     backward come the reductions among the stages' replicas, those of parameters shared between stages, and the update.
     """
-    return Program(
-        tuple(RankProgram.of(Action(*entry) for entry in entries) for entries in entries_of(plan)),
-    )
+    return Program(tuple(RankProgram.of(Action(*entry) for entry in entries) for entries in entries_of(plan)))
 
 
 def action_count(plan: Plan) -> int:
@@ -249,10 +240,7 @@ FORWARDS = (FORWARD, SEND, RECEIVE)
 
 
 def expand_forwards(plan: Plan) -> Program:
-    """Return the program of an evaluation: of every rank the forwards, in the schedule's order, and their messages.
-
-    An order of both forwards and backwards that ends is one of the forwards alone that ends.
-    """
+    """Return the program of an evaluation: every rank's forwards and messages, which end as the whole order does."""
     return Program(
         tuple(
             RankProgram.of(Action(*entry) for entry in entries if entry[0] in FORWARDS) for entries in entries_of(plan)
