@@ -129,18 +129,15 @@ def _across_nodes_s(kind: CurveKind, size_bytes: int, group: RankGroup, links: N
         rate = min(rate, links.bus_bytes_per_s)
     most = _LL_TWO_NODES_BYTES_PER_S if group.nodes == 2 else _LL_BYTES_PER_S
     protocols = (*_SIMPLE, _Protocol("ring", 2.7e-6, 0.5, most), _Protocol("tree", 5e-6, 1 / 3.8, most))
+    # A tree sends the whole vector up and down.
+    moves = {"ring": bus_bandwidth_factor(kind, group.ranks), "tree": 2.0}
     return min(
         _latency_s(kind, group, each, links)
-        + _algorithm_moves(kind, group, each) * size_bytes / min(rate * each.share, each.most_bytes_per_s)
+        + moves[each.algorithm] * size_bytes / min(rate * each.share, each.most_bytes_per_s)
         + 2 * math.sqrt(each.step_s * size_bytes / rate)
         for each in protocols
         if each.algorithm == "ring" or kind == "all_reduce"
     )
-
-
-def _algorithm_moves(kind: CurveKind, group: RankGroup, protocol: _Protocol) -> float:
-    # A tree sends the whole vector up and down.
-    return bus_bandwidth_factor(kind, group.ranks) if protocol.algorithm == "ring" else 2.0
 
 
 def _latency_s(kind: CurveKind, group: RankGroup, protocol: _Protocol, links: NodeLinks) -> float:

@@ -284,7 +284,9 @@ def open_channels(context: RankContext, pairs: Iterable[tuple[int, int]]) -> dic
     pairs = list(pairs)
     if not pairs:
         return {}
-    near = partners(context.rank, pairs) & _of_host(context) if is_supported() else set()
+    first = context.rank - context.local_rank
+    of_host = range(first, first + context.local_size)
+    near = partners(context.rank, pairs).intersection(of_host) if is_supported() else set()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         # An abstract name: it leaves no file behind.
         name = f"\0autopar-{secrets.token_hex(16)}"
@@ -299,11 +301,6 @@ def open_channels(context: RankContext, pairs: Iterable[tuple[int, int]]) -> dic
         opened |= _accept(context, listener, [rank for rank in later if context.rank in offers[rank]])
     context.on_leaving.extend(channel.close for channel in opened.values())
     return opened
-
-
-def _of_host(context: RankContext) -> set[int]:
-    first = context.rank - context.local_rank
-    return set(range(first, first + context.local_size))
 
 
 def _offer(context: RankContext, names: dict[int, str | None]) -> dict[int, Channel]:

@@ -24,7 +24,7 @@ def render(profile: Profile, console: Console) -> None:
     console.print(_layers(profile))
     if profile.others:
         console.print(_kinds(profile))
-    if any(_has_backward_parts(layer.costs[-1]) for layer in profile.layers):
+    if any(each is not None for layer in profile.layers for each in _part_times(layer.costs[-1])):
         console.print(_parts(profile))
     console.print(_shares(profile))
     for line in (*_certainty(profile), *_totals_in_words(profile)):
@@ -111,14 +111,13 @@ def _parts(profile: Profile) -> Table:
     table = Table(f"Backwards split or recomputed, and updates (micro-batch of {rows}, each)", columns)
     for first, last in _alike(profile):
         layer, cost = profile.layers[first], profile.layers[first].costs[-1]
-        halves = (cost.backward_input_s, cost.backward_weight_s, cost.recompute_s)
-        times = ("" if each is None else duration(each) for each in halves)
+        times = ("" if each is None else duration(each) for each in _part_times(cost))
         table.add_row(*_names(layer, first, last), duration(cost.backward_s), *times, duration(layer.update_s))
     return table
 
 
-def _has_backward_parts(cost: Cost) -> bool:
-    return any(each is not None for each in (cost.backward_input_s, cost.backward_weight_s, cost.recompute_s))
+def _part_times(cost: Cost) -> tuple[float | None, ...]:
+    return cost.backward_input_s, cost.backward_weight_s, cost.recompute_s
 
 
 def _shares(profile: Profile) -> Table:
@@ -179,10 +178,8 @@ def _formula(name: str, line: Line) -> str:
 
 def _totals_in_words(profile: Profile) -> Iterator[str]:
     yield f"loading a mini-batch of {profile.batch}: {duration(profile.step_overhead_s)}"
-    update, state = (
-        sum(layer.update_s for layer in profile.layers),
-        sum(layer.optimizer_bytes for layer in profile.layers),
-    )
+    update = sum(layer.update_s for layer in profile.layers)
+    state = sum(layer.optimizer_bytes for layer in profile.layers)
     gradients = sum(layer.gradient_bytes for layer in profile.layers)
     yield f"updating all parameters: {duration(update)}; gradients {size(gradients)}, optimizer's state {size(state)}"
 
@@ -202,10 +199,12 @@ def _alike(profile: Profile) -> Iterator[tuple[int, int]]:
 
 def _totals(profile: Profile) -> tuple[str, ...]:
     costs = [layer.costs[-1] for layer in profile.layers]
+    # Layers count the bytes of tied parameters more than once.
+    again = sum(tied.bytes * (len(tied.layers) - 1) for tied in profile.tied)
     return (
         "",
         f"{len(profile.layers)} layer{'s' if len(profile.layers) > 1 else ''}",
-        size(_parameters(profile.layers) - _duplicate_bytes(profile)),
+        size(_parameters(profile.layers) - again),
         duration(sum(cost.forward_s for cost in costs)),
         duration(sum(cost.backward_s for cost in costs)),
         size(sum({saved.storage: saved.bytes for cost in costs for saved in cost.saved}.values())),
@@ -216,8 +215,3 @@ def _totals(profile: Profile) -> tuple[str, ...]:
 
 def _parameters(layers: tuple[Layer, ...]) -> int:
     return sum(layer.parameters_bytes for layer in layers)
-
-
-def _duplicate_bytes(profile: Profile) -> int:
-    """Return the bytes of tied parameters that layers count more than once."""
-    return sum(tied.bytes * (len(tied.layers) - 1) for tied in profile.tied)
