@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.plan import Division, Shard, shards_of, turns
-from autopar.planner.candidate import Candidate, CandidateStage, Family, within
+from autopar.planner.candidate import Candidate, CandidateStage, Family, divisions_of, within
 from autopar.planner.constraints import Constraints, limits_met
+from autopar.planner.costs import memoized
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
@@ -67,7 +68,6 @@ class ShortfallTables:
         self.constraints = Constraints.of(costs, options)
         self.edges = self.constraints.edges(MOST_EDGES)
         self._masks: dict[tuple[object, ...], npt.NDArray[np.bool_]] = {}
-        self._peaks: dict[tuple[int, int, bool, int], tuple[Numbers, list[_StageWay]]] = {}
 
     def candidate(self, stages: int | None = None) -> Candidate | None:
         """Return the candidate that lacks least, of so many stages, or of any number that the options admit."""
@@ -103,21 +103,13 @@ class ShortfallTables:
 
     def _widths(self, state: int) -> Iterator[tuple[int, int, int]]:
         """Yield the kinds and widths that a stage may have in a state, and its lead: none, or of replicas in turn."""
-        most = 2**31 if self.costs.divisible else self._most(state)
-        count = self.family.micro_batches
         for kind in self.pool.kinds:
-            left = self.pool.kind_devices_left(state, kind)
-            width = 1
-            while width <= min(left, most):
-                if self.costs.divisible or width <= self.family.micro_batch_size:
-                    yield kind, width, 0
-                if not state and not self.costs.divisible and 1 < width <= count:
-                    yield kind, width, width - 1
+            left, width = self.pool.kind_devices_left(state, kind), 1
+            while width <= left:
+                for division in divisions_of(self.family, width, divisible=self.costs.divisible):
+                    if division == "split" or not state:
+                        yield kind, width, 0 if division == "split" else width - 1
                 width += 1 if width < MOST_WIDTHS else width
-
-    def _most(self, state: int) -> int:
-        rows, count = self.family.micro_batch_size, self.family.micro_batches
-        return rows if state else max(rows, count)
 
     def _ends(self, least: Numbers, count: int, after: int, lead: int, *, exact: bool) -> Numbers:
         """Return what the stages behind lack, by where they begin, if ``count`` follow; minus infinity for none."""
@@ -155,17 +147,13 @@ class ShortfallTables:
         limit = self.costs.limit_bytes(self.pool.devices(state, kind, width))
         return self._least_peaks(kind, width, lead, turning=turning)[0] - limit
 
+    @memoized
     def _least_peaks(self, kind: int, width: int, lead: int, *, turning: bool) -> tuple[Numbers, list[_StageWay]]:
         """Return the least peaks of all stages over all ways to run them, ``[first, stop]``, and these ways."""
-        key = kind, width, turning, lead
-        if key not in self._peaks:
-            ways = list(self._ways(kind, width, turning=turning))
-            allowed = self._mask(kind, width, turning=turning)
-            least = np.full(allowed.shape, np.inf)
-            for way in ways:
-                least = np.minimum(least, self._peak(kind, width, way, lead))
-            self._peaks[key] = np.where(allowed, least, np.inf), ways
-        return self._peaks[key]
+        ways = list(self._ways(kind, width, turning=turning))
+        allowed = self._mask(kind, width, turning=turning)
+        peaks = [self._peak(kind, width, way, lead) for way in ways]
+        return np.where(allowed, np.minimum.reduce([np.full(allowed.shape, np.inf), *peaks]), np.inf), ways
 
     def _mask(self, kind: int, width: int, *, turning: bool) -> npt.NDArray[np.bool_]:
         """Return which stages between edges the constraints allow, ``[first, stop]``."""
@@ -190,9 +178,8 @@ class ShortfallTables:
         steps = min(last, MOST_LEVELS if self.costs.layer_count <= FEW_EDGES else 1)
         some = [round(index * last / steps) for index in range(steps + 1)] if last else [0]
         asked = {"auto": some, "none": [0], "full": [last]}[self.options.recompute]
-        shards = self.options.shards
         division: Division = "round-robin" if turning else "split"
-        for shard in shards_of(division, shards) if width > 1 else ("none",):
+        for shard in shards_of(division, self.options.shards) if width > 1 else ("none",):
             for level in asked:
                 yield _StageWay(division, shard, levels[level])
 

@@ -53,8 +53,10 @@ def compare(
     rows = [_row(simulator, each) for each in peers(simulator, options, compared)]
     own = plan(profile, cluster, options, lambda what, share: progress(what, 0.2 + 0.7 * share))
     progress("running its stages under other schedules", 0.9)
-    others = (_otherwise(costs, each) for each in otherwise(simulator, options, candidate_of(own, profile)))
-    every = [_own(own, costs), *others, *rows]
+    chosen = candidate_of(own, profile)
+    others = (_otherwise(costs, each) for each in otherwise(simulator, options, chosen))
+    first = _comparison_row("autopar", chosen, own.predicted.step_s, max(own.predicted.peak_bytes), None)
+    every = [first, *others, *rows]
     return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)
 
 
@@ -77,11 +79,6 @@ def _otherwise(costs: CostModel, each: Reference) -> ComparisonRow:
         return ComparisonRow(name, schedule=each.name, infeasible=each.reason)
     step_s, candidate = each.simulated_plan
     return _comparison_row(name, candidate, step_s, max(costs.peak_bytes(candidate)), None)
-
-
-def _own(own: Plan, costs: CostModel) -> ComparisonRow:
-    candidate = candidate_of(own, costs.profile)
-    return _comparison_row("autopar", candidate, own.predicted.step_s, max(own.predicted.peak_bytes), None)
 
 
 def _comparison_row(

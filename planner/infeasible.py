@@ -323,12 +323,7 @@ def infeasible(
 ) -> InfeasibleError:
     """Return the error that names the stage, the least shortfall, and options with which a plan fits.
 
-    Args:
-        costs: prices.
-        families: whose plans all count; none where stages are dictated.
-        options: with which nothing fits.
-        known: the least shortfall that was met already.
-        fits: whether a plan fits with other options.
+    All plans of the families count, none where stages are dictated, and the closest plan that was met already.
     """
     found = closest(costs, families, options)
     if found is None or (closest_plan is not None and closest_plan[0] <= found[0]):

@@ -1,6 +1,8 @@
-"""Linear: the least bound of all paths as a mixed-integer linear program, as data; no solver is known here.
+"""Program: the least bound of all paths as a mixed-integer linear program, as data; no solver is known here.
 
-With x one for the arcs of the path, and sums over the arcs that begin at layer p, or over what meets at cut q,
+A path is a plan of one family: arcs, each a stage, from no layer placed and no device taken to all layers placed. A
+node is (layers placed, state of the pool); so an arc's devices, and with them its levels, are known. With x one for the
+arcs of the path, and sums over the arcs that begin at layer p, or over what meets at cut q,
 
     R(p) >= sum t x + R'(p+1)                       R'(q) >= R(q) + sum (c + c')
     U(p) >= sum max(M t, M t / k) x                 U'(q) >= U(q) + sum (c + c')
@@ -14,11 +16,6 @@ say the bound of docs/planning.md without asking at which layers there are cuts:
 empty, and each quantity is that of the next cut, which the stage before takes into account anyway. Only M R / k, and
 cuts where no gradient or nothing at all passes, take a constant that is large enough to make a row hold by itself.
 Rows beyond these are implied by them for whole x, and bring the solver's relaxation near.
-
-Arcs: every stage that a plan of one family may hold, and what passes between any two, for the mixed-integer program.
-
-A plan is a path of arcs from no layer placed and no device taken to all layers placed. A node is (layers placed, state
-of the pool); so an arc's devices, and with them its levels, are known.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 Family by family, the path of the least bound is asked for and decoded, and its depths are tried as the search tries
 them; then that path is forbidden, and the next one asked for, as long as it may matter. What a solver says is held
-against the bound of the plan that it names. Where no solver answers in time, the search does.
-
-Solvers of mixed-integer linear programs, through PuLP: the only module that imports it, and only when it solves.
+against the bound of the plan that it names. Where no solver answers in time, the search does. PuLP is imported here
+only, when a program is solved.
 """
 
 from __future__ import annotations

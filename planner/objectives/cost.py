@@ -317,10 +317,11 @@ def _sets(costs: CostModel, families: Sequence[Family], options: PlanOptions) ->
     ]
     found = []
     for used in _device_sets(costs, prices, use_all=options.use_all):
-        own = sorted({(costs.kind_of[device], prices[device]) for device in used})
-        if len(used) >= options.min_stages and constraints.possible_on([costs.kind_of[device] for device in used]):
+        kind_of = [costs.kind_of[device] for device in used]
+        if len(used) >= options.min_stages and constraints.possible_on(kind_of):
+            own = sorted({(costs.kind_of[device], prices[device]) for device in used})
             price = sum(prices[device] for device in used) / _HOUR_S
-            state, idle_s = _state(costs, pool, used), costs.profile.step_overhead_s
+            state, idle_s = _state(pool, kind_of), costs.profile.step_overhead_s
             least = min(
                 max(steps_s[state] * price, idle_s * price + _least_busy(work_s, own, len(used), price))
                 for work_s, steps_s in bounds
@@ -356,12 +357,11 @@ def _device_sets(costs: CostModel, prices: Sequence[float], *, use_all: bool) ->
         yield tuple(sorted(device for own, count in zip(chosen, taken, strict=True) for device in own[:count]))
 
 
-def _state(costs: CostModel, pool: Pool, devices: Sequence[int]) -> int:
-    """Return the state in which as many devices of each kind are left as are used."""
+def _state(pool: Pool, kind_of: Sequence[int]) -> int:
+    """Return the state in which as many devices of each kind are left as there are of these kinds."""
     state = 0
     for kind in pool.kinds:
-        taken = sum(costs.kind_of[device] == kind for device in devices)
-        state = pool.take(state, kind, pool.kind_devices_left(0, kind) - taken)
+        state = pool.take(state, kind, pool.kind_devices_left(0, kind) - kind_of.count(kind))
     return state
 
 

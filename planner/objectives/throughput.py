@@ -9,8 +9,6 @@ shape take, and N the lanes (:class:`StageShape`) of it and all stages behind, f
 N gives a stage's mini-batches in flight, hence its memory. As memory often does not bind, the first table is without N;
 where what it finds does not fit, the whole one follows. Devices of a kind are taken in cluster order.
 
-Stash: seconds and bytes of the stages of an asynchronous pipeline, priced by the cost model.
-
 Mini-batches follow each other without a pause, and every stage is updated after each (Narayanan et al., "PipeDream:
 Generalized Pipeline Parallelism for DNN Training", SOSP 2019). Once filled, the pipeline takes per mini-batch what the
 busiest of these does:

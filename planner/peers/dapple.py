@@ -5,17 +5,15 @@ the latency of the best plan whose stages hold the first j layers on m devices g
 stage on all other devices. From it, the last stage is split behind layer j', its first part on m' devices as each
 policy takes them:
 
-    TPL(j', m + m', g + g') = L          (of section 4.1; see :mod:`autopar.planner.peers.dapple`)
+    TPL(j', m + m', g + g') = L
     TPL = min over j, m, g of TPL(j, m, g)
 
 Every (j, g) keeps its best plan only, and sets g that differ in nodes of the same size count as one. A plan uses all
 devices; pure data parallelism, j = 0, is one of them.
 
-Latency: DAPPLE's estimate of a step, from the stage that is idle least.
-
-Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large Models", 2021, sections 4.1 and 4.3. A stage
-s is one of the model's or the link between two, with forward F_s, backward B_s (of a link: its transfers) and reduction
-AR_s (of a link: 0). With M micro-batches and the pivot stage Q:
+L is the estimate of a step by section 4.1, from the stage that is idle least. A stage s is one of the model's or the
+link between two, with forward F_s, backward B_s (of a link: its transfers) and reduction AR_s (of a link: 0). With M
+micro-batches and the pivot stage Q:
 
     L  = Tw + Ts + Te
     Tw = sum of F_s for s <= Q                         until the pivot's first forward is done
@@ -25,10 +23,6 @@ AR_s (of a link: 0). With M micro-batches and the pivot stage Q:
 Te counts from the start of the pivot's last backward to the end of every stage's reduction, which begins when the
 stage's own last backward ends: behind the pivot, that is before the pivot's. The pivot is found from the last stage
 on: s takes Q's place if (M - 1) (F_s + B_s) > (M - 1) (F_Q + B_Q) + sum of F + B of the stages between them.
-
-Seconds: forwards, backwards and reductions of stages and links, of many pipelines at once.
-
-Groups: the devices of a stage, as far as prices depend on them, and those that the next stage may take.
 """
 
 from __future__ import annotations

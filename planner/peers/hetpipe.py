@@ -1,22 +1,16 @@
 """HetPipe: virtual workers, pipelines over devices that may differ, which share the data.
 
-Park et al., 2020: devices are dealt to virtual workers by a policy, each of
-which is cut so that its slowest stage is fastest within the memory of its micro-batches in flight
-(:mod:`autopar.planner.peers.partition`); of these there are as many in every virtual worker. The paper's workers push
-updates in waves and wait only for those that are far behind; here all wait at the end of every step.
-
-Allocation: the ways in which HetPipe deals devices to virtual workers.
-
 Park et al., "HetPipe: Enabling Large DNN Training on (Whimpy) Heterogeneous GPU Clusters through Integration of
-Pipelined Model Parallelism and Data Parallelism", USENIX ATC 2020. A virtual worker is a pipeline with one device a
-stage;
+Pipelined Model Parallelism and Data Parallelism", USENIX ATC 2020. Each virtual worker, with one device a stage, is cut
+so that its slowest stage is fastest within the memory of its micro-batches in flight
+(:mod:`autopar.planner.peers.partition`); of these there are as many in every virtual worker. The paper's workers push
+updates in waves and wait only for those that are far behind; here all wait at the end of every step. Devices are dealt
+by one of three policies:
 
 - NP, node partition: every node is a virtual worker;
 - ED, equal distribution: every virtual worker has as many devices of every node;
 - HD, hybrid distribution: nodes are paired, the quickest with the slowest, and each pair is distributed equally to two
   virtual workers.
-
-Workers: virtual workers as one plan where they cut the layers alike, and their price where they do not.
 
 A plan is one pipeline. Virtual workers that cut alike are one whose replicas take turns. Others are priced so: each
 worker's own pipeline is simulated with its share of the step's micro-batches; layers that no worker cuts are reduced

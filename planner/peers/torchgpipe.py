@@ -1,13 +1,10 @@
 """torchgpipe: as many partitions as devices, balanced by the layers' times or sizes.
 
 Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", 2020: its automatic balancing cuts
-the sequence of layers into blocks with the algorithm of Bárány and Grolmusz. By time, a layer counts the seconds of its
-forward and backward; by size, the bytes that it keeps of a micro-batch, and its parameters with their gradients and
-optimizer state, for which torchgpipe asks its user for a factor.
-
-Blocks: a sequence of numbers cut into consecutive blocks whose sums differ by no more than one number.
-
-Bárány and Grolmusz, "Block partitions of sequences", 2013.
+the sequence of layers into blocks whose sums differ by no more than one layer (Bárány and Grolmusz, "Block partitions
+of sequences", 2013). By time, a layer counts the seconds of its forward and backward; by size, the bytes that it keeps
+of a micro-batch, and its parameters with their gradients and optimizer state, for which torchgpipe asks its user for a
+factor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Places: where the devices that a stage takes stand, in every state of the pool.
-
-From the cluster's levels: devices come in groups, within which and among which it is all one which are taken first.
-"""
+"""Places: where the devices that a stage takes stand, in every state of the pool, and which of them are alike."""
 
 from __future__ import annotations
 

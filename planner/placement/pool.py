@@ -1,10 +1,8 @@
 """Pool: the devices that are left, of all kinds, while stages take theirs one after the other.
 
-A state of the pool holds, for each kind, how many devices of how many nodes are left; a stage takes some of one kind,
-in cluster order or in the ways of DAPPLE's planner.
-
-Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large Models", 2021, section 4.2. The next stage
-takes devices
+A state of the pool holds, for each kind, how many devices of how many nodes are left. A stage takes some of one kind in
+cluster order, or by the policies of Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large Models",
+2021, section 4.2:
 
 - fresh first: of nodes that no stage uses yet, so that the stage stays within a node;
 - append first: of nodes that are in use already, so that no rest is left over;
@@ -274,12 +272,10 @@ class Pool:
     """
 
     def __init__(self, groups: Mapping[int, Sequence[DeviceGroup]], most: int = 0, *, idle: bool = True) -> None:
-        """Find the states.
+        """Find the states of devices by kind, and the moves between them.
 
-        Args:
-            groups: devices by kind.
-            most: moves to go through; where there are more, stages take devices by policies or in cluster order only.
-            idle: whether a stage that is placed in cluster order may leave devices idle, to begin with a node.
+        Of more than ``most`` moves, only those by policies or in cluster order are found. If ``idle``, a stage that is
+        placed in cluster order may leave devices idle, to begin with a node.
         """
         self.kinds = tuple(sorted(groups))
         self._reserves, self.complete = _richest(groups, most, idle=idle)
