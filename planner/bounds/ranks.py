@@ -211,12 +211,7 @@ def binding(costs: CostModel, candidate: Candidate) -> tuple[BoundPart, ...]:
         totals[part.term, part.stage] = totals.get((part.term, part.stage), 0.0) + part.seconds
     ranked = sorted(totals.items(), key=lambda each: (-each[1], each[0][1]))
     return tuple(
-        BoundPart(
-            term=term,
-            stage=stage,
-            seconds=seconds,
-            full=term == "round trip" and _full(costs, candidate, stage),
-        )
+        BoundPart(term=term, stage=stage, seconds=seconds, full=term == "round trip" and _full(costs, candidate, stage))
         for (term, stage), seconds in ranked
         if seconds > 0
     )
@@ -224,9 +219,9 @@ def binding(costs: CostModel, candidate: Candidate) -> tuple[BoundPart, ...]:
 
 def _full(costs: CostModel, candidate: Candidate, index: int) -> bool:
     """Whether a stage's memory holds no more micro-batches in flight."""
-    stages = list(candidate.stages)
-    stage = stages[index]
+    stage = candidate.stages[index]
     if stage.warmup >= stage.turns(0, candidate.micro_batches):
         return False
-    stages[index] = stage._replace(warmup=stage.warmup + 1)
-    return costs.shortfall(candidate._replace(stages=tuple(stages)), index) > 0
+    deeper = stage._replace(warmup=stage.warmup + 1)
+    stages = (*candidate.stages[:index], deeper, *candidate.stages[index + 1 :])
+    return costs.shortfall(candidate._replace(stages=stages), index) > 0

@@ -118,10 +118,7 @@ class Activations:
         return sweep.by_length[stop - first - 1]
 
     def window(self, rows: float, recompute: frozenset[int], longest: int, gradients: Counts) -> ActivationBytes:
-        """Return what all stages of up to ``longest`` layers hold, as arrays ``[first, length - 1]``.
-
-        ``gradients`` are their gradients' bytes.
-        """
+        """Return what stages of up to ``longest`` layers, and bytes of gradients, hold, ``[first, length - 1]``."""
         if self._irregular(rows):
             return self._each(rows, recompute, longest)
         totals = Areas(self._count, self._storage_areas(rows, recompute)).window(longest)

@@ -15,10 +15,7 @@ from autopar.schedules.route import Routes
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds of every action, by replica.
-
-    Replicas count those of all stages in order. So do ranks, where each runs one stage.
-    """
+    """Seconds of every action, by replica: those of all stages in order, as ranks are, where each runs one stage."""
 
     overhead_s: float
     stage: list[int] = field(default_factory=list)
@@ -53,6 +50,7 @@ class Durations:
 def durations(costs: CostModel, candidate: Candidate) -> Durations:
     """Return the durations of a candidate's actions."""
     found = Durations(costs.profile.step_overhead_s)
+    columns = found.forward_s, found.backward_s, found.exposed_s, found.input_s, found.weight_s, found.last_s
     ends = backwards(candidate) if splits_backward(candidate.schedule) else None
     for index, stage in enumerate(candidate.stages):
         reduce_s, update_s = costs.reduce_s(stage), costs.update_s(stage)
@@ -66,10 +64,6 @@ def durations(costs: CostModel, candidate: Candidate) -> Durations:
                 if ends is not None:
                     input_s, weight_s = costs.halves_s(stage, replica, candidate.micro_batches)
                     alike[key] += input_s, weight_s, backward_s if whole else weight_s
-            columns = (
-                *(found.forward_s, found.backward_s, found.exposed_s),
-                *(found.input_s, found.weight_s, found.last_s),
-            )
             for column, seconds in zip(columns, alike[key], strict=False):
                 column.append(seconds)
         width = len(stage.devices)

@@ -7,6 +7,7 @@ next; sharding adds gathering and scattering, as far as computing does not hide 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import add
@@ -36,7 +37,7 @@ def at_rows(sizes: Sequence[int], values: Sequence[float], rows: float) -> float
         spread = sum((size - mean_size) ** 2 for size in sizes)
         covariance = sum((size - mean_size) * (value - mean_value) for size, value in zip(sizes, values, strict=True))
         return max(0.0, mean_value + max(0.0, covariance / spread) * (rows - mean_size))
-    after = next(index for index, size in enumerate(sizes) if size >= rows)
+    after = bisect_left(sizes, rows)
     if sizes[after] == rows:
         return values[after]
     before = after - 1
@@ -116,7 +117,7 @@ class LayerCosts:
             return costs[sizes.index(rows)].provenance
         if not sizes[0] < rows < sizes[-1]:
             return "estimated"
-        after = next(index for index, size in enumerate(sizes) if size > rows)
+        after = bisect_left(sizes, rows)
         return least_certain(("interpolated", costs[after - 1].provenance, costs[after].provenance)) or "interpolated"
 
     def _seconds(self, layer: int, field: Seconds, rows: float) -> float:
@@ -142,26 +143,22 @@ class Levels:
 
     def __init__(self, order: Sequence[int]) -> None:
         """Take the layers in the order in which they join."""
-        self._order = tuple(order)
-        self._rank = {layer: rank for rank, layer in enumerate(self._order)}
+        self.order = tuple(order)
+        self._rank = {layer: rank for rank, layer in enumerate(self.order)}
         self._sets: dict[int, frozenset[int]] = {}
 
     def __len__(self) -> int:
-        return len(self._order) + 1
+        return len(self.order) + 1
 
     def __getitem__(self, level: int) -> frozenset[int]:
         level = range(len(self))[level]
         if level not in self._sets:
-            self._sets[level] = frozenset(self._order[:level])
+            self._sets[level] = frozenset(self.order[:level])
         return self._sets[level]
 
     def within(self, level: int, first: int, stop: int) -> tuple[int, ...]:
         """Return the layers of a level that a stage holds, ascending."""
         return tuple(layer for layer in range(first, stop) if self._rank.get(layer, level) < level)
-
-    def rank(self, layer: int) -> int | None:
-        """Return where in the order a layer stands; None where it is never recomputed."""
-        return self._rank.get(layer)
 
     def ranks(self, first: int, stop: int) -> list[int]:
         """Return where in the order a stage's layers stand, ascending."""
@@ -210,15 +207,7 @@ class StageSums:
     def __init__(
         self, costs: Sequence[LayerCosts], layers: Sequence[Layer], links: LinkModel, slower: Slower, *, waits: bool
     ) -> None:
-        """Take what is known of the layers.
-
-        Args:
-            costs: times, by kind of device.
-            layers: their bytes.
-            links: prices of gathering and scattering.
-            slower: as far as the cluster says.
-            waits: whether a device gathers and scatters between its computations, and not beside them.
-        """
+        """Take times by kind of device; with ``waits``, a device gathers and scatters between its computations."""
         self._costs, self._layers, self._links = costs, layers, links
         self._slower, self.waits = slower, waits
 
@@ -373,6 +362,5 @@ def share_limits(profile: Profile) -> tuple[ShareLimit, ...]:
 
 
 def _text(name: str, least: int, most: float) -> str:
-    if most == float("inf"):
-        return f"layer {name} takes at least {least} samples of a micro-batch at once"
-    return f"layer {name} takes {least} to {most} samples of a micro-batch at once"
+    how_many = f"at least {least}" if most == float("inf") else f"{least} to {most}"
+    return f"layer {name} takes {how_many} samples of a micro-batch at once"

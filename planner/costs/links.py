@@ -75,13 +75,9 @@ class LinkModel:
         *,
         latencies: bool = True,
     ) -> None:
-        """Read a cluster's numbers.
+        """Read a cluster's links and curves, in place of which every link may have ``bytes_per_s``.
 
-        Args:
-            cluster: curves and links.
-            devices: those that are planned for.
-            bytes_per_s: of every link, in place of the cluster's numbers and curves.
-            latencies: whether a link that has no curve has its latency.
+        With ``latencies``, a link that has no curve has its latency.
         """
         self.topology = Topology(cluster, devices)
         self._free = bytes_per_s == float("inf")
@@ -213,7 +209,7 @@ class Slowdown(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharing:
-    """What a cluster says of links that are shared and of work that overlaps."""
+    """What a cluster says of shared links and of work that overlaps."""
 
     topology: Topology
     places: dict[Level, tuple[int, ...]]

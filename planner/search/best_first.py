@@ -2,8 +2,6 @@
 
 Best first over prefixes of stages, all families on one heap. A whole plan is a node of its own, still without depths:
 its bound has in flight what fits. It opens into the candidates that differ in depths, each with its exact bound.
-
-A plan's three bounds each know more than the one before: work alone, contiguous stages, links.
 """
 
 from __future__ import annotations
@@ -322,10 +320,7 @@ Least = Callable[[CostModel, Family, float], float]
 
 
 def least_bound_s(options: PlanOptions, most: int = MOST_BOUNDED) -> Least:
-    """Return what bounds the plans that the options admit, by the search's tables, or by their work.
-
-    ``most`` are the stages, in all states of the pool, of which tables are made.
-    """
+    """Return what bounds the plans that the options admit: tables of up to ``most`` stages in all states, or work."""
 
     def least(costs: CostModel, family: Family, below_s: float) -> float:
         pool = pool_of(costs, exact=options.gap == 0, use_all=options.use_all)

@@ -33,16 +33,9 @@ class LayerOrder:
     """
 
     def __init__(self, levels: Levels, layers: int, lengths: Counts) -> None:
-        """Sort the layers of all stages.
-
-        Args:
-            levels: the order.
-            layers: of the model.
-            lengths: of the stages, ascending; those that would end behind the last layer are cut off there.
-        """
+        """Sort the layers of stages of some ``lengths``, ascending; none goes on behind the last layer."""
         ranks = np.full(layers + 1, layers)
-        for layer in levels[-1]:
-            ranks[layer] = levels.rank(layer)
+        ranks[list(levels.order)] = np.arange(len(levels.order))
         longest = int(lengths[-1])
         inside = np.arange(longest) < lengths[:, None]
         own = np.minimum(np.arange(layers)[:, None] + np.arange(longest), layers)

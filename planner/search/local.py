@@ -113,10 +113,7 @@ class LocalSearch:
     def __init__(
         self, simulator: Simulator, options: PlanOptions, best: Best, work: float, *, equal: bool = False
     ) -> None:
-        """Prepare to do about so much ``work``, in microseconds of a core, by counts and not by a clock.
-
-        With ``equal``, stages stay as wide as each other, and are run alike.
-        """
+        """Prepare to do ``work``, in counted microseconds of a core; ``equal``: stages stay as wide, and run alike."""
         self.simulator, self.costs, self.options, self.best = simulator, simulator.costs, options, best
         self.work_left, self.equal = work, equal
         self.rules = Constraints.of(self.costs, options)
@@ -126,10 +123,7 @@ class LocalSearch:
         self._tried_layouts: set[tuple[Family, Layout, tuple[int, ...]]] = set()
 
     def climb(self, simulated_plan: SimulatedPlan, enough_s: float = 0.0, tries: int = FEW_TRIES) -> None:
-        """Move on from a plan while that makes it faster, or its slow stages fewer, until it is fast enough.
-
-        Of the moves from every plan, ``tries`` are simulated.
-        """
+        """Move on while that makes a plan faster, or its slow stages fewer; ``tries`` moves are simulated of each."""
         at = self._state_of(simulated_plan)
         self._tried_layouts.add((at.family, at.layout, at.order))
         sideways = 0

@@ -229,7 +229,7 @@ class PacePlan:
             return False
         after = self._states.behind(way, states)
         after += stop[:, None] * self._suffixes.trip_s.shape[1]
-        where = self._states.standing(way, states, len(way))
+        where = self._states.standing(way, states)
         trip_s, since_s, deep, in_flight, most = (np.take(each, after) for each in self._suffixes[:5])
         forward_s, backward_s, around_s = (np.take(each, where) for each in terms)
         trip_s += around_s
@@ -308,10 +308,7 @@ class FamilySearch:
         return not self._capped_stages.possible or (self.tables is not None and self.tables.least_s == float("inf"))
 
     def try_paces(self) -> float:
-        """Judge the plans of some paces; return the work of that.
-
-        Of the quickest that can be kept, and of slower ones with shorter trips.
-        """
+        """Judge plans of the quickest paces that can be kept, and of slower ones; return the work of that."""
         fewest_s = self._least_cap_s - self.costs.profile.step_overhead_s
         if fewest_s == float("inf"):
             return 0.0

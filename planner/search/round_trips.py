@@ -259,7 +259,7 @@ class RoundTrips:
         self, way: Counts, stop: Counts, around_s: Small, room_s: Small, states: Counts, trips: Small
     ) -> Small:
         """Least round trips from a position on, ``[state]``."""
-        where = self._states.standing(way, states, len(way))
+        where = self._states.standing(way, states)
         behind = self._states.behind(way, states)
         behind += stop[:, None] * trips.shape[1]
         found: Small = np.take(trips, behind)

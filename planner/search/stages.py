@@ -64,7 +64,7 @@ class NextStages(NamedTuple):
 
 
 class StageTables:
-    """Prices all stages, as closely told apart as is asked for.
+    """Prices all stages.
 
     Of backwards in halves there are two views, and each bounds the step. Either all of a stage's work counts, and
     nobody waits for it; or, with ``late``, what others wait for counts, and behind the last of that one weight half.
@@ -82,11 +82,7 @@ class StageTables:
         late: bool = False,
         places: Places | None = None,
     ) -> None:
-        """Price all stages.
-
-        ``fineness`` says how many are told apart (none: those of every width and length); ``places`` are those of the
-        pool, which other families may have looked up before.
-        """
+        """Price all stages: those of every width and length, unless ``fineness`` says which; ``places``: the pool's."""
         self.costs, self.pool, self.family, self.layers = costs, pool, family, costs.layer_count
         self.apart, self._has_halves, self._late = fineness is None, splits_backward(family.schedule), late
         self._next: dict[int, NextStages] = {}
@@ -179,10 +175,7 @@ class StageTables:
         return CandidateStage(step.first, step.stop, devices, shares, depth, recompute, choice.shard, choice.division)
 
     def sure_depth(self, ways: Counts, first: int, lengths: Counts) -> tuple[Counts, Numbers]:
-        """Return micro-batches in flight that fit for sure on stages of one length each, on devices of least memory.
-
-        And how many gradients on their way back hold as much as each (:meth:`DepthLimits.sure_depth`).
-        """
+        """Return :meth:`DepthLimits.sure_depth` of stages of one length each, on devices of least memory."""
         depths, exchanges = self._sure
         columns = np.searchsorted(self.lengths, lengths, side="right") - 1
         return depths[ways, first, columns], exchanges[ways, first, columns]

@@ -111,14 +111,11 @@ class States:
         """Return the states that some ways lead to from some states, ``[way, state]``."""
         return np.take(np.take(self.after, states, axis=1), ways, axis=0)
 
-    def standing(self, ways: Counts, states: Counts, count: int) -> Counts:
-        """Return where some ways stand in some states, ``[way, state]``.
-
-        These are positions in an array of ``count`` numbers, one per way in ``ways``, for every code.
-        """
+    def standing(self, ways: Counts, states: Counts) -> Counts:
+        """Return where some ways stand in some states, ``[way, state]``: positions in a flat array ``[code, way]``."""
         found = np.take(np.take(self.codes, states, axis=1), ways, axis=0)
-        found *= count
-        found += np.arange(count)[:, None]
+        found *= len(ways)
+        found += np.arange(len(ways))[:, None]
         return found
 
     def within(self, group: StateGroup, first: int, capped_stages: CappedStages) -> Counts:

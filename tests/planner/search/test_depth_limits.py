@@ -61,8 +61,7 @@ def test_as_many_are_in_flight_as_fit_and_no_recomputation_of_the_range_lets_mor
                 for first in range(costs.layer_count):
                     for length in range(1, costs.layer_count - first + 1):
                         stage = _stage(costs, family, choice, width, (first, first + length))
-                        ordered = sorted(range(first, first + length), key=lambda each: levels.rank(each) or 0)
-                        able = [layer for layer in ordered if levels.rank(layer) is not None]
+                        able = [layer for layer in levels.order if first <= layer < first + length]
                         assert len(able) == counts[first, length - 1]
                         low, high = choice.recompute_range(np.array([len(able)]))
                         for number in range(int(low[0]), int(high[0]) + 1):
