@@ -211,8 +211,7 @@ class CostModel:
     def recompute_levels(self, rows: float, kind: int = 0) -> Levels:
         """Return sets of layers to recompute, from none to all that free memory, each a part of the next.
 
-        Layers join in the order of the seconds that they cost per byte that they free. A stage recomputes those of its
-        own layers that are in one of the sets. Layers whose forward cannot be run twice are in none.
+        Layers join in the order of the seconds that they cost per byte freed; those that cannot run twice are in none.
         """
         return self._levels(rows, kind)
 

@@ -47,10 +47,9 @@ def depth_choices(
     exact: bool,
     few: bool = False,
 ) -> DepthChoices:
-    """Return the candidates whose stages keep at most their ``warmup`` in flight, and fit.
+    """Return the candidates whose stages keep at most their ``warmup`` in flight, and fit; all, if ``exact``, of few.
 
-    ``spans`` are, by stage, the levels of recomputation of which the least that fits is taken. With ``exact`` these are
-    all candidates, unless they are too many.
+    ``spans`` are, by stage, the levels of recomputation of which the least that fits is taken.
     """
     vectors, complete = _vectors(costs, family, stages, spans, exact=exact, few=few)
     found: list[Candidate] = []

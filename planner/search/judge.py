@@ -31,10 +31,7 @@ class SimulatedPlan(NamedTuple):
 
 
 class Best:
-    """The best candidates simulated so far; the first of equals stays.
-
-    At large, by number of stages, and by what else tells plans apart, which is what a plan's alternatives come from.
-    """
+    """The best candidates simulated so far, at large and by traits, for alternatives; the first of equals stays."""
 
     def __init__(self, cap_s: float = float("inf")) -> None:
         """Begin with no candidate; only those quicker than ``cap_s`` are of interest."""

@@ -186,10 +186,7 @@ def devices_of(widths: Sequence[int], order: Sequence[int]) -> list[tuple[int, .
 def place_shape(
     costs: CostModel, family: Family, shape: Shape, order: Sequence[int], shard: Shard = "none"
 ) -> tuple[CandidateStage, ...]:
-    """Return the stages of a shape, groups taking devices in the given order, with all micro-batches in flight.
-
-    Replicas split micro-batches; those of groups of several shard.
-    """
+    """Return a shape's stages, all in flight; groups take devices in an order, split micro-batches, and may shard."""
     layout, devices = layout_of(family.schedule), devices_of(shape.widths, order)
     stages = []
     for index, (first, stop) in enumerate(pairwise((0, *shape.cuts))):

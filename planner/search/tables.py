@@ -24,7 +24,7 @@ SLACK = 1e-9
 
 
 class CappedStages:
-    """Stage tables without the stages that alone take longer than ``cap_s``, a step's."""
+    """Stage tables without the stages that alone take longer than a step's ``cap_s``."""
 
     def __init__(self, stages: StageTables, cap_s: float = float("inf")) -> None:
         self._stages = stages
@@ -158,10 +158,9 @@ ROUNDING = 1e-4
 
 
 class SuffixTables:
-    """Least terms of all suffixes, for one family, by how many stages they have.
+    """Least terms of all suffixes, for one family, by how many stages they have; those of many are lumped together.
 
-    Those of many stages are lumped together, so that tables of large problems stay small. What cannot
-    be part of a plan of fewer seconds than the cap is left out.
+    What cannot be part of a plan of fewer seconds than the cap is left out.
     """
 
     def __init__(
