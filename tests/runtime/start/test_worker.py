@@ -9,7 +9,9 @@ import pytest
 import plain
 from autopar.ranks.pool import RankPool
 from dictated import dictate
-from training_cases import NARROW, OPTIMIZERS, Case, check, check_buffers, shares_of, train
+from training_cases import NARROW, OPTIMIZERS, Case, cases, check, check_buffers, dropout, shares_of, train
+
+__all__ = ["cases", "dropout"]
 
 PLANS = [
     ((1,), "gpipe"),
