@@ -273,10 +273,7 @@ class Linear(NamedTuple):
 
 
 def linear(network: ArcNetwork, constraints: Constraints, most_s: float) -> Linear:
-    """Return the program of a network; its least solution is the least bound, but for ``step_overhead_s``.
-
-    Only bounds up to ``most_s``, which may be infinite, are solutions.
-    """
+    """Return the program of the least bound up to ``most_s``, which may be infinite, but for ``step_overhead_s``."""
     return _Writer(network, constraints, most_s).write()
 
 

@@ -3,10 +3,10 @@
 A step costs its seconds times the prices of its devices. Every set of devices is a search of its own, in the order of
 the least that it can cost; a set is searched only for steps that are cheaper than what is known already.
 
-CostBound: the least seconds per step on any numbers of devices of each kind, without what communication takes.
-
-With f and t the forward, and forward and backward, of a micro-batch on the first stage, M t its work of a step, a its
-update, and U and V the least that the stages behind it take until their last backward, and until their update,
+What a set may cost at least follows from the least seconds per step on so many devices of each kind, without what
+communication takes. With f and t the forward, and forward and backward, of a micro-batch on the first stage, M t its
+work of a step, a its update, and U and V the least that the stages behind it take until their last backward, and until
+their update,
 
     U = min over first stages of  max(M t, t + U)
     V = min over first stages of  max(max(M t, t + U) + a, f + V)

@@ -35,7 +35,7 @@ import numpy.typing as npt
 from autopar.errors import UsageError
 from autopar.formats.cluster import Level
 from autopar.formats.plan import Division
-from autopar.planner.candidate import Candidate, CandidateStage, within
+from autopar.planner.candidate import Candidate, CandidateStage, Family, divisions_of, within
 from autopar.planner.costs import memoized
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
@@ -404,10 +404,12 @@ class _StageTable:
 
 
 def _shapes(prices: StashCosts, pool: Pool) -> Iterator[StageShape]:
-    costs = prices.costs
     for kind in pool.kinds:
         for width in range(1, pool.kind_devices_left(0, kind) + 1):
-            if width == 1 or costs.divisible or width <= costs.batch:
-                yield StageShape(kind, width, "split")
-            if width > 1 and not costs.divisible:
-                yield StageShape(kind, width, "round-robin")
+            for division in stash_divisions(prices.costs, width):
+                yield StageShape(kind, width, division)
+
+
+def stash_divisions(costs: CostModel, width: int) -> list[Division]:
+    """Return how so many replicas may divide mini-batches, of which there are always enough to take turns."""
+    return divisions_of(Family(width, costs.batch, "1f1b"), width, divisible=costs.divisible)

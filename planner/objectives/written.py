@@ -8,13 +8,13 @@ from functools import partial
 
 from autopar.errors import InfeasibleError
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Alternative, Division, Objective, Plan, Prediction
+from autopar.formats.plan import Alternative, Objective, Plan, Prediction
 from autopar.formats.profile import Profile
 from autopar.planner.assemble import plan_of, prediction, stage_record
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
 from autopar.planner.infeasible import advice, any_plan_fits, size, throughput_remedies
-from autopar.planner.objectives.throughput import StashCosts, quickest
+from autopar.planner.objectives.throughput import StashCosts, quickest, stash_divisions
 from autopar.planner.options import PlanOptions
 
 
@@ -98,10 +98,8 @@ def _alternatives(prices: StashCosts) -> list[Alternative]:
     """Return pure data parallelism, for comparison."""
     costs = prices.costs
     width = len(costs.devices)
-    ways: list[Division] = ["split"] if costs.divisible or width <= costs.batch else []
-    ways += ["round-robin"] if width > 1 and not costs.divisible else []
     found = []
-    for division in ways:
+    for division in stash_divisions(costs, width):
         shares = costs.shares(costs.batch, width, division)
         stage = CandidateStage(0, costs.layer_count, tuple(range(width)), shares, 1, division=division)
         candidate = Candidate(1, costs.batch, "1f1b", (stage,))
