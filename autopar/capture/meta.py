@@ -255,7 +255,7 @@ class HollowRunner:
         try:
             with self._mode, _Draws() as drawn:  # type: ignore[no-untyped-call]
                 found = _each(compute(tuple(map(self._fake, inputs))), _check_static_size)
-            return found, drawn.found
+            return found, drawn.has_draws
         except Exception:
             # Values decide; or the module is mistaken, which it then is with values too.
             before = torch.get_rng_state()

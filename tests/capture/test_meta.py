@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.capture import capture, capture_module, load, materialize_random, release
-from autopar.capture.meta import hollow_parameters, is_hollow
+from autopar.capture.meta import hollow_parameters, hollow_runner, is_hollow
 from autopar.capture.store import load_graph, save_graph
 from autopar.errors import CaptureError, ModelError
 from capture_zoo import MODELS, Dropout, build, mean_square, regression
@@ -168,6 +168,21 @@ def test_no_two_listed_layers_of_a_hollow_model_have_values_at_once():
     layers = lambda model: [Counting(model, step) for step in model.steps]  # noqa: E731
     capture_module(model, regression(), mean_square, layers, ignored_state=("alive",))
     assert set(alive) == {0, 2}  # of a step, its weight and its bias
+
+
+@pytest.mark.parametrize(("module", "draws"), [(nn.Linear(4, 4), False), (nn.Dropout(), True)])
+def test_a_hollow_module_runs_once_on_shapes_and_tells_whether_it_draws(module, draws):
+    with hollow_parameters():
+        model = nn.Sequential(nn.Linear(4, 4), module)
+    met: list[type] = []
+
+    def compute(inputs):
+        met.append(type(inputs[0]))
+        return module(*inputs)
+
+    with hollow_runner(model) as runner:
+        assert runner.run(module, compute, [torch.ones(2, 4)])[1] is draws
+    assert met == [FakeTensor]
 
 
 def test_a_mistake_in_the_listed_layers_of_a_hollow_model_is_the_users():
