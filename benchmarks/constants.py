@@ -1,6 +1,6 @@
 """Constants: what another value of each constant of the planner's search costs, on a few medium problems.
 
-    python benchmarks/constants.py --json benchmarks/results/constants.json [--only climb] [--minutes 20]
+    python benchmarks/constants.py --json benchmarks/results/constants.json [--only kicks] [--minutes 20]
 
 A line for every family of constants: with each of the other values, the mean and the largest ratio of the step to the
 step with the planner's own value, and the mean ratios of the lower bound and of processor seconds. The values of a line
@@ -43,19 +43,19 @@ class ConstantFamily(NamedTuple):
 
 
 LINES = {
-    "even splits: numbers of stages": ConstantFamily(("improve",), ({"FEW_STAGES": 8}, {"FEW_STAGES": 64})),
-    "even splits: simulated": ConstantFamily(("improve",), ({"JUDGED": 12}, {"JUDGED": 80})),
-    "even splits: work": ConstantFamily(("improve",), ({"START": 3e5}, {"START": 3e6})),
-    "local moves: seeds": ConstantFamily(("improve",), ({"SEEDS": 1}, {"SEEDS": 12})),
-    "local moves: how far a seed may be": ConstantFamily(("improve",), ({"FAR": 1.1}, {"FAR": 3.0})),
-    "local moves: work": ConstantFamily(("improve",), ({"CLIMB": 0.0}, {"CLIMB": 1e6}, {"CLIMB": 1e7})),
-    "local moves: stages that take devices": ConstantFamily(("climb",), ({"BUSY": 2}, {"BUSY": 20})),
+    "even splits: numbers of stages": ConstantFamily(("local",), ({"FEW_STAGES": 8}, {"FEW_STAGES": 64})),
+    "even splits: simulated": ConstantFamily(("local",), ({"JUDGED": 12}, {"JUDGED": 80})),
+    "even splits: work": ConstantFamily(("local",), ({"START": 3e5}, {"START": 3e6})),
+    "local moves: seeds": ConstantFamily(("local",), ({"SEEDS": 1}, {"SEEDS": 12})),
+    "local moves: how far a seed may be": ConstantFamily(("local",), ({"FAR": 1.1}, {"FAR": 3.0})),
+    "local moves: work": ConstantFamily(("local",), ({"CLIMB": 0.0}, {"CLIMB": 1e6}, {"CLIMB": 1e7})),
+    "local moves: stages that take devices": ConstantFamily(("local",), ({"BUSY": 2}, {"BUSY": 20})),
     "local moves: moves simulated": ConstantFamily(
-        ("improve",), ({"FEW_TRIES": 3}, {"FEW_TRIES": 40}, {"TRIES": 12}, {"TRIES": 400})
+        ("local",), ({"FEW_TRIES": 3}, {"FEW_TRIES": 40}, {"TRIES": 12}, {"TRIES": 400})
     ),
-    "local moves: power of the mean": ConstantFamily(("climb",), ({"NORM": 4}, {"NORM": 64})),
-    "local moves: sideways": ConstantFamily(("climb",), ({"MOST_SIDEWAYS": 0}, {"SIDEWAYS": 1e-2})),
-    "local moves: kicks": ConstantFamily(("climb",), ({"KICKS": 1}, {"KICKS": 6}, {"KICKED_AMONG": 5})),
+    "local moves: power of the mean": ConstantFamily(("local",), ({"NORM": 4}, {"NORM": 64})),
+    "local moves: sideways": ConstantFamily(("local",), ({"MOST_SIDEWAYS": 0}, {"SIDEWAYS": 1e-2})),
+    "local moves: kicks": ConstantFamily(("local",), ({"KICKS": 1}, {"KICKS": 6}, {"KICKED_AMONG": 5})),
     "best first: work and plans": ConstantFamily(
         ("best_first",), ({"EXPANSIONS": 100, "BEST_FIRST": 2e5}, {"EXPANSIONS": 10_000, "BEST_FIRST": 1e7})
     ),
@@ -64,11 +64,11 @@ LINES = {
     ),
     "best first: how far first depths may be": ConstantFamily(("best_first",), ({"HOPELESS": 1.0}, {"HOPELESS": 2.0})),
     "bounds: stages told apart": ConstantFamily(("best_first",), ({"MOST_APART": 0}, {"MOST_APART": 10**8})),
-    "bounds: caps": ConstantFamily(("opening",), ({"FEW_CAPS": 0, "CAPS": 0}, {"FEW_CAPS": 4, "CAPS": 6})),
+    "bounds: caps": ConstantFamily(("pace",), ({"FEW_CAPS": 0, "CAPS": 0}, {"FEW_CAPS": 4, "CAPS": 6})),
     "bounds: sorts of widths": ConstantFamily(
         ("best_first",), ({"FINE": Fineness(classes=8)}, {"FINE": Fineness(classes=200)})
     ),
-    "bounds: widths told apart": ConstantFamily(("ways",), ({"FEW_EXACT": 1, "MOST_EXACT": 1}, {"MOST_EXACT": 64})),
+    "bounds: widths told apart": ConstantFamily(("variants",), ({"FEW_EXACT": 1, "MOST_EXACT": 1}, {"MOST_EXACT": 64})),
     "bounds: lengths": ConstantFamily(
         ("best_first",),
         ({"FINE": Fineness(lengths=8)}, {"FINE": Fineness(growth=1.5)}, {"FINE": Fineness(lengths=96)}),
@@ -76,12 +76,12 @@ LINES = {
     "bounds: recomputation": ConstantFamily(
         ("best_first",), ({"FINE": Fineness(ranges=2)}, {"FINE": Fineness(ranges=10)}, {"ROUGH": Fineness(ranges=2)})
     ),
-    "paces: passes": ConstantFamily(("opening",), ({"FEW_PASSES": 2, "PASSES": 2}, {"FEW_PASSES": 16, "PASSES": 16})),
+    "paces: passes": ConstantFamily(("pace",), ({"FEW_PASSES": 2, "PASSES": 2}, {"FEW_PASSES": 16, "PASSES": 16})),
     "paces: work": ConstantFamily(("best_first",), ({"PACES": 0.0}, {"PACES": 1e7})),
-    "paces: first one": ConstantFamily(("opening",), ({"AHEAD": 1.1}, {"AHEAD": 1.8})),
-    "paces: steps": ConstantFamily(("opening",), ({"COARSE_STEP": 1.01}, {"COARSE_STEP": 1.15}, {"FINE_STEP": 1.03})),
-    "paces: how far plans are simulated": ConstantFamily(("opening",), ({"NEAR": 1.0}, {"NEAR": 1.2})),
-    "paces: more in flight": ConstantFamily(("paced",), ({"WAITING": 1.0}, {"WAITING": 1.2})),
+    "paces: first one": ConstantFamily(("pace",), ({"AHEAD": 1.1}, {"AHEAD": 1.8})),
+    "paces: steps": ConstantFamily(("pace",), ({"COARSE_STEP": 1.01}, {"COARSE_STEP": 1.15}, {"FINE_STEP": 1.03})),
+    "paces: how far plans are simulated": ConstantFamily(("pace",), ({"NEAR": 1.0}, {"NEAR": 1.2})),
+    "paces: more in flight": ConstantFamily(("pace",), ({"WAITING": 1.0}, {"WAITING": 1.2})),
     "depths: ahead of the pace": ConstantFamily(
         ("depths",), ({"AHEAD": (1.0,)}, {"AHEAD": (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)})
     ),

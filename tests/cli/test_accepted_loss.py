@@ -29,6 +29,7 @@ def loss(output, batch):
 STATED = "loss and gradients of a mini-batch differ by"
 
 
+@pytest.mark.slow
 def test_an_accepted_loss_is_stated_by_profile_plan_and_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run
 ) -> None:

@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from autopar.formats.plan import Plan
 from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
 
 
+@pytest.mark.slow
 def test_the_demo_pipelines_a_gpt_and_ends_with_what_happened(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "autopar", "demo", "--steps", "5", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280)

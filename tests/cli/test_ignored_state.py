@@ -34,6 +34,7 @@ def loss(output, batch): return (output - batch[1]).square().mean()
 """
 
 
+@pytest.mark.slow
 def test_ignored_state_is_in_profile_plan_and_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run
 ) -> None:

@@ -30,6 +30,7 @@ def differential(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_random_models_train_as_the_plain_loop_does_or_are_refused_by_name(tmp_path: Path) -> None:
     output = tmp_path / "cases.jsonl"
     ran = differential("--cases", "36", "--output", str(output))
@@ -44,6 +45,7 @@ def test_random_models_train_as_the_plain_loop_does_or_are_refused_by_name(tmp_p
     assert len(output.read_text().splitlines()) == 36
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", sorted(FOUND_BY))
 def test_a_bug_in_a_copy_of_the_tree_is_found(bug: str, tmp_path: Path) -> None:
     record = tmp_path / "found.json"

@@ -7,9 +7,12 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from paths import BENCHMARKS
 
 
+@pytest.mark.slow
 def test_broken_files_give_an_object_or_one_clean_line() -> None:
     path = os.pathsep.join(filter(None, [str(BENCHMARKS.parent), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, str(BENCHMARKS / "broken_files.py"), "--cases", "10000"]

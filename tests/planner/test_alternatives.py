@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from autopar.formats.plan import Alternative, Plan
 from autopar.planner import PlanOptions, plan
 from autopar.planner.costs.model import CostModel
@@ -25,6 +27,7 @@ def _numbers(made: Plan) -> dict[int, Alternative]:
     return found
 
 
+@pytest.mark.slow
 def test_of_numbers_of_stages_near_the_plans_the_best_are_met() -> None:
     fitting = best_of = 0
     for seed in range(70):

@@ -25,6 +25,7 @@ ASKED = (
 )
 
 
+@pytest.mark.slow
 def test_the_least_shortfall_is_that_of_all_plans_for_any_number_of_stages_and_for_each() -> None:
     compared = several = 0
     for seed in range(120):

@@ -26,6 +26,7 @@ def test_rows_are_the_plans_of_all_peers_and_autopars_own_fastest_first() -> Non
     assert own.peak_bytes == max(found.plan.predicted.peak_bytes)
 
 
+@pytest.mark.slow
 def test_every_plan_that_takes_devices_in_cluster_order_can_be_dictated_and_takes_as_long() -> None:
     found = compare(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, bytes_per_s=3e8))
     for row in found.rows:
@@ -40,6 +41,7 @@ def test_every_plan_that_takes_devices_in_cluster_order_can_be_dictated_and_take
         assert plan(gpt_profile(), local_cluster(4), options).predicted.step_s == pytest.approx(row.step_s, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_plan_and_compare_give_the_same_plan_and_no_peer_is_faster() -> None:
     for seed in range(40):
         profile, cluster = random_profile(seed), random_cluster(seed, 4)

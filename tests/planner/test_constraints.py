@@ -79,6 +79,7 @@ def _instance(seed: int, most_layers: int, skips: float = 0.12) -> tuple[Profile
     return profile, cluster, PlanOptions(gpus=3, gap=0.0, recompute="none", memory_bytes=memory)
 
 
+@pytest.mark.slow
 def test_both_solvers_find_the_best_of_all_plans_that_obey_and_fit() -> None:
     compared = changed = contradictory = 0
     for seed in range(200):

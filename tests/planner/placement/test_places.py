@@ -66,6 +66,7 @@ def _exhaust(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[
     return best, exhaust(Simulator(CostModel(profile, cluster, options)), options, best)
 
 
+@pytest.mark.slow
 def test_an_exact_search_finds_the_fastest_of_all_placements() -> None:
     compared = moved = 0
     for seed in range(80):
@@ -152,6 +153,7 @@ def test_nodes_are_alike_only_where_nothing_tells_them_apart() -> None:
     assert runs(cluster.model_copy(update={"links": tuple(racked)})) == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_no_plan_of_dapples_is_faster_on_nodes_and_racks() -> None:
     compared = behind = 0
     for seed in range(36):

@@ -64,6 +64,7 @@ def _limited(seed: int) -> tuple[Profile, Cluster, PlanOptions, float]:
     return profile, cluster, replace(options, memory_bytes=limit), free.step_s
 
 
+@pytest.mark.slow
 def test_an_exact_search_finds_the_oracles_step_time_and_least_bound_with_memory_limits_that_bind() -> None:
     binding = compared = recomputing = sharding = mixed = 0
     for seed in range(INSTANCES):
@@ -90,6 +91,7 @@ def test_an_exact_search_finds_the_oracles_step_time_and_least_bound_with_memory
     assert min(recomputing, sharding, mixed) >= INSTANCES / 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
     [
@@ -115,6 +117,7 @@ def test_an_exact_search_finds_the_oracles_step_time_under_constraints(asked: di
     assert compared >= 30
 
 
+@pytest.mark.slow
 def test_a_search_that_stops_early_stays_honest_about_the_bound() -> None:
     for seed in range(2000, 2060):
         devices = seed % 2 + 2

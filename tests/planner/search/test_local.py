@@ -37,6 +37,7 @@ def _question(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
     return profile, cluster, replace(options, use_all=seed % 11 == 0)
 
 
+@pytest.mark.slow
 def test_whatever_is_met_fits_obeys_and_takes_what_is_said() -> None:
     checked = 0
     for seed in range(100):
@@ -81,6 +82,7 @@ def test_a_layout_is_judged_once_and_a_climb_from_a_plan_keeps_to_equal_widths_w
     assert climb.judge(family, layout, order, float("inf")) is None
 
 
+@pytest.mark.slow
 def test_more_effort_is_never_slower_and_the_same_question_has_the_same_answer() -> None:
     compared = 0
     for seed in range(30):

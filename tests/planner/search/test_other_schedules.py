@@ -26,6 +26,7 @@ from random_problems import gpt_profile, local_cluster, random_cluster, random_p
 MIB = 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", OTHERS)
 def test_a_plan_is_sound_and_above_its_bounds(schedule: str) -> None:
     made_any = 0
@@ -90,6 +91,7 @@ def test_what_is_found_by_trying_is_near_the_best_of_all(schedule: str) -> None:
     assert sum(each < 1e-9 for each in over) > len(over) // 2
 
 
+@pytest.mark.slow
 def test_auto_takes_a_zero_bubble_schedule_where_one_is_quicker_and_is_never_slower_than_1f1b() -> None:
     taken = 0
     for seed in range(32):
@@ -119,6 +121,7 @@ def test_without_halves_auto_is_as_it_was_and_schedules_with_halves_are_refused(
             plan(profile, cluster, PlanOptions(gpus=4, schedule=schedule))
 
 
+@pytest.mark.slow
 def test_a_quicker_plan_with_several_stages_a_device_is_chosen_and_both_bounds_are_said() -> None:
     profile, cluster = gpt_profile(blocks=16, batch=8), local_cluster(4)
     options = PlanOptions(gpus=4, min_stages=4, micro_batches=8, exact=True)
@@ -178,6 +181,7 @@ def test_stages_that_do_not_suit_a_schedule_are_refused(options: PlanOptions, me
         plan(halved(gpt_profile(), 0), local_cluster(4), options)
 
 
+@pytest.mark.slow
 def test_when_nothing_fits_the_closest_plan_is_named() -> None:
     with pytest.raises(InfeasibleError, match=r"nothing fits the memory: stage .* in the plan of interleaved"):
         plan(gpt_profile(), local_cluster(2), PlanOptions(schedule="interleaved", memory_bytes=5 * MIB))

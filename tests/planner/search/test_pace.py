@@ -39,6 +39,7 @@ def _instance(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
     return profile, cluster, PlanOptions(gpus=devices, memory_bytes=memory, shard="auto" if seed % 5 == 0 else "none")
 
 
+@pytest.mark.slow
 def test_a_search_that_takes_stages_together_is_honest_and_close() -> None:
     ratios = []
     for seed in range(60):

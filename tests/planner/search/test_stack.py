@@ -21,6 +21,7 @@ from random_problems import gpt_profile, local_cluster, random_cluster, random_p
 ASKED = ({}, {"use_all": True}, {"shard": "auto"}, {"recompute": "full"}, {"divisible": True}, {"schedule": "gpipe"})
 
 
+@pytest.mark.slow
 def test_every_bound_of_the_stack_is_below_every_plan_that_fits_and_none_is_below_the_one_before() -> None:
     rising = 0
     for seed in range(150):

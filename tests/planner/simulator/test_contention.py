@@ -65,6 +65,7 @@ class _Case:
         return run(self.rows, self.times, Traffic(self.sharing, self.devices))
 
 
+@pytest.mark.slow
 def test_contention_and_overlap_never_shorten_a_step() -> None:
     longer = 0
     for seed in range(1500):
