@@ -111,13 +111,13 @@ def _fits(fits: Fits, options: PlanOptions, **changes: Any) -> bool:  # noqa: AN
 
 
 def _with_or_without(
-    found: Sequence[str], sizes: Sequence[int] | None, costs: CostModel, options: PlanOptions, fits: Fits
+    remedies: Sequence[str], sizes: Sequence[int] | None, costs: CostModel, options: PlanOptions, fits: Fits
 ) -> list[str]:
     """Return what helps with memory of the first of some sizes that does; without any, also what may be left out.
 
     Where neither helps, the schedule is changed or options are left out together with more memory.
     """
-    every = [f"with {each}" for each in found]
+    every = [f"with {each}" for each in remedies]
     if sizes is not None:
         return [*every, *(f"with {text}" for text in _memory_texts(sizes, options, fits))]
     every += [f"without {_names(each)}" for each in _left_out(options, fits)]

@@ -109,14 +109,14 @@ def _usual_plans(question: Question) -> tuple[list[Reference], list[Peer]]:
 
 
 def _search(
-    question: Question, best: Best, compared: Sequence[Reference], of_peers: Sequence[Peer] = ()
+    question: Question, best: Best, reference_plans: Sequence[Reference], of_peers: Sequence[Peer] = ()
 ) -> tuple[float, tuple[str, ...]]:
     """Search from what others would run on; return a lower bound of the step, and notes.
 
     So the plan is never worse than one of these that is admitted.
     """
     simulator, every, options = question.simulator, question.families, question.options
-    for reference in compared:
+    for reference in reference_plans:
         known = reference.simulated_plan
         if known is not None and question.excluding_option(known.candidate) is None:
             best.consider(known)

@@ -160,13 +160,13 @@ def _launch_s(times: Sequence[Time]) -> float | None:
 
 
 def describe_tensors(
-    graph: LayerGraph, made: Mapping[str, tuple[torch.dtype, int]] | None = None
+    graph: LayerGraph, types: Mapping[str, tuple[torch.dtype, int]] | None = None
 ) -> tuple[formats.Tensor, ...]:
-    """Return the crossing tensors' and model inputs' records; types and bytes per sample are those ``made``, if any."""
-    made = made or {}
+    """Return the crossing tensors' and model inputs' records; ``types`` gives types and bytes per sample, if any."""
+    types = types or {}
     records = []
     for tensor in graph.tensors:
-        dtype, bytes_per_sample = made.get(tensor.name, (tensor.dtype, tensor.bytes_per_sample))
+        dtype, bytes_per_sample = types.get(tensor.name, (tensor.dtype, tensor.bytes_per_sample))
         records.append(
             formats.Tensor(
                 name=tensor.name,

@@ -36,7 +36,7 @@ def measure_links(
             "autopar.profiler.probe:measure",
             asdict(probe or Probe(quick=True)),
             describe=_describe,
-            on_message=lambda rank, said: progress(str(said["doing"]), float(str(said["share"]))),
+            on_message=lambda rank, message: progress(str(message["doing"]), float(str(message["share"]))),
         )
     return cast("LinkMeasurements", results[0])
 
@@ -55,7 +55,7 @@ def measure_from_environment(
     torch.set_num_threads(threads)
     launch = rank_from_environment(os.environ)
     with join_from_environment(launch, device, _TIMEOUT_S, launch.size) as context:
-        told = replace(context, report=lambda said: progress(str(said["doing"]), float(str(said["share"]))))
+        told = replace(context, report=lambda message: progress(str(message["doing"]), float(str(message["share"]))))
         measured = measure(told, asdict(probe))
         return measured if context.rank == 0 else None
 

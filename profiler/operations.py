@@ -190,12 +190,12 @@ def time_operation(operation: Operation, sizes: Sequence[int], pace: Pace) -> li
     repeats = 4 if operation.context.device.type == "cuda" else 1
     rounds = max(1, pace.iterations // repeats)
 
-    def timed(work: Work, calls: int) -> float:
+    def time_work(work: Work, calls: int) -> float:
         time.sleep(operation.pause_s)
         return _mean_seconds(operation.context, work, calls)
 
-    _rounds(operation.group, [partial(timed, work, 1) for work in works], pace.warm_up, pace)
-    times = _rounds(operation.group, [partial(timed, work, repeats) for work in works], rounds, pace)
+    _rounds(operation.group, [partial(time_work, work, 1) for work in works], pace.warm_up, pace)
+    times = _rounds(operation.group, [partial(time_work, work, repeats) for work in works], rounds, pace)
     if operation.kind == "p2p" and not operation.begins:
         return None
     return [statistics.median(each) / trips for each in times]
@@ -211,12 +211,12 @@ def _time_divided(operation: Operation, sizes: Sequence[int], pace: Pace) -> lis
         int(_agree(computing.count(min(seconds, LONGEST_S)), dist.ReduceOp.MIN, operation.group)) for seconds in alone
     ]
 
-    def timed(work: Callable[[], float], count: int) -> float:
+    def time_work(work: Callable[[], float], count: int) -> float:
         dist.barrier(operation.group)
         computing(count)
         return work()
 
-    turns = [partial(timed, work, count) for work, count in zip(works, counts, strict=True)]
+    turns = [partial(time_work, work, count) for work, count in zip(works, counts, strict=True)]
     every = torch.tensor(_rounds(operation.group, turns, pace.iterations, pace), dtype=torch.float64)
     dist.all_reduce(every, group=operation.group)
     return [statistics.median(each) / len(operation.ranks) for each in every.tolist()]

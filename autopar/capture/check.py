@@ -72,12 +72,12 @@ def check_gradients(
         _check_gradient(name, expected.get(name), found.get(name), largest)
 
 
-def _check_gradient(name: str, expected: torch.Tensor | None, found: torch.Tensor | None, largest: float) -> None:
+def _check_gradient(name: str, plain: torch.Tensor | None, other: torch.Tensor | None, largest: float) -> None:
     """Compare the gradients of a parameter, of which one at most is none; ``largest`` is the norm of the model's."""
-    reference = expected if expected is not None else found
+    reference = plain if plain is not None else other
     assert reference is not None
     zero = torch.zeros_like(reference)
-    difference = float(((zero if expected is None else expected) - (zero if found is None else found)).norm())
+    difference = float(((zero if plain is None else plain) - (zero if other is None else other)).norm())
     # A gradient that is zero but for rounding is compared with the largest one instead of with itself.
     scale = max(float(reference.norm()), 1e-3 * largest)
     if not difference <= TOLERANCE.get(reference.dtype, 1e-4) * scale:

@@ -81,12 +81,12 @@ def _costs(profile: Profile) -> tuple[DeviceCosts, ...]:
     return (DeviceCosts(device=profile.device, layers=profile.layers), *profile.others)
 
 
-def _own(kinds: Sequence[DeviceKind], name: str, spelled: Callable[[str], str] = str) -> int | None:
+def _own(kinds: Sequence[DeviceKind], name: str, spell: Callable[[str], str] = str) -> int | None:
     """Return the kind that a type is, by its name, or since it is the only one of the type."""
-    names = [spelled(known_as(kind.name)) for kind in kinds]
-    if spelled(known_as(name)) in names:
-        return names.index(spelled(known_as(name)))
-    alike = [index for index, kind in enumerate(kinds) if kind.type == spelled(name)]
+    names = [spell(known_as(kind.name)) for kind in kinds]
+    if spell(known_as(name)) in names:
+        return names.index(spell(known_as(name)))
+    alike = [index for index, kind in enumerate(kinds) if kind.type == spell(name)]
     return alike[0] if len(alike) == 1 else None
 
 

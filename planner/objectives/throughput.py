@@ -378,9 +378,9 @@ class _StageTable:
                         found[after, one, other] = self._level((*taken, *self.pool.devices(after, kind, width)))
         return found
 
-    def _depths(self, shape: StageShape, taken: Sequence[tuple[int, ...]]) -> list[Numbers]:
+    def _depths(self, shape: StageShape, groups: Sequence[tuple[int, ...]]) -> list[Numbers]:
         """Return, for each way to recompute, the most in flight that fit, ``[state, first, stop]``."""
-        limits = np.array([self.costs.limit_bytes(devices) for devices in taken])
+        limits = np.array([self.costs.limit_bytes(devices) for devices in groups])
         found = []
         for recompute in self.recompute:
             deepest = []

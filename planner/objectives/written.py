@@ -65,12 +65,12 @@ def stash_plan(
     return plan.model_copy(update={"predicted": plan.predicted.model_copy(update=known)})
 
 
-def _bubble(predicted: Prediction, candidate: Candidate, step_s: float) -> float:
+def _bubble(prediction: Prediction, candidate: Candidate, step_s: float) -> float:
     """Return the share of the replicas' time in which they compute nothing."""
     computed = sum(
         (forward_s + backward_s) * (1 if stage.division == "round-robin" else len(stage.devices))
         for forward_s, backward_s, stage in zip(
-            predicted.forward_s, predicted.backward_s, candidate.stages, strict=True
+            prediction.forward_s, prediction.backward_s, candidate.stages, strict=True
         )
     )
     return max(0.0, 1 - computed / (len(candidate.devices) * step_s)) if step_s > 0 else 0.0

@@ -61,17 +61,17 @@ def compile_rows(program: Program, times: Durations) -> Rows:
     [[(0, 2, -1, 0), (2, 2, 1, 0)]]
     """
     ranks = zip(times.stage, times.ranks, strict=True)
-    return _numbered(program.ranks, {stage: replica - rank for replica, (stage, rank) in enumerate(ranks)})
+    return _encode(program.ranks, {stage: replica - rank for replica, (stage, rank) in enumerate(ranks)})
 
 
 def rows_of(plan: Plan) -> Rows:
     """Return the rows of a plan's program without making the program."""
     firsts = accumulate((stage.replicas for stage in plan.stages), initial=0)
     ahead = {stage: first - rank for stage, (first, rank) in enumerate(zip(firsts, first_ranks(plan), strict=False))}
-    return _numbered(entries_of(plan), ahead)
+    return _encode(entries_of(plan), ahead)
 
 
-def _numbered(ranks: Iterable[Iterable[Action | Entry]], ahead: Mapping[int, int]) -> Rows:
+def _encode(ranks: Iterable[Iterable[Action | Entry]], ahead: Mapping[int, int]) -> Rows:
     """Return every rank's actions; ``ahead`` is what to add to a rank to get the replica of a stage."""
     codes = {kind: code for code, kind in enumerate(KINDS)}
     return [

@@ -228,15 +228,15 @@ class Reducer:
 
 
 def _group_by_layer(
-    stages: Mapping[int, Sequence[Sequence[torch.nn.Parameter]]], seen: set[int]
+    stages: Mapping[int, Sequence[Sequence[torch.nn.Parameter]]], known_ids: set[int]
 ) -> dict[int, list[list[torch.nn.Parameter]]]:
-    """Return the trained parameters of every stage's layers, each with the first layer, but for those ``seen``."""
+    """Return the trained parameters of every stage's layers, each with the first layer, but for those ``known_ids``."""
     groups: dict[int, list[list[torch.nn.Parameter]]] = {}
     for index, layers in stages.items():
         groups[index] = []
         for layer in layers:
-            groups[index].append([each for each in layer if each.requires_grad and id(each) not in seen])
-            seen |= {id(parameter) for parameter in groups[index][-1]}
+            groups[index].append([each for each in layer if each.requires_grad and id(each) not in known_ids])
+            known_ids |= {id(parameter) for parameter in groups[index][-1]}
     return groups
 
 
