@@ -123,8 +123,12 @@ def test_the_command_compares_a_plan_for_gpus_on_cpus_in_float64(tmp_path: Path)
 
 
 BUGS = {
-    "zero in place of none": ("gradients.py", "if not reached:", "if not reached and False:"),
-    "a share's weight": ("execute.py", "weight = self._rows /", "weight = self._plan.stages[index].rows[0] /"),
+    "zero in place of none": ("gradients/reducer.py", "if not reached:", "if not reached and False:"),
+    "a share's weight": (
+        "execute.py",
+        "weight = self._rows /",
+        "weight = self._surroundings.plan.stages[index].rows[0] /",
+    ),
 }
 
 
