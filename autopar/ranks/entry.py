@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -34,6 +35,8 @@ def main() -> None:
         _send(pipe, {"ready": True})
         for line in sys.stdin:
             _serve(json.loads(line), pipe)
+            # What a job leaves behind in cycles holds its groups of ranks, each with threads and sockets.
+            gc.collect()
 
 
 def _serve(job: dict[str, object], pipe: object) -> None:

@@ -7,9 +7,11 @@ as the plan asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, cast
+from weakref import ref
 
 import torch
 
@@ -124,12 +126,12 @@ class Reducer:
         }
         self._reached_ids: set[int] = set()
         # Layers that share one may each run a backward of their own: its gradient is complete when all have.
-        several = {id(each) for layers in stages.values() for each in used_by_several(layers)}
-        for stage in self._stages.values():
-            for bucket in stage.buckets:
-                _hook(bucket.parameters, self._note_of(stage, bucket, several))
+        self._used_by_several = {id(each) for layers in stages.values() for each in used_by_several(layers)}
+        for index, stage in self._stages.items():
+            for at, bucket in enumerate(stage.buckets):
+                self._hook(bucket.parameters, partial(Reducer._note_bucket, index=index, at=at))
         for bucket, _ in self._shared_buckets.values():
-            _hook(bucket.parameters, lambda parameter: self._reached_ids.add(id(parameter)))
+            self._hook(bucket.parameters, Reducer._note)
 
     def begin_step(self) -> None:
         """Clear all gradients."""
@@ -206,18 +208,29 @@ class Reducer:
         own = [bucket for stage in self._stages.values() for bucket in stage.buckets]
         return own + [bucket for bucket, _ in self._shared_buckets.values()]
 
-    def _note_of(
-        self, stage: _StageBuckets, bucket: _Bucket, several: Container[int]
-    ) -> Callable[[torch.Tensor], None]:
-        def note(parameter: torch.Tensor) -> None:
-            self._reached_ids.add(id(parameter))
-            if stage.last_backward and id(parameter) not in several:
-                bucket.missing -= 1
-                # In order, so that all replicas begin the same reductions in the same order.
-                while stage.remaining_buckets and not stage.remaining_buckets[0].missing:
-                    self._launch(stage)
+    def _hook(self, parameters: Sequence[torch.nn.Parameter], note: Callable[[Reducer, torch.Tensor], None]) -> None:
+        """Have gradients noted; a hook that held the reducer would keep both for good: no collector sees into it."""
+        owner = ref(self)
 
-        return note
+        def noting(parameter: torch.Tensor) -> None:
+            reducer = owner()
+            if reducer is not None:
+                note(reducer, parameter)
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(noting)  # type: ignore[no-untyped-call]
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        self._reached_ids.add(id(parameter))
+
+    def _note_bucket(self, parameter: torch.Tensor, index: int, at: int) -> None:
+        self._note(parameter)
+        stage = self._stages[index]
+        if stage.last_backward and id(parameter) not in self._used_by_several:
+            stage.buckets[at].missing -= 1
+            # In order, so that all replicas begin the same reductions in the same order.
+            while stage.remaining_buckets and not stage.remaining_buckets[0].missing:
+                self._launch(stage)
 
     def _launch(self, stage: _StageBuckets) -> None:
         if stage.began is None:
@@ -238,11 +251,6 @@ def _group_by_layer(
             groups[index].append([each for each in layer if each.requires_grad and id(each) not in known_ids])
             known_ids |= {id(parameter) for parameter in groups[index][-1]}
     return groups
-
-
-def _hook(parameters: Sequence[torch.nn.Parameter], note: Callable[[torch.Tensor], object]) -> None:
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
 
 def _fill(groups: Sequence[Sequence[torch.nn.Parameter]]) -> list[_Bucket]:

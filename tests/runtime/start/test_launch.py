@@ -122,6 +122,28 @@ def test_the_report_names_modules_that_training_puts_back_into_training_mode(her
     assert note.endswith("training puts all modules into training mode, as train() does")
 
 
+def threads_of(pool: RankPool) -> list[int]:
+    files = [Path(f"/proc/{link.process.pid}/task") for link in pool._links]
+    return [len(list(file.iterdir())) for file in files]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+@pytest.mark.parametrize("shard", ["none", "parameters"])
+def test_a_rank_gives_back_what_a_training_has_opened_before_it_serves_the_next(here: Path, shard: str) -> None:
+    plan = plan_for(here, [2])
+    plan = plan.model_copy(update={"stages": tuple(each.model_copy(update={"shard": shard}) for each in plan.stages)})
+    with RankPool(2) as pool:
+        run(plan, "words.py", RunOptions(2), pool=pool)
+        first = threads_of(pool)
+        for _ in range(3):
+            run(plan, "words.py", RunOptions(2), pool=pool)
+        end_s = time.monotonic() + 20
+        while max(threads_of(pool)) > max(first) and time.monotonic() < end_s:
+            # The rank collects when it has answered.
+            time.sleep(0.1)
+        assert max(threads_of(pool)) <= max(first)
+
+
 def test_an_edited_program_is_run_and_a_broken_one_refused(here: Path) -> None:
     text = expand(plan_for(here, [1, 1])).dumps()
     early = text.replace("SG0@1>0@0 R1@1<0@0", "R1@1<0@0 SG0@1>0@0")
