@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
@@ -140,11 +141,12 @@ def draws(operator: torch._ops.OpOverload, args: Sequence[object], kwargs: Mappi
     return not any(values[rate] in (0, 0.0) for rate in rates & values.keys())
 
 
-class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorWatch(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]
     """Looks at every operator and its arguments before it runs."""
 
+    @abstractmethod
     def look(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ANN401
-        raise NotImplementedError
+        """Take note of a call."""
 
     def __torch_dispatch__(
         self,
