@@ -192,7 +192,8 @@ class StageTables:
     def link(self, step: Step) -> LinkTerms:
         """Return the least transfers behind one stage: the next one ends after a layer, as wide and near as suits."""
         where = self.moves[step.way].near[step.state], self._key_of[step.way], step.first, self._column(step)
-        forth, back, *seconds = self._links[:, *where].tolist()
+        # Scalars of numpy, by which what is folded with them is in double precision; Python's would leave it in single.
+        forth, back, *seconds = self._links[:, *where]
         return LinkTerms(forth > 0, back > 0, *seconds)
 
     def _column(self, step: Step) -> int:
