@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from autopar.formats.profile import Profile
 from autopar.planner.costs import memoized
+from autopar.planner.costs.links import Numbers
 
 
 class Flow(NamedTuple):
@@ -83,6 +85,21 @@ class Flows:
         """Return what layers ``first:stop`` make and layers ``next_first:next_stop`` read."""
         made = chain.from_iterable(self.made_by[first:stop])
         return _flow([each for each in made if any(next_first <= reader < next_stop for reader in each.consumers)])
+
+    @cached_property
+    def crossing_bytes(self) -> tuple[Numbers, Numbers]:
+        """Bytes per sample that cross every position, forth and as gradients; not a number where nothing does."""
+        forth, back = (self._crossing_bytes(gradient=gradient) for gradient in (False, True))
+        return forth, back
+
+    def _crossing_bytes(self, *, gradient: bool) -> Numbers:
+        change, count = np.zeros((2, len(self.made_by) + 2))
+        for tensor in self.crossing:
+            if tensor.gradient or not gradient:
+                for sums, amount in ((change, tensor.bytes_per_sample), (count, 1)):
+                    sums[tensor.producer + 1] += amount
+                    sums[tensor.consumers[-1] + 1] -= amount
+        return np.where(np.cumsum(count)[:-1] > 0, np.cumsum(change)[:-1], np.nan)
 
     def exchanges(self, stops: Sequence[int]) -> list[tuple[int, int, Flow]]:
         """Return (producer, consumer, what travels) for stages that end before the layers ``stops``."""

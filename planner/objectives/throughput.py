@@ -74,8 +74,6 @@ class StashCosts:
         self.costs = costs
         self.reduced_bytes, self.trained_bytes = _parameter_bytes(costs)
         """Of stages: gradients that its replicas reduce, and parameters that there are versions of."""
-        self.forth_bytes, self.back_bytes = _crossing(costs)
-        """Of what crosses a position, per sample; not a number where nothing does."""
 
     def computing_s(self, shape: StageShape, first: int, recompute: frozenset[int] = frozenset()) -> Numbers:
         """Return what a device takes per mini-batch, of stages from a layer on, by their stop."""
@@ -96,7 +94,7 @@ class StashCosts:
     def sending_s(self, cut: int, rows: Numbers, period: Numbers, level: Level) -> Numbers:
         """Return what messages of so many rows, one in ``period`` mini-batches, occupy the fullest queue at a cut."""
         seconds = np.zeros(rows.shape)
-        for size in (self.forth_bytes[cut], self.back_bytes[cut]):
+        for size in (each[cut] for each in self.costs.flows.crossing_bytes):
             if not np.isnan(size):
                 sent = self.costs.links.messages_s((rows * size).ravel(), level).reshape(rows.shape)
                 seconds = np.maximum(seconds, sent / period)
@@ -194,20 +192,6 @@ def _parameter_bytes(costs: CostModel) -> tuple[Numbers, Numbers]:
             # What other stages hold, too, is reduced with them.
             reduced -= tied.bytes * np.where(within < len(tied.layers), within, again)
     return np.maximum(0.0, reduced), np.maximum(0.0, trained)
-
-
-def _crossing(costs: CostModel) -> tuple[Numbers, Numbers]:
-    found = []
-    tensors = costs.flows.crossing
-    for some in (tensors, [tensor for tensor in tensors if tensor.gradient]):
-        change, count = np.zeros(costs.layer_count + 2), np.zeros(costs.layer_count + 2)
-        for tensor in some:
-            for sums, amount in ((change, tensor.bytes_per_sample), (count, 1)):
-                sums[tensor.producer + 1] += amount
-                sums[tensor.consumers[-1] + 1] -= amount
-        crossing = np.cumsum(change)[:-1]
-        found.append(np.where(np.cumsum(count)[:-1] > 0, crossing, np.nan))
-    return found[0], found[1]
 
 
 MOST_WORK = 2 * 10**9

@@ -107,11 +107,11 @@ class Prices:
 
     def forth_s(self, level: Level, replicas: int = 1) -> Array:
         """Return the seconds of sending what crosses a cut, in shares among ``replicas``."""
-        return self._sent_s(self._crossing[0], level, replicas)
+        return self._sent_s(self.costs.flows.crossing_bytes[0], level, replicas)
 
     def back_s(self, level: Level, replicas: int = 1) -> Array:
         """Return the same of the gradients that return."""
-        return self._sent_s(self._crossing[1], level, replicas)
+        return self._sent_s(self.costs.flows.crossing_bytes[1], level, replicas)
 
     def reduce_rate(self, replicas: int, level: Level) -> float:
         """Return the seconds per byte of reducing gradients among replicas."""
@@ -131,19 +131,6 @@ class Prices:
         rows = self.rows if self.costs.divisible else self._share(replicas)
         seconds = self.costs.links.messages_s(rows * np.nan_to_num(bytes_per_sample), level)
         return np.where(np.isnan(bytes_per_sample), 0.0, seconds)
-
-    @cached_property
-    def _crossing(self) -> tuple[Array, Array]:
-        """Bytes per sample of the tensors that cross every position, forth and back; skips are among them."""
-        count, flows = self.layer_count, self.costs.flows
-        forth, back = np.full(count + 1, np.nan), np.full(count + 1, np.nan)
-        for cut in range(1, count):
-            flow = flows.between(0, cut, cut, count)
-            if flow.tensors:
-                forth[cut] = flow.bytes_per_sample
-            if flow.gradients:
-                back[cut] = flow.gradient_bytes_per_sample
-        return forth, back
 
 
 class Proposal(NamedTuple):
