@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,16 @@ def join_in_script(device_type: str, timeout_s: float, size: int, share_gpus: bo
     Raises:
         UsageError: there is another number of ranks, or the script's group cannot carry what training does.
     """
+    try:
+        with _joined(device_type, timeout_s, size, share_gpus) as context:
+            yield context
+    finally:
+        # What lies in cycles may hold groups, whose threads must not outlive Python.
+        gc.collect()
+
+
+@contextmanager
+def _joined(device_type: str, timeout_s: float, size: int, share_gpus: bool) -> Iterator[RankContext]:
     if dist.is_initialized():
         context = _of_script(device_type, timeout_s, size, share_gpus)
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -120,11 +119,28 @@ class GroupTransport:
             # NCCL runs one communicator's operations in order: opposite directions need one each. Of each, torch makes
             # one for every pair of ranks.
             self._down = dist.new_group(everyone, timeout=patience)
-        if context.has_external_group:
-            made = dict.fromkeys([*self._groups.values(), self._up, self._down])
-            context.on_leaving.extend(partial(_end, each) for each in made if each is not dist.group.WORLD)
+        self._meshes: list[DeviceMesh] = []
+        self._closes_groups = context.has_external_group
+        context.on_leaving.append(self._close)
         self._rank, self._device_type = context.rank, context.device.type
         self._channels = channels
+
+    def _close(self) -> None:
+        """Let go of all groups: with its last holder, a group ends its threads.
+
+        A thread of Gloo's that still frees a tensor when Python ends aborts the process.
+        """
+        made = dict.fromkeys([*self._groups.values(), self._up, self._down])
+        self._groups.clear()
+        del self._up, self._down
+        for mesh in self._meshes:
+            # Caches of torch's keep the mesh.
+            getattr(mesh, "_pg_registry", {}).clear()
+        if self._closes_groups:
+            for group in made:
+                # Of other ranks' groups, this one has none.
+                if isinstance(group, dist.ProcessGroup) and group is not dist.group.WORLD:
+                    dist.destroy_process_group(group)
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`Transport`."""
@@ -152,7 +168,8 @@ class GroupTransport:
 
         group = self._groups[ranks, False]
         # Meshes of the same ranks and names are one to torch, which remembers them: this job's is told from another's.
-        return DeviceMesh.from_group(group, self._device_type, mesh_dim_names=(group.group_name,))
+        self._meshes.append(DeviceMesh.from_group(group, self._device_type, mesh_dim_names=(group.group_name,)))
+        return self._meshes[-1]
 
 
 def sendable(tensor: torch.Tensor) -> torch.Tensor:
@@ -174,12 +191,6 @@ def _begin(start: Callable[[], dist.Work | None]) -> _Work:
         return _Work(start())
     except RuntimeError as error:
         raise PeerLostError(_first_line(error)) from error
-
-
-def _end(group: object) -> None:
-    """Take down a group of this rank's; of others', it has none."""
-    if isinstance(group, dist.ProcessGroup):
-        dist.destroy_process_group(group)
 
 
 def _first_line(error: RuntimeError) -> str:

@@ -320,7 +320,7 @@ class ScriptJob:
         self._built_job: BuiltJob | None = None
         self._evaluations: dict[str, Evaluation] = {}
         self._compared_kinds: set[str] = set()
-        self._step, self._has_failed = 0, False
+        self._step, self._has_failed, self._closed = 0, False, False
 
     @property
     def rank(self) -> int:
@@ -421,7 +421,7 @@ class ScriptJob:
         """Wait until everything that was sent has arrived, and leave the other ranks."""
         if self._built_job is not None:
             self._built_job.job.finish()
-        self._leave()
+        self._close()
 
     def __enter__(self) -> Self:
         return self
@@ -433,7 +433,12 @@ class ScriptJob:
             self.close()
         else:
             # Others may be gone: nothing is waited for.
-            self._leave()
+            self._close()
+
+    def _close(self) -> None:
+        self._built_job, self._closed = None, True
+        self._evaluations.clear()
+        self._leave()
 
     def prepare(self, batch: object) -> None:
         """Build the rank's stages, given an example of a mini-batch on every rank."""
@@ -450,11 +455,13 @@ class ScriptJob:
             raise
 
     def _ready(self, batch: object) -> BuiltJob:
-        if self._built_job is None:
+        if self._built_job is None and not self._closed:
             self.prepare(batch)
         return self._require_built_job()
 
     def _require_built_job(self) -> BuiltJob:
+        if self._closed:
+            raise UsageError("the job has been closed; start another with materialize()")
         if self._built_job is None:
             raise UsageError("the job has seen no batch yet; give materialize() one, or train a step")
         if self._has_failed:

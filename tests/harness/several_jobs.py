@@ -1,6 +1,7 @@
 """A script that steps one job after the other, one of which fails: several_jobs.py PLAN..., one plan a job.
 
-The second job fails in its second step, on one rank. Every rank prints the losses of the others, job by job.
+The second job fails in its second step, on one rank. Every rank prints the losses of the others, job by job. A job that
+is left has given back its groups of ranks.
 """
 
 import os
@@ -13,15 +14,19 @@ import autopar
 from autopar.errors import AutoparError
 from script_jobs import LEARNING_RATE, batches, loss, make_model
 
+THREADS_OF_A_GROUP = 2
+
 
 def main() -> None:
     if os.environ.get("OWN_GROUP"):
         torch.distributed.init_process_group("gloo")
+    own_threads = THREADS_OF_A_GROUP if torch.distributed.is_initialized() else 0
     for index, path in enumerate(sys.argv[1:]):
         try:
             losses = _train(path, fails=index == 1)
         except AutoparError:
             losses = []
+        assert _gloo_threads() == own_threads
         sys.stdout.write(f"job {index} rank {os.environ['RANK']}: {losses}\n")
         sys.stdout.flush()
     if os.environ.get("OWN_GROUP"):
@@ -42,7 +47,14 @@ def _train(path: str, *, fails: bool) -> list[float]:
             if fails and losses and job.rank == 3:
                 targets = targets + 77
             losses.append(job.step((inputs, targets)).loss)
+        assert _gloo_threads()
         return losses
+
+
+def _gloo_threads() -> int:
+    """Return how many threads carry out reductions: one that frees a tensor while Python ends aborts the process."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return names.count("pt_gloo_runloop\n")
 
 
 if __name__ == "__main__":

@@ -68,6 +68,10 @@ def test_one_process_trains_as_a_plain_loop_and_leaves_the_scripts_model_alone(t
         assert evaluated == pytest.approx(loss(truth(inputs[:7]), (inputs, targets[:7])).item(), rel=1e-12)
         # What only the loss reads need not be given for predictions.
         predicted = job.predict((inputs[:5],))
+    with pytest.raises(UsageError, match="closed; start another"):
+        job.step((inputs, targets))
+    with pytest.raises(UsageError, match="closed; start another"):
+        job.state_dict()
     assert state is not None
     assert predicted is not None
     torch.testing.assert_close(predicted["output"], truth(inputs[:5]).detach(), rtol=1e-12, atol=1e-12)
@@ -204,9 +208,10 @@ def test_the_example_script_plans_and_trains_under_torchrun(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("start", ["torchrun", "a launcher", "the script"])
 def test_jobs_of_a_script_follow_each_other_also_behind_one_that_failed(start: str, tmp_path: Path) -> None:
-    for name, widths in {"a": [2, 2], "b": [1, 3]}.items():
-        planned(widths).save(tmp_path / f"{name}.json")
-    script = [str(HARNESS / "several_jobs.py"), *(str(tmp_path / f"{name}.json") for name in "aaba")]
+    plans: dict[str, tuple[list[int], Shard]] = {"a": ([2, 2], "none"), "b": ([1, 3], "none"), "c": ([4], "parameters")}
+    for name, (widths, shard) in plans.items():
+        planned(widths, shard).save(tmp_path / f"{name}.json")
+    script = [str(HARNESS / "several_jobs.py"), *(str(tmp_path / f"{name}.json") for name in "aabc")]
     said = _on_four_ranks(start, script)
     expected, _ = trained_plainly()
     found = [re.search(r"job (\d) rank (\d): (.*)", line) for line in said.splitlines()]
