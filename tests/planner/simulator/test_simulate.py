@@ -200,10 +200,10 @@ def test_eight_ranks_and_sixty_four_micro_batches_simulate_in_milliseconds() -> 
     candidate = with_depths(family, place(family, range(1, 9), (1,) * 8), range(8, 0, -1))
     simulator = Simulator(costs)
     simulator.step_s(candidate)
-    begun = time.perf_counter()
+    began_s = time.process_time()
     for _ in range(5):
         simulator.step_s(candidate)
-    assert (time.perf_counter() - begun) / 5 < 0.1
+    assert (time.process_time() - began_s) / 5 < 0.1
 
 
 def test_a_plan_of_another_profile_is_refused() -> None:
