@@ -22,7 +22,7 @@ def join_in_script(device_type: str, timeout_s: float, size: int, share_gpus: bo
         UsageError: there is another number of ranks, or the script's group cannot carry what training does.
     """
     try:
-        with _joined(device_type, timeout_s, size, share_gpus) as context:
+        with _join(device_type, timeout_s, size, share_gpus) as context:
             yield context
     finally:
         # What lies in cycles may hold groups, whose threads must not outlive Python.
@@ -30,7 +30,7 @@ def join_in_script(device_type: str, timeout_s: float, size: int, share_gpus: bo
 
 
 @contextmanager
-def _joined(device_type: str, timeout_s: float, size: int, share_gpus: bool) -> Iterator[RankContext]:
+def _join(device_type: str, timeout_s: float, size: int, share_gpus: bool) -> Iterator[RankContext]:
     if dist.is_initialized():
         context = _of_script(device_type, timeout_s, size, share_gpus)
         try:
