@@ -54,7 +54,7 @@ class Places:
     """What the prices of stages depend on, of the devices that they take."""
 
     def __init__(self, costs: CostModel, pool: Pool) -> None:
-        self._costs, self._pool = costs, pool
+        self._costs, self.pool = costs, pool
         self._topology = costs.links.topology
         self.stage_places: list[StagePlace] = []
         self.nears: list[frozenset[Level]] = []
@@ -63,13 +63,13 @@ class Places:
     @memoized
     def moves(self, kind: int, width: int) -> list[StateMove]:
         """Return the variants of taking so many devices."""
-        moves = self._pool.moves(kind, width)
-        if self._pool.states > FEW_STATES and self._pool.without_choice():
+        moves = self.pool.moves(kind, width)
+        if self.pool.states > FEW_STATES and self.pool.without_choice():
             return [self._along(kind, width, moves[0])]
         return [self._each(kind, width, variant, after) for variant, after in enumerate(moves)]
 
     def _each(self, kind: int, width: int, variant: int, after: States) -> StateMove:
-        pool = self._pool
+        pool = self.pool
         place, near = np.zeros((2, pool.states), dtype=np.int64)
         for state in np.flatnonzero(after >= 0).tolist():
             devices, rest = pool.devices(state, kind, width, variant), pool.remaining(int(after[state]))
@@ -82,7 +82,7 @@ class Places:
 
     def _along(self, kind: int, width: int, after: States) -> StateMove:
         """Take the next devices in cluster order; of levels behind a node's, any may connect to what is left."""
-        pool, levels, slide = self._pool, self._topology.levels, np.lib.stride_tricks.sliding_window_view
+        pool, levels, slide = self.pool, self._topology.levels, np.lib.stride_tricks.sliding_window_view
         states = np.flatnonzero(after >= 0)
         starts = pool.devices_taken(kind)[states]
         limits, pairs, _ = self._kind_devices(kind)
@@ -102,14 +102,14 @@ class Places:
     def _beside(self, kind: int, width: int, starts: States, after: States) -> npt.NDArray[np.bool_]:
         """Whether a device that is left stands in a node of those taken."""
         found = np.zeros(len(starts), dtype=bool)
-        for other, latest in zip(self._pool.kinds, self._kind_devices(kind).latest, strict=True):
+        for other, latest in zip(self.pool.kinds, self._kind_devices(kind).latest, strict=True):
             highest = np.lib.stride_tricks.sliding_window_view(latest, width).max(axis=1)
-            found |= highest[starts] >= self._pool.devices_taken(other)[after]
+            found |= highest[starts] >= self.pool.devices_taken(other)[after]
         return found
 
     @memoized
     def _kind_devices(self, kind: int) -> _KindDevices:
-        pool, nodes = self._pool, self._topology.nodes
+        pool, nodes = self.pool, self._topology.nodes
         chain = pool.all_of(kind)
         lasts = ({nodes[device]: at for at, device in enumerate(pool.all_of(other))} for other in pool.kinds)
         return _KindDevices(

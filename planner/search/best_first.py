@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -322,13 +323,16 @@ Least = Callable[[CostModel, Family, float], float]
 def least_bound_s(options: PlanOptions, most: int = MOST_BOUNDED) -> Least:
     """Return what bounds the plans that the options admit: tables of up to ``most`` stages in all states, or work."""
 
+    @cache
+    def places_of(costs: CostModel) -> Places:
+        return Places(costs, pool_of(costs, exact=options.gap == 0, use_all=options.use_all))
+
     def least(costs: CostModel, family: Family, below_s: float) -> float:
-        pool = pool_of(costs, exact=options.gap == 0, use_all=options.use_all)
-        found = work_s(costs, family)
-        if looked_at(costs, pool, family, options) > most:
+        found, places = work_s(costs, family), places_of(costs)
+        if looked_at(costs, places.pool, family, options) > most:
             return found
         for late in (False, True) if splits_backward(family.schedule) else (False,):
-            found = max(found, min(below_s, _tables_bound_s(costs, pool, family, options, below_s, late=late)))
+            found = max(found, min(below_s, _tables_bound_s(costs, places, family, options, below_s, late=late)))
             if found >= below_s:
                 break
         return found
@@ -337,12 +341,11 @@ def least_bound_s(options: PlanOptions, most: int = MOST_BOUNDED) -> Least:
 
 
 def _tables_bound_s(
-    costs: CostModel, pool: Pool, family: Family, options: PlanOptions, cap_s: float, *, late: bool
+    costs: CostModel, places: Places, family: Family, options: PlanOptions, cap_s: float, *, late: bool
 ) -> float:
     """Return the least bound of a family's plans of fewer seconds than a cap; ``late`` as of :class:`StageTables`."""
-    places = Places(costs, pool)
     for fineness in (None,) if options.gap == 0 else (ROUGH, FINE):
-        stages = StageTables(costs, pool, family, options, fineness=fineness, late=late, places=places)
+        stages = StageTables(costs, places.pool, family, options, fineness=fineness, late=late, places=places)
         least_s = SuffixTables(stages, options, CappedStages(stages, cap_s)).least_s
         if least_s == float("inf") or not any(way.choice.recomputes for way in stages.ways):
             break
