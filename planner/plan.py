@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
@@ -86,7 +87,7 @@ def plan(
 def _plan_best(question: Question) -> Plan:
     """Return the simplest of the best plans, with what bounds them, and what stands near them."""
     best, (compared, of_peers) = Best(), _usual_plans(question)
-    least_s, search_notes = _search(question, best, compared, of_peers)
+    least_s, search_notes, linked_s = _search(question, best, compared, of_peers)
     if best.fastest is None:
         _judge_closest(question, best)
     if best.fastest is None:
@@ -94,7 +95,8 @@ def _plan_best(question: Question) -> Plan:
         raise infeasible(question.costs, question.families, question.options, best.closest, fits)
     _check_equal(question, best)
     question.simulator.progress("bounding plans from below", 0.8)
-    bounds = bounds_of_families(question.costs, question.families, least_bound_s(question.options), best.step_s)
+    least = least_bound_s(question.costs, question.options)
+    bounds = bounds_of_families(question.costs, question.families, least, best.step_s, linked_s)
     bounds, least_s, schedule_notes = _try_schedules(question, best, bounds, max(least_s, bounds.linked_s))
     chosen = _choose(question, best)
     near = neighbours(question.simulator, best, chosen.candidate)
@@ -108,10 +110,19 @@ def _usual_plans(question: Question) -> tuple[list[Reference], list[Peer]]:
     return starting_plans(question.simulator, question.families, question.options)
 
 
+class _Found(NamedTuple):
+    """What a search proves."""
+
+    lower_bound_s: float
+    notes: tuple[str, ...]
+    linked_s: dict[Family, float]
+    """Bounds of families in memory without limits, as of :class:`.best_first.SearchResult`."""
+
+
 def _search(
     question: Question, best: Best, reference_plans: Sequence[Reference], of_peers: Sequence[Peer] = ()
-) -> tuple[float, tuple[str, ...]]:
-    """Search from what others would run on; return a lower bound of the step, and notes.
+) -> _Found:
+    """Search from what others would run on.
 
     So the plan is never worse than one of these that is admitted.
     """
@@ -126,7 +137,7 @@ def _search(
             best.judge(simulator, own)
     if options.solver == "milp":
         solved = search_by_milp(simulator, every, options, best)
-        return solved.lower_bound_s, solved.notes
+        return _Found(solved.lower_bound_s, tuple(solved.notes), {})
     if options.gap > 0:
         simulator.progress("trying even splits", 0.15)
         judge_even_splits(simulator, every, options, best)
@@ -135,7 +146,7 @@ def _search(
     if options.gap > 0:
         simulator.progress("moving on from the best plans", 0.6)
         search_locally(simulator, options, best, found.lower_bound_s)
-    return min(found.lower_bound_s, best.step_s), ()
+    return _Found(min(found.lower_bound_s, best.step_s), (), found.linked_s)
 
 
 def _judge_closest(question: Question, best: Best) -> None:

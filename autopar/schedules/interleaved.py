@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
+import numpy as np
+
 from autopar.formats.program import BACKWARD, FORWARD
-from autopar.schedules.order import Computation, RankPlace, depths
+from autopar.schedules.order import Computation, RankPlace, places
 
 
 def order(place: RankPlace) -> Iterator[Computation]:
@@ -28,8 +30,7 @@ def order(place: RankPlace) -> Iterator[Computation]:
     rounds = list(_rounds(place))
     forwards = [(FORWARD, stage, each) for part in rounds for stage in place.stages for each in part]
     backwards = [(BACKWARD, stage, each) for part in rounds for stage in reversed(place.stages) for each in part]
-    ahead = (len(place.stages) - 1) * len(rounds[0]) + 2 * (place.groups - 1 - place.group)
-    ahead = min(ahead, len(forwards))
+    ahead = _ahead(place, len(rounds[0]))
     yield from forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         yield forward
@@ -51,4 +52,33 @@ def warmups(groups: int, chunks: int, micro_batches: int) -> dict[str, tuple[int
     >>> warmups(2, 2, 4)
     {'all': (4, 3, 2, 1)}
     """
-    return {"all": depths(order, "loop", groups, chunks, micro_batches)}
+    found = [0] * (groups * chunks)
+    for place in places("loop", groups, chunks, micro_batches):
+        for stage, depth in zip(place.stages, _depths(place), strict=True):
+            found[stage] = depth
+    return {"all": tuple(found)}
+
+
+def _depths(place: RankPlace) -> list[int]:
+    """Return what a rank's order holds at most of each stage, counted over all of its places at once.
+
+    The forward at a place ``at`` of all forwards stands behind the first ``at - ahead`` backwards.
+    """
+    sizes = [len(part) for part in _rounds(place)]
+    chunks = np.arange(len(place.stages))
+    forwards, backwards = (
+        np.repeat(np.tile(each, len(sizes)), np.repeat(sizes, len(chunks))) for each in (chunks, chunks[::-1])
+    )
+    ahead = _ahead(place, sizes[0])
+    done = np.maximum(0, np.arange(len(forwards)) - ahead)
+    found = []
+    for chunk in chunks:
+        begun, ended = np.cumsum(forwards == chunk), np.cumsum(np.append(0, backwards == chunk))
+        found.append(int((begun - ended[done]).max()))
+    return found
+
+
+def _ahead(place: RankPlace, first_round: int) -> int:
+    """Return how many forwards a rank runs before its first backward."""
+    ahead = (len(place.stages) - 1) * first_round + 2 * (place.groups - 1 - place.group)
+    return min(ahead, place.micro_batches * len(place.stages))

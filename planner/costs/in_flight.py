@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from autopar.formats.program import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
-from autopar.planner.candidate import Candidate, CandidateStage, groups
+from autopar.planner.candidate import Candidate, CandidateStage, groups, splits_backward
 from autopar.planner.costs.activations import rows_bytes
 from autopar.planner.costs.memory import MemoryModel, Parts, PeakTerms, messages_of, state_of
 from autopar.schedules import SCHEDULES
@@ -80,6 +80,8 @@ def backwards(candidate: Candidate) -> list[Backwards]:
 
 @lru_cache(maxsize=4096)
 def _backwards(schedule: str, place: RankPlace) -> dict[int, Backwards]:
+    if not splits_backward(schedule):
+        return dict.fromkeys(place.stages, Backwards(place.micro_batches, 0, True))
     found = dict.fromkeys(place.stages, Backwards(0, 0, True))
     for kind, stage, _ in SCHEDULES[schedule].order(place):
         whole, split, _ = found[stage]

@@ -73,6 +73,7 @@ class LayerCosts:
         costs = (cost for layer in self.layers for cost in layer.costs)
         return all(cost.backward_input_s is not None and cost.backward_weight_s is not None for cost in costs)
 
+    @memoized
     def recompute_s(self, layer: int, rows: float) -> float:
         """Return what a backward takes longer that runs the layer forward again; a forward, where not measured."""
         known = self._at(layer, "recompute_s", rows)
@@ -277,6 +278,8 @@ class StageSums:
 
     def _with_recomputation(self, sums: list[float], rows: float, recompute: frozenset[int], kind: int) -> list[float]:
         """Sums over layers, some of which run forward again."""
+        if not recompute:
+            return sums
         again = (self._costs[kind].recompute_s(at, rows) if at in recompute else 0.0 for at in range(len(sums) - 1))
         return [before + more for before, more in zip(sums, accumulate(again, initial=0.0), strict=True)]
 

@@ -81,6 +81,12 @@ class Parts(NamedTuple):
 
 def peak_of(parts: Parts, terms: PeakTerms) -> Bytes:
     """Return the most bytes that a stage holds, every tensor that it sends read by one stage only."""
+    most: Bytes = np.maximum(*moments_of(parts, terms))
+    return most
+
+
+def moments_of(parts: Parts, terms: PeakTerms) -> tuple[Bytes, Bytes]:
+    """Return :func:`peak_of` while a stage computes, and in the update, which has nothing in flight."""
     kept, gradients, update = state_of(parts, terms)
     full = terms.warmup - 1
     messages = messages_of(parts, terms)
@@ -91,9 +97,9 @@ def peak_of(parts: Parts, terms: PeakTerms) -> Bytes:
         # With gradients there, a micro-batch's backward is done, and the gradient that it sent is on its way.
         full, sent = full - 1, rows_bytes(terms.rows, parts.sent_gradients)
     steady = gradients + full * parts.activations + parts.peak + sent if full >= 0 else 0
-    inputs = terms.micro_batches * rows_bytes(terms.rows, parts.inputs)
-    most = np.maximum(np.maximum(begun + messages, steady + messages), gradients + update)
-    return kept + inputs + most
+    kept = kept + terms.micro_batches * rows_bytes(terms.rows, parts.inputs)
+    computing: Bytes = np.maximum(begun, steady)
+    return kept + computing + messages, kept + gradients + update
 
 
 def state_of(parts: Parts, terms: PeakTerms) -> tuple[Bytes, Bytes, Bytes]:
@@ -261,6 +267,7 @@ class MemoryModel:
         state = sum(int(sums[-1]) for sums, _ in self._state) + sum(self._updates) + 4 * sum(self._largest)
         return state + passing, saved + int(rows_bytes(rows, 6 * crossing + inputs))
 
+    @memoized
     def freed_bytes(self, layer: int, rows: float) -> int:
         """Return the bytes by which recomputing a layer shrinks what one micro-batch in flight keeps."""
         read = {tensor.name for tensor in self._flows.received_by[layer]}

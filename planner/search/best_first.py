@@ -7,7 +7,7 @@ its bound has in flight what fits. It opens into the candidates that differ in d
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -58,6 +58,8 @@ class SearchResult(NamedTuple):
     """No plan that was searched takes less."""
     least_bound_s: float
     """The least bound of any plan that fits; infinite where none does, or none was met."""
+    linked_s: dict[Family, float]
+    """Of families that were looked at: what none of their plans falls below, nor the best step then, in any memory."""
 
 
 class _StagePath(NamedTuple):
@@ -104,6 +106,7 @@ class _Search:
         self.simulator, self.costs = simulator, simulator.costs
         self.families, self.options, self.best, self.pool = families, options, best, pool
         self.places = Places(self.costs, pool)
+        self.unlimited = self.costs.without(memory=True)
         self.heap: list[_SearchNode] = []
         self.sequence = self.candidates = 0
         self.work_left = BEST_FIRST * options.effort if options.gap > 0 else float("inf")
@@ -115,6 +118,7 @@ class _Search:
         self.floor_s = float("inf")
         """The least bound of what is not looked at: plans not all of whose depths are tried, and large families."""
         self.least_bound_s = float("inf")
+        self.linked_s: dict[Family, float] = {}
         self.placed_stages: dict[tuple[Family, Step], tuple[CandidateStage, StageTerms] | None] = {}
 
     def go(self) -> SearchResult:
@@ -142,7 +146,7 @@ class _Search:
             if below is not None:
                 self._complete(below)
         ahead = self.heap[0].bound_s if self.heap else float("inf")
-        return SearchResult(min(self.best.step_s, self.floor_s, ahead), self.least_bound_s)
+        return SearchResult(min(self.best.step_s, self.floor_s, ahead), self.least_bound_s, self.linked_s)
 
     def _known_s(self, family: Family) -> float:
         """The best step known of as many micro-batches: others are the sooner left out, once such a family is done."""
@@ -228,11 +232,11 @@ class _Search:
             return SuffixTables(stages, self.options)
         apart = looked_at(self.costs, self.pool, family, self.options) <= MOST_APART
         if len(self.families) > 1:
-            # Tables that tell fewer recomputations apart are sooner made.
-            rough = self._opening(family, ROUGH)
-            if rough is None:
+            # In memory without limits nothing is recomputed, and any depth fits: that bound is soon known.
+            least_s = self._linked_bound_s(family)
+            if least_s >= self.best.step_s:
+                self.floor_s = min(self.floor_s, self.best.step_s)
                 return None
-            least_s = 0.0 if rough.tables is None else rough.tables.least_s + self.costs.profile.step_overhead_s
             if not apart and self.pacing <= 0 and self.best.step_s <= (1 + self.enough) * least_s:
                 self.floor_s = min(self.floor_s, least_s)
                 return None
@@ -248,6 +252,13 @@ class _Search:
         # Not every plan is a node, but none is below this.
         self.floor_s = min(self.floor_s, lower_bound_s)
         return tables
+
+    def _linked_bound_s(self, family: Family) -> float:
+        """Return a lower bound of a family's plans in memory without limits, or the best step where that is less."""
+        cap_s = self.best.step_s
+        least_s = _tables_bound_s(self.unlimited, self.places, family, self.options, cap_s, late=False)
+        self.linked_s[family] = min(cap_s, least_s)
+        return self.linked_s[family]
 
     def _opening(self, family: Family, fineness: Fineness | None) -> FamilySearch | None:
         """Open a family; none where no plan of it can be better than the best one."""
@@ -320,19 +331,22 @@ Least = Callable[[CostModel, Family, float], float]
 """The least bound of any plan of a family under a cost model, if it is below some seconds."""
 
 
-def least_bound_s(options: PlanOptions, most: int = MOST_BOUNDED) -> Least:
-    """Return what bounds the plans that the options admit: tables of up to ``most`` stages in all states, or work."""
+def least_bound_s(costs: CostModel, options: PlanOptions, most: int = MOST_BOUNDED) -> Least:
+    """Return what bounds the plans that the options admit: tables of up to ``most`` stages in all states, or work.
+
+    It serves a cost model, and the same one without links or limits of memory.
+    """
 
     @cache
-    def places_of(costs: CostModel) -> Places:
+    def places() -> Places:
         return Places(costs, pool_of(costs, exact=options.gap == 0, use_all=options.use_all))
 
-    def least(costs: CostModel, family: Family, below_s: float) -> float:
-        found, places = work_s(costs, family), places_of(costs)
-        if looked_at(costs, places.pool, family, options) > most:
+    def least(model: CostModel, family: Family, below_s: float) -> float:
+        found = work_s(model, family)
+        if looked_at(model, places().pool, family, options) > most:
             return found
         for late in (False, True) if splits_backward(family.schedule) else (False,):
-            found = max(found, min(below_s, _tables_bound_s(costs, places, family, options, below_s, late=late)))
+            found = max(found, min(below_s, _tables_bound_s(model, places(), family, options, below_s, late=late)))
             if found >= below_s:
                 break
         return found
@@ -352,16 +366,26 @@ def _tables_bound_s(
     return costs.profile.step_overhead_s + least_s
 
 
-def bounds_of_families(costs: CostModel, families: Sequence[Family], least: Least, step_s: float) -> Bounds:
+def bounds_of_families(
+    costs: CostModel,
+    families: Sequence[Family],
+    least: Least,
+    step_s: float,
+    linked_s: Mapping[Family, float] | None = None,
+) -> Bounds:
     """Return the bounds of all plans of some families; none is above ``step_s``, the step of one of them.
 
-    Each drops something that only costs time: the bound without links and memory limits drops both, the next one the
-    limits. A family whose weaker bound is not below the least stronger one met is left out; most are.
+    Of the families in ``linked_s``, the bound without limits of memory is known. Each bound drops something that only
+    costs time: the one without links and memory limits drops both, the next one the limits. A family whose weaker bound
+    is not below the least stronger one met is left out; most are.
     """
     known = {family: work_s(costs, family) for family in families}
     work = min(step_s, *known.values())
     contiguous = max(work, least_of_families_s(known, least, costs.without(links=True, memory=True), step_s))
-    linked = max(contiguous, least_of_families_s(known, least, costs.without(memory=True), step_s))
+    linked_s = linked_s or {}
+    others = {family: bound_s for family, bound_s in known.items() if family not in linked_s}
+    most_s = min((step_s, *linked_s.values()))
+    linked = max(contiguous, least_of_families_s(others, least, costs.without(memory=True), most_s))
     return Bounds(work_s=work, contiguous_s=contiguous, linked_s=linked)
 
 

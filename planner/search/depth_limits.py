@@ -15,7 +15,7 @@ from autopar.formats.plan import turns
 from autopar.planner.candidate import Family
 from autopar.planner.costs.activations import Counts, Numbers, rows_bytes
 from autopar.planner.costs.layers import Levels
-from autopar.planner.costs.memory import Parts, PeakTerms, lengths_swept, peak_of
+from autopar.planner.costs.memory import Parts, PeakTerms, lengths_swept, moments_of, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.placement.pool import Pool
 from autopar.planner.search.variants import Choice
@@ -209,8 +209,7 @@ class DepthLimits:
         if self.family.schedule == "gpipe" or count == 1:
             return deepest
         one = terms._replace(warmup=1)
-        # Without the update's moment, which has nothing in flight.
-        steady = peak_of(parts._replace(update=-(2**60)), one)
-        more = np.maximum(0, limit - steady) // np.maximum(1, parts.activations)
-        some = np.where(peak_of(parts, one) <= limit, np.minimum(count - 1, 1 + more), 0)
+        computing, updating = moments_of(parts, one)
+        more = np.maximum(0, limit - computing) // np.maximum(1, parts.activations)
+        some = np.where(np.maximum(computing, updating) <= limit, np.minimum(count - 1, 1 + more), 0)
         return np.maximum(deepest, some)

@@ -359,7 +359,7 @@ def bounds_of(costs: CostModel, options: PlanOptions, step_s: float, *, quickly:
     """
     every = runnable(costs, options)
     if not quickly and not has_chunks(options.schedule):
-        return bounds_of_families(costs, every, least_bound_s(options), step_s)
+        return bounds_of_families(costs, every, least_bound_s(costs, options), step_s)
     return bounds_of_families(costs, every, lambda model, family, below_s: work_s(model, family), step_s)
 
 
@@ -371,7 +371,7 @@ def lower_bound_s(costs: CostModel, options: PlanOptions, bounds: Bounds, step_s
     if has_chunks(options.schedule):
         return bounds.linked_s
     known = {family: work_s(costs, family) for family in runnable(costs, options)}
-    least = least_bound_s(options, MOST_CLOSELY_BOUNDED)
+    least = least_bound_s(costs, options, MOST_CLOSELY_BOUNDED)
     return max(bounds.linked_s, least_of_families_s(known, least, costs, step_s, descending=True))
 
 

@@ -16,10 +16,11 @@ import numpy.typing as npt
 
 from autopar.errors import UsageError
 from autopar.formats.cluster import Level
-from autopar.formats.plan import SCATTERING, Division
+from autopar.formats.plan import SCATTERING, Division, Shard
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, beside_s, last
 from autopar.planner.candidate import CandidateStage, Family, splits_backward
 from autopar.planner.constraints import Constraints, limits_met
+from autopar.planner.costs import memoized
 from autopar.planner.costs.activations import Area, Areas, Counts, Numbers
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.links import Collective
@@ -208,6 +209,8 @@ class StageTables:
             mask = self._allowed_mask(way, allowed)
             for place in np.unique(move.place[move.after < self.pool.states]).tolist():
                 level, limit = self.places[place]
+                # Places are those of devices whose memory may be taken to have no limit.
+                limit = max(limit, self.costs.limit_bytes(self.pool.all_of(way.kind)))
                 every = [self._stage(way, width, level, limit) for width in way.widths]
                 for term, each in enumerate(zip(*every, strict=True)):
                     terms[term, place, at] = np.minimum.reduce(each)
@@ -231,7 +234,9 @@ class StageTables:
         depth, count = self.depth_limits.depth(choice, kind, width, limit), self.depth_limits.turns(choice, width)
         forward, backward = self._times(choice, kind, width, level)
         # From below: reductions at the best rate of any size, as far as they outlast the last backward.
-        closing = self._reducing(choice, kind, width, level) + self._weighing(choice, kind, width, level)
+        most_rows = max(self.depth_limits.shares(choice, width))
+        closing = self._reducing(choice.shard, most_rows, kind, width, level)
+        closing = closing + self._weighing(choice, kind, width, level)
         low, high = choice.recompute_range(self.depth_limits.layer_order(kind).counts)
         work = np.where((depth > 0) & (low <= high), count * (forward + backward), np.inf)
         beside = np.asarray(beside_s(forward, backward, count, np.maximum(depth, 1)))
@@ -240,19 +245,29 @@ class StageTables:
     def _times(self, choice: Choice, kind: int, width: int, level: Level) -> tuple[Numbers, Numbers]:
         rows, where = max(self.depth_limits.shares(choice, width)), (choice.shard, width, level, kind)
         adding = self.costs.adding(self.depth_limits.turns(choice, width), width)
+        forward, backward = self._times_without_recomputation(rows, adding, *where)
+        if choice.recomputes:
+            order = self.depth_limits.layer_order(kind)
+            every, none = (
+                np.array(self.costs.sums.backward(rows, adding, recompute, *where))
+                for recompute in (self.costs.every_layer, frozenset[int]())
+            )
+            again = np.diff(every) - np.diff(none)
+            backward = backward + order.sums(again, choice.recompute_range(order.counts)[0])
+        return forward, backward
+
+    @memoized
+    def _times_without_recomputation(
+        self, rows: float, adding: float, shard: Shard, width: int, level: Level, kind: int
+    ) -> tuple[Numbers, Numbers]:
+        where = shard, width, level, kind
         forward = self._over(self.costs.sums.forward(rows, *where))
-        sums = self.costs.sums.backward(rows, adding, frozenset(), *where)
-        backward = self._over(sums)
+        backward = self._over(self.costs.sums.backward(rows, adding, frozenset(), *where))
         if self._has_halves:
             first, second = (self._over(each) for each in self.costs.sums.halves(rows, adding, frozenset(), *where))
             halved = first if self._late else first + second
             halved[0] = np.minimum(halved[0], backward[0])
             backward = halved
-        if choice.recomputes:
-            order = self.depth_limits.layer_order(kind)
-            every = self.costs.sums.backward(rows, adding, self.costs.every_layer, *where)
-            again = np.diff(np.array(every)) - np.diff(np.array(sums))
-            backward = backward + order.sums(again, choice.recompute_range(order.counts)[0])
         return forward, backward
 
     def _weighing(self, choice: Choice, kind: int, width: int, level: Level) -> Numbers | float:
@@ -269,21 +284,21 @@ class StageTables:
         sizes = (float(layer.trainable_bytes) for layer in self.costs.profile.layers)
         return self._over(list(accumulate(sizes, initial=0.0)))
 
-    def _reducing(self, choice: Choice, kind: int, width: int, level: Level) -> Numbers:
+    @memoized
+    def _reducing(self, shard: Shard, rows: float, kind: int, width: int, level: Level) -> Numbers:
         costs = self.costs
         update = self._over(costs.layers[kind].update_sums)
         if width == 1:
             return update
         sizes = self._trainable_bytes
-        if choice.shard != "none":
+        if shard != "none":
             update = update / width
-        if choice.shard in ("optimizer", "gradients"):
+        if shard in ("optimizer", "gradients"):
             update = update + sizes * costs.links.least_per_byte("all_gather", width, level)
-        if choice.shard in SCATTERING:
+        if shard in SCATTERING:
             return update
-        rows = max(self.depth_limits.shares(choice, width))
         tied = sum(each.bytes * len(each.layers) for each in costs.flows.tied)
-        operation: Collective = "all_reduce" if choice.shard == "none" else "reduce_scatter"
+        operation: Collective = "all_reduce" if shard == "none" else "reduce_scatter"
         reduced = np.maximum(0.0, sizes - tied) * costs.links.least_per_byte(operation, width, level)
         # Halves hide no more than the larger of all that a backward may be.
         hiding = [costs.layers[kind].sums("backward_s", rows, 1.0)]
@@ -295,9 +310,9 @@ class StageTables:
 
     def _over(self, sums: Sequence[float], lengths: Counts | None = None) -> Numbers:
         """Differences of sums, ``[first, length]``; of stages that end behind the last layer, up to it."""
-        stops = np.arange(self.layers)[:, None] + (self.lengths if lengths is None else lengths)
+        stops = np.minimum(self._firsts + (self.lengths if lengths is None else lengths), self.layers)
         values = np.array(sums)
-        return np.asarray(values[np.minimum(stops, self.layers)] - values[:-1, None])
+        return np.asarray(values[stops] - values[:-1, None])
 
     def _crossing_bytes(self, gradient: bool) -> Numbers:
         """Least bytes per sample from a stage to the layer behind it, ``[first, length]``."""

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from autopar.schedules.order import holdings, in_flight
+from autopar.schedules import SCHEDULES, interleaved
+from autopar.schedules.order import depths, holdings, in_flight
 from timed import Times, orders, timed
 
 CASES = {
@@ -18,6 +19,14 @@ CASES = {
 """The most that a group idles between its first computation and its last; f, i >= w and f + i >= 2 w."""
 HALVED = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 CHUNKS = defaultdict(lambda: 1, {"zb-v": 2, "dualpipe-v": 2})
+
+
+@pytest.mark.parametrize("groups", range(1, 7))
+@pytest.mark.parametrize("chunks", range(2, 5))
+def test_interleaved_holds_what_its_order_says(groups: int, chunks: int) -> None:
+    for micro_batches in (*range(1, 3 * groups + 2), 64):
+        found = SCHEDULES["interleaved"].warmups(groups, chunks, micro_batches)["all"]
+        assert found == depths(interleaved.order, "loop", groups, chunks, micro_batches)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 5, 8])

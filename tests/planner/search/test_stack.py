@@ -33,13 +33,13 @@ def test_every_bound_of_the_stack_is_below_every_plan_that_fits_and_none_is_belo
         options = PlanOptions(gpus=devices, gap=0.0, **ASKED[seed % len(ASKED)])  # type: ignore[arg-type]
         costs = CostModel(profile, cluster, options)
         every = families(costs.batch, options)
-        bounds = bounds_of_families(costs, every, least_bound_s(options), float("inf"))
+        bounds = bounds_of_families(costs, every, least_bound_s(costs, options), float("inf"))
         best = Best()
         step_s = exhaust(Simulator(costs), options, best).step_s
         assert bounds.work_s <= bounds.contiguous_s <= bounds.linked_s <= step_s * (1 + 1e-9), f"seed {seed}"
         rising += bounds.work_s * 1.001 < bounds.contiguous_s * 1.0001 < bounds.linked_s
         if best.fastest is not None:
-            clipped = bounds_of_families(costs, every, least_bound_s(options), step_s / 2)
+            clipped = bounds_of_families(costs, every, least_bound_s(costs, options), step_s / 2)
             assert max(clipped.work_s, clipped.contiguous_s, clipped.linked_s) <= step_s / 2
     assert rising >= 30
 
@@ -49,7 +49,7 @@ def test_each_bound_of_the_stack_is_below_the_bounds_of_all_plans_without_what_i
         profile, cluster = random_profile(seed, most_layers=4, batches=(2, 4)), random_cluster(seed, 2)
         options = PlanOptions(gpus=2, shard="auto" if seed % 2 else "none")
         costs = CostModel(profile, cluster, options)
-        bounds = bounds_of_families(costs, families(costs.batch, options), least_bound_s(options), float("inf"))
+        bounds = bounds_of_families(costs, families(costs.batch, options), least_bound_s(costs, options), float("inf"))
         plans = list(everything(costs, replace(options, recompute="none")))
         for expected, model in (
             (bounds.contiguous_s, costs.without(links=True, memory=True)),
