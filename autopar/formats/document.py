@@ -383,6 +383,8 @@ def first_fault(error: ValidationError, content: object) -> str:
 _BINARY = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BITS = {"KBPS": 10**3, "MBPS": 10**6, "GBPS": 10**9, "TBPS": 10**12}
+_PLAIN_SPELLING = re.compile(r"[KMGT][bB](?:/s|ps)$")
+"""Of a bandwidth that says whether it counts bits or bytes."""
 _NUMBER = re.compile(r"(?P<number>\d{1,18}(?:\.\d{1,9})?)\s*(?P<unit>[A-Za-z]*)")
 
 
@@ -401,17 +403,22 @@ def parse_bytes(text: str, flag: str) -> int:
 def parse_bandwidth(text: str, flag: str) -> float:
     """Read bytes per second: a size followed by /s, or bits per second as networks are sold.
 
-    >>> parse_bandwidth("25GB/s", "--bandwidth"), parse_bandwidth("200Gbps", "--bandwidth")
-    (25000000000.0, 25000000000.0)
+    Behind a capital K, M, G or T, b is a bit and B a byte, whichever of ``/s`` and ``ps`` follows.
+
+    >>> [parse_bandwidth(each, "--bandwidth") for each in ("25GB/s", "200Gbps", "25GBps", "200Gb/s")]
+    [25000000000.0, 25000000000.0, 25000000000.0, 25000000000.0]
 
     Raises:
         UsageError: it is not a bandwidth.
     """
-    if text.strip().casefold().endswith("bps"):
-        return _parse(text.strip(), flag, _BITS, "200Gbps") / 8
-    if not text.strip().endswith("/s"):
+    text = text.strip()
+    if _PLAIN_SPELLING.search(text):
+        text = text[:-2] + ("ps" if text[-3] == "b" else "/s")
+    if text.casefold().endswith("bps"):
+        return _parse(text, flag, _BITS, "200Gbps") / 8
+    if not text.endswith("/s"):
         raise UsageError(f"{flag} {text[:80]!r}: write bytes or bits per second, such as 25GB/s or 200Gbps")
-    return _parse(text.strip().removesuffix("/s"), flag, {**_DECIMAL, **_BINARY}, "25GB/s")
+    return _parse(text.removesuffix("/s"), flag, {**_DECIMAL, **_BINARY}, "25GB/s")
 
 
 def _parse(text: str, flag: str, units: dict[str, int], example: str) -> float:
