@@ -187,11 +187,19 @@ def _crossings(costs: CostModel, family: Family, arcs: Sequence[Arc]) -> Iterato
     for index, arc in enumerate(arcs):
         entering.setdefault(arc.end, []).append(index)
         leaving.setdefault(arc.begin, []).append(index)
-    links = _Links(costs, family)
+    known: dict[tuple[object, ...], LinkTerms] = {}
+
+    def link(one: CandidateStage, other: CandidateStage) -> LinkTerms:
+        flow = costs.flows.between(one.first, one.stop, other.first, other.stop)
+        key = (flow, one.devices, one.division, other.devices, other.division)
+        if key not in known:
+            known[key] = link_terms(costs, one, other, Candidate(*family, (one, other)))
+        return known[key]
+
     for node in sorted(entering.keys() & leaving.keys()):
         before = _ports(arcs, entering[node])
         after = _ports(arcs, leaving[node])
-        rows = [tuple(links.between(arcs[one[0]].stage, arcs[other[0]].stage) for other in after) for one in before]
+        rows = [tuple(link(arcs[one[0]].stage, arcs[other[0]].stage) for other in after) for one in before]
         before, rows = _merge_groups(before, rows)
         after, columns = _merge_groups(after, list(zip(*rows, strict=True)))
         yield tuple(
@@ -218,22 +226,6 @@ def _merge_groups(
     for group, row in zip(groups, rows, strict=True):
         found[row] = (*found.get(row, ()), *group)
     return list(found.values()), list(found)
-
-
-class _Links:
-    """What travels between stages, each different one priced once."""
-
-    def __init__(self, costs: CostModel, family: Family) -> None:
-        self.costs, self.family = costs, family
-        self._terms: dict[tuple[object, ...], LinkTerms] = {}
-
-    def between(self, before: CandidateStage, after: CandidateStage) -> LinkTerms:
-        """Return the terms between two stages."""
-        flow = self.costs.flows.between(before.first, before.stop, after.first, after.stop)
-        key = (flow, before.devices, before.division, after.devices, after.division)
-        if key not in self._terms:
-            self._terms[key] = link_terms(self.costs, before, after, Candidate(*self.family, (before, after)))
-        return self._terms[key]
 
 
 Sum = dict[int, float]
