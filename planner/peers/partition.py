@@ -141,12 +141,9 @@ class Partitioner:
         sums = sums + np.array(self.costs.sums.backward(self.rows, adding, kind=kind))
         return between(sums)[:-1]
 
-    def fits(self, kind: int, limit_bytes: int, terms: PeakTerms) -> npt.NDArray[np.bool_]:
-        """Return whether layers ``[first, stop]`` fit a device."""
-        return np.asarray(peak_of(self._parts(kind), terms) <= limit_bytes)
-
     @memoized
-    def _parts(self, kind: int) -> Parts:
+    def parts(self, kind: int) -> Parts:
+        """Return what layers ``[first, stop]`` hold on a kind of device."""
         return self.costs.memory[kind].by_stop(self.rows)
 
 
@@ -187,8 +184,8 @@ class _PartitionSearch:
         lead = self.depths[position - 1] - self.depths[position] if position else 0
         _, turns, workers = self.pipeline
         held = PeakTerms(self.owner.rows, self.depths[position], turns, workers, lead)
-        fits = self.owner.fits(self.makeup.kinds[sort], self.makeup.limits_bytes[sort], held)
-        return np.where(fits, self.seconds[sort], np.inf)
+        peaks = np.asarray(peak_of(self.owner.parts(self.makeup.kinds[sort]), held))
+        return np.where(peaks <= self.makeup.limits_bytes[sort], self.seconds[sort], np.inf)
 
     def _ahead(self, before: Counts, sort: int) -> Iterator[tuple[int, Array, Array]]:
         """Yield (sort before, slowest stage so far, seconds of receiving from it) by the layer that is next."""
