@@ -26,34 +26,20 @@ from autopar.planner.objectives.written import throughput_plan
 from autopar.planner.options import PlanOptions, admissible_options, check_flags
 from autopar.planner.peers import Peer, peers
 from autopar.planner.question import Question
+from autopar.planner.search import other_schedules
 from autopar.planner.search.best_first import bounds_of_families, least_bound_s, search
 from autopar.planner.search.judge import Best, SimulatedPlan
 from autopar.planner.search.local import judge_even_splits, search_locally
-from autopar.planner.search.other_schedules import (
-    MOST_ACTIONS,
-    Trials,
-    actions_of,
-    bounds_of,
-    dictated_best,
-    improve,
-    lower_bound_s,
-    otherwise,
-    shape_of,
-    tried_beside,
-    tried_best,
-    usual,
-)
-from autopar.planner.simulator.simulate import Simulator
 from autopar.progress import Progress, no_progress
 
 DICTATED_NOTE = "the stages were dictated; the lower bound is that of these stages"
 
 
-def starting_plans(
-    simulator: Simulator, every: Sequence[Family], options: PlanOptions
-) -> tuple[list[Reference], list[Peer]]:
+def starting_plans(question: Question) -> tuple[list[Reference], list[Peer]]:
     """Return what anyone would try first and what peers' planners find, as far as that is soon known."""
-    compared = references(simulator, every, options)
+    simulator, options = question.simulator, question.options
+    simulator.progress("trying usual plans", 0.05)
+    compared = references(simulator, question.families, options)
     # What is proved is proved of the plans that are searched, and some of a peer's are none of these.
     return compared, peers(simulator, options, compared, quickly=True) if options.gap > 0 else []
 
@@ -85,7 +71,7 @@ def plan(
 
 def _plan_best(question: Question) -> Plan:
     """Return the simplest of the best plans, with what bounds them, and what stands near them."""
-    best, (compared, of_peers) = Best(), _usual_plans(question)
+    best, (compared, of_peers) = Best(), starting_plans(question)
     least_s, search_notes = _search(question, best, compared, of_peers)
     if best.fastest is None:
         _judge_closest(question, best)
@@ -101,11 +87,6 @@ def _plan_best(question: Question) -> Plan:
     notes = [*search_notes, *schedule_notes, *notes_on(question, best, chosen, least_s)]
     rows = _alternatives(compared, near, question.excluding_option)
     return assemble(question.costs, chosen.candidate, question.options, least_s, rows, notes, bounds, chosen.step_s)
-
-
-def _usual_plans(question: Question) -> tuple[list[Reference], list[Peer]]:
-    question.simulator.progress("trying usual plans", 0.05)
-    return starting_plans(question.simulator, question.families, question.options)
 
 
 def _search(
@@ -154,23 +135,24 @@ def _try_schedules(
     free = options.schedule == "auto" and options.solver == "dp"
     if best.fastest is None or not free or costs.divisible or options.equal_widths:
         return bounds, least_s, ()
-    if actions_of(best.fastest.candidate) > MOST_ACTIONS:
+    if other_schedules.actions_of(best.fastest.candidate) > other_schedules.MOST_ACTIONS:
         note = "of so many stages and micro-batches no other schedules than gpipe and 1f1b were tried; `schedule` does"
         return bounds, least_s, (note,)
     simulator.progress("trying other schedules", 0.9)
-    improve(simulator, options, best)
-    for each in otherwise(simulator, options, best.fastest.candidate):
+    other_schedules.improve(simulator, options, best)
+    for each in other_schedules.otherwise(simulator, options, best.fastest.candidate):
         if each.simulated_plan is not None:
             best.consider(each.simulated_plan)
     # Bounds know of a schedule whether a rank runs several stages, and whether backwards are halved.
-    for schedule in {(has_chunks(each), splits_backward(each)): each for each in tried_beside(costs)}.values():
+    tried = other_schedules.tried_beside(costs)
+    for schedule in {(has_chunks(each), splits_backward(each)): each for each in tried}.values():
         asked = replace(options, schedule=schedule, chunks=None)
-        own = bounds_of(costs, asked, best.step_s, quickly=True)
+        own = other_schedules.bounds_of(costs, asked, best.step_s, quickly=True)
         if has_chunks(schedule):
             bounds = bounds.model_copy(update={"work_s": min(bounds.work_s, own.work_s)})
         else:
             bounds = Bounds(**{name: min(each, getattr(own, name)) for name, each in bounds})
-            least_s = min(least_s, lower_bound_s(costs, asked, own, best.step_s))
+            least_s = min(least_s, other_schedules.lower_bound_s(costs, asked, own, best.step_s))
     return bounds, least_s, ()
 
 
@@ -192,19 +174,19 @@ def _choose(question: Question, best: Best) -> SimulatedPlan:
 def _plan_schedule(question: Question) -> Plan:
     """Return the best plan of a schedule that is found by trying, beside the best one of `1f1b`."""
     simulator, costs, options = question.simulator, question.costs, question.options
-    beside, fits = replace(question, options=usual(options)), partial(_schedule_fits, question)
+    beside, fits = replace(question, options=other_schedules.usual(options)), partial(_schedule_fits, question)
     compared = references(simulator, beside.families, beside.options)
     fixed_stages = question.fixed_stages
-    own = None if fixed_stages is None else dictated_best(simulator, options, fixed_stages, fits)
+    own = None if fixed_stages is None else other_schedules.dictated_best(simulator, options, fixed_stages, fits)
     best = Best()
     _search(beside, best, compared)
     if own is None or fixed_stages is None:
         simulator.progress(f"trying plans of {options.schedule}", 0.7)
-        own = tried_best(simulator, options, best, fits)
+        own = other_schedules.tried_best(simulator, options, best, fits)
         _check_equal(question, own)
-        bounds = bounds_of(costs, options, own.step_s)
+        bounds = other_schedules.bounds_of(costs, options, own.step_s)
         chosen = _choose(question, own).candidate
-        least_s = lower_bound_s(costs, options, bounds, own.step_s)
+        least_s = other_schedules.lower_bound_s(costs, options, bounds, own.step_s)
         note = f"plans of {options.schedule} were found by trying; no better one is ruled out but by the lower bound"
     else:
         assert own.fastest is not None
@@ -218,8 +200,8 @@ def _plan_schedule(question: Question) -> Plan:
 def _bounds_of_shape(question: Question, fixed_stages: FixedStages, step_s: float) -> Bounds:
     """Return what bounds the plans of dictated stages under a schedule that is found by trying."""
     costs, options = question.costs, question.options
-    trials = Trials(question.simulator, options.schedule, options, range(len(costs.devices)))
-    shape = shape_of(fixed_stages, options)
+    trials = other_schedules.Trials(question.simulator, options.schedule, options, range(len(costs.devices)))
+    shape = other_schedules.shape_of(fixed_stages, options)
 
     def bound_s(model: CostModel, family: Family, below_s: float) -> float:
         return min(below_s, trials.bound_s(model, family, shape))
@@ -232,13 +214,13 @@ def _schedule_fits(question: Question, options: PlanOptions) -> bool:
     if options.schedule == "auto" or plain(options.schedule):
         return any_plan_fits(question.costs, {}, options)
     other = question.under(options)
-    beside = replace(other, options=usual(other.options))
+    beside = replace(other, options=other_schedules.usual(other.options))
     try:
         if other.fixed_stages is not None:
-            return dictated_best(other.simulator, other.options, other.fixed_stages).fastest is not None
+            return other_schedules.dictated_best(other.simulator, other.options, other.fixed_stages).fastest is not None
         best = Best()
         _search(beside, best, references(other.simulator, beside.families, beside.options))
-        return tried_best(other.simulator, other.options, best).fastest is not None
+        return other_schedules.tried_best(other.simulator, other.options, best).fastest is not None
     except InfeasibleError:
         return False
 
@@ -246,7 +228,7 @@ def _schedule_fits(question: Question, options: PlanOptions) -> bool:
 def _plan_stages(question: Question, fixed_stages: FixedStages) -> Plan:
     """Return the best plan of dictated stages, beside the best one of any."""
     own, costs, best = _judge_stages(question, fixed_stages), question.costs, Best()
-    compared, of_peers = _usual_plans(question)
+    compared, of_peers = starting_plans(question)
     _search(question, best, compared, of_peers)
     assert own.fastest is not None
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from autopar.errors import InfeasibleError
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Alternative, Objective, Plan, Prediction
+from autopar.formats.plan import Alternative, Plan, Prediction
 from autopar.formats.profile import Profile
 from autopar.planner.assemble import plan_of, prediction, stage_record
 from autopar.planner.candidate import Candidate, CandidateStage
@@ -30,19 +30,12 @@ def throughput_plan(profile: Profile, cluster: Cluster, options: PlanOptions) ->
     found = quickest(prices, options)
     if found is None:
         raise _infeasible(costs, options)
-    return stash_plan(prices, found.candidate, options, "throughput", found.least_s, alternatives=_alternatives(prices))
+    made = stash_plan(prices, found.candidate, options, found.least_s)
+    return made.model_copy(update={"alternatives": tuple(_alternatives(prices))})
 
 
 def stash_plan(
-    prices: StashCosts,
-    candidate: Candidate,
-    options: PlanOptions,
-    objective: Objective,
-    least_s: float,
-    *,
-    objective_s: float | None = None,
-    alternatives: Iterable[Alternative] = (),
-    notes: Iterable[str] = (),
+    prices: StashCosts, candidate: Candidate, options: PlanOptions, least_s: float, notes: Iterable[str] = ()
 ) -> Plan:
     """Return the plan of an asynchronous pipeline, priced by :class:`StashCosts`."""
     costs = prices.costs
@@ -56,12 +49,11 @@ def stash_plan(
         prediction(costs, candidate, map(prices.peak_bytes, candidate.stages)),
         (*notes, f"bound by {binding}", *_latency_notes(prices, candidate, step_s)),
         schedule="1f1b",
-        objective=objective,
+        objective="throughput",
         weight_policy="stash",
-        alternatives=tuple(alternatives),
     )
-    known = {"step_s": step_s, "lower_bound_s": min(least_s, step_s), "objective_s": objective_s}
-    known["bubble"] = _bubble(plan.predicted, candidate, step_s)
+    bubble = _bubble(plan.predicted, candidate, step_s)
+    known = {"step_s": step_s, "lower_bound_s": min(least_s, step_s), "bubble": bubble}
     return plan.model_copy(update={"predicted": plan.predicted.model_copy(update=known)})
 
 
