@@ -121,14 +121,14 @@ def _reference(costs: CostModel, name: str, best: Best) -> Reference:
     return Reference(name, best.fastest, reason)
 
 
-def record(name: str, simulated_plan: SimulatedPlan | None, reason: str | None = None) -> Alternative:
-    """Return a candidate as the plan file lists it."""
-    if simulated_plan is None:
-        return Alternative(name=name, infeasible=reason)
-    candidate = simulated_plan.candidate
+def record(reference: Reference) -> Alternative:
+    """Return a plan as the plan file lists it."""
+    if reference.simulated_plan is None:
+        return Alternative(name=reference.name, infeasible=reference.reason)
+    step_s, candidate = reference.simulated_plan
     return Alternative(
-        name=name,
-        step_s=simulated_plan.step_s,
+        name=reference.name,
+        step_s=step_s,
         stages=candidate.text(),
         micro_batches=candidate.micro_batches,
         schedule=candidate.schedule,

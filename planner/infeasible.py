@@ -40,7 +40,7 @@ def any_plan_fits(costs: CostModel, parts_cache: Known, options: PlanOptions) ->
     """Whether any plan fits the memory of the same cluster with other options."""
     options = admissible_options(options, costs.profile)
     other = CostModel(costs.profile, costs.cluster, options)
-    found = closest(other, families(other.batch, options), options, None, parts_cache, any_fits=True)
+    found = closest(other, families(other.batch, options), options, parts_cache, any_fits=True)
     return found is not None and found[0] <= 0
 
 

@@ -18,7 +18,6 @@ PLANNED = ("gpipe", "1f1b")
 CANDIDATES = 500
 CANDIDATES_WHEN_EXACT = 100_000
 
-
 Objective = Literal["step", "throughput", "cost"]
 """What is planned for. Files may have others, of planners that `benchmarks/reproductions/` holds."""
 

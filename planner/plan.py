@@ -279,7 +279,7 @@ def _alternatives(
     rows = []
     for each in reference_plans:
         own = None if each.simulated_plan is None else excluding_option(each.simulated_plan.candidate)
-        rows.append(record(*each).model_copy(update={"excluded": own}))
+        rows.append(record(each).model_copy(update={"excluded": own}))
     known = {(row.step_s, row.stages, row.infeasible) for row in rows}
-    others = (record(*each) for each in near)
+    others = (record(each) for each in near)
     return [*rows, *(row for row in others if (row.step_s, row.stages, row.infeasible) not in known)]

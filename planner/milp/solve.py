@@ -30,7 +30,6 @@ from autopar.planner.simulator.simulate import Simulator
 if TYPE_CHECKING:
     import pulp
 
-
 GAP = 1e-9
 """Relative, at which a solver calls a solution the least one."""
 NEARLY = 0.9

@@ -30,11 +30,12 @@ import numpy.typing as npt
 
 from autopar.errors import FileError, InfeasibleError, UsageError
 from autopar.formats.plan import Alternative, Division, Plan, Price
-from autopar.planner.alternatives import record, references
+from autopar.planner.alternatives import Reference, record, references
 from autopar.planner.assemble import assemble
 from autopar.planner.bounds.chain import ROUNDING, layers_work_s
 from autopar.planner.candidate import Candidate, Family, divisions_of, placed_on
 from autopar.planner.constraints import Constraints, runnable
+from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import advice, any_plan_fits, infeasible
@@ -44,8 +45,6 @@ from autopar.planner.placement.pool import Pool, in_order
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best, SimulatedPlan
 from autopar.planner.simulator.simulate import Simulator
-
-Numbers = npt.NDArray[np.float64]
 
 
 class _WidthTimes(NamedTuple):
@@ -179,9 +178,10 @@ def cheapest_plan(costs: CostModel, families: Sequence[Family], options: PlanOpt
         raise _unmet(costs, families, options)
     candidate = best.simulated_plan.candidate
     price = _price(prices, candidate)
-    rows = [_row(prices, *each) for each in references(Simulator(costs), families, options)]
+    rows = [_row(prices, each) for each in references(Simulator(costs), families, options)]
     for count, found in sorted(best.by_count.items()):
-        rows.append(_row(prices, f"cheapest found on {count} device{'s' if count > 1 else ''}", found))
+        name = f"cheapest found on {count} device{'s' if count > 1 else ''}"
+        rows.append(_row(prices, Reference(name, found, None)))
     made = assemble(costs, candidate, options, best.lower_bound / price, rows, _notes(costs, best, options))
     cost = made.predicted.step_s * price
     priced = Price(
@@ -218,14 +218,12 @@ def _price(prices: Sequence[float], candidate: Candidate) -> float:
     return sum(prices[device] for device in candidate.devices) / _HOUR_S
 
 
-def _row(
-    prices: Sequence[float], name: str, simulated_plan: SimulatedPlan | None, reason: str | None = None
-) -> Alternative:
-    """Return a candidate as the plan file lists it, with what its step costs."""
-    row = record(name, simulated_plan, reason)
-    if simulated_plan is None:
+def _row(prices: Sequence[float], reference: Reference) -> Alternative:
+    """Return a plan as the plan file lists it, with what its step costs."""
+    row, found = record(reference), reference.simulated_plan
+    if found is None:
         return row
-    return row.model_copy(update={"price_per_step": simulated_plan.step_s * _price(prices, simulated_plan.candidate)})
+    return row.model_copy(update={"price_per_step": found.step_s * _price(prices, found.candidate)})
 
 
 def cheapest(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> CheapestPlan | None:

@@ -30,19 +30,17 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from autopar.errors import UsageError
 from autopar.formats.cluster import Level
 from autopar.formats.plan import Division
 from autopar.planner.candidate import Candidate, CandidateStage, Family, divisions_of, within
 from autopar.planner.costs import memoized
+from autopar.planner.costs.activations import Counts, Numbers
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement.pool import Pool, in_order
-
-Numbers = npt.NDArray[np.float64]
 
 
 class StageShape(NamedTuple):
@@ -196,8 +194,6 @@ def _parameter_bytes(costs: CostModel) -> tuple[Numbers, Numbers]:
 
 MOST_WORK = 2 * 10**9
 """Array elements; about ten seconds."""
-
-
 _LOOKING_UP = 500
 """What finding a level takes, in the time of array elements."""
 
@@ -334,10 +330,10 @@ class _StageTable:
         between = sent[self.link_level, shapes[:, np.newaxis], shapes]
         return np.asarray(np.maximum(between[..., np.newaxis], self.stages[first][:, np.newaxis]))
 
-    def _each(self) -> Iterator[tuple[StageShape, npt.NDArray[np.int64]]]:
+    def _each(self) -> Iterator[tuple[StageShape, Counts]]:
         return zip(self.shapes, self.states, strict=True)
 
-    def _states(self, shape: StageShape) -> npt.NDArray[np.int64]:
+    def _states(self, shape: StageShape) -> Counts:
         return np.array(
             [at for at in range(self.pool.states) if self.pool.kind_devices_left(at, shape.kind) >= shape.width]
         )
@@ -350,7 +346,7 @@ class _StageTable:
             self.levels.append(level)
         return self.levels.index(level)
 
-    def _link_levels(self) -> npt.NDArray[np.int64]:
+    def _link_levels(self) -> Counts:
         """Return the slowest level between two stages, ``[state between, shape before, shape]``."""
         found = np.zeros((self.pool.states, len(self.shapes), len(self.shapes)), dtype=np.int64)
         if self.one_node:

@@ -33,13 +33,12 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from autopar.planner.peers.prices import Array, Prices, Proposal
+from autopar.planner.peers.prices import Array, Indices, Prices, Proposal
 from autopar.planner.placement.pool import choices
 
 
-def pivots(forward_s: Array, backward_s: Array, micro_batches: int) -> npt.NDArray[np.int64]:
+def pivots(forward_s: Array, backward_s: Array, micro_batches: int) -> Indices:
     """Return the pivot stage of pipelines whose stages' seconds are ``[stage, pipeline]``.
 
     >>> pivots(np.array([[1.0], [3.0], [1.0]]), np.array([[1.0], [3.0], [1.0]]), 4)
@@ -75,8 +74,6 @@ def latency_s(forward_s: Array, backward_s: Array, reduce_s: Array, micro_batche
     return np.asarray(warmup_s + steady_s + ending_s)
 
 
-Positions = npt.NDArray[np.int64]
-
 Free = tuple[int, ...]
 """How many devices of every node."""
 
@@ -89,16 +86,16 @@ SEVERAL = -1
 class DeviceGroups(NamedTuple):
     """Devices of stages, as columns ``[group, 1]``."""
 
-    widths: Positions
-    nodes: Positions
+    widths: Indices
+    nodes: Indices
     """The node that all devices of a group are in, or ``SEVERAL``."""
 
     @property
-    def levels(self) -> Positions:
+    def levels(self) -> Indices:
         """Return 0 for groups within a node, else 1."""
         return np.where(self.nodes == SEVERAL, 1, 0)
 
-    def levels_to(self, others: DeviceGroups) -> Positions:
+    def levels_to(self, others: DeviceGroups) -> Indices:
         """Return the levels of the slowest links to other groups."""
         return np.where((self.nodes == SEVERAL) | (self.nodes != others.nodes), 1, 0)
 
@@ -202,7 +199,7 @@ class StageSeconds:
         self._rates = np.array([[prices.reduce_rate(width, level) for width in widths] for level in levels])
         self._weights, self._single = prices.weights_bytes, prices.single
 
-    def stage(self, groups: DeviceGroups, first: Positions, stop: Positions) -> Seconds:
+    def stage(self, groups: DeviceGroups, first: Indices, stop: Indices) -> Seconds:
         """Return a stage of layers ``first:stop`` on every group."""
         widths = groups.widths
         forward = self._forward[widths, stop] - self._forward[widths, first]
@@ -211,7 +208,7 @@ class StageSeconds:
         reduce = self._rates[groups.levels, widths] * (self._weights[stop] - self._weights[first])
         return Seconds(forward[None], backward[None], reduce[None])
 
-    def link(self, ahead: DeviceGroups, behind: DeviceGroups, cut: Positions) -> Seconds:
+    def link(self, ahead: DeviceGroups, behind: DeviceGroups, cut: Indices) -> Seconds:
         """Return the links between groups at a cut; the finer of two divisions makes the messages."""
         at = ahead.levels_to(behind), np.maximum(ahead.widths, behind.widths), cut
         return Seconds(self._forth[at][None], self._back[at][None], np.zeros((1, 1, 1)))
@@ -329,7 +326,7 @@ class _DappleSearch:
         rest = self.seconds.stage(choice.rest, stops, np.array([self.layers]))
         self._improve(point, stops, choice, self._latency_s(concatenate([*added, between, rest])))
 
-    def _improve(self, point: _Point, stops: Positions, choice: GroupChoice, latency_s: Array) -> None:
+    def _improve(self, point: _Point, stops: Indices, choice: GroupChoice, latency_s: Array) -> None:
         """Enter latencies ``[group, stop]`` where they are less than what is known."""
         tables = [self.tables[state] for state in choice.states]
         known = np.stack([table.latency_s[point.layers + 1 :] for table in tables])
@@ -356,7 +353,7 @@ class _DappleSearch:
         return before
 
     def _with_stage(
-        self, planned_stages: _PlannedStages, first: int, stops: Positions, groups: DeviceGroups
+        self, planned_stages: _PlannedStages, first: int, stops: Indices, groups: DeviceGroups
     ) -> list[Seconds]:
         """Return a (j, g) with one stage more, on each of the groups."""
         at = np.array([first])

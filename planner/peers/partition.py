@@ -19,16 +19,14 @@ from math import prod
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from autopar.formats.cluster import Level
 from autopar.planner.costs import memoized
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
-from autopar.planner.peers.prices import Array, Prices, between
+from autopar.planner.peers.prices import Array, Indices, Prices, between
 
 Counts = tuple[int, ...]
-Indices = npt.NDArray[np.int64]
 OVERHEAD = 50_000
 """What numpy's calls for one entry of the tables take, in the time of array elements."""
 END = -1

@@ -18,12 +18,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from autopar.formats.cluster import Level
-from autopar.planner.peers.prices import Array, Prices, Proposal, between, in_order
-
-Indices = npt.NDArray[np.int64]
+from autopar.planner.peers.prices import Array, Indices, Prices, Proposal, between, in_order
 
 
 class BestSplits(NamedTuple):

@@ -26,6 +26,7 @@ from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 
 Array = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
 
 
 def between(sums: Array) -> Array:
