@@ -35,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.planner.peers.prices import Array, Indices, Prices, Proposal
-from autopar.planner.placement.pool import choices
+from autopar.planner.placement.pool import Free, choices, less
 
 
 def pivots(forward_s: Array, backward_s: Array, micro_batches: int) -> Indices:
@@ -73,9 +73,6 @@ def latency_s(forward_s: Array, backward_s: Array, reduce_s: Array, micro_batche
     ending_s = back[at] + (reduce_s - (back - backward_s)).max(axis=0)
     return np.asarray(warmup_s + steady_s + ending_s)
 
-
-Free = tuple[int, ...]
-"""How many devices of every node."""
 
 Alike = tuple[tuple[int, int], ...]
 """(size, devices left) of every node, ascending."""
@@ -130,7 +127,7 @@ def group_of(counts: Sequence[Free]) -> DeviceGroups:
 def choose(free: Free, sizes: Sequence[int], rows: int) -> GroupChoice:
     """Return what the policies let the next stage take, with at most ``rows`` replicas, so that a device is left."""
     taken = [each for count in range(1, min(rows, sum(free) - 1) + 1) for each in choices(free, sizes, count)]
-    left = [tuple(one - other for one, other in zip(free, each, strict=True)) for each in taken]
+    left = [less(free, each) for each in taken]
     return GroupChoice(left, [alike(each, sizes) for each in left], group_of(taken), group_of(left))
 
 
@@ -154,7 +151,7 @@ def reachable(sizes: Free, most: int) -> int:
         free = waiting.pop()
         for count in range(1, sum(free)):
             for taken in choices(free, sizes, count):
-                left = tuple(one - other for one, other in zip(free, taken, strict=True))
+                left = less(free, taken)
                 state = alike(left, sizes)
                 if state not in seen:
                     seen.add(state)
@@ -253,7 +250,7 @@ class _PlannedStages(NamedTuple):
 
 def propose(prices: Prices) -> list[Proposal]:
     """Return DAPPLE's plan; none where every plan has more replicas of a stage than a micro-batch has samples."""
-    found = find(prices)
+    found = DappleSearch(prices).go()
     if found is None:
         return []
     devices = []
@@ -265,11 +262,6 @@ def propose(prices: Prices) -> list[Proposal]:
     return [Proposal(found.cuts, tuple(devices))]
 
 
-def find(prices: Prices) -> DapplePlan | None:
-    """Return the plan of least latency whose replicas all have a sample, with the seconds that DAPPLE estimates."""
-    return _DappleSearch(prices).go()
-
-
 def work(prices: Prices) -> int:
     """Return how many array elements a proposal takes."""
     layers, devices = prices.layer_count, prices.device_count
@@ -277,7 +269,9 @@ def work(prices: Prices) -> int:
     return each * reachable(tuple(map(len, prices.servers)), 10**10 // each)
 
 
-class _DappleSearch:
+class DappleSearch:
+    """The tables of all (j, g), and what their plans are made of."""
+
     def __init__(self, prices: Prices) -> None:
         self.prices = prices
         self.layers = prices.layer_count
@@ -291,7 +285,7 @@ class _DappleSearch:
         self.choice = cache(partial(choose, sizes=self.sizes, rows=prices.most_replicas))
 
     def go(self) -> DapplePlan | None:
-        """Fill the tables, fewer layers first; return the best whole plan."""
+        """Fill the tables, fewer layers first; return the plan of least latency whose replicas all have a sample."""
         start = _Point(0, alike(self.sizes, self.sizes))
         self.planned_stages[start] = _PlannedStages(Seconds(*np.zeros((3, 0, 1, 1))), None, self.sizes)
         alone = self.seconds.stage(group_of([self.sizes]), np.array([0]), np.array([self.layers]))

@@ -164,7 +164,7 @@ class _EnumeratedStates(KindStates):
                 arrays = self._after.setdefault(width, [])
                 if len(variants) == len(arrays):
                     arrays.append(np.full(self.states, -1))
-                arrays[len(variants)][state] = number[_less(free, taken)]
+                arrays[len(variants)][state] = number[less(free, taken)]
                 variants.append(taken)
 
     def devices_left(self, state: int) -> int:
@@ -204,7 +204,7 @@ def enumerate_states(
             if moves > most:
                 return None
             known[free].append(taken)
-            after = _less(free, taken)
+            after = less(free, taken)
             if after not in known:
                 known[after] = []
                 waiting.append(after)
@@ -243,7 +243,8 @@ def by_policies(groups: Sequence[DeviceGroup], free: Free) -> Iterator[Free]:
         yield from dict.fromkeys((_one_by_one(free, range(len(free)), width), *choices(free, sizes, width)))
 
 
-def _less(free: Free, counts: Free) -> Free:
+def less(free: Free, counts: Free) -> Free:
+    """Return what is left of every group behind so many devices."""
     return tuple(one - other for one, other in zip(free, counts, strict=True))
 
 
