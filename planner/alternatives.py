@@ -7,6 +7,7 @@ search that differ from the chosen one in a single respect, and the simplest of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
@@ -47,7 +48,6 @@ def try_stages(
     options: PlanOptions,
     cuts: Sequence[int],
     widths: Sequence[int],
-    shards: Sequence[Shard] | None = None,
     order: Sequence[int] | None = None,
 ) -> Best:
     """Judge given stages in every family, with every division and sharding.
@@ -56,7 +56,7 @@ def try_stages(
     """
     best = Best()
     for family in families:
-        for each in frames(simulator.costs, family, options, cuts, widths, shards):
+        for each in frames(simulator.costs, family, options, cuts, widths):
             frame = each if order is None else placed_on(order, each)
             spans = [span_of(simulator.costs, family, options, stage) for stage in frame]
             found = depth_choices(simulator.costs, family, frame, spans, exact=False)
@@ -68,15 +68,10 @@ def try_stages(
 
 
 def frames(
-    costs: CostModel,
-    family: Family,
-    options: PlanOptions,
-    cuts: Sequence[int],
-    widths: Sequence[int],
-    shards: Sequence[Shard] | None = None,
+    costs: CostModel, family: Family, options: PlanOptions, cuts: Sequence[int], widths: Sequence[int]
 ) -> list[tuple[CandidateStage, ...]]:
     """Return given stages, with all in flight and nothing recomputed, in every division and sharding."""
-    ways = [ways_of(costs, family, width, options.shards if shards is None else shards) for width in widths]
+    ways = [ways_of(costs, family, width, options.shards) for width in widths]
     every: Iterable[Sequence[tuple[Division, Shard]]] = product(*ways)
     if prod(map(len, ways)) > MOST_FRAMES:
         # Too many to mix: the same in all stages that can.
@@ -99,14 +94,17 @@ def references(simulator: Simulator, families: Sequence[Family], options: PlanOp
     layers, devices = costs.layer_count, len(costs.devices)
     stages = min(layers, devices)
     equal = tuple(accumulate(even_shares(layers, stages)))
-    everywhere = (simulator, families, options, (layers,), (devices,))
-    named: dict[str, tuple[Shard, ...]] = {"pure data parallelism": ("none",)}
+    named: dict[str, Shard] = {"pure data parallelism": "none"}
     if devices > 1 and costs.profile.indivisible is None:
-        named["sharded data parallelism"] = ("parameters",)
+        named["sharded data parallelism"] = "parameters"
     if devices > 1 and costs.single:
         found = [Reference(name, None, next(iter(costs.single.values())).reason) for name in named]
     else:
-        found = [_reference(costs, name, try_stages(*everywhere, shards=shards)) for name, shards in named.items()]
+        every = ((name, replace(options, shard=shard)) for name, shard in named.items())
+        found = [
+            _reference(costs, name, try_stages(simulator, families, asked, (layers,), (devices,)))
+            for name, asked in every
+        ]
     return [*found, _reference(costs, "equal split", try_stages(simulator, families, options, equal, (1,) * stages))]
 
 

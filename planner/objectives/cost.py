@@ -97,7 +97,7 @@ def _ways(costs: CostModel, family: Family, options: PlanOptions) -> Iterator[tu
 def _way(
     costs: CostModel, family: Family, options: PlanOptions, kind: int, width: int, division: Division
 ) -> _WidthTimes:
-    """Return the stages of one division."""
+    """Return the stages of one division, infinite where none fits the largest device of the kind in some way."""
     turns = -(-family.micro_batches // width) if division == "round-robin" else family.micro_batches
     shares = costs.shares(family.micro_batch_size, width, division)
     adding = costs.adding(turns, width)
@@ -105,26 +105,19 @@ def _way(
     for rows in sorted(set(shares)):
         forward.append(_between(costs.sums.forward(rows, kind=kind)))
         both.append(forward[-1] + _between(costs.sums.backward(rows, adding, kind=kind)))
-    fits = _stage_fits(costs, family, options, kind, width, min(shares), turns)
-    update = _between(costs.layers[kind].update_sums) / (width if options.shard != "none" else 1)
-    forward_s, both_s, work_s = np.minimum.reduce(forward), np.minimum.reduce(both), turns * np.maximum.reduce(both)
-    return _WidthTimes(*(each + fits for each in (forward_s, both_s, work_s, update)))
-
-
-def _stage_fits(
-    costs: CostModel, family: Family, options: PlanOptions, kind: int, width: int, rows: float, turns: int
-) -> Numbers:
-    """Return 0 where a stage fits the largest device of a kind in some way, infinity elsewhere."""
     levels = costs.recompute_levels(family.micro_batch_size, kind)
     ends = (levels[0],) if options.recompute == "none" else (levels[0], levels[-1])
-    parts = [costs.memory[kind].by_stop(rows, level) for level in dict.fromkeys(ends)]
-    shards = ("none", *options.shards)
+    parts = [costs.memory[kind].by_stop(min(shares), level) for level in dict.fromkeys(ends)]
     warmup = turns if family.schedule == "gpipe" else 1
-    held = [PeakTerms(rows, warmup, turns, width, shard=shard) for shard in dict.fromkeys(shards)]
+    shards = dict.fromkeys(("none", *options.shards))
+    held = [PeakTerms(min(shares), warmup, turns, width, shard=shard) for shard in shards]
     limit = max(each for each, own in zip(costs.limits_bytes, costs.kind_of, strict=True) if own == kind)
     least = np.minimum.reduce([np.asarray(peak_of(each, one)) for each in parts for one in held])
     some = np.triu(np.ones(least.shape, dtype=np.bool_), 1)
-    return np.where(some & (least <= limit), 0.0, np.inf)
+    fits = np.where(some & (least <= limit), 0.0, np.inf)
+    update = _between(costs.layers[kind].update_sums) / (width if options.shard != "none" else 1)
+    forward_s, both_s, work_s = np.minimum.reduce(forward), np.minimum.reduce(both), turns * np.maximum.reduce(both)
+    return _WidthTimes(*(each + fits for each in (forward_s, both_s, work_s, update)))
 
 
 def _between(sums: list[float]) -> Numbers:

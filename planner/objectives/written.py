@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from operator import add
 
 from autopar.errors import InfeasibleError
 from autopar.formats.cluster import Cluster
@@ -108,20 +109,15 @@ def _alternatives(prices: StashCosts) -> list[Alternative]:
 def _infeasible(costs: CostModel, options: PlanOptions) -> InfeasibleError:
     every = " on all of them" if options.use_all else ""
     ample = CostModel(costs.profile, costs.cluster, replace(options, memory_bytes=UNLIMITED_BYTES))
-    found = quickest(StashCosts(ample), options)
-    needed = None if found is None else _needed_bytes(StashCosts(ample), found.candidate)
+    prices = StashCosts(ample)
+    found, needed = quickest(prices, options), None
+    if found is not None:
+        stages = found.candidate.stages
+        reserved = (max(ample.kinds[ample.kind_of[each]].reserved_bytes for each in stage.devices) for stage in stages)
+        needed = max(map(add, map(prices.peak_bytes, stages), reserved))
     return InfeasibleError(
         f"no asynchronous pipeline of {costs.layer_count} layers fits {len(costs.devices)} devices{every}, with the "
         f"weight versions that it keeps; {advice(throughput_remedies(costs, options, partial(_fits, costs), needed))}"
-    )
-
-
-def _needed_bytes(prices: StashCosts, candidate: Candidate) -> int:
-    """Return the memory of a device with which a candidate fits."""
-    kinds, kind_of = prices.costs.kinds, prices.costs.kind_of
-    return max(
-        prices.peak_bytes(stage) + max(kinds[kind_of[device]].reserved_bytes for device in stage.devices)
-        for stage in candidate.stages
     )
 
 
