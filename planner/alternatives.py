@@ -173,38 +173,23 @@ def _named_neighbours(
         yield f"shards {SHARDS[less]}" if less else "shards nothing", best.by_trait.get(("shard", less))
 
 
-class Simplicity(NamedTuple):
-    """How simple a plan is, what counts most first; less is simpler."""
+def simplicity(costs: CostModel, candidate: Candidate) -> tuple[int, ...]:
+    """Return how simple a candidate is, what counts most first; less is simpler.
 
-    straddling: int
-    """Stages that are neither within one node nor on whole nodes."""
-    widths: int
-    """Different numbers of replicas."""
-    shares: int
-    """Stages whose replicas take unequal shares."""
-    turning: int
-    """Stages whose replicas take turns."""
-    shard: int
-    """What is sharded: none, optimizer, gradients, parameters."""
-    schedule: bool
-    """Whether it is other than `1f1b`."""
-    stages: int
-    recomputed_layers: int
-    """Layers that are run forward again."""
-
-
-def simplicity(costs: CostModel, candidate: Candidate) -> Simplicity:
-    """Return how simple a candidate is."""
+    Counted are stages that are neither within one node nor on whole nodes, different numbers of replicas, stages whose
+    replicas take unequal shares, and those whose replicas take turns; what is sharded: none, optimizer, gradients,
+    parameters; whether the schedule is other than `1f1b`; and stages, and layers that are run forward again.
+    """
     stages = candidate.stages
-    return Simplicity(
-        straddling=len(straddling(costs, stages)),
-        widths=len({len(stage.devices) for stage in stages}),
-        shares=sum(len(set(stage.shares)) > 1 for stage in stages),
-        turning=sum(stage.division == "round-robin" for stage in stages),
-        shard=max(SHARDS.index(stage.shard) for stage in stages),
-        schedule=not plain(candidate.schedule),
-        stages=len(stages),
-        recomputed_layers=sum(len(stage.recompute) for stage in stages),
+    return (
+        len(straddling(costs, stages)),
+        len({len(stage.devices) for stage in stages}),
+        sum(len(set(stage.shares)) > 1 for stage in stages),
+        sum(stage.division == "round-robin" for stage in stages),
+        max(SHARDS.index(stage.shard) for stage in stages),
+        not plain(candidate.schedule),
+        len(stages),
+        sum(len(stage.recompute) for stage in stages),
     )
 
 
