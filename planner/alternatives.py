@@ -13,19 +13,10 @@ from math import prod
 from typing import NamedTuple
 
 from autopar.formats.plan import SHARDS, Alternative, Division, Shard, shards_of
-from autopar.planner.candidate import (
-    Candidate,
-    CandidateStage,
-    Family,
-    counts_beside,
-    divisions_of,
-    place,
-    placed_on,
-    plain,
-)
+from autopar.planner.candidate import Candidate, CandidateStage, Family, counts_beside, divisions_of, place, placed_on
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import explain
-from autopar.planner.options import PlanOptions
+from autopar.planner.options import PLANNED, PlanOptions
 from autopar.planner.search.depths import depth_choices, span_of
 from autopar.planner.search.judge import NEAR, Best, SimulatedPlan
 from autopar.planner.simulator.simulate import Simulator
@@ -187,7 +178,7 @@ def simplicity(costs: CostModel, candidate: Candidate) -> tuple[int, ...]:
         sum(len(set(stage.shares)) > 1 for stage in stages),
         sum(stage.division == "round-robin" for stage in stages),
         max(SHARDS.index(stage.shard) for stage in stages),
-        not plain(candidate.schedule),
+        candidate.schedule not in PLANNED,
         len(stages),
         sum(len(stage.recompute) for stage in stages),
     )

@@ -25,7 +25,7 @@ It then holds k versions of its trained parameters, and k mini-batches' inputs a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ from autopar.planner.costs.activations import Counts, Numbers
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement.pool import Pool, in_order
+from autopar.planner.placement.pool import in_order
 
 
 class StageShape(NamedTuple):
@@ -211,13 +211,10 @@ def quickest(prices: StashCosts, options: PlanOptions) -> FastestPipeline | None
     Raises:
         UsageError: the tables would take too long.
     """
-    levels = _recompute_sets(prices, options)
-    table = _StageTable(prices, options, levels[:1], with_memory_limit=False)
-    found = table.best()
-    if found is None:
-        return None
-    if any(prices.peak_bytes(stage) > prices.costs.limit_bytes(stage.devices) for stage in found.candidate.stages):
-        found = _StageTable(prices, options, levels, with_memory_limit=True).best()
+    found = _StageTable(prices, options, with_memory_limit=False).best()
+    stages = () if found is None else found.candidate.stages
+    if any(prices.peak_bytes(stage) > prices.costs.limit_bytes(stage.devices) for stage in stages):
+        return _StageTable(prices, options, with_memory_limit=True).best()
     return found
 
 
@@ -230,27 +227,27 @@ def _recompute_sets(prices: StashCosts, options: PlanOptions) -> list[dict[int, 
 
 
 class _StageTable:
-    def __init__(
-        self,
-        prices: StashCosts,
-        options: PlanOptions,
-        recompute: list[dict[int, frozenset[int]]],
-        *,
-        with_memory_limit: bool,
-    ) -> None:
-        self.prices, self.costs, self.recompute = prices, prices.costs, recompute
-        self.with_memory_limit = with_memory_limit
+    def __init__(self, prices: StashCosts, options: PlanOptions, *, with_memory_limit: bool) -> None:
+        self.prices, self.costs, self.with_memory_limit = prices, prices.costs, with_memory_limit
+        self.recompute = _recompute_sets(prices, options)[: None if with_memory_limit else 1]
         self.pool = in_order(self.costs.kind_of)
         self.layers = self.costs.layer_count
-        self.shapes = list(_shapes(prices, self.pool))
+        self.shapes = [
+            StageShape(kind, width, division)
+            for kind in self.pool.kinds
+            for width in range(1, self.pool.kind_devices_left(0, kind) + 1)
+            for division in stash_divisions(self.costs, width)
+        ]
         self.lanes = len(self.costs.devices) + 1 if with_memory_limit else 1
         self.one_node = self.costs.links.level(range(len(self.costs.devices))) == "node"
         self._check()
         self.levels: list[Level] = []
-        self.states = [self._states(shape) for shape in self.shapes]
+        moves = [self.pool.moves(shape.kind, shape.width)[0] for shape in self.shapes]
+        self.states = [np.flatnonzero(after >= 0) for after in moves]
         """Those in which a shape's devices are left, ascending; by shape, as all that follows."""
-        self.after = [self.pool.take(0, *each[:2]) + states for each, states in self._each()]
-        self.taken = [[self.pool.devices(at, *each[:2]) for at in states.tolist()] for each, states in self._each()]
+        self.after = [after[after >= 0] for after in moves]
+        each = zip(self.shapes, self.states, strict=True)
+        self.taken = [[self.pool.devices(at, *shape[:2]) for at in states.tolist()] for shape, states in each]
         self.stage_level = [np.array([self._level(devices) for devices in taken]) for taken in self.taken]
         self.link_level = self._link_levels()
         messages = [[prices.message(before, after) for after in self.shapes] for before in self.shapes]
@@ -330,14 +327,6 @@ class _StageTable:
         between = sent[self.link_level, shapes[:, np.newaxis], shapes]
         return np.asarray(np.maximum(between[..., np.newaxis], self.stages[first][:, np.newaxis]))
 
-    def _each(self) -> Iterator[tuple[StageShape, Counts]]:
-        return zip(self.shapes, self.states, strict=True)
-
-    def _states(self, shape: StageShape) -> Counts:
-        return np.array(
-            [at for at in range(self.pool.states) if self.pool.kind_devices_left(at, shape.kind) >= shape.width]
-        )
-
     @memoized
     def _level(self, devices: tuple[int, ...]) -> int:
         """Return the number of the level that connects some devices."""
@@ -381,13 +370,6 @@ class _StageTable:
                 f"`objective='throughput'`: {self.layers} layers on {len(self.costs.devices)} devices{within} take "
                 f"tables of {work:.0e} numbers, more than {MOST_WORK:.0e}; narrow it with fewer `gpus`"
             )
-
-
-def _shapes(prices: StashCosts, pool: Pool) -> Iterator[StageShape]:
-    for kind in pool.kinds:
-        for width in range(1, pool.kind_devices_left(0, kind) + 1):
-            for division in stash_divisions(prices.costs, width):
-                yield StageShape(kind, width, division)
 
 
 def stash_divisions(costs: CostModel, width: int) -> list[Division]:

@@ -233,11 +233,6 @@ class WorkerAllocation(NamedTuple):
     allocation: Allocation
     makeups: tuple[tuple[Makeup, list[list[int]]], ...]
 
-    @property
-    def stages(self) -> int:
-        """Devices of the largest virtual worker."""
-        return max(map(len, self.allocation.workers))
-
 
 def allocate_workers(prices: Prices, most_workers: int) -> list[WorkerAllocation] | str:
     """Return the allocations with a layer for every device of a virtual worker, and a micro-batch for every worker.
@@ -303,7 +298,8 @@ def best(
 
 def partitioned_workers(partitioner: Partitioner, worker_allocation: WorkerAllocation) -> Iterator[Workers]:
     """Yield partitioned virtual workers, with ever fewer micro-batches in flight while stages are quicker for it."""
-    count, prices = len(worker_allocation.allocation.workers), partitioner.prices
+    sizes, prices = list(map(len, worker_allocation.allocation.workers)), partitioner.prices
+    count = len(sizes)
     if prices.micro_batches < count:
         return
     turns = -(-prices.micro_batches // count)
@@ -311,7 +307,7 @@ def partitioned_workers(partitioner: Partitioner, worker_allocation: WorkerAlloc
     if fewest is None:
         return
     least_s, known_s = max(each.slowest_s for each in fewest), float("inf")
-    for in_flight in range(min(2 * worker_allocation.stages - 1, turns), 0, -1):
+    for in_flight in range(min(2 * max(sizes) - 1, turns), 0, -1):
         pipelined = PipelineCounts(in_flight, turns, count)
         partitions = _partitions(partitioner, worker_allocation, pipelined)
         slowest_s = max(each.slowest_s for each in partitions) if partitions else float("inf")
