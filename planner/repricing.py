@@ -38,10 +38,8 @@ class DictatedRun:
         depths = next(iter(SCHEDULES[schedule].warmups(len(cuts), 1, micro_batches).values()))
         self._costs = costs
         self._candidate = with_depths(family, place(family, cuts, widths), depths)
-        self._program = Simulator(costs).rows_of(self._candidate)
         self._width = _common_width(self._candidate, durations(costs, self._candidate))
-        if self._width > 1:
-            self._program = _narrow(self._program, self._width)
+        self._program = _narrow(Simulator(costs).rows_of(self._candidate), self._width)
 
     @property
     def rows(self) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from autopar.formats.plan import SHARDS, shards_of
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, link_terms, stage_terms
@@ -66,15 +66,6 @@ class ArcNetwork(NamedTuple):
     layers: int
     arcs: tuple[Arc, ...]
     crossings: tuple[tuple[NodeCrossing, ...], ...]
-
-
-def asked_levels(count: int, recompute: Literal["auto", "none", "full"]) -> range:
-    """Return which of so many levels of recomputation an option admits.
-
-    >>> asked_levels(3, "auto"), asked_levels(3, "none"), asked_levels(3, "full")
-    (range(0, 3), range(0, 1), range(2, 3))
-    """
-    return {"auto": range(count), "none": range(1), "full": range(count - 1, count)}[recompute]
 
 
 def network(
@@ -154,8 +145,10 @@ class _Pricing:
     def _levels(self, stage: CandidateStage, kind: int) -> Iterator[tuple[CandidateStage, StageTerms]]:
         """Yield the stage with ever more recomputed, as far as more fits in flight for it."""
         levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
+        last = len(levels) - 1
+        asked = {"auto": range(last + 1), "none": range(1), "full": range(last, last + 1)}[self.options.recompute]
         deepest, before = 0, None
-        for level in asked_levels(len(levels), self.options.recompute):
+        for level in asked:
             recompute = within(levels[level], stage.first, stage.stop)
             if recompute == before or deepest == stage.turns(0, self.family.micro_batches):
                 continue
