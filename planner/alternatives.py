@@ -32,6 +32,19 @@ class Reference(NamedTuple):
     simulated_plan: SimulatedPlan | None
     reason: str | None
 
+    def record(self) -> Alternative:
+        """Return it as the plan file lists it."""
+        if self.simulated_plan is None:
+            return Alternative(name=self.name, infeasible=self.reason)
+        step_s, candidate = self.simulated_plan
+        return Alternative(
+            name=self.name,
+            step_s=step_s,
+            stages=candidate.text(),
+            micro_batches=candidate.micro_batches,
+            schedule=candidate.schedule,
+        )
+
 
 def try_stages(
     simulator: Simulator,
@@ -108,20 +121,6 @@ def _reference(costs: CostModel, name: str, best: Best) -> Reference:
         elif costs.share_limits:
             reason = costs.share_limits[0].text
     return Reference(name, best.fastest, reason)
-
-
-def record(reference: Reference) -> Alternative:
-    """Return a plan as the plan file lists it."""
-    if reference.simulated_plan is None:
-        return Alternative(name=reference.name, infeasible=reference.reason)
-    step_s, candidate = reference.simulated_plan
-    return Alternative(
-        name=reference.name,
-        step_s=step_s,
-        stages=candidate.text(),
-        micro_batches=candidate.micro_batches,
-        schedule=candidate.schedule,
-    )
 
 
 MOST_NEIGHBOURS = 5

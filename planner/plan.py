@@ -14,7 +14,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Alternative, Bounds, Plan
 from autopar.formats.profile import Profile
-from autopar.planner.alternatives import Reference, frames, neighbours, record, references, simplest, straddling, try_stages
+from autopar.planner.alternatives import Reference, frames, neighbours, references, simplest, straddling, try_stages
 from autopar.planner.assemble import assemble
 from autopar.planner.bounds.chain import candidate_bound_s
 from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, has_chunks, place, plain, splits_backward
@@ -116,7 +116,8 @@ class Question:
 
 
 def _options_for_stages(fixed_stages: FixedStages, options: PlanOptions) -> PlanOptions:
-    needed = sum(fixed_stages.widths if options.schedule == "auto" else other_schedules.shape_of(fixed_stages, options).widths)
+    shape = fixed_stages if options.schedule == "auto" else other_schedules.shape_of(fixed_stages, options)
+    needed = sum(shape.widths)
     if options.gpus is not None and needed > options.gpus:
         raise UsageError(f"`stages` needs {needed} devices, but `gpus` is {options.gpus}")
     if options.use_all and options.gpus is not None and needed < options.gpus:
@@ -388,9 +389,9 @@ def _alternatives(
     rows = []
     for each in reference_plans:
         own = None if each.simulated_plan is None else excluding_option(each.simulated_plan.candidate)
-        rows.append(record(each).model_copy(update={"excluded": own}))
+        rows.append(each.record().model_copy(update={"excluded": own}))
     known = {(row.step_s, row.stages, row.infeasible) for row in rows}
-    others = (record(each) for each in near)
+    others = (each.record() for each in near)
     return [*rows, *(row for row in others if (row.step_s, row.stages, row.infeasible) not in known)]
 
 

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from autopar.errors import FileError, InfeasibleError, UsageError
 from autopar.formats.plan import Alternative, Division, Plan, Price
-from autopar.planner.alternatives import Reference, record, references
+from autopar.planner.alternatives import Reference, references
 from autopar.planner.assemble import assemble
 from autopar.planner.bounds.chain import ROUNDING, layers_work_s
 from autopar.planner.candidate import Candidate, Family, divisions_of, placed_on
@@ -213,7 +213,7 @@ def _price(prices: Sequence[float], candidate: Candidate) -> float:
 
 def _row(prices: Sequence[float], reference: Reference) -> Alternative:
     """Return a plan as the plan file lists it, with what its step costs."""
-    row, found = record(reference), reference.simulated_plan
+    row, found = reference.record(), reference.simulated_plan
     if found is None:
         return row
     return row.model_copy(update={"price_per_step": found.step_s * _price(prices, found.candidate)})
