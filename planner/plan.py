@@ -399,7 +399,7 @@ def _notes_on(question: Question, best: Best, simulated_plan: SimulatedPlan, low
     """Return what is said of the plan that is chosen of the best ones."""
     return [
         *_simplicity(question, best, simulated_plan),
-        *_unsearched(question, simulated_plan.candidate),
+        *_search_notes(question, simulated_plan.candidate),
         *_placement_notes(question, simulated_plan.candidate),
         *_gap(question, simulated_plan.step_s, lower_bound_s),
     ]
@@ -424,7 +424,7 @@ def _simplicity(question: Question, best: Best, simulated_plan: SimulatedPlan) -
     return notes
 
 
-def _unsearched(question: Question, candidate: Candidate) -> list[str]:
+def _search_notes(question: Question, candidate: Candidate) -> list[str]:
     """Say which numbers of micro-batches were not searched, and which devices are of no use."""
     notes, devices = [], len(question.costs.devices)
     if question.options.micro_batches is None and question.costs.batch > MOST_MICRO_BATCHES:
