@@ -171,6 +171,7 @@ def _prepare_subject(spec: str, runs: tuple[MeasuredRun, ...], options: ProfileO
 
 def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Progress) -> list[Observation]:
     """Return the runs of one model, whose layers are estimated at the rows that its replicas had."""
+    from autopar.planner.candidate import Family
     from autopar.planner.costs.model import CostModel
     from autopar.planner.options import PlanOptions
     from autopar.planner.repricing import DictatedRun
@@ -189,8 +190,8 @@ def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Prog
         key = (run.devices, run.cluster)
         if key not in costs:
             costs[key] = CostModel(profile, _cluster(run, gpu), PlanOptions(gpus=run.devices))
-        rows_each = run.batch // run.micro_batches
-        dictated = DictatedRun(costs[key], cuts, widths, run.micro_batches, rows_each, run.schedule)
+        family = Family(run.micro_batches, run.batch // run.micro_batches, run.schedule)
+        dictated = DictatedRun(costs[key], family, cuts, widths)
         observations.append(Observation(load, dictated, run.recompute, run.step_s))
     return observations
 

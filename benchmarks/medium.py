@@ -28,13 +28,11 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
-from autopar.planner.constraints import runnable
-from autopar.planner.costs.model import CostModel
+from autopar.planner.plan import Question as PlanQuestion
 from autopar.planner.plan import starting_plans
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best
 from autopar.planner.search.local import judge_even_splits
-from autopar.planner.simulator.simulate import Simulator
 from instances import instance
 from machine import Watch
 
@@ -214,10 +212,9 @@ def measured(name: str, more: bool) -> dict[str, Any]:
 
 def _starts(asked: Question) -> Iterator[tuple[str, float]]:
     """Yield every start and the step of the best plan that it finds alone; infinite: it finds none."""
-    options = replace(asked.options, gpus=asked.options.gpus or len(asked.cluster.devices))
-    costs = CostModel(asked.profile, asked.cluster, options)
-    simulator, every = Simulator(costs), runnable(costs, options)
-    _, peers = starting_plans(simulator, every, options)
+    question = PlanQuestion.of(asked.profile, asked.cluster, asked.options)
+    simulator, every, options = question.simulator, question.families, question.options
+    _, peers = starting_plans(question)
     found = [each.candidate for each in peers if each.candidate is not None and each.reason is None]
     sharded = (any(stage.shard != "none" for stage in each.stages) for each in found)
     admitted = [each for each, parts in zip(found, sharded, strict=True) if options.shard == "auto" or not parts]

@@ -29,6 +29,7 @@ from autopar.formats.cluster import Cluster, Curve
 from autopar.formats.profile import Profile
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
+from autopar.planner.candidate import Family
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.repricing import DictatedRun
@@ -176,13 +177,9 @@ def observed(
         key = (run.model, -(-run.gpus // GPUS_PER_NODE))
         if key not in costs:
             costs[key] = CostModel(profile, _cluster(key[1], curves, network), PlanOptions())
-        dictated = DictatedRun(
-            costs[key],
-            cuts=_cuts(profile, run.stages),
-            widths=(run.replicas,) * run.stages,
-            micro_batches=run.batch // (run.replicas * run.micro_batch),
-            micro_batch_size=run.replicas * run.micro_batch,
-        )
+        rows = run.replicas * run.micro_batch
+        family, cuts = Family(run.batch // rows, rows, "1f1b"), _cuts(profile, run.stages)
+        dictated = DictatedRun(costs[key], family, cuts, (run.replicas,) * run.stages)
         found.append(Observation(load_, dictated, True, run.step_s))
     return found
 

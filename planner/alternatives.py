@@ -7,24 +7,16 @@ search that differ from the chosen one in a single respect, and the simplest of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
 
 from autopar.formats.plan import SHARDS, Alternative, Division, Shard, shards_of
-from autopar.planner.candidate import (
-    Candidate,
-    CandidateStage,
-    Family,
-    counts_beside,
-    divisions_of,
-    place,
-    placed_on,
-    plain,
-)
+from autopar.planner.candidate import Candidate, CandidateStage, Family, counts_beside, divisions_of, place, placed_on
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import explain
-from autopar.planner.options import PlanOptions
+from autopar.planner.options import PLANNED, PlanOptions
 from autopar.planner.search.depths import depth_choices, span_of
 from autopar.planner.search.judge import NEAR, Best, SimulatedPlan
 from autopar.planner.simulator.simulate import Simulator
@@ -40,6 +32,19 @@ class Reference(NamedTuple):
     simulated_plan: SimulatedPlan | None
     reason: str | None
 
+    def record(self) -> Alternative:
+        """Return it as the plan file lists it."""
+        if self.simulated_plan is None:
+            return Alternative(name=self.name, infeasible=self.reason)
+        step_s, candidate = self.simulated_plan
+        return Alternative(
+            name=self.name,
+            step_s=step_s,
+            stages=candidate.text(),
+            micro_batches=candidate.micro_batches,
+            schedule=candidate.schedule,
+        )
+
 
 def try_stages(
     simulator: Simulator,
@@ -47,7 +52,6 @@ def try_stages(
     options: PlanOptions,
     cuts: Sequence[int],
     widths: Sequence[int],
-    shards: Sequence[Shard] | None = None,
     order: Sequence[int] | None = None,
 ) -> Best:
     """Judge given stages in every family, with every division and sharding.
@@ -56,7 +60,7 @@ def try_stages(
     """
     best = Best()
     for family in families:
-        for each in frames(simulator.costs, family, options, cuts, widths, shards):
+        for each in frames(simulator.costs, family, options, cuts, widths):
             frame = each if order is None else placed_on(order, each)
             spans = [span_of(simulator.costs, family, options, stage) for stage in frame]
             found = depth_choices(simulator.costs, family, frame, spans, exact=False)
@@ -68,15 +72,10 @@ def try_stages(
 
 
 def frames(
-    costs: CostModel,
-    family: Family,
-    options: PlanOptions,
-    cuts: Sequence[int],
-    widths: Sequence[int],
-    shards: Sequence[Shard] | None = None,
+    costs: CostModel, family: Family, options: PlanOptions, cuts: Sequence[int], widths: Sequence[int]
 ) -> list[tuple[CandidateStage, ...]]:
     """Return given stages, with all in flight and nothing recomputed, in every division and sharding."""
-    ways = [ways_of(costs, family, width, options.shards if shards is None else shards) for width in widths]
+    ways = [ways_of(costs, family, width, options.shards) for width in widths]
     every: Iterable[Sequence[tuple[Division, Shard]]] = product(*ways)
     if prod(map(len, ways)) > MOST_FRAMES:
         # Too many to mix: the same in all stages that can.
@@ -99,14 +98,17 @@ def references(simulator: Simulator, families: Sequence[Family], options: PlanOp
     layers, devices = costs.layer_count, len(costs.devices)
     stages = min(layers, devices)
     equal = tuple(accumulate(even_shares(layers, stages)))
-    everywhere = (simulator, families, options, (layers,), (devices,))
-    named: dict[str, tuple[Shard, ...]] = {"pure data parallelism": ("none",)}
+    named: dict[str, Shard] = {"pure data parallelism": "none"}
     if devices > 1 and costs.profile.indivisible is None:
-        named["sharded data parallelism"] = ("parameters",)
+        named["sharded data parallelism"] = "parameters"
     if devices > 1 and costs.single:
         found = [Reference(name, None, next(iter(costs.single.values())).reason) for name in named]
     else:
-        found = [_reference(costs, name, try_stages(*everywhere, shards=shards)) for name, shards in named.items()]
+        every = ((name, replace(options, shard=shard)) for name, shard in named.items())
+        found = [
+            _reference(costs, name, try_stages(simulator, families, asked, (layers,), (devices,)))
+            for name, asked in every
+        ]
     return [*found, _reference(costs, "equal split", try_stages(simulator, families, options, equal, (1,) * stages))]
 
 
@@ -119,20 +121,6 @@ def _reference(costs: CostModel, name: str, best: Best) -> Reference:
         elif costs.share_limits:
             reason = costs.share_limits[0].text
     return Reference(name, best.fastest, reason)
-
-
-def record(name: str, simulated_plan: SimulatedPlan | None, reason: str | None = None) -> Alternative:
-    """Return a candidate as the plan file lists it."""
-    if simulated_plan is None:
-        return Alternative(name=name, infeasible=reason)
-    candidate = simulated_plan.candidate
-    return Alternative(
-        name=name,
-        step_s=simulated_plan.step_s,
-        stages=candidate.text(),
-        micro_batches=candidate.micro_batches,
-        schedule=candidate.schedule,
-    )
 
 
 MOST_NEIGHBOURS = 5
@@ -175,38 +163,23 @@ def _named_neighbours(
         yield f"shards {SHARDS[less]}" if less else "shards nothing", best.by_trait.get(("shard", less))
 
 
-class Simplicity(NamedTuple):
-    """How simple a plan is, what counts most first; less is simpler."""
+def simplicity(costs: CostModel, candidate: Candidate) -> tuple[int, ...]:
+    """Return how simple a candidate is, what counts most first; less is simpler.
 
-    straddling: int
-    """Stages that are neither within one node nor on whole nodes."""
-    widths: int
-    """Different numbers of replicas."""
-    shares: int
-    """Stages whose replicas take unequal shares."""
-    turning: int
-    """Stages whose replicas take turns."""
-    shard: int
-    """What is sharded: none, optimizer, gradients, parameters."""
-    schedule: bool
-    """Whether it is other than `1f1b`."""
-    stages: int
-    recomputed_layers: int
-    """Layers that are run forward again."""
-
-
-def simplicity(costs: CostModel, candidate: Candidate) -> Simplicity:
-    """Return how simple a candidate is."""
+    Counted are stages that are neither within one node nor on whole nodes, different numbers of replicas, stages whose
+    replicas take unequal shares, and those whose replicas take turns; what is sharded: none, optimizer, gradients,
+    parameters; whether the schedule is other than `1f1b`; and stages, and layers that are run forward again.
+    """
     stages = candidate.stages
-    return Simplicity(
-        straddling=len(straddling(costs, stages)),
-        widths=len({len(stage.devices) for stage in stages}),
-        shares=sum(len(set(stage.shares)) > 1 for stage in stages),
-        turning=sum(stage.division == "round-robin" for stage in stages),
-        shard=max(SHARDS.index(stage.shard) for stage in stages),
-        schedule=not plain(candidate.schedule),
-        stages=len(stages),
-        recomputed_layers=sum(len(stage.recompute) for stage in stages),
+    return (
+        len(straddling(costs, stages)),
+        len({len(stage.devices) for stage in stages}),
+        sum(len(set(stage.shares)) > 1 for stage in stages),
+        sum(stage.division == "round-robin" for stage in stages),
+        max(SHARDS.index(stage.shard) for stage in stages),
+        candidate.schedule not in PLANNED,
+        len(stages),
+        sum(len(stage.recompute) for stage in stages),
     )
 
 

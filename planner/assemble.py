@@ -15,17 +15,7 @@ from typing import Any
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Level
 from autopar.formats.document import Provenance, least_certain
-from autopar.formats.plan import (
-    Alternative,
-    Bounds,
-    Crossing,
-    Plan,
-    Prediction,
-    ScheduleName,
-    SharedParameter,
-    Shares,
-    Stage,
-)
+from autopar.formats.plan import Alternative, Bounds, Crossing, Plan, Prediction, SharedParameter, Shares, Stage
 from autopar.formats.profile import Profile
 from autopar.formats.program import Program
 from autopar.formats.timeline import Timeline, sending_of, track_of
@@ -255,7 +245,7 @@ def stage_record(costs: CostModel, stage: CandidateStage) -> Stage:
     )
 
 
-def _schedule(candidate: Candidate) -> ScheduleName:
+def _schedule(candidate: Candidate) -> str:
     """Return the schedule's name: with all micro-batches in flight everywhere, `1f1b` is `gpipe`."""
     if not plain(candidate.schedule):
         return candidate.schedule

@@ -46,6 +46,11 @@ class CandidateStage(NamedTuple):
         """How many replicas take turns: all of them, or, where they split every micro-batch, they are as one."""
         return len(self.devices) if self.division == "round-robin" else 1
 
+    def layers_text(self) -> str:
+        """Return the layers in the form that ``autopar plan --stages`` takes."""
+        last = self.stop - 1
+        return str(last) if self.first == last else f"{self.first}-{last}"
+
     def lead(self, before: CandidateStage, micro_batches: int) -> int:
         """Return for how many more turns than are in flight a gradient may be on its way to the stage ``before``.
 
@@ -109,12 +114,7 @@ class Candidate(NamedTuple):
 
     def text(self) -> str:
         """Return the stages in the form that ``autopar plan --stages`` takes."""
-        parts = []
-        for stage in self.stages:
-            last = stage.stop - 1
-            layers = str(last) if stage.first == last else f"{stage.first}-{last}"
-            parts.append(f"{layers}:{len(stage.devices)}")
-        return ",".join(parts)
+        return ",".join(f"{stage.layers_text()}:{len(stage.devices)}" for stage in self.stages)
 
 
 def place(

@@ -13,6 +13,7 @@ from autopar.formats.plan import Division, Shard, shards_of, turns
 from autopar.planner.candidate import Candidate, CandidateStage, Family, divisions_of, within
 from autopar.planner.constraints import Constraints, limits_met
 from autopar.planner.costs import memoized
+from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
@@ -25,7 +26,6 @@ MOST_WIDTHS = 32
 MOST_LEVELS = 4
 """Of recomputation, besides none: what one micro-batch holds may be least between none and all."""
 
-Numbers = npt.NDArray[np.float64]
 Known = dict[tuple[tuple[int, ...], int, float, frozenset[int]], Parts]
 """What stages hold, by edges, kind of device, rows and the layers that are recomputed: the same for all options."""
 
@@ -68,29 +68,28 @@ class ShortfallTables:
         self.constraints = Constraints.of(costs, options)
         self.edges = self.constraints.edges(MOST_EDGES)
         self._masks: dict[tuple[object, ...], npt.NDArray[np.bool_]] = {}
+        self.exact = self.constraints.most_stages < min(costs.layer_count, len(costs.devices))
+        """Whether stages are limited in number: then suffixes have exactly so many, else at least."""
 
-    def candidate(self, stages: int | None = None) -> Candidate | None:
-        """Return the candidate that lacks least, of so many stages, or of any number that the options admit."""
-        rules = self.constraints
-        # Where stages are limited in number, suffixes have exactly so many, else at least.
-        exact = stages is not None or rules.most_stages < min(self.costs.layer_count, len(self.costs.devices))
-        counts = stages or (rules.most_stages if exact else rules.least_stages)
+    def candidate(self) -> Candidate | None:
+        """Return the candidate that lacks least; none where there is none."""
+        fewest = self.constraints.least_stages
+        counts = self.constraints.most_stages if self.exact else fewest
         least = np.full((counts, self.pool.states, len(self.edges)), np.inf)
         for state in reversed(range(self.pool.empty)):
             for kind, width, lead in self._widths(state):
                 short = self._short(state, kind, width, turning=lead > 0)
                 after = self.pool.take(state, kind, width)
                 for count in range(counts):
-                    worst = np.maximum(short, self._ends(least, count, after, lead, exact=exact)).min(axis=1)
+                    worst = np.maximum(short, self._ends(least, count, after, lead)).min(axis=1)
                     np.minimum(least[count, state, :-1], worst, out=least[count, state, :-1])
-        fewest = stages or rules.least_stages
         if counts < fewest or not least[fewest - 1 :, 0, 0].min() < np.inf:
             return None
         placed = []
         state = first = lead = 0
         count = fewest - 1 + int(least[fewest - 1 :, 0, 0].argmin())
         while first < len(self.edges) - 1:
-            stage = self._best(least, count, state, first, lead, exact=exact)
+            stage = self._best(least, count, state, first, lead)
             placed.append(self._candidate_stage(state, first, stage, lead))
             state, first, count, lead = stage.after, stage.stop, max(0, count - 1), stage.lead
         return Candidate(*self.family, tuple(placed))
@@ -111,33 +110,33 @@ class ShortfallTables:
                         yield kind, width, 0 if division == "split" else width - 1
                 width += 1 if width < MOST_WIDTHS else width
 
-    def _ends(self, least: Numbers, count: int, after: int, lead: int, *, exact: bool) -> Numbers:
+    def _ends(self, least: Numbers, count: int, after: int, lead: int) -> Numbers:
         """Return what the stages behind lack, by where they begin, if ``count`` follow; minus infinity for none."""
-        if exact and count == 0:
+        if self.exact and count == 0:
             ends = np.full(len(self.edges), np.inf)
         elif lead and self.family.schedule != "gpipe":
-            ends = self._ends_with_lead(least, max(0, count - 1), after, lead, exact=exact)
+            ends = self._ends_with_lead(least, max(0, count - 1), after, lead)
         else:
             ends = least[max(0, count - 1), after].copy()
         done = count == 0 and (not self.options.use_all or after == self.pool.empty)
         ends[-1] = -np.inf if done else np.inf
         return ends
 
-    def _ends_with_lead(self, least: Numbers, count: int, state: int, lead: int, *, exact: bool) -> Numbers:
+    def _ends_with_lead(self, least: Numbers, count: int, state: int, lead: int) -> Numbers:
         """Return what stages lack, by where they begin, of which the first has so many gradients more on their way."""
         found = np.full(len(self.edges), np.inf)
         for kind, width, _ in self._widths(state):
-            ends = self._ends(least, count, self.pool.take(state, kind, width), 0, exact=exact)
+            ends = self._ends(least, count, self.pool.take(state, kind, width), 0)
             worst = np.maximum(self._short(state, kind, width, lead), ends).min(axis=1)
             np.minimum(found[:-1], worst, out=found[:-1])
         return found
 
-    def _best(self, least: Numbers, count: int, state: int, first: int, lead: int, *, exact: bool) -> _ClosestStage:
+    def _best(self, least: Numbers, count: int, state: int, first: int, lead: int) -> _ClosestStage:
         """Return the first stage of the best suffix; the narrowest and shortest of equals."""
-        sought = (self._ends_with_lead(least, count, state, lead, exact=exact) if lead else least[count, state])[first]
+        sought = (self._ends_with_lead(least, count, state, lead) if lead else least[count, state])[first]
         for kind, width, own in self._widths(state):
             after = self.pool.take(state, kind, width)
-            ends = self._ends(least, count, after, own, exact=exact)
+            ends = self._ends(least, count, after, own)
             worst = np.maximum(self._short(state, kind, width, lead, turning=own > 0)[first], ends)
             if worst.min() <= sought:
                 return _ClosestStage(kind, width, int(worst.argmin()), after, own)
@@ -210,19 +209,18 @@ def closest(
     costs: CostModel,
     families: Sequence[Family],
     options: PlanOptions,
-    stages: int | None = None,
     parts_cache: Known | None = None,
     *,
     any_fits: bool = False,
 ) -> tuple[int, Candidate] | None:
     """Return the least shortfall of all plans of some families, and a plan that lacks it; none if there is no plan.
 
-    With ``stages``, of plans of exactly so many. With ``any_fits``, the first plan that fits will do; small
-    micro-batches, which hold least, are tried first. ``parts_cache`` is filled, and spares the next call what it holds.
+    With ``any_fits``, the first plan that fits will do; small micro-batches, which hold least, are tried first.
+    ``parts_cache`` is filled, and spares the next call what it holds.
     """
     found: tuple[int, Candidate] | None = None
     for family in _few(costs, families):
-        candidate = ShortfallTables(costs, family, options, parts_cache).candidate(stages)
+        candidate = ShortfallTables(costs, family, options, parts_cache).candidate()
         if candidate is not None:
             short = max(costs.shortfalls(candidate))
             if found is None or short < found[0]:

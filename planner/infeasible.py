@@ -40,7 +40,7 @@ def any_plan_fits(costs: CostModel, parts_cache: Known, options: PlanOptions) ->
     """Whether any plan fits the memory of the same cluster with other options."""
     options = admissible_options(options, costs.profile)
     other = CostModel(costs.profile, costs.cluster, options)
-    found = closest(other, families(other.batch, options), options, None, parts_cache, any_fits=True)
+    found = closest(other, families(other.batch, options), options, parts_cache, any_fits=True)
     return found is not None and found[0] <= 0
 
 
@@ -62,7 +62,7 @@ def remedies(costs: CostModel, options: PlanOptions, fits: Fits, short: int) -> 
     found = _alone(_usual_changes(costs, options), options, fits)
     found += _device_remedies(costs, options, fits, alone=not found)
     found += _alone({"batch": _halves(costs.batch, options)}, options, fits)
-    return [f"with {each}" for each in (*found, *_memory_texts(_sizes(costs, options, short), options, fits))]
+    return found + _memory_texts(_sizes(costs, options, short), options, fits)
 
 
 def schedule_remedies(costs: CostModel, options: PlanOptions, fits: Fits, short: int | None) -> list[str]:
@@ -117,10 +117,9 @@ def _with_or_without(
 
     Where neither helps, the schedule is changed or options are left out together with more memory.
     """
-    every = [f"with {each}" for each in remedies]
     if sizes is not None:
-        return [*every, *(f"with {text}" for text in _memory_texts(sizes, options, fits))]
-    every += [f"without {_names(each)}" for each in _left_out(options, fits)]
+        return [*remedies, *_memory_texts(sizes, options, fits)]
+    every = [*remedies, *(f"without {_names(each)}" for each in _left_out(options, fits))]
     return every or _memory_remedies(costs, options, fits)
 
 
@@ -129,12 +128,12 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _options_text(**options: object) -> str:
-    """Return options as errors name them, with their values.
+    """Return options as errors advise them, with their values.
 
     >>> _options_text(shard="auto", gpus=8)
-    "`shard='auto', gpus=8`"
+    "with `shard='auto', gpus=8`"
     """
-    return f"`{', '.join(f'{name}={value!r}' for name, value in options.items())}`"
+    return f"with `{', '.join(f'{name}={value!r}' for name, value in options.items())}`"
 
 
 def _gpus_text(count: int | None) -> list[str]:
@@ -160,11 +159,11 @@ def _memory_remedies(costs: CostModel, options: PlanOptions, fits: Fits) -> list
     ample = replace(options, memory_bytes=UNLIMITED_BYTES)
     for schedule in _first(_schedules(options), "schedule", ample, fits):
         other = replace(options, schedule=schedule)
-        return [f"with {each}" for each in _memory_texts(_sizes(costs, other), other, fits, schedule=schedule)]
+        return _memory_texts(_sizes(costs, other), other, fits, schedule=schedule)
     for names in _left_out(ample, fits)[:1]:
         other = _reset_options(options, names)
         texts = _memory_texts(_sizes(costs, other), other, fits)
-        return [f"without {_names(names)} and with {each}" for each in texts]
+        return [f"without {_names(names)} and {each}" for each in texts]
     return []
 
 

@@ -18,7 +18,6 @@ PLANNED = ("gpipe", "1f1b")
 CANDIDATES = 500
 CANDIDATES_WHEN_EXACT = 100_000
 
-
 Objective = Literal["step", "throughput", "cost"]
 """What is planned for. Files may have others, of planners that `benchmarks/reproductions/` holds."""
 
@@ -183,33 +182,14 @@ def admissible_options(options: PlanOptions, profile: Profile) -> PlanOptions:
     return replace(options, shard="none")
 
 
-_OPTIONS = (
-    "batch",
-    "memory_bytes",
-    "schedule",
-    "chunks",
-    "micro_batches",
-    "stages",
-    "min_stages",
-    "max_stages",
-    "forbid_cut",
-    "pin",
-    "use_all",
-    "divisible",
-    "recompute",
-    "shard",
-    "effort",
-    "exact",
-    "equal_widths",
-    "solver",
-    "solver_seconds",
-    "deadline_s",
-)
-_KNOWN: dict[Objective, frozenset[str]] = {
-    "step": frozenset(_OPTIONS) - {"deadline_s"},
-    "cost": frozenset(_OPTIONS) - {"stages", "solver", "solver_seconds", "effort", "exact", "equal_widths"},
-    "throughput": frozenset({"batch", "memory_bytes", "use_all", "divisible", "recompute"}),
+_STAGES = ("schedule", "chunks", "micro_batches", "stages", "min_stages", "max_stages", "forbid_cut", "pin", "shard")
+_SEARCH = ("effort", "exact", "equal_widths", "solver", "solver_seconds")
+_FOREIGN: dict[Objective, tuple[str, ...]] = {
+    "step": ("deadline_s",),
+    "cost": ("stages", *_SEARCH),
+    "throughput": (*_STAGES, *_SEARCH, "deadline_s"),
 }
+"""Options that an objective does not know."""
 _WHY: dict[Objective, str] = {
     "step": "finds the fastest plan, and not the cheapest one that meets it (`objective='cost'`)",
     "cost": "searches every set of devices",
@@ -226,8 +206,8 @@ def check_flags(options: PlanOptions) -> None:
         UsageError: names the option.
     """
     usual = PlanOptions()
-    for name in _OPTIONS:
-        if name not in _KNOWN[options.objective] and getattr(options, name) != getattr(usual, name):
+    for name in _FOREIGN[options.objective]:
+        if getattr(options, name) != getattr(usual, name):
             raise UsageError(
                 f"`{name}` does not go with `objective={options.objective!r}`, which {_WHY[options.objective]}; "
                 f"leave out `{name}`"

@@ -1,60 +1,156 @@
-"""Planning: profile, cluster and options become a plan."""
+"""Planning: a question of a profile, a cluster and options becomes a plan.
+
+In this order: the question, and which plans may answer it; its answer, by objective, schedule and dictated stages; and
+notes: what is said of a plan, and what was not searched.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Alternative, Bounds, Plan
 from autopar.formats.profile import Profile
-from autopar.planner.alternatives import Reference, frames, neighbours, record, references, simplest, try_stages
+from autopar.planner.alternatives import Reference, frames, neighbours, references, simplest, straddling, try_stages
 from autopar.planner.assemble import assemble
 from autopar.planner.bounds.chain import candidate_bound_s
-from autopar.planner.candidate import Candidate, Family, has_chunks, place, plain, splits_backward
+from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, has_chunks, place, plain, splits_backward
 from autopar.planner.closest import closest
-from autopar.planner.constraints import FixedStages, refusal_of_all, too_wide
+from autopar.planner.constraints import Constraints, FixedStages, parse, refusal_of_all, runnable, too_wide
 from autopar.planner.costs.kinds import check_times_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import any_plan_fits, infeasible
 from autopar.planner.milp.solve import search_by_milp
-from autopar.planner.notes import notes_on, placement_notes
 from autopar.planner.objectives.cost import cheapest_plan
-from autopar.planner.objectives.written import throughput_plan
+from autopar.planner.objectives.throughput import throughput_plan
 from autopar.planner.options import PlanOptions, admissible_options, check_flags
 from autopar.planner.peers import Peer, peers
-from autopar.planner.question import Question
+from autopar.planner.placement.places import pool_of
+from autopar.planner.search import other_schedules
 from autopar.planner.search.best_first import bounds_of_families, least_bound_s, search
-from autopar.planner.search.judge import Best, SimulatedPlan
+from autopar.planner.search.judge import ENOUGH, Best, SimulatedPlan, equal_widths
 from autopar.planner.search.local import judge_even_splits, search_locally
-from autopar.planner.search.other_schedules import (
-    MOST_ACTIONS,
-    Trials,
-    actions_of,
-    bounds_of,
-    dictated_best,
-    improve,
-    lower_bound_s,
-    otherwise,
-    shape_of,
-    tried_beside,
-    tried_best,
-    usual,
-)
 from autopar.planner.simulator.simulate import Simulator
 from autopar.progress import Progress, no_progress
 
 DICTATED_NOTE = "the stages were dictated; the lower bound is that of these stages"
 
 
-def starting_plans(
-    simulator: Simulator, every: Sequence[Family], options: PlanOptions
-) -> tuple[list[Reference], list[Peer]]:
+@dataclass(frozen=True)
+class Question:
+    """A profile and a cluster, as the simulator prices them, and what the user asks of their plan."""
+
+    simulator: Simulator
+    options: PlanOptions
+    fixed_stages: FixedStages | None = None
+    """Stages that the user dictates."""
+
+    @classmethod
+    def of(cls, profile: Profile, cluster: Cluster, options: PlanOptions, progress: Progress = no_progress) -> Question:
+        """Read what the user asks.
+
+        Raises:
+            UsageError: the options contradict the profile, the cluster or each other.
+        """
+        names = [layer.name for layer in profile.layers]
+        fixed_stages = None if options.stages is None else parse(options.stages, names)
+        options = options if fixed_stages is None else _options_for_stages(fixed_stages, options)
+        options = replace(options, gpus=options.gpus or len(cluster.devices))
+        question = cls(Simulator(CostModel(profile, cluster, options), progress=progress), options, fixed_stages)
+        question._check_stages()
+        return question
+
+    @property
+    def costs(self) -> CostModel:
+        """Prices of the profile on the cluster."""
+        return self.simulator.costs
+
+    @cached_property
+    def families(self) -> list[Family]:
+        """Those that the options admit, some plan of which can run."""
+        return runnable(self.costs, self.options)
+
+    @cached_property
+    def constraints(self) -> Constraints:
+        """What the options forbid of stages."""
+        return Constraints.of(self.costs, self.options)
+
+    def under(self, options: PlanOptions) -> Question:
+        """Return the question of the same profile and cluster, priced anew, with other options.
+
+        Raises:
+            UsageError: these contradict the profile.
+        """
+        options = admissible_options(options, self.costs.profile)
+        costs = CostModel(self.costs.profile, self.costs.cluster, options)
+        return Question(Simulator(costs), options, self.fixed_stages)
+
+    def excluding_option(self, candidate: Candidate) -> str | None:
+        """Return the option that excludes a plan of others; None where it may be chosen."""
+        costs, options, stages = self.costs, self.options, candidate.stages
+        shards = {stage.shard for stage in stages if len(stage.devices) > 1}
+        broken = self.constraints.broken(stages, costs.kind_of)
+        if broken is not None:
+            return broken.text
+        excludes = {
+            "`use_all`": options.use_all and len(candidate.devices) < len(costs.devices),
+            f"`shard={options.shard!r}`": options.shard != "auto" and not shards <= {options.shard},
+            f"`schedule={options.schedule!r}`": not _as_asked(options.schedule, candidate),
+            f"`recompute={options.recompute!r}`": options.recompute != "auto"
+            and _recomputes(costs, candidate) != options.recompute,
+            "`equal_widths`": options.equal_widths and not equal_widths(stages),
+        }
+        return next((option for option, excluding in excludes.items() if excluding), None)
+
+    def _check_stages(self) -> None:
+        """Refuse more stages than can be."""
+        layers, devices = self.costs.layer_count, len(self.costs.devices)
+        most, on = min(layers, devices), f" on {devices} devices"
+        if self.options.schedule != "auto" and has_chunks(self.options.schedule):
+            most, on = layers, ""
+        if self.options.min_stages > most:
+            raise UsageError(f"`min_stages={self.options.min_stages}`: {layers} layers{on} make at most {most} stages")
+
+
+def _options_for_stages(fixed_stages: FixedStages, options: PlanOptions) -> PlanOptions:
+    shape = fixed_stages if options.schedule == "auto" else other_schedules.shape_of(fixed_stages, options)
+    needed = sum(shape.widths)
+    if options.gpus is not None and needed > options.gpus:
+        raise UsageError(f"`stages` needs {needed} devices, but `gpus` is {options.gpus}")
+    if options.use_all and options.gpus is not None and needed < options.gpus:
+        raise UsageError(f"`stages` uses {needed} devices, but `use_all` asks for all {options.gpus}")
+    if len(fixed_stages.cuts) < options.min_stages:
+        raise UsageError(f"`stages` has {len(fixed_stages.cuts)} stages, but `min_stages` is {options.min_stages}")
+    return replace(options, gpus=options.gpus or needed)
+
+
+def _as_asked(schedule: str, candidate: Candidate) -> bool:
+    """Whether a candidate is of a schedule; with all in flight, `1f1b` and `gpipe` are one."""
+    if schedule == "auto":
+        return True
+    whole = plain(schedule) and plain(candidate.schedule)
+    return schedule == candidate.schedule or (whole and (schedule == "1f1b" or candidate.all_in_flight))
+
+
+def _recomputes(costs: CostModel, candidate: Candidate) -> str:
+    """Return whether no layer is recomputed, or all that may be; or ``auto``."""
+    again = sum(len(stage.recompute) for stage in candidate.stages)
+    if not again:
+        return "none"
+    kind = costs.kind_of[candidate.stages[0].devices[0]]
+    most = len(costs.recompute_levels(candidate.micro_batch_size, kind)[-1])
+    return "full" if again == most else "auto"
+
+
+def starting_plans(question: Question) -> tuple[list[Reference], list[Peer]]:
     """Return what anyone would try first and what peers' planners find, as far as that is soon known."""
-    compared = references(simulator, every, options)
+    simulator, options = question.simulator, question.options
+    simulator.progress("trying usual plans", 0.05)
+    compared = references(simulator, question.families, options)
     # What is proved is proved of the plans that are searched, and some of a peer's are none of these.
     return compared, peers(simulator, options, compared, quickly=True) if options.gap > 0 else []
 
@@ -86,7 +182,7 @@ def plan(
 
 def _plan_best(question: Question) -> Plan:
     """Return the simplest of the best plans, with what bounds them, and what stands near them."""
-    best, (compared, of_peers) = Best(), _usual_plans(question)
+    best, (compared, of_peers) = Best(), starting_plans(question)
     least_s, search_notes, linked_s = _search(question, best, compared, of_peers)
     if best.fastest is None:
         _judge_closest(question, best)
@@ -100,14 +196,9 @@ def _plan_best(question: Question) -> Plan:
     bounds, least_s, schedule_notes = _try_schedules(question, best, bounds, max(least_s, bounds.linked_s))
     chosen = _choose(question, best)
     near = neighbours(question.simulator, best, chosen.candidate)
-    notes = [*search_notes, *schedule_notes, *notes_on(question, best, chosen, least_s)]
+    notes = [*search_notes, *schedule_notes, *_notes_on(question, best, chosen, least_s)]
     rows = _alternatives(compared, near, question.excluding_option)
     return assemble(question.costs, chosen.candidate, question.options, least_s, rows, notes, bounds, chosen.step_s)
-
-
-def _usual_plans(question: Question) -> tuple[list[Reference], list[Peer]]:
-    question.simulator.progress("trying usual plans", 0.05)
-    return starting_plans(question.simulator, question.families, question.options)
 
 
 class _Found(NamedTuple):
@@ -165,23 +256,24 @@ def _try_schedules(
     free = options.schedule == "auto" and options.solver == "dp"
     if best.fastest is None or not free or costs.divisible or options.equal_widths:
         return bounds, least_s, ()
-    if actions_of(best.fastest.candidate) > MOST_ACTIONS:
+    if other_schedules.actions_of(best.fastest.candidate) > other_schedules.MOST_ACTIONS:
         note = "of so many stages and micro-batches no other schedules than gpipe and 1f1b were tried; `schedule` does"
         return bounds, least_s, (note,)
     simulator.progress("trying other schedules", 0.9)
-    improve(simulator, options, best)
-    for each in otherwise(simulator, options, best.fastest.candidate):
+    other_schedules.improve(simulator, options, best)
+    for each in other_schedules.otherwise(simulator, options, best.fastest.candidate):
         if each.simulated_plan is not None:
             best.consider(each.simulated_plan)
     # Bounds know of a schedule whether a rank runs several stages, and whether backwards are halved.
-    for schedule in {(has_chunks(each), splits_backward(each)): each for each in tried_beside(costs)}.values():
+    tried = other_schedules.tried_beside(costs)
+    for schedule in {(has_chunks(each), splits_backward(each)): each for each in tried}.values():
         asked = replace(options, schedule=schedule, chunks=None)
-        own = bounds_of(costs, asked, best.step_s, quickly=True)
+        own = other_schedules.bounds_of(costs, asked, best.step_s, quickly=True)
         if has_chunks(schedule):
             bounds = bounds.model_copy(update={"work_s": min(bounds.work_s, own.work_s)})
         else:
             bounds = Bounds(**{name: min(each, getattr(own, name)) for name, each in bounds})
-            least_s = min(least_s, lower_bound_s(costs, asked, own, best.step_s))
+            least_s = min(least_s, other_schedules.lower_bound_s(costs, asked, own, best.step_s))
     return bounds, least_s, ()
 
 
@@ -203,34 +295,34 @@ def _choose(question: Question, best: Best) -> SimulatedPlan:
 def _plan_schedule(question: Question) -> Plan:
     """Return the best plan of a schedule that is found by trying, beside the best one of `1f1b`."""
     simulator, costs, options = question.simulator, question.costs, question.options
-    beside, fits = replace(question, options=usual(options)), partial(_schedule_fits, question)
+    beside, fits = replace(question, options=other_schedules.usual(options)), partial(_schedule_fits, question)
     compared = references(simulator, beside.families, beside.options)
     fixed_stages = question.fixed_stages
-    own = None if fixed_stages is None else dictated_best(simulator, options, fixed_stages, fits)
+    own = None if fixed_stages is None else other_schedules.dictated_best(simulator, options, fixed_stages, fits)
     best = Best()
     _search(beside, best, compared)
     if own is None or fixed_stages is None:
         simulator.progress(f"trying plans of {options.schedule}", 0.7)
-        own = tried_best(simulator, options, best, fits)
+        own = other_schedules.tried_best(simulator, options, best, fits)
         _check_equal(question, own)
-        bounds = bounds_of(costs, options, own.step_s)
+        bounds = other_schedules.bounds_of(costs, options, own.step_s)
         chosen = _choose(question, own).candidate
-        least_s = lower_bound_s(costs, options, bounds, own.step_s)
+        least_s = other_schedules.lower_bound_s(costs, options, bounds, own.step_s)
         note = f"plans of {options.schedule} were found by trying; no better one is ruled out but by the lower bound"
     else:
         assert own.fastest is not None
         bounds, chosen = _bounds_of_shape(question, fixed_stages, own.step_s), own.fastest.candidate
         least_s, note = bounds.linked_s, DICTATED_NOTE
     rows = _alternatives([*compared, Reference("1f1b", best.fastest, "no plan of 1f1b fits the memory")])
-    notes = [note, *placement_notes(question, chosen)]
+    notes = [note, *_placement_notes(question, chosen)]
     return assemble(costs, chosen, options, least_s, rows, notes, bounds)
 
 
 def _bounds_of_shape(question: Question, fixed_stages: FixedStages, step_s: float) -> Bounds:
     """Return what bounds the plans of dictated stages under a schedule that is found by trying."""
     costs, options = question.costs, question.options
-    trials = Trials(question.simulator, options.schedule, options, range(len(costs.devices)))
-    shape = shape_of(fixed_stages, options)
+    trials = other_schedules.Trials(question.simulator, options.schedule, options, range(len(costs.devices)))
+    shape = other_schedules.shape_of(fixed_stages, options)
 
     def bound_s(model: CostModel, family: Family, below_s: float) -> float:
         return min(below_s, trials.bound_s(model, family, shape))
@@ -243,13 +335,13 @@ def _schedule_fits(question: Question, options: PlanOptions) -> bool:
     if options.schedule == "auto" or plain(options.schedule):
         return any_plan_fits(question.costs, {}, options)
     other = question.under(options)
-    beside = replace(other, options=usual(other.options))
+    beside = replace(other, options=other_schedules.usual(other.options))
     try:
         if other.fixed_stages is not None:
-            return dictated_best(other.simulator, other.options, other.fixed_stages).fastest is not None
+            return other_schedules.dictated_best(other.simulator, other.options, other.fixed_stages).fastest is not None
         best = Best()
         _search(beside, best, references(other.simulator, beside.families, beside.options))
-        return tried_best(other.simulator, other.options, best).fastest is not None
+        return other_schedules.tried_best(other.simulator, other.options, best).fastest is not None
     except InfeasibleError:
         return False
 
@@ -257,7 +349,7 @@ def _schedule_fits(question: Question, options: PlanOptions) -> bool:
 def _plan_stages(question: Question, fixed_stages: FixedStages) -> Plan:
     """Return the best plan of dictated stages, beside the best one of any."""
     own, costs, best = _judge_stages(question, fixed_stages), question.costs, Best()
-    compared, of_peers = _usual_plans(question)
+    compared, of_peers = starting_plans(question)
     _search(question, best, compared, of_peers)
     assert own.fastest is not None
 
@@ -308,7 +400,74 @@ def _alternatives(
     rows = []
     for each in reference_plans:
         own = None if each.simulated_plan is None else excluding_option(each.simulated_plan.candidate)
-        rows.append(record(*each).model_copy(update={"excluded": own}))
+        rows.append(each.record().model_copy(update={"excluded": own}))
     known = {(row.step_s, row.stages, row.infeasible) for row in rows}
-    others = (record(*each) for each in near)
+    others = (each.record() for each in near)
     return [*rows, *(row for row in others if (row.step_s, row.stages, row.infeasible) not in known)]
+
+
+def _notes_on(question: Question, best: Best, simulated_plan: SimulatedPlan, lower_bound_s: float) -> list[str]:
+    """Return what is said of the plan that is chosen of the best ones."""
+    return [
+        *_simplicity(question, best, simulated_plan),
+        *_search_notes(question, simulated_plan.candidate),
+        *_placement_notes(question, simulated_plan.candidate),
+        *_gap(question, simulated_plan.step_s, lower_bound_s),
+    ]
+
+
+def _simplicity(question: Question, best: Best, simulated_plan: SimulatedPlan) -> list[str]:
+    """Say what is given up for a simpler plan, and what one that is not simple costs to do without."""
+    assert best.fastest is not None
+    notes = []
+    if simulated_plan.candidate != best.fastest.candidate and not question.options.equal_widths:
+        faster = 1 - best.step_s / simulated_plan.step_s
+        notes.append(f"a plan that is harder to use is {faster:.1%} faster; `exact=True` plans it")
+    across = straddling(question.costs, simulated_plan.candidate.stages)
+    if across:
+        named = ", ".join(map(str, across))
+        notes.append(
+            f"stage{'s' if len(across) > 1 else ''} {named} cross from one node to another without filling them"
+        )
+    if best.equal is not None and not equal_widths(simulated_plan.candidate.stages):
+        more = best.equal.step_s / simulated_plan.step_s - 1
+        notes.append(f"stages of equal widths take {more:+.1%}; `equal_widths=True` plans them")
+    return notes
+
+
+def _search_notes(question: Question, candidate: Candidate) -> list[str]:
+    """Say which numbers of micro-batches were not searched, and which devices are of no use."""
+    notes, devices = [], len(question.costs.devices)
+    if question.options.micro_batches is None and question.costs.batch > MOST_MICRO_BATCHES:
+        notes.append(f"micro-batch counts above {MOST_MICRO_BATCHES} were not searched; `micro_batches` asks for one")
+    idle = devices - len(set(candidate.devices))
+    if idle:
+        notes.append(
+            f"{idle} of {devices} devices stay idle: no plan simulated with them is faster (`use_all` forbids this)"
+        )
+    return notes
+
+
+def _placement_notes(question: Question, candidate: Candidate) -> list[str]:
+    """Say which placements were not searched, and where ranks are to be started that are not in cluster order."""
+    notes, costs, options = [], question.costs, question.options
+    exact = options.gap == 0
+    if options.solver == "dp" and not pool_of(costs, exact=exact, use_all=options.use_all).complete:
+        remedy = "" if exact else "; `gap=0` leaves out fewer"
+        notes.append(f"not all placements on nodes were searched; the lower bound is of those that were{remedy}")
+    devices = list(dict.fromkeys(candidate.devices))
+    nodes = {costs.devices[device].node for device in devices}
+    if len(nodes) > 1 and devices != sorted(devices):
+        notes.append("stages are not placed in cluster order: start rank i on the i-th device of $.stages[].devices")
+    return notes
+
+
+def _gap(question: Question, step_s: float, lower_bound_s: float) -> list[str]:
+    """Say how far a step is from its lower bound."""
+    options = question.options
+    if step_s < lower_bound_s:
+        return [f"it is faster than any plan with one stage on every device, by {1 - step_s / lower_bound_s:.1%}"]
+    if lower_bound_s > 0 and step_s > (1 + max(ENOUGH, options.gap)) * lower_bound_s * (1 + 1e-9):
+        more = f"`effort={10 * options.effort}` searches on"
+        return [f"the search ended {step_s / lower_bound_s - 1:.1%} above its lower bound; {more}"]
+    return []

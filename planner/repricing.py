@@ -22,20 +22,13 @@ class DictatedRun:
     Its program is expanded once. Replicas that do the same at the same time are simulated as one.
     """
 
-    def __init__(
-        self,
-        costs: CostModel,
-        cuts: Sequence[int],
-        widths: Sequence[int],
-        micro_batches: int,
-        micro_batch_size: int,
-        schedule: str = "1f1b",
-    ) -> None:
+    def __init__(self, costs: CostModel, family: Family, cuts: Sequence[int], widths: Sequence[int]) -> None:
         """``cuts`` are the layers before which the stages end; the first of the schedule's warm-ups is taken.
 
         Raises:
             UsageError: there is no such schedule, a replica has no sample, or the devices do not suffice.
         """
+        micro_batches, micro_batch_size, schedule = family
         if schedule not in SCHEDULES:
             raise UsageError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
         if max(widths) > micro_batch_size:
@@ -43,13 +36,10 @@ class DictatedRun:
         if sum(widths) > len(costs.devices):
             raise UsageError(f"{sum(widths)} devices are used of a cluster of {len(costs.devices)}")
         depths = next(iter(SCHEDULES[schedule].warmups(len(cuts), 1, micro_batches).values()))
-        family = Family(micro_batches, micro_batch_size, schedule)
         self._costs = costs
         self._candidate = with_depths(family, place(family, cuts, widths), depths)
-        self._program = Simulator(costs).rows_of(self._candidate)
         self._width = _common_width(self._candidate, durations(costs, self._candidate))
-        if self._width > 1:
-            self._program = _narrow(self._program, self._width)
+        self._program = _narrow(Simulator(costs).rows_of(self._candidate), self._width)
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -118,17 +108,10 @@ def _narrow(rows: Rows, width: int) -> Rows:
 def _first_replicas(times: Durations, width: int) -> Durations:
     if width == 1:
         return times
+    by_rank = ("stage", "forward_s", "backward_s", "exposed_s", "reduce_s", "update_s")
+    messages = times.message_s.items()
     return replace(
         times,
-        stage=times.stage[::width],
-        forward_s=times.forward_s[::width],
-        backward_s=times.backward_s[::width],
-        exposed_s=times.exposed_s[::width],
-        reduce_s=times.reduce_s[::width],
-        update_s=times.update_s[::width],
-        message_s={
-            (sender // width, receiver // width): seconds
-            for (sender, receiver), seconds in times.message_s.items()
-            if sender % width == 0
-        },
+        **{name: getattr(times, name)[::width] for name in by_rank},
+        message_s={(one // width, other // width): each for (one, other), each in messages if one % width == 0},
     )

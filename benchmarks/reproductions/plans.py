@@ -7,14 +7,13 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Division, Plan, Prediction, Stage
+from autopar.formats.plan import Division, Objective, Plan, Prediction, Stage
 from autopar.formats.profile import Profile
 from autopar.planner.assemble import assemble, plan_of
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import size
-from autopar.planner.objectives.throughput import StashCosts, depths
-from autopar.planner.objectives.written import stash_plan
+from autopar.planner.objectives.throughput import StashCosts, depths, stash_plan
 from autopar.planner.options import PlanOptions
 from reproductions.pipedream import pipedream_plan
 from reproductions.pipedream_graph import mini_batch
@@ -49,7 +48,12 @@ def planned_by_pipedream(profile: Profile, cluster: Cluster, options: PlanOption
         f"devices {found.data_parallel_s:.6g} s, one device {found.one_device_s:.6g} s",
         *_exceeding(shorts, "with the weight versions that it keeps"),
     ]
-    return stash_plan(prices, candidate, options, "pipedream", 0.0, objective_s=found.bottleneck_s, notes=notes)
+    return _named(stash_plan(prices, candidate, options, 0.0, notes), "pipedream", found.bottleneck_s)
+
+
+def _named(plan: Plan, objective: Objective, objective_s: float) -> Plan:
+    predicted = plan.predicted.model_copy(update={"objective_s": objective_s})
+    return plan.model_copy(update={"objective": objective, "predicted": predicted})
 
 
 def planned_by_piper(profile: Profile, cluster: Cluster, options: PlanOptions) -> Plan:
@@ -79,9 +83,7 @@ def planned_by_piper(profile: Profile, cluster: Cluster, options: PlanOptions) -
     unpriced = _unpriced(candidate, found)
     if unpriced is None:
         notes += _exceeding(costs.shortfalls(candidate), "by autopar's count")
-        made = assemble(costs, candidate, options, 0.0, (), notes)
-        predicted = made.predicted.model_copy(update={"objective_s": found.bottleneck_s})
-        return made.model_copy(update={"objective": "piper", "predicted": predicted})
+        return _named(assemble(costs, candidate, options, 0.0, (), notes), "piper", found.bottleneck_s)
     notes.append(f"{unpriced}: the step is the slowest stage's time for all micro-batches, memory is by Piper's rule")
     return _by_piper_alone(costs, candidate, found, options, notes)
 

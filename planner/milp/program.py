@@ -23,7 +23,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from autopar.formats.plan import SHARDS, shards_of
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, link_terms, stage_terms
@@ -66,15 +66,6 @@ class ArcNetwork(NamedTuple):
     layers: int
     arcs: tuple[Arc, ...]
     crossings: tuple[tuple[NodeCrossing, ...], ...]
-
-
-def asked_levels(count: int, recompute: Literal["auto", "none", "full"]) -> range:
-    """Return which of so many levels of recomputation an option admits.
-
-    >>> asked_levels(3, "auto"), asked_levels(3, "none"), asked_levels(3, "full")
-    (range(0, 3), range(0, 1), range(2, 3))
-    """
-    return {"auto": range(count), "none": range(1), "full": range(count - 1, count)}[recompute]
 
 
 def network(
@@ -154,8 +145,10 @@ class _Pricing:
     def _levels(self, stage: CandidateStage, kind: int) -> Iterator[tuple[CandidateStage, StageTerms]]:
         """Yield the stage with ever more recomputed, as far as more fits in flight for it."""
         levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
+        last = len(levels) - 1
+        asked = {"auto": range(last + 1), "none": range(1), "full": range(last, last + 1)}[self.options.recompute]
         deepest, before = 0, None
-        for level in asked_levels(len(levels), self.options.recompute):
+        for level in asked:
             recompute = within(levels[level], stage.first, stage.stop)
             if recompute == before or deepest == stage.turns(0, self.family.micro_batches):
                 continue
@@ -187,11 +180,19 @@ def _crossings(costs: CostModel, family: Family, arcs: Sequence[Arc]) -> Iterato
     for index, arc in enumerate(arcs):
         entering.setdefault(arc.end, []).append(index)
         leaving.setdefault(arc.begin, []).append(index)
-    links = _Links(costs, family)
+    known: dict[tuple[object, ...], LinkTerms] = {}
+
+    def link(one: CandidateStage, other: CandidateStage) -> LinkTerms:
+        flow = costs.flows.between(one.first, one.stop, other.first, other.stop)
+        key = (flow, one.devices, one.division, other.devices, other.division)
+        if key not in known:
+            known[key] = link_terms(costs, one, other, Candidate(*family, (one, other)))
+        return known[key]
+
     for node in sorted(entering.keys() & leaving.keys()):
         before = _ports(arcs, entering[node])
         after = _ports(arcs, leaving[node])
-        rows = [tuple(links.between(arcs[one[0]].stage, arcs[other[0]].stage) for other in after) for one in before]
+        rows = [tuple(link(arcs[one[0]].stage, arcs[other[0]].stage) for other in after) for one in before]
         before, rows = _merge_groups(before, rows)
         after, columns = _merge_groups(after, list(zip(*rows, strict=True)))
         yield tuple(
@@ -218,22 +219,6 @@ def _merge_groups(
     for group, row in zip(groups, rows, strict=True):
         found[row] = (*found.get(row, ()), *group)
     return list(found.values()), list(found)
-
-
-class _Links:
-    """What travels between stages, each different one priced once."""
-
-    def __init__(self, costs: CostModel, family: Family) -> None:
-        self.costs, self.family = costs, family
-        self._terms: dict[tuple[object, ...], LinkTerms] = {}
-
-    def between(self, before: CandidateStage, after: CandidateStage) -> LinkTerms:
-        """Return the terms between two stages."""
-        flow = self.costs.flows.between(before.first, before.stop, after.first, after.stop)
-        key = (flow, before.devices, before.division, after.devices, after.division)
-        if key not in self._terms:
-            self._terms[key] = link_terms(self.costs, before, after, Candidate(*self.family, (before, after)))
-        return self._terms[key]
 
 
 Sum = dict[int, float]

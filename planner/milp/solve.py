@@ -12,7 +12,6 @@ import heapq
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from autopar.planner.bounds.chain import candidate_bound_s, work_s
@@ -30,7 +29,6 @@ from autopar.planner.simulator.simulate import Simulator
 
 if TYPE_CHECKING:
     import pulp
-
 
 GAP = 1e-9
 """Relative, at which a solver calls a solution the least one."""
@@ -50,27 +48,25 @@ class Solution(NamedTuple):
     """That it says it took."""
 
 
-class SolverFailure(NamedTuple):
-    """Why there is no answer, in a few words."""
-
-    reason: str
+class SolverError(Exception):
+    """Says in a few words why a solver has no answer."""
 
 
 class Solver(NamedTuple):
     """A solver, by the name that its users know."""
 
     name: str
-    solve: Callable[[Linear, float], Solution | SolverFailure]
+    solve: Callable[[Linear, float], Solution]
     """Solve a program within about so many seconds; whatever it raises is a failure, too."""
 
 
-def highs(linear: Linear, seconds: float) -> Solution | SolverFailure:
+def highs(linear: Linear, seconds: float) -> Solution:
     """Solve with HiGHS, in this process and one thread."""
     # HiGHS 1.13 has called a solution the least one that was not, after a restart.
     return _solve("HiGHS", linear, seconds, {"gapAbs": 0.0, "threads": 1, "random_seed": 0, "mip_allow_restart": False})
 
 
-def cbc(linear: Linear, seconds: float) -> Solution | SolverFailure:
+def cbc(linear: Linear, seconds: float) -> Solution:
     """Solve with CBC, a program that PuLP brings along."""
     return _solve("PULP_CBC_CMD", linear, seconds, {"threads": 1})
 
@@ -79,14 +75,14 @@ SOLVERS: Sequence[Solver] = (Solver("HiGHS", highs), Solver("CBC", cbc))
 """The second is asked where the first one fails."""
 
 
-def _solve(name: str, linear: Linear, seconds: float, options: dict[str, Any]) -> Solution | SolverFailure:
+def _solve(name: str, linear: Linear, seconds: float, options: dict[str, Any]) -> Solution:
     with warnings.catch_warnings():
         # PuLP warns of what its next major version, which is not admitted, does otherwise.
         warnings.simplefilter("ignore", DeprecationWarning)
         import pulp
 
         if name not in pulp.listSolvers(onlyAvailable=True):
-            return SolverFailure("it is not installed, or cannot be executed")
+            raise SolverError("it is not installed, or cannot be executed")
         problem, columns = _problem(pulp, linear)
         problem.solve(pulp.getSolver(name, msg=False, timeLimit=seconds, gapRel=GAP, **options))
         return _answer(pulp, problem, columns, seconds)
@@ -106,12 +102,7 @@ def _problem(pulp: Any, linear: Linear) -> tuple[pulp.LpProblem, list[pulp.LpVar
     return problem, columns
 
 
-def _answer(
-    pulp: Any,  # noqa: ANN401
-    problem: pulp.LpProblem,
-    columns: Sequence[pulp.LpVariable],
-    allowed_s: float,
-) -> Solution | SolverFailure:
+def _answer(pulp: Any, problem: pulp.LpProblem, columns: Sequence[pulp.LpVariable], allowed_s: float) -> Solution:  # noqa: ANN401
     seconds = float(problem.solutionTime)
     if problem.status == pulp.LpStatusInfeasible:
         return Solution("none", (), math.inf, seconds)
@@ -124,7 +115,7 @@ def _answer(
     # PuLP does not say whether it was time that ended a solver.
     if seconds >= NEARLY * allowed_s:
         return Solution("time", (), 0.0, seconds)
-    return SolverFailure(f"it ended as {pulp.LpStatus[problem.status]!r}")
+    raise SolverError(f"it ended as {pulp.LpStatus[problem.status]!r}")
 
 
 TOLERANCE = 1e-6
@@ -145,45 +136,6 @@ class MilpResult(NamedTuple):
 
 class _UnansweredError(Exception):
     """No solver answers; says why."""
-
-
-class _FailedError(Exception):
-    """A solver failed and another one is left; what the first one said counts no more."""
-
-
-class _Solvers:
-    """The solvers that are left, and the seconds that they may take together."""
-
-    def __init__(self, solvers: Sequence[Solver], seconds: float) -> None:
-        self.solvers_left, self.seconds, self.allowed_s = list(solvers), seconds, seconds
-        self.notes: list[str] = []
-
-    def least(self, program: _FamilyProgram, best: Best) -> list[int] | None:
-        """Return the arcs of a family's least path below the best step; None where there is none."""
-        if not self.solvers_left:
-            raise _UnansweredError("there is no solver")
-        answer = self._ask(self.solvers_left[0], program)
-        found = answer if isinstance(answer, SolverFailure) else program.check_answer(answer, best)
-        if not isinstance(found, SolverFailure):
-            return found
-        self.notes.append(f"{self.solvers_left.pop(0).name} failed: {found.reason}")
-        if self.solvers_left:
-            raise _FailedError
-        raise _UnansweredError("; ".join(self.notes))
-
-    def _ask(self, solver: Solver, program: _FamilyProgram) -> Solution | SolverFailure:
-        if self.seconds <= 0:
-            raise _UnansweredError(f"`solver_seconds={self.allowed_s:g}` were over")
-        try:
-            answer = solver.solve(program.linear, self.seconds)
-        # Whatever a solver dies of, the plan does not.
-        except Exception as error:
-            return SolverFailure(" ".join(f"{type(error).__name__} {error}".split()))
-        if isinstance(answer, Solution):
-            self.seconds -= answer.seconds
-            if answer.status == "time":
-                raise _UnansweredError(f"{solver.name} was not done within `solver_seconds={self.allowed_s:g}`")
-        return answer
 
 
 class _FamilyProgram:
@@ -211,49 +163,53 @@ class _FamilyProgram:
         """Ask for no path that cannot beat a step time."""
         self.linear = self.linear.below(step_s - self.overhead_s)
 
-    def check_answer(self, answer: Solution, best: Best) -> list[int] | SolverFailure | None:
-        """Return the path that a solver found, raising the family's bound; or why that cannot be right."""
+    def check_answer(self, answer: Solution, best: Best) -> list[int] | None:
+        """Return the path that a solver found, and raise the family's bound; none where there is no path.
+
+        Raises:
+            SolverError: that cannot be right.
+        """
         path, said_s = None, best.step_s
         if answer.status == "none" and not math.isfinite(said_s) and not self.forbidden:
-            return SolverFailure("it said that there is no plan, but there are") if self._any() else None
+            if self._any():
+                raise SolverError("it said that there is no plan, but there are")
+            return None
         if answer.status == "least":
             path = self._path(answer.values)
-            if isinstance(path, SolverFailure):
-                return path
             said_s = self._seconds(answer.least)
             own_s = candidate_bound_s(self.costs, Candidate(*self.network.family, self.stages(path)))
             named_s = self._seconds(answer.values[-1])
             if not math.isclose(own_s, named_s, rel_tol=TOLERANCE) or not said_s <= own_s * (1 + TOLERANCE):
-                return SolverFailure(
+                raise SolverError(
                     f"it said {named_s:.9g} s, at least {said_s:.9g} s, of a plan whose bound is {own_s:.9g} s"
                 )
             if own_s < self.bound_s * (1 - TOLERANCE):
-                return SolverFailure(
+                raise SolverError(
                     f"its plan's bound is {own_s:.9g} s, but it said that none is below {self.bound_s:.9g} s"
                 )
             said_s = own_s if said_s >= own_s * (1 - TOLERANCE) else said_s
         known_s = self._known_s(best)
         if known_s < said_s * (1 - TOLERANCE):
-            return SolverFailure(
-                f"it said that no bound is below {said_s:.9g} s, but a known plan's is {known_s:.9g} s"
-            )
+            raise SolverError(f"it said that no bound is below {said_s:.9g} s, but a known plan's is {known_s:.9g} s")
         self.bound_s = max(self.bound_s, min(said_s, best.step_s))
         return path
 
     def _seconds(self, value: float) -> float:
         return self.overhead_s + value * self.linear.unit_s
 
-    def _path(self, values: Sequence[float]) -> list[int] | SolverFailure:
+    def _path(self, values: Sequence[float]) -> list[int]:
         arcs = self.network.arcs
         if len(values) != self.linear.columns or not all(map(math.isfinite, values)):
-            return SolverFailure("it solved another program")
+            raise SolverError("it solved another program")
         path = [index for index in range(len(arcs)) if values[index] > 0.5]
         path.sort(key=lambda index: arcs[index].begin)
         ends = [(0, 0), *(arcs[index].end for index in path)]
         linked = [arcs[index].begin for index in path] == ends[:-1] and ends[-1][0] == self.network.layers
         if not linked or any(0.1 < value < 0.9 for value in values[: len(arcs)]):
-            return SolverFailure("what it found is no plan")
-        return SolverFailure("it found a forbidden plan") if tuple(path) in self.forbidden else path
+            raise SolverError("what it found is no plan")
+        if tuple(path) in self.forbidden:
+            raise SolverError("it found a forbidden plan")
+        return path
 
     def _any(self) -> bool:
         """Whether some path has as many stages as are allowed."""
@@ -283,12 +239,10 @@ def _place(stage: CandidateStage) -> tuple[object, ...]:
 class _Rounds:
     """Paths and candidates in the order of their bounds, of all families together."""
 
-    def __init__(
-        self, simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best, solvers: _Solvers
-    ) -> None:
+    def __init__(self, simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> None:
         self.simulator, self.costs, self.families = simulator, simulator.costs, families
-        self.options, self.best, self.solvers = options, best, solvers
-        self.pool = pool_of(self.costs, exact=options.gap == 0, use_all=options.use_all)
+        self.options, self.best, self.exact = options, best, options.gap == 0
+        self.pool = pool_of(self.costs, exact=self.exact, use_all=options.use_all)
         self.constraints = Constraints.of(self.costs, options)
         self.programs: dict[int, _FamilyProgram] = {}
         self.heap: list[tuple[float, int, int | Candidate]] = []
@@ -297,15 +251,15 @@ class _Rounds:
         self.least_bound_s = self.floor_s = math.inf
         self.seen_candidates: set[Candidate] = set()
 
-    def go(self) -> MilpResult:
+    def go(self, solver: Solver, seconds: float) -> MilpResult:
         """Ask and try until the best is best, or near enough, or as much was tried as the options allow."""
-        exact = self.options.gap == 0
+        self.solver, self.seconds = solver, seconds
         for index, family in enumerate(self.families):
             self._push(work_s(self.costs, family), index)
         while self.heap and self.candidates < self.options.candidate_limit:
             ahead_s = self.heap[0][0]
             near = self.paths > 0 and self.best.step_s <= (1 + self.options.gap) * min(ahead_s, self.floor_s)
-            spent = not exact and self.paths >= len(self.families) + PATHS
+            spent = not self.exact and self.paths >= len(self.families) + PATHS
             if near or spent or self.best.step_s <= ahead_s:
                 break
             bound_s, _, what = heapq.heappop(self.heap)
@@ -315,7 +269,7 @@ class _Rounds:
                 self._ask(bound_s, what)
         ahead_s = self.heap[0][0] if self.heap else math.inf
         lower_bound_s = min(self.best.step_s, self.floor_s, ahead_s)
-        return MilpResult(lower_bound_s, self.least_bound_s, tuple(self.solvers.notes))
+        return MilpResult(lower_bound_s, self.least_bound_s, ())
 
     def _push(self, bound_s: float, what: int | Candidate) -> None:
         self.sequence += 1
@@ -333,25 +287,40 @@ class _Rounds:
         program = self.programs[index]
         program.below(self.best.step_s)
         self.paths += 1
-        path = self.solvers.least(program, self.best)
+        path = program.check_answer(self._solve(program.linear), self.best)
         if path is not None:
             self._try(program, path)
             program.forbid(path)
             self._push(program.bound_s, index)
 
+    def _solve(self, linear: Linear) -> Solution:
+        allowed = f"`solver_seconds={self.options.solver_seconds:g}`"
+        if self.seconds <= 0:
+            raise _UnansweredError(f"{allowed} were over")
+        try:
+            answer = self.solver.solve(linear, self.seconds)
+        except SolverError:
+            raise
+        # Whatever a solver dies of, the plan does not.
+        except Exception as error:
+            raise SolverError(" ".join(f"{type(error).__name__} {error}".split())) from error
+        self.seconds -= answer.seconds
+        if answer.status == "time":
+            raise _UnansweredError(f"{self.solver.name} was not done within {allowed}")
+        return answer
+
     def _try(self, program: _FamilyProgram, path: Sequence[int]) -> None:
         """Try the depths of a path: with no gap all of them, in the order of their bounds; else a few at once."""
         family, stages = program.network.family, program.stages(path)
         spans = [self._span(family, program.network.arcs[arc]) for arc in path]
-        exact = self.options.gap == 0
-        found = depth_choices(self.costs, family, stages, spans, exact=exact)
+        found = depth_choices(self.costs, family, stages, spans, exact=self.exact)
         tried: list[float] = []
         for candidate in found.candidates:
             bound_s = candidate_bound_s(self.costs, candidate)
             if candidate in self.seen_candidates or bound_s >= self.best.step_s:
                 continue
             self.seen_candidates.add(candidate)
-            if exact:
+            if self.exact:
                 self._push(bound_s, candidate)
             elif not tried or min(tried) < HOPELESS * self.best.step_s:
                 tried.append(self._judge(bound_s, candidate) or 0.0)
@@ -383,12 +352,17 @@ def search_by_milp(
 
     The bound holds for every plan of the families. Notes say which solver failed, and why the search took over.
     """
-    asked = _Solvers(solvers, options.solver_seconds)
+    seconds, failures = options.solver_seconds, list[str]()
     try:
-        while True:
+        for solver in solvers:
             # What was simulated for a solver that failed is known to the next.
-            with suppress(_FailedError):
-                return _Rounds(simulator, families, options, best, asked).go()
+            rounds = _Rounds(simulator, families, options, best)
+            try:
+                return rounds.go(solver, seconds)._replace(notes=tuple(failures))
+            except SolverError as failure:
+                failures.append(f"{solver.name} failed: {failure}")
+            seconds = rounds.seconds
+        raise _UnansweredError("; ".join(failures) or "there is no solver")
     except _UnansweredError as ended:
         found = search(simulator, families, options, best)
         gap = best.step_s / found.lower_bound_s - 1 if found.lower_bound_s > 0 else 0.0

@@ -30,11 +30,12 @@ import numpy.typing as npt
 
 from autopar.errors import FileError, InfeasibleError, UsageError
 from autopar.formats.plan import Alternative, Division, Plan, Price
-from autopar.planner.alternatives import record, references
+from autopar.planner.alternatives import Reference, references
 from autopar.planner.assemble import assemble
 from autopar.planner.bounds.chain import ROUNDING, layers_work_s
 from autopar.planner.candidate import Candidate, Family, divisions_of, placed_on
 from autopar.planner.constraints import Constraints, runnable
+from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import advice, any_plan_fits, infeasible
@@ -44,8 +45,6 @@ from autopar.planner.placement.pool import Pool, in_order
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best, SimulatedPlan
 from autopar.planner.simulator.simulate import Simulator
-
-Numbers = npt.NDArray[np.float64]
 
 
 class _WidthTimes(NamedTuple):
@@ -98,7 +97,7 @@ def _ways(costs: CostModel, family: Family, options: PlanOptions) -> Iterator[tu
 def _way(
     costs: CostModel, family: Family, options: PlanOptions, kind: int, width: int, division: Division
 ) -> _WidthTimes:
-    """Return the stages of one division."""
+    """Return the stages of one division, infinite where none fits the largest device of the kind in some way."""
     turns = -(-family.micro_batches // width) if division == "round-robin" else family.micro_batches
     shares = costs.shares(family.micro_batch_size, width, division)
     adding = costs.adding(turns, width)
@@ -106,26 +105,19 @@ def _way(
     for rows in sorted(set(shares)):
         forward.append(_between(costs.sums.forward(rows, kind=kind)))
         both.append(forward[-1] + _between(costs.sums.backward(rows, adding, kind=kind)))
-    fits = _stage_fits(costs, family, options, kind, width, min(shares), turns)
-    update = _between(costs.layers[kind].update_sums) / (width if options.shard != "none" else 1)
-    forward_s, both_s, work_s = np.minimum.reduce(forward), np.minimum.reduce(both), turns * np.maximum.reduce(both)
-    return _WidthTimes(*(each + fits for each in (forward_s, both_s, work_s, update)))
-
-
-def _stage_fits(
-    costs: CostModel, family: Family, options: PlanOptions, kind: int, width: int, rows: float, turns: int
-) -> Numbers:
-    """Return 0 where a stage fits the largest device of a kind in some way, infinity elsewhere."""
     levels = costs.recompute_levels(family.micro_batch_size, kind)
     ends = (levels[0],) if options.recompute == "none" else (levels[0], levels[-1])
-    parts = [costs.memory[kind].by_stop(rows, level) for level in dict.fromkeys(ends)]
-    shards = ("none", *options.shards)
+    parts = [costs.memory[kind].by_stop(min(shares), level) for level in dict.fromkeys(ends)]
     warmup = turns if family.schedule == "gpipe" else 1
-    held = [PeakTerms(rows, warmup, turns, width, shard=shard) for shard in dict.fromkeys(shards)]
+    shards = dict.fromkeys(("none", *options.shards))
+    held = [PeakTerms(min(shares), warmup, turns, width, shard=shard) for shard in shards]
     limit = max(each for each, own in zip(costs.limits_bytes, costs.kind_of, strict=True) if own == kind)
     least = np.minimum.reduce([np.asarray(peak_of(each, one)) for each in parts for one in held])
     some = np.triu(np.ones(least.shape, dtype=np.bool_), 1)
-    return np.where(some & (least <= limit), 0.0, np.inf)
+    fits = np.where(some & (least <= limit), 0.0, np.inf)
+    update = _between(costs.layers[kind].update_sums) / (width if options.shard != "none" else 1)
+    forward_s, both_s, work_s = np.minimum.reduce(forward), np.minimum.reduce(both), turns * np.maximum.reduce(both)
+    return _WidthTimes(*(each + fits for each in (forward_s, both_s, work_s, update)))
 
 
 def _between(sums: list[float]) -> Numbers:
@@ -179,9 +171,10 @@ def cheapest_plan(costs: CostModel, families: Sequence[Family], options: PlanOpt
         raise _unmet(costs, families, options)
     candidate = best.simulated_plan.candidate
     price = _price(prices, candidate)
-    rows = [_row(prices, *each) for each in references(Simulator(costs), families, options)]
+    rows = [_row(prices, each) for each in references(Simulator(costs), families, options)]
     for count, found in sorted(best.by_count.items()):
-        rows.append(_row(prices, f"cheapest found on {count} device{'s' if count > 1 else ''}", found))
+        name = f"cheapest found on {count} device{'s' if count > 1 else ''}"
+        rows.append(_row(prices, Reference(name, found, None)))
     made = assemble(costs, candidate, options, best.lower_bound / price, rows, _notes(costs, best, options))
     cost = made.predicted.step_s * price
     priced = Price(
@@ -218,14 +211,12 @@ def _price(prices: Sequence[float], candidate: Candidate) -> float:
     return sum(prices[device] for device in candidate.devices) / _HOUR_S
 
 
-def _row(
-    prices: Sequence[float], name: str, simulated_plan: SimulatedPlan | None, reason: str | None = None
-) -> Alternative:
-    """Return a candidate as the plan file lists it, with what its step costs."""
-    row = record(name, simulated_plan, reason)
-    if simulated_plan is None:
+def _row(prices: Sequence[float], reference: Reference) -> Alternative:
+    """Return a plan as the plan file lists it, with what its step costs."""
+    row, found = reference.record(), reference.simulated_plan
+    if found is None:
         return row
-    return row.model_copy(update={"price_per_step": simulated_plan.step_s * _price(prices, simulated_plan.candidate)})
+    return row.model_copy(update={"price_per_step": found.step_s * _price(prices, found.candidate)})
 
 
 def cheapest(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> CheapestPlan | None:

@@ -25,24 +25,28 @@ It then holds k versions of its trained parameters, and k mini-batches' inputs a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from autopar.errors import UsageError
-from autopar.formats.cluster import Level
-from autopar.formats.plan import Division
+from autopar.errors import InfeasibleError, UsageError
+from autopar.formats.cluster import Cluster, Level
+from autopar.formats.plan import Alternative, Division, Plan, Prediction
+from autopar.formats.profile import Profile
+from autopar.planner.assemble import plan_of, prediction, stage_record
 from autopar.planner.candidate import Candidate, CandidateStage, Family, divisions_of, within
 from autopar.planner.costs import memoized
+from autopar.planner.costs.activations import Counts, Numbers
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
-from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
+from autopar.planner.infeasible import advice, any_plan_fits, size, throughput_remedies
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement.pool import Pool, in_order
-
-Numbers = npt.NDArray[np.float64]
+from autopar.planner.placement.pool import in_order
 
 
 class StageShape(NamedTuple):
@@ -94,9 +98,9 @@ class StashCosts:
     def sending_s(self, cut: int, rows: Numbers, period: Numbers, level: Level) -> Numbers:
         """Return what messages of so many rows, one in ``period`` mini-batches, occupy the fullest queue at a cut."""
         seconds = np.zeros(rows.shape)
-        for size in (each[cut] for each in self.costs.flows.crossing_bytes):
-            if not np.isnan(size):
-                sent = self.costs.links.messages_s((rows * size).ravel(), level).reshape(rows.shape)
+        for row_bytes in (each[cut] for each in self.costs.flows.crossing_bytes):
+            if not np.isnan(row_bytes):
+                sent = self.costs.links.messages_s((rows * row_bytes).ravel(), level).reshape(rows.shape)
                 seconds = np.maximum(seconds, sent / period)
         return seconds
 
@@ -196,8 +200,6 @@ def _parameter_bytes(costs: CostModel) -> tuple[Numbers, Numbers]:
 
 MOST_WORK = 2 * 10**9
 """Array elements; about ten seconds."""
-
-
 _LOOKING_UP = 500
 """What finding a level takes, in the time of array elements."""
 
@@ -215,13 +217,10 @@ def quickest(prices: StashCosts, options: PlanOptions) -> FastestPipeline | None
     Raises:
         UsageError: the tables would take too long.
     """
-    levels = _recompute_sets(prices, options)
-    table = _StageTable(prices, options, levels[:1], with_memory_limit=False)
-    found = table.best()
-    if found is None:
-        return None
-    if any(prices.peak_bytes(stage) > prices.costs.limit_bytes(stage.devices) for stage in found.candidate.stages):
-        found = _StageTable(prices, options, levels, with_memory_limit=True).best()
+    found = _StageTable(prices, options, with_memory_limit=False).best()
+    stages = () if found is None else found.candidate.stages
+    if any(prices.peak_bytes(stage) > prices.costs.limit_bytes(stage.devices) for stage in stages):
+        return _StageTable(prices, options, with_memory_limit=True).best()
     return found
 
 
@@ -234,36 +233,36 @@ def _recompute_sets(prices: StashCosts, options: PlanOptions) -> list[dict[int, 
 
 
 class _StageTable:
-    def __init__(
-        self,
-        prices: StashCosts,
-        options: PlanOptions,
-        recompute: list[dict[int, frozenset[int]]],
-        *,
-        with_memory_limit: bool,
-    ) -> None:
-        self.prices, self.costs, self.recompute = prices, prices.costs, recompute
-        self.with_memory_limit = with_memory_limit
+    def __init__(self, prices: StashCosts, options: PlanOptions, *, with_memory_limit: bool) -> None:
+        self.prices, self.costs, self.with_memory_limit = prices, prices.costs, with_memory_limit
+        self.recompute = _recompute_sets(prices, options)[: None if with_memory_limit else 1]
         self.pool = in_order(self.costs.kind_of)
         self.layers = self.costs.layer_count
-        self.shapes = list(_shapes(prices, self.pool))
+        self.shapes = [
+            StageShape(kind, width, division)
+            for kind in self.pool.kinds
+            for width in range(1, self.pool.kind_devices_left(0, kind) + 1)
+            for division in stash_divisions(self.costs, width)
+        ]
         self.lanes = len(self.costs.devices) + 1 if with_memory_limit else 1
         self.one_node = self.costs.links.level(range(len(self.costs.devices))) == "node"
         self._check()
         self.levels: list[Level] = []
-        self.states = [self._states(shape) for shape in self.shapes]
+        moves = [self.pool.moves(shape.kind, shape.width)[0] for shape in self.shapes]
+        self.states = [np.flatnonzero(after >= 0) for after in moves]
         """Those in which a shape's devices are left, ascending; by shape, as all that follows."""
-        self.after = [self.pool.take(0, *each[:2]) + states for each, states in self._each()]
-        self.taken = [[self.pool.devices(at, *each[:2]) for at in states.tolist()] for each, states in self._each()]
+        self.after = [after[after >= 0] for after in moves]
+        each = zip(self.shapes, self.states, strict=True)
+        self.taken = [[self.pool.devices(at, *shape[:2]) for at in states.tolist()] for shape, states in each]
         self.stage_level = [np.array([self._level(devices) for devices in taken]) for taken in self.taken]
         self.link_level = self._link_levels()
         messages = [[prices.message(before, after) for after in self.shapes] for before in self.shapes]
         self.rows, self.periods = np.array(messages, dtype=np.float64).transpose(2, 0, 1)
         self.depth = list(map(self._depths, self.shapes, self.taken)) if with_memory_limit else []
-        size = (self.layers, self.pool.states, len(self.shapes), self.lanes)
-        self.stages = np.full(size, np.inf)
+        shape = (self.layers, self.pool.states, len(self.shapes), self.lanes)
+        self.stages = np.full(shape, np.inf)
         """F."""
-        self.behind = np.full((self.layers + 1, *size[1:]), np.inf)
+        self.behind = np.full((self.layers + 1, *shape[1:]), np.inf)
         """E, by the shape before."""
         ended = slice(self.pool.empty, None) if options.use_all else slice(None)
         self.behind[self.layers, ended, :, 0] = 0.0
@@ -334,14 +333,6 @@ class _StageTable:
         between = sent[self.link_level, shapes[:, np.newaxis], shapes]
         return np.asarray(np.maximum(between[..., np.newaxis], self.stages[first][:, np.newaxis]))
 
-    def _each(self) -> Iterator[tuple[StageShape, npt.NDArray[np.int64]]]:
-        return zip(self.shapes, self.states, strict=True)
-
-    def _states(self, shape: StageShape) -> npt.NDArray[np.int64]:
-        return np.array(
-            [at for at in range(self.pool.states) if self.pool.kind_devices_left(at, shape.kind) >= shape.width]
-        )
-
     @memoized
     def _level(self, devices: tuple[int, ...]) -> int:
         """Return the number of the level that connects some devices."""
@@ -350,7 +341,7 @@ class _StageTable:
             self.levels.append(level)
         return self.levels.index(level)
 
-    def _link_levels(self) -> npt.NDArray[np.int64]:
+    def _link_levels(self) -> Counts:
         """Return the slowest level between two stages, ``[state between, shape before, shape]``."""
         found = np.zeros((self.pool.states, len(self.shapes), len(self.shapes)), dtype=np.int64)
         if self.one_node:
@@ -387,13 +378,115 @@ class _StageTable:
             )
 
 
-def _shapes(prices: StashCosts, pool: Pool) -> Iterator[StageShape]:
-    for kind in pool.kinds:
-        for width in range(1, pool.kind_devices_left(0, kind) + 1):
-            for division in stash_divisions(prices.costs, width):
-                yield StageShape(kind, width, division)
-
-
 def stash_divisions(costs: CostModel, width: int) -> list[Division]:
     """Return how so many replicas may divide mini-batches, of which there are always enough to take turns."""
     return divisions_of(Family(width, costs.batch, "1f1b"), width, divisible=costs.divisible)
+
+
+def throughput_plan(profile: Profile, cluster: Cluster, options: PlanOptions) -> Plan:
+    """Return the asynchronous pipeline that takes least per mini-batch, within the memory of every device.
+
+    Raises:
+        UsageError: the tables would take too long.
+        InfeasibleError: nothing fits the memory, or uses all devices.
+    """
+    costs = CostModel(profile, cluster, replace(options, gpus=options.gpus or len(cluster.devices)))
+    prices = StashCosts(costs)
+    found = quickest(prices, options)
+    if found is None:
+        raise _infeasible(costs, options)
+    made = stash_plan(prices, found.candidate, options, found.least_s)
+    return made.model_copy(update={"alternatives": tuple(_alternatives(prices))})
+
+
+def stash_plan(
+    prices: StashCosts, candidate: Candidate, options: PlanOptions, least_s: float, notes: Iterable[str] = ()
+) -> Plan:
+    """Return the plan of an asynchronous pipeline, priced by :class:`StashCosts`."""
+    costs = prices.costs
+    busy = prices.busy(candidate)
+    binding, step_s = max(busy.items(), key=lambda each: each[1])
+    plan = plan_of(
+        costs,
+        candidate,
+        options,
+        (stage_record(costs, stage) for stage in candidate.stages),
+        prediction(costs, candidate, map(prices.peak_bytes, candidate.stages)),
+        (*notes, f"bound by {binding}", *_latency_notes(prices, candidate, step_s)),
+        schedule="1f1b",
+        objective="throughput",
+        weight_policy="stash",
+    )
+    bubble = _bubble(plan.predicted, candidate, step_s)
+    known = {"step_s": step_s, "lower_bound_s": min(least_s, step_s), "bubble": bubble}
+    return plan.model_copy(update={"predicted": plan.predicted.model_copy(update=known)})
+
+
+def _bubble(prediction: Prediction, candidate: Candidate, step_s: float) -> float:
+    """Return the share of the replicas' time in which they compute nothing."""
+    computed = sum(
+        (forward_s + backward_s) * (1 if stage.division == "round-robin" else len(stage.devices))
+        for forward_s, backward_s, stage in zip(
+            prediction.forward_s, prediction.backward_s, candidate.stages, strict=True
+        )
+    )
+    return max(0.0, 1 - computed / (len(candidate.devices) * step_s)) if step_s > 0 else 0.0
+
+
+def _latency_notes(prices: StashCosts, candidate: Candidate, step_s: float) -> list[str]:
+    """Say where transfers take so long that what is in flight does not cover a mini-batch's way there and back."""
+    trip_s, longest = 0.0, 0.0
+    busy = prices.busy(candidate)
+    for index in reversed(range(len(candidate.stages))):
+        stage = candidate.stages[index]
+        lanes = prices.shapes(stage)[0].lanes
+        trip_s += busy[f"computing in stage {index}"] * lanes
+        if index + 1 < len(candidate.stages):
+            after = prices.shapes(candidate.stages[index + 1])[0]
+            _, period = prices.message(prices.shapes(stage)[0], after)
+            trip_s += 2 * period * busy[f"messages between stages {index} and {index + 1}"]
+        longest = max(longest, trip_s / (stage.warmup * lanes))
+    if longest <= step_s * (1 + 1e-9):
+        return []
+    return [f"with so few in flight, a mini-batch's way there and back may make it {longest:.4g} s per mini-batch"]
+
+
+def _alternatives(prices: StashCosts) -> list[Alternative]:
+    """Return pure data parallelism, for comparison."""
+    costs = prices.costs
+    width = len(costs.devices)
+    found = []
+    for division in stash_divisions(costs, width):
+        shares = costs.shares(costs.batch, width, division)
+        stage = CandidateStage(0, costs.layer_count, tuple(range(width)), shares, 1, division=division)
+        candidate = Candidate(1, costs.batch, "1f1b", (stage,))
+        short = prices.peak_bytes(stage) - costs.limit_bytes(stage.devices)
+        name = f"pure data parallelism{', in turns' if division == 'round-robin' else ''}"
+        if short > 0:
+            found.append(Alternative(name=name, infeasible=f"needs {size(short)} more"))
+        else:
+            step_s = max(prices.busy(candidate).values())
+            found.append(Alternative(name=name, step_s=step_s, stages=candidate.text(), micro_batches=1))
+    return found
+
+
+def _infeasible(costs: CostModel, options: PlanOptions) -> InfeasibleError:
+    every = " on all of them" if options.use_all else ""
+    ample = CostModel(costs.profile, costs.cluster, replace(options, memory_bytes=UNLIMITED_BYTES))
+    prices = StashCosts(ample)
+    found, needed = quickest(prices, options), None
+    if found is not None:
+        stages = found.candidate.stages
+        reserved = (max(ample.kinds[ample.kind_of[each]].reserved_bytes for each in stage.devices) for stage in stages)
+        needed = max(map(add, map(prices.peak_bytes, stages), reserved))
+    return InfeasibleError(
+        f"no asynchronous pipeline of {costs.layer_count} layers fits {len(costs.devices)} devices{every}, with the "
+        f"weight versions that it keeps; {advice(throughput_remedies(costs, options, partial(_fits, costs), needed))}"
+    )
+
+
+def _fits(costs: CostModel, options: PlanOptions) -> bool:
+    """Whether a plan fits with other options, or a synchronous one if that is the objective."""
+    if options.objective == "step":
+        return any_plan_fits(costs, {}, options)
+    return quickest(StashCosts(CostModel(costs.profile, costs.cluster, options)), options) is not None

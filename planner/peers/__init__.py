@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from autopar.formats.report import VirtualWorkers
 from autopar.planner.alternatives import Reference
-from autopar.planner.candidate import Candidate
+from autopar.planner.candidate import Candidate, families
 from autopar.planner.constraints import crossed_limit
 from autopar.planner.options import PlanOptions
 from autopar.planner.peers import dapple, gpipe, hetpipe, pipedream, torchgpipe
-from autopar.planner.peers.prices import LITTLE_WORK, MOST_WORK, Prices, Proposal, counts_of, planned_counts, trial
+from autopar.planner.peers.prices import LITTLE_WORK, MOST_WORK, Prices, Proposal, planned_counts, trial
 from autopar.planner.simulator.simulate import Simulator
 
 __all__ = ["PLANNERS", "Peer", "PeerPlanner", "peers"]
@@ -69,8 +69,7 @@ def peers(
         Peer(each.name, None if each.simulated_plan is None else each.simulated_plan.candidate, each.reason)
         for each in reference_plans
     ]
-    counts = counts_of(costs.batch, options.micro_batches)
-    prices = [Prices(costs, count) for count in counts]
+    prices = [Prices(costs, family.micro_batches) for family in families(costs.batch, options)]
     most = LITTLE_WORK if quickly else MOST_WORK
     found = [*known, *(_peer(simulator, planner, prices, most) for planner in PLANNERS)]
     return [*found, _hetpipe(simulator, prices, most)]

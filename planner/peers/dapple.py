@@ -33,13 +33,12 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from autopar.planner.peers.prices import Array, Prices, Proposal
-from autopar.planner.placement.pool import choices
+from autopar.planner.peers.prices import Array, Indices, Prices, Proposal
+from autopar.planner.placement.pool import Free, choices, less
 
 
-def pivots(forward_s: Array, backward_s: Array, micro_batches: int) -> npt.NDArray[np.int64]:
+def pivots(forward_s: Array, backward_s: Array, micro_batches: int) -> Indices:
     """Return the pivot stage of pipelines whose stages' seconds are ``[stage, pipeline]``.
 
     >>> pivots(np.array([[1.0], [3.0], [1.0]]), np.array([[1.0], [3.0], [1.0]]), 4)
@@ -75,11 +74,6 @@ def latency_s(forward_s: Array, backward_s: Array, reduce_s: Array, micro_batche
     return np.asarray(warmup_s + steady_s + ending_s)
 
 
-Positions = npt.NDArray[np.int64]
-
-Free = tuple[int, ...]
-"""How many devices of every node."""
-
 Alike = tuple[tuple[int, int], ...]
 """(size, devices left) of every node, ascending."""
 
@@ -89,16 +83,16 @@ SEVERAL = -1
 class DeviceGroups(NamedTuple):
     """Devices of stages, as columns ``[group, 1]``."""
 
-    widths: Positions
-    nodes: Positions
+    widths: Indices
+    nodes: Indices
     """The node that all devices of a group are in, or ``SEVERAL``."""
 
     @property
-    def levels(self) -> Positions:
+    def levels(self) -> Indices:
         """Return 0 for groups within a node, else 1."""
         return np.where(self.nodes == SEVERAL, 1, 0)
 
-    def levels_to(self, others: DeviceGroups) -> Positions:
+    def levels_to(self, others: DeviceGroups) -> Indices:
         """Return the levels of the slowest links to other groups."""
         return np.where((self.nodes == SEVERAL) | (self.nodes != others.nodes), 1, 0)
 
@@ -133,7 +127,7 @@ def group_of(counts: Sequence[Free]) -> DeviceGroups:
 def choose(free: Free, sizes: Sequence[int], rows: int) -> GroupChoice:
     """Return what the policies let the next stage take, with at most ``rows`` replicas, so that a device is left."""
     taken = [each for count in range(1, min(rows, sum(free) - 1) + 1) for each in choices(free, sizes, count)]
-    left = [tuple(one - other for one, other in zip(free, each, strict=True)) for each in taken]
+    left = [less(free, each) for each in taken]
     return GroupChoice(left, [alike(each, sizes) for each in left], group_of(taken), group_of(left))
 
 
@@ -157,7 +151,7 @@ def reachable(sizes: Free, most: int) -> int:
         free = waiting.pop()
         for count in range(1, sum(free)):
             for taken in choices(free, sizes, count):
-                left = tuple(one - other for one, other in zip(free, taken, strict=True))
+                left = less(free, taken)
                 state = alike(left, sizes)
                 if state not in seen:
                     seen.add(state)
@@ -202,7 +196,7 @@ class StageSeconds:
         self._rates = np.array([[prices.reduce_rate(width, level) for width in widths] for level in levels])
         self._weights, self._single = prices.weights_bytes, prices.single
 
-    def stage(self, groups: DeviceGroups, first: Positions, stop: Positions) -> Seconds:
+    def stage(self, groups: DeviceGroups, first: Indices, stop: Indices) -> Seconds:
         """Return a stage of layers ``first:stop`` on every group."""
         widths = groups.widths
         forward = self._forward[widths, stop] - self._forward[widths, first]
@@ -211,7 +205,7 @@ class StageSeconds:
         reduce = self._rates[groups.levels, widths] * (self._weights[stop] - self._weights[first])
         return Seconds(forward[None], backward[None], reduce[None])
 
-    def link(self, ahead: DeviceGroups, behind: DeviceGroups, cut: Positions) -> Seconds:
+    def link(self, ahead: DeviceGroups, behind: DeviceGroups, cut: Indices) -> Seconds:
         """Return the links between groups at a cut; the finer of two divisions makes the messages."""
         at = ahead.levels_to(behind), np.maximum(ahead.widths, behind.widths), cut
         return Seconds(self._forth[at][None], self._back[at][None], np.zeros((1, 1, 1)))
@@ -256,7 +250,7 @@ class _PlannedStages(NamedTuple):
 
 def propose(prices: Prices) -> list[Proposal]:
     """Return DAPPLE's plan; none where every plan has more replicas of a stage than a micro-batch has samples."""
-    found = find(prices)
+    found = DappleSearch(prices).go()
     if found is None:
         return []
     devices = []
@@ -268,11 +262,6 @@ def propose(prices: Prices) -> list[Proposal]:
     return [Proposal(found.cuts, tuple(devices))]
 
 
-def find(prices: Prices) -> DapplePlan | None:
-    """Return the plan of least latency whose replicas all have a sample, with the seconds that DAPPLE estimates."""
-    return _DappleSearch(prices).go()
-
-
 def work(prices: Prices) -> int:
     """Return how many array elements a proposal takes."""
     layers, devices = prices.layer_count, prices.device_count
@@ -280,7 +269,9 @@ def work(prices: Prices) -> int:
     return each * reachable(tuple(map(len, prices.servers)), 10**10 // each)
 
 
-class _DappleSearch:
+class DappleSearch:
+    """The tables of all (j, g), and what their plans are made of."""
+
     def __init__(self, prices: Prices) -> None:
         self.prices = prices
         self.layers = prices.layer_count
@@ -294,7 +285,7 @@ class _DappleSearch:
         self.choice = cache(partial(choose, sizes=self.sizes, rows=prices.most_replicas))
 
     def go(self) -> DapplePlan | None:
-        """Fill the tables, fewer layers first; return the best whole plan."""
+        """Fill the tables, fewer layers first; return the plan of least latency whose replicas all have a sample."""
         start = _Point(0, alike(self.sizes, self.sizes))
         self.planned_stages[start] = _PlannedStages(Seconds(*np.zeros((3, 0, 1, 1))), None, self.sizes)
         alone = self.seconds.stage(group_of([self.sizes]), np.array([0]), np.array([self.layers]))
@@ -329,7 +320,7 @@ class _DappleSearch:
         rest = self.seconds.stage(choice.rest, stops, np.array([self.layers]))
         self._improve(point, stops, choice, self._latency_s(concatenate([*added, between, rest])))
 
-    def _improve(self, point: _Point, stops: Positions, choice: GroupChoice, latency_s: Array) -> None:
+    def _improve(self, point: _Point, stops: Indices, choice: GroupChoice, latency_s: Array) -> None:
         """Enter latencies ``[group, stop]`` where they are less than what is known."""
         tables = [self.tables[state] for state in choice.states]
         known = np.stack([table.latency_s[point.layers + 1 :] for table in tables])
@@ -356,7 +347,7 @@ class _DappleSearch:
         return before
 
     def _with_stage(
-        self, planned_stages: _PlannedStages, first: int, stops: Positions, groups: DeviceGroups
+        self, planned_stages: _PlannedStages, first: int, stops: Indices, groups: DeviceGroups
     ) -> list[Seconds]:
         """Return a (j, g) with one stage more, on each of the groups."""
         at = np.array([first])

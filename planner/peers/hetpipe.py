@@ -114,38 +114,37 @@ class Workers(NamedTuple):
         each, more = divmod(self.micro_batches, len(self.workers))
         return each + (worker < more)
 
+    def stages(self, worker: int) -> list[CandidateStage]:
+        """Return a worker's stages, with as many micro-batches in flight as those of the worker with most turns."""
+        cuts, devices = self.workers[worker]
+        fields = zip((0, *cuts[:-1]), cuts, devices, depths(len(cuts), self.pipeline), strict=True)
+        return [CandidateStage(first, stop, (each,), (self.rows,), depth) for first, stop, each, depth in fields]
+
 
 def candidate_of(virtual_workers: Workers) -> Candidate | None:
     """Return workers as one plan whose replicas take turns; none where they cut the layers differently."""
     if len({worker.cuts for worker in virtual_workers.workers}) > 1:
         return None
-    count, cuts = len(virtual_workers.workers), virtual_workers.workers[0].cuts
+    rows, count = virtual_workers.rows, len(virtual_workers.workers)
     division: Division = "round-robin" if count > 1 else "split"
-    stages = []
-    for at, ((first, stop), depth) in enumerate(
-        zip(_spans(cuts), depths(len(cuts), virtual_workers.pipeline), strict=True)
-    ):
-        devices = tuple(worker.devices[at] for worker in virtual_workers.workers)
-        stages.append(CandidateStage(first, stop, devices, (virtual_workers.rows,) * count, depth, division=division))
-    return Candidate(virtual_workers.micro_batches, virtual_workers.rows, "1f1b", tuple(stages))
-
-
-def _spans(cuts: Sequence[int]) -> list[tuple[int, int]]:
-    return list(pairwise((0, *cuts)))
+    every = zip(*(worker.devices for worker in virtual_workers.workers), strict=True)
+    stages = (
+        stage._replace(devices=devices, shares=(rows,) * count, division=division)
+        for stage, devices in zip(virtual_workers.stages(0), every, strict=True)
+    )
+    return Candidate(virtual_workers.micro_batches, rows, "1f1b", tuple(stages))
 
 
 def peaks(costs: CostModel, virtual_workers: Workers, worker: int) -> list[int]:
     """Return the peak of every stage of a worker, its gradients kept for the reduction among all."""
-    cuts = virtual_workers.workers[worker].cuts
-    deep = depths(len(cuts), virtual_workers.pipeline)
+    cuts, stages = virtual_workers.workers[worker].cuts, virtual_workers.stages(worker)
+    _, turns, workers = virtual_workers.pipeline
     result = []
-    for at, (first, stop) in enumerate(_spans(cuts)):
-        lead = deep[at - 1] - deep[at] if at else 0
-        held = PeakTerms(
-            virtual_workers.rows, deep[at], virtual_workers.pipeline.turns, len(virtual_workers.workers), lead
-        )
-        kind = costs.kind_of[virtual_workers.workers[worker].devices[at]]
-        result.append(costs.memory[kind].peak(first, stop, held, cuts[at + 1 :]))
+    for at, stage in enumerate(stages):
+        lead = stages[at - 1].warmup - stage.warmup if at else 0
+        held = PeakTerms(virtual_workers.rows, stage.warmup, turns, workers, lead)
+        memory = costs.memory[costs.kind_of[stage.devices[0]]]
+        result.append(memory.peak(stage.first, stage.stop, held, cuts[at + 1 :]))
     return result
 
 
@@ -172,13 +171,10 @@ def step_s(costs: CostModel, virtual_workers: Workers) -> float:
 
 def _pipelines(virtual_workers: Workers) -> Iterator[Candidate]:
     """Yield every worker's own pipeline."""
-    for at, worker in enumerate(virtual_workers.workers):
-        turns, deep = virtual_workers.turns(at), depths(len(worker.cuts), virtual_workers.pipeline)
-        stages = tuple(
-            CandidateStage(first, stop, (device,), (virtual_workers.rows,), min(depth, turns))
-            for (first, stop), device, depth in zip(_spans(worker.cuts), worker.devices, deep, strict=True)
-        )
-        yield Candidate(turns, virtual_workers.rows, "1f1b", stages)
+    for at in range(len(virtual_workers.workers)):
+        turns = virtual_workers.turns(at)
+        stages = (stage._replace(warmup=min(stage.warmup, turns)) for stage in virtual_workers.stages(at))
+        yield Candidate(turns, virtual_workers.rows, "1f1b", tuple(stages))
 
 
 def _durations(costs: CostModel, own: Candidate, workers: int) -> Durations:
@@ -206,7 +202,7 @@ def _ready(costs: CostModel, own: Candidate, times: Durations) -> list[float]:
 def _segments(costs: CostModel, virtual_workers: Workers) -> Iterator[tuple[Sequence[int], int]]:
     """Yield the devices that hold the same layers and these layers' gradients in bytes, from the last layers on."""
     ends = sorted({cut for worker in virtual_workers.workers for cut in worker.cuts})
-    for first, stop in reversed(_spans(ends)):
+    for first, stop in reversed(list(pairwise((0, *ends)))):
         holders = [
             next(device for cut, device in zip(worker.cuts, worker.devices, strict=True) if stop <= cut)
             for worker in virtual_workers.workers
@@ -236,11 +232,6 @@ class WorkerAllocation(NamedTuple):
 
     allocation: Allocation
     makeups: tuple[tuple[Makeup, list[list[int]]], ...]
-
-    @property
-    def stages(self) -> int:
-        """Devices of the largest virtual worker."""
-        return max(map(len, self.allocation.workers))
 
 
 def allocate_workers(prices: Prices, most_workers: int) -> list[WorkerAllocation] | str:
@@ -307,7 +298,8 @@ def best(
 
 def partitioned_workers(partitioner: Partitioner, worker_allocation: WorkerAllocation) -> Iterator[Workers]:
     """Yield partitioned virtual workers, with ever fewer micro-batches in flight while stages are quicker for it."""
-    count, prices = len(worker_allocation.allocation.workers), partitioner.prices
+    sizes, prices = list(map(len, worker_allocation.allocation.workers)), partitioner.prices
+    count = len(sizes)
     if prices.micro_batches < count:
         return
     turns = -(-prices.micro_batches // count)
@@ -315,7 +307,7 @@ def partitioned_workers(partitioner: Partitioner, worker_allocation: WorkerAlloc
     if fewest is None:
         return
     least_s, known_s = max(each.slowest_s for each in fewest), float("inf")
-    for in_flight in range(min(2 * worker_allocation.stages - 1, turns), 0, -1):
+    for in_flight in range(min(2 * max(sizes) - 1, turns), 0, -1):
         pipelined = PipelineCounts(in_flight, turns, count)
         partitions = _partitions(partitioner, worker_allocation, pipelined)
         slowest_s = max(each.slowest_s for each in partitions) if partitions else float("inf")
@@ -364,19 +356,20 @@ def describe(prices: Prices, virtual_workers: Workers) -> VirtualWorkers:
 
 
 def _describe_worker(prices: Prices, virtual_workers: Workers, at: int) -> VirtualWorker:
-    costs, worker = prices.costs, virtual_workers.workers[at]
+    costs, devices = prices.costs, virtual_workers.workers[at].devices
     partitioner, links = Partitioner(prices), costs.links
-    deep, peak_bytes = depths(len(worker.cuts), virtual_workers.pipeline), peaks(costs, virtual_workers, at)
+    every = zip(virtual_workers.stages(at), devices, peaks(costs, virtual_workers, at), strict=True)
     stages = []
-    for place, ((first, stop), device) in enumerate(zip(_spans(worker.cuts), worker.devices, strict=True)):
-        stage_s = float(partitioner.stage_s(costs.kind_of[device], virtual_workers.pipeline)[first, stop])
+    for place, (stage, device, peak_bytes) in enumerate(every):
+        first, stop, kind = stage.first, stage.stop, costs.kind_of[device]
+        stage_s = float(partitioner.stage_s(kind, virtual_workers.pipeline)[first, stop])
         if place:
-            stage_s += float(prices.forth_s(links.level((worker.devices[place - 1], device)))[first])
-        if place + 1 < len(deep):
-            stage_s += float(prices.back_s(links.level((device, worker.devices[place + 1])))[stop])
-        layers = str(first) if stop - first == 1 else f"{first}-{stop - 1}"
-        name = costs.kinds[costs.kind_of[device]].name
-        stages.append(VirtualStage(layers, device, name, deep[place], stage_s, peak_bytes[place]))
+            stage_s += float(prices.forth_s(links.level(devices[place - 1 : place + 1]))[first])
+        if place + 1 < len(devices):
+            stage_s += float(prices.back_s(links.level(devices[place : place + 2]))[stop])
+        stages.append(
+            VirtualStage(stage.layers_text(), device, costs.kinds[kind].name, stage.warmup, stage_s, peak_bytes)
+        )
     seconds = [stage.stage_s for stage in stages]
     slowest_s = max(max(seconds), sum(seconds) / virtual_workers.pipeline.in_flight)
     return VirtualWorker(tuple(stages), virtual_workers.rows / slowest_s if slowest_s else 0.0)

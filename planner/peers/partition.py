@@ -19,16 +19,14 @@ from math import prod
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from autopar.formats.cluster import Level
 from autopar.planner.costs import memoized
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
-from autopar.planner.peers.prices import Array, Prices, between
+from autopar.planner.peers.prices import Array, Indices, Prices, between
 
 Counts = tuple[int, ...]
-Indices = npt.NDArray[np.int64]
 OVERHEAD = 50_000
 """What numpy's calls for one entry of the tables take, in the time of array elements."""
 END = -1
@@ -141,12 +139,9 @@ class Partitioner:
         sums = sums + np.array(self.costs.sums.backward(self.rows, adding, kind=kind))
         return between(sums)[:-1]
 
-    def fits(self, kind: int, limit_bytes: int, terms: PeakTerms) -> npt.NDArray[np.bool_]:
-        """Return whether layers ``[first, stop]`` fit a device."""
-        return np.asarray(peak_of(self._parts(kind), terms) <= limit_bytes)
-
     @memoized
-    def _parts(self, kind: int) -> Parts:
+    def parts(self, kind: int) -> Parts:
+        """Return what layers ``[first, stop]`` hold on a kind of device."""
         return self.costs.memory[kind].by_stop(self.rows)
 
 
@@ -187,8 +182,8 @@ class _PartitionSearch:
         lead = self.depths[position - 1] - self.depths[position] if position else 0
         _, turns, workers = self.pipeline
         held = PeakTerms(self.owner.rows, self.depths[position], turns, workers, lead)
-        fits = self.owner.fits(self.makeup.kinds[sort], self.makeup.limits_bytes[sort], held)
-        return np.where(fits, self.seconds[sort], np.inf)
+        peaks = np.asarray(peak_of(self.owner.parts(self.makeup.kinds[sort]), held))
+        return np.where(peaks <= self.makeup.limits_bytes[sort], self.seconds[sort], np.inf)
 
     def _ahead(self, before: Counts, sort: int) -> Iterator[tuple[int, Array, Array]]:
         """Yield (sort before, slowest stage so far, seconds of receiving from it) by the layer that is next."""

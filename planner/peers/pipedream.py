@@ -18,15 +18,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from autopar.formats.cluster import Level
-from autopar.planner.peers.prices import Array, Prices, Proposal, between, in_order
-
-Indices = npt.NDArray[np.int64]
+from autopar.planner.peers.prices import Array, Indices, Prices, Proposal, between, in_order
 
 
-class _BestSplits(NamedTuple):
+class BestSplits(NamedTuple):
     """The best pipelines, each ``[components - 1, first, stop]``."""
 
     slowest_s: Array
@@ -35,12 +32,6 @@ class _BestSplits(NamedTuple):
     """First layer of the last stage; the pipeline's own where it is a single stage."""
     width: Indices
     """Components of the last stage."""
-
-
-class _PipeDreamStage(NamedTuple):
-    first: int
-    stop: int
-    width: int
 
 
 def propose(prices: Prices) -> list[Proposal]:
@@ -59,39 +50,35 @@ def work(prices: Prices) -> int:
 
 def flat(prices: Prices) -> Proposal:
     """Return PipeDream's plan for all devices on one level, the slowest that connects them."""
-    stages = _stages(_flat(prices), 0, prices.layer_count, prices.device_count)
-    return in_order([stage.stop for stage in stages], [stage.width for stage in stages])
+    _, cuts, widths = zip(*_stages(flat_splits(prices), 0, prices.layer_count, prices.device_count), strict=True)
+    return in_order(cuts, widths)
 
 
 def hierarchical(prices: Prices) -> Proposal:
     """Return its plan for nodes with equal numbers of devices: pipelines within nodes, replicated and chained."""
-    inner, outer = _levels(prices)
+    inner, outer = splits_by_level(prices)
     per_server = len(prices.servers[0])
     cuts: list[int] = []
     devices: list[tuple[int, ...]] = []
     taken = 0
-    for group in _stages(outer, 0, prices.layer_count, len(prices.servers)):
-        servers = prices.servers[taken : taken + group.width]
-        taken += group.width
+    for start, end, count in _stages(outer, 0, prices.layer_count, len(prices.servers)):
+        servers = prices.servers[taken : taken + count]
+        taken += count
         used = 0
-        for stage in _stages(inner, group.first, group.stop, per_server):
-            cuts.append(stage.stop)
-            devices.append(tuple(sorted(each for server in servers for each in server[used : used + stage.width])))
-            used += stage.width
+        for _, stop, width in _stages(inner, start, end, per_server):
+            cuts.append(stop)
+            devices.append(tuple(sorted(each for server in servers for each in server[used : used + width])))
+            used += width
     return Proposal(tuple(cuts), tuple(devices))
 
 
-def bottleneck_s(prices: Prices, *, by_level: bool) -> float:
-    """Return A of the plan that :func:`flat` or, by level, :func:`hierarchical` chooses."""
-    best = _levels(prices)[1] if by_level else _flat(prices)
-    return float(best.slowest_s[-1, 0, prices.layer_count])
-
-
-def _flat(prices: Prices) -> _BestSplits:
+def flat_splits(prices: Prices) -> BestSplits:
+    """Return the best pipelines of all devices on one level."""
     return _solve(prices, _alone(prices), prices.outer, prices.device_count, whole=True)
 
 
-def _levels(prices: Prices) -> tuple[_BestSplits, _BestSplits]:
+def splits_by_level(prices: Prices) -> tuple[BestSplits, BestSplits]:
+    """Return the best pipelines within a node, and of nodes."""
     inner = _solve(prices, _alone(prices), "node", len(prices.servers[0]), whole=False)
     return inner, _solve(prices, inner.slowest_s[-1], prices.outer, len(prices.servers), whole=True)
 
@@ -101,7 +88,7 @@ def _alone(prices: Prices) -> Array:
     return between(np.concatenate(([0.0], np.cumsum(prices.layer_s))))
 
 
-def _solve(prices: Prices, below: Array, level: Level, components: int, *, whole: bool) -> _BestSplits:
+def _solve(prices: Prices, below: Array, level: Level, components: int, *, whole: bool) -> BestSplits:
     """Return the best pipelines on up to so many components; of ``whole`` models only those that begin with layer 0."""
     weights = prices.weights_bytes[None, :] - prices.weights_bytes[:, None]
     widths = np.arange(1, components + 1)
@@ -112,7 +99,7 @@ def _solve(prices: Prices, below: Array, level: Level, components: int, *, whole
     sent = 2 * prices.forth_s(level)
     firsts = np.arange(1 if whole else len(below))
     single = stages[:, firsts]
-    best = _BestSplits(single, np.empty(single.shape, np.int64), np.empty(single.shape, np.int64))
+    best = BestSplits(single, np.empty(single.shape, np.int64), np.empty(single.shape, np.int64))
     best.last[:], best.width[:] = firsts[:, None], widths[:, None, None]
     for count in range(2, components + 1):
         for first in range(len(firsts)):
@@ -121,7 +108,7 @@ def _solve(prices: Prices, below: Array, level: Level, components: int, *, whole
     return best
 
 
-def _improve(best: _BestSplits, at: tuple[int, int], slowest_s: Array) -> None:
+def _improve(best: BestSplits, at: tuple[int, int], slowest_s: Array) -> None:
     """Take pipelines ``[width - 1, cut, stop]`` whose last stage begins at the cut, where they are better."""
     positions = slowest_s.shape[-1]
     every = slowest_s.reshape(-1, positions)
@@ -133,12 +120,12 @@ def _improve(best: _BestSplits, at: tuple[int, int], slowest_s: Array) -> None:
     best.last[at][better] = chosen[better] % positions
 
 
-def _stages(best: _BestSplits, first: int, stop: int, components: int) -> list[_PipeDreamStage]:
-    """Return the stages of the best pipeline of layers ``first:stop``."""
-    stages: list[_PipeDreamStage] = []
+def _stages(best: BestSplits, first: int, stop: int, components: int) -> list[tuple[int, int, int]]:
+    """Return the (first layer, stop, width) of the stages of the best pipeline of layers ``first:stop``."""
+    stages: list[tuple[int, int, int]] = []
     while components:
         at = components - 1, first, stop
         last, width = int(best.last[at]), int(best.width[at])
-        stages.insert(0, _PipeDreamStage(last, stop, width))
+        stages.insert(0, (last, stop, width))
         stop, components = last, components - width
     return stages

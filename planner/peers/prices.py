@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from autopar.formats.cluster import Level
 from autopar.planner.bounds.chain import candidate_bound_s
-from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, CandidateStage, divisors
+from autopar.planner.candidate import Candidate, Family, place, placed_on, with_depths
 from autopar.planner.constraints import crossed_limit
+from autopar.planner.costs import memoized
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import explain
 from autopar.planner.search.judge import Best
@@ -25,6 +26,7 @@ from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 
 Array = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
 
 
 def between(sums: Array) -> Array:
@@ -47,7 +49,6 @@ class Prices:
         self.rows = costs.batch // micro_batches
         self.layer_count = costs.layer_count
         self.device_count = len(costs.devices)
-        self._rates: dict[tuple[int, Level], float] = {}
 
     @cached_property
     def servers(self) -> list[list[int]]:
@@ -113,15 +114,13 @@ class Prices:
         """Return the same of the gradients that return."""
         return self._sent_s(self.costs.flows.crossing_bytes[1], level, replicas)
 
+    @memoized
     def reduce_rate(self, replicas: int, level: Level) -> float:
         """Return the seconds per byte of reducing gradients among replicas."""
         total = int(self.weights_bytes[-1])
         if replicas == 1 or total == 0:
             return 0.0
-        key = (replicas, level)
-        if key not in self._rates:
-            self._rates[key] = self.costs.links.collective_s("all_reduce", total, replicas, level) / total
-        return self._rates[key]
+        return self.costs.links.collective_s("all_reduce", total, replicas, level) / total
 
     def _share(self, replicas: int) -> float:
         return max(self.costs.shares(self.rows, replicas))
@@ -139,11 +138,6 @@ class Proposal(NamedTuple):
     cuts: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
 
-    @property
-    def widest(self) -> int:
-        """Return the most replicas of a stage."""
-        return max(map(len, self.devices))
-
 
 def in_order(cuts: Sequence[int], widths: Sequence[int]) -> Proposal:
     """Return a proposal whose stages take devices in cluster order.
@@ -159,19 +153,6 @@ MOST_WORK, LITTLE_WORK = 5 * 10**9, 2 * 10**8
 """Array elements that a peer may take for all its proposals together: about ten seconds, and half a second."""
 
 
-def counts_of(batch: int, micro_batches: int | None) -> list[int]:
-    """Return the micro-batch counts to try, ascending.
-
-    >>> counts_of(12, None), counts_of(12, 4)
-    ([1, 2, 3, 4, 6, 12], [4])
-    """
-    return [
-        count
-        for count in divisors(batch)
-        if micro_batches in (None, count) and (micro_batches or count <= MOST_MICRO_BATCHES)
-    ]
-
-
 def planned_counts(prices: Sequence[Prices], work: Callable[[Prices], int], most_work: int = MOST_WORK) -> list[Prices]:
     """Return the micro-batch counts for which a peer's planner is run: all, or as many as time allows, evenly spaced.
 
@@ -183,15 +164,13 @@ def planned_counts(prices: Sequence[Prices], work: Callable[[Prices], int], most
     return [prices[round(index * (len(prices) - 1) / (most - 1))] for index in range(most)]
 
 
-def place(costs: CostModel, proposal: Proposal, micro_batches: int, schedule: str) -> Iterator[Candidate]:
-    """Yield a proposal's candidates, one for every choice of depths that the schedule offers."""
-    rows = costs.batch // micro_batches
-    starts = (0, *proposal.cuts[:-1])
-    shares = [costs.shares(rows, len(devices)) for devices in proposal.devices]
+def candidates_of(costs: CostModel, proposal: Proposal, micro_batches: int, schedule: str) -> Iterator[Candidate]:
+    """Return a proposal's candidates, one for every choice of depths that the schedule offers."""
+    family = Family(micro_batches, costs.batch // micro_batches, schedule)
+    chain = place(family, proposal.cuts, tuple(map(len, proposal.devices)), divisible=costs.divisible)
+    stages = placed_on(sum(proposal.devices, ()), chain)
     depths = SCHEDULES[schedule].warmups(len(proposal.cuts), 1, micro_batches).values()
-    for choice in dict.fromkeys(depths):
-        fields = zip(starts, proposal.cuts, proposal.devices, shares, choice, strict=True)
-        yield Candidate(micro_batches, rows, schedule, tuple(CandidateStage(*each) for each in fields))
+    return (with_depths(family, stages, choice) for choice in dict.fromkeys(depths))
 
 
 def trial(
@@ -203,8 +182,8 @@ def trial(
         candidate
         for count in counts
         for proposal in proposals
-        if costs.divisible or proposal.widest <= costs.batch // count
-        for candidate in place(costs, proposal, count, schedule)
+        if costs.divisible or max(map(len, proposal.devices)) <= costs.batch // count
+        for candidate in candidates_of(costs, proposal, count, schedule)
     ]
     reasons = [
         costs.replicated_single(candidate.stages) or crossed_limit(costs, candidate.stages) for candidate in candidates

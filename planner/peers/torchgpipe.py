@@ -38,18 +38,14 @@ def blocks(values: Sequence[float], count: int) -> tuple[int, ...]:
             if sums[largest] <= sums[smallest] + max(whole):
                 return tuple(ends)
             giver = smallest - 1 if largest < smallest else smallest + 1
-            given = _give(ends, giver, smallest)
+            if giver < smallest:
+                ends[giver] -= 1
+                given = ends[giver]
+            else:
+                given = ends[smallest]
+                ends[smallest] += 1
             sums[giver] -= whole[given]
             sums[smallest] += whole[given]
-
-
-def _give(ends: list[int], giver: int, taker: int) -> int:
-    """Move a number between neighbouring blocks; return its position."""
-    if giver < taker:
-        ends[giver] -= 1
-        return ends[giver]
-    ends[taker] += 1
-    return ends[taker] - 1
 
 
 def _whole(values: Sequence[float]) -> list[int]:

@@ -40,16 +40,6 @@ class StateMove(NamedTuple):
     """Index into :attr:`Places.nears`."""
 
 
-class _KindDevices(NamedTuple):
-    """A kind's devices, in cluster order."""
-
-    limits: States
-    pairs: States
-    """The level, as a number, at which each reaches the next one."""
-    latest: list[States]
-    """By kind of device, where among those the last one of each device's node stands; -1 where there is none."""
-
-
 class Places:
     """What the prices of stages depend on, of the devices that they take."""
 
@@ -102,17 +92,21 @@ class Places:
     def _beside(self, kind: int, width: int, starts: States, after: States) -> npt.NDArray[np.bool_]:
         """Whether a device that is left stands in a node of those taken."""
         found = np.zeros(len(starts), dtype=bool)
-        for other, latest in zip(self.pool.kinds, self._kind_devices(kind).latest, strict=True):
+        for other, latest in zip(self.pool.kinds, self._kind_devices(kind)[2], strict=True):
             highest = np.lib.stride_tricks.sliding_window_view(latest, width).max(axis=1)
             found |= highest[starts] >= self.pool.devices_taken(other)[after]
         return found
 
     @memoized
-    def _kind_devices(self, kind: int) -> _KindDevices:
+    def _kind_devices(self, kind: int) -> tuple[States, States, list[States]]:
+        """Return of a kind's devices their memory, and the level, as a number, at which each reaches the next one.
+
+        And by kind of device, where among those the last one of each device's node stands; -1 where there is none.
+        """
         pool, nodes = self.pool, self._topology.nodes
         chain = pool.all_of(kind)
         lasts = ({nodes[device]: at for at, device in enumerate(pool.all_of(other))} for other in pool.kinds)
-        return _KindDevices(
+        return (
             np.array([self._costs.limits_bytes[device] for device in chain]),
             np.array([self._topology.levels.index(self._topology.pair(*pair)) for pair in pairwise(chain)]),
             [np.array([last.get(nodes[device], -1) for device in chain]) for last in lasts],

@@ -97,7 +97,7 @@ class KindStates(Protocol):
         """Return the devices that a variant takes, node by node."""
 
 
-class TakenCounts:
+class TakenCounts(KindStates):
     """States that differ in the number of devices taken: a stage takes the next ones.
 
     With ``skip``, where the next ones stand in more nodes than necessary, it may begin with the next node instead; what
@@ -122,15 +122,12 @@ class TakenCounts:
         self.moves = count * (count + 1) // 2 * (2 if self.skips else 1)
 
     def devices_left(self, state: int) -> int:
-        """Return how many devices are left."""
         return len(self._devices) - state
 
     def remaining(self, state: int) -> tuple[int, ...]:
-        """Return all devices that are left."""
         return self._devices[state:]
 
     def after(self, width: int) -> list[States]:
-        """Return the states after taking so many devices; see :class:`KindStates`."""
         states, count = np.arange(self.states), self.states - 1
         taken = np.where(states + width <= count, states + width, -1)
         if not self.skips:
@@ -143,12 +140,11 @@ class TakenCounts:
         return [taken, skipped] if (skipped >= 0).any() else [taken]
 
     def devices(self, state: int, width: int, variant: int) -> tuple[int, ...]:
-        """Return the devices that a variant takes."""
         start = int(self._next[state]) if variant else state
         return self._devices[start : start + width]
 
 
-class _EnumeratedStates:
+class _EnumeratedStates(KindStates):
     """States that were found by going through all ways."""
 
     def __init__(self, groups: Sequence[DeviceGroup], ways: dict[Free, list[Free]]) -> None:
@@ -168,23 +164,19 @@ class _EnumeratedStates:
                 arrays = self._after.setdefault(width, [])
                 if len(variants) == len(arrays):
                     arrays.append(np.full(self.states, -1))
-                arrays[len(variants)][state] = number[_less(free, taken)]
+                arrays[len(variants)][state] = number[less(free, taken)]
                 variants.append(taken)
 
     def devices_left(self, state: int) -> int:
-        """Return how many devices are left."""
         return sum(self._free[state])
 
     def remaining(self, state: int) -> tuple[int, ...]:
-        """Return all devices that are left."""
         return self._next(state, self._free[state])
 
     def after(self, width: int) -> list[States]:
-        """Return the states after taking so many devices; see :class:`KindStates`."""
         return self._after[width]
 
     def devices(self, state: int, width: int, variant: int) -> tuple[int, ...]:
-        """Return the devices that a variant takes, node by node."""
         return self._next(state, self._variant_counts[state, width][variant])
 
     def _next(self, state: int, counts: Free) -> tuple[int, ...]:
@@ -212,7 +204,7 @@ def enumerate_states(
             if moves > most:
                 return None
             known[free].append(taken)
-            after = _less(free, taken)
+            after = less(free, taken)
             if after not in known:
                 known[after] = []
                 waiting.append(after)
@@ -251,7 +243,8 @@ def by_policies(groups: Sequence[DeviceGroup], free: Free) -> Iterator[Free]:
         yield from dict.fromkeys((_one_by_one(free, range(len(free)), width), *choices(free, sizes, width)))
 
 
-def _less(free: Free, counts: Free) -> Free:
+def less(free: Free, counts: Free) -> Free:
+    """Return what is left of every group behind so many devices."""
     return tuple(one - other for one, other in zip(free, counts, strict=True))
 
 

@@ -10,6 +10,7 @@ from autopar.planner.candidate import families
 from autopar.planner.closest import closest
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
+from counted_stages import closest_of
 from oracles.exhaustive import everything
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
@@ -48,7 +49,7 @@ def test_the_least_shortfall_is_that_of_all_plans_for_any_number_of_stages_and_f
             for count in (None, len(candidate.stages)):
                 least[count] = min(least.get(count, short), short)
         for count in (None, *range(1, devices + 1)):
-            found = closest(costs, every, options, count)
+            found = closest_of(costs, every, options, count)
             if count is not None and count < options.min_stages:
                 continue
             if found is None:

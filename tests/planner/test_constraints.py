@@ -22,6 +22,7 @@ from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best
 from autopar.planner.search.local import search_locally
 from autopar.planner.simulator.simulate import Simulator
+from counted_stages import closest_of
 from oracles.exhaustive import everything, exhaust
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
@@ -234,7 +235,7 @@ def test_neighbours_obey_and_what_comes_closest_is_the_least_of_any_number_of_st
                 short = max(costs.shortfalls(candidate))
                 least[count] = min(least.get(count, short), short)
         for count in (None, *range(rules.least_stages, rules.most_stages + 1)):
-            found = closest(costs, every, options, count)
+            found = closest_of(costs, every, options, count)
             assert (found and found[0]) == least.get(count), f"seed {seed}: {count}"
             assert found is None or _obeys(found[1], cluster, options), f"seed {seed}: {count}"
             compared += 1

@@ -41,7 +41,7 @@ def test_a_run_with_the_profiles_times_takes_what_the_whole_plan_does(seed: int)
     cuts = (*sorted(draw.sample(range(1, costs.layer_count), stages - 1)), costs.layer_count)
     widths = (draw.choice((1, 2)),) * stages if seed % 2 else tuple(draw.randint(1, 2) for _ in cuts)
     micro_batches, size = draw.randint(1, 5), draw.choice((2, 3, 4))
-    dictated = DictatedRun(costs, cuts, widths, micro_batches, size)
+    dictated = DictatedRun(costs, Family(micro_batches, size, "1f1b"), cuts, widths)
     forward_s, backward_s = _times(costs, dictated.rows)
     accumulate_s = [layer.accumulate_s for layer in profile.layers]
     update_s = [layer.update_s for layer in profile.layers]
@@ -54,7 +54,7 @@ def test_longer_layers_and_adding_to_gradients_make_a_step_longer() -> None:
     profile = gpt_profile()
     costs = CostModel(profile, local_cluster(4), PlanOptions())
     cuts = tuple(accumulate((costs.layer_count // 2, costs.layer_count - costs.layer_count // 2)))
-    dictated = DictatedRun(costs, cuts, (2, 2), 4, 4)
+    dictated = DictatedRun(costs, Family(4, 4, "1f1b"), cuts, (2, 2))
     forward_s, backward_s = _times(costs, dictated.rows)
     none = [0.0] * costs.layer_count
     step_s = dictated.step_s(forward_s, backward_s, none, none, 0.0)
@@ -75,4 +75,4 @@ def test_longer_layers_and_adding_to_gradients_make_a_step_longer() -> None:
 def test_a_run_that_cannot_be_is_refused(widths: tuple[int, ...], size: int, schedule: str, message: str) -> None:
     costs = CostModel(gpt_profile(), local_cluster(4), PlanOptions())
     with pytest.raises(UsageError, match=message):
-        DictatedRun(costs, (costs.layer_count,), widths, 2, size, schedule)
+        DictatedRun(costs, Family(2, size, schedule), (costs.layer_count,), widths)

@@ -74,4 +74,4 @@ def test_stages_within_a_node_or_on_whole_nodes_do_not_straddle() -> None:
         cuts = (*range(1, len(widths)), 14)
         stages = place(family, cuts, widths)
         assert straddling(costs, stages) == expected, widths
-        assert simplicity(costs, Candidate(*family, stages)).straddling == len(expected)
+        assert simplicity(costs, Candidate(*family, stages))[0] == len(expected)

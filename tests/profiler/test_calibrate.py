@@ -14,6 +14,7 @@ import pytest
 from autopar.errors import FileError
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
+from autopar.planner.candidate import Family
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.repricing import DictatedRun
@@ -40,7 +41,7 @@ class Setting:
         """A run of 4 micro-batches; its time is yet to be given."""
         count = self.costs.layer_count
         cuts = tuple(count * (stage + 1) // stages for stage in range(stages))
-        run = DictatedRun(self.costs, cuts, (width,) * stages, 4, rows * width)
+        run = DictatedRun(self.costs, Family(4, rows * width, "1f1b"), cuts, (width,) * stages)
         return Observation(self.load, run, recompute, 1.0)
 
 

@@ -19,7 +19,7 @@ from autopar.planner.candidate import families
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.milp.program import Linear
-from autopar.planner.milp.solve import SOLVERS, MilpResult, Solution, Solver, SolverFailure, search_by_milp
+from autopar.planner.milp.solve import SOLVERS, MilpResult, Solution, Solver, search_by_milp
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
@@ -27,7 +27,7 @@ from oracles.exhaustive import Exhausted, exhaust
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 HIGHS, CBC = SOLVERS
-Answer = Callable[[Linear, float], Solution | SolverFailure]
+Answer = Callable[[Linear, float], Solution]
 
 
 def _instance(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
@@ -155,50 +155,48 @@ def test_a_plan_made_by_programs_is_as_fast_and_the_same_each_time() -> None:
     assert made.dumps() == plan(profile, cluster, replace(asked, solver="milp")).dumps()
 
 
-def _crashes(linear: Linear, seconds: float) -> Solution | SolverFailure:
+def _crashes(linear: Linear, seconds: float) -> Solution:
     raise RuntimeError("out of\nmemory")
 
 
-def _dawdles(linear: Linear, seconds: float) -> Solution | SolverFailure:
+def _dawdles(linear: Linear, seconds: float) -> Solution:
     return Solution("time", (), 0.0, seconds)
 
 
 def _honest(linear: Linear) -> Solution:
-    answer = HIGHS.solve(linear, 1e4)
-    assert isinstance(answer, Solution)
-    return answer
+    return HIGHS.solve(linear, 1e4)
 
 
-def _boasts(linear: Linear, seconds: float) -> Solution | SolverFailure:
+def _boasts(linear: Linear, seconds: float) -> Solution:
     """Call a plan faster than it is."""
     answer = _honest(linear)
     return answer._replace(values=(*answer.values[:-1], answer.values[-1] * 0.9))
 
 
-def _overrates(linear: Linear, seconds: float) -> Solution | SolverFailure:
+def _overrates(linear: Linear, seconds: float) -> Solution:
     """Claim a bound above the plan's own."""
     answer = _honest(linear)
     return answer._replace(least=answer.least * 1.1)
 
 
-def _denies(linear: Linear, seconds: float) -> Solution | SolverFailure:
+def _denies(linear: Linear, seconds: float) -> Solution:
     return Solution("none", (), math.inf, 0.0)
 
 
-def _mumbles(linear: Linear, seconds: float) -> Solution | SolverFailure:
+def _mumbles(linear: Linear, seconds: float) -> Solution:
     return Solution("least", (0.0,) * linear.columns, 0.0, 0.0)
 
 
-def _halves(linear: Linear, seconds: float) -> Solution | SolverFailure:
+def _halves(linear: Linear, seconds: float) -> Solution:
     answer = _honest(linear)
     return answer._replace(values=tuple(value / 1.5 for value in answer.values))
 
 
-def _errs(linear: Linear, seconds: float) -> Solution | SolverFailure:
+def _errs(linear: Linear, seconds: float) -> Solution:
     return Solution("least", (math.nan,) * linear.columns, math.nan, 0.0)
 
 
-def _misreads(linear: Linear, seconds: float) -> Solution | SolverFailure:
+def _misreads(linear: Linear, seconds: float) -> Solution:
     return Solution("least", (1.0,), 1.0, 0.0)
 
 
@@ -206,7 +204,7 @@ def _settles() -> Answer:
     """Call the second-best path the least one."""
     hidden: list[int] = []
 
-    def solve(linear: Linear, seconds: float) -> Solution | SolverFailure:
+    def solve(linear: Linear, seconds: float) -> Solution:
         if not hidden:
             values = _honest(linear).values
             hidden.extend(index for index in range(linear.whole) if values[index] > 0.5)
@@ -220,7 +218,7 @@ def _repeats() -> Answer:
     """Answer what was answered before."""
     said: list[Solution] = []
 
-    def solve(linear: Linear, seconds: float) -> Solution | SolverFailure:
+    def solve(linear: Linear, seconds: float) -> Solution:
         said.append(_honest(linear) if not said else said[0])
         return said[0]
 

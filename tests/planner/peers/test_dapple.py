@@ -80,7 +80,7 @@ def test_the_planner_finds_what_its_recursion_finds() -> None:
     planned = 0
     for seed in range(120):
         prices = prices_of(seed, SIZES[seed % len(SIZES)])
-        found = dapple.find(prices)
+        found = dapple.DappleSearch(prices).go()
         expected = _plain(prices, splits=99)
         assert (float("inf") if found is None else found.latency_s) == pytest.approx(expected, rel=1e-9)
         planned += found is not None
@@ -90,7 +90,7 @@ def test_the_planner_finds_what_its_recursion_finds() -> None:
 def test_no_plan_of_one_or_two_stages_has_less_latency() -> None:
     for seed in range(120):
         prices = prices_of(seed, SIZES[seed % len(SIZES)])
-        found = dapple.find(prices)
+        found = dapple.DappleSearch(prices).go()
         if found is not None:
             assert found.latency_s <= _plain(prices, splits=1) * (1 + 1e-9), f"seed {seed}"
 
@@ -98,7 +98,7 @@ def test_no_plan_of_one_or_two_stages_has_less_latency() -> None:
 def test_a_proposal_has_the_latency_that_was_found_and_uses_every_device_once() -> None:
     for seed in range(120):
         prices = prices_of(seed, SIZES[seed % len(SIZES)])
-        found = dapple.find(prices)
+        found = dapple.DappleSearch(prices).go()
         for proposal in dapple.propose(prices):
             assert found is not None
             nodes = [[prices.costs.devices[device].node for device in group] for group in proposal.devices]

@@ -8,12 +8,13 @@ from itertools import combinations
 import pytest
 
 from autopar.formats.cluster import Cluster, Link
+from autopar.planner.candidate import divisors
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.peers import hetpipe, peers
 from autopar.planner.peers.hetpipe import Worker, Workers, allocations, bound_s, candidate_of, peaks, step_s
 from autopar.planner.peers.partition import Partitioner, PipelineCounts, makeup_of
-from autopar.planner.peers.prices import Prices, counts_of
+from autopar.planner.peers.prices import Prices
 from autopar.planner.simulator.simulate import Simulator
 from priced import gpt_profile, hierarchy, local_cluster, mixed, nodes_of, random_cluster, random_profile, two_kinds
 
@@ -51,7 +52,7 @@ def test_workers_that_cut_alike_are_priced_as_the_plan_that_they_are_where_links
         stages = 2 if costs.layer_count > 1 else 1
         if costs.profile.tied:
             continue
-        count = rng.choice([each for each in counts_of(costs.batch, None) if each >= 2])
+        count = rng.choice([each for each in divisors(costs.batch) if each >= 2])
         cut = rng.randint(1, max(1, costs.layer_count - 1))
         cuts = (cut, costs.layer_count)[-stages:]
         pipelined = PipelineCounts(rng.randint(1, 4), -(-count // 2), 2)
@@ -67,7 +68,7 @@ def test_workers_that_cut_alike_are_priced_as_the_plan_that_they_are_where_links
 def test_workers_of_one_device_take_the_slowest_ones_time_and_the_reduction() -> None:
     for seed in range(40):
         costs = mixed(seed, 2, limited=False)
-        count = counts_of(costs.batch, None)[1]
+        count = divisors(costs.batch)[1]
         rows, layers = costs.batch // count, costs.layer_count
         pipelined = PipelineCounts(1, -(-count // 2), 2)
         found = Workers("NP", count, rows, pipelined, (Worker((layers,), (0,)), Worker((layers,), (1,))))
@@ -96,7 +97,7 @@ def test_the_best_is_the_least_of_all_policies_counts_and_depths_and_no_bound_is
     for seed in range(100):
         costs = mixed(seed, (3, 4, 2, 4)[seed % 4], limited=seed % 3 == 0)
         simulator = Simulator(costs)
-        planned = [Prices(costs, count) for count in counts_of(costs.batch, None)]
+        planned = [Prices(costs, count) for count in divisors(costs.batch)]
         given = hetpipe.allocate_workers(planned[0], planned[-1].micro_batches)
         if isinstance(given, str):
             continue

@@ -9,12 +9,13 @@ from itertools import combinations, pairwise, permutations
 import pytest
 
 from autopar.formats.cluster import Cluster, Link
+from autopar.planner.candidate import divisors
 from autopar.planner.costs.memory import PeakTerms
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.peers.hetpipe import Worker
 from autopar.planner.peers.partition import Partitioner, PipelineCounts, depths, makeup_of
-from autopar.planner.peers.prices import Prices, counts_of
+from autopar.planner.peers.prices import Prices
 from priced import hierarchy, mixed, random_profile
 
 
@@ -55,7 +56,7 @@ def test_a_partition_has_the_quickest_slowest_stage_of_all_orders_and_cuts_that_
     for seed in range(150):
         rng = random.Random(seed)
         costs = mixed(seed, rng.randint(1, 4))
-        count = rng.choice(counts_of(costs.batch, None))
+        count = rng.choice(divisors(costs.batch))
         workers = rng.choice([1, 1, 2])
         pipelined = PipelineCounts(rng.randint(1, 7), -(-count // workers), workers)
         partitioner = Partitioner(Prices(costs, count))

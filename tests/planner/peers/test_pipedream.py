@@ -49,7 +49,7 @@ def test_a_flat_plan_has_the_least_bottleneck_of_all_pipelines() -> None:
         below = {span: _alone(prices, *span) for span in _spans(prices)}
         every = _pipelines(0, prices.layer_count, prices.device_count)
         least = min(_bottleneck(prices, pipeline, level, below) for pipeline in every)
-        assert pipedream.bottleneck_s(prices, by_level=False) == pytest.approx(least, rel=1e-9, abs=1e-15)
+        assert pipedream.flat_splits(prices).slowest_s[-1, 0, -1] == pytest.approx(least, rel=1e-9, abs=1e-15)
         proposal = pipedream.flat(prices)
         starts = (0, *proposal.cuts[:-1])
         chosen = [*zip(starts, proposal.cuts, map(len, proposal.devices), strict=True)]
@@ -67,7 +67,7 @@ def test_a_plan_by_levels_has_the_least_bottleneck_of_all_nested_pipelines() -> 
         }
         every = _pipelines(0, prices.layer_count, len(sizes))
         least = min(_bottleneck(prices, pipeline, "network", inner) for pipeline in every)
-        assert pipedream.bottleneck_s(prices, by_level=True) == pytest.approx(least, rel=1e-9, abs=1e-15)
+        assert pipedream.splits_by_level(prices)[1].slowest_s[-1, 0, -1] == pytest.approx(least, rel=1e-9, abs=1e-15)
         _covers(prices, pipedream.hierarchical(prices))
 
 

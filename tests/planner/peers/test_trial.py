@@ -9,10 +9,10 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.alternatives import references
-from autopar.planner.candidate import families
+from autopar.planner.candidate import divisors, families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.peers import Peer, peers
-from autopar.planner.peers.prices import MOST_WORK, Proposal, counts_of, in_order, place, planned_counts, trial
+from autopar.planner.peers.prices import MOST_WORK, Proposal, candidates_of, in_order, planned_counts, trial
 from autopar.planner.simulator.simulate import Simulator
 from priced import gpt_profile, local_cluster, nodes_of, random_cluster, random_profile
 
@@ -76,13 +76,13 @@ def test_a_trial_finds_the_fastest_of_all_counts_and_depths() -> None:
         layers = costs.layer_count
         proposals = [in_order((layers,), (2,))]
         proposals += [in_order((cut, layers), (1, 2)) for cut in range(1, layers)]
-        counts = counts_of(costs.batch, None)
+        counts = divisors(costs.batch)
         every = [
             simulator.step_s(candidate)
             for count in counts
             for proposal in proposals
-            if proposal.widest <= costs.batch // count
-            for candidate in place(costs, proposal, count, "1f1b")
+            if max(map(len, proposal.devices)) <= costs.batch // count
+            for candidate in candidates_of(costs, proposal, count, "1f1b")
         ]
         candidate, reason = trial(simulator, "1f1b", counts, proposals)
         if not every:
@@ -135,7 +135,7 @@ def test_asked_micro_batches_are_kept_and_refused_where_they_do_not_divide_the_b
 def test_a_proposal_on_any_devices_is_placed_there() -> None:
     proposal = Proposal((2, 5), ((0, 3), (1, 2)))
     candidates = list(
-        place(CostModel(gpt_profile(batch=8), local_cluster(4), PlanOptions(gpus=4)), proposal, 2, "1f1b")
+        candidates_of(CostModel(gpt_profile(batch=8), local_cluster(4), PlanOptions(gpus=4)), proposal, 2, "1f1b")
     )
     assert [stage.devices for stage in candidates[0].stages] == [(0, 3), (1, 2)]
     assert [[stage.warmup for stage in candidate.stages] for candidate in candidates] == [[2, 1]]

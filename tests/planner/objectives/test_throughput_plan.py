@@ -12,8 +12,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import Plan
 from autopar.planner import plan, simulate
 from autopar.planner.costs.model import CostModel
-from autopar.planner.objectives.throughput import StashCosts, quickest
-from autopar.planner.objectives.written import throughput_plan
+from autopar.planner.objectives.throughput import StashCosts, quickest, throughput_plan
 from autopar.planner.options import PlanOptions
 from autopar.runtime.settings import check_scope
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds

@@ -1,0 +1,23 @@
+"""The closest plans of so many stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.errors import UsageError
+from autopar.planner.candidate import Candidate, Family
+from autopar.planner.closest import closest
+from autopar.planner.costs.model import CostModel
+from autopar.planner.options import PlanOptions
+
+
+def closest_of(
+    costs: CostModel, families: Sequence[Family], options: PlanOptions, stages: int | None
+) -> tuple[int, Candidate] | None:
+    """Return the closest plan of exactly so many stages, or of any number; none where no stages obey all options."""
+    asked = options if stages is None else replace(options, min_stages=stages, max_stages=stages)
+    try:
+        return closest(costs, families, asked)
+    except UsageError:
+        return None
