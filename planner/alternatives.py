@@ -16,7 +16,7 @@ from autopar.formats.plan import SHARDS, Alternative, Division, Shard, shards_of
 from autopar.planner.candidate import Candidate, CandidateStage, Family, counts_beside, divisions_of, place, placed_on
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import explain
-from autopar.planner.options import PLANNED, PlanOptions
+from autopar.planner.options import PLANNED, PlanOptions, sharding_refusal
 from autopar.planner.search.depths import depth_choices, span_of
 from autopar.planner.search.judge import NEAR, Best, SimulatedPlan
 from autopar.planner.simulator.simulate import Simulator
@@ -99,7 +99,7 @@ def references(simulator: Simulator, families: Sequence[Family], options: PlanOp
     stages = min(layers, devices)
     equal = tuple(accumulate(even_shares(layers, stages)))
     named: dict[str, Shard] = {"pure data parallelism": "none"}
-    if devices > 1 and costs.profile.indivisible is None:
+    if devices > 1 and sharding_refusal(costs.profile) is None:
         named["sharded data parallelism"] = "parameters"
     if devices > 1 and costs.single:
         found = [Reference(name, None, next(iter(costs.single.values())).reason) for name in named]

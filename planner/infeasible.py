@@ -32,7 +32,7 @@ MOST_STATES = 2048
 MOST_DOUBLINGS = 8
 """Of a batch."""
 _USUAL = PlanOptions()
-_LEFT_OUT = ("use_all", "max_stages", "min_stages", "forbid_cut", "pin", "chunks")
+_LEFT_OUT = ("use_all", "max_stages", "min_stages", "forbid_cut", "pin", "chunks", "equal_widths")
 """Options without which there may be a plan."""
 
 

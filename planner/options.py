@@ -162,22 +162,30 @@ class PlanOptions:
         return CANDIDATES if self.gap > 0 else CANDIDATES_WHEN_EXACT
 
 
+def sharding_refusal(profile: Profile) -> tuple[str, str] | None:
+    """Return why nothing of a profile can be sharded, and what to profile with instead; None where sharding may be.
+
+    It cannot where layers were compiled, or where the optimizer steps no parts.
+    """
+    if profile.compiled:
+        return "the profile is of compiled layers, which are not sharded", "layers that are not compiled"
+    if profile.indivisible is None:
+        return None
+    reason = f"the optimizer of {profile.model.source} cannot step parts of parameters: {profile.indivisible}"
+    return reason, "another optimizer"
+
+
 def admissible_options(options: PlanOptions, profile: Profile) -> PlanOptions:
-    """Return the options without what cannot run: sharding, where layers were compiled or the optimizer steps no parts.
+    """Return the options without what cannot run, which is sharding of some profiles.
 
     Raises:
         UsageError: such sharding is asked for.
     """
-    if options.shard == "none":
-        return options
-    reason, remedy = None, "another optimizer"
-    if profile.compiled:
-        reason, remedy = "the profile is of compiled layers, which are not sharded", "layers that are not compiled"
-    elif profile.indivisible is not None:
-        reason = f"the optimizer of {profile.model.source} cannot step parts of parameters: {profile.indivisible}"
-    if reason is None:
+    refusal = None if options.shard == "none" else sharding_refusal(profile)
+    if refusal is None:
         return options
     if options.shard != "auto":
+        reason, remedy = refusal
         raise UsageError(f"`shard={options.shard!r}`: {reason}; plan with `shard='none'`, or profile with {remedy}")
     return replace(options, shard="none")
 

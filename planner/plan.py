@@ -23,7 +23,7 @@ from autopar.planner.closest import closest
 from autopar.planner.constraints import Constraints, FixedStages, parse, refusal_of_all, runnable, too_wide
 from autopar.planner.costs.kinds import check_times_of
 from autopar.planner.costs.model import CostModel
-from autopar.planner.infeasible import any_plan_fits, infeasible
+from autopar.planner.infeasible import advice, any_plan_fits, infeasible, remedies
 from autopar.planner.milp.solve import search_by_milp
 from autopar.planner.objectives.cost import cheapest_plan
 from autopar.planner.objectives.throughput import throughput_plan
@@ -37,6 +37,8 @@ from autopar.planner.search.local import judge_even_splits, search_locally
 from autopar.planner.simulator.simulate import Simulator
 from autopar.progress import Progress, no_progress
 
+_NO_EQUAL = "no plan was found whose stages are equally wide and fit the memory"
+_WITHOUT_EQUAL = "without `equal_widths`"
 DICTATED_NOTE = "the stages were dictated; the lower bound is that of these stages"
 
 
@@ -187,9 +189,9 @@ def _plan_best(question: Question) -> Plan:
     if best.fastest is None:
         _judge_closest(question, best)
     if best.fastest is None:
-        fits = partial(any_plan_fits, question.costs, {})
+        fits = partial(_plan_fits, question)
         raise infeasible(question.costs, question.families, question.options, best.closest, fits)
-    _check_equal(question, best)
+    _find_equal(question, best)
     question.simulator.progress("bounding plans from below", 0.8)
     least = least_bound_s(question.costs, question.options)
     bounds = bounds_of_families(question.costs, question.families, least, best.step_s, linked_s)
@@ -265,7 +267,7 @@ def _try_schedules(
         if each.simulated_plan is not None:
             best.consider(each.simulated_plan)
     # Bounds know of a schedule whether a rank runs several stages, and whether backwards are halved.
-    tried = other_schedules.tried_beside(costs)
+    tried, plain_s = other_schedules.tried_beside(costs), least_s
     for schedule in {(has_chunks(each), splits_backward(each)): each for each in tried}.values():
         asked = replace(options, schedule=schedule, chunks=None)
         own = other_schedules.bounds_of(costs, asked, best.step_s, quickly=True)
@@ -274,15 +276,43 @@ def _try_schedules(
         else:
             bounds = Bounds(**{name: min(each, getattr(own, name)) for name, each in bounds})
             least_s = min(least_s, other_schedules.lower_bound_s(costs, asked, own, best.step_s))
+    if least_s < plain_s and _is_wide(options, best.step_s, least_s):
+        note = (
+            "the lower bound is that of schedules whose backwards are halved, of which no closer one is known; no plan "
+            f"of gpipe or 1f1b takes less than {plain_s:.4g} s"
+        )
+        return bounds, least_s, (note,)
     return bounds, least_s, ()
 
 
-def _check_equal(question: Question, best: Best) -> None:
-    if question.options.equal_widths and best.equal is None:
-        raise InfeasibleError(
-            "no plan was found whose stages are equally wide and fit the memory, but others do fit; leave out "
-            "`equal_widths`"
-        )
+def _find_equal(question: Question, best: Best) -> None:
+    """Look for a plan of equal widths among even splits alone, where one is asked for and none was met.
+
+    Raises:
+        InfeasibleError: there is none.
+    """
+    options = question.options
+    if not options.equal_widths or best.equal is not None:
+        return
+    own = _even_splits(question)
+    if own.equal is None:
+        short = 1 if own.closest is None else own.closest[0]
+        others = remedies(question.costs, options, partial(_plan_fits, question), short)
+        raise InfeasibleError(f"{_NO_EQUAL}; {advice([_WITHOUT_EQUAL, *others])}")
+    best.consider(own.equal)
+
+
+def _even_splits(question: Question) -> Best:
+    best = Best()
+    judge_even_splits(question.simulator, question.families, question.options, best)
+    return best
+
+
+def _plan_fits(question: Question, options: PlanOptions) -> bool:
+    """Whether a plan that is asked for fits the memory of the same cluster with other options."""
+    if not options.equal_widths:
+        return any_plan_fits(question.costs, {}, options)
+    return _even_splits(question.under(options)).equal is not None
 
 
 def _choose(question: Question, best: Best) -> SimulatedPlan:
@@ -304,7 +334,8 @@ def _plan_schedule(question: Question) -> Plan:
     if own is None or fixed_stages is None:
         simulator.progress(f"trying plans of {options.schedule}", 0.7)
         own = other_schedules.tried_best(simulator, options, best, fits)
-        _check_equal(question, own)
+        if options.equal_widths and own.equal is None:
+            raise InfeasibleError(f"{_NO_EQUAL} under {options.schedule}; {advice([_WITHOUT_EQUAL])}")
         bounds = other_schedules.bounds_of(costs, options, own.step_s)
         chosen = _choose(question, own).candidate
         least_s = other_schedules.lower_bound_s(costs, options, bounds, own.step_s)
@@ -313,7 +344,8 @@ def _plan_schedule(question: Question) -> Plan:
         assert own.fastest is not None
         bounds, chosen = _bounds_of_shape(question, fixed_stages, own.step_s), own.fastest.candidate
         least_s, note = bounds.linked_s, DICTATED_NOTE
-    rows = _alternatives([*compared, Reference("1f1b", best.fastest, "no plan of 1f1b fits the memory")])
+    beside_it = Reference("1f1b", best.fastest, "no plan of 1f1b fits the memory")
+    rows = _alternatives([*compared, beside_it], (), question.excluding_option)
     notes = [note, *_placement_notes(question, chosen)]
     return assemble(costs, chosen, options, least_s, rows, notes, bounds)
 
@@ -333,7 +365,7 @@ def _bounds_of_shape(question: Question, fixed_stages: FixedStages, step_s: floa
 def _schedule_fits(question: Question, options: PlanOptions) -> bool:
     """Whether a plan of the schedule that is asked for fits with other options."""
     if options.schedule == "auto" or plain(options.schedule):
-        return any_plan_fits(question.costs, {}, options)
+        return _plan_fits(question, options)
     other = question.under(options)
     beside = replace(other, options=other_schedules.usual(other.options))
     try:
@@ -341,7 +373,8 @@ def _schedule_fits(question: Question, options: PlanOptions) -> bool:
             return other_schedules.dictated_best(other.simulator, other.options, other.fixed_stages).fastest is not None
         best = Best()
         _search(beside, best, references(other.simulator, beside.families, beside.options))
-        return other_schedules.tried_best(other.simulator, other.options, best).fastest is not None
+        found = other_schedules.tried_best(other.simulator, other.options, best)
+        return (found.equal if options.equal_widths else found.fastest) is not None
     except InfeasibleError:
         return False
 
@@ -359,7 +392,7 @@ def _plan_stages(question: Question, fixed_stages: FixedStages) -> Plan:
 
     bounds = bounds_of_families(costs, question.families, least, own.step_s)
     fastest = (own if own.step_s < best.step_s else best).fastest
-    rows = _alternatives([*compared, Reference("best", fastest, None)])
+    rows = _alternatives([*compared, Reference("best", fastest, None)], (), question.excluding_option)
     return assemble(costs, own.fastest.candidate, question.options, bounds.linked_s, rows, [DICTATED_NOTE], bounds)
 
 
@@ -393,8 +426,8 @@ def _refusal(question: Question, fixed_stages: FixedStages) -> str | None:
 
 def _alternatives(
     reference_plans: Sequence[Reference],
-    near: Sequence[Reference] = (),
-    excluding_option: Callable[[Candidate], str | None] = lambda _: None,
+    near: Sequence[Reference],
+    excluding_option: Callable[[Candidate], str | None],
 ) -> list[Alternative]:
     """Return what is listed beside a plan: what anyone would try first, and neighbours that are none of these."""
     rows = []
@@ -431,7 +464,8 @@ def _simplicity(question: Question, best: Best, simulated_plan: SimulatedPlan) -
         )
     if best.equal is not None and not equal_widths(simulated_plan.candidate.stages):
         more = best.equal.step_s / simulated_plan.step_s - 1
-        notes.append(f"stages of equal widths take {more:+.1%}; `equal_widths=True` plans them")
+        how = "; `equal_widths=True` plans them" if _is_admitted(question.options, equal_widths=True) else ""
+        notes.append(f"stages of equal widths take {more:+.1%}{how}")
     return notes
 
 
@@ -453,7 +487,7 @@ def _placement_notes(question: Question, candidate: Candidate) -> list[str]:
     notes, costs, options = [], question.costs, question.options
     exact = options.gap == 0
     if options.solver == "dp" and not pool_of(costs, exact=exact, use_all=options.use_all).complete:
-        remedy = "" if exact else "; `gap=0` leaves out fewer"
+        remedy = "" if exact or not _is_admitted(options, gap=0.0) else "; `gap=0` leaves out fewer"
         notes.append(f"not all placements on nodes were searched; the lower bound is of those that were{remedy}")
     devices = list(dict.fromkeys(candidate.devices))
     nodes = {costs.devices[device].node for device in devices}
@@ -467,7 +501,22 @@ def _gap(question: Question, step_s: float, lower_bound_s: float) -> list[str]:
     options = question.options
     if step_s < lower_bound_s:
         return [f"it is faster than any plan with one stage on every device, by {1 - step_s / lower_bound_s:.1%}"]
-    if lower_bound_s > 0 and step_s > (1 + max(ENOUGH, options.gap)) * lower_bound_s * (1 + 1e-9):
-        more = f"`effort={10 * options.effort}` searches on"
-        return [f"the search ended {step_s / lower_bound_s - 1:.1%} above its lower bound; {more}"]
+    if lower_bound_s > 0 and _is_wide(options, step_s, lower_bound_s):
+        effort = 10 * options.effort
+        more = f"; `effort={effort}` searches on" if _is_admitted(options, effort=effort) else ""
+        return [f"the search ended {step_s / lower_bound_s - 1:.1%} above its lower bound{more}"]
     return []
+
+
+def _is_wide(options: PlanOptions, step_s: float, lower_bound_s: float) -> bool:
+    """Whether a step is so far above a lower bound that the user is told."""
+    return step_s > (1 + max(ENOUGH, options.gap)) * lower_bound_s * (1 + 1e-9)
+
+
+def _is_admitted(options: PlanOptions, **changes: float) -> bool:
+    """Whether options so changed do not contradict each other."""
+    try:
+        check_flags(replace(options, **changes))  # type: ignore[arg-type]  # of the options' own kinds
+    except UsageError:
+        return False
+    return True

@@ -33,6 +33,9 @@ def bound_rows(plan: Plan) -> list[tuple[str, str]]:
             rows.append(("+ memory: their lower bound", predicted.lower_bound_s))
     last_s = rows[-1][1]
     gap = [("gap to it", percentage(predicted.step_s / last_s - 1))] if last_s > 0 else []
+    if bounds is not None and len(plan.groups[0]) > 1 and bounds.linked_s > bounds.work_s:
+        # Chosen beside plans with one stage on every device, which are bounded, if not above this one's step.
+        gap.append(("one stage a device: at least", duration(max(bounds.linked_s, predicted.lower_bound_s))))
     return [*((name, duration(seconds)) for name, seconds in rows), *gap]
 
 

@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+from ast import literal_eval
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import Plan, Shard
 from autopar.planner import PlanOptions, plan
 from autopar.planner.costs.model import CostModel
+from autopar.planner.options import check_flags
 from autopar.planner.search import stages
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.check import check
@@ -160,6 +163,21 @@ def test_sharding_is_refused_for_an_optimizer_that_cannot_step_parts_and_auto_le
     assert "sharded data parallelism" not in [each.name for each in usual.alternatives]
 
 
+def test_compiled_layers_are_compared_with_no_plan_that_shards() -> None:
+    made = plan(gpt_profile(blocks=2).model_copy(update={"compiled": True}), local_cluster(2), PlanOptions(gpus=2))
+    assert "sharded data parallelism" not in [each.name for each in made.alternatives]
+    assert [each.excluded for each in made.alternatives if each.excluded] == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_notes_advise_only_options_that_go_with_those_that_were_asked_for(seed: int) -> None:
+    cluster = random_cluster(seed, 6)
+    for asked in ({"gap": 0}, {"equal_widths": True}, {"effort": 2}, {"exact": True}, {"min_stages": 2}):
+        options = PlanOptions(gpus=6, **asked)  # type: ignore[arg-type]
+        for name, value in re.findall(r"`(\w+)=([\w.]+)`", " ".join(plan(gpt_profile(), cluster, options).notes)):
+            check_flags(replace(options, **{name: literal_eval(value)}))
+
+
 def test_dividing_is_no_remedy_for_an_optimizer_that_cannot_step_parts() -> None:
     options = PlanOptions(gpus=2, memory_bytes=60 * MIB, max_stages=1, shard="none")
     whole = gpt_profile().model_copy(update={"indivisible": "its step raises AssertionError"})
@@ -179,6 +197,12 @@ def test_a_reference_that_an_option_excludes_is_marked() -> None:
     assert made.alternatives[0].excluded == "`min_stages=2`"
     assert made.alternatives[0].step_s is not None
     assert made.alternatives[0].step_s < made.predicted.step_s
+
+
+def test_references_of_another_schedule_than_is_asked_for_are_marked() -> None:
+    made = plan(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, schedule="interleaved"))
+    assert {each.schedule for each in made.alternatives} == {"1f1b"}
+    assert {each.excluded for each in made.alternatives} == {"`schedule='interleaved'`"}
 
 
 def test_devices_of_another_type_than_measured_are_mentioned() -> None:

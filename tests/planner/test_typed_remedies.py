@@ -117,6 +117,8 @@ def _options(rng: random.Random, objective: str, layers: int) -> list[str]:
         edges = [0, *sorted(rng.sample(range(1, layers), min(layers - 1, rng.randint(0, 2)))), layers]
         maybe(0.15, "--stages", ",".join(f"{a}-{b - 1}:{rng.randint(1, 2)}" for a, b in pairwise(edges)))
         maybe(0.2, "--gap", "0")
+        if not {"--stages", "--gap"} & {*typed}:
+            maybe(0.3, "--equal-widths")
     return typed
 
 
