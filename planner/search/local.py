@@ -382,7 +382,7 @@ FEW_JUDGED, JUDGED = 4, 32
 def judge_even_splits(simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> None:
     """Judge even splits: every number of stages, as equal as can be, on equal widths or all devices, sharded alike."""
     climb = LocalSearch(simulator, options, best, START * options.effort)
-    order = tuple(range(len(simulator.costs.devices)))
+    orders = device_orders(simulator.costs)
     layouts = list(even_layouts(simulator.costs, max(families)))
     manners = climb.manners()
     quick = sorted(
@@ -391,7 +391,7 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
         for division in dict.fromkeys(each for each, _ in manners)
         for at, quick_s in enumerate(_quick_steps_s(simulator.costs, family, division, layouts))
     )
-    priced: list[tuple[float, int, Family, Layout]] = []
+    priced: list[tuple[float, int, Family, Layout, tuple[int, ...]]] = []
     for quick_s, at, family, division in quick:
         if climb.work_left <= START * options.effort / 2 or quick_s >= FAR * best.step_s:
             break
@@ -400,31 +400,51 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
             layout = layouts[at].run(manner)
             # As many in flight as `1f1b` keeps at least not to wait.
             behind = (len(layout.cuts) - bisect_right(layout.cuts, layer) for layer in range(layout.cuts[-1]))
-            score = climb.score(family, layout, order, [min(family.micro_batches, each) for each in behind])
-            priced.append((score, len(priced), family, layout))
-    # Of every number of stages, widths and division first the most promising one: local moves change these slowly.
+            depths = [min(family.micro_batches, each) for each in behind]
+            for order in orders if max(layout.widths) > 1 else orders[:1]:
+                priced.append((climb.score(family, layout, order, depths), len(priced), family, layout, order))
+    # Of every number of stages, widths, division and order of devices first the most promising one: local moves change
+    # these slowly, or not at all.
     known: Counter[object] = Counter()
     ranked = []
-    for score, at, family, layout in sorted(priced):
-        alike = layout.widths, tuple(division for division, _ in layout.manners)
-        ranked.append((known[alike], score, at, family, layout))
+    for score, at, family, layout, order in sorted(priced):
+        alike = layout.widths, tuple(division for division, _ in layout.manners), order
+        ranked.append((known[alike], score, at, family, layout, order))
         known[alike] += 1
-    for at, (_, score, _, family, layout) in enumerate(nsmallest(JUDGED * options.effort, ranked)):
+    for at, (_, score, _, family, layout, order) in enumerate(nsmallest(JUDGED * options.effort, ranked)):
         if score < FAR * best.step_s and (climb.work_left > 0 or at < FEW_JUDGED):
             climb.judge(family, layout, order, float("inf"))
+
+
+def device_orders(costs: CostModel) -> list[tuple[int, ...]]:
+    """Return the orders in which stages may take devices: node by node, and one of every node in turn (scatter first).
+
+    Stages of the second order have their replicas on several nodes, and their neighbours beside them.
+    """
+    nodes, places = costs.links.topology.nodes, Counter[int]()
+    turn = []
+    for node in nodes:
+        turn.append(places[node])
+        places[node] += 1
+    along = tuple(range(len(nodes)))
+    return list(dict.fromkeys((along, tuple(sorted(along, key=turn.__getitem__)))))
 
 
 def even_layouts(costs: CostModel, family: Family) -> Iterator[Layout]:
     """Yield splits into stages that take about as long, or have as many layers, on equal widths, or on all devices.
 
-    On all devices, widths are as equal as can be, or go by the time that stages take.
+    Equal widths are as many devices as there are for each, as many whole nodes, or one node. On all devices, widths are
+    as equal as can be, or go by the time that stages take.
     """
     devices, edges = len(costs.devices), list(range(costs.layer_count + 1))
+    node = max(Counter(costs.links.topology.nodes).values())
     running = running_s(costs, family.micro_batch_size)
     for count in stage_counts(min(costs.layer_count, devices)):
         # Replicas that take turns wait for each other at every change of width, of which one is best.
         ascending = tuple(sorted(even_shares(devices, count)))
-        widths = [(devices // count,) * count, ascending, ascending[::-1]]
+        most = devices // count
+        equal = [(each,) * count for each in (most, most // node * node, min(node, most)) if each]
+        widths = [*equal, ascending, ascending[::-1]]
         layers = even_shares(costs.layer_count, count)
         alike = [tuple(accumulate(each)) for each in (layers, layers[::-1])]
         every = {
@@ -434,7 +454,7 @@ def even_layouts(costs: CostModel, family: Family) -> Iterator[Layout]:
         for each, own in every.items():
             for cuts in own:
                 yield Layout(cuts, each, (SINGLE,) * count)
-        for cuts in every[widths[0]]:
+        for cuts in every[equal[0]]:
             seconds = np.diff(running[[0, *cuts]]).tolist()
             yield Layout(cuts, widths_by_time(seconds, devices), (SINGLE,) * count)
 

@@ -11,7 +11,11 @@ from autopar.errors import InfeasibleError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
+from autopar.hardware.clusters import cluster_named
 from autopar.planner import PlanOptions, plan
+from autopar.planner.candidate import Family
+from autopar.planner.costs.model import CostModel
+from autopar.planner.search.local import device_orders, even_layouts
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
 
 MIB = 2**20
@@ -47,6 +51,25 @@ def _rows_below(made: Plan) -> list[str]:
     least_s = made.predicted.bounds.work_s * (1 - 1e-9)
     rows = [row for row in made.alternatives if row.step_s is not None and row.excluded is None]
     return [row.name for row in rows if row.step_s is not None and row.step_s < least_s]
+
+
+@pytest.mark.parametrize("nodes", [(2, 3), (3, 4)])
+def test_more_nodes_never_make_a_plan_slower(nodes: tuple[int, int]) -> None:
+    """Replicas in a node, on whole nodes, on one device of every node, on part of the nodes: each wins somewhere."""
+    for seed in range(6):
+        draw = Random(seed)
+        profile = random_profile(seed, most_layers=8, batches=(4, 8, 16), skips=0.0)
+        each, rate = draw.choice((2, 4)), draw.choice(("1Gbps", "10Gbps", "100Gbps"))
+        options = PlanOptions(batch=32, micro_batches=draw.choice((None, 8)), exact=True, times_of="cpu")
+        found = [plan(profile, cluster_named(f"{count}x{each}xH100:{rate}"), options) for count in nodes]
+        assert found[1].predicted.step_s <= found[0].predicted.step_s * (1 + EXACT), f"seed {seed}"
+
+
+def test_replicas_are_tried_on_every_node_and_on_one_node_each() -> None:
+    costs = CostModel(gpt_profile(), cluster_named("3x2xH100:25Gbps"), PlanOptions(gpus=6, times_of="cpu"))
+    assert device_orders(costs) == [(0, 1, 2, 3, 4, 5), (0, 2, 4, 1, 3, 5)]
+    widths = {each.widths for each in even_layouts(costs, Family(4, 2, "1f1b"))}
+    assert {(3, 3), (2, 2), (1, 1, 2, 2), (2, 2, 2)} <= widths
 
 
 @pytest.mark.parametrize("what", ["memory", "bandwidth", "devices"])
