@@ -459,9 +459,8 @@ def _simplicity(question: Question, best: Best, simulated_plan: SimulatedPlan) -
     across = straddling(question.costs, simulated_plan.candidate.stages)
     if across:
         named = ", ".join(map(str, across))
-        notes.append(
-            f"stage{'s' if len(across) > 1 else ''} {named} cross from one node to another without filling them"
-        )
+        what = f"stages {named} cross" if len(across) > 1 else f"stage {named} crosses"
+        notes.append(f"{what} from one node to another without filling them")
     if best.equal is not None and not equal_widths(simulated_plan.candidate.stages):
         more = best.equal.step_s / simulated_plan.step_s - 1
         how = "; `equal_widths=True` plans them" if _is_admitted(question.options, equal_widths=True) else ""
