@@ -203,7 +203,7 @@ def _plan_best(question: Question) -> Plan:
     return assemble(question.costs, chosen.candidate, question.options, least_s, rows, notes, bounds, chosen.step_s)
 
 
-class _Found(NamedTuple):
+class _Proof(NamedTuple):
     """What a search proves."""
 
     lower_bound_s: float
@@ -214,7 +214,7 @@ class _Found(NamedTuple):
 
 def _search(
     question: Question, best: Best, reference_plans: Sequence[Reference], of_peers: Sequence[Peer] = ()
-) -> _Found:
+) -> _Proof:
     """Search from what others would run on.
 
     So the plan is never worse than one of these that is admitted.
@@ -230,7 +230,7 @@ def _search(
             best.judge(simulator, own)
     if options.solver == "milp":
         solved = search_by_milp(simulator, every, options, best)
-        return _Found(solved.lower_bound_s, tuple(solved.notes), {})
+        return _Proof(solved.lower_bound_s, tuple(solved.notes), {})
     if options.gap > 0:
         simulator.progress("trying even splits", 0.15)
         judge_even_splits(simulator, every, options, best)
@@ -239,7 +239,7 @@ def _search(
     if options.gap > 0:
         simulator.progress("moving on from the best plans", 0.6)
         search_locally(simulator, options, best, found.lower_bound_s)
-    return _Found(min(found.lower_bound_s, best.step_s), (), found.linked_s)
+    return _Proof(min(found.lower_bound_s, best.step_s), (), found.linked_s)
 
 
 def _judge_closest(question: Question, best: Best) -> None:
