@@ -53,6 +53,7 @@ def _rows_below(made: Plan) -> list[str]:
     return [row.name for row in rows if row.step_s is not None and row.step_s < least_s]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [(2, 3), (3, 4)])
 def test_more_nodes_never_make_a_plan_slower(nodes: tuple[int, int]) -> None:
     """Replicas in a node, on whole nodes, on one device of every node, on part of the nodes: each wins somewhere."""
