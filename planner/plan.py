@@ -275,7 +275,7 @@ def _try_schedules(
             bounds = bounds.model_copy(update={"work_s": min(bounds.work_s, own.work_s)})
         else:
             bounds = Bounds(**{name: min(each, getattr(own, name)) for name, each in bounds})
-            least_s = min(least_s, other_schedules.lower_bound_s(costs, asked, own, best.step_s))
+            least_s = min(least_s, other_schedules.lower_bound_s(costs, asked, own, best.fastest))
     if least_s < plain_s and _is_wide(options, best.step_s, least_s):
         note = (
             "the lower bound is that of schedules whose backwards are halved, of which no closer one is known; no plan "
@@ -338,7 +338,8 @@ def _plan_schedule(question: Question) -> Plan:
             raise InfeasibleError(f"{_NO_EQUAL} under {options.schedule}; {advice([_WITHOUT_EQUAL])}")
         bounds = other_schedules.bounds_of(costs, options, own.step_s)
         chosen = _choose(question, own).candidate
-        least_s = other_schedules.lower_bound_s(costs, options, bounds, own.step_s)
+        assert own.fastest is not None
+        least_s = other_schedules.lower_bound_s(costs, options, bounds, own.fastest)
         note = f"plans of {options.schedule} were found by trying; no better one is ruled out but by the lower bound"
     else:
         assert own.fastest is not None

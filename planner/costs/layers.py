@@ -13,6 +13,8 @@ from itertools import accumulate
 from operator import add
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from autopar.formats.cluster import Level
 from autopar.formats.document import Provenance, least_certain
 from autopar.formats.plan import SCATTERING, Shard
@@ -313,12 +315,11 @@ class StageSums:
     @memoized
     def collectives_s(self, operation: Collective, ranks: int, level: Level, kind: int = 0) -> list[float]:
         """Return the seconds of gathering every layer's parameters, or of reducing its gradients, each rank a part."""
-        found = []
-        for layer, own in zip(self._layers, self._costs[kind].layers, strict=True):
-            size = layer.parameters_bytes if operation == "all_gather" else layer.trainable_bytes
-            copies_s = self._copies_s(operation, own, size, ranks, level)
-            found.append(self._links.collective_s(operation, size, ranks, level) + copies_s)
-        return found
+        gathers = operation == "all_gather"
+        sizes = [layer.parameters_bytes if gathers else layer.trainable_bytes for layer in self._layers]
+        seconds = self._links.collectives_s(operation, np.array(sizes, dtype=np.float64), ranks, level).tolist()
+        own = zip(self._costs[kind].layers, sizes, seconds, strict=True)
+        return [sent_s + self._copies_s(operation, layer, size, ranks, level) for layer, size, sent_s in own]
 
     def _copies_s(self, operation: Collective, layer: Layer, size_bytes: int, ranks: int, level: Level) -> float:
         """Return what copying a layer into and out of buffers takes a device that waits for it.

@@ -7,6 +7,7 @@ its bound has in flight what fits. It opens into the candidates that differ in d
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -32,7 +33,7 @@ from autopar.planner.placement.places import Places, pool_of
 from autopar.planner.placement.pool import Pool
 from autopar.planner.search.depths import depth_choices
 from autopar.planner.search.judge import BEST_FIRST, ENOUGH, FITTED, PACES, Best, least_gap, simulated_us
-from autopar.planner.search.pace import FamilySearch
+from autopar.planner.search.pace import MANY_ELEMENTS, FamilySearch
 from autopar.planner.search.stages import StageTables, Step
 from autopar.planner.search.tables import NOTHING, ROUNDING, CappedStages, Prefix, SuffixTables
 from autopar.planner.search.variants import FINE, ROUGH, Fineness
@@ -113,8 +114,8 @@ class _Search:
         """Work that may yet be done."""
         self.gap = least_gap(options)
         self.enough = max(ENOUGH, options.gap) if options.effort == 1 else options.gap
-        self.pacing = PACES * options.effort
-        """Work that may yet be done to look for plans that keep a pace."""
+        self.pacing_left, self.paced = PACES * options.effort, 0.0
+        """Work that may yet be done to look for plans that keep a pace; and what the last family took."""
         self.floor_s = float("inf")
         """The least bound of what is not looked at: plans not all of whose depths are tried, and large families."""
         self.least_bound_s = float("inf")
@@ -230,34 +231,34 @@ class _Search:
         if self.options.gap == 0:
             stages = StageTables(self.costs, self.pool, family, self.options, places=self.places)
             return SuffixTables(stages, self.options)
-        apart = looked_at(self.costs, self.pool, family, self.options) <= MOST_APART
+        apart, least_s = looked_at(self.costs, self.pool, family, self.options) <= MOST_APART, 0.0
+        # For the most promising family however long it takes.
+        paces = self.pacing_left > 0 and 2 * self.pacing_left >= self.paced
+        # Where no plan is looked for, what does not lower the bound of all need not be known.
+        cap_s = self.best.step_s if apart or paces else min(self.best.step_s, self.floor_s)
         if len(self.families) > 1:
             # In memory without limits nothing is recomputed, and any depth fits: that bound is soon known.
-            least_s = self._linked_bound_s(family)
-            if least_s >= self.best.step_s:
-                self.floor_s = min(self.floor_s, self.best.step_s)
-                return None
-            if not apart and self.pacing <= 0 and self.best.step_s <= (1 + self.enough) * least_s:
+            least_s = self._linked_bound_s(family, cap_s)
+            enough = not apart and self.best.step_s <= (1 + self.enough) * least_s
+            if enough or least_s >= cap_s:
                 self.floor_s = min(self.floor_s, least_s)
                 return None
         opening = self._opening(family, None if apart else FINE)
         if opening is None:
             return None
-        if self.pacing > 0:
-            # However long it takes, for the most promising family.
-            self.pacing -= opening.try_paces()
+        if paces:
+            self.paced = opening.try_paces()
+            self.pacing_left -= self.paced
         if apart:
             return opening.tables
         lower_bound_s, tables = opening.prove_bound()
         # Not every plan is a node, but none is below this.
-        self.floor_s = min(self.floor_s, lower_bound_s)
+        self.floor_s = min(self.floor_s, max(lower_bound_s, least_s))
         return tables
 
-    def _linked_bound_s(self, family: Family) -> float:
-        """Return a lower bound of a family's plans in memory without limits, or the best step where that is less."""
-        cap_s = self.best.step_s
-        least_s = _tables_bound_s(self.unlimited, self.places, family, self.options, cap_s, late=False)
-        self.linked_s[family] = min(cap_s, least_s)
+    def _linked_bound_s(self, family: Family, cap_s: float) -> float:
+        """Return a lower bound of a family's plans in memory without limits, or a cap where that is less."""
+        self.linked_s[family] = _tables_bound_s(self.unlimited, self.places, family, self.options, cap_s)
         return self.linked_s[family]
 
     def _opening(self, family: Family, fineness: Fineness | None) -> FamilySearch | None:
@@ -342,28 +343,33 @@ def least_bound_s(costs: CostModel, options: PlanOptions, most: int = MOST_BOUND
         return Places(costs, pool_of(costs, exact=options.gap == 0, use_all=options.use_all))
 
     def least(model: CostModel, family: Family, below_s: float) -> float:
-        found = work_s(model, family)
-        if looked_at(model, places().pool, family, options) > most:
-            return found
-        for late in (False, True) if splits_backward(family.schedule) else (False,):
-            found = max(found, min(below_s, _tables_bound_s(model, places(), family, options, below_s, late=late)))
-            if found >= below_s:
-                break
-        return found
+        known_s = work_s(model, family)
+        if known_s >= below_s or looked_at(model, places().pool, family, options) > most:
+            return known_s
+        return max(known_s, _tables_bound_s(model, places(), family, options, below_s))
 
     return least
 
 
-def _tables_bound_s(
-    costs: CostModel, places: Places, family: Family, options: PlanOptions, cap_s: float, *, late: bool
-) -> float:
-    """Return the least bound of a family's plans of fewer seconds than a cap; ``late`` as of :class:`StageTables`."""
-    for fineness in (None,) if options.gap == 0 else (ROUGH, FINE):
+VIEWS: tuple[tuple[Fineness, bool], ...] = (ROUGH, False), (FINE, True), (FINE, False)
+"""Of tables, fineness and whether they are ``late``, as of :class:`StageTables`: first what bounds most soonest."""
+
+
+def _tables_bound_s(costs: CostModel, places: Places, family: Family, options: PlanOptions, cap_s: float) -> float:
+    """Return the least bound of a family's plans of fewer seconds than a cap, or the cap."""
+    exact, halves = options.gap == 0, splits_backward(family.schedule)
+    found_s, recomputing = 0.0, True
+    for fineness, late in ((None, False), (None, True)) if exact else VIEWS:
+        if (late and not halves) or (fineness is FINE and not late and not recomputing):
+            continue
         stages = StageTables(costs, places.pool, family, options, fineness=fineness, late=late, places=places)
-        least_s = SuffixTables(stages, options, CappedStages(stages, cap_s)).least_s
-        if least_s == float("inf") or not any(way.choice.recomputes for way in stages.ways):
+        capped_stages, large = CappedStages(stages, cap_s), not exact and stages.size > MANY_ELEMENTS
+        tables = SuffixTables(stages, options, capped_stages, single_precision=large)
+        found_s = max(found_s, costs.profile.step_overhead_s + tables.least_s)
+        if found_s >= cap_s:
             break
-    return costs.profile.step_overhead_s + least_s
+        recomputing = any(way.choice.recomputes for way in stages.ways)
+    return min(cap_s, found_s)
 
 
 def bounds_of_families(
@@ -390,15 +396,19 @@ def bounds_of_families(
 
 
 def least_of_families_s(
-    bounds_s: dict[Family, float], least: Least, costs: CostModel, most_s: float, *, descending: bool = False
+    bounds_s: dict[Family, float], least: Least, costs: CostModel, most_s: float, near: int | None = None
 ) -> float:
     """Return the least bound of all families, but at most ``most_s``; ``bounds_s`` bounds become those of ``costs``.
 
-    Families of low known bounds are looked at first, or, ``descending``, last: where these are of few micro-batches
-    that do not fit, they are the sooner left out.
+    Families of low known bounds are looked at first, or those of about as many micro-batches as ``near``: where low
+    bounds are those of few micro-batches that do not fit, these are the sooner left out.
     """
+
+    def order(family: Family) -> tuple[float, Family]:
+        return bounds_s[family] if near is None else abs(math.log(family.micro_batches / near)), family
+
     best = most_s
-    for family in sorted(bounds_s, key=lambda each: (bounds_s[each], each), reverse=descending):
+    for family in sorted(bounds_s, key=order):
         if bounds_s[family] >= best:
             continue
         bounds_s[family] = max(bounds_s[family], least(costs, family, best))

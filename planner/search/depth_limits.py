@@ -16,7 +16,7 @@ from autopar.planner.candidate import Family
 from autopar.planner.costs.activations import Counts, Numbers, rows_bytes
 from autopar.planner.costs.layers import Levels
 from autopar.planner.costs.memory import Parts, PeakTerms, lengths_swept, moments_of, peak_of
-from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
 from autopar.planner.placement.pool import Pool
 from autopar.planner.search.variants import Choice
 
@@ -108,13 +108,17 @@ class DepthLimits:
         """Whether some stage of one replica may not fit with all micro-batches in flight."""
         limit = self.costs.limit_bytes(self.pool.all_of(kind))
         rows, count = self.family.micro_batch_size, self.family.micro_batches
-        if self.costs.memory[kind].most(rows, count) <= limit:
+        if self._holds_all(kind, rows, count, limit):
             return False
         if self.layers > MANY_LAYERS:
             return True
         parts = self.costs.memory[kind].arrays(rows, frozenset(), self.layers)
         short = np.asarray(peak_of(parts, PeakTerms(rows, count, count))) > limit
         return bool((short & self._within_model(self.layers)).any())
+
+    def _holds_all(self, kind: int, rows: float, count: int, limit: int) -> bool:
+        """Whether a limit is above what any stage may hold."""
+        return limit >= UNLIMITED_BYTES or self.costs.memory[kind].most(rows, count) <= limit
 
     def depth(self, choice: Choice, kind: int, width: int, limit: int) -> Counts:
         """Return the most micro-batches in flight that fit, ``[first, length]``; 0 where none does."""
@@ -125,7 +129,7 @@ class DepthLimits:
 
     def _depth(self, choice: Choice, kind: int, width: int, limit: int) -> Counts:
         shares, count = self.shares(choice, width), self.turns(choice, width)
-        if self.costs.memory[kind].most(max(shares), count) <= limit:
+        if self._holds_all(kind, max(shares), count, limit):
             return np.full((self.layers, len(self.lengths)), count)
         # Of unequal shares the largest.
         every = [(self._parts_of(choice, rows, kind), rows) for rows in {max(shares), min(shares)}]

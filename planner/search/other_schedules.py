@@ -41,7 +41,7 @@ from autopar.planner.search.best_first import (
     least_of_families_s,
 )
 from autopar.planner.search.depths import span_of
-from autopar.planner.search.judge import Best
+from autopar.planner.search.judge import Best, SimulatedPlan
 from autopar.planner.search.moves import (
     Shape,
     balanced_shape,
@@ -363,8 +363,8 @@ def bounds_of(costs: CostModel, options: PlanOptions, step_s: float, *, quickly:
     return bounds_of_families(costs, every, lambda model, family, below_s: work_s(model, family), step_s)
 
 
-def lower_bound_s(costs: CostModel, options: PlanOptions, bounds: Bounds, step_s: float) -> float:
-    """Return what no plan of the schedule that the options name falls below, nor ``step_s``, one's own step.
+def lower_bound_s(costs: CostModel, options: PlanOptions, bounds: Bounds, own: SimulatedPlan) -> float:
+    """Return what no plan of the schedule that the options name falls below, nor the step of the one that was found.
 
     Of one stage on every device that is known with the limits of memory, too; ``bounds`` are without.
     """
@@ -372,7 +372,7 @@ def lower_bound_s(costs: CostModel, options: PlanOptions, bounds: Bounds, step_s
         return bounds.linked_s
     known = {family: work_s(costs, family) for family in runnable(costs, options)}
     least = least_bound_s(costs, options, MOST_CLOSELY_BOUNDED)
-    return max(bounds.linked_s, least_of_families_s(known, least, costs, step_s, descending=True))
+    return max(bounds.linked_s, least_of_families_s(known, least, costs, own.step_s, own.candidate.micro_batches))
 
 
 def _runs(costs: CostModel, schedule: str) -> bool:
