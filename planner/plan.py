@@ -259,7 +259,7 @@ def _try_schedules(
     if best.fastest is None or not free or costs.divisible or options.equal_widths:
         return bounds, least_s, ()
     if other_schedules.actions_of(best.fastest.candidate) > other_schedules.MOST_ACTIONS:
-        note = "of so many stages and micro-batches no other schedules than gpipe and 1f1b were tried; `schedule` does"
+        note = "of so many devices and micro-batches no other schedules than gpipe and 1f1b were tried; `schedule` does"
         return bounds, least_s, (note,)
     simulator.progress("trying other schedules", 0.9)
     other_schedules.improve(simulator, options, best)

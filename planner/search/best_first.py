@@ -41,6 +41,8 @@ from autopar.planner.simulator.simulate import Simulator
 
 MOST_APART = 4_000_000
 """Stages in all states of the pool up to which bounds tell each apart; of more, similar ones are bounded together."""
+MOST_PACED = 12_000_000
+"""The same up to which plans that keep a pace are looked for in any case; of more, where promising."""
 MOST_BOUNDED, MOST_CLOSELY_BOUNDED = 10_000_000, 1_000_000_000
 """Stages in all states up to which bounds are found that no plan is looked for with."""
 MOST_PUSHED = 20
@@ -48,6 +50,8 @@ MOST_PUSHED = 20
 EXPANSIONS = 1_000
 EXPANSIONS_WHEN_EXACT = 2_000_000
 HOPELESS = 1.1
+FAR = 1.5
+"""Of the best step known: further plans of a large family of which only slower ones are known are not looked for."""
 LEAST_CANDIDATES = 60
 """Simulated even where fewer certify the gap: what is left of it costs little to try for."""
 
@@ -116,6 +120,10 @@ class _Search:
         self.enough = max(ENOUGH, options.gap) if options.effort == 1 else options.gap
         self.pacing_left, self.paced = PACES * options.effort, 0.0
         """Work that may yet be done to look for plans that keep a pace; and what the last family took."""
+        self.far_s = FAR * best.step_s
+        """How slow the best plan known of a large family may be for others to be looked for."""
+        self.lowest: tuple[float, FamilySearch] | None = None
+        """Of large families of which no plans were looked for, and soon would be, the least bound."""
         self.floor_s = float("inf")
         """The least bound of what is not looked at: plans not all of whose depths are tried, and large families."""
         self.least_bound_s = float("inf")
@@ -126,6 +134,9 @@ class _Search:
         """Search; see :func:`search`."""
         for family in sorted(self.families, key=self._known_s):
             self._begin(family)
+        if self.lowest is not None and self.lowest[0] < self.best.step_s:
+            # What bounds a family of tight memory tells more of its plans than what even splits there are.
+            self.lowest[1].try_paces()
         expansions = 0
         most = EXPANSIONS if self.options.gap > 0 else EXPANSIONS_WHEN_EXACT
         limit = self.options.candidate_limit
@@ -231,15 +242,17 @@ class _Search:
         if self.options.gap == 0:
             stages = StageTables(self.costs, self.pool, family, self.options, places=self.places)
             return SuffixTables(stages, self.options)
-        apart, least_s = looked_at(self.costs, self.pool, family, self.options) <= MOST_APART, 0.0
-        # For the most promising family however long it takes.
+        size, least_s = looked_at(self.costs, self.pool, family, self.options), 0.0
+        apart = size <= MOST_APART
+        # For the most promising family however long it takes; of large ones, for those that even splits speak for.
         paces = self.pacing_left > 0 and 2 * self.pacing_left >= self.paced
+        paces = paces and (size <= MOST_PACED or self._known_s(family) <= self.far_s)
         # Where no plan is looked for, what does not lower the bound of all need not be known.
         cap_s = self.best.step_s if apart or paces else min(self.best.step_s, self.floor_s)
         if len(self.families) > 1:
             # In memory without limits nothing is recomputed, and any depth fits: that bound is soon known.
             least_s = self._linked_bound_s(family, cap_s)
-            enough = not apart and self.best.step_s <= (1 + self.enough) * least_s
+            enough = not (apart or paces) and self.best.step_s <= (1 + self.enough) * least_s
             if enough or least_s >= cap_s:
                 self.floor_s = min(self.floor_s, least_s)
                 return None
@@ -247,13 +260,17 @@ class _Search:
         if opening is None:
             return None
         if paces:
-            self.paced = opening.try_paces()
+            opening.try_paces()
+            self.paced = opening.pacing_us
             self.pacing_left -= self.paced
         if apart:
             return opening.tables
         lower_bound_s, tables = opening.prove_bound()
         # Not every plan is a node, but none is below this.
         self.floor_s = min(self.floor_s, max(lower_bound_s, least_s))
+        soon = opening.pacing_us <= PACES * self.options.effort
+        if not paces and soon and (self.lowest is None or lower_bound_s < self.lowest[0]):
+            self.lowest = lower_bound_s, opening
         return tables
 
     def _linked_bound_s(self, family: Family, cap_s: float) -> float:

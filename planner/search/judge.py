@@ -128,6 +128,8 @@ EXACT_GAP = 1e-3
 """The same where the fastest plan is asked for."""
 START, PACES, BEST_FIRST, CLIMB, EQUAL = 1_000_000.0, 2_000_000.0, 1_500_000.0, 3_000_000.0, 500_000.0
 """For an effort of one: even splits, paces, plans opened best first, local moves, and those that keep widths equal."""
+MOST_CLIMB = 5_000_000.0
+"""Local moves where each takes long to simulate."""
 SCORED, PRICED, FITTED = 5, 60, 700
 """Of every stage of a layout: a score, a candidate's lower bound, and what may be in flight and must be recomputed."""
 SWEPT = 0.004

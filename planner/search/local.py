@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from heapq import heapify, heapreplace, nsmallest
 from itertools import accumulate
+from operator import itemgetter
 from random import Random
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from autopar.planner.search.judge import (
     ENOUGH,
     EQUAL,
     FITTED,
+    MOST_CLIMB,
     PRICED,
     SCORED,
     START,
@@ -58,6 +60,7 @@ from autopar.planner.search.moves import (
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.route import even_shares
 
+Element = TypeVar("Element")
 MOST_EDGES = 1024
 BUSY = 6
 """Stages that take devices, or are divided: those that compute longest."""
@@ -371,6 +374,8 @@ def _placed_stages(layout: Layout, order: Sequence[int], depths: Sequence[int]) 
 
 SEEDS = 4
 """Plans that local moves begin with: the fastest ones, of different numbers of stages, or whose replicas take turns."""
+SIMULATIONS = 120
+"""Of the best plan: as long as these take, local moves may take in any case, within limits."""
 FAR, NEAR = 1.5, 1.02
 """Of the best step: slower plans are no seeds, and slower ones are not looked at more closely in the end."""
 FEW_STAGES = 16
@@ -391,9 +396,11 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
         for division in dict.fromkeys(each for each, _ in manners)
         for at, quick_s in enumerate(_quick_steps_s(simulator.costs, family, division, layouts))
     )
+    some = [each for each in quick if each[0] < FAR * best.step_s]
     priced: list[tuple[float, int, Family, Layout, tuple[int, ...]]] = []
-    for quick_s, at, family, division in quick:
-        if climb.work_left <= START * options.effort / 2 or quick_s >= FAR * best.step_s:
+    # Where many do not fit, the quickest of each kind come before others.
+    for _, at, family, division in in_turn(some, lambda each: (layouts[each[1]].widths, each[3])):
+        if climb.work_left <= START * options.effort / 2:
             break
         own = [manner for manner in manners if manner[0] == division]
         for manner in own if max(layouts[at].widths) > 1 else own[:1]:
@@ -402,18 +409,30 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
             behind = (len(layout.cuts) - bisect_right(layout.cuts, layer) for layer in range(layout.cuts[-1]))
             depths = [min(family.micro_batches, each) for each in behind]
             for order in orders if max(layout.widths) > 1 else orders[:1]:
-                priced.append((climb.score(family, layout, order, depths), len(priced), family, layout, order))
-    # Of every number of stages, widths, division and order of devices first the most promising one: local moves change
-    # these slowly, or not at all.
-    known: Counter[object] = Counter()
-    ranked = []
-    for score, at, family, layout, order in sorted(priced):
-        alike = layout.widths, tuple(division for division, _ in layout.manners), order
-        ranked.append((known[alike], score, at, family, layout, order))
-        known[alike] += 1
-    for at, (_, score, _, family, layout, order) in enumerate(nsmallest(JUDGED * options.effort, ranked)):
+                score = climb.score(family, layout, order, depths)
+                if score == float("inf"):
+                    # Nor does it fit elsewhere.
+                    break
+                priced.append((score, len(priced), family, layout, order))
+    # Local moves change widths slowly, and divisions and orders of devices not at all.
+    ranked = in_turn(sorted(priced), lambda each: (each[3].widths, tuple(way for way, _ in each[3].manners), each[4]))
+    for at, (score, _, family, layout, order) in enumerate(ranked[: JUDGED * options.effort]):
         if score < FAR * best.step_s and (climb.work_left > 0 or at < FEW_JUDGED):
             climb.judge(family, layout, order, float("inf"))
+
+
+def in_turn(found: Iterable[Element], kind: Callable[[Element], object]) -> list[Element]:
+    """Return the first of every kind, in their order, then the second ones, and so on.
+
+    >>> in_turn(["aa", "ab", "ba", "ac", "ca", "bb"], lambda each: each[0])
+    ['aa', 'ba', 'ca', 'ab', 'bb', 'ac']
+    """
+    known: Counter[object] = Counter()
+    ranks = []
+    for each in found:
+        ranks.append((known[kind(each)], each))
+        known[kind(each)] += 1
+    return [each for _, each in sorted(ranks, key=itemgetter(0))]
 
 
 def device_orders(costs: CostModel) -> list[tuple[int, ...]]:
@@ -527,7 +546,9 @@ def search_locally(simulator: Simulator, options: PlanOptions, best: Best, lower
         LocalSearch(simulator, options, best, EQUAL * options.effort, equal=True).climb(best.equal, enough_s)
     if options.equal_widths:
         return
-    climb = LocalSearch(simulator, options, best, CLIMB * options.effort)
+    # Where simulations take long, enough for a number of them.
+    work = min(MOST_CLIMB, max(CLIMB, SIMULATIONS * simulated_us(best.fastest.candidate)))
+    climb = LocalSearch(simulator, options, best, work * options.effort)
     for tries in (FEW_TRIES, TRIES):
         done: set[tuple[int, bool]] = set()
         while climb.work_left > 0 and best.step_s > enough_s:

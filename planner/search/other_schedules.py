@@ -271,7 +271,7 @@ ACTIONS, ACTIONS_WHEN_EXACT = 2_000_000, 20_000_000
 """Simulated of a schedule that is asked for."""
 ACTIONS_BESIDE = 40_000
 """Simulated of each schedule that is tried beside what was found."""
-MOST_ACTIONS = 200_000
+MOST_ACTIONS = 100_000
 """Of a step of the best plan, up to which other schedules are tried beside it."""
 MOST_SEEDS, SEEDS_BESIDE = 8, 4
 COUNTS_BESIDE = 1
@@ -385,8 +385,8 @@ def tried_beside(costs: CostModel) -> list[str]:
 
 
 def actions_of(candidate: Candidate) -> int:
-    """Return how many forwards and backwards a step has, those of replicas counted once."""
-    return 2 * candidate.micro_batches * len(candidate.stages)
+    """Return how many forwards and backwards a step has."""
+    return sum(2 * stage.turns(0, candidate.micro_batches) * len(stage.devices) for stage in candidate.stages)
 
 
 def improve(simulator: Simulator, options: PlanOptions, best: Best) -> None:

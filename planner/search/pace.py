@@ -307,11 +307,16 @@ class FamilySearch:
         """Whether no plan can be better than the best one."""
         return not self._capped_stages.possible or (self.tables is not None and self.tables.least_s == float("inf"))
 
-    def try_paces(self) -> float:
-        """Judge plans of the quickest paces that can be kept, and of slower ones; return the work of that."""
+    @property
+    def pacing_us(self) -> float:
+        """The work of :meth:`try_paces`."""
+        return self.passes * (SWEPT * self.stages.size)
+
+    def try_paces(self) -> None:
+        """Judge plans of the quickest paces that can be kept, and of slower ones."""
         fewest_s = self._least_cap_s - self.costs.profile.step_overhead_s
         if fewest_s == float("inf"):
-            return 0.0
+            return
         quickest_s, low_s, passes = fewest_s * AHEAD, 0.0, 1
         while self._try(quickest_s) == float("inf") and quickest_s < MOST_CAP * fewest_s:
             # None is quick enough; a pace that is slow enough can always be kept, if anything fits.
@@ -329,7 +334,6 @@ class FamilySearch:
             passes, slower_s = passes + 1, slower_s * COARSE_STEP
             if self._try(slower_s) >= self.best.step_s * NEAR:
                 break
-        return self.passes * (SWEPT * self.stages.size)
 
     def prove_bound(self) -> tuple[float, SuffixTables | None]:
         """Return a lower bound, and tables of what may be better, unless these are too large to look through.
