@@ -48,7 +48,15 @@ LINES = {
     "even splits: work": ConstantFamily(("local",), ({"START": 3e5}, {"START": 3e6})),
     "local moves: seeds": ConstantFamily(("local",), ({"SEEDS": 1}, {"SEEDS": 12})),
     "local moves: how far a seed may be": ConstantFamily(("local",), ({"FAR": 1.1}, {"FAR": 3.0})),
-    "local moves: work": ConstantFamily(("local",), ({"CLIMB": 0.0}, {"CLIMB": 1e6}, {"CLIMB": 1e7})),
+    "local moves: work": ConstantFamily(
+        ("local",),
+        (
+            {"CLIMB": 0.0, "MOST_CLIMB": 0.0},
+            {"CLIMB": 1e6, "MOST_CLIMB": 1e6},
+            {"CLIMB": 1e7, "MOST_CLIMB": 1e7},
+            {"SIMULATIONS": 0},
+        ),
+    ),
     "local moves: stages that take devices": ConstantFamily(("local",), ({"BUSY": 2}, {"BUSY": 20})),
     "local moves: moves simulated": ConstantFamily(
         ("local",), ({"FEW_TRIES": 3}, {"FEW_TRIES": 40}, {"TRIES": 12}, {"TRIES": 400})
@@ -78,6 +86,7 @@ LINES = {
     ),
     "paces: passes": ConstantFamily(("pace",), ({"FEW_PASSES": 2, "PASSES": 2}, {"FEW_PASSES": 16, "PASSES": 16})),
     "paces: work": ConstantFamily(("best_first",), ({"PACES": 0.0}, {"PACES": 1e7})),
+    "paces: large families": ConstantFamily(("best_first",), ({"MOST_PACED": 0}, {"MOST_PACED": 10**9}, {"FAR": 1.1})),
     "paces: first one": ConstantFamily(("pace",), ({"AHEAD": 1.1}, {"AHEAD": 1.8})),
     "paces: steps": ConstantFamily(("pace",), ({"COARSE_STEP": 1.01}, {"COARSE_STEP": 1.15}, {"FINE_STEP": 1.03})),
     "paces: how far plans are simulated": ConstantFamily(("pace",), ({"NEAR": 1.0}, {"NEAR": 1.2})),

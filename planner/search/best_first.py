@@ -368,15 +368,13 @@ def least_bound_s(costs: CostModel, options: PlanOptions, most: int = MOST_BOUND
     return least
 
 
-VIEWS: tuple[tuple[Fineness, bool], ...] = (ROUGH, False), (FINE, True), (FINE, False)
-"""Of tables, fineness and whether they are ``late``, as of :class:`StageTables`: first what bounds most soonest."""
-
-
 def _tables_bound_s(costs: CostModel, places: Places, family: Family, options: PlanOptions, cap_s: float) -> float:
     """Return the least bound of a family's plans of fewer seconds than a cap, or the cap."""
     exact, halves = options.gap == 0, splits_backward(family.schedule)
     found_s, recomputing = 0.0, True
-    for fineness, late in ((None, False), (None, True)) if exact else VIEWS:
+    # First what bounds most soonest.
+    views = ((None, False), (None, True)) if exact else ((ROUGH, False), (FINE, True), (FINE, False))
+    for fineness, late in views:
         if (late and not halves) or (fineness is FINE and not late and not recomputing):
             continue
         stages = StageTables(costs, places.pool, family, options, fineness=fineness, late=late, places=places)
