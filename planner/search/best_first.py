@@ -118,7 +118,7 @@ class _Search:
         """Work that may yet be done."""
         self.gap = least_gap(options)
         self.enough = max(ENOUGH, options.gap) if options.effort == 1 else options.gap
-        self.pacing_left, self.paced = PACES * options.effort, 0.0
+        self.pacing_left, self.last_us = PACES * options.effort, 0.0
         """Work that may yet be done to look for plans that keep a pace; and what the last family took."""
         self.far_s = FAR * best.step_s
         """How slow the best plan known of a large family may be for others to be looked for."""
@@ -245,7 +245,7 @@ class _Search:
         size, least_s = looked_at(self.costs, self.pool, family, self.options), 0.0
         apart = size <= MOST_APART
         # For the most promising family however long it takes; of large ones, for those that even splits speak for.
-        paces = self.pacing_left > 0 and 2 * self.pacing_left >= self.paced
+        paces = self.pacing_left > 0 and 2 * self.pacing_left >= self.last_us
         paces = paces and (size <= MOST_PACED or self._known_s(family) <= self.far_s)
         # Where no plan is looked for, what does not lower the bound of all need not be known.
         cap_s = self.best.step_s if apart or paces else min(self.best.step_s, self.floor_s)
@@ -261,8 +261,8 @@ class _Search:
             return None
         if paces:
             opening.try_paces()
-            self.paced = opening.pacing_us
-            self.pacing_left -= self.paced
+            self.last_us = opening.pacing_us
+            self.pacing_left -= self.last_us
         if apart:
             return opening.tables
         lower_bound_s, tables = opening.prove_bound()
