@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import library
 
 from autopar import schedules
 from autopar.formats import plan as formats_plan
@@ -161,7 +162,7 @@ def test_a_new_peer_stands_in_comparisons(run: Run, monkeypatch: pytest.MonkeyPa
     assert "one device" in err
 
 
-@torch.library.custom_op("recipes::rows_of_products", mutates_args=())
+@library.custom_op("recipes::rows_of_products", mutates_args=())
 def rows_of_products(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Return a product of matrices, of which torch does not know that it is one."""
     return rows @ matrix
