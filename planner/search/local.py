@@ -388,6 +388,7 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
     """Judge even splits: every number of stages, as equal as can be, on equal widths or all devices, sharded alike."""
     climb = LocalSearch(simulator, options, best, START * options.effort)
     orders = device_orders(simulator.costs)
+    alike = len(set(zip(simulator.costs.kind_of, simulator.costs.limits_bytes, strict=True))) == 1
     layouts = list(even_layouts(simulator.costs, max(families)))
     manners = climb.manners()
     quick = sorted(
@@ -410,8 +411,8 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
             depths = [min(family.micro_batches, each) for each in behind]
             for order in orders if max(layout.widths) > 1 else orders[:1]:
                 score = climb.score(family, layout, order, depths)
-                if score == float("inf"):
-                    # Nor does it fit elsewhere.
+                if score == float("inf") and alike:
+                    # Nor does it fit on others.
                     break
                 priced.append((score, len(priced), family, layout, order))
     # Local moves change widths slowly, and divisions and orders of devices not at all.

@@ -234,7 +234,7 @@ class SuffixTables:
                 found = self._extend_terms(first, self._capped_stages.at(first, group), states)
                 over = found[1] + self._before[first] > self._capped_stages.limit_s
                 for term, each in enumerate(found):
-                    np.copyto(each, np.inf, where=over)
+                    each[over] = np.inf
                     self._least[term, :, first, states] = each.min(axis=1, initial=np.inf).T
 
     def _extend_terms(self, first: int, following: NextStages, states: Counts) -> tuple[Numbers, ...]:
