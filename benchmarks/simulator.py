@@ -3,11 +3,11 @@
     python benchmarks/simulator.py --json benchmarks/results/simulator.json
 
 Chains of lognormal stages on 128 nodes of eight H100 with 400 Gbit/s each, with as many replicas each, or drawn from
-one to eight with unequal shares. `wave` takes all stages at once, where it applies, `beats` all actions of a beat, both
-with what lays them out; `plain` goes action by action, once the program is expanded. `network` is that cluster, whose
-nodes share a port among eight; in `everywhere`, links inside nodes are half-duplex besides, so that every message may
-meet others; `overlap` adds slow-downs of computing and communicating. Every case runs in a process of its own. Seconds
-are of the process' own CPU time on one core.
+one to eight with unequal shares. `levels` takes all actions of a level at once, with what lays them out; `plain` goes
+action by action, once the program is expanded. `network` is that cluster, whose nodes share a port among eight; in
+`everywhere`, links inside nodes are half-duplex besides, so that every message may meet others; `overlap` adds
+slow-downs of computing and communicating. Every case runs in a process of its own. Seconds are of the process' own CPU
+time on one core.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from autopar.hardware.clusters import cluster_named
 from autopar.planner.candidate import Candidate, Family, place, with_depths
 from autopar.planner.costs.durations import Durations
 from autopar.planner.costs.links import LinkModel, Sharing, Traffic
-from autopar.planner.simulator.beats import action_levels, simulate_levels
+from autopar.planner.simulator.levels import action_levels, simulate_levels
 from autopar.planner.simulator.simulate import compile_rows, run
-from autopar.planner.simulator.wave import chain_times, simulate_chain
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand
 from autopar.schedules.route import routes
@@ -80,11 +79,9 @@ def _case(replicas: int, depth: str, micro_batches: int) -> dict[str, object]:
     found |= {"expand_s": round(expanded_s + compiled_s, 2)}
     devices = tuple(range(RANKS))
     ways: dict[str, Callable[[], float]] = {
-        "beats": lambda: _march(candidate, times),
+        "levels": lambda: _at_once(candidate, times),
         "plain": lambda: run(rows, times),
     }
-    if chain_times(candidate, times, ()) is not None:
-        ways["wave"] = lambda: _ride(candidate, times)
     for name, shared in _clusters(cluster).items():
         traffic = Traffic(Sharing.of(shared, cluster.devices), devices)
         ways[name] = lambda traffic=traffic: run(rows, times, traffic)
@@ -94,17 +91,11 @@ def _case(replicas: int, depth: str, micro_batches: int) -> dict[str, object]:
     return found | {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
-def _march(candidate: Candidate, times: Durations) -> float:
-    beats = action_levels(candidate)
-    step_s = None if beats is None else simulate_levels(candidate, times, (), beats)
+def _at_once(candidate: Candidate, times: Durations) -> float:
+    levels = action_levels(candidate)
+    step_s = None if levels is None else simulate_levels(candidate, times, (), levels)
     assert step_s is not None
     return step_s
-
-
-def _ride(candidate: Candidate, times: Durations) -> float:
-    wave = chain_times(candidate, times, ())
-    assert wave is not None
-    return simulate_chain(wave)
 
 
 def _timed(call: Callable[[], T]) -> tuple[T, float]:

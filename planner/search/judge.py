@@ -135,7 +135,7 @@ SCORED, PRICED, FITTED = 5, 60, 700
 SWEPT = 0.004
 """Of every stage in all states of the pool, in the search for one that keeps a pace."""
 SHORTENED = 12
-ACTION, WAVE, PROGRAM = 1.2, 45, 1_000
+ACTION, LEVEL, PROGRAM = 1.2, 45, 1_000
 """Of a simulation: every action, or, of many stages, those that are simulated at once."""
 
 
@@ -152,4 +152,4 @@ def shortened_us(layers: int) -> float:
 def simulated_us(candidate: Candidate) -> float:
     """Return the work of simulating a candidate."""
     count, stages = candidate.micro_batches, len(candidate.stages)
-    return PROGRAM + min(ACTION * 2 * count * stages, WAVE * (count + stages))
+    return PROGRAM + min(ACTION * 2 * count * stages, LEVEL * (count + stages))

@@ -64,6 +64,8 @@ Element = TypeVar("Element")
 MOST_EDGES = 1024
 BUSY = 6
 """Stages that take devices, or are divided: those that compute longest."""
+MOST_PASSED = 256
+"""Ways to pass a layer from one stage to another, where each of the busiest stages does not have more."""
 FEW_TRIES, TRIES = 12, 96
 """Moves that are simulated of those to a plan's neighbours, the most promising ones; more where few led on."""
 NORM = 16
@@ -229,7 +231,8 @@ class LocalSearch:
         inner = range(len(layout.cuts) - 1)
         for cuts in cuts_moved(layout.cuts, self.edges, inner, 2):
             yield layout._replace(cuts=cuts)
-        for cuts in layers_passed(layout.cuts, self.edges, some):
+        givers = busy[: max(BUSY, MOST_PASSED // len(layout.cuts))]
+        for cuts in layers_passed(layout.cuts, self.edges, givers):
             yield layout._replace(cuts=cuts)
         if self.equal:
             return

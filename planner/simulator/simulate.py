@@ -13,14 +13,13 @@ from autopar.planner.candidate import Candidate, groups, has_chunks, plain
 from autopar.planner.costs.durations import Durations, durations
 from autopar.planner.costs.links import Sharing, Traffic
 from autopar.planner.costs.model import CostModel
-from autopar.planner.simulator.beats import action_levels, drop_covered_messages, simulate_levels
 from autopar.planner.simulator.contention import ContentionSimulation
+from autopar.planner.simulator.levels import action_levels, drop_covered_messages, simulate_levels
 from autopar.planner.simulator.rows import Lanes, Rows, compile_rows, rows_of
-from autopar.planner.simulator.wave import chain_times, simulate_chain
 from autopar.progress import Progress, no_progress
 
 # Microseconds of one core: only their ratios matter, and only to which simulator is asked.
-COST_ACTION, COST_BEAT, COST_TURN = 0.65, 10.0, 20.0
+COST_ACTION, COST_LEVEL = 0.65, 8.0
 COST_BEFORE = 250.0
 """Of laying out what is simulated at once."""
 MOST_KEPT = 2**21
@@ -119,14 +118,10 @@ class Simulator:
         taken = sum(1 / times.turns[pair][1] if pair in times.turns else 1 for pair in times.message_s)
         computed = sum(len(stage.devices) if stage.division == "split" else 1 for stage in stages)
         spare = COST_ACTION * 2 * count * (computed + taken) - COST_BEFORE
-        if COST_TURN * (count + stages[0].warmup) < spare:
-            wave = chain_times(candidate, times, tied_stages)
-            if wave is not None:
-                return simulate_chain(wave)
-        beats = action_levels(candidate) if COST_BEAT * 2 * count < spare else None
-        # Beats without actions cost nothing.
-        if beats is not None and COST_BEAT * min(beats.total, 2 * count * len(stages)) < spare:
-            return simulate_levels(candidate, times, tied_stages, beats)
+        levels = action_levels(candidate) if COST_LEVEL * 2 * count < spare else None
+        # Levels without actions cost nothing.
+        if levels is not None and COST_LEVEL * min(levels.total, 2 * count * len(stages)) < spare:
+            return simulate_levels(candidate, times, tied_stages, levels)
         return None
 
     def _traffic(

@@ -8,7 +8,7 @@ import pytest
 
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.durations import Durations
-from autopar.planner.simulator.beats import action_levels, drop_covered_messages, simulate_levels
+from autopar.planner.simulator.levels import action_levels, drop_covered_messages, simulate_levels
 from autopar.planner.simulator.rows import rows_of
 from autopar.planner.simulator.simulate import run, skeleton
 from drawn import long_candidate
@@ -18,14 +18,14 @@ def test_a_step_takes_as_long_without_the_messages_that_nobody_waits_for() -> No
     dropped = kept = 0
     for seed in range(200):
         candidate, times, flows = long_candidate(seed, turns=0.0 if seed % 4 else 0.2, skips=0.15)
-        needed, beats = drop_covered_messages(candidate, times), action_levels(candidate)
-        assert beats is not None
+        needed, levels = drop_covered_messages(candidate, times), action_levels(candidate)
+        assert levels is not None
         missing = times.message_s.keys() - needed.message_s.keys()
         assert not any(abs(times.stage[sender] - times.stage[receiver]) == 1 for sender, receiver in missing)
         dropped += bool(missing)
         kept += any(abs(times.stage[sender] - times.stage[receiver]) > 1 for sender, receiver in needed.message_s)
         expected = run(rows_of(skeleton(candidate, flows, ())), times)
-        assert simulate_levels(candidate, needed, (), beats) == pytest.approx(expected, rel=1e-12)
+        assert simulate_levels(candidate, needed, (), levels) == pytest.approx(expected, rel=1e-12)
     assert min(dropped, kept) > 50
 
 

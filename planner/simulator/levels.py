@@ -1,9 +1,9 @@
-"""Beats: a step whose every action has a beat fixed beforehand, so that all actions of a beat are simulated at once.
+"""Levels: all actions of a step that may be simulated at once, because none of them waits for another one.
 
-The beats of a program are the levels of its graph of actions, for whole stages: a forward or backward stands behind
-what its rank did before and behind all that it receives. No duration is in them; they only say in which order numbers
-can be had. A forward of micro-batch m on stage s has beat s + P m, its backward has beat b(s) + P m, with the least
-period P for which that order is every rank's own.
+An action's level in the graph of a program's actions is one more than the largest of what it stands behind: what its
+rank did before, and what it receives. Here levels are those of whole stages, so that a formula gives them. No duration
+is in them; they only say in which order numbers can be had. A forward of micro-batch m on stage s has level s + P m,
+its backward has level b(s) + P m, with the least period P for which that order is every rank's own.
 
 A message that passes stages by is often there before what these hand on: only messages that may be late are waited for.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -28,24 +29,24 @@ NEVER_S = float("-inf")
 """When a message arrives that is not sent: who would receive it waits for nothing."""
 SCHEDULES = ("1f1b", "gpipe")
 """Schedules in which F(m) stands behind B(m - k) on a rank, and B(m) behind F(m + k - 1)."""
-MOST_LATE = 2**22
-"""Arrivals kept until they are read; of more, a program takes turns so long that it is quicker one by one."""
+MOST_LATE = 2**23
+"""Arrivals kept until they are read, of eight bytes; steps of more are simulated action by action."""
 
 
 class ActionLevels(NamedTuple):
-    """The beats of all stages."""
+    """The levels of all stages."""
 
     period: int
-    """Beats from one micro-batch's to the next one's."""
+    """Levels from one micro-batch's to the next one's."""
     forward: Whole
-    """By stage, the beat of the first micro-batch's forward."""
+    """By stage, the level of the first micro-batch's forward."""
     backward: Whole
     """By stage, that of its backward; falls from stage to stage."""
     total: int
 
 
 def action_levels(candidate: Candidate) -> ActionLevels | None:
-    """Return the beats of a candidate's program; None of a schedule or depths that have none.
+    """Return the levels of a candidate's program; None of a schedule or depths that have none.
 
     With k in flight on each of r replicas that take turns (r = 1 where they split), b(s) lies in
 
@@ -81,17 +82,17 @@ def action_levels(candidate: Candidate) -> ActionLevels | None:
     period = 1 + bisect_left(range(1, most + 1), True, key=fits)
     if period > most:
         return None
-    beats = backward(period)
-    return ActionLevels(period, own, beats, int(beats[0]) + period * (micro_batches - 1) + 1)
+    levels = backward(period)
+    return ActionLevels(period, own, levels, int(levels[0]) + period * (micro_batches - 1) + 1)
 
 
-def simulate_levels(candidate: Candidate, times: Durations, tied_stages: Holders, beats: ActionLevels) -> float | None:
+def simulate_levels(candidate: Candidate, times: Durations, tied_stages: Holders, levels: ActionLevels) -> float | None:
     """Return the seconds of one step: those that :func:`.simulate.run` gives the expanded program.
 
     ``tied_stages`` are the stages of every parameter shared between stages. None where arrivals would be kept for too
     long.
     """
-    state = _LevelState(candidate, times, beats)
+    state = _LevelState(candidate, times, levels)
     if state.late * state.columns > MOST_LATE:
         return None
     clock = state.go()
@@ -107,20 +108,40 @@ def simulate_levels(candidate: Candidate, times: Durations, tied_stages: Holders
     return float((clock + times.update_s).max())
 
 
-class _LevelState:
-    """What one beat leaves to the next.
+class _Places(NamedTuple):
+    """What is run at once: forwards and backwards of ranks, and the messages that these send."""
 
-    A place is a rank's forward or its backward; places stand in the order of (beat modulo period, beat), so that those
-    of one beat are neighbours. A message has a column, where its arrival waits, in the row of the receiver's beat.
+    own: slice
+    ranks: Whole
+    seconds: Numbers
+    received: slice
+    """Columns in which what they wait for arrives."""
+    starts: Whole | None
+    """Where those of every place start; None where each has one."""
+    sent: slice
+    sender: Whole
+    """Of every message, among these places."""
+    target: Whole
+    length_s: Numbers
+    free_s: Numbers
+    """When a message's queue is free; a view of those of all messages."""
+
+
+class _LevelState:
+    """What one level leaves to the next.
+
+    A place is a rank's forward or its backward; places stand in the order of (level modulo period, level), so that
+    those of one level are neighbours. A message has a column, where its arrival waits, in the row of its receiver's
+    level.
     """
 
-    def __init__(self, candidate: Candidate, times: Durations, beats: ActionLevels) -> None:
-        self._beats, self._last = beats, beats.period * (candidate.micro_batches - 1)
+    def __init__(self, candidate: Candidate, times: Durations, levels: ActionLevels) -> None:
+        self._levels, self._last = levels, levels.period * (candidate.micro_batches - 1)
         self.clock = np.full(len(times.stage), times.overhead_s)
         stages, ranks = np.array(times.stage), np.arange(len(times.stage))
-        beat = np.concatenate((beats.forward[stages], beats.backward[stages]))
-        order = np.lexsort((beat, beat % beats.period))
-        self._beat = beat[order]
+        level = np.concatenate((levels.forward[stages], levels.backward[stages]))
+        order = np.lexsort((level, level % levels.period))
+        self._level = level[order]
         self._ranks = np.concatenate((ranks, ranks))[order]
         self._seconds = np.array([*times.forward_s, *times.backward_s])[order]
         self._wide = np.array([stage.turning for stage in candidate.stages])[stages][self._ranks]
@@ -135,7 +156,7 @@ class _LevelState:
         senders, receivers = np.array(list(times.message_s), dtype=np.int64).reshape(-1, 2).T
         back = np.where(stages[senders] > stages[receivers], len(stages), 0)
         sender, receiver = position[senders + back], position[receivers + back]
-        lag = self._beat[receiver] - self._beat[sender]
+        lag = self._level[receiver] - self._level[sender]
         # Who receives nothing has a column where nothing arrives.
         idle = np.setdiff1d(np.arange(places), receiver)
         columns = np.concatenate((receiver, idle))
@@ -152,38 +173,52 @@ class _LevelState:
         self._first, self._every = taken.T
 
     def go(self) -> Numbers:
-        """Run all beats; return when every rank ends its last backward."""
-        self._arrivals = np.full((self.late, self.columns), NEVER_S)
-        beats, period = np.arange(self._beats.total), self._beats.period
-        scale = self._beats.total + 1
-        keys = self._beat % period * scale + self._beat
-        first = np.searchsorted(keys, beats % period * scale + np.maximum(beats - self._last, 0))
-        stop = np.searchsorted(keys, beats % period * scale + beats, side="right")
-        for beat in np.flatnonzero(first < stop).tolist():
-            self._perform(beat, int(first[beat]), int(stop[beat]))
+        """Run all levels; return when every rank ends its last backward."""
+        arrivals = np.full(self.late * self.columns, NEVER_S)
+        levels, period = np.arange(self._levels.total), self._levels.period
+        scale = self._levels.total + 1
+        keys = self._level % period * scale + self._level
+        first = np.searchsorted(keys, levels % period * scale + np.maximum(levels - self._last, 0))
+        stop = np.searchsorted(keys, levels % period * scale + levels, side="right")
+        some = np.flatnonzero(first < stop)
+        places = cache(self._places)
+        for level, low, high in zip(some.tolist(), first[some].tolist(), stop[some].tolist(), strict=True):
+            self._perform(level, places(low, high), arrivals)
         return self.clock
 
-    def _perform(self, beat: int, low: int, high: int) -> None:
-        """Run what has this beat: the places ``low:high``."""
-        starts = self._starts[low : high + 1]
-        arrived = self._arrivals[beat % self.late, starts[0] : starts[-1]]
-        waits = np.maximum.reduceat(arrived, starts[:-1] - starts[0])
-        ranks = self._ranks[low:high]
-        ends = np.maximum(self.clock[ranks], waits) + self._seconds[low:high]
-        sent = slice(self._sends[low], self._sends[high])
-        arrives = np.maximum(self._free_s[sent], ends[self._sender[sent] - low]) + self._length_s[sent]
-        at = (beat % self.late * self.columns + self._target[sent]) % self._arrivals.size
+    def _places(self, low: int, high: int) -> _Places:
+        """Return what all levels of the places ``low:high`` have in common."""
+        starts, sent = self._starts[low : high + 1], slice(self._sends[low], self._sends[high])
+        places = slice(low, high)
+        received = slice(int(starts[0]), int(starts[-1]))
+        own = None if len(starts) - 1 == received.stop - received.start else starts[:-1] - starts[0]
+        sender, free_s = self._sender[sent] - low, self._free_s[sent]
+        sends = sender, self._target[sent], self._length_s[sent], free_s
+        return _Places(places, self._ranks[places], self._seconds[places], received, own, sent, *sends)
+
+    def _perform(self, level: int, places: _Places, arrivals: Numbers) -> None:
+        """Run what has this level."""
+        row = level % self.late * self.columns
+        waits = arrivals[row + places.received.start : row + places.received.stop]
+        if places.starts is not None:
+            waits = np.maximum.reduceat(waits, places.starts)
+        ranks, free_s = places.ranks, places.free_s
+        ends = np.maximum(self.clock.take(ranks), waits)
+        ends += places.seconds
+        arrives = np.maximum(free_s, ends.take(places.sender))
+        arrives += places.length_s
+        at = (places.target + row) % len(arrivals)
         if self._turning:
-            index = (beat - self._beat[low:high]) // self._beats.period
-            own = index % self._wide[low:high] == self._turn[low:high]
-            carried = index[self._sender[sent] - low] % self._every[sent] == self._first[sent]
+            index = (level - self._level[places.own]) // self._levels.period
+            own = index % self._wide[places.own] == self._turn[places.own]
+            carried = index[places.sender] % self._every[places.sent] == self._first[places.sent]
             ranks, ends = ranks[own], ends[own]
-            self._free_s[sent] = np.where(carried, arrives, self._free_s[sent])
+            free_s[:] = np.where(carried, arrives, free_s)
             arrives = np.where(carried, arrives, NEVER_S)
         else:
-            self._free_s[sent] = arrives
+            free_s[:] = arrives
         self.clock[ranks] = ends
-        self._arrivals.reshape(-1)[at] = arrives
+        arrivals[at] = arrives
 
 
 def drop_covered_messages(candidate: Candidate, times: Durations) -> Durations:
