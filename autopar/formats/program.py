@@ -123,10 +123,8 @@ class RankProgram:
         return len(self.kinds)
 
     def __iter__(self) -> Iterator[Action]:
-        for code, *rest in zip(
-            self.kinds, self.stages, self.micro_batches, self.peers, self.peer_stages, self.versions, strict=True
-        ):
-            yield Action(KINDS[code], *rest)
+        kinds = map(KINDS.__getitem__, self.kinds)
+        return map(Action, kinds, self.stages, self.micro_batches, self.peers, self.peer_stages, self.versions)
 
     def __getitem__(self, index: int) -> Action:
         return Action(

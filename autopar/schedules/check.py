@@ -74,12 +74,12 @@ def _check_complete(
     found = Counter(actions)
     asked = _prerequisites(rank, plan, flowing, found).items()
     before = {after: earlier for after, earlier in asked if after.kind in kinds}
-    expected = Counter(dict.fromkeys(before, 1))
-    expected.update({action for earlier in before.values() for action in earlier if action not in before})
-    for action in sorted(expected.keys() | found.keys()):
-        if found[action] != 1 or action not in expected:
-            problem = "is missing" if not found[action] else "is not part of the plan, or is there twice"
-            raise ProgramError(f"rank {rank} (stage {action.stage}): {action} {problem}")
+    expected = before.keys() | {action for earlier in before.values() for action in earlier}
+    wrong = [action for action in expected | found.keys() if found[action] != 1 or action not in expected]
+    if wrong:
+        action = min(wrong)
+        problem = "is missing" if not found[action] else "is not part of the plan, or is there twice"
+        raise ProgramError(f"rank {rank} (stage {action.stage}): {action} {problem}")
     position = {action: index for index, action in enumerate(actions)}
     for after, earlier in before.items():
         for action in earlier:
@@ -163,14 +163,19 @@ def _check_flow(program: Program) -> None:
             if action.kind in REDUCTIONS:
                 groups.setdefault(action.reduction, set()).add(rank)
     arrived: dict[tuple[str, int], set[int]] = {key: set() for key in groups}
+    ahead = [iter(actions) for actions in program.ranks]
+    stuck = {rank: first for rank, actions in enumerate(ahead) if (first := next(actions, None)) is not None}
     moved = True
     while moved:
         moved = False
-        for rank, actions in enumerate(program.ranks):
-            while position[rank] < len(actions) and _advance(rank, actions[position[rank]], queues, groups, arrived):
-                position[rank] += 1
-                moved = True
-    stuck = {rank: own[position[rank]] for rank, own in enumerate(program.ranks) if position[rank] < len(own)}
+        for rank, action in list(stuck.items()):
+            at: Action | None = action
+            while at is not None and _advance(rank, at, queues, groups, arrived):
+                position[rank], at, moved = position[rank] + 1, next(ahead[rank], None), True
+            if at is None:
+                del stuck[rank]
+            else:
+                stuck[rank] = at
     if stuck:
         rank, action = next(iter(stuck.items()))
         where = f"rank {rank} (stage {action.stage})"
