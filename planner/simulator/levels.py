@@ -11,7 +11,7 @@ A message that passes stages by is often there before what these hand on: only m
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -108,23 +108,22 @@ def simulate_levels(candidate: Candidate, times: Durations, tied_stages: Holders
     return float((clock + times.update_s).max())
 
 
-class _Places(NamedTuple):
-    """What is run at once: forwards and backwards of ranks, and the messages that these send."""
+class _LevelActions(NamedTuple):
+    """Forwards and backwards of ranks that are run at once, and the messages that these send; ``late`` apart."""
 
-    own: slice
     ranks: Whole
     seconds: Numbers
-    received: slice
+    received: slice | Whole
     """Columns in which what they wait for arrives."""
     starts: Whole | None
-    """Where those of every place start; None where each has one."""
-    sent: slice
+    """Where those of every action start; None where each has one."""
+    sent: slice | Whole
+    """Messages."""
     sender: Whole
-    """Of every message, among these places."""
+    """Of every message, among these actions."""
     target: Whole
+    """How many columns from the first one of this level's row its arrival waits."""
     length_s: Numbers
-    free_s: Numbers
-    """When a message's queue is free; a view of those of all messages."""
 
 
 class _LevelState:
@@ -132,11 +131,11 @@ class _LevelState:
 
     A place is a rank's forward or its backward; places stand in the order of (level modulo period, level), so that
     those of one level are neighbours. A message has a column, where its arrival waits, in the row of its receiver's
-    level.
+    level; there are as many rows as arrivals may wait levels, used in turn.
     """
 
     def __init__(self, candidate: Candidate, times: Durations, levels: ActionLevels) -> None:
-        self._levels, self._last = levels, levels.period * (candidate.micro_batches - 1)
+        self._levels, self._count = levels, candidate.micro_batches
         self.clock = np.full(len(times.stage), times.overhead_s)
         stages, ranks = np.array(times.stage), np.arange(len(times.stage))
         level = np.concatenate((levels.forward[stages], levels.backward[stages]))
@@ -147,7 +146,6 @@ class _LevelState:
         self._wide = np.array([stage.turning for stage in candidate.stages])[stages][self._ranks]
         self._turn = (ranks - np.searchsorted(stages, stages))[self._ranks] % self._wide
         """Which of the replicas that take turns a place is."""
-        self._turning = bool((self._wide > 1).any())
         self._wire(times, stages, np.argsort(order))
 
     def _wire(self, times: Durations, stages: Whole, position: Whole) -> None:
@@ -158,67 +156,118 @@ class _LevelState:
         sender, receiver = position[senders + back], position[receivers + back]
         lag = self._level[receiver] - self._level[sender]
         # Who receives nothing has a column where nothing arrives.
-        idle = np.setdiff1d(np.arange(places), receiver)
-        columns = np.concatenate((receiver, idle))
+        self._idle = np.setdiff1d(np.arange(places), receiver)
+        columns = np.concatenate((receiver, self._idle))
         by_column = np.argsort(columns, kind="stable")
+        column = np.argsort(by_column)
         self._starts = np.searchsorted(columns[by_column], np.arange(places + 1))
         self.columns, self.late = len(columns), int(lag.max(initial=0)) + 1
         by_sender = np.argsort(sender, kind="stable")
         self._sends = np.searchsorted(sender[by_sender], np.arange(places + 1))
-        self._sender = sender[by_sender]
-        self._target = (lag * self.columns + np.argsort(by_column)[:count])[by_sender]
+        self._sender, self._receiver = sender[by_sender], receiver[by_sender]
+        self._column, self._idle_column = column[:count][by_sender], column[count:]
+        self._target = lag[by_sender] * self.columns + self._column
         self._length_s = np.array(list(times.message_s.values()))[by_sender]
         self._free_s = np.full(count, NEVER_S)
-        taken = np.array([times.turns.get(pair, (0, 1)) for pair in times.message_s]).reshape(-1, 2)[by_sender]
-        self._first, self._every = taken.T
+        taken = np.array([times.turns.get(pair, (0, 1)) for pair in times.message_s], dtype=np.int64)
+        self._first, self._every = taken.reshape(-1, 2)[by_sender].T
 
     def go(self) -> Numbers:
         """Run all levels; return when every rank ends its last backward."""
         arrivals = np.full(self.late * self.columns, NEVER_S)
+        for level, actions in self._in_turn() if (self._wide > 1).any() else self._all_alike():
+            self._perform(level, actions, arrivals)
+        return self.clock
+
+    def _all_alike(self) -> Iterator[tuple[int, _LevelActions]]:
+        """Yield the levels of ranks that all take part in every micro-batch: many have the same places."""
         levels, period = np.arange(self._levels.total), self._levels.period
         scale = self._levels.total + 1
         keys = self._level % period * scale + self._level
-        first = np.searchsorted(keys, levels % period * scale + np.maximum(levels - self._last, 0))
+        last = levels - period * (self._count - 1)
+        first = np.searchsorted(keys, levels % period * scale + np.maximum(last, 0))
         stop = np.searchsorted(keys, levels % period * scale + levels, side="right")
         some = np.flatnonzero(first < stop)
-        places = cache(self._places)
+        actions = cache(self._actions)
         for level, low, high in zip(some.tolist(), first[some].tolist(), stop[some].tolist(), strict=True):
-            self._perform(level, places(low, high), arrivals)
-        return self.clock
+            yield level, actions(low, high)
 
-    def _places(self, low: int, high: int) -> _Places:
-        """Return what all levels of the places ``low:high`` have in common."""
+    def _actions(self, low: int, high: int) -> _LevelActions:
+        """Return what levels of the places ``low:high`` run."""
         starts, sent = self._starts[low : high + 1], slice(self._sends[low], self._sends[high])
-        places = slice(low, high)
         received = slice(int(starts[0]), int(starts[-1]))
         own = None if len(starts) - 1 == received.stop - received.start else starts[:-1] - starts[0]
-        sender, free_s = self._sender[sent] - low, self._free_s[sent]
-        sends = sender, self._target[sent], self._length_s[sent], free_s
-        return _Places(places, self._ranks[places], self._seconds[places], received, own, sent, *sends)
+        sends = sent, self._sender[sent] - low, self._target[sent], self._length_s[sent]
+        return _LevelActions(self._ranks[low:high], self._seconds[low:high], received, own, *sends)
 
-    def _perform(self, level: int, places: _Places, arrivals: Numbers) -> None:
+    def _in_turn(self) -> Iterator[tuple[int, _LevelActions]]:
+        """Yield the levels where replicas take turns: the actions of all are laid out at once."""
+        period, places = self._levels.period, len(self._level)
+        place, index = _taken(self._turn, self._wide, self._count)
+        level = self._level[place] + period * index
+        order = np.lexsort((place, level))
+        place, index, level = place[order], index[order], level[order]
+        every, first = np.unique(level, return_index=True)
+        stop = np.append(first[1:], len(place))
+        # Which action of its level each is, by place and micro-batch.
+        which = np.empty((places, self._count), dtype=np.int64)
+        which[place, index] = np.arange(len(place)) - np.repeat(first, stop - first)
+        sent, carried = _taken(self._first, self._every, self._count)
+        sent_level = self._level[self._sender[sent]] + period * carried
+        order = np.argsort(sent_level, kind="stable")
+        sender, message = which[self._sender[sent], carried][order], sent[order]
+        sends = np.searchsorted(sent_level[order], np.append(every, every[-1] + 1))
+        column, starts = self._read_in_turn(place, level, sent, carried)
+        reads = np.append(starts[first], len(column))
+        ranks, seconds = self._ranks[place], self._seconds[place]
+        target, length_s = self._target[message], self._length_s[message]
+        bounds = (each.tolist() for each in (every, first, stop, sends[:-1], sends[1:], reads[:-1], reads[1:]))
+        for number, low, high, out, last_out, into, last_into in zip(*bounds, strict=True):
+            mine, own = slice(low, high), slice(out, last_out)
+            begun = None if high - low == last_into - into else starts[mine] - into
+            outgoing = message[own], sender[own], target[own], length_s[own]
+            yield number, _LevelActions(ranks[mine], seconds[mine], column[into:last_into], begun, *outgoing)
+
+    def _read_in_turn(self, place: Whole, level: Whole, sent: Whole, carried: Whole) -> tuple[Whole, Whole]:
+        """Return the columns that actions read, in their order, and where those of each start.
+
+        ``place`` and ``level`` are those of the actions; of every message and the micro-batches that it carries,
+        ``sent`` and ``carried``.
+        """
+        idle = np.flatnonzero(np.isin(place, self._idle))
+        receiver, where = self._receiver[sent], self._idle_column[np.searchsorted(self._idle, place[idle])]
+        came = np.append(self._level[receiver] + self._levels.period * carried, level[idle])
+        keys = came * len(self._level) + np.append(receiver, place[idle])
+        order = np.argsort(keys, kind="stable")
+        column = np.append(self._column[sent], where)[order]
+        return column, np.searchsorted(keys[order], level * len(self._level) + place)
+
+    def _perform(self, level: int, actions: _LevelActions, arrivals: Numbers) -> None:
         """Run what has this level."""
         row = level % self.late * self.columns
-        waits = arrivals[row + places.received.start : row + places.received.stop]
-        if places.starts is not None:
-            waits = np.maximum.reduceat(waits, places.starts)
-        ranks, free_s = places.ranks, places.free_s
-        ends = np.maximum(self.clock.take(ranks), waits)
-        ends += places.seconds
-        arrives = np.maximum(free_s, ends.take(places.sender))
-        arrives += places.length_s
-        at = (places.target + row) % len(arrivals)
-        if self._turning:
-            index = (level - self._level[places.own]) // self._levels.period
-            own = index % self._wide[places.own] == self._turn[places.own]
-            carried = index[places.sender] % self._every[places.sent] == self._first[places.sent]
-            ranks, ends = ranks[own], ends[own]
-            free_s[:] = np.where(carried, arrives, free_s)
-            arrives = np.where(carried, arrives, NEVER_S)
-        else:
-            free_s[:] = arrives
-        self.clock[ranks] = ends
-        arrivals[at] = arrives
+        waits = arrivals[row : row + self.columns][actions.received]
+        if actions.starts is not None:
+            waits = np.maximum.reduceat(waits, actions.starts)
+        ends = np.maximum(self.clock.take(actions.ranks), waits)
+        ends += actions.seconds
+        arrives = np.maximum(self._free_s[actions.sent], ends.take(actions.sender))
+        arrives += actions.length_s
+        self.clock[actions.ranks] = ends
+        self._free_s[actions.sent] = arrives
+        arrivals[(actions.target + row) % len(arrivals)] = arrives
+
+
+def _taken(first: Whole, every: Whole, count: int) -> tuple[Whole, Whole]:
+    """Return who takes which of ``count`` micro-batches: each from a first one on, every so many.
+
+    >>> which, taken = _taken(np.array([0, 1]), np.array([2, 3]), 5)
+    >>> which.tolist(), taken.tolist()
+    ([0, 0, 0, 1, 1], [0, 2, 4, 1, 4])
+    """
+    counts = np.maximum(0, -(-(count - first) // every))
+    which = np.repeat(np.arange(len(first)), counts)
+    turn = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return which, first[which] + every[which] * turn
 
 
 def drop_covered_messages(candidate: Candidate, times: Durations) -> Durations:
