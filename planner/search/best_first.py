@@ -263,7 +263,7 @@ class _Search:
             opening.try_paces()
             self.last_us = opening.pacing_us
             self.pacing_left -= self.last_us
-        if apart:
+        if apart and opening.tables is not None:
             return opening.tables
         lower_bound_s, tables = opening.prove_bound()
         # Not every plan is a node, but none is below this.

@@ -152,3 +152,17 @@ def test_a_search_over_a_gpt_certifies_its_gap_or_stays_close_within_the_budget(
     # Where transfers take about as long as computing, no depths come within 2 % of a bound that leaves them open.
     assert sum(gap <= 0.02 for gap in gaps) >= 7
     assert max(gaps) <= 0.06
+
+
+def test_a_family_of_too_many_stages_for_tables_is_bounded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.planner.search.pace.MANY_SWEPT", 0)
+    above = 0
+    for seed in range(40):
+        profile, cluster, options = _instance(seed)
+        optimum, _ = _exhaust(profile, cluster, options)
+        best = Best()
+        simulator = Simulator(CostModel(profile, cluster, options))
+        found = search(simulator, families(simulator.costs.batch, options), replace(options, gap=0.02), best)
+        assert found.lower_bound_s <= optimum.step_s * (1 + 1e-9)
+        above += best.step_s > optimum.step_s * (1 + 1e-9)
+    assert above, "else nothing is left out, and nothing tested"
