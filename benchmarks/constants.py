@@ -58,12 +58,15 @@ LINES = {
         ),
     ),
     "local moves: stages that take devices": ConstantFamily(("local",), ({"BUSY": 2}, {"BUSY": 20})),
+    "local moves: stages that pass layers": ConstantFamily(("local",), ({"MOST_PASSED": 0}, {"MOST_PASSED": 4096})),
     "local moves: moves simulated": ConstantFamily(
         ("local",), ({"FEW_TRIES": 3}, {"FEW_TRIES": 40}, {"TRIES": 12}, {"TRIES": 400})
     ),
     "local moves: power of the mean": ConstantFamily(("local",), ({"NORM": 4}, {"NORM": 64})),
     "local moves: sideways": ConstantFamily(("local",), ({"MOST_SIDEWAYS": 0}, {"SIDEWAYS": 1e-2})),
-    "local moves: kicks": ConstantFamily(("local",), ({"KICKS": 1}, {"KICKS": 6}, {"KICKED_AMONG": 5})),
+    "local moves: kicks": ConstantFamily(
+        ("local",), ({"KICKS": 1}, {"KICKS": 6}, {"KICKED_AMONG": 5}, {"KICKED_FAR": 10.0})
+    ),
     "best first: work and plans": ConstantFamily(
         ("best_first",), ({"EXPANSIONS": 100, "BEST_FIRST": 2e5}, {"EXPANSIONS": 10_000, "BEST_FIRST": 1e7})
     ),

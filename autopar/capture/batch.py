@@ -83,33 +83,35 @@ def slice_rows(tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> di
     return {name: tensor[start:stop] for name, tensor in tensors.items()}
 
 
-def loss_outputs(value: object, from_loss: bool) -> tuple[torch.Tensor, ...]:
-    """Return ``(mean,)`` or ``(sum, count)`` from what ``loss`` returned, or from the model's own output.
+def loss_outputs(value: object, loss: Callable[..., object] | None) -> tuple[torch.Tensor, ...]:
+    """Return ``(mean,)`` or ``(sum, count)`` from what ``loss`` returned, or from the output of a model that has none.
 
     Raises:
         ModelError: it is neither.
     """
-    source = "loss()" if from_loss else "the model"
-    if from_loss and isinstance(value, (tuple, list)) and len(value) == 2:
+    source = "the model" if loss is None else f"{_place(loss, 'loss')}: loss()"
+    if loss is not None and isinstance(value, (tuple, list)) and len(value) == 2:
         total, count = value
         if not isinstance(count, torch.Tensor):
             count = torch.full((), count)
-        return _scalar(total, "loss() returned (sum, count) whose sum"), _scalar(count, "loss()'s count")
-    if not from_loss and isinstance(value, Mapping) and "loss" in value:
+        return _scalar(total, f"{source} returned (sum, count) whose sum"), _scalar(
+            count, f"{source} returned a count that"
+        )
+    if loss is None and isinstance(value, Mapping) and "loss" in value:
         value = value["loss"]
-    elif not from_loss and not isinstance(value, torch.Tensor) and hasattr(value, "loss"):
+    elif loss is None and not isinstance(value, torch.Tensor) and hasattr(value, "loss"):
         value = value.loss
     if not isinstance(value, torch.Tensor):
-        wanted = "a scalar tensor or (sum, count)" if from_loss else f"a scalar or carry .loss, {_OR_LOSS}"
-        raise ModelError(f"{source} returned a {type(value).__name__}; it must return {wanted}")
-    return (_scalar(value, f"{source} returned a tensor that"),)
+        wanted = f"be a scalar or carry .loss, {_OR_LOSS}" if loss is None else "return a scalar tensor or (sum, count)"
+        hint = "; write `return` before its last expression" if loss is not None and value is None else ""
+        raise ModelError(f"{source} returned {a(value)}; it must {wanted}{hint}")
+    return (_scalar(value, f"{source} returned a tensor that", "" if loss else f", {_OR_LOSS}"),)
 
 
-def _scalar(value: object, what: str) -> torch.Tensor:
+def _scalar(value: object, what: str, hint: str = "") -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
-        raise ModelError(f"{what} is a {type(value).__name__}; it must be a scalar tensor")
+        raise ModelError(f"{what} is {a(value)}; it must be a scalar tensor")
     if value.dim() != 0:
-        hint = "" if what.startswith("loss()") else f", {_OR_LOSS}"
         raise ModelError(f"{what} has shape {tuple(value.shape)}; it must be a scalar{hint}")
     return value
 
@@ -157,7 +159,7 @@ class StepModule(nn.Module):
         positional, named = model_arguments(self.model, batch, loss is not None)
         before = tensors_reached(self.roots.value)
         output = self.model(*positional, **named)
-        result = loss_outputs(_loss_of(loss, output, batch) if loss else output, loss is not None)
+        result = loss_outputs(_loss_of(loss, output, batch) if loss else output, loss)
         after = {id(tensor) for _, tensor in tensors_reached(self.roots.value)}
         self.replaced_tensors.value = [(str(path), tensor) for path, tensor in before if id(tensor) not in after]
         return result
@@ -207,7 +209,7 @@ def model_arguments(model: nn.Module, batch: object, has_loss: bool) -> tuple[Se
             )
         if wrong := unlike(model, (), named):
             raise ModelError(
-                f"{_place(model)}: forward({', '.join(accepted)}): {wrong}, and the batch has the keys "
+                f"{_place_of(model)}: forward({', '.join(accepted)}): {wrong}, and the batch has the keys "
                 f"{', '.join(batch)}; let dataset() or collate() give it, or give the parameter a default"
             )
         return (), named
@@ -216,7 +218,7 @@ def model_arguments(model: nn.Module, batch: object, has_loss: bool) -> tuple[Se
             raise ModelError("a tuple sample has inputs and, last, the target; this one has a single item")
         inputs = batch[:-1] if has_loss else batch
         if wrong := unlike(model, inputs):
-            raise ModelError(f"{_place(model)}: {_describe_mismatch(model, batch, wrong, has_loss)}")
+            raise ModelError(f"{_place_of(model)}: {_describe_mismatch(model, batch, wrong, has_loss)}")
         return inputs, {}
     return (batch,), {}
 
@@ -235,10 +237,14 @@ def _describe_mismatch(model: nn.Module, batch: Sequence[Any], wrong: str, has_l
     return f"{taken} all {len(batch)} items of a sample, for there is no loss(): {wrong}; {remedy}"
 
 
-def _place(model: nn.Module) -> str:
-    """Return the file and line of a model's ``forward``."""
-    code = getattr(inspect.unwrap(model.forward), "__code__", None)
-    return f"{type(model).__name__}" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+def _place_of(model: nn.Module) -> str:
+    return _place(model.forward, type(model).__name__)
+
+
+def _place(function: Callable[..., object], name: str) -> str:
+    """Return the file and line of a function of Python, or the name that stands for another one."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return name if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

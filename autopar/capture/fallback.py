@@ -74,7 +74,7 @@ class ListedLayer(nn.Module):
         if self.predicts:
             return self._predicted_outputs(named_outputs(output))
         loss = self.loss[0]
-        return loss_outputs(loss(output, batch) if loss else output, loss is not None)
+        return loss_outputs(loss(output, batch) if loss else output, loss)
 
     def predict(self) -> None:
         """Have this layer, the last one, give the model's outputs in place of the loss."""

@@ -175,7 +175,7 @@ class DividedForward(LayerTracer):
 
     def _loss(self, output: object, batch: object) -> tuple[torch.Tensor, ...]:
         loss = self._user.loss
-        return loss_outputs(loss(output, batch) if loss else output, loss is not None)
+        return loss_outputs(loss(output, batch) if loss else output, loss)
 
     def _share(self) -> Share:
         """Return the share of the present stage that runs."""

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import traceback
+from itertools import pairwise
 from typing import Annotated
 
 import typer
@@ -145,6 +146,20 @@ def _say(message: str) -> None:
 def _usage(error: TyperException) -> int:
     """Say what is wrong with a command line; without any arguments, its help has been shown already."""
     message = error.format_message().strip()
+    value = _value_of(getattr(error, "param", None))
+    if value is not None and value not in message:
+        message = f"{message}; found {value!r}"
     if message:
         _say(f"{message} (try --help)")
     return UsageError.exit_code
+
+
+def _value_of(parameter: object) -> str | None:
+    """Return what was typed for an option, which an error does not say; None for arguments, and for what was not."""
+    for option in getattr(parameter, "opts", ()):
+        for typed, following in pairwise((*sys.argv[1:], "")):
+            if typed == option and following:
+                return following
+            if typed.startswith(f"{option}="):
+                return typed.removeprefix(f"{option}=")
+    return None

@@ -74,8 +74,8 @@ SIDEWAYS = 2e-3
 """By what share a plan may be slower than the one before, if fewer of its stages are slow."""
 MOST_SIDEWAYS, TRIES_BESIDE = 12, 3
 """Such moves, one after the other; and further ones that are simulated where one is known."""
-KICKS, KICKED_AMONG = 3, 30
-"""Moves away from a plan where no single one helps, each drawn among so many."""
+KICKS, KICKED_AMONG, KICKED_FAR = 3, 30, 1.1
+"""Moves away from a plan where no single one helps, each drawn among so many, to plans at most so many times as slow."""
 
 
 class _SearchState(NamedTuple):
@@ -130,7 +130,9 @@ class LocalSearch:
     def climb(self, simulated_plan: SimulatedPlan, enough_s: float = 0.0, tries: int = FEW_TRIES) -> None:
         """Move on while that makes a plan faster, or its slow stages fewer; ``tries`` moves are simulated of each."""
         at = self._state_of(simulated_plan)
-        self._tried_layouts.add((at.family, at.layout, at.order))
+        # Who found the plan may have looked at fewer depths.
+        own = self.judge(at.family, at.layout, at.order, simulated_plan.step_s)
+        at = at if own is None or own.step_s >= simulated_plan.step_s else at._replace(simulated_plan=own)
         sideways = 0
         while self.work_left > 0 and at.simulated_plan.step_s > enough_s:
             after = self._next(at, tries)
@@ -143,14 +145,14 @@ class LocalSearch:
 
     def kick(self, simulated_plan: SimulatedPlan, draw: Random) -> SimulatedPlan | None:
         """Return a plan some moves away, which need not be faster; None where none of those drawn fits."""
-        at = self._state_of(simulated_plan)
+        at, most_s = self._state_of(simulated_plan), simulated_plan.step_s * KICKED_FAR
         for _ in range(KICKS):
             scored = self._scores(at, self._near(at))
             near = nsmallest(KICKED_AMONG, scored, key=scored.__getitem__)
             layout = draw.choice(near) if near else at.layout
             self._tried_layouts.discard((at.family, layout, at.order))
-            after = self.judge(at.family, layout, at.order, float("inf"))
-            if after is not None:
+            after = self.judge(at.family, layout, at.order, most_s)
+            if after is not None and after.step_s < most_s:
                 at = at._replace(simulated_plan=after, layout=layout)
             if self.work_left <= 0:
                 break

@@ -99,19 +99,26 @@ def layers_passed(cuts: Sequence[int], edges: Sequence[int], givers: Iterable[in
 def devices_moved(
     widths: tuple[int, ...], idle: int, takers: Sequence[int], *, all_used: bool
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the widths with one device passed to one of the ``takers``, taken up, or dropped.
+    """Yield the widths with devices passed to one of the ``takers``, taken up, or dropped: one, two, four and so on.
 
     >>> list(devices_moved((2, 1), 0, (1,), all_used=True)), list(devices_moved((1, 1), 1, (0,), all_used=False))
     ([(1, 2)], [(2, 1)])
+    >>> list(devices_moved((4, 1), 0, (1,), all_used=True))
+    [(3, 2), (2, 3)]
     """
     for index, width in enumerate(widths):
-        if width > 1:
-            fewer = _with_more(widths, index, -1)
-            yield from (_with_more(fewer, taker, 1) for taker in takers if taker != index)
+        for count in _powers(width - 1):
+            fewer = _with_more(widths, index, -count)
+            yield from (_with_more(fewer, taker, count) for taker in takers if taker != index)
             if not all_used:
                 yield fewer
-    if idle:
-        yield from (_with_more(widths, taker, 1) for taker in takers)
+    for count in _powers(idle):
+        yield from (_with_more(widths, taker, count) for taker in takers)
+
+
+def _powers(most: int) -> list[int]:
+    """Return the powers of two up to a number."""
+    return [1 << bit for bit in range(max(0, most).bit_length())]
 
 
 def _with_more(widths: tuple[int, ...], at: int, more: int) -> tuple[int, ...]:

@@ -89,8 +89,12 @@ def test_a_step_gives_the_model_its_inputs_and_the_loss_the_whole_batch() -> Non
         model_arguments(_Scaled(), {"z": x}, has_loss=False)
     with pytest.raises(ModelError, match="this one has a single item"):
         model_arguments(_Scaled(), (x,), has_loss=True)
-    with pytest.raises(ModelError, match=r"loss\(\) returned a tensor that has shape \(3, 2\)"):
-        loss_outputs(x, from_loss=True)
+    with pytest.raises(ModelError, match=r"test_batch.py:\d+: loss\(\) returned a tensor that has shape \(3, 2\)"):
+        loss_outputs(x, loss)
+    with pytest.raises(ModelError, match=r"test_batch.py:\d+: loss\(\) returned .*None.*write `return`"):
+        loss_outputs(None, loss)
+    with pytest.raises(ModelError, match=r"the model returned .*define loss"):
+        loss_outputs("text", None)
 
 
 def test_models_are_of_one_structure_whatever_their_values() -> None:
