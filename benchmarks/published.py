@@ -7,8 +7,9 @@ published profiles, and results and processor seconds of PipeDream's and Piper's
 
 ``rows`` are those planners' own objectives, PipeDream's with the asynchronous pipeline that autopar's own cost model
 calls quickest beside it, within 16 GB and without memory limit. ``steps`` are synchronous pipelines of DAPPLE's models
-on 16 devices, with micro-batches that divide freely and without, and DAPPLE's plan in the same simulator. Times of
-autopar's are processor seconds of planning alone, the median of ``--repeats``.
+on 16 devices, with micro-batches that divide freely and without, and DAPPLE's plan in the same simulator: the fastest
+plans that were found, as DAPPLE's are, and not simpler ones that are about as fast. Times of autopar's are processor
+seconds of planning alone, the median of ``--repeats``.
 """
 
 from __future__ import annotations
@@ -182,6 +183,7 @@ def stepped(folder: Path, repeats: int) -> Iterator[Step]:
                     bytes_per_s=bytes_per_s,
                     micro_batches=micro_batches,
                     divisible=divisible,
+                    exact=True,
                 )
                 yield _step(name, profile, options, repeats)
 

@@ -242,20 +242,17 @@ class _Search:
         if self.options.gap == 0:
             stages = StageTables(self.costs, self.pool, family, self.options, places=self.places)
             return SuffixTables(stages, self.options)
-        size, least_s = looked_at(self.costs, self.pool, family, self.options), 0.0
-        apart = size <= MOST_APART
-        # For the most promising family however long it takes; of large ones, for those that even splits speak for.
-        paces = self.pacing_left > 0 and 2 * self.pacing_left >= self.last_us
-        paces = paces and (size <= MOST_PACED or self._known_s(family) <= self.far_s)
+        size = looked_at(self.costs, self.pool, family, self.options)
+        apart, paces = size <= MOST_APART, self._is_paced(family, size)
+        looked_through = apart or paces
         # Where no plan is looked for, what does not lower the bound of all need not be known.
-        cap_s = self.best.step_s if apart or paces else min(self.best.step_s, self.floor_s)
-        if len(self.families) > 1:
-            # In memory without limits nothing is recomputed, and any depth fits: that bound is soon known.
-            least_s = self._linked_bound_s(family, cap_s)
-            enough = not (apart or paces) and self.best.step_s <= (1 + self.enough) * least_s
-            if enough or least_s >= cap_s:
-                self.floor_s = min(self.floor_s, least_s)
-                return None
+        cap_s = self.best.step_s if looked_through else min(self.best.step_s, self.floor_s)
+        # In memory without limits nothing is recomputed, and any depth fits: that bound is soon known.
+        least_s = self._linked_bound_s(family, cap_s) if len(self.families) > 1 else 0.0
+        enough = not looked_through and self.best.step_s <= (1 + self.enough) * least_s
+        if enough or least_s >= cap_s:
+            self.floor_s = min(self.floor_s, least_s)
+            return None
         opening = self._opening(family, None if apart else FINE)
         if opening is None:
             return None
@@ -265,6 +262,19 @@ class _Search:
             self.pacing_left -= self.last_us
         if apart and opening.tables is not None:
             return opening.tables
+        return self._prove(opening, least_s, paces=paces)
+
+    def _is_paced(self, family: Family, size: int) -> bool:
+        """Whether plans of a family that keep a pace are looked for.
+
+        For the most promising family however long it takes; of large ones, for those that even splits speak for.
+        """
+        if self.pacing_left <= 0 or 2 * self.pacing_left < self.last_us:
+            return False
+        return size <= MOST_PACED or self._known_s(family) <= self.far_s
+
+    def _prove(self, opening: FamilySearch, least_s: float, *, paces: bool) -> SuffixTables | None:
+        """Count the bound of a family that is at least ``least_s``; return tables, unless these are too large."""
         lower_bound_s, tables = opening.prove_bound()
         # Not every plan is a node, but none is below this.
         self.floor_s = min(self.floor_s, max(lower_bound_s, least_s))

@@ -75,7 +75,7 @@ SIDEWAYS = 2e-3
 MOST_SIDEWAYS, TRIES_BESIDE = 12, 3
 """Such moves, one after the other; and further ones that are simulated where one is known."""
 KICKS, KICKED_AMONG, KICKED_FAR = 3, 30, 1.1
-"""Moves away from a plan where no single one helps, each drawn among so many, to plans at most so many times as slow."""
+"""Moves away from a plan where no single one helps, each drawn among so many, to plans so many times as slow."""
 
 
 class _SearchState(NamedTuple):
