@@ -1,6 +1,6 @@
 """Constants: what another value of each constant of the planner's search costs, on a few medium problems.
 
-    python benchmarks/constants.py --json benchmarks/results/constants.json [--only kicks] [--minutes 20]
+    python benchmarks/constants.py --json benchmarks/results/constants.json [--only paces] [--minutes 20]
 
 A line for every family of constants: with each of the other values, the mean and the largest ratio of the step to the
 step with the planner's own value, and the mean ratios of the lower bound and of processor seconds. The values of a line
@@ -46,7 +46,7 @@ LINES = {
     "even splits: numbers of stages": ConstantFamily(("local",), ({"FEW_STAGES": 8}, {"FEW_STAGES": 64})),
     "even splits: simulated": ConstantFamily(("local",), ({"JUDGED": 12}, {"JUDGED": 80})),
     "even splits: work": ConstantFamily(("local",), ({"START": 3e5}, {"START": 3e6})),
-    "local moves: seeds": ConstantFamily(("local",), ({"SEEDS": 1}, {"SEEDS": 12})),
+    "local moves: seeds": ConstantFamily(("local",), ({"SEEDS": 1}, {"SEEDS": 12}, {"MOST_SEEDS": 4})),
     "local moves: how far a seed may be": ConstantFamily(("local",), ({"FAR": 1.1}, {"FAR": 3.0})),
     "local moves: work": ConstantFamily(
         ("local",),
@@ -64,9 +64,6 @@ LINES = {
     ),
     "local moves: power of the mean": ConstantFamily(("local",), ({"NORM": 4}, {"NORM": 64})),
     "local moves: sideways": ConstantFamily(("local",), ({"MOST_SIDEWAYS": 0}, {"SIDEWAYS": 1e-2})),
-    "local moves: kicks": ConstantFamily(
-        ("local",), ({"KICKS": 1}, {"KICKS": 6}, {"KICKED_AMONG": 5}, {"KICKED_FAR": 10.0})
-    ),
     "best first: work and plans": ConstantFamily(
         ("best_first",), ({"EXPANSIONS": 100, "BEST_FIRST": 2e5}, {"EXPANSIONS": 10_000, "BEST_FIRST": 1e7})
     ),
@@ -77,7 +74,7 @@ LINES = {
     "bounds: stages told apart": ConstantFamily(("best_first",), ({"MOST_APART": 0}, {"MOST_APART": 10**8})),
     "bounds: caps": ConstantFamily(("pace",), ({"FEW_CAPS": 0, "CAPS": 0}, {"FEW_CAPS": 4, "CAPS": 6})),
     "bounds: sorts of widths": ConstantFamily(
-        ("best_first",), ({"FINE": Fineness(classes=8)}, {"FINE": Fineness(classes=200)})
+        ("best_first",), ({"FINE": Fineness(classes=8)}, {"FINE": Fineness(classes=48)}, {"FINE": Fineness(classes=99)})
     ),
     "bounds: widths told apart": ConstantFamily(("variants",), ({"FEW_EXACT": 1, "MOST_EXACT": 1}, {"MOST_EXACT": 64})),
     "bounds: lengths": ConstantFamily(
@@ -88,6 +85,7 @@ LINES = {
         ("best_first",), ({"FINE": Fineness(ranges=2)}, {"FINE": Fineness(ranges=10)}, {"ROUGH": Fineness(ranges=2)})
     ),
     "paces: passes": ConstantFamily(("pace",), ({"FEW_PASSES": 2, "PASSES": 2}, {"FEW_PASSES": 16, "PASSES": 16})),
+    "bounds: stages looked through": ConstantFamily(("pace",), ({"MANY_ELEMENTS": 5_000_000},)),
     "paces: work": ConstantFamily(("best_first",), ({"PACES": 0.0}, {"PACES": 1e7})),
     "paces: large families": ConstantFamily(("best_first",), ({"MOST_PACED": 0}, {"MOST_PACED": 10**9}, {"FAR": 1.1})),
     "paces: first one": ConstantFamily(("pace",), ({"AHEAD": 1.1}, {"AHEAD": 1.8})),

@@ -33,12 +33,14 @@ from autopar.planner.placement.places import Places, pool_of
 from autopar.planner.placement.pool import Pool
 from autopar.planner.search.depths import depth_choices
 from autopar.planner.search.judge import BEST_FIRST, ENOUGH, FITTED, PACES, Best, least_gap, simulated_us
-from autopar.planner.search.pace import MANY_ELEMENTS, FamilySearch
+from autopar.planner.search.pace import FamilySearch
 from autopar.planner.search.stages import StageTables, Step
 from autopar.planner.search.tables import NOTHING, ROUNDING, CappedStages, Prefix, SuffixTables
 from autopar.planner.search.variants import FINE, ROUGH, Fineness
 from autopar.planner.simulator.simulate import Simulator
 
+MANY_ROUNDED = 5_000_000
+"""Stages in all states whose tables without limits of memory are in single precision."""
 MOST_APART = 4_000_000
 """Stages in all states of the pool up to which bounds tell each apart; of more, similar ones are bounded together."""
 MOST_PACED = 12_000_000
@@ -171,9 +173,9 @@ class _Search:
         if bound_s >= self.best.step_s:
             self.floor_s = min(self.floor_s, bound_s)
             return
-        tables = self._tables_of(family)
+        tables, proved_s = self._tables_of(family)
         if tables is not None:
-            bound_s = max(bound_s, tables.least_s + self.costs.profile.step_overhead_s)
+            bound_s = max(bound_s, proved_s, tables.least_s + self.costs.profile.step_overhead_s)
             self._push(_SearchNode(bound_s, self.costs.layer_count, 0.0, 0, tables))
 
     def _push(self, node: _SearchNode) -> None:
@@ -237,11 +239,11 @@ class _Search:
         link = link_terms(self.costs, *beside, Candidate(*stages.family, beside))
         return before.then(node.step, stage, terms, link)
 
-    def _tables_of(self, family: Family) -> SuffixTables | None:
-        """Return a family's tables; none where its plans are not to be looked through one by one."""
+    def _tables_of(self, family: Family) -> tuple[SuffixTables | None, float]:
+        """Return a family's tables, none where its plans are not to be looked through one by one; and a lower bound."""
         if self.options.gap == 0:
             stages = StageTables(self.costs, self.pool, family, self.options, places=self.places)
-            return SuffixTables(stages, self.options)
+            return SuffixTables(stages, self.options), 0.0
         size = looked_at(self.costs, self.pool, family, self.options)
         apart, paces = size <= MOST_APART, self._is_paced(family, size)
         looked_through = apart or paces
@@ -252,16 +254,16 @@ class _Search:
         enough = not looked_through and self.best.step_s <= (1 + self.enough) * least_s
         if enough or least_s >= cap_s:
             self.floor_s = min(self.floor_s, least_s)
-            return None
+            return None, least_s
         opening = self._opening(family, None if apart else FINE)
         if opening is None:
-            return None
+            return None, least_s
         if paces:
             opening.try_paces()
             self.last_us = opening.pacing_us
             self.pacing_left -= self.last_us
         if apart and opening.tables is not None:
-            return opening.tables
+            return opening.tables, least_s
         return self._prove(opening, least_s, paces=paces)
 
     def _is_paced(self, family: Family, size: int) -> bool:
@@ -273,15 +275,16 @@ class _Search:
             return False
         return size <= MOST_PACED or self._known_s(family) <= self.far_s
 
-    def _prove(self, opening: FamilySearch, least_s: float, *, paces: bool) -> SuffixTables | None:
-        """Count the bound of a family that is at least ``least_s``; return tables, unless these are too large."""
+    def _prove(self, opening: FamilySearch, least_s: float, *, paces: bool) -> tuple[SuffixTables | None, float]:
+        """Count the bound of a family, at least ``least_s``; return it, and tables, unless these are too large."""
         lower_bound_s, tables = opening.prove_bound()
+        lower_bound_s = max(lower_bound_s, least_s)
         # Not every plan is a node, but none is below this.
-        self.floor_s = min(self.floor_s, max(lower_bound_s, least_s))
+        self.floor_s = min(self.floor_s, lower_bound_s)
         soon = opening.pacing_us <= PACES * self.options.effort
         if not paces and soon and (self.lowest is None or lower_bound_s < self.lowest[0]):
             self.lowest = lower_bound_s, opening
-        return tables
+        return tables, lower_bound_s
 
     def _linked_bound_s(self, family: Family, cap_s: float) -> float:
         """Return a lower bound of a family's plans in memory without limits, or a cap where that is less."""
@@ -388,7 +391,7 @@ def _tables_bound_s(costs: CostModel, places: Places, family: Family, options: P
         if (late and not halves) or (fineness is FINE and not late and not recomputing):
             continue
         stages = StageTables(costs, places.pool, family, options, fineness=fineness, late=late, places=places)
-        capped_stages, large = CappedStages(stages, cap_s), not exact and stages.size > MANY_ELEMENTS
+        capped_stages, large = CappedStages(stages, cap_s), not exact and stages.size > MANY_ROUNDED
         tables = SuffixTables(stages, options, capped_stages, single_precision=large)
         found_s = max(found_s, costs.profile.step_overhead_s + tables.least_s)
         if found_s >= cap_s:

@@ -14,7 +14,6 @@ from functools import cache
 from heapq import heapify, heapreplace, nsmallest
 from itertools import accumulate
 from operator import itemgetter
-from random import Random
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -74,8 +73,6 @@ SIDEWAYS = 2e-3
 """By what share a plan may be slower than the one before, if fewer of its stages are slow."""
 MOST_SIDEWAYS, TRIES_BESIDE = 12, 3
 """Such moves, one after the other; and further ones that are simulated where one is known."""
-KICKS, KICKED_AMONG, KICKED_FAR = 3, 30, 1.1
-"""Moves away from a plan where no single one helps, each drawn among so many, to plans so many times as slow."""
 
 
 class _SearchState(NamedTuple):
@@ -142,21 +139,6 @@ class LocalSearch:
             if sideways > MOST_SIDEWAYS:
                 return
             at = after
-
-    def kick(self, simulated_plan: SimulatedPlan, draw: Random) -> SimulatedPlan | None:
-        """Return a plan some moves away, which need not be faster; None where none of those drawn fits."""
-        at, most_s = self._state_of(simulated_plan), simulated_plan.step_s * KICKED_FAR
-        for _ in range(KICKS):
-            scored = self._scores(at, self._near(at))
-            near = nsmallest(KICKED_AMONG, scored, key=scored.__getitem__)
-            layout = draw.choice(near) if near else at.layout
-            self._tried_layouts.discard((at.family, layout, at.order))
-            after = self.judge(at.family, layout, at.order, most_s)
-            if after is not None and after.step_s < most_s:
-                at = at._replace(simulated_plan=after, layout=layout)
-            if self.work_left <= 0:
-                break
-        return None if at.simulated_plan is simulated_plan else at.simulated_plan
 
     def deepen(self, simulated_plan: SimulatedPlan) -> None:
         """Judge a plan's stages with more choices of what is in flight than a climb looks at."""
@@ -377,8 +359,11 @@ def _placed_stages(layout: Layout, order: Sequence[int], depths: Sequence[int]) 
     return map(_PlacedStage, firsts, *layout, in_flight, devices_of(layout.widths, order))
 
 
-SEEDS = 4
-"""Plans that local moves begin with: the fastest ones, of different numbers of stages, or whose replicas take turns."""
+SEEDS, MOST_SEEDS = 4, 1_000
+"""Plans that local moves begin with: the fastest ones, of different numbers of stages, or whose replicas take turns.
+
+As many first, and the others while there is work left.
+"""
 SIMULATIONS = 120
 """Of the best plan: as long as these take, local moves may take in any case, within limits."""
 FAR, NEAR = 1.5, 1.02
@@ -533,9 +518,12 @@ def stage_counts(most: int) -> list[int]:
     return found
 
 
-def _seed(best: Best, done: set[tuple[int, bool]]) -> tuple[int, bool] | None:
-    """Return of which number of stages, with turns or without, the fastest plan is the best one that is not done."""
-    seeds = sorted(best.by_manner.items(), key=lambda each: (each[1].step_s, each[0]))[:SEEDS]
+def _seed(best: Best, done: set[tuple[int, bool]], most: int) -> tuple[int, bool] | None:
+    """Return of which number of stages, with turns or without, the fastest plan is the best one that is not done.
+
+    Of the ``most`` best ones.
+    """
+    seeds = nsmallest(most, best.by_manner.items(), key=lambda each: (each[1].step_s, each[0]))
     return next((manner for manner, each in seeds if manner not in done and each.step_s < FAR * best.step_s), None)
 
 
@@ -555,20 +543,15 @@ def search_locally(simulator: Simulator, options: PlanOptions, best: Best, lower
     # Where simulations take long, enough for a number of them.
     work = min(MOST_CLIMB, max(CLIMB, SIMULATIONS * simulated_us(best.fastest.candidate)))
     climb = LocalSearch(simulator, options, best, work * options.effort)
-    for tries in (FEW_TRIES, TRIES):
-        done: set[tuple[int, bool]] = set()
+    done: dict[int, set[tuple[int, bool]]] = {FEW_TRIES: set(), TRIES: set()}
+    # From the best plans first, then from all others that are not far behind.
+    for tries, most in ((FEW_TRIES, SEEDS), (TRIES, SEEDS), (FEW_TRIES, MOST_SEEDS), (TRIES, MOST_SEEDS)):
         while climb.work_left > 0 and best.step_s > enough_s:
-            manner = _seed(best, done)
+            manner = _seed(best, done[tries], most)
             if manner is None:
                 break
-            done.add(manner)
+            done[tries].add(manner)
             climb.climb(best.by_manner[manner], enough_s, tries)
-    draw = Random(0)
-    while climb.work_left > 0 and best.step_s > enough_s:
-        kicked = climb.kick(best.fastest, draw)
-        if kicked is None:
-            break
-        climb.climb(kicked, enough_s)
     for each in nsmallest(SEEDS, best.by_manner.values(), key=lambda each: each.step_s):
         if each.step_s < NEAR * best.step_s:
             climb.deepen(each)

@@ -34,7 +34,7 @@ from autopar.planner.costs.layers import Span
 from autopar.planner.options import PlanOptions
 from autopar.planner.search.depth_limits import LEAD
 from autopar.planner.search.depths import depth_choices, least_recomputed
-from autopar.planner.search.judge import SWEPT, Best
+from autopar.planner.search.judge import ENOUGH, SWEPT, Best
 from autopar.planner.search.round_trips import RoundTrips
 from autopar.planner.search.stages import StageTables, Step
 from autopar.planner.search.tables import CappedStages, States, SuffixTables
@@ -266,7 +266,7 @@ class PacePlan:
         return np.where(longer, own[0], since_s), np.where(longer, own[1], deep)
 
 
-MANY_ELEMENTS = 5_000_000
+MANY_ELEMENTS = 20_000_000
 """Stages in all states, of those taken together; of more, plans are not looked through."""
 MOST_SWEPT = 1_200_000_000
 """Of them, in all passes together, as far as a few passes are fewer."""
@@ -347,17 +347,24 @@ class FamilySearch:
         # Where no plan is known yet, what is slower than any sensible one is left out.
         most_s = min(self.best.step_s, MOST_CAP * lower_s)
         if self.tables is None and self.stages.chain:
-            sweeps = max(FEW_SWEEPS, min(SWEEPS, MOST_BOUNDED // self.stages.size))
-            trips = RoundTrips(self.stages, self.states, self.options)
-            lower_s = trips.bound_s(most_s * LOWERED - overhead_s, sweeps, lower_s - overhead_s) + overhead_s
-            return lower_s, None
+            return self._round_trips_s(most_s * LOWERED, lower_s), None
         tables = self.tables or self._below(CappedStages(self.stages, most_s))
         lower_s = max(lower_s, min(most_s, tables.least_s + overhead_s))
         for _ in range((FEW_CAPS if self.large else CAPS) if tables.least_s < float("inf") else 0):
             cap_s = (lower_s + most_s) / 2
             below = self._below(CappedStages(self.stages, cap_s))
             lower_s = max(lower_s, min(cap_s, below.least_s + overhead_s))
+        if self.stages.chain and lower_s * (1 + ENOUGH) < most_s:
+            # Neither is always the closer bound.
+            lower_s = self._round_trips_s(most_s, lower_s)
         return lower_s, None if self.large else tables
+
+    def _round_trips_s(self, cap_s: float, lower_s: float) -> float:
+        """Return a lower bound by round trips that is at most a cap; ``lower_s`` where it is not above that."""
+        overhead_s = self.costs.profile.step_overhead_s
+        sweeps = max(FEW_SWEEPS, min(SWEEPS, MOST_BOUNDED // self.stages.size))
+        trips = RoundTrips(self.stages, self.states, self.options)
+        return trips.bound_s(cap_s - overhead_s, sweeps, lower_s - overhead_s) + overhead_s
 
     @cached_property
     def states(self) -> States:

@@ -30,14 +30,14 @@ class Fineness(NamedTuple):
 
     ranges: int = 5
     """Of the layers of a stage that are recomputed."""
-    classes: int = 48
+    classes: int = 64
     """Of widths, about."""
     lengths: int = 24
     """Numbers of layers up to which each is told apart; of more, those that differ by ``growth``."""
     growth: float = 1.12
 
 
-FINE, ROUGH = Fineness(), Fineness(ranges=1)
+FINE, ROUGH = Fineness(), Fineness(ranges=1, classes=48)
 
 
 class Choice(NamedTuple):

@@ -20,7 +20,7 @@ from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best
-from autopar.planner.search.local import search_locally
+from autopar.planner.search.local import judge_even_splits, search_locally
 from autopar.planner.simulator.simulate import Simulator
 from counted_stages import closest_of
 from oracles.exhaustive import everything, exhaust
@@ -216,6 +216,7 @@ def test_neighbours_obey_and_what_comes_closest_is_the_least_of_any_number_of_st
         except UsageError:
             continue
         every, simulator, best = families(costs.batch, options), Simulator(costs), Best()
+        judge_even_splits(simulator, every, options, best)
         search(simulator, every, options, best)
         if best.fastest is None:
             continue
