@@ -72,9 +72,11 @@ LINES = {
     ),
     "best first: how far first depths may be": ConstantFamily(("best_first",), ({"HOPELESS": 1.0}, {"HOPELESS": 2.0})),
     "bounds: stages told apart": ConstantFamily(("best_first",), ({"MOST_APART": 0}, {"MOST_APART": 10**8})),
+    "bounds: stages looked through": ConstantFamily(("pace",), ({"MANY_ELEMENTS": 5_000_000},)),
     "bounds: caps": ConstantFamily(("pace",), ({"FEW_CAPS": 0, "CAPS": 0}, {"FEW_CAPS": 4, "CAPS": 6})),
     "bounds: sorts of widths": ConstantFamily(
-        ("best_first",), ({"FINE": Fineness(classes=8)}, {"FINE": Fineness(classes=48)}, {"FINE": Fineness(classes=99)})
+        ("best_first",),
+        ({"FINE": Fineness(classes=8)}, {"FINE": Fineness(classes=48)}, {"FINE": Fineness(classes=200)}),
     ),
     "bounds: widths told apart": ConstantFamily(("variants",), ({"FEW_EXACT": 1, "MOST_EXACT": 1}, {"MOST_EXACT": 64})),
     "bounds: lengths": ConstantFamily(
@@ -85,7 +87,6 @@ LINES = {
         ("best_first",), ({"FINE": Fineness(ranges=2)}, {"FINE": Fineness(ranges=10)}, {"ROUGH": Fineness(ranges=2)})
     ),
     "paces: passes": ConstantFamily(("pace",), ({"FEW_PASSES": 2, "PASSES": 2}, {"FEW_PASSES": 16, "PASSES": 16})),
-    "bounds: stages looked through": ConstantFamily(("pace",), ({"MANY_ELEMENTS": 5_000_000},)),
     "paces: work": ConstantFamily(("best_first",), ({"PACES": 0.0}, {"PACES": 1e7})),
     "paces: large families": ConstantFamily(("best_first",), ({"MOST_PACED": 0}, {"MOST_PACED": 10**9}, {"FAR": 1.1})),
     "paces: first one": ConstantFamily(("pace",), ({"AHEAD": 1.1}, {"AHEAD": 1.8})),

@@ -89,14 +89,11 @@ def loss_outputs(value: object, loss: Callable[..., object] | None) -> tuple[tor
     Raises:
         ModelError: it is neither.
     """
-    source = "the model" if loss is None else f"{_place(loss, 'loss')}: loss()"
     if loss is not None and isinstance(value, (tuple, list)) and len(value) == 2:
         total, count = value
         if not isinstance(count, torch.Tensor):
             count = torch.full((), count)
-        return _scalar(total, f"{source} returned (sum, count) whose sum"), _scalar(
-            count, f"{source} returned a count that"
-        )
+        return _scalar(total, loss, "(sum, count) whose sum"), _scalar(count, loss, "a count that")
     if loss is None and isinstance(value, Mapping) and "loss" in value:
         value = value["loss"]
     elif loss is None and not isinstance(value, torch.Tensor) and hasattr(value, "loss"):
@@ -104,16 +101,25 @@ def loss_outputs(value: object, loss: Callable[..., object] | None) -> tuple[tor
     if not isinstance(value, torch.Tensor):
         wanted = f"be a scalar or carry .loss, {_OR_LOSS}" if loss is None else "return a scalar tensor or (sum, count)"
         hint = "; write `return` before its last expression" if loss is not None and value is None else ""
-        raise ModelError(f"{source} returned {a(value)}; it must {wanted}{hint}")
-    return (_scalar(value, f"{source} returned a tensor that", "" if loss else f", {_OR_LOSS}"),)
+        raise ModelError(f"{_source_of(loss)} returned {a(value)}; it must {wanted}{hint}")
+    return (_scalar(value, loss, "a tensor that"),)
 
 
-def _scalar(value: object, what: str, hint: str = "") -> torch.Tensor:
+def _scalar(value: object, loss: Callable[..., object] | None, what: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
-        raise ModelError(f"{what} is {a(value)}; it must be a scalar tensor")
+        raise ModelError(f"{_source_of(loss)} returned {what} is {a(value)}; it must be a scalar tensor")
     if value.dim() != 0:
-        raise ModelError(f"{what} has shape {tuple(value.shape)}; it must be a scalar{hint}")
+        shape, hint = tuple(value.shape), f", {_OR_LOSS}" if loss is None else ""
+        raise ModelError(f"{_source_of(loss)} returned {what} has shape {shape}; it must be a scalar{hint}")
     return value
+
+
+def _source_of(loss: Callable[..., object] | None) -> str:
+    """Return what errors call the source of a loss: the model, or ``loss()`` with its file and line."""
+    if loss is None:
+        return "the model"
+    place = _place(loss)
+    return "loss()" if place is None else f"{place}: loss()"
 
 
 _OR_LOSS = f"or define loss(output, batch): write {LOSS} into the model file"
@@ -238,13 +244,13 @@ def _describe_mismatch(model: nn.Module, batch: Sequence[Any], wrong: str, has_l
 
 
 def _place_of(model: nn.Module) -> str:
-    return _place(model.forward, type(model).__name__)
+    return _place(model.forward) or type(model).__name__
 
 
-def _place(function: Callable[..., object], name: str) -> str:
-    """Return the file and line of a function of Python, or the name that stands for another one."""
+def _place(function: Callable[..., object]) -> str | None:
+    """Return the file and line of a function; None of one that Python did not compile."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return name if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+    return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -147,7 +147,7 @@ def _usage(error: TyperException) -> int:
     """Say what is wrong with a command line; without any arguments, its help has been shown already."""
     message = error.format_message().strip()
     value = _value_of(getattr(error, "param", None))
-    if value is not None and value not in message:
+    if value is not None and repr(value) not in message:
         message = f"{message}; found {value!r}"
     if message:
         _say(f"{message} (try --help)")
@@ -155,11 +155,10 @@ def _usage(error: TyperException) -> int:
 
 
 def _value_of(parameter: object) -> str | None:
-    """Return what was typed for an option, which an error does not say; None for arguments, and for what was not."""
-    for option in getattr(parameter, "opts", ()):
-        for typed, following in pairwise((*sys.argv[1:], "")):
-            if typed == option and following:
-                return following
-            if typed.startswith(f"{option}="):
-                return typed.removeprefix(f"{option}=")
-    return None
+    """Return what was typed for an option, last if more than once; None for arguments, and for what was not typed."""
+    options, found = getattr(parameter, "opts", ()), None
+    for typed, following in pairwise((*sys.argv[1:], "")):
+        option, equals, value = typed.partition("=")
+        if option in options and (equals or following):
+            found = value if equals else following
+    return found

@@ -156,32 +156,30 @@ def _check_flow(program: Program) -> None:
     a reduction blocks until all of its group reach it.
     """
     queues: dict[tuple[int, int], deque[Action]] = {}
-    position = [0] * len(program.ranks)
     groups: dict[tuple[str, int], set[int]] = {}
     for rank, actions in enumerate(program.ranks):
         for action in actions:
             if action.kind in REDUCTIONS:
                 groups.setdefault(action.reduction, set()).add(rank)
     arrived: dict[tuple[str, int], set[int]] = {key: set() for key in groups}
-    ahead = [iter(actions) for actions in program.ranks]
-    stuck = {rank: first for rank, actions in enumerate(ahead) if (first := next(actions, None)) is not None}
+    # Every rank's actions, and the one that it stands at, until it is done.
+    ahead = [enumerate(actions) for actions in program.ranks]
+    current = {rank: next(actions, None) for rank, actions in enumerate(ahead)}
     moved = True
     while moved:
         moved = False
-        for rank, action in list(stuck.items()):
-            at: Action | None = action
-            while at is not None and _advance(rank, at, queues, groups, arrived):
-                position[rank], at, moved = position[rank] + 1, next(ahead[rank], None), True
-            if at is None:
-                del stuck[rank]
-            else:
-                stuck[rank] = at
+        for rank, at in current.items():
+            while at is not None and _advance(rank, at[1], queues, groups, arrived):
+                current[rank] = at = next(ahead[rank], None)
+                moved = True
+    positions = {rank: at[0] for rank, at in current.items() if at is not None}
+    stuck = {rank: at[1] for rank, at in current.items() if at is not None}
     if stuck:
         rank, action = next(iter(stuck.items()))
         where = f"rank {rank} (stage {action.stage})"
         around = _circle({each: _awaited_ranks(own, groups, arrived) for each, own in stuck.items()})
         ring = "".join(f"; rank {each} waits for rank {other} at {stuck[each]}" for each, other in around)
-        raise ProgramError(f"deadlock: {where} waits forever at {action}, position {position[rank]}{ring}")
+        raise ProgramError(f"deadlock: {where} waits forever at {action}, position {positions[rank]}{ring}")
     for (sender, receiver), queue in queues.items():
         if queue:
             raise ProgramError(f"rank {receiver} never receives {queue[0]} of rank {sender}")

@@ -173,8 +173,9 @@ class _Search:
         if bound_s >= self.best.step_s:
             self.floor_s = min(self.floor_s, bound_s)
             return
-        tables, proved_s = self._tables_of(family)
-        if tables is not None:
+        found = self._tables_of(family)
+        if found is not None:
+            tables, proved_s = found
             bound_s = max(bound_s, proved_s, tables.least_s + self.costs.profile.step_overhead_s)
             self._push(_SearchNode(bound_s, self.costs.layer_count, 0.0, 0, tables))
 
@@ -239,8 +240,8 @@ class _Search:
         link = link_terms(self.costs, *beside, Candidate(*stages.family, beside))
         return before.then(node.step, stage, terms, link)
 
-    def _tables_of(self, family: Family) -> tuple[SuffixTables | None, float]:
-        """Return a family's tables, none where its plans are not to be looked through one by one; and a lower bound."""
+    def _tables_of(self, family: Family) -> tuple[SuffixTables, float] | None:
+        """Return a family's tables and a lower bound; none where its plans are not to be looked through one by one."""
         if self.options.gap == 0:
             stages = StageTables(self.costs, self.pool, family, self.options, places=self.places)
             return SuffixTables(stages, self.options), 0.0
@@ -254,10 +255,10 @@ class _Search:
         enough = not looked_through and self.best.step_s <= (1 + self.enough) * least_s
         if enough or least_s >= cap_s:
             self.floor_s = min(self.floor_s, least_s)
-            return None, least_s
+            return None
         opening = self._opening(family, None if apart else FINE)
         if opening is None:
-            return None, least_s
+            return None
         if paces:
             opening.try_paces()
             self.last_us = opening.pacing_us
@@ -275,8 +276,8 @@ class _Search:
             return False
         return size <= MOST_PACED or self._known_s(family) <= self.far_s
 
-    def _prove(self, opening: FamilySearch, least_s: float, *, paces: bool) -> tuple[SuffixTables | None, float]:
-        """Count the bound of a family, at least ``least_s``; return it, and tables, unless these are too large."""
+    def _prove(self, opening: FamilySearch, least_s: float, *, paces: bool) -> tuple[SuffixTables, float] | None:
+        """Count the bound of a family, at least ``least_s``; return it behind tables, unless these are too large."""
         lower_bound_s, tables = opening.prove_bound()
         lower_bound_s = max(lower_bound_s, least_s)
         # Not every plan is a node, but none is below this.
@@ -284,7 +285,7 @@ class _Search:
         soon = opening.pacing_us <= PACES * self.options.effort
         if not paces and soon and (self.lowest is None or lower_bound_s < self.lowest[0]):
             self.lowest = lower_bound_s, opening
-        return tables, lower_bound_s
+        return None if tables is None else (tables, lower_bound_s)
 
     def _linked_bound_s(self, family: Family, cap_s: float) -> float:
         """Return a lower bound of a family's plans in memory without limits, or a cap where that is less."""

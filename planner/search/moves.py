@@ -118,7 +118,7 @@ def devices_moved(
 
 def _powers(most: int) -> list[int]:
     """Return the powers of two up to a number."""
-    return [1 << bit for bit in range(max(0, most).bit_length())]
+    return [1 << bit for bit in range(most.bit_length())]
 
 
 def _with_more(widths: tuple[int, ...], at: int, more: int) -> tuple[int, ...]:

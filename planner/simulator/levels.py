@@ -109,7 +109,7 @@ def simulate_levels(candidate: Candidate, times: Durations, tied_stages: Holders
 
 
 class _LevelActions(NamedTuple):
-    """Forwards and backwards of ranks that are run at once, and the messages that these send; ``late`` apart."""
+    """Forwards and backwards of ranks that are run at once, and the messages that these send."""
 
     ranks: Whole
     seconds: Numbers

@@ -149,6 +149,8 @@ def test_truncated_files_are_refused_with_the_place(run: Run, kept: int) -> None
         (("--gpus", "x"), 2, "Invalid value for '--gpus'"),
         (("--gpus", "1e9"), 2, "found '1e9' (try --help)"),
         (("--gpus=2.5",), 2, "found '2.5' (try --help)"),
+        (("--gpus", "2", "--gpus", "x"), 2, "found 'x' (try --help)"),
+        (("--batch", "8", "--gpus"), 2, "requires an argument. (try --help)"),
         (("--gpus", "99999999"), 2, "--gpus must be at most 65536"),
         (("--gpus", "7", "--min-stages", "7"), 2, "--min-stages 7: 5 layers on 7 devices make at most 5 stages"),
         (("--gpus", "2", "--min-stages", "7"), 2, "--min-stages 7 needs as many devices, but --gpus is 2"),

@@ -154,8 +154,18 @@ def test_a_search_over_a_gpt_certifies_its_gap_or_stays_close_within_the_budget(
     assert max(gaps) <= 0.06
 
 
-def test_a_family_of_too_many_stages_for_tables_is_bounded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.planner.search.pace.MANY_SWEPT", 0)
+@pytest.mark.parametrize(
+    "limits",
+    [
+        ("pace.MANY_SWEPT",),
+        ("best_first.MOST_APART", "pace.MANY_ELEMENTS"),
+        ("best_first.MOST_APART", "pace.MANY_SWEPT"),
+    ],
+)
+def test_families_are_bounded_whatever_their_size(monkeypatch: pytest.MonkeyPatch, limits: tuple[str, ...]) -> None:
+    """What only large problems meet: no tables, stages taken together, bounds by round trips, a family's own bound."""
+    for limit in limits:
+        monkeypatch.setattr(f"autopar.planner.search.{limit}", 0)
     above = 0
     for seed in range(40):
         profile, cluster, options = _instance(seed)
@@ -163,6 +173,6 @@ def test_a_family_of_too_many_stages_for_tables_is_bounded_all_the_same(monkeypa
         best = Best()
         simulator = Simulator(CostModel(profile, cluster, options))
         found = search(simulator, families(simulator.costs.batch, options), replace(options, gap=0.02), best)
-        assert found.lower_bound_s <= optimum.step_s * (1 + 1e-9)
+        assert found.lower_bound_s <= optimum.step_s * (1 + 1e-9), f"seed {seed}"
         above += best.step_s > optimum.step_s * (1 + 1e-9)
     assert above, "else nothing is left out, and nothing tested"

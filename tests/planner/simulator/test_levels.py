@@ -17,7 +17,7 @@ from drawn import long_candidate, random_candidate
 from random_problems import random_cluster, random_profile
 
 
-def test_beats_take_as_long_as_the_program() -> None:
+def test_levels_take_as_long_as_the_program() -> None:
     applied = turning = tied = 0
     for seed in range(500):
         rng = random.Random(seed)
