@@ -6,8 +6,8 @@ whole. Where stages of similar length or width are taken together, every term is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -20,7 +20,6 @@ from autopar.formats.plan import SCATTERING, Division, Shard
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, beside_s, last
 from autopar.planner.candidate import CandidateStage, Family, splits_backward
 from autopar.planner.constraints import Constraints, limits_met
-from autopar.planner.costs import memoized
 from autopar.planner.costs.activations import Area, Areas, Counts, Numbers
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.links import Collective
@@ -30,6 +29,9 @@ from autopar.planner.placement.places import Places, StateMove
 from autopar.planner.placement.pool import Pool
 from autopar.planner.search.depth_limits import DepthLimits
 from autopar.planner.search.variants import Choice, Fineness, Queues, Variant, choices, lengths_of, queues, ways_of
+
+_Times = Callable[..., tuple[Numbers, Numbers]]
+_Reducing = Callable[..., Numbers]
 
 MOST_BYTES = 8 * 2**30
 
@@ -86,7 +88,6 @@ class StageTables:
         """Price all stages: those of every width and length, unless ``fineness`` says which; ``places``: the pool's."""
         self.costs, self.pool, self.family, self.layers = costs, pool, family, costs.layer_count
         self.apart, self._has_halves, self._late = fineness is None, splits_backward(family.schedule), late
-        self._next: dict[int, NextStages] = {}
         self.depth_limits = DepthLimits(costs, family, pool)
         every = {kind: choices(costs, options, self.depth_limits.binding(kind), fineness) for kind in pool.kinds}
         self.longest = self.layers if self.apart else self.depth_limits.reach(every)
@@ -100,8 +101,9 @@ class StageTables:
         """Of stages of every number of layers, ``[first, length - 1]``; some are behind the last layer."""
         self._ends = np.append(self.lengths[1:] - 1, self.longest)
         self._check_size()
-        self._stages = self._stacked_stages()
         self._links, self._key_of = self._stacked_links()
+        stages = self._stacked_stages()
+        self._next = [self._fitting(first, stages) for first in range(self.layers)]
 
     def _ways_and_moves(
         self, every: Mapping[int, Sequence[Choice]], places: Places, fineness: Fineness | None
@@ -135,17 +137,17 @@ class StageTables:
 
     def next(self, first: int) -> NextStages:
         """Return every stage that may begin with a layer, of those that fit somewhere."""
-        if first in self._next:
-            return self._next[first]
-        stages = self._stages[:, :, :, first].reshape(len(StageTerms._fields), len(self.places), -1)
+        return self._next[first]
+
+    def _fitting(self, first: int, every: Numbers) -> NextStages:
+        stages = every[:, :, :, first].reshape(len(StageTerms._fields), len(self.places), -1)
         links = self._links[:, :, self._key_of, first].reshape(len(LinkTerms._fields), len(self.nears), -1)
         fitting = np.flatnonzero(np.isfinite(stages[2]).any(axis=0))
         way, column = np.divmod(fitting, len(self.lengths))
         longest = np.minimum(self._ends[column], self.layers - first)
         stages, links = np.take(stages, fitting, axis=2), np.take(links, fitting, axis=2)
         alone_s = np.asarray(last(StageTerms(*stages)).step_s)
-        self._next[first] = NextStages(way, self.lengths[column], longest, stages, links, alone_s)
-        return self._next[first]
+        return NextStages(way, self.lengths[column], longest, stages, links, alone_s)
 
     @cached_property
     def alone_s(self) -> Numbers:
@@ -204,6 +206,8 @@ class StageTables:
         """Terms ``[term, place, way, first, length]``; work is infinite where a stage does not fit, or may not be."""
         terms = np.ones((len(StageTerms._fields), len(self.places), len(self.ways), self.layers, len(self.lengths)))
         terms[2] = np.inf
+        # No cache of the tables' own: it would hold them, and they it, until all that is held in circles is looked for.
+        times, reducing = cache(self._times_without_recomputation), cache(self._reducing)
         allowed: dict[tuple[object, ...], npt.NDArray[np.bool_]] = {}
         for at, (way, move) in enumerate(zip(self.ways, self.moves, strict=True)):
             mask = self._allowed_mask(way, allowed)
@@ -211,7 +215,7 @@ class StageTables:
                 level, limit = self.places[place]
                 # Places are those of devices whose memory may be taken to have no limit.
                 limit = max(limit, self.costs.limit_bytes(self.pool.all_of(way.kind)))
-                every = [self._stage(way, width, level, limit) for width in way.widths]
+                every = [self._stage(way, width, level, limit, times, reducing) for width in way.widths]
                 for term, each in enumerate(zip(*every, strict=True)):
                     terms[term, place, at] = np.minimum.reduce(each)
                 terms[2, place, at, ~mask] = np.inf
@@ -229,23 +233,25 @@ class StageTables:
             masks[key] = np.logical_or.reduceat(own, self.lengths - 1, axis=1)
         return masks[key]
 
-    def _stage(self, way: Variant, width: int, level: Level, limit: int) -> StageTerms:
+    def _stage(
+        self, way: Variant, width: int, level: Level, limit: int, times: _Times, reducing: _Reducing
+    ) -> StageTerms:
         choice, kind = way.choice, way.kind
         depth, count = self.depth_limits.depth(choice, kind, width, limit), self.depth_limits.turns(choice, width)
-        forward, backward = self._times(choice, kind, width, level)
+        forward, backward = self._times(choice, kind, width, level, times)
         # From below: reductions at the best rate of any size, as far as they outlast the last backward.
         most_rows = max(self.depth_limits.shares(choice, width))
-        closing = self._reducing(choice.shard, most_rows, kind, width, level)
+        closing = reducing(choice.shard, most_rows, kind, width, level)
         closing = closing + self._weighing(choice, kind, width, level)
         low, high = choice.recompute_range(self.depth_limits.layer_order(kind).counts)
         work = np.where((depth > 0) & (low <= high), count * (forward + backward), np.inf)
         beside = np.asarray(beside_s(forward, backward, count, np.maximum(depth, 1)))
         return StageTerms(forward, backward, work, closing, count / np.maximum(depth, 1), beside)
 
-    def _times(self, choice: Choice, kind: int, width: int, level: Level) -> tuple[Numbers, Numbers]:
+    def _times(self, choice: Choice, kind: int, width: int, level: Level, times: _Times) -> tuple[Numbers, Numbers]:
         rows, where = max(self.depth_limits.shares(choice, width)), (choice.shard, width, level, kind)
         adding = self.costs.adding(self.depth_limits.turns(choice, width), width)
-        forward, backward = self._times_without_recomputation(rows, adding, *where)
+        forward, backward = times(rows, adding, *where)
         if choice.recomputes:
             order = self.depth_limits.layer_order(kind)
             every, none = (
@@ -256,7 +262,6 @@ class StageTables:
             backward = backward + order.sums(again, choice.recompute_range(order.counts)[0])
         return forward, backward
 
-    @memoized
     def _times_without_recomputation(
         self, rows: float, adding: float, shard: Shard, width: int, level: Level, kind: int
     ) -> tuple[Numbers, Numbers]:
@@ -284,7 +289,6 @@ class StageTables:
         sizes = (float(layer.trainable_bytes) for layer in self.costs.profile.layers)
         return self._over(list(accumulate(sizes, initial=0.0)))
 
-    @memoized
     def _reducing(self, shard: Shard, rows: float, kind: int, width: int, level: Level) -> Numbers:
         costs = self.costs
         update = self._over(costs.layers[kind].update_sums)

@@ -42,7 +42,8 @@ class CappedStages:
         """Return the stages that may begin with a layer."""
         if first not in self._next:
             every = self._stages.next(first)
-            self._next[first] = every.some(np.flatnonzero(every.alone_s.min(axis=0) <= self.limit_s))
+            within = every.alone_s.min(axis=0) <= self.limit_s
+            self._next[first] = every if within.all() else every.some(np.flatnonzero(within))
         return self._next[first]
 
     def at(self, first: int, group: StateGroup) -> NextStages:
