@@ -242,6 +242,7 @@ def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "largest_processor_s": seconds[-1],
         "median_processor_s_without_exact": statistics.median(usual_s),
         "largest_processor_s_without_exact": usual_s[-1],
+        "most_behind_usual": max(each["step_s"] / each["usual"]["step_s"] - 1 for each in found.values()),
         "most_behind_a_start": max(each["behind_starts"] for each in found.values()),
         "most_behind_more_effort": max(more, default=None),
         "tried_with_more_effort": len(more),

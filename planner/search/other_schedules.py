@@ -274,8 +274,8 @@ ACTIONS_BESIDE = 40_000
 MOST_ACTIONS = 100_000
 """Of a step of the best plan, up to which other schedules are tried beside it."""
 MOST_SEEDS, SEEDS_BESIDE = 8, 4
-COUNTS_BESIDE = 1
-"""Micro-batch counts that are tried beside what was found, on either side."""
+FEWER_COUNTS, MORE_COUNTS = 3, 1
+"""Micro-batch counts that are tried beside what was found: stages that return to a device need fewer of them."""
 
 
 def usual(options: PlanOptions) -> PlanOptions:
@@ -394,12 +394,14 @@ def improve(simulator: Simulator, options: PlanOptions, best: Best) -> None:
     assert best.fastest is not None
     costs, own = simulator.costs, best.fastest.candidate
     seeds = [seed for seed in _seeds(best, 1 + SEEDS_BESIDE) if len(seed.stages) > 1][:SEEDS_BESIDE]
-    counts = dict.fromkeys(len(seed.stages) for seed in seeds)
+    devices = len(costs.devices)
+    even = (count for count in range(2, devices + 1) if devices % count == 0)
+    counts = dict.fromkeys((*(len(seed.stages) for seed in seeds), *even))
     for schedule in tried_beside(costs):
         asked = replace(options, schedule=schedule)
         every = runnable(costs, asked)
         at = next(index for index, family in enumerate(every) if family.micro_batches == own.micro_batches)
-        near = every[max(0, at - COUNTS_BESIDE) : at + COUNTS_BESIDE + 1]
+        near = every[max(0, at - FEWER_COUNTS) : at + MORE_COUNTS + 1]
         trials = Trials(simulator, schedule, asked, own.devices)
         starts = trials.starts(near, seeds, counts if has_chunks(schedule) else ())
         for found in trials.run(starts, ACTIONS_BESIDE, best.step_s).by_stages.values():
