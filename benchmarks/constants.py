@@ -29,6 +29,7 @@ INSTANCES = (
     "36x128-unequal-ample-given-none-1",
     "48x32-unequal-tight-given-auto-1",
     "32x32-unequal-tight-free-none-1",
+    "24x16-unequal-ample-free-auto-1",
 )
 SEARCH = "autopar.planner.search."
 
@@ -55,6 +56,8 @@ LINES = {
             {"CLIMB": 1e6, "MOST_CLIMB": 1e6},
             {"CLIMB": 1e7, "MOST_CLIMB": 1e7},
             {"SIMULATIONS": 0},
+            {"WHEN_EXACT": 1},
+            {"WHEN_EXACT": 4},
         ),
     ),
     "local moves: stages that take devices": ConstantFamily(("local",), ({"BUSY": 2}, {"BUSY": 20})),
@@ -98,6 +101,12 @@ LINES = {
     ),
     "depths: steps between paces": ConstantFamily(("depths",), ({"FINER": 1.1}, {"FINER": 1.005})),
     "depths: rounds": ConstantFamily(("depths",), ({"ROUNDS": 1}, {"ROUNDS": 8})),
+    "other schedules: work": ConstantFamily(
+        ("other_schedules",), ({"ACTIONS_BESIDE": 0}, {"ACTIONS_BESIDE": 10_000}, {"ACTIONS_BESIDE": 400_000})
+    ),
+    "other schedules: micro-batches and shapes": ConstantFamily(
+        ("other_schedules",), ({"FEWER_COUNTS": 1}, {"FEWER_COUNTS": 8}, {"SEEDS_BESIDE": 1}, {"SEEDS_BESIDE": 12})
+    ),
     "depths: slopes": ConstantFamily(
         ("depths",), ({"SLOPES": (1.0,)}, {"SLOPES": (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0)})
     ),

@@ -177,11 +177,11 @@ def _tensor(name: str, producer: str | None, consumer: str, size: int) -> Tensor
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layers", type=int, default=1000)
-    parser.add_argument("--devices", type=int, default=1024)
+    parser.add_argument("--seed", type=int, default=0, help="another instance for every seed")
+    parser.add_argument("--layers", type=int, default=1000, help="in a chain")
+    parser.add_argument("--devices", type=int, default=1024, help="in nodes of eight")
     parser.add_argument("--repeated", action="store_true", help="all layers alike")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True, help="folder for the profile and the cluster")
     arguments = parser.parse_args()
     made = instance(arguments.seed, arguments.layers, arguments.devices, repeated=arguments.repeated)
     arguments.output.mkdir(parents=True, exist_ok=True)

@@ -130,6 +130,8 @@ START, PACES, BEST_FIRST, CLIMB, EQUAL = 1_000_000.0, 2_000_000.0, 1_500_000.0, 
 """For an effort of one: even splits, paces, plans opened best first, local moves, and those that keep widths equal."""
 MOST_CLIMB = 5_000_000.0
 """Local moves where each takes long to simulate."""
+WHEN_EXACT = 2
+"""Times as many local moves where the fastest plan is asked for."""
 SCORED, PRICED, FITTED = 5, 60, 700
 """Of every stage of a layout: a score, a candidate's lower bound, and what may be in flight and must be recomputed."""
 SWEPT = 0.004

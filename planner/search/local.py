@@ -36,6 +36,7 @@ from autopar.planner.search.judge import (
     PRICED,
     SCORED,
     START,
+    WHEN_EXACT,
     Best,
     SimulatedPlan,
     least_gap,
@@ -542,7 +543,8 @@ def search_locally(simulator: Simulator, options: PlanOptions, best: Best, lower
         return
     # Where simulations take long, enough for a number of them.
     work = min(MOST_CLIMB, max(CLIMB, SIMULATIONS * simulated_us(best.fastest.candidate)))
-    climb = LocalSearch(simulator, options, best, work * options.effort)
+    more = WHEN_EXACT if options.exact else 1
+    climb = LocalSearch(simulator, options, best, more * work * options.effort)
     done: dict[int, set[tuple[int, bool]]] = {FEW_TRIES: set(), TRIES: set()}
     # From the best plans first, then from all others that are not far behind.
     for tries, most in ((FEW_TRIES, SEEDS), (TRIES, SEEDS), (FEW_TRIES, MOST_SEEDS), (TRIES, MOST_SEEDS)):

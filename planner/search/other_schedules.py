@@ -98,7 +98,8 @@ class Trials:
         Only what may be quicker than ``below_s`` is simulated, until about so many ``actions`` were.
         """
         self.actions_left = actions
-        priced = [(self._bound_s(*start), start) for start in dict.fromkeys(starts)]
+        untried = (start for start in dict.fromkeys(starts) if start not in self._tried_starts)
+        priced = [(self._bound_s(*start), start) for start in untried]
         known: list[tuple[float, Start]] = []
         for bound_s, start in sorted(priced, key=itemgetter(0)):
             if bound_s >= min(below_s, self.best.step_s) or self._over:
@@ -274,8 +275,9 @@ ACTIONS_BESIDE = 40_000
 MOST_ACTIONS = 100_000
 """Of a step of the best plan, up to which other schedules are tried beside it."""
 MOST_SEEDS, SEEDS_BESIDE = 8, 4
-FEWER_COUNTS, MORE_COUNTS = 3, 1
-"""Micro-batch counts that are tried beside what was found: stages that return to a device need fewer of them."""
+COUNTS_BESIDE, FEWER_COUNTS = 1, 3
+"""Micro-batch counts that are tried beside what was found, on either side; and of several stages a rank, which need
+fewer of them, below."""
 
 
 def usual(options: PlanOptions) -> PlanOptions:
@@ -390,21 +392,28 @@ def actions_of(candidate: Candidate) -> int:
 
 
 def improve(simulator: Simulator, options: PlanOptions, best: Best) -> None:
-    """Try other schedules on the shapes of the best plans, or, of several stages a rank, on as many balanced groups."""
+    """Try other schedules on the shapes of the best plans, or, of several stages a rank, on as many balanced groups.
+
+    And, of several stages a rank, on groups that divide the devices, with fewer micro-batches.
+    """
     assert best.fastest is not None
     costs, own = simulator.costs, best.fastest.candidate
     seeds = [seed for seed in _seeds(best, 1 + SEEDS_BESIDE) if len(seed.stages) > 1][:SEEDS_BESIDE]
     devices = len(costs.devices)
     even = (count for count in range(2, devices + 1) if devices % count == 0)
-    counts = dict.fromkeys((*(len(seed.stages) for seed in seeds), *even))
+    counts = dict.fromkeys(len(seed.stages) for seed in seeds)
+    more = dict.fromkeys((*counts, *even))
     for schedule in tried_beside(costs):
         asked = replace(options, schedule=schedule)
         every = runnable(costs, asked)
         at = next(index for index, family in enumerate(every) if family.micro_batches == own.micro_batches)
-        near = every[max(0, at - FEWER_COUNTS) : at + MORE_COUNTS + 1]
+        stop, chunked = at + COUNTS_BESIDE + 1, has_chunks(schedule)
+        near, fewer = every[max(0, at - COUNTS_BESIDE) : stop], every[max(0, at - FEWER_COUNTS) : stop]
         trials = Trials(simulator, schedule, asked, own.devices)
-        starts = trials.starts(near, seeds, counts if has_chunks(schedule) else ())
-        for found in trials.run(starts, ACTIONS_BESIDE, best.step_s).by_stages.values():
+        trials.run(trials.starts(near, seeds, counts if chunked else ()), ACTIONS_BESIDE, best.step_s)
+        if chunked:
+            trials.run(trials.starts(fewer, (), more), ACTIONS_BESIDE, best.step_s)
+        for found in trials.best.by_stages.values():
             best.consider(found)
 
 

@@ -130,3 +130,10 @@ def test_options_that_contradict_others_are_no_remedies() -> None:
     assert all("batch" not in changes for changes in _remedies(gpt_profile(), local_cluster(2), options))
     with pytest.raises(UsageError):
         plan(gpt_profile(), local_cluster(2), replace(options, batch=8))
+
+
+def test_a_limit_below_what_the_process_takes_is_told_from_one_that_layers_exceed() -> None:
+    profile = random_profile(1, most_layers=3)
+    profile = profile.model_copy(update={"device": profile.device.model_copy(update={"reserved_bytes": 3 * MIB})})
+    with pytest.raises(InfeasibleError, match=r"needs 256 B beside the 3.00 MiB of the process itself"):
+        plan(profile, random_cluster(1, 2), PlanOptions(memory_bytes=MIB))

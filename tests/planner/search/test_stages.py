@@ -88,7 +88,7 @@ def test_tables_that_no_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch
     options = PlanOptions(gpus=16)
     costs = CostModel(gpt_profile(blocks=40, batch=64), local_cluster(16), options)
     family, pool = families(64, options)[3], pool_of(costs, exact=True, use_all=False)
-    size = StageTables(costs, pool, family, options)._stages[0].nbytes
-    monkeypatch.setattr(stages, "MOST_BYTES", size)
+    tables = StageTables(costs, pool, family, options)
+    monkeypatch.setattr(stages, "MOST_BYTES", sum(tables.next(first).stages.nbytes for first in range(tables.layers)))
     with pytest.raises(UsageError, match=r"42 layers on 16 devices takes about .* GiB of tables; narrow it with fewer"):
         StageTables(costs, pool, family, options)
