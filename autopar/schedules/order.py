@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from autopar.formats.plan import Layout, group_of
@@ -121,6 +122,7 @@ def places(
         yield RankPlace(group, groups, stages, micro_batches, tuple(warmups[stage] for stage in stages if warmups))
 
 
+@lru_cache(maxsize=4096)
 def depths(
     order: Callable[[RankPlace], Iterator[Computation]], layout: Layout, groups: int, chunks: int, micro_batches: int
 ) -> tuple[int, ...]:
@@ -144,7 +146,8 @@ def number_micro_batches(pattern: Iterable[tuple[str, int]], micro_batches: int)
     for kind, stage in pattern:
         halves = (INPUT_BACKWARD, WEIGHT_BACKWARD) if kind == BACKWARD else (kind,)
         micro_batch = counts[halves[0], stage]
-        counts.update((half, stage) for half in halves)
+        for half in halves:
+            counts[half, stage] += 1
         if micro_batch < micro_batches:
             yield kind, stage, micro_batch
 
