@@ -54,6 +54,8 @@ class StageTerms(NamedTuple):
     """Micro-batches of a step over those in flight at most."""
     beside_s: Value
     """What is computed at least while none of one micro-batch's round trip passes."""
+    total_s: Value | None = None
+    """Of backwards in halves, all that a stage does from its first forward on, wherever others wait for it."""
 
 
 class LinkTerms(NamedTuple):
@@ -86,7 +88,8 @@ def last(stage: StageTerms) -> Terms:
     trip = stage.forward_s + stage.backward_s
     # Of one micro-batch after the other, at most so many as are in flight overlap.
     busy = _larger(_larger(stage.work_s, stage.rate * trip), trip + stage.beside_s)
-    return Terms(trip, busy, busy + stage.closing_s, busy + stage.closing_s)
+    done = _at_least(busy + stage.closing_s, stage.total_s)
+    return Terms(trip, busy, done, done)
 
 
 def fold(stage: StageTerms, link: LinkTerms, behind: Terms) -> Terms:
@@ -99,8 +102,12 @@ def fold(stage: StageTerms, link: LinkTerms, behind: Terms) -> Terms:
     backward = _larger(_larger(stage.work_s, stage.rate * trip), trip + stage.beside_s)
     backward = _larger(backward, _either(link.back, ahead, 0.0))
     later = _either(link.forth, stage.forward_s + link.forth_s + behind.done_s, 0.0)
-    done = _larger(backward + stage.closing_s, later)
+    done = _at_least(_larger(backward + stage.closing_s, later), stage.total_s)
     return Terms(trip, backward, done, _larger(done, behind.step_s))
+
+
+def _at_least(one: Value, least: Value | None) -> Value:
+    return one if least is None else _larger(one, least)
 
 
 def _larger(one: Value, other: Value) -> Value:
@@ -129,7 +136,7 @@ def fold_chain(stage: StageTerms, link: LinkTerms, behind: Terms) -> Terms:
     np.maximum(backward, stage.rate * trip, out=backward)
     np.maximum(backward, trip + np.maximum(stage.beside_s, queued), out=backward)
     done += stage.forward_s + link.forth_s
-    np.maximum(done, backward + stage.closing_s, out=done)
+    np.maximum(done, _at_least(backward + stage.closing_s, stage.total_s), out=done)
     return Terms(trip, backward, done, np.maximum(done, behind.step_s))
 
 

@@ -25,7 +25,7 @@ from autopar.planner.bounds.chain import (
     stage_terms,
     work_s,
 )
-from autopar.planner.candidate import Candidate, CandidateStage, Family, splits_backward
+from autopar.planner.candidate import Candidate, CandidateStage, Family
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
@@ -384,20 +384,15 @@ def least_bound_s(costs: CostModel, options: PlanOptions, most: int = MOST_BOUND
 
 def _tables_bound_s(costs: CostModel, places: Places, family: Family, options: PlanOptions, cap_s: float) -> float:
     """Return the least bound of a family's plans of fewer seconds than a cap, or the cap."""
-    exact, halves = options.gap == 0, splits_backward(family.schedule)
-    found_s, recomputing = 0.0, True
+    exact, found_s = options.gap == 0, 0.0
     # First what bounds most soonest.
-    views = ((None, False), (None, True)) if exact else ((ROUGH, False), (FINE, True), (FINE, False))
-    for fineness, late in views:
-        if (late and not halves) or (fineness is FINE and not late and not recomputing):
-            continue
-        stages = StageTables(costs, places.pool, family, options, fineness=fineness, late=late, places=places)
+    for fineness in (None,) if exact else (ROUGH, FINE):
+        stages = StageTables(costs, places.pool, family, options, fineness=fineness, places=places)
         capped_stages, large = CappedStages(stages, cap_s), not exact and stages.size > MANY_ROUNDED
         tables = SuffixTables(stages, options, capped_stages, single_precision=large)
         found_s = max(found_s, costs.profile.step_overhead_s + tables.least_s)
-        if found_s >= cap_s:
+        if found_s >= cap_s or not any(way.choice.recomputes for way in stages.ways):
             break
-        recomputing = any(way.choice.recomputes for way in stages.ways)
     return min(cap_s, found_s)
 
 

@@ -30,7 +30,7 @@ from autopar.planner.placement.pool import Pool
 from autopar.planner.search.depth_limits import DepthLimits
 from autopar.planner.search.variants import Choice, Fineness, Queues, Variant, choices, lengths_of, queues, ways_of
 
-_Times = Callable[..., tuple[Numbers, Numbers]]
+_Times = Callable[..., tuple[Numbers, Numbers, Numbers]]
 _Reducing = Callable[..., Numbers]
 
 MOST_BYTES = 8 * 2**30
@@ -69,9 +69,8 @@ class NextStages(NamedTuple):
 class StageTables:
     """Prices all stages.
 
-    Of backwards in halves there are two views, and each bounds the step. Either all of a stage's work counts, and
-    nobody waits for it; or, with ``late``, what others wait for counts, and behind the last of that one weight half.
-    The first stage's may be whole.
+    Of backwards in halves, others wait for the input halves alone: these are the work that a way back follows, and one
+    weight half comes behind the last; all that a stage does counts beside. The first stage's backwards may be whole.
     """
 
     def __init__(
@@ -82,12 +81,11 @@ class StageTables:
         options: PlanOptions,
         *,
         fineness: Fineness | None = None,
-        late: bool = False,
         places: Places | None = None,
     ) -> None:
         """Price all stages: those of every width and length, unless ``fineness`` says which; ``places``: the pool's."""
         self.costs, self.pool, self.family, self.layers = costs, pool, family, costs.layer_count
-        self.apart, self._has_halves, self._late = fineness is None, splits_backward(family.schedule), late
+        self.apart, self._has_halves = fineness is None, splits_backward(family.schedule)
         self.depth_limits = DepthLimits(costs, family, pool)
         every = {kind: choices(costs, options, self.depth_limits.binding(kind), fineness) for kind in pool.kinds}
         self.longest = self.layers if self.apart else self.depth_limits.reach(every)
@@ -140,7 +138,7 @@ class StageTables:
         return self._next[first]
 
     def _fitting(self, first: int, every: Numbers) -> NextStages:
-        stages = every[:, :, :, first].reshape(len(StageTerms._fields), len(self.places), -1)
+        stages = every[:, :, :, first].reshape(len(every), len(self.places), -1)
         links = self._links[:, :, self._key_of, first].reshape(len(LinkTerms._fields), len(self.nears), -1)
         fitting = np.flatnonzero(np.isfinite(stages[2]).any(axis=0))
         way, column = np.divmod(fitting, len(self.lengths))
@@ -204,7 +202,8 @@ class StageTables:
 
     def _stacked_stages(self) -> Numbers:
         """Terms ``[term, place, way, first, length]``; work is infinite where a stage does not fit, or may not be."""
-        terms = np.ones((len(StageTerms._fields), len(self.places), len(self.ways), self.layers, len(self.lengths)))
+        count = len(StageTerms._fields) - (not self._has_halves)
+        terms = np.ones((count, len(self.places), len(self.ways), self.layers, len(self.lengths)))
         terms[2] = np.inf
         # No cache of the tables' own: it would hold them, and they it, until all that is held in circles is looked for.
         times, reducing = cache(self._times_without_recomputation), cache(self._reducing)
@@ -216,8 +215,8 @@ class StageTables:
                 # Places are those of devices whose memory may be taken to have no limit.
                 limit = max(limit, self.costs.limit_bytes(self.pool.all_of(way.kind)))
                 every = [self._stage(way, width, level, limit, times, reducing) for width in way.widths]
-                for term, each in enumerate(zip(*every, strict=True)):
-                    terms[term, place, at] = np.minimum.reduce(each)
+                for term in range(count):
+                    terms[term, place, at] = np.minimum.reduce([each[term] for each in every])
                 terms[2, place, at, ~mask] = np.inf
         return terms
 
@@ -238,46 +237,51 @@ class StageTables:
     ) -> StageTerms:
         choice, kind = way.choice, way.kind
         depth, count = self.depth_limits.depth(choice, kind, width, limit), self.depth_limits.turns(choice, width)
-        forward, backward = self._times(choice, kind, width, level, times)
+        forward, backward, whole = self._times(choice, kind, width, level, times)
         # From below: reductions at the best rate of any size, as far as they outlast the last backward.
         most_rows = max(self.depth_limits.shares(choice, width))
-        closing = reducing(choice.shard, most_rows, kind, width, level)
-        closing = closing + self._weighing(choice, kind, width, level)
+        reduction = reducing(choice.shard, most_rows, kind, width, level)
+        closing = reduction + self._weighing(choice, kind, width, level)
         low, high = choice.recompute_range(self.depth_limits.layer_order(kind).counts)
         work = np.where((depth > 0) & (low <= high), count * (forward + backward), np.inf)
         beside = np.asarray(beside_s(forward, backward, count, np.maximum(depth, 1)))
-        return StageTerms(forward, backward, work, closing, count / np.maximum(depth, 1), beside)
+        total = count * (forward + whole) + reduction if self._has_halves else None
+        return StageTerms(forward, backward, work, closing, count / np.maximum(depth, 1), beside, total)
 
-    def _times(self, choice: Choice, kind: int, width: int, level: Level, times: _Times) -> tuple[Numbers, Numbers]:
+    def _times(
+        self, choice: Choice, kind: int, width: int, level: Level, times: _Times
+    ) -> tuple[Numbers, Numbers, Numbers]:
+        """Return the seconds of a forward, of what others wait for of a backward, and of a whole one."""
         rows, where = max(self.depth_limits.shares(choice, width)), (choice.shard, width, level, kind)
         adding = self.costs.adding(self.depth_limits.turns(choice, width), width)
-        forward, backward = times(rows, adding, *where)
+        forward, backward, whole = times(rows, adding, *where)
         if choice.recomputes:
             order = self.depth_limits.layer_order(kind)
             every, none = (
                 np.array(self.costs.sums.backward(rows, adding, recompute, *where))
                 for recompute in (self.costs.every_layer, frozenset[int]())
             )
-            again = np.diff(every) - np.diff(none)
-            backward = backward + order.sums(again, choice.recompute_range(order.counts)[0])
-        return forward, backward
+            again = order.sums(np.diff(every) - np.diff(none), choice.recompute_range(order.counts)[0])
+            backward, whole = backward + again, whole + again
+        return forward, backward, whole
 
     def _times_without_recomputation(
         self, rows: float, adding: float, shard: Shard, width: int, level: Level, kind: int
-    ) -> tuple[Numbers, Numbers]:
+    ) -> tuple[Numbers, Numbers, Numbers]:
         where = shard, width, level, kind
         forward = self._over(self.costs.sums.forward(rows, *where))
-        backward = self._over(self.costs.sums.backward(rows, adding, frozenset(), *where))
-        if self._has_halves:
-            first, second = (self._over(each) for each in self.costs.sums.halves(rows, adding, frozenset(), *where))
-            halved = first if self._late else first + second
-            halved[0] = np.minimum(halved[0], backward[0])
-            backward = halved
-        return forward, backward
+        whole = self._over(self.costs.sums.backward(rows, adding, frozenset(), *where))
+        if not self._has_halves:
+            return forward, whole, whole
+        first, second = (self._over(each) for each in self.costs.sums.halves(rows, adding, frozenset(), *where))
+        both = first + second
+        for halves in (first, both):
+            halves[0] = np.minimum(halves[0], whole[0])
+        return forward, first, both
 
     def _weighing(self, choice: Choice, kind: int, width: int, level: Level) -> Numbers | float:
         """Return the seconds of the weight half behind the last that others wait for."""
-        if not (self._has_halves and self._late):
+        if not self._has_halves:
             return 0.0
         rows, where = min(self.depth_limits.shares(choice, width)), (choice.shard, width, level, kind)
         seconds = self._over(self.costs.sums.halves(rows, 0.0, frozenset(), *where)[1])
@@ -361,7 +365,7 @@ class StageTables:
             np.minimum.reduce([count * self._messages(sizes * rows, sizes > 0, levels) for count, rows in fullest])
             for sizes in (forth, back)
         ]
-        return LinkTerms(forth > 0, (back > 0) & (self._late or not self._has_halves), *quickest, *busy)
+        return LinkTerms(forth > 0, back > 0, *quickest, *busy)
 
     def _messages(self, sizes: Numbers, there: npt.NDArray[np.bool_], levels: frozenset[Level]) -> Numbers:
         every = [self.costs.links.messages_s(sizes, level) for level in sorted(levels)]

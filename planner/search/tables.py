@@ -254,7 +254,8 @@ class SuffixTables:
         ends = first + following.longest >= self.stages.layers
         if ends.any():
             empty = after[ends] == self.stages.pool.empty if self._use_all else after[ends] < self.states.none
-            for terms, closed in zip(found, last(StageTerms(*(np.asarray(term)[ends] for term in wide))), strict=True):
+            ending = StageTerms(*(np.asarray(term)[ends] for term in wide if term is not None))
+            for terms, closed in zip(found, last(ending), strict=True):
                 terms[0, ends] = np.minimum(terms[0, ends], np.where(empty, closed, np.inf))
         return found
 
@@ -314,6 +315,7 @@ class Prefix(NamedTuple):
         forth_s, back_s = float(link.forth_s), float(link.back_s)
         rate, around, beside = float(stage.rate), own + forth_s + back_s, float(stage.beside_s)
         constant_s = max(self.constant_s, backward_s + float(stage.work_s))
+        constant_s = max(constant_s, 0.0 if stage.total_s is None else done_s + float(stage.total_s))
         then_done_s = done_s + float(stage.forward_s) + forth_s if link.forth else _NONE
         if not link.back:
             fixed = (

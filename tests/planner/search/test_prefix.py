@@ -12,7 +12,9 @@ from autopar.planner.search.tables import NOTHING, Prefix
 
 
 def _stage(rng: random.Random) -> StageTerms:
-    return StageTerms(*(rng.choice([0.0, rng.uniform(0, 3)]) for _ in range(4)), rng.uniform(1, 4), rng.uniform(0, 9))
+    numbers = [rng.choice([0.0, rng.uniform(0, 3)]) for _ in range(4)]
+    total_s = rng.choice([None, rng.uniform(0, 60)])
+    return StageTerms(*numbers, rng.uniform(1, 4), rng.uniform(0, 9), total_s)
 
 
 def _link(rng: random.Random, *, whole: bool = False) -> LinkTerms:
