@@ -214,9 +214,9 @@ class StageTables:
                 level, limit = self.places[place]
                 # Places are those of devices whose memory may be taken to have no limit.
                 limit = max(limit, self.costs.limit_bytes(self.pool.all_of(way.kind)))
-                every = [self._stage(way, width, level, limit, times, reducing) for width in way.widths]
-                for term in range(count):
-                    terms[term, place, at] = np.minimum.reduce([each[term] for each in every])
+                every = [self._stage(way, width, level, limit, times, reducing)[:count] for width in way.widths]
+                for term, each in enumerate(zip(*every, strict=True)):
+                    terms[term, place, at] = np.minimum.reduce(each)
                 terms[2, place, at, ~mask] = np.inf
         return terms
 

@@ -61,7 +61,8 @@ def test_every_stage_that_fits_is_there_once_and_no_term_exceeds_the_stages_own(
                         [int(move.place[0]) if move.after[0] < tables.pool.states else 0 for move in tables.moves]
                     )
                     term = found.stages[:, place[number], at].tolist()
-                    assert all(a <= b * (1 + 1e-9) + 1e-15 for a, b in zip(term, own[: len(term)], strict=True)), f"seed {seed}"
+                    pairs = zip(term, own[: len(term)], strict=True)
+                    assert all(a <= b * (1 + 1e-9) + 1e-15 for a, b in pairs), f"seed {seed}"
                     assert term[:3] == pytest.approx([float(each) for each in own[:3]], rel=1e-9), f"seed {seed}"
                     exact += 1
     assert exact > 600
