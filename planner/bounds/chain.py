@@ -56,6 +56,8 @@ class StageTerms(NamedTuple):
     """What is computed at least while none of one micro-batch's round trip passes."""
     total_s: Value | None = None
     """Of backwards in halves, all that a stage does from its first forward on, wherever others wait for it."""
+    rest_s: Value | None = None
+    """Likewise, what of it is left when its first round trip has passed."""
 
 
 class LinkTerms(NamedTuple):
@@ -88,7 +90,7 @@ def last(stage: StageTerms) -> Terms:
     trip = stage.forward_s + stage.backward_s
     # Of one micro-batch after the other, at most so many as are in flight overlap.
     busy = _larger(_larger(stage.work_s, stage.rate * trip), trip + stage.beside_s)
-    done = _at_least(busy + stage.closing_s, stage.total_s)
+    done = _with_halves(stage, trip, busy + stage.closing_s)
     return Terms(trip, busy, done, done)
 
 
@@ -102,12 +104,15 @@ def fold(stage: StageTerms, link: LinkTerms, behind: Terms) -> Terms:
     backward = _larger(_larger(stage.work_s, stage.rate * trip), trip + stage.beside_s)
     backward = _larger(backward, _either(link.back, ahead, 0.0))
     later = _either(link.forth, stage.forward_s + link.forth_s + behind.done_s, 0.0)
-    done = _at_least(_larger(backward + stage.closing_s, later), stage.total_s)
+    done = _with_halves(stage, trip, _larger(backward + stage.closing_s, later))
     return Terms(trip, backward, done, _larger(done, behind.step_s))
 
 
-def _at_least(one: Value, least: Value | None) -> Value:
-    return one if least is None else _larger(one, least)
+def _with_halves(stage: StageTerms, trip: Value, done: Value) -> Value:
+    """Return when all is done, the weight halves of a stage included."""
+    if stage.total_s is None or stage.rest_s is None:
+        return done
+    return _larger(done, _larger(stage.total_s, trip + stage.rest_s))
 
 
 def _larger(one: Value, other: Value) -> Value:
@@ -136,7 +141,7 @@ def fold_chain(stage: StageTerms, link: LinkTerms, behind: Terms) -> Terms:
     np.maximum(backward, stage.rate * trip, out=backward)
     np.maximum(backward, trip + np.maximum(stage.beside_s, queued), out=backward)
     done += stage.forward_s + link.forth_s
-    np.maximum(done, _at_least(backward + stage.closing_s, stage.total_s), out=done)
+    np.maximum(done, _with_halves(stage, trip, backward + stage.closing_s), out=done)
     return Terms(trip, backward, done, np.maximum(done, behind.step_s))
 
 

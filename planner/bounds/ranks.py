@@ -5,22 +5,24 @@ otherwise as in :mod:`autopar.planner.bounds.chain`. A backward's way through th
 hold with i in place of b, and w in a. Beside them, for every rank, with s its first stage and the sums over its stages:
 
     way of a micro-batch's forward to s + M sum of (f + i + w) + the least of its stages' reductions + its update
-    way of a micro-batch's forward to s + M sum of (f + i) + way of a backward from s to k + w_k + a_k, of any k < s
+    way of a micro-batch's forward to s + M sum of (f + i) + way of a backward from s to j + w_j + a_j, of any j < s
+    way of a micro-batch's forward to s + R(s) + (M - k) f + (M - 1) i + M w + a, of a rank of one stage
 
 The first holds for a rank that computes without a pause. For the second: the last but weight halves that a rank
-computes is a backward of s, since those of its later stages come before one of s; it has the way to k yet to go.
+computes is a backward of s, since those of its later stages come before one of s; it has the way to j yet to go. For
+the third: when the first backward of s ends, at most k forwards have begun, and no weight half.
 
 Binding: which terms a candidate's lower bound is the sum of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from autopar.formats.plan import BoundPart, Term
-from autopar.planner.bounds.chain import LinkTerms, StageTerms, beside_s, candidate_terms, link_terms, suffixes
+from autopar.planner.bounds.chain import LinkTerms, StageTerms, Terms, beside_s, candidate_terms, link_terms, suffixes
 from autopar.planner.candidate import Candidate, CandidateStage, groups, plain
 from autopar.planner.costs.in_flight import Backwards, backwards
 from autopar.planner.costs.model import CostModel
@@ -93,13 +95,13 @@ def _add_stage(
 def least_s(costs: CostModel, candidate: Candidate) -> float:
     """Return a lower bound of a candidate's simulated seconds per step."""
     terms = rank_terms(costs, candidate)
-    *_, whole = suffixes(terms.stages, terms.links)
-    own_s = max(each.seconds for each in rank_bounds(candidate, terms))
-    return costs.profile.step_overhead_s + max(float(whole.step_s), own_s)
+    behind = list(suffixes(terms.stages, terms.links))[::-1]
+    own_s = max(each.seconds for each in rank_bounds(candidate, terms, behind))
+    return costs.profile.step_overhead_s + max(float(behind[0].step_s), own_s)
 
 
-def rank_bounds(candidate: Candidate, terms: RankTerms) -> Iterator[RankBound]:
-    """Yield the bounds of all ranks."""
+def rank_bounds(candidate: Candidate, terms: RankTerms, behind: Sequence[Terms]) -> Iterator[RankBound]:
+    """Yield the bounds of all ranks; ``behind`` are the terms of every stage with those that follow."""
     ahead_s = _ways_forth(terms)
     for chunks in groups(candidate.stages):
         start_s = min(ahead_s[stage] for stage in chunks)
@@ -107,6 +109,11 @@ def rank_bounds(candidate: Candidate, terms: RankTerms) -> Iterator[RankBound]:
         rest_s = sum(terms.rest_s[stage] for stage in chunks)
         first, update_s = chunks[0], terms.update_s[chunks[0]]
         yield RankBound(min(terms.reduced_s[stage] for stage in chunks), update_s, work_s + rest_s, start_s, first)
+        if len(chunks) == 1:
+            alone, started = terms.stages[first], min(candidate.stages[first].warmup, candidate.micro_batches)
+            left_s = work_s + rest_s - started * float(alone.forward_s) - float(alone.backward_s)
+            once_s = start_s + float(behind[first].trip_s)
+            yield RankBound(terms.reduced_s[first], update_s, left_s, once_s, first)
         if not all(link.back for link in terms.links[first : chunks[-1]]):
             continue
         back_s = 0.0
@@ -137,17 +144,16 @@ class _CandidateTerms:
     """The terms of a candidate's stages and boundaries, and of all its suffixes."""
 
     def __init__(self, costs: CostModel, candidate: Candidate) -> None:
-        self.ranks: tuple[RankBound, ...] = ()
-        if plain(candidate.schedule):
+        terms = None if plain(candidate.schedule) else rank_terms(costs, candidate)
+        if terms is None:
             self.stages, self.links = candidate_terms(costs, candidate)
             self.updates_s = [costs.update_s(stage) for stage in candidate.stages]
             self.weights_s = [0.0] * len(candidate.stages)
         else:
-            terms = rank_terms(costs, candidate)
             self.stages, self.links = terms.stages, terms.links
             self.updates_s, self.weights_s = terms.update_s, terms.weight_s
-            self.ranks = tuple(rank_bounds(candidate, terms))
         self.suffixes = list(suffixes(self.stages, self.links))[::-1]
+        self.ranks = () if terms is None else tuple(rank_bounds(candidate, terms, self.suffixes))
 
     def done(self, index: int) -> list[_BoundPart]:
         """Return the parts of V(``index``)."""

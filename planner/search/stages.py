@@ -202,7 +202,7 @@ class StageTables:
 
     def _stacked_stages(self) -> Numbers:
         """Terms ``[term, place, way, first, length]``; work is infinite where a stage does not fit, or may not be."""
-        count = len(StageTerms._fields) - (not self._has_halves)
+        count = len(StageTerms._fields) - (0 if self._has_halves else 2)
         terms = np.ones((count, len(self.places), len(self.ways), self.layers, len(self.lengths)))
         terms[2] = np.inf
         # No cache of the tables' own: it would hold them, and they it, until all that is held in circles is looked for.
@@ -245,8 +245,11 @@ class StageTables:
         low, high = choice.recompute_range(self.depth_limits.layer_order(kind).counts)
         work = np.where((depth > 0) & (low <= high), count * (forward + backward), np.inf)
         beside = np.asarray(beside_s(forward, backward, count, np.maximum(depth, 1)))
-        total = count * (forward + whole) + reduction if self._has_halves else None
-        return StageTerms(forward, backward, work, closing, count / np.maximum(depth, 1), beside, total)
+        found = StageTerms(forward, backward, work, closing, count / np.maximum(depth, 1), beside)
+        if not self._has_halves:
+            return found
+        total, started = count * (forward + whole) + reduction, np.minimum(np.maximum(depth, 1), count)
+        return found._replace(total_s=total, rest_s=total - started * forward - backward)
 
     def _times(
         self, choice: Choice, kind: int, width: int, level: Level, times: _Times

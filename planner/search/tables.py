@@ -315,18 +315,22 @@ class Prefix(NamedTuple):
         forth_s, back_s = float(link.forth_s), float(link.back_s)
         rate, around, beside = float(stage.rate), own + forth_s + back_s, float(stage.beside_s)
         constant_s = max(self.constant_s, backward_s + float(stage.work_s))
-        constant_s = max(constant_s, 0.0 if stage.total_s is None else done_s + float(stage.total_s))
+        halves = stage.total_s is not None and stage.rest_s is not None
+        total_s, rest_s = (done_s + float(each or 0.0) for each in (stage.total_s, stage.rest_s))
+        constant_s = max(constant_s, total_s if halves else 0.0)
         then_done_s = done_s + float(stage.forward_s) + forth_s if link.forth else _NONE
         if not link.back:
             fixed = (
                 backward_s + rate * own,
                 backward_s + own + beside,
+                own + rest_s if halves else 0.0,
                 *(slope * own + seconds for slope, seconds in self.lines),
             )
             return Prefix(max(constant_s, *fixed), _NONE, then_done_s)
         queued = max(float(link.forth_work_s) + back_s, forth_s + float(link.back_work_s))
         lines = [(slope, slope * around + seconds) for slope, seconds in self.lines]
         lines += [(rate, rate * around + backward_s), (1.0, max(own + queued, around + beside) + backward_s)]
+        lines += [(1.0, around + rest_s)] if halves else []
         return Prefix(constant_s, backward_s + around, then_done_s, _largest(lines))
 
 

@@ -8,10 +8,12 @@ from collections import Counter
 import pytest
 
 from autopar.planner.bounds.chain import candidate_bound_s
-from autopar.planner.bounds.ranks import binding
+from autopar.planner.bounds.ranks import binding, least_s
 from autopar.planner.candidate import Candidate, Family, place
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
+from autopar.planner.simulator.simulate import Simulator
+from chunked import OTHERS, random_chunked, random_costs
 from drawn import random_candidate
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
@@ -59,3 +61,16 @@ def test_a_round_trip_is_limited_by_memory_where_no_more_fits() -> None:
     limited, _ = _gpt((1, 1), memory_bytes=limit)
     assert max(limited.shortfalls(candidate)[:1]) <= 0 < limited.shortfalls(deeper)[0]
     assert binding(limited, candidate)[0].full
+
+
+@pytest.mark.parametrize("schedule", OTHERS)
+def test_no_candidate_is_faster_than_its_own_bound(schedule: str) -> None:
+    closest = []
+    for seed in range(60):
+        rng, costs = random.Random(seed), random_costs(seed)
+        simulator = Simulator(costs)
+        for candidate in filter(None, (random_chunked(rng, costs, schedule) for _ in range(6))):
+            bound_s, step_s = least_s(costs, candidate), simulator.step_s(candidate)
+            assert bound_s <= step_s * (1 + 1e-9), f"seed {seed}: {candidate}"
+            closest.append(bound_s / step_s)
+    assert max(closest) > 0.99

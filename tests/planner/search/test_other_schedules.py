@@ -13,8 +13,9 @@ import pytest
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import Plan
 from autopar.planner import PlanOptions, plan, simulate
-from autopar.planner.candidate import families, has_chunks
+from autopar.planner.candidate import Family, families, has_chunks
 from autopar.planner.costs.model import CostModel
+from autopar.planner.search.best_first import MOST_CLOSELY_BOUNDED, least_bound_s
 from autopar.planner.search.moves import Shape
 from autopar.planner.search.other_schedules import Trials, bounds_of
 from autopar.planner.simulator.simulate import Simulator
@@ -62,6 +63,29 @@ def test_no_plan_of_a_schedule_is_below_what_bounds_them_all(schedule: str) -> N
         steps = [simulator.step_s(each) for each in found if each is not None]
         bounds = bounds_of(costs, options, float("inf"))
         assert bounds.linked_s <= min(steps, default=float("inf")) * (1 + 1e-9), seed
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
+def test_no_plan_of_halves_that_fits_is_below_what_bounds_them_all_with_the_limits(schedule: str) -> None:
+    closest = []
+    for seed in range(40):
+        rng, ample = random.Random(seed), random_costs(2 * seed, most_devices=4)
+        options = PlanOptions(schedule=schedule, gpus=len(ample.devices), recompute="none")
+        found = [each for each in (random_chunked(rng, ample, schedule) for _ in range(16)) if each is not None]
+        found = [each for each in found if not any(stage.recompute for stage in each.stages)]
+        if not found:
+            continue
+        # As much memory as one of them needs.
+        peak_bytes = max(ample.peak_bytes(rng.choice(found)))
+        costs = CostModel(ample.profile, ample.cluster, replace(options, memory_bytes=peak_bytes))
+        fitting = [each for each in found if max(costs.shortfalls(each)) <= 0]
+        least = least_bound_s(costs, options, MOST_CLOSELY_BOUNDED)
+        simulator = Simulator(costs)
+        for each in fitting:
+            bound_s, step_s = least(costs, Family(*each[:3]), float("inf")), simulator.step_s(each)
+            assert bound_s <= step_s * (1 + 1e-9), f"seed {seed}: {each}"
+            closest.append(bound_s / step_s)
+    assert max(closest) > 0.95
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v"])

@@ -13,8 +13,8 @@ from autopar.planner.search.tables import NOTHING, Prefix
 
 def _stage(rng: random.Random) -> StageTerms:
     numbers = [rng.choice([0.0, rng.uniform(0, 3)]) for _ in range(4)]
-    total_s = rng.choice([None, rng.uniform(0, 60)])
-    return StageTerms(*numbers, rng.uniform(1, 4), rng.uniform(0, 9), total_s)
+    halves = rng.choice([(None, None), (rng.uniform(0, 60), rng.uniform(0, 60))])
+    return StageTerms(*numbers, rng.uniform(1, 4), rng.uniform(0, 9), *halves)
 
 
 def _link(rng: random.Random, *, whole: bool = False) -> LinkTerms:
