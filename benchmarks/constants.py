@@ -26,7 +26,6 @@ from medium import question, timed
 
 INSTANCES = (
     "24x64-unequal-tight-given-auto-1",
-    "36x128-unequal-ample-given-none-1",
     "48x32-unequal-tight-given-auto-1",
     "32x32-unequal-tight-free-none-1",
     "24x16-unequal-ample-free-auto-1",
