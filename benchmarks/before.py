@@ -6,9 +6,9 @@
 
 Runs `benchmarks/runtime.py --bare` twice at once, with that tree's code and with this one's; they make a step each in
 turn, contestant by contestant, so that both meet what else the machine does. Compared are the median steps: the ratio
-of every repeat, their median, and the smallest and the largest one. Both run the benchmark of this tree; of the
-emulated contestants, `sleeps` is without autopar, and its ratio says what is noise. The record is written after every
-repeat.
+of every repeat, their median, and the smallest and the largest one.
+Both run the benchmark of this tree, or, with `--own-benchmark`, each its own; of the emulated contestants, `sleeps` is
+without autopar, and its ratio says what is noise. The record is written after every repeat.
 With `--apart`, one runs behind the other, each first in turn: where ranks are many more than cores, those that wait
 disturb. Wants an otherwise idle machine.
 """
@@ -54,6 +54,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="rounds that count, in every repeat")
     parser.add_argument("--apart", action="store_true", help="one behind the other, not step by step")
+    parser.add_argument(
+        "--own-benchmark", action="store_true", help="each tree's own, where modules have other names in the other one"
+    )
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -76,7 +79,8 @@ def _both(arguments: argparse.Namespace, number: int) -> tuple[Medians, Medians]
 
 
 def _started(tree: Path, turns: dict[str, str], record: Path, arguments: argparse.Namespace) -> subprocess.Popen[str]:
-    command = [sys.executable, str(HERE / "benchmarks" / "runtime.py"), "--bare", "--case", arguments.case]
+    benchmark = (tree if arguments.own_benchmark else HERE) / "benchmarks" / "runtime.py"
+    command = [sys.executable, str(benchmark), "--bare", "--case", arguments.case]
     command += ["--only", arguments.only, "--steps", str(arguments.steps), "--json", str(record)]
     return subprocess.Popen(
         command,
