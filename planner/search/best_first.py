@@ -32,11 +32,11 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.placement.places import Places, pool_of
 from autopar.planner.placement.pool import Pool
 from autopar.planner.search.depths import depth_choices
-from autopar.planner.search.judge import BEST_FIRST, ENOUGH, FITTED, PACES, Best, least_gap, simulated_us
+from autopar.planner.search.judge import BEST_FIRST, ENOUGH, FITTED, PACES, TABLES, Best, least_gap, simulated_us
 from autopar.planner.search.pace import FamilySearch
 from autopar.planner.search.stages import StageTables, Step
 from autopar.planner.search.tables import NOTHING, ROUNDING, CappedStages, Prefix, SuffixTables
-from autopar.planner.search.variants import FINE, ROUGH, Fineness
+from autopar.planner.search.variants import COARSE, FINE, ROUGH, Fineness
 from autopar.planner.simulator.simulate import Simulator
 
 MANY_ROUNDED = 5_000_000
@@ -45,6 +45,8 @@ MOST_APART = 4_000_000
 """Stages in all states of the pool up to which bounds tell each apart; of more, similar ones are bounded together."""
 MOST_PACED = 12_000_000
 """The same up to which plans that keep a pace are looked for in any case; of more, where promising."""
+MOST_FINE = 10_000_000.0
+"""The work of a table, above which fewer sorts of stages are told apart in it."""
 MOST_BOUNDED, MOST_CLOSELY_BOUNDED = 10_000_000, 1_000_000_000
 """Stages in all states up to which bounds are found that no plan is looked for with."""
 MOST_PUSHED = 20
@@ -121,6 +123,7 @@ class _Search:
         self.gap = least_gap(options)
         self.enough = max(ENOUGH, options.gap) if options.effort == 1 else options.gap
         self.pacing_left, self.last_us = PACES * options.effort, 0.0
+        self.tables_left = TABLES * options.effort
         """Work that may yet be done to look for plans that keep a pace; and what the last family took."""
         self.far_s = FAR * best.step_s
         """How slow the best plan known of a large family may be for others to be looked for."""
@@ -253,7 +256,7 @@ class _Search:
         # In memory without limits nothing is recomputed, and any depth fits: that bound is soon known.
         least_s = self._linked_bound_s(family, cap_s) if len(self.families) > 1 else 0.0
         enough = not looked_through and self.best.step_s <= (1 + self.enough) * least_s
-        if enough or least_s >= cap_s:
+        if enough or least_s >= cap_s or self.tables_left <= 0:
             self.floor_s = min(self.floor_s, least_s)
             return None
         opening = self._opening(family, None if apart else FINE)
@@ -264,8 +267,11 @@ class _Search:
             self.last_us = opening.pacing_us
             self.pacing_left -= self.last_us
         if apart and opening.tables is not None:
-            return opening.tables, least_s
-        return self._prove(opening, least_s, paces=paces)
+            found: tuple[SuffixTables, float] | None = opening.tables, least_s
+        else:
+            found = self._prove(opening, least_s, paces=paces)
+        self.tables_left -= opening.tabled_us
+        return found
 
     def _is_paced(self, family: Family, size: int) -> bool:
         """Whether plans of a family that keep a pace are looked for.
@@ -295,6 +301,8 @@ class _Search:
     def _opening(self, family: Family, fineness: Fineness | None) -> FamilySearch | None:
         """Open a family; none where no plan of it can be better than the best one."""
         stages = StageTables(self.costs, self.pool, family, self.options, fineness=fineness, places=self.places)
+        if fineness is not None and stages.table_us > MOST_FINE:
+            stages = StageTables(self.costs, self.pool, family, self.options, fineness=COARSE, places=self.places)
         opening = FamilySearch(self.simulator, stages, self.options, self.best)
         if not opening.hopeless:
             return opening

@@ -297,6 +297,8 @@ class FamilySearch:
         self.large = stages.size > MANY_ELEMENTS
         self.passes = max(FEW_PASSES, min(PASSES, MOST_SWEPT // stages.size))
         self._capped_stages = CappedStages(stages, best.step_s)
+        self.tabled_us = 0.0
+        """The work of tables so far."""
         self.tables = (
             self._below(self._capped_stages) if stages.size <= MANY_SWEPT and self._capped_stages.possible else None
         )
@@ -420,4 +422,5 @@ class FamilySearch:
 
     def _below(self, capped_stages: CappedStages) -> SuffixTables:
         """Return the tables of plans that take less than a cap."""
+        self.tabled_us += self.stages.table_us
         return SuffixTables(self.stages, self.options, capped_stages, self.states, single_precision=self.large)

@@ -28,6 +28,7 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.placement.places import Places, StateMove
 from autopar.planner.placement.pool import Pool
 from autopar.planner.search.depth_limits import DepthLimits
+from autopar.planner.search.judge import TABLED, TABLED_APART
 from autopar.planner.search.variants import Choice, Fineness, Queues, Variant, choices, lengths_of, queues, ways_of
 
 _Times = Callable[..., tuple[Numbers, Numbers, Numbers]]
@@ -99,9 +100,6 @@ class StageTables:
         """Of stages of every number of layers, ``[first, length - 1]``; some are behind the last layer."""
         self._ends = np.append(self.lengths[1:] - 1, self.longest)
         self._check_size()
-        self._links, self._key_of = self._stacked_links()
-        stages = self._stacked_stages()
-        self._next = [self._fitting(first, stages) for first in range(self.layers)]
 
     def _ways_and_moves(
         self, every: Mapping[int, Sequence[Choice]], places: Places, fineness: Fineness | None
@@ -126,20 +124,31 @@ class StageTables:
     def chain(self) -> bool:
         """Whether activations and gradients cross every boundary."""
         between = self._firsts + self.lengths < self.layers
-        return bool(self._links[:2, :, :, between].all())
+        return bool(self._links[0][:2, :, :, between].all())
 
     @property
     def size(self) -> int:
         """How many stages there are in all states of the pool, of those that are told apart."""
         return self.pool.states * len(self.ways) * self.layers * len(self.lengths)
 
+    @property
+    def table_us(self) -> float:
+        """The work of a table of suffixes."""
+        return self.size * (TABLED if self.chain else TABLED_APART)
+
     def next(self, first: int) -> NextStages:
-        """Return every stage that may begin with a layer, of those that fit somewhere."""
+        """Return every stage that may begin with a layer, of those that fit somewhere; priced when first asked."""
         return self._next[first]
+
+    @cached_property
+    def _next(self) -> list[NextStages]:
+        stages = self._stacked_stages()
+        return [self._fitting(first, stages) for first in range(self.layers)]
 
     def _fitting(self, first: int, every: Numbers) -> NextStages:
         stages = every[:, :, :, first].reshape(len(every), len(self.places), -1)
-        links = self._links[:, :, self._key_of, first].reshape(len(LinkTerms._fields), len(self.nears), -1)
+        every_link, key_of = self._links
+        links = every_link[:, :, key_of, first].reshape(len(LinkTerms._fields), len(self.nears), -1)
         fitting = np.flatnonzero(np.isfinite(stages[2]).any(axis=0))
         way, column = np.divmod(fitting, len(self.lengths))
         longest = np.minimum(self._ends[column], self.layers - first)
@@ -192,9 +201,10 @@ class StageTables:
 
     def link(self, step: Step) -> LinkTerms:
         """Return the least transfers behind one stage: the next one ends after a layer, as wide and near as suits."""
-        where = self.moves[step.way].near[step.state], self._key_of[step.way], step.first, self._column(step)
+        every, key_of = self._links
+        where = self.moves[step.way].near[step.state], key_of[step.way], step.first, self._column(step)
         # Scalars of numpy, by which what is folded with them is in double precision; Python's would leave it in single.
-        forth, back, *seconds = self._links[:, *where]
+        forth, back, *seconds = every[:, *where]
         return LinkTerms(forth > 0, back > 0, *seconds)
 
     def _column(self, step: Step) -> int:
@@ -342,7 +352,8 @@ class StageTables:
         least = np.minimum.reduceat(found, self.lengths - 1, axis=1)
         return np.where(np.isfinite(least), least, 0.0)
 
-    def _stacked_links(self) -> tuple[Numbers, Counts]:
+    @cached_property
+    def _links(self) -> tuple[Numbers, Counts]:
         """Terms ``[term, levels, key, first, length]``, and every way's key: what ways of the same terms share."""
         key_of = [(way.widths, way.choice.division) for way in self.ways]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(key_of))}

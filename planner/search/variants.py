@@ -38,6 +38,7 @@ class Fineness(NamedTuple):
 
 
 FINE, ROUGH = Fineness(), Fineness(ranges=1, classes=48)
+COARSE = Fineness(ranges=2, classes=16, lengths=12, growth=1.25)
 
 
 class Choice(NamedTuple):
