@@ -259,7 +259,7 @@ class _Search:
         if enough or least_s >= cap_s or self.tables_left <= 0:
             self.floor_s = min(self.floor_s, least_s)
             return None
-        opening = self._opening(family, None if apart else FINE)
+        opening = self._opening(family, None if apart else FINE, least_s)
         if opening is None:
             return None
         if paces:
@@ -298,11 +298,14 @@ class _Search:
         self.linked_s[family] = _tables_bound_s(self.unlimited, self.places, family, self.options, cap_s)
         return self.linked_s[family]
 
-    def _opening(self, family: Family, fineness: Fineness | None) -> FamilySearch | None:
+    def _opening(self, family: Family, fineness: Fineness | None, least_s: float) -> FamilySearch | None:
         """Open a family; none where no plan of it can be better than the best one."""
         stages = StageTables(self.costs, self.pool, family, self.options, fineness=fineness, places=self.places)
         if fineness is not None and stages.table_us > MOST_FINE:
             stages = StageTables(self.costs, self.pool, family, self.options, fineness=COARSE, places=self.places)
+        if not (stages.apart or stages.is_tabled):
+            self.floor_s = min(self.floor_s, max(least_s, work_s(self.costs, family)))
+            return None
         opening = FamilySearch(self.simulator, stages, self.options, self.best)
         if not opening.hopeless:
             return opening
@@ -396,6 +399,8 @@ def _tables_bound_s(costs: CostModel, places: Places, family: Family, options: P
     # First what bounds most soonest.
     for fineness in (None,) if exact else (ROUGH, FINE):
         stages = StageTables(costs, places.pool, family, options, fineness=fineness, places=places)
+        if not (exact or stages.is_tabled):
+            return min(cap_s, max(found_s, work_s(costs, family)))
         capped_stages, large = CappedStages(stages, cap_s), not exact and stages.size > MANY_ROUNDED
         tables = SuffixTables(stages, options, capped_stages, single_precision=large)
         found_s = max(found_s, costs.profile.step_overhead_s + tables.least_s)

@@ -28,7 +28,7 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.placement.places import Places, StateMove
 from autopar.planner.placement.pool import Pool
 from autopar.planner.search.depth_limits import DepthLimits
-from autopar.planner.search.judge import TABLED, TABLED_APART
+from autopar.planner.search.judge import MOST_TABLED, TABLED, TABLED_APART
 from autopar.planner.search.variants import Choice, Fineness, Queues, Variant, choices, lengths_of, queues, ways_of
 
 _Times = Callable[..., tuple[Numbers, Numbers, Numbers]]
@@ -135,6 +135,11 @@ class StageTables:
     def table_us(self) -> float:
         """The work of a table of suffixes."""
         return self.size * (TABLED if self.chain else TABLED_APART)
+
+    @property
+    def is_tabled(self) -> bool:
+        """Whether tables of suffixes are made of the stages, and do not take too long."""
+        return self.chain or self.table_us <= MOST_TABLED
 
     def next(self, first: int) -> NextStages:
         """Return every stage that may begin with a layer, of those that fit somewhere; priced when first asked."""
