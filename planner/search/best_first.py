@@ -46,7 +46,7 @@ MOST_APART = 4_000_000
 MOST_PACED = 12_000_000
 """The same up to which plans that keep a pace are looked for in any case; of more, where promising."""
 MOST_FINE = 10_000_000.0
-"""The work of a table, above which fewer sorts of stages are told apart in it."""
+"""The work of a table, above which fewer sorts of stages are told apart in it, where not all tensors pass through."""
 MOST_BOUNDED, MOST_CLOSELY_BOUNDED = 10_000_000, 1_000_000_000
 """Stages in all states up to which bounds are found that no plan is looked for with."""
 MOST_PUSHED = 20
@@ -301,7 +301,7 @@ class _Search:
     def _opening(self, family: Family, fineness: Fineness | None, least_s: float) -> FamilySearch | None:
         """Open a family; none where no plan of it can be better than the best one."""
         stages = StageTables(self.costs, self.pool, family, self.options, fineness=fineness, places=self.places)
-        if fineness is not None and stages.table_us > MOST_FINE:
+        if not (stages.apart or stages.chain) and stages.table_us > MOST_FINE:
             stages = StageTables(self.costs, self.pool, family, self.options, fineness=COARSE, places=self.places)
         if not (stages.apart or stages.is_tabled):
             self.floor_s = min(self.floor_s, max(least_s, work_s(self.costs, family)))
