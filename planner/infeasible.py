@@ -310,8 +310,8 @@ def explain(costs: CostModel, candidate: Candidate) -> str:
     names = costs.profile.layers[stage.first].name, costs.profile.layers[stage.stop - 1].name
     layers = f"layer {names[0]}" if names[0] == names[1] else f"layers {names[0]}..{names[1]}"
     limit = costs.limit_bytes(stage.devices)
-    if limit == 0:
-        reserved = costs.kinds[costs.kind_of[stage.devices[0]]].reserved_bytes
+    reserved = costs.kinds[costs.kind_of[stage.devices[0]]].reserved_bytes
+    if limit == 0 < reserved:
         return f"stage {index} ({layers}) needs {size(shorts[index])} beside the {size(reserved)} of the process itself"
     return f"stage {index} ({layers}) needs {size(shorts[index])} more than {size(limit)} ({shorts[index]} bytes)"
 

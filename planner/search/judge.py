@@ -135,11 +135,11 @@ WHEN_EXACT = 2
 SCORED, PRICED, FITTED = 5, 60, 700
 """Of every stage of a layout: a score, a candidate's lower bound, and what may be in flight and must be recomputed."""
 TABLES = 20_000_000.0
-"""The same, for tables of families."""
+"""For an effort of one: tables of families."""
 TABLED, TABLED_APART = 0.08, 0.24
 """Of every stage in all states of the pool, in a table; the second where not all tensors pass from stage to stage."""
 MOST_TABLED = 5_000_000.0
-"""The same of one table, above which a family of such graphs is bounded by its work alone."""
+"""Of one table, above which a family of such graphs is bounded by its work alone."""
 SWEPT = 0.004
 """Of every stage in all states of the pool, in the search for one that keeps a pace."""
 SHORTENED = 12

@@ -315,22 +315,24 @@ class Prefix(NamedTuple):
         forth_s, back_s = float(link.forth_s), float(link.back_s)
         rate, around, beside = float(stage.rate), own + forth_s + back_s, float(stage.beside_s)
         constant_s = max(self.constant_s, backward_s + float(stage.work_s))
-        halves = stage.total_s is not None and stage.rest_s is not None
-        total_s, rest_s = (done_s + float(each or 0.0) for each in (stage.total_s, stage.rest_s))
-        constant_s = max(constant_s, total_s if halves else 0.0)
+        halves = stage.total_s, stage.rest_s
+        total_s, rest_s = (_NONE if each is None else done_s + float(each) for each in halves)
+        constant_s = max(constant_s, total_s)
         then_done_s = done_s + float(stage.forward_s) + forth_s if link.forth else _NONE
         if not link.back:
             fixed = (
                 backward_s + rate * own,
                 backward_s + own + beside,
-                own + rest_s if halves else 0.0,
+                own + rest_s,
                 *(slope * own + seconds for slope, seconds in self.lines),
             )
             return Prefix(max(constant_s, *fixed), _NONE, then_done_s)
         queued = max(float(link.forth_work_s) + back_s, forth_s + float(link.back_work_s))
         lines = [(slope, slope * around + seconds) for slope, seconds in self.lines]
-        lines += [(rate, rate * around + backward_s), (1.0, max(own + queued, around + beside) + backward_s)]
-        lines += [(1.0, around + rest_s)] if halves else []
+        lines += [
+            (rate, rate * around + backward_s),
+            (1.0, max(backward_s + max(own + queued, around + beside), around + rest_s)),
+        ]
         return Prefix(constant_s, backward_s + around, then_done_s, _largest(lines))
 
 

@@ -109,7 +109,7 @@ def test_a_bad_profile_is_refused_by_plan_and_compare(run: Run, edit: Edit, code
         (lambda content: content["devices"][1].update(node=1), 4, "$.links: devices on several nodes need a link of"),
         (lambda content: content["devices"][1].update(type="H100"), 4, "$.devices[1].type: the profile has no costs"),
         (lambda content: content["curves"][0].update(seconds=[]), 4, "$.curves[0].seconds: "),
-        (lambda content: [each.update(memory_bytes=0) for each in content["devices"]], 3, " of the process itself"),
+        (lambda content: [each.update(memory_bytes=0) for each in content["devices"]], 3, "more than 0 B"),
     ],
 )
 def test_a_bad_cluster_is_refused_by_plan_and_compare(run: Run, edit: Edit, code: int, message: str) -> None:

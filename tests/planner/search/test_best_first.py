@@ -160,10 +160,12 @@ def test_a_search_over_a_gpt_certifies_its_gap_or_stays_close_within_the_budget(
         ("pace.MANY_SWEPT",),
         ("best_first.MOST_APART", "pace.MANY_ELEMENTS"),
         ("best_first.MOST_APART", "pace.MANY_SWEPT"),
+        ("best_first.MOST_APART", "best_first.TABLES"),
+        ("best_first.MOST_APART", "stages.MOST_TABLED"),
     ],
 )
 def test_families_are_bounded_whatever_their_size(monkeypatch: pytest.MonkeyPatch, limits: tuple[str, ...]) -> None:
-    """What only large problems meet: no tables, stages taken together, bounds by round trips, a family's own bound."""
+    """What only large problems meet: no tables, stages taken together, bounds by round trips, by a family, by work."""
     for limit in limits:
         monkeypatch.setattr(f"autopar.planner.search.{limit}", 0)
     above = 0
