@@ -30,6 +30,12 @@ INSTANCES = (
     "32x32-unequal-tight-free-none-1",
     "24x16-unequal-ample-free-auto-1",
 )
+BRANCHES = (
+    "48x32-branches-tight-free-auto-1",
+    "64x64-branches-tight-given-auto-1",
+    "36x128-branches-ample-free-auto-1",
+)
+"""For what is done where not all tensors pass from stage to stage."""
 SEARCH = "autopar.planner.search."
 
 
@@ -40,6 +46,7 @@ class ConstantFamily(NamedTuple):
     """That hold them, below the search."""
     others: tuple[Mapping[str, Any], ...]
     """Other values."""
+    instances: tuple[str, ...] = INSTANCES
 
 
 LINES = {
@@ -88,6 +95,15 @@ LINES = {
     "bounds: recomputation": ConstantFamily(
         ("best_first",), ({"FINE": Fineness(ranges=2)}, {"FINE": Fineness(ranges=10)}, {"ROUGH": Fineness(ranges=2)})
     ),
+    "bounds: work of tables of branches": ConstantFamily(
+        ("best_first",), ({"TABLES": 5e6}, {"TABLES": 8e7}, {"MOST_FINE": 2e6}, {"MOST_FINE": 1e9}), BRANCHES
+    ),
+    "bounds: work of a table of branches": ConstantFamily(
+        ("stages",), ({"MOST_TABLED": 1e6}, {"MOST_TABLED": 2e7}, {"TABLED_APART": 0.08}), BRANCHES
+    ),
+    "bounds: sorts of branches": ConstantFamily(
+        ("best_first",), ({"COARSE": Fineness(), "MOST_FINE": 0.0}, {"MOST_FINE": 0.0}), BRANCHES
+    ),
     "paces: passes": ConstantFamily(("pace",), ({"FEW_PASSES": 2, "PASSES": 2}, {"FEW_PASSES": 16, "PASSES": 16})),
     "paces: work": ConstantFamily(("best_first",), ({"PACES": 0.0}, {"PACES": 1e7})),
     "paces: large families": ConstantFamily(("best_first",), ({"MOST_PACED": 0}, {"MOST_PACED": 10**9}, {"FAR": 1.1})),
@@ -129,7 +145,7 @@ def instead(line: ConstantFamily, values: Mapping[str, Any]) -> Iterator[None]:
 def measured(line: ConstantFamily) -> list[dict[str, Any]]:
     """Return what every other value costs."""
     ratios: list[list[tuple[float, float, float]]] = [[] for _ in line.others]
-    for name in INSTANCES:
+    for name in line.instances:
         own = _planned(name)
         for at, values in enumerate(line.others):
             with instead(line, values):
@@ -173,7 +189,7 @@ def main() -> None:
             if arguments.json is not None:
                 arguments.json.write_text(json.dumps({"lines": known}, indent=1) + "\n")
     ordered = {name: known[name] for name in LINES if name in known}
-    watch.record({"instances": INSTANCES, "lines": ordered}, arguments.json)
+    watch.record({"instances": INSTANCES, "branches": BRANCHES, "lines": ordered}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -54,15 +54,19 @@ class Instance(NamedTuple):
     options: PlanOptions
 
 
-def instance(seed: int, layers: int = 1000, devices: int = 1024, *, repeated: bool = False) -> Instance:
-    """Return the instance of a seed; ``repeated``: all layers alike."""
+def instance(
+    seed: int, layers: int = 1000, devices: int = 1024, *, repeated: bool = False, branches: int = 1
+) -> Instance:
+    """Return the instance of a seed; ``repeated``: all layers alike; ``branches``: as many chains, taken in turn."""
     rng = random.Random(seed)
     micro_batches = 4 * max(1, min(layers, devices // REPLICAS))
     drawn = [[1.0 if repeated else rng.lognormvariate(0.0, SIGMA) for _ in range(3)] for _ in range(layers)]
     names = [f"layer.{index}" for index in range(layers)]
     tensors = [_tensor("x", None, names[0], 8 * TOKENS)]
     tensors += [
-        _tensor(f"t.{index}", names[index], names[index + 1], int(BOUNDARY_BYTES * drawn[index][2]))
+        _tensor(
+            f"t.{index}", names[index], names[min(index + branches, layers - 1)], int(BOUNDARY_BYTES * drawn[index][2])
+        )
         for index in range(layers - 1)
     ]
     profile = Profile(

@@ -150,7 +150,8 @@ def question(name: str) -> Question:
         return _transformer(name)
     size, kind, memory, count, shard, seed = name.split("-")
     layers, devices = map(int, size.split("x"))
-    profile, cluster, options = instance(int(seed), layers, devices, repeated=kind == "equal")
+    branches = 2 if kind == "branches" else 1
+    profile, cluster, options = instance(int(seed), layers, devices, repeated=kind == "equal", branches=branches)
     assert options.memory_bytes is not None
     options = replace(options, memory_bytes=int(options.memory_bytes * MEMORY[memory]))
     if count == "free":
