@@ -37,7 +37,7 @@ def plan_of(
     candidate: Candidate,
     options: PlanOptions,
     stages: Iterable[Stage],
-    predicted: Prediction,
+    prediction: Prediction,
     notes: Iterable[str],
     **differing: Any,  # noqa: ANN401
 ) -> Plan:
@@ -61,7 +61,7 @@ def plan_of(
         stages=tuple(stages),
         tensors=crossings(costs, candidate),
         tied=shared_parameters(costs, candidate),
-        predicted=predicted,
+        predicted=prediction,
         notes=(*costs.notes, *notes),
         **differing,
     )

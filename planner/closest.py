@@ -12,7 +12,7 @@ import numpy.typing as npt
 from autopar.formats.plan import Division, Shard, shards_of, turns
 from autopar.planner.candidate import Candidate, CandidateStage, Family, divisions_of, within
 from autopar.planner.constraints import Constraints, limits_met
-from autopar.planner.costs import memoized
+from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
@@ -146,7 +146,7 @@ class ShortfallTables:
         limit = self.costs.limit_bytes(self.pool.devices(state, kind, width))
         return self._least_peaks(kind, width, lead, turning=turning)[0] - limit
 
-    @memoized
+    @memoize
     def _least_peaks(self, kind: int, width: int, lead: int, *, turning: bool) -> tuple[Numbers, list[_StageWay]]:
         """Return the least peaks of all stages over all ways to run them, ``[first, stop]``, and these ways."""
         ways = list(self._ways(kind, width, turning=turning))

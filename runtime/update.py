@@ -38,7 +38,7 @@ def whole_settings(user: UserModel, module: nn.Module) -> Settings | None:
     Raises:
         ModelError: ``optimizer()`` raises.
     """
-    trained = _trained(module)
+    trained = _trainable_parameters(module)
     try:
         found = settings_of(user, trained)
         first = {id(each): name for name, each in trained}
@@ -51,7 +51,7 @@ def whole_settings(user: UserModel, module: nn.Module) -> Settings | None:
         raise
 
 
-def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _trainable_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, each) for name, each in module.named_parameters() if each.requires_grad]
 
 
@@ -65,7 +65,7 @@ def check_together(user: UserModel, module: nn.Module, graph: LayerGraph, plan: 
     for chunks in plan.groups:
         layers = [graph.layer(name) for stage in chunks for name in plan.stages[stage].layers]
         holding += any(each.requires_grad for layer in layers for _, each in layer.named_parameters())
-    why = needs_all(user, _trained(module)) if holding > 1 else None
+    why = needs_all(user, _trainable_parameters(module)) if holding > 1 else None
     if why is not None:
         raise UsageError(
             f"{user.path}: the optimizer's step {why}, and the plan puts them on the ranks of {holding} groups of "

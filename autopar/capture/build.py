@@ -226,12 +226,12 @@ class SegmentedProgram:
 
 
 def build_layers(
-    exported: SegmentedProgram, values: Mapping[str, torch.Tensor], results: Sequence[str] = ()
+    segmented_program: SegmentedProgram, values: Mapping[str, torch.Tensor], results: Sequence[str] = ()
 ) -> list[Layer]:
     """Build one graph module per segment, of ``values`` by name; ``results`` names outputs that are no loss."""
-    crossing = _crossing_names(exported)
-    loss = ("loss",) if len(_results(exported.graph)) == 1 else ("loss_sum", "loss_count")
-    *first, last = (_Builder(exported, values, crossing, part) for part in exported.segments)
+    crossing = _crossing_names(segmented_program)
+    loss = ("loss",) if len(_results(segmented_program.graph)) == 1 else ("loss_sum", "loss_count")
+    *first, last = (_Builder(segmented_program, values, crossing, part) for part in segmented_program.segments)
     return [*(builder.build([]) for builder in first), last.build(results or loss)]
 
 
@@ -240,9 +240,9 @@ def _results(graph: fx.Graph) -> list[fx.Node]:
     return list(output.args[0])
 
 
-def _crossing_names(exported: SegmentedProgram) -> dict[str, str]:
+def _crossing_names(segmented_program: SegmentedProgram) -> dict[str, str]:
     """Return the names of the tensors that cross boundaries, by node: ``layer:node``."""
-    graph, segments = exported.graph, exported.segments
+    graph, segments = segmented_program.graph, segmented_program.segments
     owner = {name: part for part in segments for name in part.owned_nodes}
     nodes = {node.name: node for node in graph.nodes}
     read = [(node, part) for part in segments for name in part.nodes for node in nodes[name].all_input_nodes]
@@ -256,7 +256,7 @@ def _crossing_names(exported: SegmentedProgram) -> dict[str, str]:
 class _Builder:
     """Copies the nodes of one segment into a graph of their own."""
 
-    exported: SegmentedProgram
+    segmented_program: SegmentedProgram
     values: Mapping[str, torch.Tensor]
     crossing: Mapping[str, str]
     part: LayerNodes
@@ -268,7 +268,7 @@ class _Builder:
 
     def build(self, results: Sequence[str]) -> Layer:
         """Build the layer; ``results`` names what the graph gives if this is the last one."""
-        source, limits = self.exported.graph, self.exported.inputs
+        source, limits = self.segmented_program.graph, self.segmented_program.inputs
         chosen = set(self.part.nodes)
         nodes = [node for node in source.nodes if node.name in chosen]
         self.rows = self.graph.placeholder("rows")
@@ -303,29 +303,33 @@ class _Builder:
     def _inputs(self, nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> list[tuple[fx.Node, str]]:
         """Return what is read from outside: tensors of the batch, then crossing tensors, each in graph order."""
         read = {argument for node in nodes for argument in node.all_input_nodes}.union(results).difference(nodes)
-        names = {**self.exported.inputs.tensors, **self.crossing}
-        return [(node, names[node.name]) for node in self.exported.graph.nodes if node in read and node.name in names]
+        names = {**self.segmented_program.inputs.tensors, **self.crossing}
+        return [
+            (node, names[node.name])
+            for node in self.segmented_program.graph.nodes
+            if node in read and node.name in names
+        ]
 
     def _argument(self, node: fx.Node) -> Any:  # noqa: ANN401
         if node in self.copies:
             return self.copies[node]
-        if is_size(node, self.exported.inputs.symbol):
+        if is_size(node, self.segmented_program.inputs.symbol):
             return self._size(node.meta["val"].node.expr)
         self.copies[node] = self._attribute(node)
         return self.copies[node]
 
     def _attribute(self, node: fx.Node) -> fx.Node:
         """Return a node that reads a parameter, buffer, constant or sub-graph from the layer's module."""
-        name, inputs = node.name, self.exported.inputs
+        name, inputs = node.name, self.segmented_program.inputs
         value: torch.Tensor | nn.Module
         if name in inputs.parameters:
             name, value = self._tensor_attribute("parameter", inputs.parameters[name], self.parameters)
         elif name in inputs.buffers:
             name, value = self._tensor_attribute("buffer", inputs.buffers[name], self.buffers)
         elif name in inputs.constants:
-            name, value = f"constant_{name}", self.exported.program.constants[inputs.constants[name]]
+            name, value = f"constant_{name}", self.segmented_program.program.constants[inputs.constants[name]]
         elif node.op == "get_attr":
-            owner = self.exported.graph.owning_module
+            owner = self.segmented_program.graph.owning_module
             assert owner is not None
             value = owner.get_submodule(str(node.target))
         else:
@@ -395,17 +399,17 @@ def _shape(value: object) -> str:
     return ""
 
 
-def tensor_specs(exported: SegmentedProgram, layers: Sequence[Layer]) -> list[TensorSpec]:
+def tensor_specs(segmented_program: SegmentedProgram, layers: Sequence[Layer]) -> list[TensorSpec]:
     """Describe every tensor that a layer reads."""
     producers = {output: layer.name for layer in layers for output in layer.outputs}
-    nodes = {node.name: node for node in exported.graph.nodes}
-    known: list[tuple[str, str, str | None]] = [(*each, None) for each in exported.inputs.tensors.items()]
-    known += [(node, name, producers[name]) for node, name in _crossing_names(exported).items()]
+    nodes = {node.name: node for node in segmented_program.graph.nodes}
+    known: list[tuple[str, str, str | None]] = [(*each, None) for each in segmented_program.inputs.tensors.items()]
+    known += [(node, name, producers[name]) for node, name in _crossing_names(segmented_program).items()]
     specs = []
     for node, name, producer in known:
         consumers = tuple(layer.name for layer in layers if name in layer.inputs)
         if consumers:
-            specs.append(spec_of(name, producer, consumers, nodes[node].meta["val"], exported.inputs.symbol))
+            specs.append(spec_of(name, producer, consumers, nodes[node].meta["val"], segmented_program.inputs.symbol))
     return specs
 
 

@@ -51,7 +51,7 @@ class Task(enum.Enum):
     def loss(self) -> Callable[..., Any] | None:
         """``(sum, count)`` over labelled tokens or pixels; none where the model's own mean is over samples."""
         if self is Task.CAUSAL:
-            return partial(_sum_and_count, shifted=True)
+            return partial(_sum_and_count, shift=True)
         if self in (Task.MASKED, Task.SEQUENCE_TO_SEQUENCE, Task.SPEECH_TO_TEXT, Task.TOKEN_CLASSIFICATION):
             return _sum_and_count
         return partial(_sum_and_count, ignore_index=IGNORED_PIXELS) if self is Task.SEGMENTATION else None
@@ -85,7 +85,7 @@ def _sum_and_count(
     output: Any,  # noqa: ANN401
     batch: object,
     *,
-    shifted: bool = False,
+    shift: bool = False,
     ignore_index: int = IGNORED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The model's own loss is a mean over what is labelled, and not a number where nothing is labelled."""
@@ -94,7 +94,7 @@ def _sum_and_count(
             "the samples hold no labels; make them dicts of forward's arguments with labels, or define loss(output, "
             "batch) beside dataset()"
         )
-    labels: torch.Tensor = batch["labels"][:, 1:] if shifted else batch["labels"]
+    labels: torch.Tensor = batch["labels"][:, 1:] if shift else batch["labels"]
     mean: torch.Tensor = output["loss"]
     count = (labels != ignore_index).sum()
     return torch.where(count > 0, mean * count, torch.zeros_like(mean)), count

@@ -11,6 +11,6 @@ from typing import Any, TypeVar, cast
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def memoized(method: Method) -> Method:
+def memoize(method: Method) -> Method:
     """Return a method whose results every instance remembers; copies of an instance share what it has begun."""
     return cast(Method, cached_property(lambda instance: cache(partial(method, instance))))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.costs import memoized
+from autopar.planner.costs import memoize
 from autopar.planner.costs.flows import Flows, FlowTensor
 from autopar.planner.costs.layers import LayerCosts
 
@@ -139,7 +139,7 @@ class Activations:
             begun = np.maximum(begun, total + transients[last] - gradients[:, at])
         return ActivationBytes(totals + ahead, peaks, first_peaks)
 
-    @memoized
+    @memoize
     def saved_bytes(self, layer: int, rows: float, is_recomputed: bool) -> dict[str, int]:
         """Return the bytes of what a layer keeps for its backward, model inputs excepted, by storage."""
         copied = self._copied_bytes(layer, rows, is_recomputed)
@@ -154,7 +154,7 @@ class Activations:
         written = [tensor for tensor in self._flows.inputs if is_recomputed and tensor.name in record.writes.inputs]
         return record.written_bytes + sum(int(rows_bytes(rows, tensor.bytes_per_sample)) for tensor in written)
 
-    @memoized
+    @memoize
     def _storages_without_copies(self, layer: int, rows: float, is_recomputed: bool) -> dict[str, int]:
         if is_recomputed:
             received = self._flows.received_by[layer]
@@ -162,7 +162,7 @@ class Activations:
         inputs = {tensor.name for tensor in self._flows.inputs}
         return {name: size for name, size in self._costs.saved_at(layer, rows).items() if name not in inputs}
 
-    @memoized
+    @memoize
     def transient(self, layer: int, rows: float, is_recomputed: bool) -> int:
         """Return the bytes a layer holds for a while beyond what it saves; its peak does not count its inputs."""
         read = {tensor.name for tensor in self._flows.received_by[layer]}

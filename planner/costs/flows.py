@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.formats.profile import Profile
-from autopar.planner.costs import memoized
+from autopar.planner.costs import memoize
 from autopar.planner.costs.links import Numbers
 
 
@@ -80,7 +80,7 @@ class Flows:
         """Return the tensors that a stage makes and several layers read."""
         return self._forked_tensors[self._forked_before[first] : self._forked_before[stop]]
 
-    @memoized
+    @memoize
     def between(self, first: int, stop: int, next_first: int, next_stop: int) -> Flow:
         """Return what layers ``first:stop`` make and layers ``next_first:next_stop`` read."""
         made = chain.from_iterable(self.made_by[first:stop])

@@ -19,7 +19,7 @@ from autopar.formats.cluster import Level
 from autopar.formats.document import Provenance, least_certain
 from autopar.formats.plan import SCATTERING, Shard
 from autopar.formats.profile import Layer, Profile
-from autopar.planner.costs import memoized
+from autopar.planner.costs import memoize
 from autopar.planner.costs.links import Collective, LinkModel
 
 
@@ -59,7 +59,7 @@ class LayerCosts:
         self._sizes = [tuple(cost.micro_batch for cost in layer.costs) for layer in self.layers]
         self.update_sums = [0.0, *accumulate(layer.update_s for layer in self.layers)]
 
-    @memoized
+    @memoize
     def sums(self, field: Seconds, rows: float, adding: float = 0.0) -> list[float]:
         """Return, for every position, the seconds of all layers before it.
 
@@ -75,7 +75,7 @@ class LayerCosts:
         costs = (cost for layer in self.layers for cost in layer.costs)
         return all(cost.backward_input_s is not None and cost.backward_weight_s is not None for cost in costs)
 
-    @memoized
+    @memoize
     def recompute_s(self, layer: int, rows: float) -> float:
         """Return what a backward takes longer that runs the layer forward again; a forward, where not measured."""
         known = self._at(layer, "recompute_s", rows)
@@ -214,7 +214,7 @@ class StageSums:
         self._costs, self._layers, self._links = costs, layers, links
         self._slower, self.waits = slower, waits
 
-    @memoized
+    @memoize
     def forward(
         self, rows: float, shard: Shard = "none", ranks: int = 1, level: Level = "node", kind: int = 0
     ) -> list[float]:
@@ -227,7 +227,7 @@ class StageSums:
             return sums
         return self._overlap_sums(sums, self.collectives_s("all_gather", ranks, level, kind), level)
 
-    @memoized
+    @memoize
     def backward(
         self,
         rows: float,
@@ -253,7 +253,7 @@ class StageSums:
             moved = list(map(add, moved, self.collectives_s("all_gather", ranks, level, kind)))
         return self._overlap_sums(sums, moved, level)
 
-    @memoized
+    @memoize
     def halves(
         self,
         rows: float,
@@ -307,12 +307,12 @@ class StageSums:
             both = moving_s + computing * (1 - 1 / slower[1])
         return min(both, computing_s + moving_s)
 
-    @memoized
+    @memoize
     def in_turn_sums(self, operation: Collective, ranks: int, level: Level, kind: int) -> list[float]:
         """Return, for every position, the seconds of gathering or scattering all layers before it one by one."""
         return list(accumulate(self.collectives_s(operation, ranks, level, kind), initial=0.0))
 
-    @memoized
+    @memoize
     def collectives_s(self, operation: Collective, ranks: int, level: Level, kind: int = 0) -> list[float]:
         """Return the seconds of gathering every layer's parameters, or of reducing its gradients, each rank a part."""
         gathers = operation == "all_gather"

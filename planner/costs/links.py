@@ -19,7 +19,7 @@ import numpy.typing as npt
 from autopar.formats.cluster import Cluster, Curve, Device, Level, Link
 from autopar.formats.document import Provenance
 from autopar.hardware.topology import Topology
-from autopar.planner.costs import memoized
+from autopar.planner.costs import memoize
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 _ROUNDS: dict[Collective, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
@@ -124,12 +124,12 @@ class LinkModel:
         seconds = [way.latency_s + sizes_bytes / way.bytes_per_s for way in self._ways[level]]
         return np.asarray(np.minimum.reduce(seconds))
 
-    @memoized
+    @memoize
     def message_s(self, size_bytes: float, level: Level) -> float:
         """Return the seconds of one point-to-point message."""
         return float(self.messages_s(np.array([float(size_bytes)]), level)[0])
 
-    @memoized
+    @memoize
     def collective_s(self, kind: Collective, size_bytes: int, ranks: int, level: Level) -> float:
         """Return the seconds of an all-reduce, all-gather or reduce-scatter of a whole vector of ``size_bytes``.
 
@@ -139,7 +139,7 @@ class LinkModel:
         """
         return float(self.collectives_s(kind, np.array([float(size_bytes)]), ranks, level)[0])
 
-    @memoized
+    @memoize
     def least_per_byte(self, kind: Collective, ranks: int, level: Level) -> float:
         """Return the seconds per byte that no size goes below."""
         largest = 2.0**62

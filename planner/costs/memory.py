@@ -12,7 +12,7 @@ import numpy as np
 
 from autopar.formats.plan import Shard
 from autopar.formats.profile import Layer
-from autopar.planner.costs import memoized
+from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import (
     ActivationBytes,
     Activations,
@@ -185,9 +185,9 @@ class MemoryModel:
         """Of all stages of up to so many layers."""
         layers = costs.layers
         state = (
-            ([layer.parameters_bytes + layer.buffers_bytes for layer in layers], lambda _, tied: tied.bytes),
-            ([layer.optimizer_bytes for layer in layers], lambda at, tied: _share(at, tied, at.optimizer_bytes)),
-            ([layer.gradient_bytes for layer in layers], lambda at, tied: _share(at, tied, at.gradient_bytes)),
+            ([layer.parameters_bytes + layer.buffers_bytes for layer in layers], lambda _, ties: ties.bytes),
+            ([layer.optimizer_bytes for layer in layers], lambda at, ties: _share(at, ties, at.optimizer_bytes)),
+            ([layer.gradient_bytes for layer in layers], lambda at, ties: _share(at, ties, at.gradient_bytes)),
         )
         self._state = [(np.array([0, *accumulate(values)]), self._tied_areas(share)) for values, share in state]
         """Parameters, optimizer's state and gradients: running sums, and what layers of one stage share."""
@@ -202,7 +202,7 @@ class MemoryModel:
         """Return what the peak of one stage is made of."""
         return Parts._make((*self._fixed_parts(first, stop), *self._activations.of(first, stop, rows, recompute)))
 
-    @memoized
+    @memoize
     def _fixed_parts(self, first: int, stop: int) -> tuple[int, ...]:
         """What the peak of one stage is made of that no micro-batch keeps."""
         state = (int(sums[stop] - sums[first]) - shared.at(first, stop) for sums, shared in self._state)
@@ -219,7 +219,7 @@ class MemoryModel:
         swept = self._sweep(rows, recompute, longest)
         return Parts._make((*self._window(longest), *(np.asarray(each)[:, :longest] for each in swept)))
 
-    @memoized
+    @memoize
     def _window(self, longest: int) -> tuple[Counts, ...]:
         """What peaks are made of that no micro-batch keeps, ``[first, length - 1]``."""
         state = (window_sums(sums, longest) - shared.window(longest) for sums, shared in self._state)
@@ -255,7 +255,7 @@ class MemoryModel:
         fixed, each = self._totals(rows)
         return 2 * (fixed + micro_batches * each)
 
-    @memoized
+    @memoize
     def _totals(self, rows: float) -> tuple[int, int]:
         """Return what all layers hold of a step, and of a micro-batch, with room for what passes."""
         layers = range(self._count)
@@ -267,7 +267,7 @@ class MemoryModel:
         state = sum(int(sums[-1]) for sums, _ in self._state) + sum(self._updates) + 4 * sum(self._largest)
         return state + passing, saved + int(rows_bytes(rows, 6 * crossing + inputs))
 
-    @memoized
+    @memoize
     def freed_bytes(self, layer: int, rows: float) -> int:
         """Return the bytes by which recomputing a layer shrinks what one micro-batch in flight keeps."""
         read = {tensor.name for tensor in self._flows.received_by[layer]}
@@ -317,7 +317,7 @@ class MemoryModel:
         found: list[Area] = []
         for tied in self._flows.tied:
             if tied.trainable:
-                found += self._met(-1, tied.layers, tied.bytes)
+                found += self._first_meetings(-1, tied.layers, tied.bytes)
                 found.append(Area(0, tied.layers[0], tied.layers[-1] + 1, self._count, -tied.bytes))
         return Areas(self._count, found)
 
@@ -328,12 +328,16 @@ class MemoryModel:
             for tensor in gradients
         )
         read = (
-            (area for each in tensors for area in self._met(each.producer, each.consumers, each.bytes_per_sample))
+            (
+                area
+                for each in tensors
+                for area in self._first_meetings(each.producer, each.consumers, each.bytes_per_sample)
+            )
             for tensors in (self._flows.inputs, self._flows.crossing, gradients)
         )
         return tuple(Areas(self._count, each) for each in (*read, received))
 
-    def _met(self, before: int, layers: Sequence[int], size: int) -> Iterator[Area]:
+    def _first_meetings(self, before: int, layers: Sequence[int], size: int) -> Iterator[Area]:
         """Yield what counts once for all stages that begin behind the layer ``before`` and hold any of ``layers``."""
         # Of stages that begin behind one layer, the next one is the first to be met.
         for start, layer in pairwise((before, *layers)):
@@ -350,7 +354,7 @@ def _running(values: Sequence[int], longest: int, join: np.ufunc) -> Counts:
     return found
 
 
-def _share(layer: Layer, tied: TiedLayers, size: int) -> int:
+def _share(layer: Layer, ties: TiedLayers, size: int) -> int:
     """Bytes of a layer's gradients or optimizer state that belong to a tied parameter."""
-    share = min(1.0, tied.bytes / layer.trainable_bytes) if tied.trainable and layer.trainable_bytes else 0.0
+    share = min(1.0, ties.bytes / layer.trainable_bytes) if ties.trainable and layer.trainable_bytes else 0.0
     return int(share * size)

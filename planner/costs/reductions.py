@@ -12,7 +12,7 @@ from typing import NamedTuple
 from autopar.formats.cluster import Level
 from autopar.formats.plan import SCATTERING, Shard
 from autopar.formats.profile import Layer
-from autopar.planner.costs import memoized
+from autopar.planner.costs import memoize
 from autopar.planner.costs.flows import Flows
 from autopar.planner.costs.layers import LayerCosts, StageSums
 from autopar.planner.costs.links import Collective, LinkModel
@@ -75,7 +75,7 @@ class Reductions:
             return 0.0 if scattering else sums[stop] - sums[first]
         return self._sums.collectives_s("reduce_scatter", ranks, level, kind)[first] if scattering else None
 
-    @memoized
+    @memoize
     def exposed_s(self, reduction: Reduction) -> float:
         """Return how long after the rank's last backward, or its weight half, the reduction ends."""
         alone_s = 0.0 if reduction.ranks == 1 else self._without_buckets_s(reduction)
@@ -89,7 +89,7 @@ class Reductions:
             free = max(free, left) + seconds
         return max(0.0, free - (sums[stop] - sums[first]))
 
-    @memoized
+    @memoize
     def _bucket_times(
         self, first: int, stop: int, ranks: int, level: Level, operation: Collective
     ) -> list[tuple[int, float]]:

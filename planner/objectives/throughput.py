@@ -40,7 +40,7 @@ from autopar.formats.plan import Alternative, Division, Plan, Prediction
 from autopar.formats.profile import Profile
 from autopar.planner.assemble import plan_of, prediction, stage_record
 from autopar.planner.candidate import Candidate, CandidateStage, Family, divisions_of, within
-from autopar.planner.costs import memoized
+from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import Counts, Numbers
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
@@ -333,7 +333,7 @@ class _StageTable:
         between = sent[self.link_level, shapes[:, np.newaxis], shapes]
         return np.asarray(np.maximum(between[..., np.newaxis], self.stages[first][:, np.newaxis]))
 
-    @memoized
+    @memoize
     def _level(self, devices: tuple[int, ...]) -> int:
         """Return the number of the level that connects some devices."""
         level = self.costs.links.level(devices)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.formats.cluster import Level
-from autopar.planner.costs import memoized
+from autopar.planner.costs import memoize
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.peers.prices import Array, Indices, Prices, between
@@ -124,7 +124,7 @@ class Partitioner:
         self.prices, self.costs, self.rows = prices, prices.costs, prices.rows
         self.layers = prices.layer_count
 
-    @memoized
+    @memoize
     def partition(self, makeup: Makeup, pipeline: PipelineCounts) -> Partition | None:
         """Return the partition whose slowest stage is fastest; none where no partition fits.
 
@@ -139,7 +139,7 @@ class Partitioner:
         sums = sums + np.array(self.costs.sums.backward(self.rows, adding, kind=kind))
         return between(sums)[:-1]
 
-    @memoized
+    @memoize
     def parts(self, kind: int) -> Parts:
         """Return what layers ``[first, stop]`` hold on a kind of device."""
         return self.costs.memory[kind].by_stop(self.rows)

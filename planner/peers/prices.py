@@ -18,7 +18,7 @@ from autopar.formats.cluster import Level
 from autopar.planner.bounds.chain import candidate_bound_s
 from autopar.planner.candidate import Candidate, Family, place, placed_on, with_depths
 from autopar.planner.constraints import crossed_limit
-from autopar.planner.costs import memoized
+from autopar.planner.costs import memoize
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import explain
 from autopar.planner.search.judge import Best
@@ -114,7 +114,7 @@ class Prices:
         """Return the same of the gradients that return."""
         return self._sent_s(self.costs.flows.crossing_bytes[1], level, replicas)
 
-    @memoized
+    @memoize
     def reduce_rate(self, replicas: int, level: Level) -> float:
         """Return the seconds per byte of reducing gradients among replicas."""
         total = int(self.weights_bytes[-1])

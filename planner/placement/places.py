@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.cluster import Level
-from autopar.planner.costs import memoized
+from autopar.planner.costs import memoize
 from autopar.planner.costs.links import Sharing
 from autopar.planner.costs.model import CostModel
 from autopar.planner.placement.pool import DeviceGroup, Pool, States
@@ -50,7 +50,7 @@ class Places:
         self.nears: list[frozenset[Level]] = []
         """Levels at which a next stage may stand."""
 
-    @memoized
+    @memoize
     def moves(self, kind: int, width: int) -> list[StateMove]:
         """Return the variants of taking so many devices."""
         moves = self.pool.moves(kind, width)
@@ -97,7 +97,7 @@ class Places:
             found |= highest[starts] >= self.pool.devices_taken(other)[after]
         return found
 
-    @memoized
+    @memoize
     def _kind_devices(self, kind: int) -> tuple[States, States, list[States]]:
         """Return of a kind's devices their memory, and the level, as a number, at which each reaches the next one.
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from autopar.planner.bounds.chain import link_terms, round_trips
 from autopar.planner.candidate import Candidate, CandidateStage, Family, with_depths
-from autopar.planner.costs import memoized
+from autopar.planner.costs import memoize
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
@@ -246,7 +246,7 @@ class _Pacing:
             behind = behind.before(self.family, stage, depth, (own_s - trip_s) / pace_s)
         return tuple(vector)
 
-    @memoized
+    @memoize
     def _fitted_s(self, index: int, depth: int) -> float | None:
         """Return a stage's seconds with so many in flight, recomputing as little as fits; None where nothing fits."""
         near = list(self.stages)

@@ -22,7 +22,7 @@ from autopar.formats.plan import Division, shards_of
 from autopar.planner.bounds.chain import candidate_bound_s, link_terms
 from autopar.planner.candidate import Candidate, CandidateStage, Family, counts_beside
 from autopar.planner.constraints import Constraints
-from autopar.planner.costs import memoized
+from autopar.planner.costs import memoize
 from autopar.planner.costs.layers import Levels, Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
@@ -328,7 +328,7 @@ class LocalSearch:
         turns = placed.turns(0, count)
         return placed._replace(warmup=min(turns, max(1, -(-in_flight // placed.turning))))
 
-    @memoized
+    @memoize
     def _where(self, devices: tuple[int, ...]) -> tuple[object, ...] | None:
         """Return what of its devices a stage's price depends on; None where they are of several kinds."""
         kinds = {self.costs.kind_of[device] for device in devices}
@@ -413,7 +413,7 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
             climb.judge(family, layout, order, float("inf"))
 
 
-def in_turn(found: Iterable[Element], kind: Callable[[Element], object]) -> list[Element]:
+def in_turn(elements: Iterable[Element], kind: Callable[[Element], object]) -> list[Element]:
     """Return the first of every kind, in their order, then the second ones, and so on.
 
     >>> in_turn(["aa", "ab", "ba", "ac", "ca", "bb"], lambda each: each[0])
@@ -421,7 +421,7 @@ def in_turn(found: Iterable[Element], kind: Callable[[Element], object]) -> list
     """
     known: Counter[object] = Counter()
     ranks = []
-    for each in found:
+    for each in elements:
         ranks.append((known[kind(each)], each))
         known[kind(each)] += 1
     return [each for _, each in sorted(ranks, key=itemgetter(0))]

@@ -113,11 +113,11 @@ class _LevelActions(NamedTuple):
 
     ranks: Whole
     seconds: Numbers
-    received: slice | Whole
+    arrival_columns: slice | Whole
     """Columns in which what they wait for arrives."""
     starts: Whole | None
     """Where those of every action start; None where each has one."""
-    sent: slice | Whole
+    messages: slice | Whole
     """Messages."""
     sender: Whole
     """Of every message, among these actions."""
@@ -203,7 +203,7 @@ class _LevelState:
     def _in_turn(self) -> Iterator[tuple[int, _LevelActions]]:
         """Yield the levels where replicas take turns: the actions of all are laid out at once."""
         period, places = self._levels.period, len(self._level)
-        place, index = _taken(self._turn, self._wide, self._count)
+        place, index = _turns_taken(self._turn, self._wide, self._count)
         level = self._level[place] + period * index
         order = np.lexsort((place, level))
         place, index, level = place[order], index[order], level[order]
@@ -212,7 +212,7 @@ class _LevelState:
         # Which action of its level each is, by place and micro-batch.
         which = np.empty((places, self._count), dtype=np.int64)
         which[place, index] = np.arange(len(place)) - np.repeat(first, stop - first)
-        sent, carried = _taken(self._first, self._every, self._count)
+        sent, carried = _turns_taken(self._first, self._every, self._count)
         sent_level = self._level[self._sender[sent]] + period * carried
         order = np.argsort(sent_level, kind="stable")
         sender, message = which[self._sender[sent], carried][order], sent[order]
@@ -228,40 +228,40 @@ class _LevelState:
             outgoing = message[own], sender[own], target[own], length_s[own]
             yield number, _LevelActions(ranks[mine], seconds[mine], column[into:last_into], begun, *outgoing)
 
-    def _read_in_turn(self, place: Whole, level: Whole, sent: Whole, carried: Whole) -> tuple[Whole, Whole]:
+    def _read_in_turn(self, place: Whole, level: Whole, messages: Whole, numbers: Whole) -> tuple[Whole, Whole]:
         """Return the columns that actions read, in their order, and where those of each start.
 
         ``place`` and ``level`` are those of the actions; of every message and the micro-batches that it carries,
-        ``sent`` and ``carried``.
+        ``messages`` and ``numbers``.
         """
         idle = np.flatnonzero(np.isin(place, self._idle))
-        receiver, where = self._receiver[sent], self._idle_column[np.searchsorted(self._idle, place[idle])]
-        came = np.append(self._level[receiver] + self._levels.period * carried, level[idle])
+        receiver, where = self._receiver[messages], self._idle_column[np.searchsorted(self._idle, place[idle])]
+        came = np.append(self._level[receiver] + self._levels.period * numbers, level[idle])
         keys = came * len(self._level) + np.append(receiver, place[idle])
         order = np.argsort(keys, kind="stable")
-        column = np.append(self._column[sent], where)[order]
+        column = np.append(self._column[messages], where)[order]
         return column, np.searchsorted(keys[order], level * len(self._level) + place)
 
     def _perform(self, level: int, actions: _LevelActions, arrivals: Numbers) -> None:
         """Run what has this level."""
         row = level % self.late * self.columns
-        waits = arrivals[row : row + self.columns][actions.received]
+        waits = arrivals[row : row + self.columns][actions.arrival_columns]
         if actions.starts is not None:
             waits = np.maximum.reduceat(waits, actions.starts)
         ends = np.maximum(self.clock.take(actions.ranks), waits)
         ends += actions.seconds
-        arrives = np.maximum(self._free_s[actions.sent], ends.take(actions.sender))
+        arrives = np.maximum(self._free_s[actions.messages], ends.take(actions.sender))
         arrives += actions.length_s
         self.clock[actions.ranks] = ends
-        self._free_s[actions.sent] = arrives
+        self._free_s[actions.messages] = arrives
         arrivals[(actions.target + row) % len(arrivals)] = arrives
 
 
-def _taken(first: Whole, every: Whole, count: int) -> tuple[Whole, Whole]:
+def _turns_taken(first: Whole, every: Whole, count: int) -> tuple[Whole, Whole]:
     """Return who takes which of ``count`` micro-batches: each from a first one on, every so many.
 
-    >>> which, taken = _taken(np.array([0, 1]), np.array([2, 3]), 5)
-    >>> which.tolist(), taken.tolist()
+    >>> which, turn = _turns_taken(np.array([0, 1]), np.array([2, 3]), 5)
+    >>> which.tolist(), turn.tolist()
     ([0, 0, 0, 1, 1], [0, 2, 4, 1, 4])
     """
     counts = np.maximum(0, -(-(count - first) // every))
