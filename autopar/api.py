@@ -7,9 +7,10 @@ torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from autopar.errors import UsageError
 from autopar.formats import cluster as clusters
@@ -45,10 +46,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autopar.capture import UserModel
+    from autopar.formats.program import Program
     from autopar.formats.report import Verification
     from autopar.planner import PlanOptions
     from autopar.planner.compare import Comparison
     from autopar.profiler.probe import Probe
+    from autopar.runtime.rehearsal.steps import Rehearsal
     from autopar.runtime.result.outcome import Outcome
     from autopar.runtime.start.launch import StepProgress
     from autopar.shown import FileView
@@ -202,6 +205,7 @@ def simulate(
     cluster: clusters.Cluster | str | None = None,
     *,
     times_of: str | None = None,
+    program: str | Path | None = None,
     progress: Progress = no_progress,
 ) -> Timeline:
     """Return when every action of a plan's step is predicted to run.
@@ -211,31 +215,123 @@ def simulate(
         profile: what it was made of, in place of what it knows or its file records.
         cluster: likewise; a cluster, its file, or its name.
         times_of: the kind of the profile's devices whose times stand for others.
+        program: a file of the plan's program, edited or not; None: what the plan expands to.
         progress: told what is done.
 
     Raises:
         FileError: a file is missing, malformed, or no longer what it was when the plan was made.
+        ProgramError: the program does not carry out its plan.
         UsageError: the program is too long to be listed action by action, or asynchronous.
     """
     from autopar.planner import simulate as timeline_of
 
-    return Timeline.of(timeline_of(*_resolve_inputs(plan, profile, cluster, times_of, progress)))
+    inputs = _resolve_inputs(plan, profile, cluster, times_of, progress)
+    return Timeline.of(timeline_of(*inputs, _program(program, inputs[0])))
 
 
-def rehearse(plan: PlanFile, *, progress: Progress = no_progress) -> tuple[int, ...]:
-    """Return the peak bytes of every stage, by performing a plan's program on tensors that hold no data.
+@overload
+def rehearse(plan: PlanFile, *, progress: Progress = no_progress) -> tuple[int, ...]: ...
 
-    Operators are the CPU's: of a plan for GPUs, attention, dropout and autocast keep what a CPU keeps.
+
+@overload
+def rehearse(
+    plan: PlanFile,
+    *,
+    steps: int,
+    profile: Profile | str | Path | None = None,
+    cluster: clusters.Cluster | str | None = None,
+    times_of: str | None = None,
+    program: str | Path | None = None,
+    real_time: bool = False,
+    threads: bool | None = None,
+    timeout_s: float = 300.0,
+    progress: Progress = no_progress,
+) -> Rehearsal: ...
+
+
+def rehearse(
+    plan: PlanFile,
+    *,
+    steps: int | None = None,
+    profile: Profile | str | Path | None = None,
+    cluster: clusters.Cluster | str | None = None,
+    times_of: str | None = None,
+    program: str | Path | None = None,
+    real_time: bool = False,
+    threads: bool | None = None,
+    timeout_s: float = 300.0,
+    progress: Progress = no_progress,
+) -> tuple[int, ...] | Rehearsal:
+    """Perform a plan's program without its devices: return the peak bytes of every stage, or how long steps take.
+
+    Bytes are those of the model's tensors, which hold no data meanwhile. Operators are the CPU's: of a plan for GPUs,
+    attention, dropout and autocast keep what a CPU keeps.
+
+    Steps are performed by all ranks in virtual time, with layers that take the profile's seconds and compute nothing;
+    the model's code does not run.
+
+    Args:
+        plan: a plan, or its file.
+        steps: how many are performed; None: the bytes are counted. The other arguments go with ``steps``.
+        profile: what the plan was made of, in place of what it knows or its file records.
+        cluster: likewise; a cluster, its file, or its name.
+        times_of: the kind of the profile's devices whose times stand for others.
+        program: a file of the plan's program, edited or not; None: what the plan expands to.
+        real_time: whether ranks sleep as long as actions take.
+        threads: whether ranks are threads, and not processes; None: those of more than 16 ranks are.
+        timeout_s: longest that a rank may stand still.
+        progress: told what is done.
 
     Raises:
-        FileError: the model is not the one that was planned for.
-        TrainingError: the program cannot be performed.
+        FileError: a file is missing or malformed, or the model is not the one that was planned for.
+        ProgramError: the program does not carry out its plan.
+        UsageError: no program follows from the plan, or options contradict each other.
+        TrainingError: the program cannot be performed, or a rank was lost.
     """
-    inputs = _runnable(plan)
+    if steps is None:
+        _check_absent_without_steps(
+            profile=profile, cluster=cluster, times_of=times_of, program=program, real_time=real_time, threads=threads
+        )
+        inputs = _runnable(plan)
 
-    from autopar.runtime.start.rehearse import rehearse_model
+        from autopar.runtime.rehearsal.memory import rehearse_model
 
-    return rehearse_model(*inputs, progress)
+        return rehearse_model(*inputs, progress)
+    if steps < 1:
+        raise UsageError(f"`steps` must be at least 1, found {steps}")
+    planned, measured, machines = _resolve_inputs(plan, profile, cluster, times_of, progress)
+    edited = _program(program, planned)
+
+    from autopar.planner import action_prices
+    from autopar.runtime.rehearsal.steps import rehearse_steps
+
+    found = rehearse_steps(
+        planned,
+        measured,
+        action_prices(planned, measured, machines, edited),
+        steps,
+        program=edited,
+        real_time=real_time,
+        threads=threads,
+        timeout_s=timeout_s,
+        progress=progress,
+    )
+    return replace(found, timeline=Timeline.of(found.timeline))
+
+
+def _check_absent_without_steps(**options: object) -> None:
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise UsageError(f"`{name}` is of steps in virtual time; pass `steps`, too")
+
+
+def _program(path: str | Path | None, planned: plans.Plan) -> Program | None:
+    """Return the program of a file, if one is named."""
+    if path is None:
+        return None
+    from autopar.schedules.check import read_program
+
+    return read_program(Path(path), planned)
 
 
 def verify(

@@ -106,19 +106,24 @@ def _timelines(kind: str, file: Path, over: Path | None, progress: Progress) -> 
             kind, title, _to_json(_summary(timeline)), partial(render, timeline), partial(draw_timeline, timeline)
         )
     other = _timeline(over, progress)
-    if timeline.origin == other.origin:
-        remedy = "`over` needs a measured one and a simulated one (`autopar run --trace`, `autopar simulate --trace`)"
-        raise UsageError(f"{file} and {over} are both {timeline.origin}; {remedy}")
+    if (timeline.origin == "simulated") == (other.origin == "simulated"):
+        remedy = (
+            "`over` needs one that ranks recorded (`autopar run --trace`, `autopar rehearse --steps 1 --trace`) and a "
+            "simulated one (`autopar simulate --trace`)"
+        )
+        both = timeline.origin == other.origin
+        origins = f"both {timeline.origin}" if both else f"{timeline.origin} and {other.origin}"
+        raise UsageError(f"{file} and {over} are {origins}; {remedy}")
     if _computations(timeline) != _computations(other):
         raise UsageError(f"{file} and {over} do not hold the same computations; `over` needs two traces of one plan")
-    measured, predicted = (timeline, other) if timeline.origin == "measured" else (other, timeline)
+    measured, predicted = (timeline, other) if timeline.origin != "simulated" else (other, timeline)
 
     def render_both(console: Console) -> None:
         render(measured, console)
         render(predicted, console)
 
     error = predicted.end_s / measured.end_s - 1 if measured.end_s > 0 else None
-    figures = {"measured": _summary(measured), "predicted": _summary(predicted), "error": error}
+    figures = {measured.origin: _summary(measured), "predicted": _summary(predicted), "error": error}
     title = f"{file.name} over {over.name}"
     return FileView(kind, title, _to_json(figures), render_both, partial(draw_over, measured, predicted))
 

@@ -30,7 +30,7 @@ from autopar.profiler import ProfileOptions, profile
 from autopar.profiler.device import choose
 from autopar.ranks.context import RankContext
 from autopar.ranks.pool import RankPool
-from autopar.runtime.start.rehearse import rehearse_model
+from autopar.runtime.rehearsal.memory import rehearse_model
 from autopar.runtime.start.worker import build
 from autopar.runtime.start.workspace import Workspace
 from machine import Watch

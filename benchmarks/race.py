@@ -40,7 +40,7 @@ from turns import turn
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
-from harness.in_process import Exchange, InProcessTransport
+from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 
 __all__ = ["Field", "Lap", "Real", "alone", "apart", "emulated", "real"]
 

@@ -9,6 +9,7 @@ to, what every plan file says beside its stages, and where the times come from.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -16,12 +17,13 @@ from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Level
 from autopar.formats.document import Provenance, least_certain
 from autopar.formats.plan import Alternative, Bounds, Crossing, Plan, Prediction, SharedParameter, Shares, Stage
+from autopar.formats.prices import Prices
 from autopar.formats.profile import Profile
 from autopar.formats.program import Program
 from autopar.formats.timeline import Timeline, sending_of, track_of
 from autopar.planner.bounds.ranks import binding
 from autopar.planner.candidate import Candidate, CandidateStage, plain, splits_backward
-from autopar.planner.costs.durations import Durations, durations
+from autopar.planner.costs.durations import Durations, durations, prices_of
 from autopar.planner.costs.in_flight import backwards
 from autopar.planner.costs.links import Collective, Traffic
 from autopar.planner.costs.model import CostModel
@@ -348,13 +350,26 @@ def _estimates(costs: CostModel, candidate: Candidate) -> list[str]:
     return list(dict.fromkeys(note for note in notes if note))
 
 
-def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
-    """Return the predicted timeline of a plan.
+def simulate(plan: Plan, profile: Profile, cluster: Cluster, program: Program | None = None) -> Timeline:
+    """Return the predicted timeline of a plan, or of a program of its actions in another order.
 
     Raises:
         UsageError: no program follows from the plan (:attr:`Plan.refusal`).
         FileError: the plan's layers are not the profile's.
     """
+    costs, candidate = _priced(plan, profile, cluster)
+    return _trace(program or expand(plan), candidate, costs)
+
+
+def action_prices(plan: Plan, profile: Profile, cluster: Cluster, program: Program | None = None) -> Prices:
+    """Return what the actions of a plan are priced at, each as if nothing else went on; see :func:`simulate`."""
+    costs, candidate = _priced(plan, profile, cluster)
+    found = prices_of(program or expand(plan), durations(costs, candidate))
+    return replace(found, slowed=bool(costs.sharing))
+
+
+def _priced(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[CostModel, Candidate]:
+    """Return what prices a plan's actions, and the candidate that the plan was made of."""
     if plan.refusal is not None:
         raise UsageError(f"{plan.refusal}: the simulator has programs of synchronous pipelines of whole devices only")
     placed = (name for stage in plan.stages for name in stage.layers)
@@ -369,7 +384,7 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
     costs = CostModel(profile, cluster, PlanOptions(gpus=max(plan.devices) + 1, **same))
     candidate = candidate_of(plan, profile)
     _check_flows(plan, candidate, costs)
-    return _trace(expand(plan), candidate, costs)
+    return costs, candidate
 
 
 def _check_flows(plan: Plan, candidate: Candidate, costs: CostModel) -> None:

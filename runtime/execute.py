@@ -134,6 +134,8 @@ class Surroundings:
     """Called with (step, position in the program) before every action that may take a while."""
     scale: LossScale | None
     """What losses are multiplied by before their backward."""
+    notes_sends: bool = False
+    """Whether sends are noted, too, where they take no while."""
 
 
 class Executor:
@@ -168,7 +170,8 @@ class Executor:
         self._share = replica if placed.division == "split" else 0
         self._analysis = analyze_program(self._actions, {index for index in chunks if plan.stages[index].recompute})
         # On gloo, a rank cannot hang in a send, and notes nothing of it.
-        self._passing = self._analysis.sends if device.type == "cpu" else frozenset()
+        passing = device.type == "cpu" and not surroundings.notes_sends
+        self._passing = self._analysis.sends if passing else frozenset()
         self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
         self._consumers = {tensor.name: tensor.consumers for tensor in plan.tensors}
         self._flights: dict[tuple[int, int], InFlightMicroBatch] = {}

@@ -102,6 +102,75 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
+class PricedClock(Clock, Protocol):
+    """A clock of a rank whose actions take no time of their own: their prices pass in it."""
+
+    @property
+    def now_s(self) -> float:
+        """The present moment; ranks that tell each other moments have it of the same origin."""
+
+    def spend(self, seconds: float) -> None:
+        """Let time pass."""
+
+    def wait_until(self, moment_s: float) -> None:
+        """Let time pass until a moment, if that is to come."""
+
+
+class VirtualClock:
+    """Time is a number: every step begins at 0."""
+
+    lags = False
+
+    def __init__(self, overhead_s: float) -> None:
+        """Begin; ``overhead_s`` is what a step takes before its first action."""
+        self._overhead_s, self.now_s = overhead_s, 0.0
+
+    def start(self) -> None:
+        """See :class:`Clock`."""
+        self.now_s = self._overhead_s
+
+    def mark(self) -> object:
+        """See :class:`Clock`."""
+        return self.now_s
+
+    def resolve(self, marks: list[object]) -> list[float]:
+        """See :class:`Clock`."""
+        return [mark for mark in marks if isinstance(mark, float)]
+
+    def spend(self, seconds: float) -> None:
+        """See :class:`PricedClock`."""
+        self.now_s += seconds
+
+    def wait_until(self, moment_s: float) -> None:
+        """See :class:`PricedClock`."""
+        self.now_s = max(self.now_s, moment_s)
+
+
+class SleepingClock(HostClock):
+    """Time is this host's: a rank sleeps as long as its actions take."""
+
+    def __init__(self, overhead_s: float) -> None:
+        """Begin; ``overhead_s`` is what a step takes before its first action."""
+        self._overhead_s = overhead_s
+
+    @property
+    def now_s(self) -> float:
+        """See :class:`PricedClock`."""
+        return time.perf_counter()
+
+    def start(self) -> None:
+        """See :class:`Clock`."""
+        time.sleep(self._overhead_s)
+
+    def spend(self, seconds: float) -> None:
+        """See :class:`PricedClock`."""
+        time.sleep(seconds)
+
+    def wait_until(self, moment_s: float) -> None:
+        """See :class:`PricedClock`."""
+        time.sleep(max(0.0, moment_s - time.perf_counter()))
+
+
 def clock_of(device: torch.device) -> Clock:
     """Return the clock for a device."""
     return CudaClock() if device.type == "cuda" else HostClock()

@@ -35,12 +35,13 @@ _OWN = {
 """Flags that are not called like their arguments, which have units."""
 ARGUMENTS = frozenset(
     (
-        *("accept_loss", "batch", "calibrate_with", "chunks", "clip_norm", "cluster", "compile", "cpu_offload", "data"),
-        *("deferred_batch_norm", "device", "divisible", "effort", "epochs", "equal_widths", "exact", "forbid_cut"),
-        *("gap", "gpus", "last", "max_stages", "micro_batches", "min_stages", "objective", "over", "overwrite", "pin"),
-        *("precision", "profile", "profiled_batch", "ranks", "recompute", "replicate_state", "save", "schedule"),
-        *("seed", "sequence", "shard", "share_gpus", "solver", "solver_seconds", "stages", "steps", "sync_batch_norm"),
-        *("threads", "times_of", "use_all", "weights", *_OWN),
+        *("accept_loss", "batch", "calibrate_with", "chunks", "clip_norm", "cluster", "compile", "cpu_offload"),
+        *("data", "deferred_batch_norm", "device", "divisible", "effort", "epochs", "equal_widths", "exact"),
+        *("forbid_cut", "gap", "gpus", "last", "max_stages", "micro_batches", "min_stages", "objective", "over"),
+        *("overwrite", "pin", "precision", "profile", "profiled_batch", "program", "ranks", "real_time", "recompute"),
+        *("replicate_state", "save", "schedule", "seed", "sequence", "shard", "share_gpus", "solver"),
+        *("solver_seconds", "stages", "steps", "sync_batch_norm", "threads", "times_of", "use_all", "weights"),
+        *_OWN,
     )
 )
 """Arguments that are options of some command, too."""
@@ -178,6 +179,13 @@ Memory = Annotated[str | None, typer.Option("--memory", help="Limit per device, 
 Batch = Annotated[int | None, typer.Option("--batch", help="Samples per step; default: the profile's.")]
 Bandwidth = Annotated[
     str | None, typer.Option("--bandwidth", help="Assume this bandwidth of every link, such as 25GB/s.")
+]
+ProgramFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--program",
+        help="Program to take in place of the plan's own (`autopar simulate --write-program`), edited or not.",
+    ),
 ]
 TimesOf = Annotated[
     str | None,

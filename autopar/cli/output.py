@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
@@ -91,6 +91,31 @@ def check_output(
             raise UsageError(f"{output} is {used} by this command and cannot be its output; name another file")
     if output.exists() and output != default and not overwrite:
         raise UsageError(f"{output} exists; pass --overwrite to replace it")
+
+
+def check_outputs(
+    plan: Path,
+    substitutes: tuple[Path | None, str | None, Path | None],
+    outputs: Iterable[Path | None],
+    *,
+    overwrite: bool,
+) -> None:
+    """Refuse outputs that would replace what is read, one another, or what nobody agreed to lose.
+
+    What is read is the plan's, and the ``substitutes``: profile, cluster, program.
+    """
+    from autopar.formats.plan import Plan
+    from autopar.formats.references import plan_files
+    from autopar.hardware.clusters import is_file
+
+    named = [path for path in outputs if path is not None]
+    if not named:
+        return
+    profile, cluster, program = substitutes
+    read = (profile, Path(cluster) if cluster is not None and is_file(cluster) else None, program)
+    inputs = (*plan_files(Plan.load(plan), plan), *(path for path in read if path is not None))
+    for index, path in enumerate(named):
+        check_output(path, None, overwrite=overwrite, inputs=inputs, others=tuple(named[:index]))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""``autopar rehearse``: check a plan's memory by performing its program on tensors that hold no data."""
+"""``autopar rehearse``: perform a plan's program without its devices, to see what it holds, or how long it takes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.output import say, screen
-from autopar.errors import InfeasibleError
+from autopar.cli.arguments import ProgramFile, TimesOf
+from autopar.cli.output import check_outputs, say, screen
+from autopar.errors import InfeasibleError, UsageError
 
 _CPU_COUNTED = (
     "note: counted with the operators of a CPU, whose attention, dropout and autocast keep other bytes than a GPU's "
@@ -20,13 +21,53 @@ _CPU_COUNTED = (
 
 def command(
     plan: Annotated[Path, typer.Argument(help="What `autopar plan` wrote.")] = Path("plan.json"),
-    as_json: Annotated[bool, typer.Option("--json", help="Put the stages' peaks on stdout as JSON.")] = False,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Perform so many steps in virtual time, by all ranks, instead of checking memory."),
+    ] = None,
+    real_time: Annotated[
+        bool, typer.Option("--real-time", help="Sleep as long as actions take: steps are as long as on the devices.")
+    ] = False,
+    profile: Annotated[Path | None, typer.Option(help="Profile to use in place of the one the plan records.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Cluster, a file or a name, to use in place of the one the plan records.")
+    ] = None,
+    times_of: TimesOf = None,
+    program: ProgramFile = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write when every action of the last step ran here, as a Chrome trace.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Put the stages' peaks, or the steps' figures, on stdout as JSON.")
+    ] = False,
 ) -> None:
-    """Check the memory of every stage of a plan, without its devices: perform its program on tensors without data.
+    """Check the memory of every stage of a plan, or, with --steps, perform it in virtual time, without its devices.
 
-    Operators are the CPU's: of a plan for GPUs, what attention, dropout and autocast keep is counted as a CPU keeps it.
-    Exits with 3 if a stage holds more than its devices have.
+    Memory: the plan's program is performed on tensors without data. Operators are the CPU's: of a plan for GPUs, what
+    attention, dropout and autocast keep is counted as a CPU keeps it. Exits with 3 if a stage holds more than its
+    devices have.
+
+    Steps: every rank performs its program with layers that take the profile's seconds and compute nothing. Ranks are
+    processes of this machine; more than 16 are threads. The model's code does not run.
     """
+    if steps is not None:
+        _perform(plan, steps, real_time, (profile, cluster, times_of), program, trace, overwrite, as_json)
+        return
+    others = {
+        "--profile": profile,
+        "--cluster": cluster,
+        "--times-of": times_of,
+        "--program": program,
+        "--trace": trace,
+    }
+    for flag, value in {**others, "--real-time": real_time or None, "--overwrite": overwrite or None}.items():
+        if value is not None:
+            raise UsageError(f"{flag} is of steps in virtual time; pass --steps, too")
+    _check_memory(plan, as_json)
+
+
+def _check_memory(plan: Path, as_json: bool) -> None:
     from autopar import api
     from autopar.cli.progress import phases
     from autopar.formats.plan import Plan
@@ -49,3 +90,52 @@ def command(
             f"stage {stage} holds {peaks[stage]:,} bytes, its devices have {limits[stage]:,}; "
             f"plan again with a --memory that is smaller by the difference"
         )
+
+
+def _perform(
+    plan: Path,
+    steps: int,
+    real_time: bool,
+    inputs: tuple[Path | None, str | None, str | None],
+    program: Path | None,
+    trace: Path | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    from autopar import api
+    from autopar.cli.arguments import as_flags, echo
+    from autopar.cli.progress import long_simulation, phases
+    from autopar.inputs import read_inputs
+    from autopar.report.pictures import render
+    from autopar.report.table import duration
+
+    profile, cluster, _ = inputs
+    check_outputs(plan, (profile, cluster, program), [trace], overwrite=overwrite)
+    planned, measured, machines = read_inputs(plan, *inputs, long_simulation)
+    simulated = api.simulate(planned, measured, machines, program=program)
+    with phases() as progress:
+        found = api.rehearse(
+            planned,
+            steps=steps,
+            profile=measured,
+            cluster=machines,
+            program=program,
+            real_time=real_time,
+            progress=progress,
+        )
+    console = screen()
+    echo(cluster, machines, console)
+    render(found.timeline, console)
+    last_s = found.steps_s[-1]
+    error = last_s / simulated.end_s - 1 if simulated.end_s > 0 else 0.0
+    say(console, f"simulated: {duration(simulated.end_s)}, rehearsed {error:+.2%}")
+    if steps > 1:
+        say(console, f"steps: {duration(min(found.steps_s))} to {duration(max(found.steps_s))}")
+    for note in found.notes:
+        say(console, f"note: {as_flags(note)}")
+    if trace is not None:
+        found.timeline.save(trace)
+        say(console, f"Written: {trace}; hold it against the prediction: `autopar show {trace} --over {plan}`")
+    if as_json:
+        figures = {"steps_s": found.steps_s, "simulated_s": simulated.end_s, "notes": found.notes}
+        sys.stdout.write(json.dumps(figures, indent=1) + "\n")

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.arguments import TimesOf
-from autopar.cli.output import say, screen
+from autopar.cli.arguments import ProgramFile, TimesOf
+from autopar.cli.output import check_outputs, say, screen
 
 
 def command(
@@ -21,8 +21,9 @@ def command(
     ] = None,
     times_of: TimesOf = None,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline here, as a Chrome trace.")] = None,
-    program: Annotated[
-        Path | None, typer.Option(help="Write the plan's program here, for `autopar run --program`, edited or not.")
+    program: ProgramFile = None,
+    write_program: Annotated[
+        Path | None, typer.Option(help="Write the plan's program here, to be edited and read by --program.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Put the step's figures on stdout as JSON.")] = False,
@@ -34,41 +35,24 @@ def command(
     from autopar.inputs import read_inputs
     from autopar.planner.costs.kinds import kinds_of
     from autopar.report.pictures import render
+    from autopar.schedules.check import read_program
     from autopar.schedules.expand import expand
 
-    _check_outputs(plan, (profile, cluster), [path for path in (trace, program) if path is not None], overwrite)
+    check_outputs(plan, (profile, cluster, program), (trace, write_program), overwrite=overwrite)
     planned, measured, machines = read_inputs(plan, profile, cluster, times_of, long_simulation)
     with slow_phases("simulating"):
-        timeline = api.simulate(planned, measured, machines)
+        timeline = api.simulate(planned, measured, machines, program=program)
     console = screen()
     echo(cluster, machines, console)
     render(timeline, console)
     for note in kinds_of(measured, machines.devices[: max(planned.devices) + 1], planned.times_of).notes:
         say(console, f"note: {as_flags(note)}")
-    if program is not None:
-        expand(planned).save(program)
-        say(console, f"Written: {program}; run it with `autopar run {plan} --program {program}`")
+    if write_program is not None:
+        (expand(planned) if program is None else read_program(program, planned)).save(write_program)
+        say(console, f"Written: {write_program}; run it with `autopar run {plan} --program {write_program}`")
     if trace is not None:
         timeline.save(trace)
         say(console, f"Written: {trace}; open it in Perfetto, or `autopar show {trace}`")
     if as_json:
         figures = {"step_s": timeline.end_s, "bubble": timeline.bubble(), "busy_s": timeline.busy_s()}
         sys.stdout.write(json.dumps(figures, indent=1) + "\n")
-
-
-def _check_outputs(
-    plan: Path, substitutes: tuple[Path | None, str | None], outputs: list[Path], overwrite: bool
-) -> None:
-    """Refuse outputs that would replace what is read, one another, or what nobody agreed to lose."""
-    from autopar.cli.output import check_output
-    from autopar.formats.plan import Plan
-    from autopar.formats.references import plan_files
-    from autopar.hardware.clusters import is_file
-
-    if not outputs:
-        return
-    profile, cluster = substitutes
-    read = (profile, Path(cluster) if cluster is not None and is_file(cluster) else None)
-    inputs = (*plan_files(Plan.load(plan), plan), *(path for path in read if path is not None))
-    for index, path in enumerate(outputs):
-        check_output(path, None, overwrite=overwrite, inputs=inputs, others=tuple(outputs[:index]))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from autopar.cli.arguments import ProgramFile
 from autopar.cli.output import check_output, say, screen
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
@@ -55,10 +56,7 @@ class TrainingArguments:
     weights: Annotated[
         Path | None, typer.Option("--weights", help="Folder of initial weights (safetensors); default: model()'s own.")
     ] = None
-    program: Annotated[
-        Path | None,
-        typer.Option("--program", help="Program to run in place of the plan's own (`autopar simulate --program`)."),
-    ] = None
+    program: ProgramFile = None
     save: Annotated[
         Path | None,
         typer.Option(

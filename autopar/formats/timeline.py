@@ -14,14 +14,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from autopar.errors import FileError
 from autopar.formats.document import MOST_RANKS, parse_json, read_text, value_text, write_text
 from autopar.formats.program import BACKWARDS, FORWARD, KINDS, RECEIVES, REDUCTIONS, SENDS, UPDATE, Action
 from autopar.formats.report import KindTimes
 
-Origin = Literal["simulated", "measured"]
+Origin = Literal["simulated", "measured", "rehearsed"]
+"""Predicted; or recorded by ranks, of a model's layers or of stand-ins in virtual time."""
 LONGEST_US = 1e18
 TRACKS = ("compute", "send", "receive", "reduce")
 _COMPUTATIONS = (FORWARD, *BACKWARDS, UPDATE)
@@ -125,8 +126,8 @@ class Timeline:
         other = content.get("otherData")
         if not isinstance(other, dict) or other.get("format") != "autopar.trace" or other.get("version") != 1:
             raise FileError(f'{path}: $.otherData.format: expected "autopar.trace" of version 1')
-        if other.get("origin") not in ("simulated", "measured"):
-            raise FileError(f'{path}: $.otherData.origin: expected "simulated" or "measured"')
+        if other.get("origin") not in get_args(Origin):
+            raise FileError(f"{path}: $.otherData.origin: expected one of {', '.join(get_args(Origin))}")
         timeline = cls(other["origin"])
         entries = content.get("traceEvents")
         if not isinstance(entries, list):
@@ -237,7 +238,7 @@ def _spans(step: Timeline) -> Iterator[tuple[int, float, float, int]]:
             middle = min(max(begun.get(sending_of(event), math.inf), start), end)
             yield rank, start, middle, _WAITING
             yield rank, middle, end, _TRANSFER
-        elif step.origin == "measured":
+        elif step.origin != "simulated":
             yield rank, start, end, _TRANSFER
 
 
@@ -271,7 +272,7 @@ def own_times(timeline: Timeline) -> dict[tuple[int, Action], float]:
         if event.action.kind in REDUCTIONS:
             key = event.action.reduction
             come[key] = max(come.get(key, event.start_s), event.start_s)
-    is_measured = timeline.origin == "measured"
+    is_measured = timeline.origin != "simulated"
     for event in timeline:
         if event.action.kind in REDUCTIONS:
             found[event.rank, event.action] = max(0.0, event.end_s - come[event.action.reduction])

@@ -91,7 +91,7 @@ class _Sheet:
 
 def draw_timeline(timeline: Timeline, head: Callable[[Axes], None] | None = None, head_inches: float = 0.0) -> Figure:
     """Return a picture of one timeline, with what ``head`` draws above it, in so many inches."""
-    kind = "Predicted" if timeline.origin == "simulated" else "Measured"
+    kind = "Predicted" if timeline.origin == "simulated" else timeline.origin.capitalize()
     bubble = f"{timeline.bubble():.0%} of the ranks' time is bubble"
     rows, title = _rows([timeline], [""]), f"{kind} step: {_milliseconds(timeline.end_s)} ms, {bubble}"
     return _draw_rows(rows, _sheet(rows, timeline.end_s, head, head_inches), title)
@@ -99,9 +99,10 @@ def draw_timeline(timeline: Timeline, head: Callable[[Axes], None] | None = None
 
 def draw_over(measured_timeline: Timeline, predicted_timeline: Timeline) -> Figure:
     """Return a picture with every rank's measured row directly over its predicted row, on one time axis."""
-    rows = _rows([measured_timeline, predicted_timeline], ["measured", "predicted"])
+    kind = measured_timeline.origin
+    rows = _rows([measured_timeline, predicted_timeline], [kind, "predicted"])
     measured_ms, predicted_ms = _milliseconds(measured_timeline.end_s), _milliseconds(predicted_timeline.end_s)
-    title = f"Measured step: {measured_ms} ms, predicted: {predicted_ms} ms"
+    title = f"{kind.capitalize()} step: {measured_ms} ms, predicted: {predicted_ms} ms"
     if measured_timeline.end_s > 0:
         title += f" ({predicted_timeline.end_s / measured_timeline.end_s - 1:+.1%})"
     return _draw_rows(rows, _sheet(rows, max(measured_timeline.end_s, predicted_timeline.end_s)), title)

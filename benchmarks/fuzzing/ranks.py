@@ -29,7 +29,7 @@ from autopar.runtime.update import Update
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 
-from harness.in_process import Exchange, InProcessTransport
+from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 
 __all__ = ["HungError", "Kept", "in_processes", "in_threads", "train"]
 

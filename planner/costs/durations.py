@@ -7,6 +7,18 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count
 
 from autopar.formats.cluster import Level
+from autopar.formats.prices import Prices, RankPrices, price_key
+from autopar.formats.program import (
+    BACKWARD,
+    FORWARD,
+    INPUT_BACKWARD,
+    REDUCE,
+    REDUCE_TIED,
+    SENDS,
+    UPDATE,
+    WEIGHT_BACKWARD,
+    Program,
+)
 from autopar.planner.candidate import Candidate, groups, has_chunks, splits_backward
 from autopar.planner.costs.in_flight import backwards
 from autopar.planner.costs.model import CostModel
@@ -77,6 +89,35 @@ def durations(costs: CostModel, candidate: Candidate) -> Durations:
         devices = list(dict.fromkeys(each for index in holders for each in candidate.stages[index].devices))
         found.tied_s.append(costs.tied_s(tied, devices))
     return found
+
+
+def prices_of(program: Program, times: Durations) -> Prices:
+    """Return what every action of a program is priced at, by rank."""
+    owner = {place: at for at, place in enumerate(zip(times.ranks, times.stage, strict=True))}
+    seconds_of = {
+        FORWARD: times.forward_s,
+        BACKWARD: times.backward_s,
+        INPUT_BACKWARD: times.input_s,
+        WEIGHT_BACKWARD: times.weight_s,
+        REDUCE: times.reduce_s,
+        UPDATE: times.update_s,
+    }
+    found = []
+    for rank, actions in enumerate(program.ranks):
+        seconds: dict[str, float] = {}
+        exposed_s: dict[str, float] = {}
+        for key, action in {price_key(action): action for action in actions}.items():
+            own = owner[rank, action.stage]
+            if action.kind in SENDS:
+                seconds[key] = times.message_s[own, owner[action.peer, action.peer_stage]]
+            elif action.kind == REDUCE_TIED:
+                seconds[key] = times.tied_s[action.micro_batch]
+            elif action.kind in seconds_of:
+                seconds[key] = seconds_of[action.kind][own]
+            if action.kind == REDUCE:
+                exposed_s[key] = times.exposed_s[own]
+        found.append(RankPrices(seconds, exposed_s))
+    return Prices(times.overhead_s, tuple(found))
 
 
 def _share_ranks(candidate: Candidate, times: Durations) -> None:

@@ -36,7 +36,7 @@ from autopar.runtime.stage.parameters import (
 )
 from autopar.runtime.stage.stage import Stage
 from autopar.runtime.start.workspace import check_shares
-from autopar.runtime.times import clock_of
+from autopar.runtime.times import Clock, clock_of
 from autopar.runtime.update import Update, UpdateSettings
 from autopar.schedules.expand import stages_of
 
@@ -46,13 +46,15 @@ DEFAULTS = TrainSettings()
 class Job:
     """One rank: its stages, optimizer and data, stepped together with the other ranks' jobs.
 
-    Where batches come from elsewhere, or nobody reads numbers, a subclass has another ``_loader``, ``_tally`` or
-    ``update_of``.
+    Where batches come from elsewhere, nobody reads numbers, or time is not the device's, a subclass has another
+    ``_loader``, ``_tally``, ``update_of`` or ``_clock``.
     """
 
     update_of: ClassVar[type[Update]] = Update
     reads_values: ClassVar[bool] = True
     """Whether tensors have values that the host may ask for."""
+    notes_sends: ClassVar[bool] = False
+    """Whether every send is noted, too."""
 
     def __init__(
         self,
@@ -90,7 +92,7 @@ class Job:
         layers = {index: [graph.layer(name) for name in plan.stages[index].layers] for index in indices}
         self._local_parameters = hold(plan, layers, weights, device)
         self.stages = self._build_stages(program, graph, layers, transport, settings)
-        clock, self._copies = clock_of(device), copies_of(device)
+        clock, self._copies = self._clock(), copies_of(device)
         reducer = reducer_of(plan, rank, self.stages, self._local_parameters, transport, clock.mark)
         scale = LossScale() if plan.precision == "fp16" else None
         self._update = self._updating(graph, reducer, transport, settings, scale, whole)
@@ -98,7 +100,7 @@ class Job:
         crossing = {tensor.name: tensor for tensor in crossing_specs(plan, graph)}
         marked = not graph.portable and self.reads_values
         self._mailbox = Mailbox(plan, program, rank, crossing, transport, device, with_marks=marked)
-        surroundings = Surroundings(plan, self.actions, rank, device, clock, note, scale)
+        surroundings = Surroundings(plan, self.actions, rank, device, clock, note, scale, self.notes_sends)
         parts = self._mailbox, reducer, self._tally(), self._complete
         self._executor = Executor(surroundings, self.stages, *parts)
 
@@ -265,6 +267,9 @@ class Job:
         if update.optimizer is not None:
             update.optimizer.register_step_pre_hook(lambda *_: twins.set_gradients())
         return update
+
+    def _clock(self) -> Clock:
+        return clock_of(self._device)
 
     def _loader(self, model: UserModel, graph: LayerGraph, settings: TrainSettings) -> Loader:
         """Return what loads mini-batches: in the host's memory, where copies bring them on from there."""

@@ -142,7 +142,7 @@ def run(
                 _arguments(plan, program, model, scratch.path, options, steps, name),
                 ranks=len(plan.devices),
                 timeout_s=options.timeout_s,
-                describe=_describe(plan, program),
+                describe=describe(plan, program),
                 on_message=_sum_losses(plan, progress),
             )
         return _conclude(plan, program, [cast(RankResult, result) for result in results], options, initial)
@@ -303,8 +303,10 @@ def _ranks(plan: Plan, pool: RankPool | None, share_gpus: bool) -> Iterator[Rank
             yield own
 
 
-def _describe(plan: Plan, program: Program) -> Describe:
-    def describe(rank: int, note: Note) -> Doing:
+def describe(plan: Plan, program: Program) -> Describe:
+    """Return what puts the last note of a rank that performs a program into words."""
+
+    def words(rank: int, note: Note) -> Doing:
         if note.phase != STEPPING:
             # A rank that has finished waits for all others before it saves anything.
             return Doing(*("finishing", True) if note.phase == FINISHED else ("setting up", False))
@@ -312,7 +314,7 @@ def _describe(plan: Plan, program: Program) -> Describe:
         waiting = action.kind in (RECEIVE, RECEIVE_GRADIENT, REDUCE, REDUCE_TIED)
         return Doing(f"stage {action.stage}, step {note.step}, {action}", waiting)
 
-    return describe
+    return words
 
 
 def _sum_losses(plan: Plan, progress: StepProgress | None) -> Callable[[int, dict[str, object]], None]:

@@ -83,8 +83,8 @@ def test_two_traces_of_the_same_origin_are_refused(run: Run, tmp_path: Path) -> 
     code, _, err = run("a.json", "--over", "b.json")
     assert code == 2
     assert err == (
-        "autopar: a.json and b.json are both measured; --over needs a measured one and a simulated one"
-        " (`autopar run --trace`, `autopar simulate --trace`)\n"
+        "autopar: a.json and b.json are both measured; --over needs one that ranks recorded (`autopar run --trace`, "
+        "`autopar rehearse --steps 1 --trace`) and a simulated one (`autopar simulate --trace`)\n"
     )
     assert not (tmp_path / "timeline.png").exists()
 

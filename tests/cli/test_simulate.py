@@ -31,15 +31,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
 
 def test_simulate_writes_the_program_that_is_run(run: Run) -> None:
     assert run("plan", "--gpus", "2", "--min-stages", "2")[0] == 0
-    code, _, err = run("simulate", "--program", "program.json")
+    code, _, err = run("simulate", "--write-program", "program.json")
     assert code == 0
     assert "Written: program.json" in err
     plan = Plan.load("plan.json")
     assert read_program(Path("program.json"), plan) == expand(plan)
-    code, _, err = run("simulate", "--program", "program.json")
+    code, _, err = run("simulate", "--write-program", "program.json")
     assert (code, err.count("\n")) == (2, 1)
     assert "program.json exists" in err
-    code, _, err = run("simulate", "--program", "p.json", "--trace", "p.json", "--overwrite")
+    code, _, err = run("simulate", "--write-program", "p.json", "--trace", "p.json", "--overwrite")
     assert (code, err.count("\n")) == (2, 1)
 
 

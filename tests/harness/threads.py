@@ -19,6 +19,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.runtime.data import ShareLoader
 from autopar.runtime.execute import StepRecord
+from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage.stage import Segment
@@ -26,7 +27,6 @@ from autopar.runtime.start.job import DEFAULTS, Job
 from autopar.runtime.update import Update
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
-from harness.in_process import Exchange, InProcessTransport
 from rank_jobs import keep
 
 Graph = TypeVar("Graph", LayerGraph, EvaluationGraph)

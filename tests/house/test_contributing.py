@@ -91,7 +91,7 @@ def test_a_new_schedule_is_planned_checked_and_simulated(run: Run, monkeypatch: 
     assert run("plan", *asked, "--schedule", "Two By Two")[0] == 0
     made = Plan.load("plan.json")
     assert (made.schedule, [stage.warmup for stage in made.stages]) == ("two-by-two", [2, 2])
-    assert run("simulate", "--program", "program.json", "--trace", "trace.json")[0] == 0
+    assert run("simulate", "--write-program", "program.json", "--trace", "trace.json")[0] == 0
     program = read_program(Path("program.json"), made)
     own = " ".join(str(action) for action in program.ranks[1] if action.kind in (FORWARD, BACKWARD))
     assert own == "F0@1 F1@1 B0@1 B1@1 F2@1 F3@1 B2@1 B3@1"

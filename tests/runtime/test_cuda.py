@@ -14,12 +14,12 @@ from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
 from autopar.runtime.messages.copies import CudaCopies
+from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.expand import expand
 from dictated import dictate
-from harness.in_process import Exchange, InProcessTransport
 from paths import HARNESS
 from threads import own
 from training_cases import STEPS, Case, cases, check, check_buffers, dropout, make_case, shares_of, train

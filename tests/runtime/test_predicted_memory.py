@@ -11,7 +11,7 @@ from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.costs.kinds import estimated_cluster
 from autopar.profiler import ProfileOptions, profile
-from autopar.runtime.start.rehearse import rehearse
+from autopar.runtime.rehearsal.memory import rehearse
 
 ROWS, MICRO_BATCHES = 256, 8
 MODEL = """

@@ -12,7 +12,7 @@ from autopar.hardware.gpus import find
 from autopar.planner import PlanOptions, plan
 from autopar.profiler.estimate import estimate
 from autopar.profiler.subject import ProfileOptions, prepare
-from autopar.runtime.start.rehearse import rehearse
+from autopar.runtime.rehearsal.memory import rehearse
 from paths import EXAMPLES
 
 Model = tuple[UserModel, LayerGraph, Profile]

@@ -14,9 +14,9 @@ from torch import nn
 from autopar.capture.export import capture_module
 from autopar.formats.profile import Writes
 from autopar.runtime.gradients.reducer import Reducer, ReplicatedBuffers
+from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.stage.parameters import LocalParameters
-from harness.in_process import Exchange, InProcessTransport
 
 
 def _in_ranks(size: int, act: Callable[[int, Transport], None]) -> None:

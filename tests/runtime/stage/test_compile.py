@@ -15,12 +15,12 @@ import plain
 from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.errors import UsageError
+from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.schedules.expand import expand
 from dictated import dictate
-from harness.in_process import Exchange, InProcessTransport
 from paths import MODELS
 
 MICRO_BATCHES, ROWS, STEPS = 2, 4, 3

@@ -16,6 +16,7 @@ from autopar.capture.source import UserModel, load
 from autopar.capture.storages import StorageTracker
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
+from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 from autopar.runtime.result import weights
 from autopar.runtime.start import workspace
 from autopar.runtime.start.job import Job
@@ -23,7 +24,6 @@ from autopar.runtime.start.saving import write_stages
 from autopar.runtime.start.workspace import Workspace, given_names, made_by_module
 from autopar.schedules.expand import expand
 from dictated import dictate
-from harness.in_process import Exchange, InProcessTransport
 
 WIDTH, BLOCKS = 96, 6
 MODEL = f"""

@@ -26,21 +26,56 @@ _Key = tuple[tuple[int, ...], bool, int]
 """Of a reduction: its ranks, whether it is apart, and the how manieth of those it is."""
 
 
+class _Meeting:
+    """Where those who have something to do with each other wait for one another, and nobody else does."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.messages: deque[torch.Tensor] = deque()
+        self.parts: dict[int, torch.Tensor] = {}
+        """Of a reduction, by rank."""
+        self.left = 0
+        """How many ranks have the sum."""
+
+
 class Exchange:
     """What all ranks of one process share: a queue per ordered pair, and the reductions under way."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
-        self.timeout_s = timeout_s
-        self.changed = threading.Condition()
-        self.queues: dict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
-        self.reductions: dict[_Key, dict[int, torch.Tensor]] = defaultdict(dict)
         self.broken = False
+        self._timeout_s, self._lock = timeout_s, threading.Lock()
+        self._queues: dict[tuple[int, int], _Meeting] = {}
+        self._reductions: dict[_Key, _Meeting] = {}
+
+    def queue(self, pair: tuple[int, int]) -> _Meeting:
+        """Return the queue of an ordered pair."""
+        with self._lock:
+            return self._queues.setdefault(pair, _Meeting())
+
+    def reduction(self, key: _Key) -> _Meeting:
+        """Return a reduction that is not over."""
+        with self._lock:
+            return self._reductions.setdefault(key, _Meeting())
+
+    def end(self, key: _Key) -> None:
+        """Forget a reduction."""
+        with self._lock:
+            del self._reductions[key]
+
+    def wait(self, meeting: _Meeting, ready: _Ready, what: str) -> None:
+        """Wait, holding a meeting, until something is so; ``what`` is lost otherwise."""
+        arrived = meeting.changed.wait_for(lambda: self.broken or ready(), self._timeout_s)
+        if self.broken or not arrived:
+            raise PeerLostError(what)
 
     def break_off(self) -> None:
         """Let every rank that waits, now or later, fail."""
-        with self.changed:
+        with self._lock:
             self.broken = True
-            self.changed.notify_all()
+            every = [*self._queues.values(), *self._reductions.values()]
+        for meeting in every:
+            with meeting.changed:
+                meeting.changed.notify_all()
 
 
 class InProcessTransport:
@@ -53,9 +88,10 @@ class InProcessTransport:
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`autopar.runtime.messages.transport.Transport`."""
-        with self._exchange.changed:
-            self._exchange.queues[self._rank, peer].append(bytes_of(tensor).clone())
-            self._exchange.changed.notify_all()
+        queue = self._exchange.queue((self._rank, peer))
+        with queue.changed:
+            queue.messages.append(bytes_of(tensor).clone())
+            queue.changed.notify_all()
         return Done(tensor)
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
@@ -72,10 +108,11 @@ class InProcessTransport:
         """See :class:`autopar.runtime.messages.transport.Transport`."""
         key = (ranks, apart, self._count[ranks, apart])
         self._count[ranks, apart] += 1
-        with self._exchange.changed:
-            self._exchange.reductions[key][self._rank] = _summable(tensor).clone()
-            self._exchange.changed.notify_all()
-        return _Reduce(self._exchange, key, tensor)
+        meeting = self._exchange.reduction(key)
+        with meeting.changed:
+            meeting.parts[self._rank] = _summable(tensor).clone()
+            meeting.changed.notify_all()
+        return _Reduce(self._exchange, key, meeting, tensor)
 
 
 class _Receive:
@@ -91,10 +128,10 @@ class _Receive:
             self._posted.popleft()._fill()
 
     def _fill(self) -> None:
-        queue = self._exchange.queues[self._pair]
-        with self._exchange.changed:
-            _wait(self._exchange, lambda: bool(queue), f"no message from rank {self._pair[0]}")
-            message = queue.popleft()
+        queue = self._exchange.queue(self._pair)
+        with queue.changed:
+            self._exchange.wait(queue, lambda: bool(queue.messages), f"no message from rank {self._pair[0]}")
+            message = queue.messages.popleft()
         content = bytes_of(self._tensor)
         if message.numel() != content.numel():
             raise PeerLostError(f"it has sent {message.numel()} bytes where {content.numel()} were expected")
@@ -103,19 +140,24 @@ class _Receive:
 
 
 class _Reduce:
-    def __init__(self, exchange: Exchange, key: _Key, tensor: torch.Tensor) -> None:
-        self._exchange, self._key, self._tensor = exchange, key, tensor
+    def __init__(self, exchange: Exchange, key: _Key, meeting: _Meeting, tensor: torch.Tensor) -> None:
+        self._exchange, self._key, self._meeting, self._tensor = exchange, key, meeting, tensor
 
     def wait(self) -> None:
-        ranks = self._key[0]
-        with self._exchange.changed:
-            parts = self._exchange.reductions[self._key]
-            _wait(self._exchange, lambda: len(parts) == len(ranks), f"no reduction among ranks {ranks}")
-        total = parts[ranks[0]].clone()
+        """See :class:`autopar.runtime.messages.transport.Pending`."""
+        meeting, ranks = self._meeting, self._key[0]
+        with meeting.changed:
+            ready = f"no reduction among ranks {ranks}"
+            self._exchange.wait(meeting, lambda: len(meeting.parts) == len(ranks), ready)
+            meeting.left += 1
+            if meeting.left == len(ranks):
+                self._exchange.end(self._key)
+        total = meeting.parts[ranks[0]].clone()
         for rank in ranks[1:]:
-            if (parts[rank].shape, parts[rank].dtype) != (total.shape, total.dtype):
+            part = meeting.parts[rank]
+            if (part.shape, part.dtype) != (total.shape, total.dtype):
                 raise PeerLostError(f"ranks {ranks} sum tensors of different sizes or types")
-            total += parts[rank]
+            total += part
         _summable(self._tensor).copy_(total)
 
 
@@ -140,12 +182,6 @@ def _summable(tensor: torch.Tensor) -> torch.Tensor:
     if numbers.dtype not in _SUMMED:
         raise PeerLostError(f"Invalid scalar type {numbers.dtype}")
     return numbers.reshape(-1)
-
-
-def _wait(exchange: Exchange, ready: _Ready, what: str) -> None:
-    arrived = exchange.changed.wait_for(lambda: exchange.broken or ready(), exchange.timeout_s)
-    if exchange.broken or not arrived:
-        raise PeerLostError(what)
 
 
 class _Ready(Protocol):

@@ -9,7 +9,7 @@ import torch
 
 from autopar.ranks.channel import Channel, new_channel_ends
 from autopar.ranks.failure import PeerLostError
-from harness.in_process import Exchange, InProcessTransport
+from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 
 Carry = Callable[[torch.Tensor, torch.Tensor], None]
 """Sends the first tensor, and receives it into the second."""

@@ -19,7 +19,7 @@ from autopar.errors import TrainingError
 from autopar.formats.plan import Shard
 from autopar.formats.references import allow_any_path
 from autopar.ranks.pool import RankPool
-from autopar.runtime.start.rehearse import rehearse, rehearse_model
+from autopar.runtime.rehearsal.memory import rehearse, rehearse_model
 from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.expand import rank_of
 from dictated import dictate

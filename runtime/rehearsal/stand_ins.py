@@ -1,0 +1,155 @@
+"""Stand-ins: layers of a profile that compute next to nothing, in place of a model's.
+
+In comes a profile; out come a graph whose layers read and make what the profile's do, in tensors of one number a
+sample, and what else a job asks of a model. No code of the user's runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from autopar.capture.graph import Layer, LayerGraph, TensorSpec
+from autopar.capture.source import UserModel
+from autopar.formats.plan import Plan
+from autopar.formats.profile import Profile
+from autopar.formats.program import Program
+from autopar.runtime.data import Batch, Loader
+from autopar.runtime.messages.transport import Transport
+from autopar.runtime.settings import TrainSettings
+from autopar.runtime.start.job import Job
+from autopar.runtime.times import Clock, PricedClock
+from autopar.schedules.expand import mine
+
+_LOSS = "loss"
+
+
+class StandInLayer(nn.Module):
+    """Adds up what it reads, and gives it on."""
+
+    def __init__(self, gradients: Sequence[bool], shared_parameters: int, *, is_last: bool, is_trained: bool) -> None:
+        """Make its parameters.
+
+        Args:
+            gradients: whether a gradient flows back over it, of every output.
+            shared_parameters: how many parameters it has beside its own.
+            is_last: whether it makes the loss, too.
+            is_trained: whether a backward comes to it.
+        """
+        super().__init__()
+        self._gradients, self._is_last = gradients, is_last
+        self.weight = nn.Parameter(torch.zeros(1), requires_grad=is_trained)
+        self.shared = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(shared_parameters))
+
+    def forward(self, rows: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the outputs."""
+        total = self.weight.expand(rows)
+        for each in (*self.shared, *inputs):
+            total = total + each
+        outputs = [total * 1.0 if gradient else total.detach() for gradient in self._gradients]
+        return (*outputs, total.mean()) if self._is_last else tuple(outputs)
+
+
+def stand_in_graph(profile: Profile) -> LayerGraph:
+    """Return a profile's layers and tensors."""
+    shared: dict[str, list[str]] = {layer.name: [] for layer in profile.layers}
+    for tied in profile.tied:
+        for name in tied.layers if tied.trainable else ():
+            shared[name].append(tied.parameter)
+    last, trained, layers = profile.layers[-1].name, _layers_trained(profile), []
+    for each in profile.layers:
+        made = [tensor for tensor in profile.tensors if tensor.producer == each.name]
+        read = tuple(tensor.name for tensor in profile.tensors if each.name in tensor.consumers)
+        names = {f"shared.{at}": name for at, name in enumerate(dict.fromkeys(shared[each.name]))}
+        gradients, is_trained = [tensor.gradient for tensor in made], each.name in trained
+        module = StandInLayer(gradients, len(names), is_last=each.name == last, is_trained=is_trained)
+        outputs = tuple(tensor.name for tensor in made)
+        layers.append(
+            Layer(
+                name=each.name,
+                modules=(each.name,),
+                inputs=read,
+                outputs=(*outputs, _LOSS) if each.name == last else outputs,
+                parameters={"weight": f"{each.name}:weight", **names},
+                buffers={},
+                random=False,
+                fingerprint=each.name,
+                module=module,
+            )
+        )
+    tensors = tuple(
+        TensorSpec(each.name, each.producer, each.consumers, (), 0, torch.float32, each.gradient)
+        for each in sorted(profile.tensors, key=lambda each: each.producer is not None)
+    )
+    inputs = tuple(each.name for each in tensors if each.producer is None)
+    return LayerGraph(tuple(layers), tensors, inputs, (_LOSS,), "mean")
+
+
+def _layers_trained(profile: Profile) -> set[str]:
+    """Return the layers that a backward from the last one comes to."""
+    found = {profile.layers[-1].name}
+    for layer in reversed(profile.layers):
+        made = (tensor for tensor in profile.tensors if tensor.producer == layer.name and tensor.gradient)
+        if any(found.intersection(tensor.consumers) for tensor in made):
+            found.add(layer.name)
+    return found
+
+
+def stand_in_model() -> UserModel:
+    """Return what a job asks of a model beside its layers: an optimizer."""
+
+    def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.0)
+
+    return UserModel("stand-ins", Path(__file__), "", nn.Identity, {"optimizer": optimizer})
+
+
+def zeros(names: Iterable[str]) -> Mapping[str, torch.Tensor]:
+    """Return the initial parameters of those names."""
+    return {name: torch.zeros(1) for name in names}
+
+
+class StandInJob(Job):
+    """A job of stand-ins, whose time is a clock's of its own."""
+
+    notes_sends = True
+
+    def __init__(
+        self,
+        clock: PricedClock,
+        charge: Callable[[int, int], None],
+        plan: Plan,
+        program: Program,
+        rank: int,
+        graph: LayerGraph,
+        transport: Transport,
+    ) -> None:
+        """Take the clock, and what charges it for (step, position); the rest is as of :class:`Job`."""
+        self._own_clock = clock
+        model, device = stand_in_model(), torch.device("cpu")
+        super().__init__(plan, program, rank, graph, model, zeros, transport, device, charge)
+
+    def _clock(self) -> Clock:
+        return self._own_clock
+
+    def _loader(self, model: UserModel, graph: LayerGraph, settings: TrainSettings) -> Loader:
+        return _ZeroLoader(self.plan, self.rank, self.rows, self.inputs)
+
+
+class _ZeroLoader:
+    """Makes batches of zeros."""
+
+    samples = 0
+
+    def __init__(self, plan: Plan, rank: int, rows: int, names: Sequence[str]) -> None:
+        own = mine(plan, rank)
+        self._batch: Batch = [
+            {name: torch.zeros(rows) for name in names if micro_batch in own}
+            for micro_batch in range(plan.micro_batches)
+        ]
+
+    def load(self, step: int) -> Batch:
+        return self._batch

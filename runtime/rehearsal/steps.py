@@ -1,0 +1,267 @@
+"""Steps of a plan in virtual time: its program performed by all ranks, with layers that stand in for the model's.
+
+The executor, the mailbox and the messages are those of training. Ranks are processes of this host, or threads of this
+process; what passes between two actions is no time at all, but where ranks sleep.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypedDict, cast
+
+from autopar.formats.plan import Plan
+from autopar.formats.prices import Prices, RankPrices
+from autopar.formats.profile import Profile
+from autopar.formats.program import Program
+from autopar.formats.timeline import Timeline
+from autopar.progress import Progress, no_progress
+from autopar.ranks.context import RankContext
+from autopar.ranks.failure import PeerLostError
+from autopar.ranks.pool import RankPool
+from autopar.runtime.messages.in_process import Exchange, InProcessTransport
+from autopar.runtime.messages.staging import connect
+from autopar.runtime.messages.transport import Transport
+from autopar.runtime.rehearsal.stand_ins import StandInJob, stand_in_graph
+from autopar.runtime.rehearsal.transport import PricedTransport
+from autopar.runtime.settings import check_scope
+from autopar.runtime.start.job import DEFAULTS
+from autopar.runtime.start.launch import describe
+from autopar.runtime.times import PricedClock, SleepingClock, VirtualClock
+from autopar.schedules.check import check
+from autopar.schedules.expand import expand
+
+MOST_PROCESSES = 16
+"""Ranks that are processes; of more, each with a torch of its own, they would take the memory of this host."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What steps in virtual time gave."""
+
+    steps_s: tuple[float, ...]
+    """Seconds of every step, from its begin on the first rank to its end on the last."""
+    timeline: Timeline
+    """When every action of the last step ran, as its rank recorded it."""
+    notes: tuple[str, ...]
+    """What a reader must know of how ranks ran."""
+
+
+class _RankTimes(TypedDict):
+    """What one rank recorded; plain data."""
+
+    spans: list[tuple[float, float]]
+    """Of every step: its begin and end."""
+    times_s: list[tuple[float, float]]
+    """Of the last step: begins and ends of its actions."""
+
+
+def rehearse_steps(
+    plan: Plan,
+    profile: Profile,
+    prices: Prices,
+    steps: int = 1,
+    *,
+    program: Program | None = None,
+    real_time: bool = False,
+    threads: bool | None = None,
+    timeout_s: float = 300.0,
+    progress: Progress = no_progress,
+    pool: RankPool | None = None,
+) -> Rehearsal:
+    """Perform steps of a plan by all of its ranks, none of which computes anything.
+
+    Args:
+        plan: what would be carried out.
+        profile: what the plan was made of: layers and tensors.
+        prices: how long actions take.
+        steps: how many.
+        program: what is performed, by default what the plan expands to.
+        real_time: whether ranks sleep as long as actions take; otherwise time is a number, and no step waits.
+        threads: whether ranks are threads of this process; by default those of more than 16 ranks are.
+        timeout_s: longest that a rank may stand still.
+        progress: told of every step.
+        pool: processes to use, if some are there already.
+
+    Raises:
+        UsageError: no program follows from the plan.
+        ProgramError: the program does not carry out the plan.
+        TrainingError: a rank failed or was lost; names it.
+    """
+    check_scope(plan)
+    program = program or expand(plan)
+    check(program, plan)
+    if threads is None:
+        threads = len(plan.devices) > MOST_PROCESSES
+    notes, plan = [], _for_stand_ins(plan)
+    if threads and any(stage.shard != "none" for stage in plan.stages):
+        notes.append("ranks are threads, whose replicas divide no parameters: what that costs is in the prices")
+        plan = _undivided(plan)
+    task = _RehearsalTask(plan, profile, prices, program, steps, real_time)
+    if threads:
+        ranks = _in_threads(task, timeout_s, progress)
+    else:
+        progress(f"starting {len(plan.devices)} ranks", 0.0)
+        with nullcontext(pool) if pool is not None else RankPool(len(plan.devices)) as ranks_pool:
+            ranks = _in_processes(task, ranks_pool, timeout_s, progress)
+    began_s = [min(rank["spans"][step][0] for rank in ranks) for step in range(steps)]
+    ended_s = [max(rank["spans"][step][1] for rank in ranks) for step in range(steps)]
+    if prices.slowed:
+        notes.append(
+            "every action is priced as if it were alone: what devices that share links cost each other, and computing "
+            "beside communication, is in what is simulated only"
+        )
+    timeline = Timeline("rehearsed")
+    for rank, (actions, own) in enumerate(zip(program.ranks, ranks, strict=True)):
+        for action, (start_s, end_s) in zip(actions, own["times_s"], strict=True):
+            timeline.add(rank, action, start_s - began_s[-1], end_s - began_s[-1])
+    return Rehearsal(tuple(end - begin for begin, end in zip(began_s, ended_s, strict=True)), timeline, tuple(notes))
+
+
+@dataclass(frozen=True)
+class _RehearsalTask:
+    """What is performed."""
+
+    plan: Plan
+    profile: Profile
+    prices: Prices
+    program: Program
+    steps: int
+    real_time: bool
+
+
+def _for_stand_ins(plan: Plan) -> Plan:
+    """Return a plan for stand-ins: on CPUs, whose numbers are of one type."""
+    tensors = tuple(each.model_copy(update={"dtype": "float32"}) for each in plan.tensors)
+    return plan.model_copy(update={"device_type": "cpu", "precision": "fp32", "threads": 1, "tensors": tensors})
+
+
+def _undivided(plan: Plan) -> Plan:
+    stages = tuple(each.model_copy(update={"shard": "none"}) for each in plan.stages)
+    return plan.model_copy(update={"stages": stages})
+
+
+class _Arguments(TypedDict):
+    """What a rank's process needs to know; plain data."""
+
+    plan: str
+    profile: str
+    program: str
+    overhead_s: float
+    prices: list[dict[str, Any]]
+    """By rank."""
+    steps: int
+    real_time: bool
+
+
+def _in_processes(what: _RehearsalTask, pool: RankPool, timeout_s: float, progress: Progress) -> list[_RankTimes]:
+    arguments = _Arguments(
+        plan=what.plan.dumps(),
+        profile=what.profile.dumps(),
+        program=what.program.dumps(),
+        overhead_s=what.prices.overhead_s,
+        prices=[asdict(each) for each in what.prices.ranks],
+        steps=what.steps,
+        real_time=what.real_time,
+    )
+
+    def tell(rank: int, message: Mapping[str, object]) -> None:
+        if rank == 0:
+            progress(f"step {message['step']} of {what.steps}", int(str(message["step"])) / what.steps)
+
+    found = pool.run(
+        "autopar.runtime.rehearsal.steps:rehearse_rank",
+        arguments,
+        ranks=len(what.plan.devices),
+        timeout_s=timeout_s,
+        describe=describe(what.plan, what.program),
+        on_message=tell,
+    )
+    return [cast(_RankTimes, each) for each in found]
+
+
+def rehearse_rank(context: RankContext, arguments: _Arguments) -> _RankTimes:
+    """Perform one rank's part, as a process."""
+    plan = Plan.parse(arguments["plan"], Path("plan.json"))
+    what = _RehearsalTask(
+        plan,
+        Profile.parse(arguments["profile"], Path("profile.json")),
+        Prices(arguments["overhead_s"], tuple(RankPrices(**each) for each in arguments["prices"])),
+        Program.parse(arguments["program"], Path("program.json")),
+        arguments["steps"],
+        arguments["real_time"],
+    )
+    note = (lambda step, position: None) if context.board is None else context.board.stepping(context.rank)
+
+    def done(step: int) -> None:
+        context.report({"step": step})
+
+    return _perform(what, context.rank, connect(context, plan, DEFAULTS), note, done, context.barrier)
+
+
+def _in_threads(what: _RehearsalTask, timeout_s: float, progress: Progress) -> list[_RankTimes]:
+    size = len(what.plan.devices)
+    exchange, together = Exchange(timeout_s), threading.Barrier(size)
+    found: dict[int, _RankTimes] = {}
+    errors: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        def done(step: int) -> None:
+            if rank == 0:
+                progress(f"step {step} of {what.steps}", step / what.steps)
+
+        def meet() -> None:
+            together.wait(timeout_s)
+
+        try:
+            transport = InProcessTransport(exchange, rank)
+            found[rank] = _perform(what, rank, transport, lambda step, position: None, done, meet)
+        except BaseException as error:
+            errors.append(error)
+            exchange.break_off()
+            together.abort()
+
+    ranks = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    if errors:
+        # What follows from a failure is no cause.
+        consequences = (PeerLostError, threading.BrokenBarrierError)
+        raise next((each for each in errors if not isinstance(each, consequences)), errors[0])
+    return [found[rank] for rank in range(size)]
+
+
+def _perform(
+    what: _RehearsalTask,
+    rank: int,
+    transport: Transport,
+    note: Callable[[int, int], None],
+    done: Callable[[int], None],
+    meet: Callable[[], None],
+) -> _RankTimes:
+    """Build a rank's job of stand-ins, and step it."""
+    prices, program = what.prices, what.program
+    clock: PricedClock = (SleepingClock if what.real_time else VirtualClock)(prices.overhead_s)
+    priced = PricedTransport(transport, clock, prices.ranks[rank], what.plan, rank, program.ranks[rank])
+
+    def charge(step: int, position: int) -> None:
+        note(step, position)
+        priced.charge(position)
+
+    job = StandInJob(clock, charge, what.plan, program, rank, stand_in_graph(what.profile), priced)
+    spans, times_s = [], list[tuple[float, float]]()
+    for step in range(what.steps):
+        # Steps are told apart: none begins before the one before has ended everywhere.
+        meet()
+        began_s = clock.now_s if what.real_time else 0.0
+        times_s = job.step(step).times_s
+        spans.append((began_s, clock.now_s))
+        done(step + 1)
+    meet()
+    job.finish()
+    return _RankTimes(spans=spans, times_s=times_s)

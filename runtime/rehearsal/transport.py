@@ -1,0 +1,137 @@
+"""PricedTransport: a rank's messages and reductions with the moments at which they are there.
+
+In come the prices of the rank's actions and another transport, which really carries what is sent; a clock takes what
+actions cost. A message carries the moment of its arrival, for which its receiver's clock waits. Those who reduce tell
+each other when they came. Ranks decide nothing together but this, so that no order of theirs is taken for granted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from autopar.formats.plan import Plan
+from autopar.formats.prices import RankPrices, price_key
+from autopar.formats.program import BACKWARD, RECEIVES, REDUCE, REDUCE_TIED, SENDS, WEIGHT_BACKWARD, Action, RankProgram
+from autopar.runtime.messages.transport import Pending, Transport, replica_ranks
+from autopar.runtime.times import PricedClock
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class PricedTransport:
+    """Charges a rank's clock for its actions, and carries moments beside tensors.
+
+    A message waits for the one before it to the same rank, and occupies no one's time but the receiver's who waits. A
+    reduction of gradients ends when every replica's part does, which began beside its last backward, and not sooner
+    after the one before than it takes.
+    """
+
+    def __init__(
+        self, inner: Transport, clock: PricedClock, prices: RankPrices, plan: Plan, rank: int, actions: RankProgram
+    ) -> None:
+        """Prepare.
+
+        Args:
+            inner: carries tensors and moments.
+            clock: the rank's.
+            prices: of its actions.
+            plan: what is carried out.
+            rank: which rank this is.
+            actions: its program.
+        """
+        self._inner, self._clock, self._prices, self._plan, self._rank = inner, clock, prices, plan, rank
+        self._actions = list(actions)
+        self._seconds = [prices.seconds.get(price_key(action), 0.0) for action in self._actions]
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._free_s: dict[int, float] = {}
+        """When the last message to a peer is through."""
+        self._arrival_s = -math.inf
+        """Of the message that is being sent."""
+        self._backward_end_s: dict[int, float] = {}
+        """Of the last backward so far that made a stage's gradients."""
+        self._reduced_s = -math.inf
+        """When the reduction before ended."""
+
+    def charge(self, position: int) -> None:
+        """Let what the action at a position takes pass, as it begins; all of a rank's are charged, in their order."""
+        if position == 0:
+            self._begin_step()
+        action, seconds, clock = self._actions[position], self._seconds[position], self._clock
+        if action.kind in SENDS:
+            self._arrival_s = max(clock.now_s, self._free_s.get(action.peer, -math.inf)) + seconds
+            self._free_s[action.peer] = self._arrival_s
+        elif action.kind == REDUCE:
+            clock.wait_until(self._reduction_end_s(action, seconds))
+        elif action.kind == REDUCE_TIED:
+            stages = self._plan.tied[action.micro_batch].stages
+            clock.wait_until(self._latest_s(replica_ranks(self._plan, stages), clock.now_s) + seconds)
+        elif action.kind not in RECEIVES:
+            clock.spend(seconds)
+            if action.kind in (BACKWARD, WEIGHT_BACKWARD):
+                self._backward_end_s[action.stage] = clock.now_s
+
+    def _reduction_end_s(self, action: Action, seconds: float) -> float:
+        """Return when a stage's gradients are reduced; its replicas ask for that together."""
+        own_s = self._backward_end_s.get(action.stage, self._clock.now_s)
+        own_s += self._prices.exposed_s.get(price_key(action), 0.0)
+        latest_s = self._latest_s(replica_ranks(self._plan, [action.stage]), own_s)
+        self._reduced_s = max(latest_s, self._reduced_s + seconds)
+        return self._reduced_s
+
+    def _latest_s(self, ranks: tuple[int, ...], moment_s: float) -> float:
+        """Return the latest moment of some ranks, which say one each."""
+        if len(ranks) == 1:
+            return moment_s
+        moments = torch.zeros(len(ranks), dtype=torch.float64)
+        moments[ranks.index(self._rank)] = moment_s
+        self._inner.all_reduce(moments, ranks).wait()
+        return float(moments.max())
+
+    def send(self, tensor: torch.Tensor, peer: int) -> Pending:
+        """See :class:`autopar.runtime.messages.transport.Transport`."""
+        moment = torch.tensor([self._arrival_s], dtype=torch.float64)
+        return _Both(self._inner.send(moment, peer), self._inner.send(tensor, peer))
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
+        """See :class:`autopar.runtime.messages.transport.Transport`."""
+        moment = torch.zeros(1, dtype=torch.float64)
+        return _Arriving(self._inner.receive(moment, peer), self._inner.receive(tensor, peer), moment, self._clock)
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
+        """See :class:`autopar.runtime.messages.transport.Transport`."""
+        return self._inner.all_reduce(tensor, ranks, apart=apart)
+
+    def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
+        """See :class:`autopar.runtime.messages.transport.Transport`."""
+        return self._inner.mesh(ranks)
+
+
+class _Both:
+    """Two pieces of work."""
+
+    def __init__(self, first: Pending, second: Pending) -> None:
+        self._first, self._second = first, second
+
+    def wait(self) -> None:
+        """See :class:`autopar.runtime.messages.transport.Pending`."""
+        self._first.wait()
+        self._second.wait()
+
+
+class _Arriving(_Both):
+    """A message with the moment at which it is there."""
+
+    def __init__(self, first: Pending, second: Pending, moment: torch.Tensor, clock: PricedClock) -> None:
+        super().__init__(first, second)
+        self._moment, self._clock = moment, clock
+
+    def wait(self) -> None:
+        """Wait for the message, and let time pass until it is there."""
+        super().wait()
+        self._clock.wait_until(float(self._moment))

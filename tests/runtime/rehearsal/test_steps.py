@@ -1,0 +1,219 @@
+"""Steps in virtual time against the simulator: the executor's own run has the same seconds, to the last digits."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+
+from autopar.errors import TrainingError, UsageError
+from autopar.formats.cluster import Cluster
+from autopar.formats.plan import Plan
+from autopar.formats.profile import Profile
+from autopar.formats.program import Action, Program, RankProgram
+from autopar.formats.timeline import Timeline
+from autopar.planner import PlanOptions, action_prices, plan, simulate
+from autopar.planner.assemble import assemble
+from autopar.planner.candidate import Candidate
+from autopar.planner.costs.model import CostModel
+from autopar.planner.simulator.contention import ContentionSimulation
+from autopar.ranks.pool import RankPool
+from autopar.runtime.rehearsal.steps import Rehearsal, rehearse_steps
+from autopar.schedules.expand import expand
+from chunked import OTHERS, random_chunked, random_costs
+from drawn import random_candidate
+from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
+
+MOST_RANKS = 8
+SEEDS = 200
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(MOST_RANKS, timeout_s=60.0) as ranks:
+        yield ranks
+
+
+def _drawn(seed: int) -> tuple[Plan, CostModel] | None:
+    """Return a plan of any schedule, cuts, widths, shares, turns, shards and recomputation; some seeds have none."""
+    rng = random.Random(seed)
+    candidate: Candidate | None
+    if seed % 2:
+        costs = random_costs(seed)
+        candidate = random_chunked(rng, costs, rng.choice(OTHERS))
+    else:
+        devices = rng.randint(1, MOST_RANKS)
+        profile = random_profile(seed, most_layers=10, batches=(2, 4, 6, 12))
+        costs = CostModel(profile, random_cluster(seed, devices), PlanOptions(gpus=devices))
+        candidate = random_candidate(rng, costs)
+    if candidate is None:
+        return None
+    try:
+        return assemble(costs, candidate, PlanOptions(), 0.0, (), ()), costs
+    except ValueError:
+        # More in flight than the stage before has.
+        return None
+
+
+def _check(rehearsal: Rehearsal, simulated: Timeline, planned: Plan) -> None:
+    """Every step takes as long, and every computation and receive ends, as simulated."""
+    within = 1e-9 if all(stage.replicas == 1 for stage in planned.stages) else 1e-6
+    assert rehearsal.steps_s == pytest.approx([simulated.end_s] * len(rehearsal.steps_s), rel=within)
+    ends_s = {(event.rank, event.action): event.end_s for event in simulated}
+    assert len(rehearsal.timeline) == len(simulated)
+    for event in rehearsal.timeline:
+        # Sends occupy no rank; a reduction may end, as simulated, while its rank still does something else.
+        if event.action.kind not in ("S", "SG", "A"):
+            assert event.end_s == pytest.approx(ends_s[event.rank, event.action], abs=within * simulated.end_s)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_plans_take_in_threads_as_long_as_simulated(seed: int) -> None:
+    drawn = _drawn(seed)
+    if drawn is None:
+        pytest.skip("no such plan")
+    planned, costs = drawn
+    inputs = planned, costs.profile, costs.cluster
+    rehearsal = rehearse_steps(planned, costs.profile, action_prices(*inputs), 2, threads=True, timeout_s=30.0)
+    _check(rehearsal, simulate(*inputs), planned)
+
+
+@pytest.mark.parametrize("seed", range(1000, 1024))
+def test_random_plans_take_in_processes_as_long_as_simulated(seed: int, pool: RankPool) -> None:
+    drawn = _drawn(seed)
+    if drawn is None:
+        pytest.skip("no such plan")
+    planned, costs = drawn
+    inputs = planned, costs.profile, costs.cluster
+    rehearsal = rehearse_steps(planned, costs.profile, action_prices(*inputs), 2, pool=pool, timeout_s=60.0)
+    assert not rehearsal.notes
+    _check(rehearsal, simulate(*inputs), planned)
+
+
+def _line() -> tuple[Plan, Profile, Cluster]:
+    profile, cluster = gpt_profile(blocks=6), local_cluster(4)
+    options = PlanOptions(stages="0-1:1,2-3:1,4-5:1,6-7:1", micro_batches=8, recompute="none", schedule="1f1b")
+    planned = plan(profile, cluster, options)
+    depths = zip(planned.stages, (4, 3, 2, 1), strict=True)
+    stages = tuple(stage.model_copy(update={"warmup": depth}) for stage, depth in depths)
+    return planned.model_copy(update={"stages": stages, "schedule": "1f1b"}), profile, cluster
+
+
+def _rehearsed(program: Program | None = None) -> Rehearsal:
+    inputs = _line()
+    prices = action_prices(*inputs, program)
+    return rehearse_steps(inputs[0], inputs[1], prices, program=program, threads=True, timeout_s=30.0)
+
+
+def _swapped(planned: Plan) -> Program:
+    """Return a program whose second rank takes its third forward before its second one."""
+    program = expand(planned)
+    actions = [str(action) for action in program.ranks[1]]
+    second, third = actions.index("F1@1"), actions.index("F2@1")
+    receive = actions.index("R2@1<0@0")
+    assert second < receive < third
+    actions[third], actions[second] = "F1@1", "F2@1"
+    actions.insert(second, actions.pop(receive))
+    # What was sent before the third one is sent behind the second one.
+    sent = actions.index("S1@1>2@2")
+    actions.insert(actions.index("F1@1"), actions.pop(sent))
+    ranks = [program.ranks[0], RankProgram.of(map(Action.parse, actions)), *program.ranks[2:]]
+    return Program(tuple(ranks))
+
+
+def test_another_order_changes_what_is_rehearsed_as_it_changes_what_is_simulated() -> None:
+    inputs = _line()
+    edited = _swapped(inputs[0])
+    assert edited != expand(inputs[0])
+    rehearsal, simulated = _rehearsed(edited), simulate(*inputs, edited)
+    _check(rehearsal, simulated, inputs[0])
+    swapped = Action.parse("F1@1")
+    before, after = (
+        next(event.end_s for event in each if event.action == swapped)
+        for each in (simulate(*inputs), rehearsal.timeline)
+    )
+    assert after > 1.1 * before
+
+
+def test_a_simulator_that_forgets_what_messages_take_is_found_out() -> None:
+    inputs = _line()
+    deliver = ContentionSimulation._deliver
+
+    def at_once(self: ContentionSimulation, queue: object, at: int, begun_s: float, end_s: float) -> None:
+        deliver(self, queue, at, begun_s, begun_s)  # type: ignore[arg-type]
+
+    with patch.object(ContentionSimulation, "_deliver", at_once):
+        wrong = simulate(*inputs)
+    assert _rehearsed().steps_s[0] > 1.0001 * wrong.end_s
+
+
+def test_a_simulator_whose_depths_are_off_by_one_is_found_out() -> None:
+    planned, profile, cluster = _line()
+    stages = tuple(stage.model_copy(update={"warmup": max(1, stage.warmup - 1)}) for stage in planned.stages)
+    wrong = simulate(planned.model_copy(update={"stages": stages}), profile, cluster)
+    assert wrong.end_s > 1.01 * _rehearsed().steps_s[0]
+
+
+def test_in_real_time_steps_are_as_long(pool: RankPool) -> None:
+    planned, profile, cluster = _line()
+    slower = tuple(
+        layer.model_copy(
+            update={
+                "costs": tuple(
+                    each.model_copy(update={"forward_s": 5 * each.forward_s, "backward_s": 5 * each.backward_s})
+                    for each in layer.costs
+                )
+            }
+        )
+        for layer in profile.layers
+    )
+    inputs = planned, profile.model_copy(update={"layers": slower}), cluster
+    rehearsal = rehearse_steps(planned, inputs[1], action_prices(*inputs), 2, real_time=True, pool=pool)
+    # How much longer is a matter of the machine.
+    assert min(rehearsal.steps_s) > 0.999 * simulate(*inputs).end_s
+
+
+def test_what_slows_others_is_said_not_to_be_in_it() -> None:
+    planned, profile, cluster = _line()
+    prices = replace(action_prices(planned, profile, cluster), slowed=True)
+    notes = rehearse_steps(planned, profile, prices, threads=True).notes
+    assert "every action is priced as if it were alone" in notes[0]
+
+
+def test_threads_say_that_they_divide_nothing() -> None:
+    profile, cluster = gpt_profile(blocks=6), local_cluster(4)
+    planned = plan(profile, cluster, PlanOptions(stages="0-3:2,4-7:2", micro_batches=4, shard="parameters"))
+    inputs = planned, profile, cluster
+    rehearsal = rehearse_steps(planned, profile, action_prices(*inputs), threads=True)
+    assert "divide no parameters" in rehearsal.notes[0]
+    _check(rehearsal, simulate(*inputs), planned)
+
+
+def test_a_rank_that_is_killed_is_named() -> None:
+    planned, profile, cluster = _line()
+    prices = action_prices(planned, profile, cluster)
+    # An hour of sleep, unless someone is killed.
+    slow = replace(prices, overhead_s=3600.0)
+    with RankPool(4, timeout_s=60.0) as ranks:
+
+        def kill() -> None:
+            time.sleep(3.0)
+            os.kill(ranks._links[2].process.pid, signal.SIGKILL)
+
+        threading.Thread(target=kill, daemon=True).start()
+        with pytest.raises(TrainingError, match=r"rank 2 .*was killed by SIGKILL"):
+            rehearse_steps(planned, profile, slow, real_time=True, pool=ranks)
+
+
+def test_plans_that_no_program_follows_from_are_refused() -> None:
+    planned, profile, cluster = _line()
+    free, prices = planned.model_copy(update={"divisible": True}), action_prices(planned, profile, cluster)
+    with pytest.raises(UsageError, match="divides micro-batches freely"):
+        rehearse_steps(free, profile, prices)
