@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autopar.errors import AutoparError
+from autopar.formats.critical_path import compare_paths
 from autopar.formats.plan import SCATTERING, Plan
 from autopar.formats.program import BACKWARD, FORWARD
 from autopar.formats.timeline import OwnTimes, compare_times, own_times
@@ -14,6 +15,7 @@ from autopar.formats.timeline import OwnTimes, compare_times, own_times
 if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster
     from autopar.formats.profile import Profile
+    from autopar.formats.report import CauseTimes
     from autopar.formats.timeline import Timeline
     from autopar.runtime.result.outcome import Outcome
 
@@ -22,16 +24,22 @@ ESTIMATED = "devices are estimated; messages took as long in a run"
 
 
 def compare_with_prediction(outcome: Outcome, plan: Plan, predict: Callable[[], Timeline]) -> Outcome:
-    """Return an outcome whose report has times of actions over those of ``predict``, or over the plan's if it fails."""
+    """Return an outcome whose report has times of actions over those of ``predict``, or over the plan's if it fails.
+
+    And what the critical paths of both were spent on.
+    """
     report = outcome.report
+    causes: tuple[CauseTimes, ...] = ()
     try:
-        predicted: OwnTimes = own_times(predict())
+        timeline = predict()
+        predicted: OwnTimes = own_times(timeline)
+        causes = compare_paths(outcome.timeline, timeline, report.step_s.median, report.predicted_step_s)
     except AutoparError as error:
         predicted = planned_times(plan, outcome)
         note = f"only forwards and backwards are compared with the plan, by stage: {error}"
         report = report.model_copy(update={"notes": (*report.notes, note)}) if predicted else report
     kinds = compare_times(outcome.own_times, predicted)
-    return replace(outcome, report=report.model_copy(update={"kinds": kinds}))
+    return replace(outcome, report=report.model_copy(update={"kinds": kinds, "causes": causes}))
 
 
 def planned_times(plan: Plan, outcome: Outcome) -> OwnTimes:

@@ -40,6 +40,12 @@ def test_a_run_is_held_against_what_was_predicted_of_it_kind_by_kind() -> None:
     ratios = {each.kind: each.ratio for each in outcome.report.kinds if each.kind in times_as_long}
     assert ratios == pytest.approx(times_as_long)
     assert outcome.report.notes == ()
+    report = outcome.report
+    assert sum(each.measured_s for each in report.causes) == pytest.approx(report.step_s.median)
+    assert sum(each.predicted_s for each in report.causes) == pytest.approx(report.predicted_step_s)
+    # What takes three times as long as predicted is what the step is longer by.
+    updates = next(each for each in report.causes if each.cause == "updates")
+    assert updates.measured_s == pytest.approx(3 * updates.predicted_s)
 
 
 def test_where_nothing_can_be_predicted_the_plan_s_own_times_are_taken_and_a_note_says_why() -> None:
@@ -56,7 +62,7 @@ def test_where_nothing_can_be_predicted_the_plan_s_own_times_are_taken_and_a_not
         update={"predicted": plan.predicted.model_copy(update={"forward_s": (), "backward_s": ()})}
     )
     report = compare_with_prediction(outcome, silent, fail).report
-    assert (report.kinds, report.notes) == ((), ())
+    assert (report.kinds, report.causes, report.notes) == ((), (), ())
 
 
 def _times_as_long(profile: Profile, factor: float) -> Profile:

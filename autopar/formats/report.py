@@ -70,6 +70,20 @@ class KindTimes(Record):
     """Median over the actions of measured over predicted."""
 
 
+class CauseTimes(Record):
+    """What a step's critical path is spent on: the one way through a step that nothing was waited for.
+
+    Causes add up to the step, and their differences to the error of the prediction.
+    """
+
+    cause: Name
+    """``forwards``, ``backwards`` with what they recompute, ``messages`` that were waited for, ``reductions``,
+    ``updates``, and what lies ``between actions``."""
+    measured_s: float
+    """Less than 0 between actions where a step begins before the one before it has ended on all ranks."""
+    predicted_s: float
+
+
 class Report(Document):
     """Outcome of ``autopar run``."""
 
@@ -109,6 +123,8 @@ class Report(Document):
     rank_times: tuple[RankTimes, ...]
     kinds: tuple[KindTimes, ...] = ()
     """Measured over predicted by kind of action; empty where nothing was predicted of single actions."""
+    causes: tuple[CauseTimes, ...] = ()
+    """What a step of median length and the predicted one were spent on; empty like ``kinds``."""
     model_flops: float | None = Field(default=None, ge=0)
     """Of a step: three times what the forwards' products take, whatever is recomputed; none where the devices' peak is
     not known."""

@@ -49,6 +49,8 @@ def render(report: Report, console: Console) -> None:
     say(console, f"{report.model}: {report.steps} steps by {where}")
     console.print(_loss(report))
     console.print(_times(report))
+    if report.causes:
+        console.print(_causes(report))
     if report.kinds:
         console.print(_kinds(report))
     console.print(_ranks(report))
@@ -89,6 +91,20 @@ def _provenance_text(report: Report) -> str:
     known = (("computing", report.predicted_compute), ("communication", report.predicted_communication))
     parts = [f"{what} {each}" for what, each in known if each is not None]
     return f" ({', '.join(parts)})" if parts else ""
+
+
+def _causes(report: Report) -> Table:
+    heads = ("critical path", ">measured", ">predicted", ">of the measured step")
+    table = Table("What the step is spent on, where nothing is waited for", heads)
+    for each in report.causes:
+        share = (each.measured_s - each.predicted_s) / report.step_s.median
+        times = (_signed_duration(seconds) for seconds in (each.measured_s, each.predicted_s))
+        table.add_row(each.cause, *times, percentage(share, with_sign=True))
+    return table
+
+
+def _signed_duration(seconds: float) -> str:
+    return duration(seconds) if seconds >= 0 else f"-{duration(-seconds)}"
 
 
 def _kinds(report: Report) -> Table:
