@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -43,7 +44,7 @@ class Timeline(timelines.Timeline):
     @classmethod
     def of(cls, timeline: timelines.Timeline) -> Self:
         """Return a timeline that can be drawn."""
-        return cls(timeline.origin, timeline.ranks, timeline.actions, timeline.starts_s, timeline.ends_s)
+        return cls(**{each.name: getattr(timeline, each.name) for each in fields(timeline)})
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Return a picture of the timeline, and write it to a file (``.png``, ``.svg``, ``.pdf``) if one is named."""

@@ -23,7 +23,7 @@ from autopar.formats.program import Program
 from autopar.formats.timeline import Timeline, sending_of, track_of
 from autopar.planner.bounds.ranks import binding
 from autopar.planner.candidate import Candidate, CandidateStage, plain, splits_backward
-from autopar.planner.costs.durations import Durations, durations, prices_of
+from autopar.planner.costs.durations import Durations, durations, prices_of, rank_bytes
 from autopar.planner.costs.in_flight import backwards
 from autopar.planner.costs.links import Collective, Traffic
 from autopar.planner.costs.model import CostModel
@@ -365,7 +365,7 @@ def action_prices(plan: Plan, profile: Profile, cluster: Cluster, program: Progr
     """Return what the actions of a plan are priced at, each as if nothing else went on; see :func:`simulate`."""
     costs, candidate = _priced(plan, profile, cluster)
     found = prices_of(program or expand(plan), durations(costs, candidate))
-    return replace(found, slowed=bool(costs.sharing))
+    return replace(found, holds=rank_bytes(costs, candidate), slowed=bool(costs.sharing))
 
 
 def _priced(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[CostModel, Candidate]:

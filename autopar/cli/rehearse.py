@@ -107,7 +107,8 @@ def _perform(
     from autopar.cli.progress import long_simulation, phases
     from autopar.inputs import read_inputs
     from autopar.report.pictures import render
-    from autopar.report.table import duration
+    from autopar.report.table import duration, size
+    from autopar.schedules.expand import stages_of
 
     profile, cluster, _ = inputs
     check_outputs(plan, (profile, cluster, program), [trace], overwrite=overwrite)
@@ -129,6 +130,12 @@ def _perform(
     last_s = found.steps_s[-1]
     error = last_s / simulated.end_s - 1 if simulated.end_s > 0 else 0.0
     say(console, f"simulated: {duration(simulated.end_s)}, rehearsed {error:+.2%}")
+    peaks, planned_bytes = found.timeline.peaks_bytes(), planned.predicted.peak_bytes
+    if peaks and any(planned_bytes):
+        rank = max(peaks, key=lambda each: (peaks[each], -each))
+        stages, _ = stages_of(planned, rank)
+        predicted = max(planned_bytes[stage] for stage in stages)
+        say(console, f"predicted of rank {rank}: {size(predicted)}, held {peaks[rank] / predicted - 1:+.2%}")
     if steps > 1:
         say(console, f"steps: {duration(min(found.steps_s))} to {duration(max(found.steps_s))}")
     for note in found.notes:
@@ -137,5 +144,10 @@ def _perform(
         found.timeline.save(trace)
         say(console, f"Written: {trace}; hold it against the prediction: `autopar show {trace} --over {plan}`")
     if as_json:
-        figures = {"steps_s": found.steps_s, "simulated_s": simulated.end_s, "notes": found.notes}
+        figures = {
+            "steps_s": found.steps_s,
+            "simulated_s": simulated.end_s,
+            "peak_bytes": list(peaks.values()),
+            "notes": found.notes,
+        }
         sys.stdout.write(json.dumps(figures, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Prices: how long every action of a program takes by itself, for whoever performs it without its devices.
+"""Prices: how long every action of a program takes by itself, and what layers hold, to perform it without its devices.
 
 Who predicts makes them; who performs a program in virtual time is told them, and knows nothing of how they were found.
 """
@@ -23,12 +23,44 @@ class RankPrices:
 
 
 @dataclass(frozen=True)
+class LayerBytes:
+    """What a layer holds of one micro-batch of its rank's rows."""
+
+    saved: int
+    """Kept for its backward, beside tensors that other layers make or read."""
+    saved_tensors: tuple[str, ...]
+    """Those of them that are kept, too."""
+    transient: int
+    """Held for a while in its forward, or its backward, beside that."""
+    pending: int
+    """Between the halves of its backward."""
+    gradients: int
+    """Of its parameters, where no reduction holds them throughout."""
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """What one rank holds."""
+
+    state: int
+    """Throughout a step: parameters, buffers, the optimizer's state, model inputs, and what gradients stay."""
+    update: int
+    """While the optimizer steps."""
+    layers: Mapping[str, LayerBytes] = field(default_factory=dict)
+    """By the rank's layers."""
+    limit: int | None = None
+    """What its device has for all this; none: no limit."""
+
+
+@dataclass(frozen=True)
 class Prices:
     """Seconds of the actions of all ranks."""
 
     overhead_s: float
     """Before a step's first action."""
     ranks: tuple[RankPrices, ...]
+    holds: tuple[RankBytes, ...] = ()
+    """By rank; empty where nobody asked."""
     slowed: bool = False
     """Whether actions may take longer beside others, which no price says: devices share links, or computing and
     communicating slow each other."""

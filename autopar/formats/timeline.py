@@ -53,6 +53,10 @@ class Timeline:
     actions: list[Action] = field(default_factory=list)
     starts_s: array[float] = field(default_factory=lambda: array("d"))
     ends_s: array[float] = field(default_factory=lambda: array("d"))
+    memory: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+    """By rank, when how many bytes were held, at every change; empty where nobody counted."""
+    limits_bytes: dict[int, int] = field(default_factory=dict)
+    """By rank, what its device has for them."""
 
     def add(self, rank: int, action: Action, start_s: float, end_s: float) -> None:
         """Append an event; the one way a timeline grows while it is being made."""
@@ -74,6 +78,10 @@ class Timeline:
 
     def rank_count(self) -> int:
         return max(self.ranks, default=-1) + 1
+
+    def peaks_bytes(self) -> dict[int, int]:
+        """Return the most bytes that every rank held, of ranks whose bytes were counted."""
+        return {rank: max(size for _, size in moments) for rank, moments in self.memory.items()}
 
     def busy_s(self) -> list[float]:
         """Seconds that each rank computes."""
@@ -107,8 +115,14 @@ class Timeline:
             }
             for event in sorted(self, key=lambda event: (event.start_s, event.end_s, event.rank))
         ]
-        lines = ",\n".join(json.dumps(entry) for entry in header + events)
-        other = json.dumps({"format": "autopar.trace", "version": 1, "origin": self.origin})
+        counters = [
+            {"ph": "C", "pid": rank, "name": _MEMORY, "ts": round(at_s * 1e6, 3), "args": {"bytes": size}}
+            for rank, moments in self.memory.items()
+            for at_s, size in moments
+        ]
+        lines = ",\n".join(json.dumps(entry) for entry in header + events + counters)
+        limits = {"limits_bytes": {str(rank): size for rank, size in self.limits_bytes.items()}} if counters else {}
+        other = json.dumps({"format": "autopar.trace", "version": 1, "origin": self.origin, **limits})
         text = f'{{"displayTimeUnit": "ms", "otherData": {other}, "traceEvents": [\n{lines}\n]}}\n'
         write_text(path, text, overwrite=overwrite)
 
@@ -136,8 +150,12 @@ class Timeline:
             at = f"{path}: $.traceEvents[{index}]"
             if not isinstance(entry, dict):
                 raise FileError(f"{at}: expected an event, found {value_text(entry)}")
-            if entry.get("ph") != "M":
+            if entry.get("ph") == "C":
+                rank, moment = _read_counter(entry, at)
+                timeline.memory.setdefault(rank, []).append(moment)
+            elif entry.get("ph") != "M":
                 timeline.add(*_read_event(entry, at))
+        timeline.limits_bytes.update(_read_limits(other, path))
         if timeline.rank_count() > len(timeline):
             raise FileError(
                 f"{path}: $.traceEvents: {len(timeline)} events are too few for {timeline.rank_count()} ranks"
@@ -145,13 +163,37 @@ class Timeline:
         return timeline
 
 
+_MEMORY = "memory"
+
+
+def _read_counter(entry: dict[str, object], at: str) -> tuple[int, tuple[float, int]]:
+    """Read the bytes that a rank held from a moment on."""
+    content, name = entry.get("args"), entry.get("name")
+    size = content.get("bytes") if isinstance(content, dict) else None
+    if name != _MEMORY or type(size) is not int or size < 0:
+        raise FileError(f"{at}.args.bytes: expected the bytes of a counter of {_MEMORY}, found {value_text(size)}")
+    return _rank(entry, at), (_microseconds(entry, "ts", at) / 1e6, size)
+
+
+def _read_limits(other: dict[str, object], path: Path) -> dict[int, int]:
+    found = other.get("limits_bytes", {})
+    if not isinstance(found, dict) or not all(each.isdecimal() and type(size) is int for each, size in found.items()):
+        raise FileError(f"{path}: $.otherData.limits_bytes: expected bytes by rank, found {value_text(found)}")
+    return {int(rank): size for rank, size in found.items()}
+
+
+def _rank(entry: dict[str, object], at: str) -> int:
+    rank = entry.get("pid")
+    if type(rank) is not int or not 0 <= rank < MOST_RANKS:
+        raise FileError(f"{at}.pid: expected a rank below {MOST_RANKS}, found {value_text(rank)}")
+    return rank
+
+
 def _read_event(entry: dict[str, object], at: str) -> Event:
     """Read a complete event of a Chrome trace; ``at`` says where it stands."""
     if entry.get("ph") != "X":
         raise FileError(f"{at}.ph: expected a complete event (X), found {value_text(entry.get('ph'))}")
-    rank, name = entry.get("pid"), entry.get("name")
-    if type(rank) is not int or not 0 <= rank < MOST_RANKS:
-        raise FileError(f"{at}.pid: expected a rank below {MOST_RANKS}, found {value_text(rank)}")
+    rank, name = _rank(entry, at), entry.get("name")
     start_s, length_s = (_microseconds(entry, key, at) / 1e6 for key in ("ts", "dur"))
     try:
         action = Action.parse(name if isinstance(name, str) else json.dumps(name))

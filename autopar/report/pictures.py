@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from autopar.formats.program import BACKWARD, BACKWARDS, FORWARD, INPUT_BACKWARD, UPDATE, WEIGHT_BACKWARD
 from autopar.formats.timeline import Event, Timeline, time_use, track_of
 from autopar.report.profile import title_of
-from autopar.report.table import Table, duration, fill, percentage, say
+from autopar.report.table import Table, duration, fill, percentage, say, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,6 +64,9 @@ _LEAST_WIDTH = 1.2  # points
 _DIGIT = 0.64  # width of a digit over the font's size
 _POINTS = 72
 _TITLE_INCHES, _LETTER_INCHES = 0.4, 0.075
+_MEMORY_INCHES = 1.6
+_NAMED_RANKS = 8
+_BYTE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 _MOST_INCHES = 100.0
 """Of all rows together: rows of a thousand ranks are only as high as this leaves."""
 
@@ -94,6 +97,8 @@ def draw_timeline(timeline: Timeline, head: Callable[[Axes], None] | None = None
     kind = "Predicted" if timeline.origin == "simulated" else timeline.origin.capitalize()
     bubble = f"{timeline.bubble():.0%} of the ranks' time is bubble"
     rows, title = _rows([timeline], [""]), f"{kind} step: {_milliseconds(timeline.end_s)} ms, {bubble}"
+    if head is None and timeline.memory:
+        head, head_inches = partial(_draw_memory, timeline, timeline.end_s), _MEMORY_INCHES
     return _draw_rows(rows, _sheet(rows, timeline.end_s, head, head_inches), title)
 
 
@@ -105,7 +110,40 @@ def draw_over(measured_timeline: Timeline, predicted_timeline: Timeline) -> Figu
     title = f"{kind.capitalize()} step: {measured_ms} ms, predicted: {predicted_ms} ms"
     if measured_timeline.end_s > 0:
         title += f" ({predicted_timeline.end_s / measured_timeline.end_s - 1:+.1%})"
-    return _draw_rows(rows, _sheet(rows, max(measured_timeline.end_s, predicted_timeline.end_s)), title)
+    end_s = max(measured_timeline.end_s, predicted_timeline.end_s)
+    if not measured_timeline.memory:
+        return _draw_rows(rows, _sheet(rows, end_s), title)
+    head = partial(_draw_memory, measured_timeline, end_s)
+    return _draw_rows(rows, _sheet(rows, end_s, head, _MEMORY_INCHES), title)
+
+
+def _draw_memory(timeline: Timeline, end_s: float, axes: Axes) -> None:
+    """Draw what every rank holds over the step, and the least that a device has where that is near."""
+    most = max(timeline.peaks_bytes().values())
+    unit, name = next((each for each in _BYTE_UNITS if most >= each[0]), _BYTE_UNITS[-1])
+    ranks = len(timeline.memory)
+    for at, (rank, moments) in enumerate(sorted(timeline.memory.items())):
+        times, sizes = zip(*moments, (end_s, moments[-1][1]), strict=True)
+        label = f"rank {rank}" if ranks <= _NAMED_RANKS else None
+        colour = f"C{at}" if ranks <= _NAMED_RANKS else _shade(_COLOURS[FORWARD], 0.7 * at / ranks)
+        times_ms, heights = [each * 1e3 for each in times], [each / unit for each in sizes]
+        axes.step(times_ms, heights, where="post", color=colour, label=label)
+    limit = min(timeline.limits_bytes.values(), default=None)
+    if limit is not None and limit < 3 * most:
+        axes.axhline(limit / unit, color=INK, linestyle="--", linewidth=1.0)
+        axes.annotate("limit", (0.0, limit / unit), xytext=(3, 2), textcoords="offset points", fontsize=8, color=INK)
+    axes.set_xlim(0, _span_s(end_s) * 1e3)
+    axes.set_ylim(0, 1.15 * max(most, limit if limit is not None and limit < 3 * most else 0) / unit)
+    axes.set_ylabel(f"held, {name}")
+    axes.tick_params(labelbottom=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if ranks <= _NAMED_RANKS:
+        axes.legend(loc="upper right", ncols=ranks, fontsize=8, frameon=False)
+
+
+def _span_s(end_s: float) -> float:
+    return end_s * 1.02 or 1.0
 
 
 def render(timeline: Timeline, console: Console) -> None:
@@ -121,6 +159,12 @@ def render(timeline: Timeline, console: Console) -> None:
     fill(table, rows)
     console.print(table)
     say(console, f"bubble: {percentage(timeline.bubble())} of the ranks' time")
+    peaks = timeline.peaks_bytes()
+    if peaks:
+        rank = max(peaks, key=lambda each: (peaks[each], -each))
+        limit = timeline.limits_bytes.get(rank)
+        of = "" if limit is None else f" of {size(limit)}"
+        say(console, f"most memory: rank {rank} holds {size(peaks[rank])}{of}")
 
 
 def _rows(timelines: list[Timeline], labels: list[str]) -> list[_RankRow]:
@@ -157,7 +201,7 @@ def _sheet(
     figure = Figure(figsize=(width, total), dpi=150)
     plot = (width - left - right) / width
     axes = figure.add_axes((left / width, below / total, plot, inches / total))
-    span_s = end_s * 1.02 or 1.0
+    span_s = _span_s(end_s)
     if head is not None:
         head(figure.add_axes((left / width, 1 - (head_inches + _TITLE_INCHES) / total, plot, head_inches / total)))
     axes.set_xlim(0, span_s * 1e3)

@@ -1,4 +1,4 @@
-"""Durations: how long every action of a candidate takes."""
+"""Durations: how long every action of a candidate takes; and what its ranks hold beside."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count
 
 from autopar.formats.cluster import Level
-from autopar.formats.prices import Prices, RankPrices, price_key
+from autopar.formats.prices import Prices, RankBytes, RankPrices, price_key
 from autopar.formats.program import (
     BACKWARD,
     FORWARD,
@@ -19,8 +19,10 @@ from autopar.formats.program import (
     WEIGHT_BACKWARD,
     Program,
 )
-from autopar.planner.candidate import Candidate, groups, has_chunks, splits_backward
-from autopar.planner.costs.in_flight import backwards
+from autopar.planner.candidate import Candidate, CandidateStage, groups, has_chunks, splits_backward
+from autopar.planner.costs.activations import rows_bytes
+from autopar.planner.costs.in_flight import backwards, stage_terms
+from autopar.planner.costs.memory import state_of
 from autopar.planner.costs.model import CostModel
 from autopar.schedules.route import Routes
 
@@ -118,6 +120,33 @@ def prices_of(program: Program, times: Durations) -> Prices:
                 exposed_s[key] = times.exposed_s[own]
         found.append(RankPrices(seconds, exposed_s))
     return Prices(times.overhead_s, tuple(found))
+
+
+def rank_bytes(costs: CostModel, candidate: Candidate) -> tuple[RankBytes, ...]:
+    """Return what every rank holds throughout a step, and what its layers hold of a micro-batch."""
+    found = []
+    for chunks in groups(candidate.stages):
+        own = [candidate.stages[at] for at in chunks]
+        for replica in range(len(own[0].devices)):
+            parts = [_replica_bytes(costs, candidate, stage, replica) for stage in own]
+            layers = {name: each for part in parts for name, each in part.layers.items()}
+            limit = costs.limit_bytes((own[0].devices[replica],))
+            state, update = sum(part.state for part in parts), sum(part.update for part in parts)
+            found.append(RankBytes(state, update, layers, limit))
+    return tuple(found)
+
+
+def _replica_bytes(costs: CostModel, candidate: Candidate, stage: CandidateStage, replica: int) -> RankBytes:
+    """Return what a replica of a stage holds."""
+    memory, rows = costs.memory[costs.kind_of[stage.devices[replica]]], stage.shares[replica]
+    terms, parts = stage_terms(stage, candidate.micro_batches, 0, rows), memory.parts(stage.first, stage.stop, rows)
+    kept, gradients, update = map(int, state_of(parts, terms))
+    kept += stage.turns(replica, candidate.micro_batches) * int(rows_bytes(rows, parts.inputs))
+    alone = terms.replicas == 1
+    layers = {}
+    for layer in range(stage.first, stage.stop):
+        layers[costs.profile.layers[layer].name] = memory.layer_bytes(layer, rows, with_gradients=alone)
+    return RankBytes(kept + (int(parts.lasting) if alone else gradients), update, layers)
 
 
 def _share_ranks(candidate: Candidate, times: Durations) -> None:

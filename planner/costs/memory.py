@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.formats.plan import Shard
+from autopar.formats.prices import LayerBytes
 from autopar.formats.profile import Layer
 from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import (
@@ -266,6 +267,25 @@ class MemoryModel:
         # Of the largest layers, four times the parameters may be whole beside what is divided.
         state = sum(int(sums[-1]) for sums, _ in self._state) + sum(self._updates) + 4 * sum(self._largest)
         return state + passing, saved + int(rows_bytes(rows, 6 * crossing + inputs))
+
+    def layer_bytes(self, layer: int, rows: float, *, with_gradients: bool) -> LayerBytes:
+        """Return what a layer holds of one micro-batch, with its gradients where these come and go."""
+        record, saved = self._costs.layers[layer], self._activations.saved_bytes(layer, rows, is_recomputed=False)
+        tensors = {each.name for each in self._flows.crossing}
+        gradients = record.gradient_bytes - sum(
+            _share(record, tied, record.gradient_bytes) for tied in self._flows.tied if layer in tied.layers
+        )
+        own, pending = (
+            sum(size for name, size in saved.items() if name not in tensors),
+            self.pending(layer, layer + 1, rows),
+        )
+        return LayerBytes(
+            saved=own,
+            saved_tensors=tuple(sorted(tensors.intersection(saved))),
+            pending=own if pending is None else pending,
+            transient=self._activations.transient(layer, rows, is_recomputed=False),
+            gradients=gradients if with_gradients else 0,
+        )
 
     @memoize
     def freed_bytes(self, layer: int, rows: float) -> int:

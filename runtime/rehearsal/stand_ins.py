@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,16 +16,38 @@ from torch import nn
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.source import UserModel
 from autopar.formats.plan import Plan
+from autopar.formats.prices import LayerBytes
 from autopar.formats.profile import Profile
 from autopar.formats.program import Program
 from autopar.runtime.data import Batch, Loader
 from autopar.runtime.messages.transport import Transport
+from autopar.runtime.rehearsal.ledger import MemoryLedger
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.job import Job
 from autopar.runtime.times import Clock, PricedClock
 from autopar.schedules.expand import mine
 
 _LOSS = "loss"
+
+
+class _Kept(torch.autograd.Function):
+    """Gives a tensor on, and keeps others until its backward is done."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        total: torch.Tensor,
+        at_work: Callable[[torch.Tensor], torch.Tensor],
+        *kept: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(*kept)
+        ctx.at_work = at_work
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        kept = ctx.saved_tensors
+        return ctx.at_work(gradients[0]), None, *(None for _ in kept)
 
 
 class StandInLayer(nn.Module):
@@ -43,14 +66,65 @@ class StandInLayer(nn.Module):
         self._gradients, self._is_last = gradients, is_last
         self.weight = nn.Parameter(torch.zeros(1), requires_grad=is_trained)
         self.shared = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(shared_parameters))
+        self.bytes: StandInBytes | None = None
+        """What it holds in the model's place; none: nobody counts."""
 
     def forward(self, rows: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the outputs."""
-        total = self.weight.expand(rows)
-        for each in (*self.shared, *inputs):
+        # What one adds to the other has a gradient of its own, as products have.
+        total = 1.0 * sum(inputs, torch.zeros(rows)) + self.weight.expand(rows)
+        for each in self.shared:
             total = total + each
-        outputs = [total * 1.0 if gradient else total.detach() for gradient in self._gradients]
+        if self.bytes is not None:
+            total = self.bytes.keep(total, inputs)
+        outputs = [total * 1.0 if gradient else total.detach().clone() for gradient in self._gradients]
+        if self.bytes is not None:
+            self.bytes.count_outputs(rows, outputs)
         return (*outputs, total.mean()) if self._is_last else tuple(outputs)
+
+
+class StandInBytes:
+    """What a layer holds, in a ledger."""
+
+    def __init__(self, ledger: MemoryLedger, layer: LayerBytes, inputs: Sequence[str], sizes: Sequence[int]) -> None:
+        """Take what is counted; ``sizes`` are bytes per sample of the outputs, in their order."""
+        self._ledger, self._layer, self._sizes = ledger, layer, sizes
+        self._kept_inputs = [at for at, name in enumerate(inputs) if name in layer.saved_tensors]
+
+    def keep(self, total: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return what goes on, with what is kept for the backward behind it."""
+        self._ledger.spike(self._layer.saved + self._layer.transient)
+        own = self._ledger.count(torch.zeros(1), self._layer.saved)
+        kept: torch.Tensor = _Kept.apply(  # type: ignore[no-untyped-call]
+            total, self._work, own, *(inputs[at] for at in self._kept_inputs)
+        )
+        return kept
+
+    def count_outputs(self, rows: int, outputs: Sequence[torch.Tensor]) -> None:
+        """Give the outputs the bytes of those that they stand for."""
+        for output, size in zip(outputs, self._sizes, strict=True):
+            self._ledger.count(output, rows * size)
+
+    def count_gradient(self, parameter: nn.Parameter) -> None:
+        """Give the gradient of the layer's own parameter the bytes of all of its parameters' gradients."""
+        if parameter.grad is not None:
+            self._ledger.count(parameter.grad, self._layer.gradients)
+
+    def _work(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Note what a backward holds; what is kept for a second half goes with the gradient that waits for it."""
+        self._ledger.spike(self._layer.transient)
+        return self._ledger.count(gradient.clone(), self._layer.pending) if self._ledger.is_halved else gradient
+
+
+def count_bytes(graph: LayerGraph, ledger: MemoryLedger, layers: Mapping[str, LayerBytes], profile: Profile) -> None:
+    """Have the stand-ins of some layers counted in a ledger."""
+    sizes = {tensor.name: tensor.bytes_per_sample for tensor in profile.tensors}
+    for layer in graph.layers:
+        held = layers.get(layer.name)
+        if held is not None:
+            module = cast(StandInLayer, layer.module)
+            outputs = [sizes[name] for name in layer.outputs if name in sizes]
+            module.bytes = StandInBytes(ledger, held, layer.inputs, outputs)
 
 
 def stand_in_graph(profile: Profile) -> LayerGraph:
@@ -131,6 +205,13 @@ class StandInJob(Job):
         self._own_clock = clock
         model, device = stand_in_model(), torch.device("cpu")
         super().__init__(plan, program, rank, graph, model, zeros, transport, device, charge)
+        for stage in self.stages.values():
+            for layer in stage.layers:
+                module = cast(StandInLayer, layer.module)
+                if module.bytes is not None and module.weight.requires_grad:
+                    module.weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                        module.bytes.count_gradient
+                    )
 
     def _clock(self) -> Clock:
         return self._own_clock

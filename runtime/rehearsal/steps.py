@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from autopar.formats.plan import Plan
-from autopar.formats.prices import Prices, RankPrices
+from autopar.formats.prices import LayerBytes, Prices, RankBytes, RankPrices
 from autopar.formats.profile import Profile
-from autopar.formats.program import Program
+from autopar.formats.program import KINDS, UPDATE, Program
 from autopar.formats.timeline import Timeline
 from autopar.progress import Progress, no_progress
 from autopar.ranks.context import RankContext
@@ -25,7 +25,8 @@ from autopar.ranks.pool import RankPool
 from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import Transport
-from autopar.runtime.rehearsal.stand_ins import StandInJob, stand_in_graph
+from autopar.runtime.rehearsal.ledger import MemoryLedger
+from autopar.runtime.rehearsal.stand_ins import StandInJob, count_bytes, stand_in_graph
 from autopar.runtime.rehearsal.transport import PricedTransport
 from autopar.runtime.settings import check_scope
 from autopar.runtime.start.job import DEFAULTS
@@ -34,6 +35,7 @@ from autopar.runtime.times import PricedClock, SleepingClock, VirtualClock
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 
+UPDATE_CODE = KINDS.index(UPDATE)
 MOST_PROCESSES = 16
 """Ranks that are processes; of more, each with a torch of its own, they would take the memory of this host."""
 
@@ -45,7 +47,7 @@ class Rehearsal:
     steps_s: tuple[float, ...]
     """Seconds of every step, from its begin on the first rank to its end on the last."""
     timeline: Timeline
-    """When every action of the last step ran, as its rank recorded it."""
+    """When every action of the last step ran, as its rank recorded it, and what was held meanwhile."""
     notes: tuple[str, ...]
     """What a reader must know of how ranks ran."""
 
@@ -57,6 +59,8 @@ class _RankTimes(TypedDict):
     """Of every step: its begin and end."""
     times_s: list[tuple[float, float]]
     """Of the last step: begins and ends of its actions."""
+    moments: list[tuple[float, int]]
+    """Of the last step: when how many bytes were held."""
 
 
 def rehearse_steps(
@@ -118,7 +122,11 @@ def rehearse_steps(
     for rank, (actions, own) in enumerate(zip(program.ranks, ranks, strict=True)):
         for action, (start_s, end_s) in zip(actions, own["times_s"], strict=True):
             timeline.add(rank, action, start_s - began_s[-1], end_s - began_s[-1])
-    return Rehearsal(tuple(end - begin for begin, end in zip(began_s, ended_s, strict=True)), timeline, tuple(notes))
+        timeline.memory[rank] = [(max(0.0, at_s - began_s[-1]), size) for at_s, size in own["moments"]]
+    limits = ((rank, held.limit) for rank, held in enumerate(prices.holds))
+    timeline.limits_bytes.update({rank: limit for rank, limit in limits if limit is not None})
+    lengths_s = tuple(end - begin for begin, end in zip(began_s, ended_s, strict=True))
+    return Rehearsal(lengths_s, timeline, tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -153,6 +161,7 @@ class _Arguments(TypedDict):
     overhead_s: float
     prices: list[dict[str, Any]]
     """By rank."""
+    holds: list[dict[str, Any]]
     steps: int
     real_time: bool
 
@@ -164,6 +173,7 @@ def _in_processes(what: _RehearsalTask, pool: RankPool, timeout_s: float, progre
         program=what.program.dumps(),
         overhead_s=what.prices.overhead_s,
         prices=[asdict(each) for each in what.prices.ranks],
+        holds=[asdict(each) for each in what.prices.holds],
         steps=what.steps,
         real_time=what.real_time,
     )
@@ -189,7 +199,11 @@ def rehearse_rank(context: RankContext, arguments: _Arguments) -> _RankTimes:
     what = _RehearsalTask(
         plan,
         Profile.parse(arguments["profile"], Path("profile.json")),
-        Prices(arguments["overhead_s"], tuple(RankPrices(**each) for each in arguments["prices"])),
+        Prices(
+            arguments["overhead_s"],
+            tuple(RankPrices(**each) for each in arguments["prices"]),
+            tuple(map(_rank_bytes, arguments["holds"])),
+        ),
         Program.parse(arguments["program"], Path("program.json")),
         arguments["steps"],
         arguments["real_time"],
@@ -200,6 +214,14 @@ def rehearse_rank(context: RankContext, arguments: _Arguments) -> _RankTimes:
         context.report({"step": step})
 
     return _perform(what, context.rank, connect(context, plan, DEFAULTS), note, done, context.barrier)
+
+
+def _rank_bytes(content: dict[str, Any]) -> RankBytes:
+    layers = {
+        name: LayerBytes(**{**each, "saved_tensors": tuple(each["saved_tensors"])})
+        for name, each in content["layers"].items()
+    }
+    return RankBytes(**{**content, "layers": layers})
 
 
 def _in_threads(what: _RehearsalTask, timeout_s: float, progress: Progress) -> list[_RankTimes]:
@@ -247,21 +269,31 @@ def _perform(
     """Build a rank's job of stand-ins, and step it."""
     prices, program = what.prices, what.program
     clock: PricedClock = (SleepingClock if what.real_time else VirtualClock)(prices.overhead_s)
-    priced = PricedTransport(transport, clock, prices.ranks[rank], what.plan, rank, program.ranks[rank])
+    graph, ledger = stand_in_graph(what.profile), None
+    if prices.holds:
+        held = prices.holds[rank]
+        ledger = MemoryLedger(clock, held.state)
+        count_bytes(graph, ledger, held.layers, what.profile)
+    priced = PricedTransport(transport, clock, prices.ranks[rank], what.plan, rank, program.ranks[rank], ledger)
 
     def charge(step: int, position: int) -> None:
         note(step, position)
         priced.charge(position)
+        if ledger is not None and program.ranks[rank].kinds[position] == UPDATE_CODE:
+            ledger.spike(prices.holds[rank].update)
 
-    job = StandInJob(clock, charge, what.plan, program, rank, stand_in_graph(what.profile), priced)
+    job = StandInJob(clock, charge, what.plan, program, rank, graph, priced)
     spans, times_s = [], list[tuple[float, float]]()
     for step in range(what.steps):
         # Steps are told apart: none begins before the one before has ended everywhere.
         meet()
         began_s = clock.now_s if what.real_time else 0.0
+        if ledger is not None:
+            ledger.begin_step()
         times_s = job.step(step).times_s
         spans.append((began_s, clock.now_s))
         done(step + 1)
     meet()
     job.finish()
-    return _RankTimes(spans=spans, times_s=times_s)
+    moments = [] if ledger is None else ledger.moments
+    return _RankTimes(spans=spans, times_s=times_s, moments=moments)

@@ -8,15 +8,33 @@ each other when they came. Ranks decide nothing together but this, so that no or
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import torch
 
 from autopar.formats.plan import Plan
 from autopar.formats.prices import RankPrices, price_key
-from autopar.formats.program import BACKWARD, RECEIVES, REDUCE, REDUCE_TIED, SENDS, WEIGHT_BACKWARD, Action, RankProgram
+from autopar.formats.program import (
+    BACKWARD,
+    INPUT_BACKWARD,
+    RECEIVE,
+    RECEIVE_GRADIENT,
+    RECEIVES,
+    REDUCE,
+    REDUCE_TIED,
+    SEND,
+    SEND_GRADIENT,
+    SENDS,
+    WEIGHT_BACKWARD,
+    Action,
+    RankProgram,
+)
 from autopar.runtime.messages.transport import Pending, Transport, replica_ranks
+from autopar.runtime.rehearsal.ledger import MemoryLedger
 from autopar.runtime.times import PricedClock
+from autopar.schedules.expand import messages
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,7 +49,14 @@ class PricedTransport:
     """
 
     def __init__(
-        self, inner: Transport, clock: PricedClock, prices: RankPrices, plan: Plan, rank: int, actions: RankProgram
+        self,
+        inner: Transport,
+        clock: PricedClock,
+        prices: RankPrices,
+        plan: Plan,
+        rank: int,
+        actions: RankProgram,
+        ledger: MemoryLedger | None = None,
     ) -> None:
         """Prepare.
 
@@ -42,11 +67,39 @@ class PricedTransport:
             plan: what is carried out.
             rank: which rank this is.
             actions: its program.
+            ledger: counts the bytes of messages, if anybody does.
         """
         self._inner, self._clock, self._prices, self._plan, self._rank = inner, clock, prices, plan, rank
         self._actions = list(actions)
         self._seconds = [prices.seconds.get(price_key(action), 0.0) for action in self._actions]
+        self._ledger = ledger
+        self._sent_bytes: list[int] = []
+        self._received_bytes: dict[int, cycle[int]] = {}
+        if ledger is not None:
+            self._count_messages()
         self._begin_step()
+
+    def _count_messages(self) -> None:
+        """Find the bytes of every tensor that is sent, by position, and received, by peer in their order."""
+        flows = {}
+        for flow in messages(self._plan):
+            if flow.sender == self._rank:
+                flows[SEND, flow.producer, flow.receiver, flow.consumer] = flow, flow.tensors
+                flows[RECEIVE_GRADIENT, flow.producer, flow.receiver, flow.consumer] = flow, flow.gradients
+            if flow.receiver == self._rank:
+                flows[RECEIVE, flow.consumer, flow.sender, flow.producer] = flow, flow.tensors
+                flows[SEND_GRADIENT, flow.consumer, flow.sender, flow.producer] = flow, flow.gradients
+        received: dict[int, list[int]] = defaultdict(list)
+        self._sizes: list[list[int]] = []
+        for action in self._actions:
+            self._sizes.append([])
+            if action.peer >= 0:
+                flow, indices = flows[action.kind, action.stage, action.peer, action.peer_stage]
+                rows = flow.stop - flow.start
+                self._sizes[-1] = [rows * self._plan.tensors[index].bytes_per_sample for index in indices]
+                if action.kind in RECEIVES:
+                    received[action.peer] += self._sizes[-1]
+        self._received_bytes = {peer: cycle(sizes) for peer, sizes in received.items()}
 
     def _begin_step(self) -> None:
         self._free_s: dict[int, float] = {}
@@ -63,7 +116,10 @@ class PricedTransport:
         if position == 0:
             self._begin_step()
         action, seconds, clock = self._actions[position], self._seconds[position], self._clock
+        if self._ledger is not None:
+            self._ledger.is_halved = action.kind == INPUT_BACKWARD
         if action.kind in SENDS:
+            self._sent_bytes = [] if self._ledger is None else list(self._sizes[position])
             self._arrival_s = max(clock.now_s, self._free_s.get(action.peer, -math.inf)) + seconds
             self._free_s[action.peer] = self._arrival_s
         elif action.kind == REDUCE:
@@ -95,11 +151,15 @@ class PricedTransport:
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`autopar.runtime.messages.transport.Transport`."""
+        if self._ledger is not None:
+            self._ledger.count(tensor, self._sent_bytes.pop(0))
         moment = torch.tensor([self._arrival_s], dtype=torch.float64)
         return _Both(self._inner.send(moment, peer), self._inner.send(tensor, peer))
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`autopar.runtime.messages.transport.Transport`."""
+        if self._ledger is not None:
+            self._ledger.count(tensor, next(self._received_bytes[peer]))
         moment = torch.zeros(1, dtype=torch.float64)
         return _Arriving(self._inner.receive(moment, peer), self._inner.receive(tensor, peer), moment, self._clock)
 

@@ -34,6 +34,10 @@ def test_steps_take_as_long_as_simulated_and_their_trace_lies_over_the_predictio
     assert "Rehearsed step" in err
     timeline = Timeline.load("trace.json")
     assert timeline.origin == "rehearsed"
+    peaks = timeline.peaks_bytes()
+    assert list(peaks.values()) == figures["peak_bytes"]
+    assert set(timeline.limits_bytes) == set(peaks) == {0, 1}
+    assert f"most memory: rank {max(peaks, key=peaks.__getitem__)}" in err
     code, out, err = run("show", "trace.json", "--over", "plan.json", "--json")
     assert code == 0, err
     shown = json.loads(out)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
+from autopar.errors import FileError
 from autopar.formats.program import Action
 from autopar.formats.timeline import (
     Origin,
@@ -132,3 +134,36 @@ def test_parts_sum_to_the_step_and_agree_with_a_count_instant_by_instant(seed: i
                 counted["idle_s"] += 1
         assert where[rank] == TimeUse(**counted)
         assert sum(where[rank]) == pytest.approx(70)
+
+
+def test_what_was_held_is_written_and_read(tmp_path: Path) -> None:
+    made = timeline("rehearsed", "F0@0 0 1", "F0@1 0 1")
+    made.memory[1] = [(0.0, 5), (0.5, 7), (0.75, 5)]
+    made.limits_bytes[1] = 9
+    made.save(tmp_path / "trace.json")
+    again = Timeline.load(tmp_path / "trace.json")
+    assert (again.memory, again.limits_bytes, again.peaks_bytes()) == (made.memory, {1: 9}, {1: 7})
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (('"bytes": 5', '"bytes": -5'), r"traceEvents\[\d+\]\.args\.bytes: expected the bytes"),
+        (('"name": "memory"', '"name": "other"'), r"traceEvents\[\d+\]\.args\.bytes: expected the bytes"),
+        (
+            ('"limits_bytes": {"1": 9}', '"limits_bytes": {"one": 9}'),
+            r"limits_bytes: expected bytes by rank",
+        ),
+        (('"limits_bytes": {"1": 9}', '"limits_bytes": [9]'), r"limits_bytes: expected bytes by rank"),
+    ],
+)
+def test_counters_that_are_none_are_refused(tmp_path: Path, edit: tuple[str, str], message: str) -> None:
+    made = timeline("rehearsed", "F0@0 0 1", "F0@1 0 1")
+    made.memory[1] = [(0.0, 5)]
+    made.limits_bytes[1] = 9
+    path = tmp_path / "trace.json"
+    made.save(path)
+    assert edit[0] in path.read_text()
+    path.write_text(path.read_text().replace(*edit))
+    with pytest.raises(FileError, match=message):
+        Timeline.load(path)

@@ -161,6 +161,35 @@ def test_a_simulator_whose_depths_are_off_by_one_is_found_out() -> None:
     assert wrong.end_s > 1.01 * _rehearsed().steps_s[0]
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("stages", ["0-1:1,2-3:1,4-5:1,6-7:1", "0-3:2,4-7:2", "0-7:4", "0-4:1,5-7:3"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_ranks_hold_what_was_predicted(schedule: str, stages: str, recompute: str) -> None:
+    profile, cluster = gpt_profile(blocks=6), local_cluster(4)
+    options = PlanOptions(stages=stages, micro_batches=8, schedule=schedule, recompute=recompute)
+    planned = plan(profile, cluster, options)
+    prices = action_prices(planned, profile, cluster)
+    timeline = rehearse_steps(planned, profile, prices, 2, threads=True).timeline
+    peaks = timeline.peaks_bytes()
+    for stage, predicted in zip(planned.stages, planned.predicted.peak_bytes, strict=True):
+        # Of replicas, the one with the largest share, or most turns, counts.
+        assert max(peaks[device] for device in stage.devices) == pytest.approx(predicted, rel=0.03)
+    for rank, moments in timeline.memory.items():
+        # At the end of a step nothing is left of its micro-batches, whatever it was.
+        assert moments == sorted(moments, key=lambda moment: moment[0])
+        assert moments[-1][1] <= moments[0][1] + prices.holds[rank].update
+
+
+def test_a_depth_that_is_off_by_one_shows_in_what_is_held() -> None:
+    planned, profile, cluster = _line()
+    more = tuple(stage.model_copy(update={"warmup": min(8, stage.warmup + 1)}) for stage in planned.stages)
+    peaks = []
+    for each in (planned, planned.model_copy(update={"stages": more})):
+        timeline = rehearse_steps(each, profile, action_prices(each, profile, cluster), threads=True).timeline
+        peaks.append(timeline.peaks_bytes())
+    assert all(peaks[1][rank] > 1.05 * peaks[0][rank] for rank in range(4))
+
+
 def test_in_real_time_steps_are_as_long(pool: RankPool) -> None:
     planned, profile, cluster = _line()
     slower = tuple(
