@@ -1,0 +1,64 @@
+"""Stand-ins read and make what a profile's layers do, and gradients flow where these have them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from autopar.formats.prices import LayerBytes
+from autopar.runtime.rehearsal.ledger import MemoryLedger
+from autopar.runtime.rehearsal.stand_ins import count_bytes, stand_in_graph
+from autopar.runtime.times import VirtualClock
+from random_problems import gpt_profile, random_profile
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_graph_has_the_layers_and_tensors_of_its_profile(seed: int) -> None:
+    profile = random_profile(seed, most_layers=9)
+    graph = stand_in_graph(profile)
+    assert [layer.name for layer in graph.layers] == [layer.name for layer in profile.layers]
+    made = {tensor.name: tensor for tensor in profile.tensors}
+    assert {tensor.name for tensor in graph.tensors} == made.keys()
+    for tensor in graph.tensors:
+        own = made[tensor.name]
+        assert (tensor.producer, tensor.consumers, tensor.gradient) == (own.producer, own.consumers, own.gradient)
+    tied = {each.parameter: set(each.layers) for each in profile.tied if each.trainable}
+    assert {name: set(layers) for name, layers in graph.tied_parameters().items()} == tied
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_gradients_flow_over_tensors_that_have_them_and_end_at_layers_that_the_loss_depends_on(seed: int) -> None:
+    profile = random_profile(seed, most_layers=9)
+    graph, rows = stand_in_graph(profile), random.Random(seed).randint(1, 4)
+    known = {name: torch.zeros(rows) for name in graph.inputs}
+    for layer in graph.layers:
+        outputs = layer.module(rows, *(known[name] for name in layer.inputs))
+        known.update(zip(layer.outputs, outputs, strict=True))
+    known["loss"].backward()
+    for tensor in graph.tensors:
+        if tensor.producer is not None:
+            assert known[tensor.name].shape == (rows,)
+            assert tensor.gradient or not known[tensor.name].requires_grad
+    for layer in graph.layers:
+        for name, parameter in layer.named_parameters():
+            own = name.endswith(":weight")
+            assert not own or parameter.requires_grad == (parameter.grad is not None), name
+    assert graph.layers[-1].parameter("weight").grad is not None
+
+
+def test_what_a_layer_keeps_is_held_until_its_backward_is_done() -> None:
+    profile = gpt_profile(blocks=1, batch=4)
+    graph, ledger = stand_in_graph(profile), MemoryLedger(VirtualClock(0.0), 0)
+    held = LayerBytes(saved=1000, saved_tensors=(), transient=70, pending=0, gradients=500)
+    count_bytes(graph, ledger, {profile.layers[1].name: held}, profile)
+    layer = graph.layers[1]
+    size = next(tensor.bytes_per_sample for tensor in profile.tensors if tensor.name in layer.outputs)
+    x = torch.zeros(2, requires_grad=True)
+    (output,) = layer.module(2, x)
+    assert ledger.alive_bytes == 1000 + 2 * size
+    assert ledger.peak_bytes >= 1000 + 70
+    output.sum().backward()
+    del output
+    assert ledger.alive_bytes == 0
