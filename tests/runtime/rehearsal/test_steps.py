@@ -19,11 +19,14 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.formats.program import Action, Program, RankProgram
 from autopar.formats.timeline import Timeline
+from autopar.hardware.clusters import find_cluster
 from autopar.planner import PlanOptions, action_prices, plan, simulate
-from autopar.planner.assemble import assemble
+from autopar.planner.assemble import assemble, candidate_of
 from autopar.planner.candidate import Candidate
+from autopar.planner.costs.durations import durations
 from autopar.planner.costs.model import CostModel
 from autopar.planner.simulator.contention import ContentionSimulation
+from autopar.planner.simulator.simulate import trace
 from autopar.ranks.pool import RankPool
 from autopar.runtime.rehearsal.steps import Rehearsal, rehearse_steps
 from autopar.schedules.expand import expand
@@ -209,11 +212,17 @@ def test_in_real_time_steps_are_as_long(pool: RankPool) -> None:
     assert min(rehearsal.steps_s) > 0.999 * simulate(*inputs).end_s
 
 
-def test_what_slows_others_is_said_not_to_be_in_it() -> None:
-    planned, profile, cluster = _line()
-    prices = replace(action_prices(planned, profile, cluster), slowed=True)
-    notes = rehearse_steps(planned, profile, prices, threads=True).notes
-    assert "every action is priced as if it were alone" in notes[0]
+@pytest.mark.parametrize("stages", ["0-3:4,4-7:4", "0-1:3,2-4:2,5-7:3"])
+def test_where_links_are_shared_steps_take_as_long_as_without_and_that_is_said(stages: str) -> None:
+    profile, cluster = gpt_profile(blocks=6), find_cluster("2x4xV100:1Gbps")
+    planned = plan(profile, cluster, PlanOptions(stages=stages, micro_batches=4, times_of="test"))
+    inputs = planned, profile, cluster
+    rehearsal, shared = rehearse_steps(planned, profile, action_prices(*inputs), threads=True), simulate(*inputs)
+    costs = CostModel(profile, cluster, PlanOptions(gpus=8, times_of="test"))
+    _check(rehearsal, trace(expand(planned), durations(costs, candidate_of(planned, profile))), planned)
+    # Sharing only ever costs time: the difference to what is simulated is what it costs.
+    assert rehearsal.steps_s[0] <= shared.end_s
+    assert "every action is priced as if it were alone" in rehearsal.notes[0]
 
 
 def test_threads_say_that_they_divide_nothing() -> None:
