@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import gc
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from autopar.profiler import ProfileOptions, probe, profile
 from autopar.profiler.probe import LinkMeasurements, Probe
 from autopar.ranks.context import RankContext
 from autopar.runtime.data import split_rows
+from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.start.job import DEFAULTS, Job
@@ -37,10 +37,6 @@ from cut import cut
 from delayed import DelayedTransport
 from sleeping import Pace, SleepingModule, graph_of, modules_of, user_of, weights_of
 from turns import turn
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-
-from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 
 __all__ = ["Field", "Lap", "Real", "alone", "apart", "emulated", "real"]
 

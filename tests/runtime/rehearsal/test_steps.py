@@ -215,7 +215,7 @@ def test_in_real_time_steps_are_as_long(pool: RankPool) -> None:
 @pytest.mark.parametrize("stages", ["0-3:4,4-7:4", "0-1:3,2-4:2,5-7:3"])
 def test_where_links_are_shared_steps_take_as_long_as_without_and_that_is_said(stages: str) -> None:
     profile, cluster = gpt_profile(blocks=6), find_cluster("2x4xV100:1Gbps")
-    planned = plan(profile, cluster, PlanOptions(stages=stages, micro_batches=4, times_of="test"))
+    planned = plan(profile, cluster, PlanOptions(stages=stages, micro_batches=4, times_of="test", shard="none"))
     inputs = planned, profile, cluster
     rehearsal, shared = rehearse_steps(planned, profile, action_prices(*inputs), threads=True), simulate(*inputs)
     costs = CostModel(profile, cluster, PlanOptions(gpus=8, times_of="test"))
