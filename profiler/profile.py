@@ -39,6 +39,7 @@ from autopar.profiler.measure import REPRESENTATIVES, measure, representatives
 from autopar.profiler.optimizer import measure_updates, optimizer_memory
 from autopar.profiler.subject import ProfileOptions, Subject, prepare
 from autopar.progress import Progress, no_progress
+from autopar.ranks.allocator import kept_pages
 
 MAX_SIZES = 5
 # On an idle machine the spread is below this.
@@ -74,7 +75,14 @@ def measure_layers(subject: Subject, options: ProfileOptions, progress: Progress
             "leave the option out"
         )
     context = computing(subject.precision, device)
-    with pin_threads(options.threads), contextlib.redirect_stdout(sys.stderr), preserve_buffers(subject.module):
+    # As ranks do, which are timed to the same end.
+    pages = kept_pages() if device.type == "cpu" else contextlib.nullcontext()
+    with (
+        pages,
+        pin_threads(options.threads),
+        contextlib.redirect_stdout(sys.stderr),
+        preserve_buffers(subject.module),
+    ):
         _move(subject.module, subject.graph, device)
         before = observe(device)
         with compiling(device) if options.compile else contextlib.nullcontext(), _report_out_of_memory(options.batch):

@@ -30,6 +30,9 @@ def main() -> None:
     faulthandler.enable()
     import torch
 
+    from autopar.ranks.allocator import keep_pages
+
+    keep_pages()
     torch.set_num_threads(int(settings["threads"]))
     with os.fdopen(int(settings["pipe"]), "w", encoding="utf-8", buffering=1) as pipe:
         _send(pipe, {"ready": True})

@@ -22,6 +22,7 @@ from autopar.capture.plain import float64_model
 from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
+from autopar.ranks.allocator import keep_pages
 from autopar.ranks.board import FINISHED
 from autopar.ranks.context import RankContext
 from autopar.runtime.execute import StepRecord
@@ -316,6 +317,8 @@ def build(
 ) -> Job:
     """Build this rank's job from what was prepared on its host; ``program`` is by default what the plan expands to."""
     torch.set_num_threads(plan.threads)
+    if context.device.type == "cpu":
+        keep_pages()
     program = program or expand(plan)
     check(program, plan)
     transport = connect(context, plan, settings)

@@ -1,0 +1,55 @@
+"""Memory that is freed is kept where asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import resource, sys
+from autopar.ranks.allocator import keep_pages, kept_pages
+import torch
+
+def step():
+    held = [torch.empty(16 * 2**20).fill_(1.0) for _ in range(3)]
+
+def taken():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def faults():
+    # The heap grows for a few steps, until all pieces fit into what was freed.
+    return min([taken() for _ in range(10)][5:])
+
+found = [faults()]
+with kept_pages():
+    found.append(faults())
+found.append(faults())
+keep_pages()
+found.append(faults())
+print(*found)
+"""
+
+
+def _faults(**environment: str) -> list[int]:
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, env=environment)
+    return list(map(int, run.stdout.split()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_pages_of_what_is_freed_are_kept_where_asked_for() -> None:
+    usual, kept, _, lasting = _faults()
+    # 192 MB in pieces of 64: 4 KiB a page, or 2 MiB where the kernel has huge ones.
+    assert usual > 90
+    assert kept < usual / 10
+    assert lasting < usual / 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_who_has_said_how_to_allocate_is_left_alone() -> None:
+    usual, kept, _, lasting = _faults(MALLOC_ARENA_MAX="4")
+    assert kept > usual / 2
+    assert lasting > usual / 2
