@@ -3,10 +3,10 @@
     python benchmarks/rehearsal.py --data DIR --json benchmarks/results/rehearsal.json [--only gnmt8]
 
 The folder is that of ``published.py``. Of every profile, autopar's plan and the plans of ``compare``'s peers are
-simulated, and performed: who is faster, executed and not only computed. autopar's own is performed by 16 processes, and
-the seconds of their steps and the memory of all together are recorded; peers' by threads. ``64 ranks`` is a plan of as
-many, by threads, with the memory of this process. ``real time`` is 8 processes that sleep 20 ms a forward and 40 ms a
-backward.
+simulated, and performed: who is faster, executed and not only computed, and what stages hold over what was predicted.
+autopar's own is performed by 16 processes, and the seconds of their steps and the memory of all together are recorded;
+peers' by threads. ``64 ranks`` is a plan of as many, by threads, with the memory of this process. ``real time`` is 8
+processes that sleep 20 ms a forward and 40 ms a backward.
 """
 
 from __future__ import annotations
@@ -109,6 +109,10 @@ def _performed(made: Plan, profile: Profile, cluster: Cluster, pool: RankPool | 
     with _memory(pool) as memory:
         found = rehearse_steps(made, profile, prices, STEPS, threads=pool is None, pool=pool, progress=note)
     worst = max(abs(each / simulated.end_s - 1) for each in found.steps_s)
+    held = found.timeline.peaks_bytes()
+    # Of a stage's replicas, the one that holds most is predicted.
+    most = [max(held[made.devices.index(device)] for device in stage.devices) for stage in made.stages]
+    ratios = [each / predicted for each, predicted in zip(most, made.predicted.peak_bytes, strict=True)]
     step = {"simulated_s": simulated.end_s, "performed_s": found.steps_s[-1], "worst_difference": worst}
     return {
         **step,
@@ -116,6 +120,7 @@ def _performed(made: Plan, profile: Profile, cluster: Cluster, pool: RankPool | 
         "stages": ",".join(str(stage.replicas) for stage in made.stages),
         "schedule": made.schedule,
         "actions": len(simulated),
+        "held_over_predicted": [round(min(ratios), 3), round(max(ratios), 3)],
         "until_first_step_s": round(moments[1 if pool else 0] - began_s, 2),
         "own_s_per_step": round((moments[-1] - moments[-STEPS]) / (STEPS - 1), 3),
         "memory_gib": round(max(memory) / 2**30, 2),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -21,15 +20,12 @@ from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
 from autopar.ranks.pool import RankPool
 from autopar.runtime.data import ShareLoader
+from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 from autopar.runtime.stage.stage import Segment
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.worker import build
 from autopar.runtime.start.workspace import Workspace
 from autopar.runtime.update import Update
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
-
-from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 
 __all__ = ["HungError", "Kept", "in_processes", "in_threads", "train"]
 
