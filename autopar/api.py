@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from autopar.errors import UsageError
 from autopar.formats import cluster as clusters
 from autopar.formats import plan as plans
-from autopar.formats.document import parse_bandwidth, parse_bytes, read_text
+from autopar.formats.document import read_text
 from autopar.formats.profile import Precision, Profile
 from autopar.objects import Cluster, Plan, Timeline
 from autopar.progress import Progress, no_progress
@@ -46,11 +46,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autopar.capture import UserModel
-    from autopar.formats.program import Program
     from autopar.formats.report import Verification
     from autopar.planner import PlanOptions
     from autopar.planner.compare import Comparison
-    from autopar.profiler.probe import Probe
     from autopar.runtime.rehearsal.steps import Rehearsal
     from autopar.runtime.result.outcome import Outcome
     from autopar.runtime.start.launch import StepProgress
@@ -165,9 +163,10 @@ def plan(
         UsageError: options contradict the profile or each other.
         InfeasibleError: nothing fits the memory; names the stage and by how much.
     """
+    from autopar.planner import PlanOptions
     from autopar.planner import plan as search
 
-    asked = _plan_options("plan", options, named)
+    asked = PlanOptions.of("plan", options, named)
     measured, machines = _machines(profile, cluster, asked)
     return Plan.of(search(measured, machines, asked, progress), measured, machines)
 
@@ -193,9 +192,10 @@ def compare(
         UsageError: options contradict the profile or each other.
         InfeasibleError: nothing fits the memory; names the stage and by how much.
     """
+    from autopar.planner import PlanOptions
     from autopar.planner.compare import compare as judge
 
-    asked = _plan_options("compare", options, named)
+    asked = PlanOptions.of("compare", options, named)
     return judge(*_machines(profile, cluster, asked), asked, progress)
 
 
@@ -223,10 +223,11 @@ def simulate(
         ProgramError: the program does not carry out its plan.
         UsageError: the program is too long to be listed action by action, or asynchronous.
     """
+    from autopar.inputs import program_of
     from autopar.planner import simulate as timeline_of
 
     inputs = _resolve_inputs(plan, profile, cluster, times_of, progress)
-    return Timeline.of(timeline_of(*inputs, _program(program, inputs[0])))
+    return Timeline.of(timeline_of(*inputs, program_of(program, inputs[0])))
 
 
 @overload
@@ -265,14 +266,12 @@ def rehearse(
     """Perform a plan's program without its devices: return the peak bytes of every stage, or how long steps take.
 
     Bytes are those of the model's tensors, which hold no data meanwhile. Operators are the CPU's: of a plan for GPUs,
-    attention, dropout and autocast keep what a CPU keeps.
-
-    Steps are performed by all ranks in virtual time, with layers that take the profile's seconds and compute nothing;
-    the model's code does not run.
+    attention, dropout and autocast keep what a CPU keeps. Steps are performed by all ranks in virtual time, with layers
+    that take the profile's seconds and compute nothing; the model's code does not run.
 
     Args:
         plan: a plan, or its file.
-        steps: how many are performed; None: the bytes are counted. The other arguments go with ``steps``.
+        steps: how many are performed; None: bytes are counted. The other arguments go with ``steps``.
         profile: what the plan was made of, in place of what it knows or its file records.
         cluster: likewise; a cluster, its file, or its name.
         times_of: the kind of the profile's devices whose times stand for others.
@@ -288,50 +287,41 @@ def rehearse(
         UsageError: no program follows from the plan, or options contradict each other.
         TrainingError: the program cannot be performed, or a rank was lost.
     """
-    if steps is None:
-        _check_absent_without_steps(
-            profile=profile, cluster=cluster, times_of=times_of, program=program, real_time=real_time, threads=threads
-        )
-        inputs = _runnable(plan)
+    inputs = profile, cluster, times_of, program
+    if steps is not None:
+        return _perform(plan, steps, inputs, progress, real_time=real_time, threads=threads, timeout_s=timeout_s)
+    named = dict(zip(("profile", "cluster", "times_of", "program"), inputs, strict=True))
+    for name, value in {**named, "real_time": real_time or None, "threads": threads}.items():
+        if value is not None:
+            raise UsageError(f"`{name}` is of steps in virtual time; pass `steps`, too")
+    model = _runnable(plan)
 
-        from autopar.runtime.rehearsal.memory import rehearse_model
+    from autopar.runtime.rehearsal.memory import rehearse_model
 
-        return rehearse_model(*inputs, progress)
+    return rehearse_model(*model, progress)
+
+
+def _perform(
+    plan: PlanFile,
+    steps: int,
+    inputs: tuple[Any, Any, str | None, Any],
+    progress: Progress,
+    **options: Any,  # noqa: ANN401
+) -> Rehearsal:
+    """Perform steps in virtual time; ``inputs`` are profile, cluster, times_of and program."""
     if steps < 1:
         raise UsageError(f"`steps` must be at least 1, found {steps}")
-    planned, measured, machines = _resolve_inputs(plan, profile, cluster, times_of, progress)
-    edited = _program(program, planned)
+    profile, cluster, times_of, program = inputs
+    resolved = _resolve_inputs(plan, profile, cluster, times_of, progress)
 
+    from autopar.inputs import program_of
     from autopar.planner import action_prices
     from autopar.runtime.rehearsal.steps import rehearse_steps
 
-    found = rehearse_steps(
-        planned,
-        measured,
-        action_prices(planned, measured, machines, edited),
-        steps,
-        program=edited,
-        real_time=real_time,
-        threads=threads,
-        timeout_s=timeout_s,
-        progress=progress,
-    )
+    edited = program_of(program, resolved[0])
+    prices = action_prices(*resolved, edited)
+    found = rehearse_steps(*resolved[:2], prices, steps, program=edited, progress=progress, **options)
     return replace(found, timeline=Timeline.of(found.timeline))
-
-
-def _check_absent_without_steps(**options: object) -> None:
-    for name, value in options.items():
-        if value is not None and value is not False:
-            raise UsageError(f"`{name}` is of steps in virtual time; pass `steps`, too")
-
-
-def _program(path: str | Path | None, planned: plans.Plan) -> Program | None:
-    """Return the program of a file, if one is named."""
-    if path is None:
-        return None
-    from autopar.schedules.check import read_program
-
-    return read_program(Path(path), planned)
 
 
 def verify(
@@ -456,9 +446,10 @@ def probe(
         UsageError: the machine has no such devices, or too few.
         TrainingError: a rank failed.
     """
+    from autopar.profiler.links import cluster_here
     from autopar.profiler.probe import Probe
 
-    return _measured_links(ranks, device, threads, Probe(quick, largest_bytes), clusters.PROBED, progress)
+    return cluster_here(ranks, device, threads, Probe(quick, largest_bytes), clusters.PROBED, progress)
 
 
 def links(
@@ -468,7 +459,9 @@ def links(
 
     Arguments are those of :func:`probe`.
     """
-    return _measured_links(ranks, device, threads, None, "local", progress)
+    from autopar.profiler.links import cluster_here
+
+    return cluster_here(ranks, device, threads, None, "local", progress)
 
 
 def show(file: str | Path, over: str | Path | None = None, *, progress: Progress = no_progress) -> FileView:
@@ -570,7 +563,9 @@ def _user_model(
     """Return the model that is profiled, from a file or of a script, and the samples of a step."""
     if not isinstance(model, str | Path):
         _check_absent(None, data=data, sequence=sequence)
-        return _given_model(model, batch, ignored_state, **functions)
+        from autopar.capture.losses import copied_model
+
+        return copied_model(model, batch, ignored_state, **functions)
     _check_absent(model, **functions, ignored_state=ignored_state or None)
     if not isinstance(batch, int):
         raise UsageError(
@@ -581,26 +576,6 @@ def _user_model(
     return load(str(model), None if data is None else str(data), sequence=sequence), batch
 
 
-def _given_model(
-    model: nn.Module, batch: object, ignored_state: tuple[str, ...], **functions: Callable[..., Any] | None
-) -> tuple[UserModel, int]:
-    """Return what a model file would say of a copy of a module, and the samples of a mini-batch."""
-    from dataclasses import replace
-
-    from autopar.capture.batch import check_module, given_model, named_tensors, row_count
-    from autopar.capture.losses import counted_loss, counts_labels
-    from autopar.capture.model_state import deep_copy
-
-    check_module(model)
-    own = deep_copy(model)
-    counts = functions["loss"] is None and counts_labels(own.train(), batch)
-    if counts:
-        functions["loss"] = counted_loss(own)
-    user = given_model(own, batch, **functions)
-    user = replace(user, ignored_state=ignored_state, counts_labels=counts)
-    return user, row_count(named_tensors(batch))
-
-
 def _check_absent(file: str | Path | None, **arguments: object) -> None:
     """Refuse what a model in a file says itself, or, of a module, what only files have."""
     for name, value in arguments.items():
@@ -608,23 +583,6 @@ def _check_absent(file: str | Path | None, **arguments: object) -> None:
             raise UsageError(f"profile() takes no {name} for {file}: a model file has its own")
         if value is not None:
             raise UsageError(f"profile() takes {name} for models in files only; a module's inputs are those of batch")
-
-
-def _plan_options(
-    function: Literal["plan", "compare"], options: PlanOptions | None, option_values: dict[str, Any]
-) -> PlanOptions:
-    from dataclasses import fields, replace
-
-    from autopar.planner import PlanOptions
-
-    known = [field.name for field in fields(PlanOptions)]
-    for name in option_values:
-        if name not in known:
-            raise UsageError(f"{function}() has no option {name!r}; its options are {', '.join(known)}")
-    for name, parse in (("memory_bytes", parse_bytes), ("bytes_per_s", parse_bandwidth)):
-        if isinstance(option_values.get(name), str):
-            option_values = {**option_values, name: parse(option_values[name], f"`{name}`")}
-    return PlanOptions(**option_values) if options is None else replace(options, **option_values)
 
 
 def _machines(
@@ -639,18 +597,3 @@ def _machines(
     if isinstance(cluster, str):
         return measured, find_cluster(cluster)
     return measured, estimated_cluster(measured, options.gpus or 1) if cluster is None else cluster
-
-
-def _measured_links(
-    ranks: int | None, device: str, threads: int, probe: Probe | None, name: str, progress: Progress
-) -> clusters.Cluster:
-    from autopar.profiler.device import choose, count, describe
-    from autopar.profiler.links import local_cluster, measure_links
-
-    chosen = choose(device)
-    started = ranks or (count(chosen) if chosen.type == "cuda" else 2)
-    if chosen.type == "cuda" and not 2 <= started <= count(chosen):
-        raise UsageError(f"{started} ranks: this machine has {count(chosen)} GPUs, and links connect at least 2 ranks")
-    progress("starting ranks", 0.0)
-    measured = measure_links(started, chosen.type, threads, probe, progress)
-    return local_cluster(measured, describe(chosen, threads), max(started, count(chosen)), name)

@@ -10,6 +10,7 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.document import read_text
 from autopar.formats.plan import Plan
 from autopar.formats.profile import TRANSFORMERS, Profile, is_model, path_of, with_path
+from autopar.formats.program import Program
 from autopar.formats.references import named_file, resolve
 from autopar.progress import Progress, no_progress
 
@@ -110,6 +111,13 @@ def data_of(plan: Plan, path: Path) -> Path | None:
         FileError: as :func:`model_of`.
     """
     return None if plan.model.data is None else named_file(path, plan.model.data, "model.data")
+
+
+def program_of(path: str | Path | None, plan: Plan) -> Program | None:
+    """Return the program of a file, if one is named; it is checked against its plan."""
+    from autopar.schedules.check import read_program
+
+    return None if path is None else read_program(Path(path), plan)
 
 
 def predict(

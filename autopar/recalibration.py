@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autopar.errors import AutoparError
-from autopar.formats.critical_path import compare_paths
 from autopar.formats.plan import SCATTERING, Plan
 from autopar.formats.program import BACKWARD, FORWARD
-from autopar.formats.timeline import OwnTimes, compare_times, own_times
+from autopar.formats.timeline import OwnTimes, compare_paths, compare_times, own_times
 
 if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster

@@ -17,7 +17,7 @@ from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Level
 from autopar.formats.document import Provenance, least_certain
 from autopar.formats.plan import Alternative, Bounds, Crossing, Plan, Prediction, SharedParameter, Shares, Stage
-from autopar.formats.prices import Prices
+from autopar.formats.prices import ActionPrices
 from autopar.formats.profile import Profile
 from autopar.formats.program import Program
 from autopar.formats.timeline import Timeline, sending_of, track_of
@@ -357,18 +357,18 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, program: Program | 
         UsageError: no program follows from the plan (:attr:`Plan.refusal`).
         FileError: the plan's layers are not the profile's.
     """
-    costs, candidate = _priced(plan, profile, cluster)
+    costs, candidate = _cost_model_of(plan, profile, cluster)
     return _trace(program or expand(plan), candidate, costs)
 
 
-def action_prices(plan: Plan, profile: Profile, cluster: Cluster, program: Program | None = None) -> Prices:
+def action_prices(plan: Plan, profile: Profile, cluster: Cluster, program: Program | None = None) -> ActionPrices:
     """Return what the actions of a plan are priced at, each as if nothing else went on; see :func:`simulate`."""
-    costs, candidate = _priced(plan, profile, cluster)
+    costs, candidate = _cost_model_of(plan, profile, cluster)
     found = prices_of(program or expand(plan), durations(costs, candidate))
     return replace(found, holds=rank_bytes(costs, candidate), slowed=bool(costs.sharing))
 
 
-def _priced(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[CostModel, Candidate]:
+def _cost_model_of(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[CostModel, Candidate]:
     """Return what prices a plan's actions, and the candidate that the plan was made of."""
     if plan.refusal is not None:
         raise UsageError(f"{plan.refusal}: the simulator has programs of synchronous pipelines of whole devices only")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
 
 from autopar.errors import UsageError
-from autopar.formats.document import MOST_RANKS
+from autopar.formats.document import MOST_RANKS, parse_bandwidth, parse_bytes
 from autopar.formats.plan import SHARDS, ReplicatedState, Shard, layout_of
 from autopar.formats.profile import Profile
 from autopar.schedules import SCHEDULES
@@ -143,6 +144,23 @@ class PlanOptions:
             raise UsageError(f"`min_stages={self.min_stages}` contradicts `max_stages={self.max_stages}`")
         if self.gpus is not None and self.min_stages > self.gpus and layout_of(self.schedule) == "line":
             raise UsageError(f"`min_stages={self.min_stages}` needs as many devices, but `gpus` is {self.gpus}")
+
+    @classmethod
+    def of(cls, function: str, options: PlanOptions | None, values: Mapping[str, Any]) -> PlanOptions:
+        """Return options with other values, by name; bytes and bandwidths may be text, such as ``40GiB``.
+
+        Raises:
+            UsageError: ``function`` has no such option; or as of the options.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise UsageError(f"{function}() has no option {name!r}; its options are {', '.join(known)}")
+        parsed = dict(values)
+        for name, parse in (("memory_bytes", parse_bytes), ("bytes_per_s", parse_bandwidth)):
+            if isinstance(values.get(name), str):
+                parsed[name] = parse(values[name], f"`{name}`")
+        return cls(**parsed) if options is None else replace(options, **parsed)
 
     @property
     def simple(self) -> bool:

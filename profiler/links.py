@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import cast
 
+from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster, Curve, Device, Level, Link, Overlap
 from autopar.formats.profile import DeviceKind, DeviceType
+from autopar.profiler.device import choose, count, describe
 from autopar.profiler.probe import LinkMeasurements, MeasuredCurve, Probe, measure
 from autopar.progress import Progress, no_progress
 from autopar.ranks.board import STEPPING, Note
@@ -39,6 +41,23 @@ def measure_links(
             on_message=lambda rank, message: progress(str(message["doing"]), float(str(message["share"]))),
         )
     return cast("LinkMeasurements", results[0])
+
+
+def cluster_here(
+    ranks: int | None, device: str, threads: int, probe: Probe | None, name: str, progress: Progress
+) -> Cluster:
+    """Return this machine's devices and links, measured between some ranks; None: as many as GPUs, or 2.
+
+    Raises:
+        UsageError: it has no such devices, or too few.
+    """
+    chosen = choose(device)
+    started = ranks or (count(chosen) if chosen.type == "cuda" else 2)
+    if chosen.type == "cuda" and not 2 <= started <= count(chosen):
+        raise UsageError(f"{started} ranks: this machine has {count(chosen)} GPUs, and links connect at least 2 ranks")
+    progress("starting ranks", 0.0)
+    measured = measure_links(started, chosen.type, threads, probe, progress)
+    return local_cluster(measured, describe(chosen, threads), max(started, count(chosen)), name)
 
 
 def measure_from_environment(

@@ -15,7 +15,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from autopar.capture.batch import StepModule, named_tensors, rebuild, row_count
+from autopar.capture.batch import StepModule, check_module, given_model, named_tensors, rebuild, row_count
 from autopar.capture.effects import first_line, reachable, storage_of, written_values
 from autopar.capture.graph import LayerGraph
 from autopar.capture.huggingface import PREFIX, Task, task_of
@@ -473,3 +473,20 @@ def _count_expression(batch: object, labels: Mapping[str, int], weights: Sequenc
                 if alike and bool((counts != counts[0]).any()):
                     return f"(batch{place}{cut} != {value}).sum()"
     return None
+
+
+def copied_model(
+    model: nn.Module, batch: object, ignored_state: tuple[str, ...], **functions: Callable[..., Any] | None
+) -> tuple[UserModel, int]:
+    """Return what a model file would say of a copy of a module, and the samples of a mini-batch.
+
+    A Transformers model without a ``loss`` that counts labels is given one that does.
+    """
+    check_module(model)
+    own = deep_copy(model)
+    counts = functions["loss"] is None and counts_labels(own.train(), batch)
+    if counts:
+        functions["loss"] = counted_loss(own)
+    user = given_model(own, batch, **functions)
+    user = replace(user, ignored_state=ignored_state, counts_labels=counts)
+    return user, row_count(named_tensors(batch))

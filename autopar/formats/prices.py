@@ -53,7 +53,7 @@ class RankBytes:
 
 
 @dataclass(frozen=True)
-class Prices:
+class ActionPrices:
     """Seconds of the actions of all ranks."""
 
     overhead_s: float

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count
 
 from autopar.formats.cluster import Level
-from autopar.formats.prices import Prices, RankBytes, RankPrices, price_key
+from autopar.formats.prices import ActionPrices, RankBytes, RankPrices, price_key
 from autopar.formats.program import (
     BACKWARD,
     FORWARD,
@@ -93,7 +93,7 @@ def durations(costs: CostModel, candidate: Candidate) -> Durations:
     return found
 
 
-def prices_of(program: Program, times: Durations) -> Prices:
+def prices_of(program: Program, times: Durations) -> ActionPrices:
     """Return what every action of a program is priced at, by rank."""
     owner = {place: at for at, place in enumerate(zip(times.ranks, times.stage, strict=True))}
     seconds_of = {
@@ -119,7 +119,7 @@ def prices_of(program: Program, times: Durations) -> Prices:
             if action.kind == REDUCE:
                 exposed_s[key] = times.exposed_s[own]
         found.append(RankPrices(seconds, exposed_s))
-    return Prices(times.overhead_s, tuple(found))
+    return ActionPrices(times.overhead_s, tuple(found))
 
 
 def rank_bytes(costs: CostModel, candidate: Candidate) -> tuple[RankBytes, ...]:

@@ -117,15 +117,15 @@ class InProcessTransport:
 
 class _Receive:
     def __init__(
-        self, exchange: Exchange, pair: tuple[int, int], tensor: torch.Tensor, posted: deque[_Receive]
+        self, exchange: Exchange, pair: tuple[int, int], tensor: torch.Tensor, receives: deque[_Receive]
     ) -> None:
-        self._exchange, self._pair, self._tensor, self._posted = exchange, pair, tensor, posted
+        self._exchange, self._pair, self._tensor, self._receives = exchange, pair, tensor, receives
         self._filled = False
 
     def wait(self) -> None:
         # Earlier receives of the pair take their messages first, whichever is waited for.
         while not self._filled:
-            self._posted.popleft()._fill()
+            self._receives.popleft()._fill()
 
     def _fill(self) -> None:
         queue = self._exchange.queue(self._pair)

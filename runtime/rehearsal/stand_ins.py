@@ -1,11 +1,12 @@
 """Stand-ins: layers of a profile that compute next to nothing, in place of a model's.
 
 In comes a profile; out come a graph whose layers read and make what the profile's do, in tensors of one number a
-sample, and what else a job asks of a model. No code of the user's runs.
+sample, and what else a job asks of a model. No code of the user's runs. A ledger counts the bytes that they stand for.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +22,6 @@ from autopar.formats.profile import Profile
 from autopar.formats.program import Program
 from autopar.runtime.data import Batch, Loader
 from autopar.runtime.messages.transport import Transport
-from autopar.runtime.rehearsal.ledger import MemoryLedger
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.job import Job
 from autopar.runtime.times import Clock, PricedClock
@@ -30,7 +30,57 @@ from autopar.schedules.expand import mine
 _LOSS = "loss"
 
 
-class _Kept(torch.autograd.Function):
+class MemoryLedger:
+    """Counts the bytes that a rank's stand-ins stand for, over the time of its clock.
+
+    A tensor of a few bytes is given the bytes of the one that it stands for, and counts as long as its storage is
+    alive: so what is held, and when it is let go, is what the executor really does.
+    """
+
+    def __init__(self, clock: PricedClock, state: int) -> None:
+        """Begin with the bytes that are held throughout."""
+        self._clock, self._state = clock, state
+        self._sizes: dict[int, int] = {}
+        self.alive_bytes = state
+        self.is_halved = False
+        """Whether the backward that runs is the first half of one."""
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the moments of the step before."""
+        self.moments: list[tuple[float, int]] = [(0.0, self.alive_bytes)]
+        """When how many bytes were alive, at every change."""
+        self.peak_bytes = self.alive_bytes
+
+    def count(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
+        """Give a tensor's storage some bytes, unless it has been given some; return the tensor."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if size > 0 and key not in self._sizes:
+            self._sizes[key] = size
+            self._change(size)
+            weakref.finalize(storage, self._remove, key)
+        return tensor
+
+    def spike(self, size: int) -> None:
+        """Note bytes that are held for a while, beside what is alive."""
+        if size > 0:
+            self._note(self.alive_bytes + size)
+            self._note(self.alive_bytes)
+
+    def _remove(self, key: int) -> None:
+        self._change(-self._sizes.pop(key))
+
+    def _change(self, size: int) -> None:
+        self.alive_bytes += size
+        self._note(self.alive_bytes)
+
+    def _note(self, size: int) -> None:
+        self.moments.append((self._clock.now_s, size))
+        self.peak_bytes = max(self.peak_bytes, size)
+
+
+class _KeepUntilBackward(torch.autograd.Function):
     """Gives a tensor on, and keeps others until its backward is done."""
 
     @staticmethod
@@ -38,9 +88,9 @@ class _Kept(torch.autograd.Function):
         ctx: Any,  # noqa: ANN401
         total: torch.Tensor,
         at_work: Callable[[torch.Tensor], torch.Tensor],
-        *kept: torch.Tensor,
+        *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*tensors)
         ctx.at_work = at_work
         return total.clone()
 
@@ -69,6 +119,11 @@ class StandInLayer(nn.Module):
         self.bytes: StandInBytes | None = None
         """What it holds in the model's place; none: nobody counts."""
 
+    def note_gradients(self, held: StandInBytes) -> None:
+        """Have the gradients of its parameters counted when a backward has made them."""
+        if self.weight.requires_grad:
+            self.weight.register_post_accumulate_grad_hook(held.count_gradient)  # type: ignore[no-untyped-call]
+
     def forward(self, rows: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the outputs."""
         # What one adds to the other has a gradient of its own, as products have.
@@ -95,7 +150,7 @@ class StandInBytes:
         """Return what goes on, with what is kept for the backward behind it."""
         self._ledger.spike(self._layer.saved + self._layer.transient)
         own = self._ledger.count(torch.zeros(1), self._layer.saved)
-        kept: torch.Tensor = _Kept.apply(  # type: ignore[no-untyped-call]
+        kept: torch.Tensor = _KeepUntilBackward.apply(  # type: ignore[no-untyped-call]
             total, self._work, own, *(inputs[at] for at in self._kept_inputs)
         )
         return kept
@@ -205,13 +260,10 @@ class StandInJob(Job):
         self._own_clock = clock
         model, device = stand_in_model(), torch.device("cpu")
         super().__init__(plan, program, rank, graph, model, zeros, transport, device, charge)
-        for stage in self.stages.values():
-            for layer in stage.layers:
-                module = cast(StandInLayer, layer.module)
-                if module.bytes is not None and module.weight.requires_grad:
-                    module.weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                        module.bytes.count_gradient
-                    )
+        for layer in (layer for stage in self.stages.values() for layer in stage.layers):
+            # What shards a layer has a module of its own, and its gradients are held throughout.
+            if isinstance(layer.module, StandInLayer) and layer.module.bytes is not None:
+                layer.module.note_gradients(layer.module.bytes)
 
     def _clock(self) -> Clock:
         return self._own_clock

@@ -7,14 +7,14 @@ process; what passes between two actions is no time at all, but where ranks slee
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from autopar.formats.plan import Plan
-from autopar.formats.prices import LayerBytes, Prices, RankBytes, RankPrices
+from autopar.formats.prices import ActionPrices, LayerBytes, RankBytes, RankPrices
 from autopar.formats.profile import Profile
 from autopar.formats.program import KINDS, UPDATE, Program
 from autopar.formats.timeline import Timeline
@@ -25,8 +25,7 @@ from autopar.ranks.pool import RankPool
 from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import Transport
-from autopar.runtime.rehearsal.ledger import MemoryLedger
-from autopar.runtime.rehearsal.stand_ins import StandInJob, count_bytes, stand_in_graph
+from autopar.runtime.rehearsal.stand_ins import MemoryLedger, StandInJob, count_bytes, stand_in_graph
 from autopar.runtime.rehearsal.transport import PricedTransport
 from autopar.runtime.settings import check_scope
 from autopar.runtime.start.job import DEFAULTS
@@ -52,7 +51,7 @@ class Rehearsal:
     """What a reader must know of how ranks ran."""
 
 
-class _RankTimes(TypedDict):
+class _RankRecord(TypedDict):
     """What one rank recorded; plain data."""
 
     spans: list[tuple[float, float]]
@@ -66,7 +65,7 @@ class _RankTimes(TypedDict):
 def rehearse_steps(
     plan: Plan,
     profile: Profile,
-    prices: Prices,
+    prices: ActionPrices,
     steps: int = 1,
     *,
     program: Program | None = None,
@@ -103,7 +102,12 @@ def rehearse_steps(
     notes, plan = [], _for_stand_ins(plan)
     if threads and any(stage.shard != "none" for stage in plan.stages):
         notes.append("ranks are threads, whose replicas divide no parameters: what that costs is in the prices")
-        plan = _undivided(plan)
+        plan = _without_sharding(plan)
+    if prices.slowed:
+        notes.append(
+            "every action is priced as if it were alone: what devices that share links cost each other, and computing "
+            "beside communication, is in what is simulated only"
+        )
     task = _RehearsalTask(plan, profile, prices, program, steps, real_time)
     if threads:
         ranks = _in_threads(task, timeout_s, progress)
@@ -111,19 +115,19 @@ def rehearse_steps(
         progress(f"starting {len(plan.devices)} ranks", 0.0)
         with nullcontext(pool) if pool is not None else RankPool(len(plan.devices)) as ranks_pool:
             ranks = _in_processes(task, ranks_pool, timeout_s, progress)
-    began_s = [min(rank["spans"][step][0] for rank in ranks) for step in range(steps)]
-    ended_s = [max(rank["spans"][step][1] for rank in ranks) for step in range(steps)]
-    if prices.slowed:
-        notes.append(
-            "every action is priced as if it were alone: what devices that share links cost each other, and computing "
-            "beside communication, is in what is simulated only"
-        )
+    return _rehearsal(task, ranks, notes)
+
+
+def _rehearsal(task: _RehearsalTask, ranks: Sequence[_RankRecord], notes: Sequence[str]) -> Rehearsal:
+    """Put what the ranks recorded together."""
+    began_s = [min(rank["spans"][step][0] for rank in ranks) for step in range(task.steps)]
+    ended_s = [max(rank["spans"][step][1] for rank in ranks) for step in range(task.steps)]
     timeline = Timeline("rehearsed")
-    for rank, (actions, own) in enumerate(zip(program.ranks, ranks, strict=True)):
+    for rank, (actions, own) in enumerate(zip(task.program.ranks, ranks, strict=True)):
         for action, (start_s, end_s) in zip(actions, own["times_s"], strict=True):
             timeline.add(rank, action, start_s - began_s[-1], end_s - began_s[-1])
         timeline.memory[rank] = [(max(0.0, at_s - began_s[-1]), size) for at_s, size in own["moments"]]
-    limits = ((rank, held.limit) for rank, held in enumerate(prices.holds))
+    limits = ((rank, held.limit) for rank, held in enumerate(task.prices.holds))
     timeline.limits_bytes.update({rank: limit for rank, limit in limits if limit is not None})
     lengths_s = tuple(end - begin for begin, end in zip(began_s, ended_s, strict=True))
     return Rehearsal(lengths_s, timeline, tuple(notes))
@@ -135,7 +139,7 @@ class _RehearsalTask:
 
     plan: Plan
     profile: Profile
-    prices: Prices
+    prices: ActionPrices
     program: Program
     steps: int
     real_time: bool
@@ -147,7 +151,7 @@ def _for_stand_ins(plan: Plan) -> Plan:
     return plan.model_copy(update={"device_type": "cpu", "precision": "fp32", "threads": 1, "tensors": tensors})
 
 
-def _undivided(plan: Plan) -> Plan:
+def _without_sharding(plan: Plan) -> Plan:
     stages = tuple(each.model_copy(update={"shard": "none"}) for each in plan.stages)
     return plan.model_copy(update={"stages": stages})
 
@@ -166,7 +170,7 @@ class _Arguments(TypedDict):
     real_time: bool
 
 
-def _in_processes(what: _RehearsalTask, pool: RankPool, timeout_s: float, progress: Progress) -> list[_RankTimes]:
+def _in_processes(what: _RehearsalTask, pool: RankPool, timeout_s: float, progress: Progress) -> list[_RankRecord]:
     arguments = _Arguments(
         plan=what.plan.dumps(),
         profile=what.profile.dumps(),
@@ -190,16 +194,16 @@ def _in_processes(what: _RehearsalTask, pool: RankPool, timeout_s: float, progre
         describe=describe(what.plan, what.program),
         on_message=tell,
     )
-    return [cast(_RankTimes, each) for each in found]
+    return [cast(_RankRecord, each) for each in found]
 
 
-def rehearse_rank(context: RankContext, arguments: _Arguments) -> _RankTimes:
+def rehearse_rank(context: RankContext, arguments: _Arguments) -> _RankRecord:
     """Perform one rank's part, as a process."""
     plan = Plan.parse(arguments["plan"], Path("plan.json"))
     what = _RehearsalTask(
         plan,
         Profile.parse(arguments["profile"], Path("profile.json")),
-        Prices(
+        ActionPrices(
             arguments["overhead_s"],
             tuple(RankPrices(**each) for each in arguments["prices"]),
             tuple(map(_rank_bytes, arguments["holds"])),
@@ -224,10 +228,10 @@ def _rank_bytes(content: dict[str, Any]) -> RankBytes:
     return RankBytes(**{**content, "layers": layers})
 
 
-def _in_threads(what: _RehearsalTask, timeout_s: float, progress: Progress) -> list[_RankTimes]:
+def _in_threads(what: _RehearsalTask, timeout_s: float, progress: Progress) -> list[_RankRecord]:
     size = len(what.plan.devices)
     exchange, together = Exchange(timeout_s), threading.Barrier(size)
-    found: dict[int, _RankTimes] = {}
+    found: dict[int, _RankRecord] = {}
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
@@ -265,7 +269,7 @@ def _perform(
     note: Callable[[int, int], None],
     done: Callable[[int], None],
     meet: Callable[[], None],
-) -> _RankTimes:
+) -> _RankRecord:
     """Build a rank's job of stand-ins, and step it."""
     prices, program = what.prices, what.program
     clock: PricedClock = (SleepingClock if what.real_time else VirtualClock)(prices.overhead_s)
@@ -296,4 +300,4 @@ def _perform(
     meet()
     job.finish()
     moments = [] if ledger is None else ledger.moments
-    return _RankTimes(spans=spans, times_s=times_s, moments=moments)
+    return _RankRecord(spans=spans, times_s=times_s, moments=moments)

@@ -32,7 +32,7 @@ from autopar.formats.program import (
     RankProgram,
 )
 from autopar.runtime.messages.transport import Pending, Transport, replica_ranks
-from autopar.runtime.rehearsal.ledger import MemoryLedger
+from autopar.runtime.rehearsal.stand_ins import MemoryLedger
 from autopar.runtime.times import PricedClock
 from autopar.schedules.expand import messages
 

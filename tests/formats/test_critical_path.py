@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from autopar.formats.critical_path import CAUSES, compare_paths, critical_path
 from autopar.formats.program import Action
-from autopar.formats.timeline import Origin, Timeline
+from autopar.formats.timeline import CAUSES, Origin, Timeline, compare_paths, critical_path
 from autopar.planner import PlanOptions, action_prices, simulate
 from autopar.planner.assemble import assemble
 from autopar.planner.costs.model import CostModel

@@ -1,4 +1,4 @@
-"""Prices: every action of a program has one, that of the simulator's own durations."""
+"""ActionPrices: every action of a program has one, that of the simulator's own durations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prices and moments: queues, waiting, reductions of ranks that come at different times, by hand."""
+"""ActionPrices and moments: queues, waiting, reductions of ranks that come at different times, by hand."""
 
 from __future__ import annotations
 
