@@ -6,12 +6,13 @@ The folder is that of ``published.py``. Of every profile, autopar's plan and the
 simulated, and performed: who is faster, executed and not only computed, and what stages hold over what was predicted.
 autopar's own is performed by 16 processes, and the seconds of their steps and the memory of all together are recorded;
 peers' by threads. ``64 ranks`` is a plan of as many, by threads, with the memory of this process. ``real time`` is 8
-processes that sleep 20 ms a forward and 40 ms a backward.
+processes that sleep 20 ms a forward and 40 ms a backward. What is recorded already is kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import sys
 import threading
@@ -39,7 +40,7 @@ from machine import Watch
 from published import Topology, cluster_of
 from sleeping import Pace
 
-STEPS = 4
+STEPS = 3
 
 
 class Published(NamedTuple):
@@ -70,7 +71,15 @@ def main() -> None:
     watch = Watch()
     parts: dict[str, Callable[[], dict[str, Any]]] = {"real time": _real_time, "64 ranks": _large}
     parts |= {name: partial(_published, name, arguments.data) for name in PROFILES}
-    watch.record({name: part() for name, part in parts.items() if arguments.only in name}, arguments.json)
+    known: dict[str, Any] = {}
+    if arguments.json is not None and arguments.json.exists():
+        known = json.loads(arguments.json.read_text())
+    for name, part in parts.items():
+        if arguments.only in name and name not in known:
+            known[name] = part()
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(known, indent=1) + "\n")
+    watch.record({name: known[name] for name in parts if name in known}, arguments.json)
 
 
 def _published(name: str, folder: Path) -> dict[str, Any]:
@@ -89,8 +98,6 @@ def _published(name: str, folder: Path) -> dict[str, Any]:
             rows[peer.name] = _performed(made, profile, cluster)
         else:
             rows[peer.name] = {"infeasible": peer.reason}
-    for each, row in rows.items():
-        sys.stderr.write(f"{name} {each}: {row}\n")
     return rows
 
 
@@ -108,6 +115,7 @@ def _performed(made: Plan, profile: Profile, cluster: Cluster, pool: RankPool | 
 
     with _memory(pool) as memory:
         found = rehearse_steps(made, profile, prices, STEPS, threads=pool is None, pool=pool, progress=note)
+    sys.stderr.write(f"{made.schedule} of {len(simulated):,} actions: {found.steps_s[-1]:.6g} s\n")
     worst = max(abs(each / simulated.end_s - 1) for each in found.steps_s)
     held = found.timeline.peaks_bytes()
     # Of a stage's replicas, the one that holds most is predicted.
