@@ -120,7 +120,7 @@ def _performed(made: Plan, profile: Profile, cluster: Cluster, pool: RankPool | 
     held = found.timeline.peaks_bytes()
     # Of a stage's replicas, the one that holds most is predicted.
     most = [max(held[made.devices.index(device)] for device in stage.devices) for stage in made.stages]
-    ratios = [each / predicted for each, predicted in zip(most, made.predicted.peak_bytes, strict=True)]
+    ratios = [each / max(1, predicted) for each, predicted in zip(most, made.predicted.peak_bytes, strict=True)]
     step = {"simulated_s": simulated.end_s, "performed_s": found.steps_s[-1], "worst_difference": worst}
     return {
         **step,
