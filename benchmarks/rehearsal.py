@@ -48,7 +48,7 @@ class Published(NamedTuple):
 
     file: str
     rows: int
-    """Samples of the mini-batch that was profiled."""
+    """Samples of the mini-batch that was profiled, and of a micro-batch."""
     batch: int
 
 
@@ -86,7 +86,8 @@ def _published(name: str, folder: Path) -> dict[str, Any]:
     of, cluster = PROFILES[name], cluster_of(CLUSTER, 2**60)
     path = folder / of.file
     profile = pipedream_profile(path.read_text(), path, of.rows)
-    options = PlanOptions(batch=of.batch, gpus=16, exact=True, memory_bytes=16 * 10**9)
+    count = of.batch // of.rows
+    options = PlanOptions(batch=of.batch, gpus=16, micro_batches=count, exact=True, memory_bytes=16 * 10**9)
     own = plan(profile, cluster, options)
     with RankPool(len(own.devices), timeout_s=300.0) as pool:
         rows = {"autopar": _performed(own, profile, cluster, pool)}

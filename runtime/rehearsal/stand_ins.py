@@ -100,6 +100,21 @@ class _KeepUntilBackward(torch.autograd.Function):
         return ctx.at_work(gradients[0]), None, *(None for _ in kept)
 
 
+class _Output(torch.autograd.Function):
+    """Gives a tensor on as an output, and keeps the output for its backward where the layer does."""
+
+    @staticmethod
+    def forward(ctx: Any, total: torch.Tensor, keeps: bool) -> torch.Tensor:  # noqa: ANN401
+        output = total.clone()
+        if keeps:
+            ctx.save_for_backward(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        return gradients[0].clone(), None
+
+
 class StandInLayer(nn.Module):
     """Adds up what it reads, and gives it on."""
 
@@ -132,7 +147,11 @@ class StandInLayer(nn.Module):
             total = total + each
         if self.bytes is not None:
             total = self.bytes.keep(total, inputs)
-        outputs = [total * 1.0 if gradient else total.detach().clone() for gradient in self._gradients]
+        kept = [False] * len(self._gradients) if self.bytes is None else self.bytes.kept_outputs
+        outputs = [
+            cast(torch.Tensor, _Output.apply(total, keeps)) if gradient else total.detach().clone()  # type: ignore[no-untyped-call]
+            for gradient, keeps in zip(self._gradients, kept, strict=True)
+        ]
         if self.bytes is not None:
             self.bytes.count_outputs(rows, outputs)
         return (*outputs, total.mean()) if self._is_last else tuple(outputs)
@@ -141,9 +160,12 @@ class StandInLayer(nn.Module):
 class StandInBytes:
     """What a layer holds, in a ledger."""
 
-    def __init__(self, ledger: MemoryLedger, layer: LayerBytes, inputs: Sequence[str], sizes: Sequence[int]) -> None:
-        """Take what is counted; ``sizes`` are bytes per sample of the outputs, in their order."""
-        self._ledger, self._layer, self._sizes = ledger, layer, sizes
+    def __init__(
+        self, ledger: MemoryLedger, layer: LayerBytes, inputs: Sequence[str], outputs: Mapping[str, int]
+    ) -> None:
+        """Take what is counted; ``outputs`` are their bytes per sample, in their order."""
+        self._ledger, self._layer, self._sizes = ledger, layer, list(outputs.values())
+        self.kept_outputs = [name in layer.saved_tensors for name in outputs]
         self._kept_inputs = [at for at, name in enumerate(inputs) if name in layer.saved_tensors]
 
     def keep(self, total: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -178,7 +200,7 @@ def count_bytes(graph: LayerGraph, ledger: MemoryLedger, layers: Mapping[str, La
         held = layers.get(layer.name)
         if held is not None:
             module = cast(StandInLayer, layer.module)
-            outputs = [sizes[name] for name in layer.outputs if name in sizes]
+            outputs = {name: sizes[name] for name in layer.outputs if name in sizes}
             module.bytes = StandInBytes(ledger, held, layer.inputs, outputs)
 
 
