@@ -73,7 +73,7 @@ add(
 )
 add(app, "simulate", simulate.command, "autopar simulate plan.json --trace trace.json")
 add(app, "compare", compare.command, "autopar compare --gpus 8 --batch 256")
-add(app, "rehearse", rehearse.command, "autopar rehearse plan.json")
+add(app, "rehearse", rehearse.command, "autopar rehearse plan.json", "autopar rehearse --steps 2 --trace trace.json")
 add(app, "verify", verify.command, "autopar verify plan.json --steps 3")
 add(
     app,
