@@ -18,19 +18,26 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 _MOST, _USUAL_TRIM, _USUAL_MMAP = 2**31 - 1, 128 * 1024, 65536
 
 
+_lasting = False
+"""Whether this process keeps pages until it ends."""
+
+
 def keep_pages() -> None:
     """Have glibc keep what this process frees, unless its user has said how it allocates (``MALLOC_...``)."""
+    global _lasting
+    _lasting = True
     _set_options(_MOST, 0)
 
 
 @contextmanager
 def kept_pages() -> Iterator[None]:
-    """Return the context in which glibc keeps what is freed; behind it, it decides by its own rules again."""
+    """Return the context in which glibc keeps what is freed; behind it, it does by default, or :func:`keep_pages`."""
     _set_options(_MOST, 0)
     try:
         yield
     finally:
-        _set_options(_USUAL_TRIM, _USUAL_MMAP)
+        if not _lasting:
+            _set_options(_USUAL_TRIM, _USUAL_MMAP)
 
 
 def _set_options(trim_bytes: int, mapped_pieces: int) -> None:
