@@ -10,7 +10,7 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.document import read_text
 from autopar.formats.plan import Plan
 from autopar.formats.profile import TRANSFORMERS, Profile, is_model, path_of, with_path
-from autopar.formats.program import Program
+from autopar.formats.program import RECEIVES, REDUCTIONS, SENDS, Action, Program, RankProgram
 from autopar.formats.references import named_file, resolve
 from autopar.progress import Progress, no_progress
 
@@ -114,10 +114,31 @@ def data_of(plan: Plan, path: Path) -> Path | None:
 
 
 def program_of(path: str | Path | None, plan: Plan) -> Program | None:
-    """Return the program of a file, if one is named; it is checked against its plan."""
-    from autopar.schedules.check import read_program
+    """Return the program of a file, if one is named, to be simulated; it is checked against its plan.
 
-    return None if path is None else read_program(Path(path), plan)
+    Raises:
+        ProgramError: it does not carry out the plan, or moves reductions, which runs do and simulations do not.
+    """
+    from autopar.schedules.check import ProgramError, read_program
+    from autopar.schedules.expand import expand
+
+    if path is None:
+        return None
+    program = read_program(Path(path), plan)
+    for rank, (actions, planned) in enumerate(zip(program.ranks, expand(plan).ranks, strict=True)):
+        if _closing(actions) != _closing(planned):
+            raise ProgramError(
+                f"{path}: rank {rank}: reductions stand elsewhere than in the plan's own program, which `autopar run` "
+                "performs, but nobody simulates; leave them behind the last backward, in their order"
+            )
+    return program
+
+
+def _closing(actions: RankProgram) -> list[Action]:
+    """Return the reductions of a rank, and what it computes behind the first of them."""
+    every = [*actions]
+    first = next((at for at, action in enumerate(every) if action.kind in REDUCTIONS), len(every))
+    return [action for action in every[first:] if action.kind not in (*SENDS, *RECEIVES)]
 
 
 def predict(

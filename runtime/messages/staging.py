@@ -104,9 +104,14 @@ class _Landing:
         self._copies.to_device(self._host, self._tensor, self._since)
 
 
-def connect(context: RankContext, plan: Plan, settings: TrainSettings) -> Transport:
-    """Return a rank's transport for a run of the plan; all ranks ask at once."""
-    apart = synced_groups(plan) if settings.sync_batch_norm else []
+def connect(
+    context: RankContext, plan: Plan, settings: TrainSettings, apart: Sequence[tuple[int, ...]] = ()
+) -> Transport:
+    """Return a rank's transport for a run of the plan; all ranks ask at once.
+
+    ``apart`` are ranks that reduce in an order of their own, too, beside those whose settings want it.
+    """
+    apart = [*apart, *(synced_groups(plan) if settings.sync_batch_norm else ())]
     pairs = directions(plan)
     # What GPUs tell each other over NCCL never is in a host's memory.
     channels = {} if context.nccl else open_channels(context, pairs)

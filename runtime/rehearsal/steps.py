@@ -24,7 +24,7 @@ from autopar.ranks.failure import PeerLostError
 from autopar.ranks.pool import RankPool
 from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 from autopar.runtime.messages.staging import connect
-from autopar.runtime.messages.transport import Transport
+from autopar.runtime.messages.transport import Transport, reducing_groups
 from autopar.runtime.rehearsal.stand_ins import MemoryLedger, StandInJob, count_bytes, stand_in_graph
 from autopar.runtime.rehearsal.transport import PricedTransport
 from autopar.runtime.settings import check_scope
@@ -217,7 +217,8 @@ def rehearse_rank(context: RankContext, arguments: _Arguments) -> _RankRecord:
     def done(step: int) -> None:
         context.report({"step": step})
 
-    return _perform(what, context.rank, connect(context, plan, DEFAULTS), note, done, context.barrier)
+    transport = connect(context, plan, DEFAULTS, reducing_groups(plan))
+    return _perform(what, context.rank, transport, note, done, context.barrier)
 
 
 def _rank_bytes(content: dict[str, Any]) -> RankBytes:
