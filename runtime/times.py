@@ -116,10 +116,8 @@ class PricedClock(Clock, Protocol):
         """Let time pass until a moment, if that is to come."""
 
 
-class VirtualClock:
+class VirtualClock(HostClock):
     """Time is a number: every step begins at 0."""
-
-    lags = False
 
     def __init__(self, overhead_s: float) -> None:
         """Begin; ``overhead_s`` is what a step takes before its first action."""
@@ -132,10 +130,6 @@ class VirtualClock:
     def mark(self) -> object:
         """See :class:`Clock`."""
         return self.now_s
-
-    def resolve(self, marks: list[object]) -> list[float]:
-        """See :class:`Clock`."""
-        return [mark for mark in marks if isinstance(mark, float)]
 
     def spend(self, seconds: float) -> None:
         """See :class:`PricedClock`."""

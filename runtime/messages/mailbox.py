@@ -98,6 +98,19 @@ class _Slice(NamedTuple):
     """Whether these are all rows of the share."""
 
 
+def messages_by_action(plan: Plan, rank: int) -> dict[tuple[str, int, int, int], tuple[Message, tuple[int, ...]]]:
+    """Return the message and its tensors, by (kind, stage, peer, peer's stage) of a rank's sends and receives."""
+    found: dict[tuple[str, int, int, int], tuple[Message, tuple[int, ...]]] = {}
+    for flow in messages(plan):
+        if flow.sender == rank:
+            place = flow.producer, flow.receiver, flow.consumer
+            found[SEND, *place], found[RECEIVE_GRADIENT, *place] = (flow, flow.tensors), (flow, flow.gradients)
+        if flow.receiver == rank:
+            place = flow.consumer, flow.sender, flow.producer
+            found[RECEIVE, *place], found[SEND_GRADIENT, *place] = (flow, flow.tensors), (flow, flow.gradients)
+    return found
+
+
 class Mailbox:
     """Sends and receives what the program says, re-slicing rows between stages of different widths.
 
@@ -137,13 +150,11 @@ class Mailbox:
         """Receives to post before an action, by their positions."""
         self._share_start = plan.stages[stages[0]].row_starts[replica]
         self._share_rows = plan.stages[stages[0]].rows[replica]
-        flows = messages(plan)
-        self._inward = {(flow.consumer, flow.sender, flow.producer): flow for flow in flows if flow.receiver == rank}
-        self._outward = {(flow.producer, flow.receiver, flow.consumer): flow for flow in flows if flow.sender == rank}
+        self._messages = messages_by_action(plan, rank)
         self._local_messages: dict[tuple[str, int], list[Message]] = defaultdict(list)
         """By kind of send and stage, what it sends to other stages of this rank."""
-        for flow in self._outward.values():
-            if flow.local:
+        for (kind, *_), (flow, _) in self._messages.items():
+            if kind == SEND and flow.local:
                 self._local_messages[SEND, flow.producer].append(flow)
                 self._local_messages[SEND_GRADIENT, flow.consumer].append(flow)
         kinds = [(position, action) for position, action in enumerate(self._actions) if action.peer >= 0]
@@ -279,9 +290,7 @@ class Mailbox:
 
     def _flow(self, action: Action) -> tuple[Message, int, list[str]]:
         """Return the message of an action, where its rows begin within this rank's share, and its tensors' names."""
-        flows = self._outward if action.kind in (SEND, RECEIVE_GRADIENT) else self._inward
-        flow = flows[action.stage, action.peer, action.peer_stage]
-        indices = flow.tensors if action.kind in (SEND, RECEIVE) else flow.gradients
+        flow, indices = self._messages[action.kind, action.stage, action.peer, action.peer_stage]
         return flow, flow.start - self._share_start, [self._plan.tensors[index].name for index in indices]
 
     def _peer_lost_error(self, action: Action, error: PeerLostError) -> PeerLostError:

@@ -19,22 +19,18 @@ from autopar.formats.prices import RankPrices, price_key
 from autopar.formats.program import (
     BACKWARD,
     INPUT_BACKWARD,
-    RECEIVE,
-    RECEIVE_GRADIENT,
     RECEIVES,
     REDUCE,
     REDUCE_TIED,
-    SEND,
-    SEND_GRADIENT,
     SENDS,
     WEIGHT_BACKWARD,
     Action,
     RankProgram,
 )
+from autopar.runtime.messages.mailbox import messages_by_action
 from autopar.runtime.messages.transport import Pending, Transport, replica_ranks
 from autopar.runtime.rehearsal.stand_ins import MemoryLedger
 from autopar.runtime.times import PricedClock
-from autopar.schedules.expand import messages
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -81,14 +77,7 @@ class PricedTransport:
 
     def _count_messages(self) -> None:
         """Find the bytes of every tensor that is sent, by position, and received, by peer in their order."""
-        flows = {}
-        for flow in messages(self._plan):
-            if flow.sender == self._rank:
-                flows[SEND, flow.producer, flow.receiver, flow.consumer] = flow, flow.tensors
-                flows[RECEIVE_GRADIENT, flow.producer, flow.receiver, flow.consumer] = flow, flow.gradients
-            if flow.receiver == self._rank:
-                flows[RECEIVE, flow.consumer, flow.sender, flow.producer] = flow, flow.tensors
-                flows[SEND_GRADIENT, flow.consumer, flow.sender, flow.producer] = flow, flow.gradients
+        flows = messages_by_action(self._plan, self._rank)
         received: dict[int, list[int]] = defaultdict(list)
         self._sizes: list[list[int]] = []
         for action in self._actions:
@@ -146,7 +135,8 @@ class PricedTransport:
             return moment_s
         moments = torch.zeros(len(ranks), dtype=torch.float64)
         moments[ranks.index(self._rank)] = moment_s
-        self._inner.all_reduce(moments, ranks).wait()
+        # Backwards begin to reduce gradients in an order that may be another than that of their ends.
+        self._inner.all_reduce(moments, ranks, apart=True).wait()
         return float(moments.max())
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:

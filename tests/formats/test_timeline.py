@@ -10,7 +10,6 @@ import pytest
 from autopar.errors import FileError
 from autopar.formats.program import Action
 from autopar.formats.timeline import (
-    Origin,
     Timeline,
     TimeUse,
     compare_times,
@@ -19,17 +18,7 @@ from autopar.formats.timeline import (
     time_use,
     time_use_between,
 )
-
-
-def timeline(origin: Origin, *rows: str) -> Timeline:
-    """Return a timeline from rows of ``action start end``, one row per rank."""
-    made = Timeline(origin)
-    for rank, row in enumerate(rows):
-        words = row.split()
-        for text, start, end in zip(words[::3], words[1::3], words[2::3], strict=True):
-            made.add(rank, Action.parse(text), float(start), float(end))
-    return made
-
+from drawn_timelines import timeline
 
 # Rank 1 waits from 0 until the send begins at 3, and then for the transfer until 5; what follows is told likewise.
 DRAWN = (
