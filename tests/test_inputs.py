@@ -11,9 +11,16 @@ from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
+from autopar.formats.program import BACKWARD, REDUCE, Program, RankProgram
 from autopar.formats.references import reference
 from autopar.hardware.clusters import cluster_named
-from autopar.inputs import cluster_file, data_of, machines, model_of, predict, read_inputs, read_profile
+from autopar.inputs import cluster_file, data_of, machines, model_of, predict, program_of, read_inputs, read_profile
+from autopar.planner import PlanOptions
+from autopar.planner.assemble import assemble
+from autopar.planner.candidate import Candidate, CandidateStage
+from autopar.planner.costs.model import CostModel
+from autopar.schedules.check import ProgramError, read_program
+from autopar.schedules.expand import expand
 from random_problems import gpt_profile, local_cluster
 
 
@@ -97,3 +104,28 @@ def test_the_cluster_is_the_one_named_else_the_one_beside_the_profile_else_estim
     assert {device.memory_bytes for device in estimated.devices} == {profile.device.memory_bytes}
     with pytest.raises(UsageError, match="name a file or a cluster"):
         cluster_file("", folder / "profile.json")
+
+
+def _twice_on_two() -> Plan:
+    """Return a plan of two stages, both on the same two replicas."""
+    costs = CostModel(gpt_profile(blocks=2), local_cluster(2), PlanOptions(gpus=2))
+    stages = (CandidateStage(0, 2, (0, 1), (2, 2), 4), CandidateStage(2, 4, (0, 1), (2, 2), 4))
+    return assemble(costs, Candidate(4, 4, "interleaved", stages), PlanOptions(), 0.0, (), ())
+
+
+def test_programs_whose_reductions_stand_elsewhere_are_run_but_not_simulated(tmp_path: Path) -> None:
+    plan, path = _twice_on_two(), tmp_path / "program.json"
+    ranks = []
+    for actions in expand(plan).ranks:
+        moved = list(actions)
+        at = next(at for at, action in enumerate(moved) if action.kind == REDUCE and action.stage == 1)
+        behind = max(at for at, action in enumerate(moved) if action.kind == BACKWARD and action.stage == 1)
+        assert any(action.kind == BACKWARD for action in moved[behind + 1 : at])
+        moved.insert(behind + 1, moved.pop(at))
+        ranks.append(RankProgram.of(moved))
+    path.write_text(Program(tuple(ranks)).dumps())
+    assert read_program(path, plan) != expand(plan)
+    with pytest.raises(ProgramError, match=r"rank 0: reductions stand elsewhere than in the plan's own program"):
+        program_of(path, plan)
+    path.write_text(expand(plan).dumps())
+    assert program_of(path, plan) == expand(plan)

@@ -65,9 +65,11 @@ class Flows:
             self.made_by[entry.producer].append(entry)
             for consumer in entry.consumers:
                 self.received_by[consumer].append(entry)
-        self._forked_tensors = [tensor for made in self.made_by for tensor in made if len(tensor.consumers) > 1]
-        forked = Counter(tensor.producer for tensor in self._forked_tensors)
-        self._forked_before = [*accumulate((forked[layer] for layer in range(len(profile.layers))), initial=0)]
+        every = [tensor for made in self.made_by for tensor in made]
+        self._forked_tensors = [tensor for tensor in every if len(tensor.consumers) > 1]
+        self._forked_before = _counts_before(self._forked_tensors, len(profile.layers))
+        self._constants = [tensor for tensor in every if not tensor.gradient]
+        self._constants_before = _counts_before(self._constants, len(profile.layers))
         self.tied = [
             TiedLayers(index, tuple(sorted({position[name] for name in tied.layers})), tied.bytes, tied.trainable)
             for index, tied in enumerate(profile.tied)
@@ -75,6 +77,10 @@ class Flows:
         pairs = [(number, each.producer, to) for number, each in enumerate(self.crossing) for to in each.consumers]
         self._numbers, self._producers, self._consumers = np.array(pairs, dtype=np.int64).reshape(-1, 3).T
         """Of every tensor and layer that reads it."""
+
+    def constants(self, first: int, stop: int) -> list[FlowTensor]:
+        """Return the tensors that a stage makes, other layers read, and no gradient comes back of."""
+        return self._constants[self._constants_before[first] : self._constants_before[stop]]
 
     def forked_tensors(self, first: int, stop: int) -> list[FlowTensor]:
         """Return the tensors that a stage makes and several layers read."""
@@ -115,6 +121,12 @@ class Flows:
             (*divmod(pair, len(stops)), _flow([self.crossing[number] for number in numbers]))
             for pair, numbers in groups.items()
         ]
+
+
+def _counts_before(tensors: Sequence[FlowTensor], layers: int) -> list[int]:
+    """Return how many of the tensors are made before every layer, and by all of them."""
+    made = Counter(tensor.producer for tensor in tensors)
+    return [*accumulate((made[layer] for layer in range(layers)), initial=0)]
 
 
 def _flow(tensors: Sequence[FlowTensor]) -> Flow:

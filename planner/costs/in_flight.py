@@ -12,7 +12,7 @@ from typing import NamedTuple
 from autopar.formats.program import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
 from autopar.planner.candidate import Candidate, CandidateStage, groups, splits_backward
 from autopar.planner.costs.activations import rows_bytes
-from autopar.planner.costs.memory import MemoryModel, Parts, PeakTerms, messages_of, state_of
+from autopar.planner.costs.memory import MemoryModel, Parts, PeakTerms, messages_of, state_of, unanswered_of
 from autopar.schedules import SCHEDULES
 from autopar.schedules.order import RankPlace
 
@@ -123,7 +123,7 @@ class StageInFlight(NamedTuple):
     pending: int
     """Bytes that a micro-batch holds between the halves of its backward."""
     further: int = 0
-    """Bytes of gradients that come back, beyond one of each tensor."""
+    """Bytes of messages that depend on where later stages end."""
     receives_activations: bool = True
     """Whether what it receives comes from another rank."""
     receives_gradients: bool = True
@@ -141,7 +141,7 @@ def _stage_in_flight(
 ) -> StageInFlight:
     stages, stage, count = candidate.stages, candidate.stages[at], candidate.micro_batches
     held = stage_terms(stage, count, stage.lead(stages[at - 1], count) if at else 0, rows)
-    further = memory.further(stage.first, stage.stop, rows, [later.stop for later in stages[at + 1 :]])
+    further = memory.further(stage.first, stage.stop, held, [later.stop for later in stages[at + 1 :]])
     parts = memory.parts(stage.first, stage.stop, rows, held.recompute)
     pending = memory.pending(stage.first, stage.stop, rows)
     kept = int(parts.activations) if pending is None else pending
@@ -154,6 +154,7 @@ def rank_peak(every: Sequence[RankMoment], stages: Sequence[StageInFlight], *, u
     kept = sum(state for state, _, _ in states)
     kept += sum(each.terms.micro_batches * int(rows_bytes(each.terms.rows, each.parts.inputs)) for each in stages)
     messages = _messages(stages)
+    kept += sum(int(unanswered_of(each.parts, each.terms)) for each in stages if each.receives_gradients)
     lasting = [each.terms.replicas > 1 for each in stages]
     most = 0
     for moment in every:

@@ -72,6 +72,8 @@ class Parts(NamedTuple):
     """Gradients sent back per sample."""
     received_gradients: Bytes
     """Gradients received per sample, each tensor counted as if one stage read it."""
+    unanswered: Bytes
+    """Activations sent per sample, of a stage that no gradient comes back to: nothing proves that they have arrived."""
     activations: Bytes
     """What one micro-batch in flight keeps."""
     peak: Bytes
@@ -90,7 +92,7 @@ def moments_of(parts: Parts, terms: PeakTerms) -> tuple[Bytes, Bytes]:
     """Return :func:`peak_of` while a stage computes, and in the update, which has nothing in flight."""
     kept, gradients, update = state_of(parts, terms)
     full = terms.warmup - 1
-    messages = messages_of(parts, terms)
+    messages, unanswered = messages_of(parts, terms), unanswered_of(parts, terms)
     begun: Bytes = 0
     sent: Bytes = 0
     if terms.warmup == terms.micro_batches and terms.replicas == 1:
@@ -100,7 +102,7 @@ def moments_of(parts: Parts, terms: PeakTerms) -> tuple[Bytes, Bytes]:
     steady = gradients + full * parts.activations + parts.peak + sent if full >= 0 else 0
     kept = kept + terms.micro_batches * rows_bytes(terms.rows, parts.inputs)
     computing: Bytes = np.maximum(begun, steady)
-    return kept + computing + messages, kept + gradients + update
+    return kept + computing + messages + unanswered, kept + gradients + update + unanswered
 
 
 def state_of(parts: Parts, terms: PeakTerms) -> tuple[Bytes, Bytes, Bytes]:
@@ -143,6 +145,12 @@ def messages_of(parts: Parts, terms: PeakTerms) -> Bytes:
     return longest + answered
 
 
+def unanswered_of(parts: Parts, terms: PeakTerms) -> Bytes:
+    """Return the bytes of sent activations that wait for the next step's to be let go, beside what is in flight."""
+    # The new one is in flight, too.
+    return max(0, terms.micro_batches + 1 - terms.warmup) * rows_bytes(terms.rows, parts.unanswered)
+
+
 def lengths_swept(layers: int) -> Iterator[int]:
     """Yield up to how many layers stages are looked at together: ever twice as many, fewer than the model has.
 
@@ -175,7 +183,8 @@ class MemoryModel:
     outputs the stage keeps because it sends them.
 
     Messages: receives are posted two computations ahead, and a sent gradient stays until the program proves that it
-    has arrived, which takes as many micro-batches as the stage before leads.
+    has arrived, which takes as many micro-batches as the stage before leads. What is sent to a stage that sends nothing
+    back stays until the same micro-batch of the next step: a whole step's, and one more.
     """
 
     def __init__(self, costs: LayerCosts, flows: Flows, updates_at_once: bool) -> None:
@@ -196,7 +205,7 @@ class MemoryModel:
         self._largest = [layer.parameters_bytes for layer in layers]
         self._updates = [layer.update_bytes for layer in layers]
         self._messages = self._message_areas()
-        """Per sample: model inputs, activations received, gradients sent back, gradients received."""
+        """Per sample: model inputs, activations received, gradients sent back, gradients received; activations sent."""
         self._lasting = self._lasting_areas()
 
     def parts(self, first: int, stop: int, rows: float, recompute: frozenset[int] = frozenset()) -> Parts:
@@ -208,8 +217,9 @@ class MemoryModel:
         """What the peak of one stage is made of that no micro-batch keeps."""
         state = (int(sums[stop] - sums[first]) - shared.at(first, stop) for sums, shared in self._state)
         update = (sum if self.updates_at_once else max)(self._updates[first:stop])
-        messages = (areas.at(first, stop) for areas in self._messages)
-        return *state, max(self._largest[first:stop]), self._lasting.at(first, stop), update, *messages
+        *messages, sent = (areas.at(first, stop) for areas in self._messages)
+        unanswered = 0 if messages[-1] else sent
+        return *state, max(self._largest[first:stop]), self._lasting.at(first, stop), update, *messages, unanswered
 
     def arrays(self, rows: float, recompute: frozenset[int], longest: int) -> Parts:
         """Return what the peaks of all stages of up to ``longest`` layers are made of, ``[first, length - 1]``.
@@ -225,9 +235,10 @@ class MemoryModel:
         """What peaks are made of that no micro-batch keeps, ``[first, length - 1]``."""
         state = (window_sums(sums, longest) - shared.window(longest) for sums, shared in self._state)
         update = _running(self._updates, longest, np.add if self.updates_at_once else np.maximum)
-        messages = (areas.window(longest) for areas in self._messages)
+        *messages, sent = (areas.window(longest) for areas in self._messages)
+        unanswered = np.where(messages[-1] == 0, sent, 0)
         largest = _running(self._largest, longest, np.maximum)
-        return *state, largest, self._lasting.window(longest), update, *messages
+        return *state, largest, self._lasting.window(longest), update, *messages, unanswered
 
     def _sweep(self, rows: float, recompute: frozenset[int], longest: int) -> ActivationBytes:
         """What all stages of up to ``longest`` layers, or a few more, keep of a micro-batch."""
@@ -297,21 +308,49 @@ class MemoryModel:
 
     def peak(self, first: int, stop: int, terms: PeakTerms, cuts: Sequence[int] = ()) -> int:
         """Return the peak of a stage whose later stages end before the layers ``cuts``, ascending."""
-        return self._own_peak(first, stop, terms) + self.further(first, stop, terms.rows, cuts)
+        return self._own_peak(first, stop, terms) + self.further(first, stop, terms, cuts)
 
     def pending(self, first: int, stop: int, rows: float) -> int | None:
         """Return the bytes that one micro-batch holds between the halves of its backward; None: not measured."""
         known = [self._costs.pending_at(layer, rows) for layer in range(first, stop)]
         return None if None in known else sum(size for size in known if size is not None)
 
-    def further(self, first: int, stop: int, rows: float, cuts: Sequence[int]) -> int:
-        """Return the bytes of gradients that come back for tensors that several stages read, beyond one of each."""
+    def further(self, first: int, stop: int, terms: PeakTerms, cuts: Sequence[int]) -> int:
+        """Return what depends on where later stages end: the layers ``cuts``, ascending.
+
+        Gradients that come back for tensors that several stages read, beyond one of each, and tensors sent to stages
+        that send nothing back, though others do.
+        """
+        return self._further_gradients(first, stop, terms.rows, cuts) + self._unanswered(first, stop, terms, cuts)
+
+    def _further_gradients(self, first: int, stop: int, rows: float, cuts: Sequence[int]) -> int:
         extra = 0
         for tensor in self._flows.forked_tensors(first, stop):
             if tensor.gradient and tensor.consumers[-1] >= stop:
                 readers = {bisect_right(cuts, consumer) for consumer in tensor.consumers if consumer >= stop}
                 extra += max(0, len(readers) - 1) * tensor.bytes_per_sample
         return 2 * int(rows_bytes(rows, extra))
+
+    def _unanswered(self, first: int, stop: int, terms: PeakTerms, cuts: Sequence[int]) -> int:
+        sent = [tensor for tensor in self._flows.constants(first, stop) if tensor.consumers[-1] >= stop]
+        if not sent:
+            return 0
+        answering = {
+            bisect_right(cuts, consumer)
+            for made in self._flows.made_by[first:stop]
+            for tensor in made
+            for consumer in tensor.consumers
+            if tensor.gradient and consumer >= stop
+        }
+        if not answering:
+            # None of what it sends is answered, which its own peak counts.
+            return 0
+        lost = sum(
+            tensor.bytes_per_sample
+            for tensor in sent
+            if any(bisect_right(cuts, consumer) not in answering for consumer in tensor.consumers if consumer >= stop)
+        )
+        return max(0, terms.micro_batches + 1 - terms.warmup) * int(rows_bytes(terms.rows, lost))
 
     def _computed_peak(self, first: int, stop: int, terms: PeakTerms) -> int:
         """The peak, but for tensors that several later stages read."""
@@ -343,9 +382,12 @@ class MemoryModel:
 
     def _message_areas(self) -> tuple[Areas, ...]:
         gradients = [tensor for tensor in self._flows.crossing if tensor.gradient]
-        received = (
-            Area(0, tensor.producer, tensor.producer + 1, tensor.consumers[-1], tensor.bytes_per_sample)
-            for tensor in gradients
+        received, sent = (
+            [
+                Area(0, tensor.producer, tensor.producer + 1, tensor.consumers[-1], tensor.bytes_per_sample)
+                for tensor in tensors
+            ]
+            for tensors in (gradients, self._flows.crossing)
         )
         read = (
             (
@@ -355,7 +397,7 @@ class MemoryModel:
             )
             for tensors in (self._flows.inputs, self._flows.crossing, gradients)
         )
-        return tuple(Areas(self._count, each) for each in (*read, received))
+        return tuple(Areas(self._count, each) for each in (*read, received, sent))
 
     def _first_meetings(self, before: int, layers: Sequence[int], size: int) -> Iterator[Area]:
         """Yield what counts once for all stages that begin behind the layer ``before`` and hold any of ``layers``."""

@@ -3,7 +3,7 @@
 In comes a program; from it alone it is known what every send and receive carries, when to post a receive, and when a
 sent tensor may be released. On gloo, a send's completion cannot be asked for, only waited for, and waiting must not
 hold up computation. But when a peer has sent something that its program places behind the receipt of an earlier
-message, that message has arrived.
+message, that message has arrived. What is sent to a peer that never sends anything is waited for a step later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SENDS, _RECEIVES = (SEND, SEND_GRADIENT), (RECEIVE, RECEIVE_GRADIENT)
 def retirements(program: Program, rank: int) -> dict[int, list[int]]:
     """Return, for positions of receives in a rank's program, the positions of the sends that are done by then.
 
-    Sends that no later receive proves done are not listed; they are waited for in the next step.
+    Sends that no later receive proves done are not listed; they are let go in the next step.
     """
     mine = list(program.ranks[rank])
     found: dict[int, list[int]] = defaultdict(list)
@@ -162,6 +162,9 @@ class Mailbox:
         self._slices = {at: self._rows_of(action) for at, action in kinds if action.kind not in _RECEIVES}
         self._posted_receives: dict[int, list[tuple[Key, _Piece, Pending]]] = {}
         self._pieces: dict[Key, list[_Piece]] = defaultdict(list)
+        answering = {action.peer for action in self._actions if action.kind in _RECEIVES}
+        self._unanswered = {at for at, action in kinds if action.kind in _SENDS and action.peer not in answering}
+        """Sends to peers that send nothing: nothing ever proves that they have arrived."""
         self._sending: dict[int, list[Pending]] = {}
         self._previous_sends: dict[int, list[Pending]] = {}
         """By peer, what was sent in the step before, until a message of that peer's next step proves it arrived."""
@@ -170,15 +173,16 @@ class Mailbox:
         """Wait for sends of the step before the last: its peers have received them by now or will at once."""
         for peer in list(self._previous_sends):
             self._let_go(peer)
-        for position, work in self._sending.items():
-            self._previous_sends.setdefault(self._actions[position].peer, []).extend(work)
-        self._sending.clear()
+        for position in [at for at in self._sending if at not in self._unanswered]:
+            self._previous_sends.setdefault(self._actions[position].peer, []).extend(self._sending.pop(position))
         self._pieces.clear()
 
     def finish(self) -> None:
         """Wait for all sends, at the end of the last step."""
         self.begin_step()
         self.begin_step()
+        for position in list(self._sending):
+            self._wait_for_send(position)
 
     def post(self, position: int) -> None:
         """Post the receives that are due before the action at ``position``."""
@@ -212,8 +216,11 @@ class Mailbox:
         if self._previous_sends:
             self._let_go(self._actions[position].peer)
         for done in self._retire.get(position, ()):
-            for pending in self._sending.pop(done, ()):
-                pending.wait()
+            self._wait_for_send(done)
+
+    def _wait_for_send(self, position: int) -> None:
+        for pending in self._sending.pop(position, ()):
+            pending.wait()
 
     def _let_go(self, peer: int) -> None:
         for pending in self._previous_sends.pop(peer, ()):
@@ -221,13 +228,14 @@ class Mailbox:
 
     def send(self, position: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Begin the send at ``position``: the rows of this rank's tensors that the peer needs, zeros for None."""
-        action, work = self._actions[position], []
-        for carried in self._carried_by(position, tensors):
-            try:
-                work.append(self._transport.send(carried, action.peer))
-            except PeerLostError as error:
-                raise self._peer_lost_error(action, error) from error
-        self._sending[position] = work
+        action = self._actions[position]
+        try:
+            # To a peer that never sends anything, the same message of the step before.
+            self._wait_for_send(position)
+            carried = self._carried_by(position, tensors)
+            self._sending[position] = [self._transport.send(each, action.peer) for each in carried]
+        except PeerLostError as error:
+            raise self._peer_lost_error(action, error) from error
 
     def _carried_by(self, position: int, tensors: Mapping[str, torch.Tensor | None]) -> Iterator[torch.Tensor]:
         slices = self._slices[position]

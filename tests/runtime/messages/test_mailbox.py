@@ -6,7 +6,9 @@ import random
 from itertools import accumulate
 
 import pytest
+import torch
 
+from autopar.capture.graph import TensorSpec
 from autopar.formats.plan import Crossing, Plan, Prediction, Stage
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import (
@@ -20,7 +22,7 @@ from autopar.formats.program import (
     Program,
 )
 from autopar.planner.candidate import CandidateStage
-from autopar.runtime.messages.mailbox import receives_ahead, retirements
+from autopar.runtime.messages.mailbox import Mailbox, receives_ahead, retirements
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand
 from autopar.schedules.route import even_shares
@@ -161,3 +163,43 @@ def waiting_gradients(program: Program, rank: int, deep: int) -> int:
             beside = in_flight + (action.kind == BACKWARD) - deep
             most = max(most, len({actions[each].micro_batch for each in waiting}) + beside)
     return most
+
+
+class _CountingTransport:
+    """Sends nothing, and counts what has not been waited for."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+
+    def send(self, tensor: torch.Tensor, peer: int) -> _CountedSend:
+        self.waiting += 1
+        return _CountedSend(self)
+
+
+class _CountedSend:
+    def __init__(self, transport: _CountingTransport) -> None:
+        self._transport = transport
+
+    def wait(self) -> None:
+        self._transport.waiting -= 1
+
+
+def test_what_is_sent_to_a_peer_that_sends_nothing_waits_for_the_same_of_the_next_step() -> None:
+    stages = [Stage(layers=(f"l{at}",), devices=(at,), shares=(6,), warmup=2) for at in range(2)]
+    plan = plan_of(stages, [(0, (1,))], 4, "1f1b")
+    plan = plan.model_copy(
+        update={"tensors": tuple(each.model_copy(update={"gradient": False}) for each in plan.tensors)}
+    )
+    program, transport = expand(plan), _CountingTransport()
+    spec = TensorSpec(
+        name="t0", producer="l0", consumers=("l1",), sizes=(1,), dtype=torch.float32, batch_dim=0, gradient=False
+    )
+    mailbox = Mailbox(plan, program, 0, {"t0": spec}, transport, torch.device("cpu"))  # type: ignore[arg-type]
+    sends = [at for at, action in enumerate(program.ranks[0]) if action.kind == SEND]
+    for step in range(3):
+        mailbox.begin_step()
+        for place, position in enumerate(sends):
+            mailbox.send(position, {"t0": torch.zeros(6, 1)})
+            assert transport.waiting == (place + 1 if step == 0 else len(sends))
+    mailbox.finish()
+    assert transport.waiting == 0
