@@ -55,7 +55,8 @@ class SavedStorages:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if storage_key(tensor) not in self._excluded_keys and tensor.untyped_storage().nbytes():
             self._storages.setdefault(storage_key(tensor), tensor.untyped_storage())
-        return tensor
+        # With its history, a tape that no backward runs over would hold itself for ever.
+        return tensor.detach()
 
     def bytes_by_name(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """Return bytes by name: a storage of an input or output has its name, others are ``layer#0``, ``#1`` ..."""
@@ -168,6 +169,10 @@ class SplitPass(LayerPass):
     def backward_weight(self) -> None:
         """Compute the gradients of the parameters, or add to them."""
         self._halves.weight()
+
+    def discard(self) -> None:
+        """Let go of what the second half would read."""
+        self._halves.discard()
 
     def pending_bytes(self) -> int:
         """Run as far as the first half; return the bytes that are held for the second, parameters excluded."""

@@ -223,6 +223,8 @@ class _ModelMeasurement:
             self._splits = False
             self.notes.append(f"backwards are not split in halves, which layer {layer.name} does not have")
             layer.module.zero_grad(set_to_none=True)
+        finally:
+            halved.discard()
 
     def _time(self, chain: LayerChain, inputs_by_size: Mapping[int, LayerInputs], budget_s: float) -> None:
         self._costs.timings |= measure(chain, inputs_by_size, budget_s, self._progress, self._splits)

@@ -185,6 +185,11 @@ class SplitBackward:
             torch.autograd.backward([edge for edge, _ in starts], [gradient for _, gradient in starts])
         self._saved_tensors.free_all()
 
+    def discard(self) -> None:
+        """Let go of everything instead of running what is left: autograd alone would hold it for ever."""
+        self._again, self._starts = [], []
+        self._saved_tensors.free_all()
+
     def pending(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that are kept between the halves; parameters that the second reads are among them."""
         yield from self._saved_tensors.remaining_tensors()

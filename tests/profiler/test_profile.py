@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import textwrap
 import time
 from pathlib import Path
@@ -65,6 +66,19 @@ def test_a_profile_validates_and_comes_back_from_its_file(model_file: Path, tmp_
     assert {saved.storage for saved in block.costs[-1].saved} == {measured.tensors[2].name, measured.tensors[3].name}
     assert measured.step_overhead_s > 0
     assert not any("loss" in note for note in measured.notes)
+
+
+def test_nothing_of_a_model_is_left_alive_behind_its_profile(model_file: Path) -> None:
+    """Autograd's own tapes are no garbage to Python: what saves a tensor with its history holds it for ever."""
+    user = load(str(model_file))
+
+    def parameters_alive() -> int:
+        profile(user, ProfileOptions(batch=32, device="cpu", budget_s=0.2))
+        gc.collect()
+        every = (each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter))
+        return sum(1 for each in every if each.numel() >= 256 * 256)
+
+    assert parameters_alive() == parameters_alive()
 
 
 def test_the_layers_times_add_up_to_a_whole_step_roughly(model_file: Path) -> None:
