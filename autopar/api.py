@@ -24,8 +24,10 @@ __all__ = [
     "Cluster",
     "Plan",
     "Timeline",
+    "checkpoints",
     "compare",
     "estimate",
+    "export_checkpoint",
     "import_pipedream",
     "import_piper",
     "import_profiles",
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autopar.capture import UserModel
+    from autopar.formats.checkpoint import CheckpointView
     from autopar.formats.report import Verification
     from autopar.planner import PlanOptions
     from autopar.planner.compare import Comparison
@@ -357,6 +360,11 @@ def train(
     program: str | Path | None = None,
     timeout_s: float = 300.0,
     share_gpus: bool = False,
+    checkpoint: str | Path | None = None,
+    every: int | str = "auto",
+    resume: bool = False,
+    accept_changes: bool = False,
+    inject_fault: str | Sequence[str] = (),
     progress: StepProgress | None = None,
     phases: Progress = no_progress,
     **settings: Any,  # noqa: ANN401
@@ -373,6 +381,12 @@ def train(
         program: file of the program to run, in place of what the plan expands to.
         timeout_s: longest that a rank may stand still.
         share_gpus: whether several ranks may have the same GPU.
+        checkpoint: folder to save checkpoints in.
+        every: steps from one checkpoint to the next; ``"auto"``: as many as cost 3 % of the time.
+        resume: whether to go on from the newest sound checkpoint, if there is any; ``steps`` and ``epochs`` count from
+            the run's first step.
+        accept_changes: whether to go on though what is trained has changed, with all that still fits.
+        inject_fault: what is to go wrong, as a drill: ``KIND@RANK:STEP[:ACTION]``, such as ``kill@1:7``; or several.
         progress: called with (step, loss) as steps end.
         phases: told what else is done.
         settings: fields of :class:`autopar.runtime.settings.TrainSettings`, such as ``clip_norm``; with
@@ -395,10 +409,50 @@ def train(
         data=data,
         timeout_s=timeout_s,
         share_gpus=share_gpus,
+        checkpoint=checkpoint,
+        every=every,
+        resume=resume,
+        accept_changes=accept_changes,
+        inject_fault=inject_fault,
         **settings,
     )
     outcome = run(planned, model, options, progress)
     return compare_with_prediction(outcome, planned, partial(simulate, plan, progress=phases))
+
+
+def checkpoints(
+    folder: str | Path, *, thorough: bool = False, progress: Progress = no_progress
+) -> list[CheckpointView]:
+    """Return the checkpoints of a folder, by their steps, each with its manifest or with what is wrong with it.
+
+    Args:
+        folder: what :func:`train` was given as ``checkpoint``.
+        thorough: whether every file is read, and its hash compared with the manifest's.
+        progress: told what is done.
+
+    Raises:
+        FileError: there is no such folder, or nothing in it.
+    """
+    from autopar.runtime.checkpoint.export import views
+
+    return views(Path(folder), thorough=thorough, progress=progress)
+
+
+def export_checkpoint(folder: str | Path, output: str | Path, *, step: int | None = None) -> int:
+    """Write the model of a checkpoint as one safetensors file, as ``load_state_dict`` takes it; return its step.
+
+    Args:
+        folder: what :func:`train` was given as ``checkpoint``.
+        output: where to write; a file that is there is replaced.
+        step: of which step; None: of the newest that is sound.
+
+    Raises:
+        FileError: there is no such checkpoint, or it is damaged.
+        UsageError: there are others, but none of that step.
+    """
+    from autopar.runtime.checkpoint.export import export
+
+    return export(Path(folder), Path(output), step)
 
 
 def recalibrate(

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 _inside: list[None] = []
+_stops: list[Callable[[], bool]] = []
 _to_close: list[Callable[[], None]] = []
 
 
@@ -24,6 +25,24 @@ def unwinding_aborts() -> Iterator[None]:
         yield
     finally:
         _inside.pop()
+
+
+@contextmanager
+def stopping(ask: Callable[[], bool]) -> Iterator[None]:
+    """Have ``ask`` called where this process is first asked to end inside the block.
+
+    It returns whether what runs there ends by itself soon; if it does not, the process ends at once.
+    """
+    _stops.append(ask)
+    try:
+        yield
+    finally:
+        _stops.remove(ask)
+
+
+def ends_by_itself() -> bool:
+    """Ask what runs to end, and return whether it does so by itself."""
+    return bool(_stops) and _stops[-1]()
 
 
 def may_unwind() -> bool:

@@ -7,6 +7,9 @@ and the bytes of all tensors that are alive are noted. `--stops`: `autopar run` 
 or one of its ranks, drawn by chance, is sent KILL, TERM or INT at a moment drawn by chance, from the interpreter's
 start on. Then no process of the run may be there, found by an environment variable that all of them inherit; nor may a
 temporary folder, but that of a run whose own process was killed: the next one removes it.
+`--faults`: so many faults, of all kinds in turn, befall runs that save checkpoints and are gone on with
+(`fault_drills.py`); none may be silent, name another rank, lose a checkpoint or more than two intervals of steps, or
+end with other parameters than an undisturbed run, bit for bit.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from autopar.ranks.scratch import Scratch
 from autopar.runtime.start.worker import build
 from autopar.runtime.start.workspace import Workspace
 from cut import cut
+from fault_drills import drills
 from machine import Watch
 
 FOLDER = Path(__file__).parent
@@ -61,6 +65,14 @@ def main() -> None:
         result["steady"] = _steady(plan, arguments.steps)
     if arguments.stops:
         result["stops"] = _stops(plan, arguments.stops, arguments.seed)
+    if arguments.faults:
+        found = drills(arguments.faults, arguments.seed)
+        result["faults"] = {
+            "faults": len(found),
+            "wrong": [each._asdict() for each in found if each.faults_found],
+            "most_lost_steps": max(each.lost_steps for each in found),
+            "drills": [each._asdict() for each in found],
+        }
     watch.record(result, arguments.json)
 
 
@@ -68,6 +80,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--stops", type=int, default=50)
+    parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()

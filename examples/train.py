@@ -39,7 +39,7 @@ def train(path, epochs, folder):
             if job.rank == 0:
                 right = (predicted["output"].argmax(1) == samples[1]).float().mean()
                 print(f"epoch {epoch}: loss {metrics.loss:.6f}, evaluated {evaluated:.6f}, {right:.1%} right")
-        job.save(folder)
+        job.save_weights(folder)
 
 
 if __name__ == "__main__":

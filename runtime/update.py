@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autopar.capture.graph import LayerGraph
-from autopar.capture.optimizer import Settings, needs_all, settings_of
+from autopar.capture.optimizer import NOT_SETTINGS, Settings, needs_all, settings_of
 from autopar.capture.source import UserModel
 from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Plan
@@ -188,8 +189,17 @@ class Update:
         self._reducer, self._transport, self._everyone = reducer, transport, tuple(range(len(settings.plan.devices)))
         self._trainable_parameters = twins.trainable_parameters
         self._device = next((each.device for each in self._trainable_parameters.values()), torch.device("cpu"))
+        self.optimizer_parameters = twins.optimizer_parameters
+        """What the optimizer is given, by the model's own names."""
         self.optimizer = user.make_optimizer(twins.optimizer_parameters.items()) if self._trainable_parameters else None
-        self._scheduler = None if self.optimizer is None else user.make_scheduler(self.optimizer)
+        groups = () if self.optimizer is None else self.optimizer.param_groups
+        self.fresh_groups = [
+            deepcopy({key: value for key, value in group.items() if key not in NOT_SETTINGS}) for group in groups
+        ]
+        """The settings of the optimizer's groups, before any scheduler."""
+        self.scheduler = None if self.optimizer is None else user.make_scheduler(self.optimizer)
+        self.scale = settings.scale
+        """What losses are multiplied by; None where they are not."""
         self.notes: list[str] = []
         """What whoever reads the report should know."""
         if self.optimizer is not None:
@@ -233,7 +243,7 @@ class Update:
         counts, clip_norm, scale = self._settings.counts, self._settings.clip_norm, self._settings.scale
         if self._watches is None:
             # A rank without parameters has no scheduler, and takes part all the same.
-            self._watches = bool(self._sum([float(isinstance(self._scheduler, ReduceLROnPlateau))])[0])
+            self._watches = bool(self._sum([float(isinstance(self.scheduler, ReduceLROnPlateau))])[0])
         normed = clip_norm is not None or scale is not None
         squares = self._squares() if normed else self._unless_finite()
         if counts or normed or self._watches:
@@ -286,10 +296,10 @@ class Update:
         return [float(each) for each in total.tolist()]
 
     def _step_scheduler(self, record: StepRecord) -> None:
-        if isinstance(self._scheduler, ReduceLROnPlateau):
-            self._scheduler.step(record.total_loss or 0.0)
-        elif isinstance(self._scheduler, LRScheduler):
-            self._scheduler.step()
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(record.total_loss or 0.0)
+        elif isinstance(self.scheduler, LRScheduler):
+            self.scheduler.step()
 
 
 @contextmanager

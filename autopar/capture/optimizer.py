@@ -30,7 +30,8 @@ Settings = dict[str, list[dict[str, Any]]]
 
 AHEAD = 8
 """Steps of a scheduler that are looked at."""
-_NOT_SETTINGS = {"params", "param_names"}
+NOT_SETTINGS = {"params", "param_names"}
+"""Of a group of parameters: which these are."""
 
 
 def settings_of(user: UserModel, named_parameters: NamedParameters) -> Settings:
@@ -60,7 +61,7 @@ def settings_of(user: UserModel, named_parameters: NamedParameters) -> Settings:
 
 def _note(settings_by_name: Settings, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
     for group in optimizer.param_groups:
-        settings = {str(key): _plain(value) for key, value in group.items() if key not in _NOT_SETTINGS}
+        settings = {str(key): _plain(value) for key, value in group.items() if key not in NOT_SETTINGS}
         # As it is read from a file.
         settings = json.loads(json.dumps(settings))
         for parameter in group["params"]:

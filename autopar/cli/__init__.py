@@ -12,7 +12,21 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from autopar.cli import cluster, compare, demo, imports, plan, profile, rehearse, run, show, simulate, verify, worker
+from autopar.cli import (
+    checkpoint,
+    cluster,
+    compare,
+    demo,
+    imports,
+    plan,
+    profile,
+    rehearse,
+    run,
+    show,
+    simulate,
+    verify,
+    worker,
+)
 from autopar.cli.arguments import as_flags
 from autopar.cli.commands import Quiet, add, examples
 from autopar.cli.interrupt import INTERRUPTED, Termination, ended_by, record_interrupts, unwind_on_termination
@@ -83,6 +97,7 @@ add(
     "autopar run --epochs 2 --save weights",
 )
 add(app, "worker", worker.command, "autopar worker plan.json --steps 100")
+app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(cluster.app, name="cluster")
 add(app, "demo", demo.command, "autopar demo --folder autopar-demo")
 add(app, "show", show.command, "autopar show plan.json", "autopar show trace.json --over plan.json --png steps.png")
@@ -101,7 +116,10 @@ def main() -> None:
     try:
         with record_interrupts(asked), results_only():
             code = app(standalone_mode=False, obj=asked, prog_name="autopar")
-        if code == INTERRUPTED:
+        if asked and not code:
+            # It has ended by itself, sooner than it was to.
+            code = _report_signal(asked[0])
+        elif code == INTERRUPTED:
             _say("interrupted")
     except (KeyboardInterrupt, typer.Abort):
         code = _report_signal(signal.SIGINT)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from autopar.ending import end, may_unwind
+from autopar.ending import end, ends_by_itself, may_unwind
 
 INTERRUPTED = 130
 
@@ -30,6 +31,16 @@ def _end_at_once(number: int) -> None:
         end(128 + number, f"autopar: {ended_by(number)}")
 
 
+def _is_awaited(number: int, signal_numbers: list[int]) -> bool:
+    """Add a signal to those that came, and return whether what runs ends by itself: of the first one it is asked."""
+    signal_numbers.append(number)
+    if len(signal_numbers) == 1 and ends_by_itself():
+        os.write(2, f"autopar: {ended_by(number)}: ending behind this step; once more ends at once\n".encode())
+        return True
+    _end_at_once(number)
+    return False
+
+
 @contextmanager
 def record_interrupts(signal_numbers: list[int]) -> Iterator[None]:
     """Add the numbers of the signals that interrupt this process to ``signal_numbers``, and let them unwind it.
@@ -39,9 +50,8 @@ def record_interrupts(signal_numbers: list[int]) -> Iterator[None]:
     """
 
     def note(number: int, frame: FrameType | None) -> None:
-        signal_numbers.append(number)
-        _end_at_once(number)
-        signal.default_int_handler(number, frame)
+        if not _is_awaited(number, signal_numbers):
+            signal.default_int_handler(number, frame)
 
     # Whoever started this command in the background may have it ignore interrupts.
     noting = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -59,9 +69,8 @@ def unwind_on_termination(signal_numbers: list[int]) -> Iterator[None]:
     """Make SIGTERM, and the end of the terminal, unwind this process as an interrupt does; add their numbers."""
 
     def unwind(number: int, frame: object) -> None:
-        signal_numbers.append(number)
-        _end_at_once(number)
-        raise Termination(number)
+        if not _is_awaited(number, signal_numbers):
+            raise Termination(number)
 
     # Whoever started this command with nohup wants it to outlive the terminal.
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]

@@ -63,6 +63,28 @@ class TrainingArguments:
             "--save", help="Folder for the trained weights (safetensors with an index); all hosts must see it."
         ),
     ] = None
+    checkpoint: Annotated[
+        Path | None, typer.Option("--checkpoint", help="Folder to save checkpoints in; all hosts must see it.")
+    ] = None
+    every: Annotated[
+        str,
+        typer.Option(
+            "--every",
+            help="Steps from one checkpoint to the next; auto: as many as cost 3 % of the time.",
+            metavar="N|auto",
+        ),
+    ] = "auto"
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest sound checkpoint in --checkpoint, if there is any.")
+    ] = False
+    accept_changes: Annotated[
+        bool,
+        typer.Option(
+            "--accept-changes",
+            help="Go on though model, batch, seed, samples or optimizer have changed: with what is new, and all that "
+            "still fits.",
+        ),
+    ] = False
     clip_norm: Annotated[
         float | None,
         typer.Option("--clip-norm", help="Scale all gradients down to at most this norm, over all stages."),
@@ -94,6 +116,14 @@ class TrainingArguments:
         bool,
         typer.Option("--compile", help="Compile layers (torch.compile) before the first step, one of each kind."),
     ] = False
+    inject_fault: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--inject-fault",
+            help="A drill: KIND@RANK:STEP[:ACTION], such as kill@1:7 or nan@0:3:F; kinds are kill, stop, segfault, "
+            "exception, exit, slow, nan, out-of-memory, disconnect, disk-full, fail-write, fail-fsync, fail-rename.",
+        ),
+    ] = None
     report: Annotated[Path, typer.Option("--report", help="Where to write the report.")] = DEFAULT_REPORT
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the measured timeline of a typical step (Chrome trace).")
@@ -176,9 +206,20 @@ class TrainingArguments:
 
     def options(self) -> dict[str, Any]:
         """Return what the runtime is told, by the names that :func:`autopar.api.train` has for it."""
-        names = ("steps", "epochs", "weights", "save", "program", "clip_norm", "last", "timeout_s")
-        switches = ("share_gpus", "cpu_offload", "deferred_batch_norm", "sync_batch_norm")
-        own = {name: getattr(self, name) for name in (*names, *switches)}
+        names = (
+            "steps",
+            "epochs",
+            "weights",
+            "save",
+            "program",
+            "clip_norm",
+            "last",
+            "timeout_s",
+            "checkpoint",
+            "every",
+        )
+        switches = ("resume", "accept_changes", "share_gpus", "cpu_offload", "deferred_batch_norm", "sync_batch_norm")
+        own = {name: getattr(self, name) for name in (*names, *switches)} | {"inject_fault": self.inject_fault or ()}
         return {**own, "compile": self.compile_layers, "time_layers": self.update_profile}
 
 

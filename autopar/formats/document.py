@@ -51,10 +51,10 @@ def new_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
             os.unlink(temporary)
         raise
     if durable:
-        _sync(path.parent)
+        sync_folder(path.parent)
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Have a folder's new names outlive a loss of power, where its file system can; the file is there in any case."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -84,6 +84,21 @@ class CauseTimes(Record):
     predicted_s: float
 
 
+class CheckpointTimes(Record):
+    """The checkpoints that a run has saved."""
+
+    steps: tuple[Count, ...]
+    """After how many steps, counted from the run's first."""
+    failures: tuple[Name, ...] = ()
+    """Those that could not be written, and why."""
+    pause_s: Seconds
+    """How long training waited for one, on the slowest rank; median."""
+    busy_s: Seconds
+    """What writing one took of a processor beside training; likewise."""
+    buffers_bytes: tuple[Bytes, ...]
+    """Per rank, what copies take of the host's memory."""
+
+
 class Report(Document):
     """Outcome of ``autopar run``."""
 
@@ -98,6 +113,9 @@ class Report(Document):
     torch: Name
     ranks: Count
     steps: Index
+    """Trained by this attempt."""
+    first_step: Index = 0
+    """The number of the first of them, counted from the run's first; not 0 where it went on from a checkpoint."""
     loss: tuple[float, ...]
     gradient_norm: tuple[Annotated[float, Field(ge=0)] | None, ...] = ()
     """Per step, of all gradients before they were clipped, where it was needed; none of a step that overflowed."""
@@ -131,6 +149,7 @@ class Report(Document):
     flops_utilisation: float | None = Field(default=None, ge=0)
     """``model_flops`` over what the devices' peak makes of a median step."""
     initial_weights: Name
+    checkpoints: CheckpointTimes | None = None
     notes: tuple[Name, ...] = ()
 
 

@@ -21,6 +21,9 @@ FINISHED = 2
 SET_UP_S = 120.0
 """Shortest time that setting up is given: it runs imports and user code once."""
 
+LOOK_S = 0.001
+"""How often a rank looks for what it waits for."""
+
 _FIELDS = 4
 _BYTES = 8
 """Of every field, a whole number or a time."""
@@ -43,7 +46,9 @@ class Board:
 
     def __init__(self, path: Path, ranks: int) -> None:
         """Open the board at ``path``, creating it if it is not there."""
-        size = _FIELDS * _BYTES * ranks
+        # Behind the ranks' slots is one for whoever watches over them.
+        size = _FIELDS * _BYTES * (ranks + 1)
+        self._stop = _FIELDS * ranks
         if not path.exists():
             path.write_bytes(bytes(size))
         with path.open("r+b") as file:
@@ -65,6 +70,39 @@ class Board:
         """Return a rank's last note, which may have the numbers of two, if the rank is writing."""
         at, numbers = rank * _FIELDS, self._numbers
         return Note(numbers[at], numbers[at + 1], numbers[at + 2], self._times_s[at + 3])
+
+    def request_stop(self) -> None:
+        """Ask the ranks to end behind the step that :meth:`announce_last` will name."""
+        self._numbers[self._stop] = 1
+
+    def announce_last(self, step: int) -> None:
+        """Say which step is the last; it may be one that no rank begins."""
+        self._numbers[self._stop + 1] = step + 1
+        self._numbers[self._stop] = 2
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether ranks are to end soon."""
+        return bool(self._numbers[self._stop])
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step, once it is known."""
+        return self._numbers[self._stop + 1] - 1 if self._numbers[self._stop] == 2 else None
+
+    def ends_before(self, rank: int, step: int) -> bool:
+        """Note that a rank is about to begin a step, and return whether it is not to.
+
+        Once ranks were asked to stop, this waits until it is known which step is the last: the latest that any rank had
+        noted. Whoever asks first writes, and then reads what ranks have noted; ranks do it the other way round.
+        """
+        self.write(rank, STEPPING, step)
+        while self.stop_requested:
+            last = self.last_step
+            if last is not None:
+                return step > last
+            time.sleep(LOOK_S)
+        return False
 
     def close(self) -> None:
         self._numbers.release()

@@ -7,6 +7,7 @@ monitor waits for all ranks, and tells what caused a failure from what followed 
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import selectors
@@ -18,11 +19,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Self
 
+from autopar.ending import stopping
 from autopar.errors import TrainingError
 from autopar.ranks.board import FINISHED, SET_UP_S, SETTING_UP, Board, Note
 from autopar.ranks.failure import Failure
@@ -31,6 +33,9 @@ from autopar.ranks.scratch import Scratch
 GRACE_S = 2.0
 """How long after a consequence (a peer lost) its cause may take to show."""
 POLL_S = 0.2
+SETTLE_S = 0.05
+"""How long after ranks were asked to stop each has either seen that, or noted the step that it begins."""
+MOST_STEPS = 2**62
 
 
 class Doing(NamedTuple):
@@ -95,6 +100,7 @@ class RankMonitor:
         self._consequences: dict[int, Failure] = {}
         self._grace_until_s: float | None = None
         self._began_s = time.monotonic()
+        self._stop_asked, self._settled_s = False, math.inf
 
     def until_done(self) -> list[object]:
         """Wait for every rank.
@@ -108,9 +114,29 @@ class RankMonitor:
             while len(self._results) < len(self._links):
                 for key, _ in selector.select(POLL_S):
                     self._take(key.data)
+                self._check_stop()
                 self._check_grace()
                 self._check_progress()
         return [self._results[rank] for rank in range(len(self._links))]
+
+    def ask_to_stop(self) -> bool:
+        """Have the ranks end behind the step that they are in; return False where some are not in one yet."""
+        notes = [self._board.read(rank) for rank in range(len(self._links))]
+        self._stop_asked = all(note.phase != SETTING_UP for note in notes)
+        return self._stop_asked
+
+    def _check_stop(self) -> None:
+        """Tell ranks which step is the last: the latest that any has begun when all can know that there is one."""
+        now_s = time.monotonic()
+        if self._stop_asked and not self._board.stop_requested:
+            self._board.request_stop()
+            self._settled_s = now_s + SETTLE_S
+        elif self._stop_asked and now_s > self._settled_s:
+            notes = [self._board.read(rank) for rank in range(len(self._links))]
+            # Those that have finished have trained all.
+            ended = any(note.phase == FINISHED for note in notes)
+            self._board.announce_last(MOST_STEPS if ended else max(note.step for note in notes))
+            self._settled_s = math.inf
 
     def _take(self, rank: int) -> None:
         received = self._links[rank].read()
@@ -238,6 +264,7 @@ class RankPool:
         timeout_s: float | None = None,
         describe: Describe | None = None,
         on_message: Callable[[int, dict[str, object]], None] | None = None,
+        stoppable: bool = False,
     ) -> list[object]:
         """Call ``target`` (``module:function``) with (context, arguments) in every rank; return their results.
 
@@ -248,6 +275,7 @@ class RankPool:
             timeout_s: overrides the pool's.
             describe: puts a rank's last note into words, for errors.
             on_message: called with (rank, message) for everything a rank reports meanwhile.
+            stoppable: whether ranks look for being asked to stop (:meth:`Board.ends_before`), and end soon then.
 
         Raises:
             AutoparError: of the kind that the failing rank raised; a lost or silent rank is a ``TrainingError``. Names
@@ -266,7 +294,8 @@ class RankPool:
             try:
                 for rank, link in enumerate(self._links[:size]):
                     link.submit({**job, "rank": rank})
-                return watch.until_done()
+                with stopping(watch.ask_to_stop) if stoppable else nullcontext():
+                    return watch.until_done()
             except BaseException:
                 self.close()
                 raise

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from autopar.formats.program import Program
-    from autopar.formats.report import Report, Verification
+    from autopar.formats.report import CheckpointTimes, Report, Verification
 
 
 _SHOWN_LOSSES = 8
@@ -55,6 +55,8 @@ def render(report: Report, console: Console) -> None:
         console.print(_kinds(report))
     console.print(_ranks(report))
     console.print(_memory(report))
+    if report.checkpoints is not None:
+        console.print(_checkpoints(report.checkpoints))
     say(console, f"initial weights: {report.initial_weights}")
     for note in report.notes:
         say(console, f"note: {note}")
@@ -62,7 +64,7 @@ def render(report: Report, console: Console) -> None:
 
 def _loss(report: Report) -> Table:
     shown = _spread(len(report.loss), _SHOWN_LOSSES)
-    table = Table("Loss", ("step", *(f">{index + 1}" for index in shown)))
+    table = Table("Loss", ("step", *(f">{report.first_step + index + 1}" for index in shown)))
     table.add_row("loss", *(figure(report.loss[index]) for index in shown))
     if report.gradient_norm:
         norms = (report.gradient_norm[index] for index in shown)
@@ -100,6 +102,18 @@ def _causes(report: Report) -> Table:
         share = (each.measured_s - each.predicted_s) / report.step_s.median
         times = (_signed_duration(seconds) for seconds in (each.measured_s, each.predicted_s))
         table.add_row(each.cause, *times, percentage(share, with_sign=True))
+    return table
+
+
+def _checkpoints(times: CheckpointTimes) -> Table:
+    table = Table("Checkpoints", ("", ""))
+    saved = f"{len(times.steps)}, the newest after step {times.steps[-1]}" if times.steps else "none"
+    table.add_row("saved", saved)
+    table.add_row("training waited for one (median)", duration(times.pause_s))
+    table.add_row("writing one took of a processor", duration(times.busy_s))
+    table.add_row("copies in memory (most of a rank)", size(max(times.buffers_bytes)))
+    for each in times.failures:
+        table.add_row("failed", each)
     return table
 
 

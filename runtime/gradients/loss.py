@@ -127,13 +127,14 @@ class LossScale:
     ) -> None:
         self.value = value
         self._growth, self._backoff, self._interval = growth, backoff, growth_interval
-        self._sound = 0
+        self.sound_steps = 0
+        """Since the last overflow, or since it grew."""
 
     def settle(self, overflow: bool) -> None:
         """Take note of a step: shrink after an overflow, grow after enough steps without one."""
-        self._sound = 0 if overflow else self._sound + 1
+        self.sound_steps = 0 if overflow else self.sound_steps + 1
         if overflow:
             self.value *= self._backoff
-        elif self._sound == self._interval:
+        elif self.sound_steps == self._interval:
             self.value *= self._growth
-            self._sound = 0
+            self.sound_steps = 0

@@ -23,9 +23,10 @@ from autopar.formats.document import least_certain
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Precision
 from autopar.formats.program import Program
-from autopar.formats.report import RankTimes, Report, StepTimes
+from autopar.formats.report import CheckpointTimes, RankTimes, Report, StepTimes
 from autopar.formats.timeline import OwnTimes, Timeline, TimeUse, medians, own_times, time_use_between
 from autopar.hardware.gpus import find
+from autopar.runtime.checkpoint.writer import Saved
 from autopar.runtime.result.weights import StoredFile
 from autopar.schedules.order import in_flight
 
@@ -62,6 +63,10 @@ class RankResult(StepResults):
     """In the dataset; 0 where this rank does not read it."""
     notes: list[str]
     """What whoever reads the report should know."""
+    checkpoints: list[Saved]
+    """Those that were saved, and how that went."""
+    buffers_bytes: int
+    """What their copies take of the host's memory."""
     saved_files: list[StoredFile]
     """Files of trained weights that this rank wrote."""
 
@@ -159,10 +164,11 @@ def outcome_of(
     results: Sequence[RankResult],
     initial_weights: str,
     notes: Sequence[str] = (),
+    first_step: int = 0,
 ) -> Outcome:
-    """Put the ranks' results, in rank order, together."""
+    """Put the ranks' results, in rank order, together; ``first_step`` is the number of their first."""
     steps = Steps(program, results)
-    report = _report(plan, program, results, steps, initial_weights, notes)
+    report = _report(plan, program, results, steps, initial_weights, notes, first_step)
     layers_s = tuple(result["layers_s"] for result in results)
     return Outcome(report, steps.timeline(steps.typical), steps.own_times(), steps.overhead_s(), layers_s)
 
@@ -178,7 +184,13 @@ def loss_of(parts: Sequence[tuple[float, float]]) -> float:
 
 
 def _report(
-    plan: Plan, program: Program, results: Sequence[RankResult], steps: Steps, initial: str, notes: Sequence[str]
+    plan: Plan,
+    program: Program,
+    results: Sequence[RankResult],
+    steps: Steps,
+    initial: str,
+    notes: Sequence[str],
+    first_step: int,
 ) -> Report:
     times, where = steps.times(), steps.time_use(steps.typical)
     losses = [zip(result["loss"], result["count"], strict=True) for result in results]
@@ -191,6 +203,7 @@ def _report(
         torch=torch.__version__,
         ranks=len(results),
         steps=len(steps.lengths_s),
+        first_step=first_step,
         loss=tuple(map(loss_of, zip(*losses, strict=True))),
         step_s=times,
         predicted_step_s=plan.predicted.step_s,
@@ -206,9 +219,23 @@ def _report(
         model_flops=model_flops,
         flops_utilisation=utilisation,
         initial_weights=initial,
+        checkpoints=_checkpoint_times(results),
         gradient_norm=tuple(results[0]["gradient_norm"]) if any(results[0]["gradient_norm"]) else (),
         overflows=sum(results[0]["overflow"]),
         notes=(*plan.caveats, *notes),
+    )
+
+
+def _checkpoint_times(results: Sequence[RankResult]) -> CheckpointTimes | None:
+    saved = [Saved(*each) for each in results[0]["checkpoints"]]
+    if not saved:
+        return None
+    return CheckpointTimes(
+        steps=tuple(each.step for each in saved if each.failure is None),
+        failures=tuple(f"step {each.step}: {each.failure}" for each in saved if each.failure is not None),
+        pause_s=median(each.pause_s for each in saved),
+        busy_s=median(each.busy_s for each in saved),
+        buffers_bytes=tuple(result["buffers_bytes"] for result in results),
     )
 
 

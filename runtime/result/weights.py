@@ -156,13 +156,49 @@ def read(folder: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
     return _of_all(folder, tensors)
 
 
-def _read(handle: Any, name: str, pairs: set[str]) -> torch.Tensor:  # noqa: ANN401
-    tensor: torch.Tensor = handle.get_tensor(name)
+def _read(handle: Any, name: str, pairs: set[str], part: tuple[slice, ...] | None = None) -> torch.Tensor:  # noqa: ANN401
+    tensor: torch.Tensor = handle.get_slice(name)[part] if part else handle.get_tensor(name)
     if not tensor.is_complex() and name not in pairs:
         return tensor
     # It lies where the file has it; kernels expect a complex number at a multiple of its size.
     reals = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return torch.view_as_complex(reals.clone())
+
+
+class TensorFile:
+    """An open file of tensors, of which parts are read."""
+
+    def __init__(self, path: Path) -> None:
+        """Open it.
+
+        Raises:
+            FileError: it is no safetensors file.
+        """
+        self._path, self._stack = path, contextlib.ExitStack()
+        with _errors_of(path):
+            self._handle = self._stack.enter_context(safe_open(path, framework="pt"))
+        self._pairs = _pairs(self._handle, path)
+
+    def read(self, name: str, part: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """Return a tensor, or of every dimension a slice.
+
+        Raises:
+            FileError: the file does not hold it.
+        """
+        with _errors_of(self._path):
+            return _read(self._handle, name, self._pairs, part)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stack.close()
+
+
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise FileError(f"cannot read weights {path}: {error}") from error
 
 
 def names(folder: Path) -> set[str]:
@@ -271,12 +307,10 @@ def _indexed_file(index: Path, file: str, names: Sequence[str], descriptions: ob
 
 @contextmanager
 def _open(file: _File) -> Iterator[Any]:
-    try:
+    with _errors_of(file.path):
         _check(file)
         with safe_open(file.path, framework="pt") as opened:
             yield opened
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise FileError(f"cannot read weights {file.path}: {error}") from error
 
 
 def _check(file: _File) -> None:

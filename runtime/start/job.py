@@ -152,6 +152,11 @@ class Job:
         return self._update.notes
 
     @property
+    def update(self) -> Update:
+        """What completes the gradients and steps the optimizer."""
+        return self._update
+
+    @property
     def rows(self) -> int:
         """Samples in this rank's share of a micro-batch."""
         return self.plan.stages[min(self.stages)].rows[self.replica]

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from autopar.capture.data import seed_data
 from autopar.capture.source import UserModel
 from autopar.errors import UsageError
+from autopar.formats.faults import Fault
 from autopar.formats.plan import Plan
 from autopar.formats.profile import path_of
 from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, REDUCE, REDUCE_TIED, Program
@@ -25,6 +27,8 @@ from autopar.ranks.environment import LaunchedRank
 from autopar.ranks.failure import Failure
 from autopar.ranks.pool import Describe, Doing, RankPool
 from autopar.ranks.scratch import Scratch
+from autopar.runtime.checkpoint.cadence import Every, known_every
+from autopar.runtime.checkpoint.training import Attempt, CheckpointArguments, attempt_in
 from autopar.runtime.data import steps_of_epoch
 from autopar.runtime.result.outcome import Outcome, RankResult, loss_of, outcome_of
 from autopar.runtime.result.weights import publish
@@ -69,8 +73,23 @@ class RunOptions:
     """Whether several ranks may have the same GPU."""
     keep: Path | None = None
     """Folder for what every rank's training is compared by."""
+    checkpoint: Path | None = None
+    """Folder for checkpoints; all hosts see it."""
+    every: Every = "auto"
+    """Steps between two checkpoints, or as many as a small share of the time allows."""
+    resume: bool = False
+    """Whether to go on from the newest checkpoint there, if there is any."""
+    accept_changes: bool = False
+    """Whether to go on though what is trained has changed."""
+    faults: tuple[Fault, ...] = ()
+    """What is to go wrong, as a drill."""
 
     def __post_init__(self) -> None:
+        if self.checkpoint is None and (self.resume or self.accept_changes or self.every != "auto"):
+            name = "resume" if self.resume else "accept_changes" if self.accept_changes else "every"
+            raise UsageError(f"`{name}` is of checkpoints; name their folder, too: `checkpoint`")
+        if self.accept_changes and not self.resume:
+            raise UsageError("`accept_changes` says what a run may go on with; pass `resume=True`, too")
         if self.steps < 1:
             raise UsageError(f"`steps` must be at least 1, found {self.steps}")
         if self.epochs is not None and self.epochs < 1:
@@ -90,6 +109,11 @@ def run_options(
     data: str | Path | None = None,
     timeout_s: float = 300.0,
     share_gpus: bool = False,
+    checkpoint: str | Path | None = None,
+    every: int | str = "auto",
+    resume: bool = False,
+    accept_changes: bool = False,
+    inject_fault: str | Sequence[str] = (),
     **settings: Any,  # noqa: ANN401
 ) -> RunOptions:
     """Return what the user asks of a run; its arguments are those of :func:`autopar.train`.
@@ -103,10 +127,25 @@ def run_options(
     for name in settings:
         if name not in known:
             raise UsageError(f"train() has no option {name!r}; its settings are {', '.join(known)}")
-    weights, save, data, program = (None if each is None else Path(each) for each in (weights, save, data, program))
+    paths = (None if each is None else Path(each) for each in (weights, save, data, program, checkpoint))
+    weights, save, data, program, checkpoint = paths
     asked = known_steps(steps, epochs)
-    asked = DEFAULT_STEPS if asked is None else asked
-    return RunOptions(asked, weights, save, timeout_s, data, TrainSettings(**settings), program, epochs, share_gpus)
+    return RunOptions(
+        DEFAULT_STEPS if asked is None else asked,
+        weights,
+        save,
+        timeout_s,
+        data,
+        TrainSettings(**settings),
+        program,
+        epochs,
+        share_gpus,
+        checkpoint=checkpoint,
+        every=known_every(every),
+        resume=resume,
+        accept_changes=accept_changes,
+        faults=tuple(map(Fault.parse, [inject_fault] if isinstance(inject_fault, str) else inject_fault)),
+    )
 
 
 StepProgress = Callable[[int, float], None]
@@ -133,19 +172,22 @@ def run(
     user_model = load_for(options.settings, model, options.data, plan)
     steps = _steps(user_model, plan, options)
     name = new_set()
-    with folder_of(options.save), set_of(options.save, name):
+    with folder_of(options.save), set_of(options.save, name), _attempt(options, steps) as attempt:
+        agreed = Agreed(steps, name, attempt)
         # The ranks start while this process captures the model.
         with Scratch("run") as scratch, _ranks(plan, pool, options.share_gpus) as ranks:
             initial = Workspace(scratch.path).prepare(user_model, plan, options.weights)
             results = ranks.run(
                 "autopar.runtime.start.worker:train",
-                _arguments(plan, program, model, scratch.path, options, steps, name),
+                _arguments(plan, program, model, scratch.path, options, agreed),
                 ranks=len(plan.devices),
                 timeout_s=options.timeout_s,
                 describe=describe(plan, program),
                 on_message=_sum_losses(plan, progress),
+                stoppable=True,
             )
-        return _conclude(plan, program, [cast(RankResult, result) for result in results], options, initial)
+        found = [cast(RankResult, result) for result in results]
+        return _conclude(plan, program, found, options, initial, agreed)
 
 
 def join(
@@ -163,18 +205,20 @@ def join(
     with join_from_environment(*joining) as context:
         if options.save is not None and not launch.one_host:
             check_shared(context, options.save)
+        if options.checkpoint is not None and not launch.one_host:
+            check_shared(context, options.checkpoint)
         scratch = Scratch("run") if context.leads_host else None
-        try:
-            place = scratch.path if scratch else None
-            folder, steps, initial, save_as = _prepare_host(context, place, model, plan, options)
-            with set_of(options.save, save_as):
-                arguments = _arguments(plan, program, model, folder, options, steps, save_as)
-                result = train(context, arguments)
-                gathered = [json.loads(text) for text in context.gather(json.dumps(result))]
-                return _conclude(plan, program, gathered, options, initial) if context.rank == 0 else None
-        finally:
+        with ExitStack() as stack:
             if scratch is not None:
-                scratch.close()
+                stack.callback(scratch.close)
+            place = scratch.path if scratch else None
+            folder, initial, agreed = _prepare_host(context, place, model, plan, options, stack)
+            with set_of(options.save, agreed.save_as):
+                result = train(context, _arguments(plan, program, model, folder, options, agreed))
+                gathered = [json.loads(text) for text in context.gather(json.dumps(result))]
+                if context.rank != 0:
+                    return None
+                return _conclude(plan, program, gathered, options, initial, agreed)
 
 
 def _digests(plan: Plan, program: Program, model: str, options: RunOptions) -> dict[str, str]:
@@ -189,15 +233,55 @@ def _digests(plan: Plan, program: Program, model: str, options: RunOptions) -> d
         "model": model.encode() if source is None else source.read_bytes(),
         "dataset file": b"" if options.data is None else options.data.read_bytes(),
         "command line": json.dumps(
-            [options.steps, options.save is not None, options.share_gpus, asdict(options.settings)]
+            [options.steps, options.save is not None, options.share_gpus, asdict(options.settings), *_said(options)]
         ).encode(),
     }
     return {name: sha256(content).hexdigest() for name, content in contents.items()}
 
 
+def _said(options: RunOptions) -> list[object]:
+    """Return what is asked of checkpoints."""
+    faults = [str(each) for each in options.faults]
+    return [options.checkpoint is not None, options.every, options.resume, options.accept_changes, faults]
+
+
+@contextmanager
+def _attempt(options: RunOptions, steps: int) -> Iterator[Attempt]:
+    """Return the context in which a run has its folder of checkpoints for itself, and what it goes on from.
+
+    Raises:
+        AutoparError: as :func:`attempt_in`; or the run has no step left.
+    """
+    if options.checkpoint is None:
+        yield Attempt("")
+        return
+    with attempt_in(options.checkpoint, resume=options.resume) as attempt:
+        for note in attempt.notes:
+            sys.stderr.write(f"autopar: {note}\n")
+        if attempt.step >= steps:
+            raise UsageError(
+                f"{options.checkpoint}: the newest checkpoint is of step {attempt.step}, and the run has {steps}; "
+                f"raise `steps`, or `epochs`: they count from the run's first step"
+            )
+        yield attempt
+
+
+class Agreed(NamedTuple):
+    """What all ranks are told alike."""
+
+    steps: int
+    """Of the whole run."""
+    save_as: str
+    """Name of the set of trained weights."""
+    attempt: Attempt
+
+
 def _program(plan: Plan, options: RunOptions) -> Program:
     """Return what is run, the plan and what is asked for being within the runtime's scope."""
     check_scope(plan)
+    for fault in options.faults:
+        if fault.rank >= len(plan.devices):
+            raise UsageError(f"`inject_fault='{fault}'`: the plan has {len(plan.devices)} ranks, which count from 0")
     if options.settings.cpu_offload:
         check_offload(plan)
     if options.share_gpus:
@@ -218,13 +302,14 @@ def _steps(model: UserModel, plan: Plan, options: RunOptions) -> int:
 
 
 def _prepare_host(
-    context: RankContext, folder: Path | None, model: str, plan: Plan, options: RunOptions
-) -> tuple[Path, int, str, str]:
+    context: RankContext, folder: Path | None, model: str, plan: Plan, options: RunOptions, stack: ExitStack
+) -> tuple[Path, str, Agreed]:
     """Let one rank of every host prepare the workspace, and count steps; a failure is raised on all ranks alike.
 
+    Rank 0 has the folder of checkpoints for as long as ``stack`` is open.
+
     Returns:
-        The workspace's folder, the steps, where the initial weights are from, and the name of the set of trained
-        weights, the same on all hosts.
+        The workspace's folder, where the initial weights are from, and what is the same on all hosts.
     """
     said: dict[str, object] = {}
     if folder is not None:
@@ -235,6 +320,9 @@ def _prepare_host(
             initial = Workspace(folder).prepare(user_model, plan, options.weights)
             steps = _steps(user_model, plan, options)
             said = {"folder": str(folder), "steps": steps, "initial": initial, "save_as": new_set()}
+            if context.rank == 0:
+                token, resume, step, notes = stack.enter_context(_attempt(options, steps))
+                said["attempt"] = [token, None if resume is None else str(resume), step, notes]
         except Exception as error:
             said = {"failure": Failure.of(error).as_dict()}
     heard = [json.loads(text) for text in context.gather(json.dumps(said))]
@@ -242,16 +330,24 @@ def _prepare_host(
         if "failure" in item:
             raise Failure(**item["failure"]).as_common_error(context.rank)
     leader = heard[context.rank - context.local_rank]
-    return Path(leader["folder"]), leader["steps"], leader["initial"], heard[0]["save_as"]
+    token, resume, step, notes = heard[0]["attempt"]
+    attempt = Attempt(token, None if resume is None else Path(resume), step, tuple(notes))
+    return Path(leader["folder"]), leader["initial"], Agreed(leader["steps"], heard[0]["save_as"], attempt)
 
 
-def _conclude(plan: Plan, program: Program, results: list[RankResult], options: RunOptions, initial: str) -> Outcome:
+def _conclude(
+    plan: Plan, program: Program, results: list[RankResult], options: RunOptions, initial: str, agreed: Agreed
+) -> Outcome:
     if options.save is not None:
         publish(options.save, (file for result in results for file in result["saved_files"]))
     notes = [] if options.program is None else [f"the program of {options.program} was run, not the plan's own"]
+    notes += agreed.attempt.notes
+    trained = agreed.attempt.step + len(results[0]["loss"])
+    if trained < agreed.steps:
+        notes.append(f"was asked to end, and has trained {trained} of {agreed.steps} steps")
     notes += _of_epochs(max(result["samples"] for result in results), plan, options.settings.last)
     notes += dict.fromkeys(note for result in results for note in result["notes"])
-    return outcome_of(plan, program, results, initial, notes)
+    return outcome_of(plan, program, results, initial, notes, agreed.attempt.step)
 
 
 def _of_epochs(samples: int, plan: Plan, last: Last) -> list[str]:
@@ -265,7 +361,7 @@ def _of_epochs(samples: int, plan: Plan, last: Last) -> list[str]:
 
 
 def _arguments(
-    plan: Plan, program: Program, model: str, folder: Path, options: RunOptions, steps: int, save_as: str
+    plan: Plan, program: Program, model: str, folder: Path, options: RunOptions, agreed: Agreed
 ) -> TrainArguments:
     return TrainArguments(
         plan=plan.dumps(),
@@ -273,11 +369,27 @@ def _arguments(
         model=model,
         data=None if options.data is None else str(options.data),
         workspace=str(folder),
-        steps=steps,
+        steps=agreed.steps,
         save=None if options.save is None else str(options.save.resolve()),
-        save_as=save_as,
+        save_as=agreed.save_as,
+        checkpoint=_checkpoint_arguments(plan, options, agreed.attempt),
         settings=asdict(options.settings),
+        faults=[str(each) for each in options.faults],
         keep=None if options.keep is None else str(options.keep.resolve()),
+    )
+
+
+def _checkpoint_arguments(plan: Plan, options: RunOptions, attempt: Attempt) -> CheckpointArguments | None:
+    if options.checkpoint is None:
+        return None
+    return CheckpointArguments(
+        folder=str(options.checkpoint.resolve()),
+        token=attempt.token,
+        every=options.every,
+        resume=None if attempt.resume is None else str(attempt.resume),
+        accept_changes=options.accept_changes,
+        model=plan.model.source,
+        last=options.settings.last,
     )
 
 

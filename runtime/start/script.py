@@ -32,6 +32,7 @@ from autopar.errors import AutoparError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import Failure
+from autopar.runtime.checkpoint.script import ScriptCheckpoints
 from autopar.runtime.data import Batch, Loader, check_inputs, split_rows
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import Transport, sendable
@@ -321,6 +322,9 @@ class ScriptJob:
         self._evaluations: dict[str, Evaluation] = {}
         self._compared_kinds: set[str] = set()
         self._step, self._has_failed, self._closed = 0, False, False
+        self._checkpoints: ScriptCheckpoints | None = None
+        self.notes: list[str] = []
+        """What a reader should know of the checkpoint that was loaded."""
 
     @property
     def rank(self) -> int:
@@ -398,7 +402,46 @@ class ScriptJob:
             for key, value in self._model.state_dict(keep_vars=True).items()
         }
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, *, wait: bool = False) -> None:
+        """Save a checkpoint, ``step-N`` in a folder that all hosts see; training goes on while it is written.
+
+        What is saved is there when the next one is begun, or the job is closed; with ``wait``, when this returns. The
+        newest two are kept.
+
+        Raises:
+            UsageError: the folder has checkpoints that this job was not loaded from.
+            FileError: it cannot be written.
+        """
+        self._require_built_job()
+        with self._failing():
+            self._opened_checkpoints().save(Path(folder), self._step, wait=wait)
+
+    def load(self, folder: str | Path, *, accept_changes: bool = False) -> int:
+        """Go on from the newest sound checkpoint of a folder, which any plan may have saved; return its step.
+
+        0 where there is none. What the script's own data loader has given out by then is the script's to skip.
+
+        Args:
+            folder: what :meth:`save` was given.
+            accept_changes: whether to go on though batch, model or optimizer have changed, with all that still fits.
+
+        Raises:
+            FileError: there are checkpoints, and none is sound.
+            UsageError: what is trained has changed; or this job has trained steps already.
+        """
+        self._require_built_job()
+        if self._step:
+            raise UsageError(f"the job has trained {self._step} steps already; load before the first one")
+        self._step, self.notes = self._opened_checkpoints().load(Path(folder), accept_changes=accept_changes)
+        return self._step
+
+    def _opened_checkpoints(self) -> ScriptCheckpoints:
+        built = self._require_built_job()
+        if self._checkpoints is None:
+            self._checkpoints = ScriptCheckpoints(self._context, built.job, built.graph, self._model)
+        return self._checkpoints
+
+    def save_weights(self, folder: str | Path) -> None:
         """Write the model's parameters and buffers, a safetensors file a stage and an index; all hosts must see it."""
         built, path = self._require_built_job(), Path(folder)
         known = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
@@ -421,6 +464,8 @@ class ScriptJob:
         """Wait until everything that was sent has arrived, and leave the other ranks."""
         if self._built_job is not None:
             self._built_job.job.finish()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         self._close()
 
     def __enter__(self) -> Self:
@@ -436,7 +481,9 @@ class ScriptJob:
             self._close()
 
     def _close(self) -> None:
-        self._built_job, self._closed = None, True
+        if self._checkpoints is not None:
+            self._checkpoints.abandon()
+        self._built_job, self._checkpoints, self._closed = None, None, True
         self._evaluations.clear()
         self._leave()
 

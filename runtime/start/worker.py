@@ -20,17 +20,21 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autopar.capture.graph import LayerGraph
 from autopar.capture.plain import float64_model
 from autopar.capture.source import UserModel, load
+from autopar.formats.checkpoint import StateKey
+from autopar.formats.faults import Fault
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.ranks.allocator import keep_pages
 from autopar.ranks.board import FINISHED
 from autopar.ranks.context import RankContext
+from autopar.runtime.checkpoint.training import CheckpointArguments, RunCheckpoints
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.result import weights
 from autopar.runtime.result.outcome import ForwardFlops, PeakMemory, RankResult, StepResults, peak_of
 from autopar.runtime.result.weights import StoredFile
 from autopar.runtime.settings import TrainSettings
+from autopar.runtime.start.faults import FaultInjector
 from autopar.runtime.start.job import DEFAULTS, Job
 from autopar.runtime.start.saving import holders, write_stages
 from autopar.runtime.start.workspace import Workspace
@@ -167,17 +171,21 @@ RECORDED_STEPS = 32
 class TrainingRun:
     """Steps a rank's job, tells whoever started the rank of every loss, and keeps what the report is made of."""
 
-    def __init__(self, job: Job, context: RankContext, steps: int, *, time_layers: bool) -> None:
+    def __init__(
+        self, job: Job, context: RankContext, steps: int, checkpoints: RunCheckpoints | None, *, time_layers: bool
+    ) -> None:
         """Prepare, together with all ranks, to train for some steps.
 
         Args:
             job: the rank's.
             context: the ranks.
-            steps: how many mini-batches are trained.
+            steps: how many mini-batches the run trains, with those before its checkpoint.
+            checkpoints: where it goes on from one, and saves others.
             time_layers: whether layers are timed in the first steps.
         """
-        self._job, self._context, self._steps = job, context, steps
-        self._watches = LayerMonitor(job, context.device, steps, time_layers)
+        self._job, self._context, self._steps, self._checkpoints = job, context, steps, checkpoints
+        self._first = 0 if checkpoints is None else checkpoints.first_step
+        self._watches = LayerMonitor(job, context.device, steps - self._first, time_layers)
         self._origin_s = _common_origin(context)
         self._laps = StepClock(self._origin_s, lags=clock_of(context.device).lags)
         self._records: list[StepRecord] = []
@@ -188,10 +196,19 @@ class TrainingRun:
         Raises:
             AutoparError: an action failed; names it.
         """
-        for step in range(self._steps):
+        board, rank, done = self._context.board, self._context.rank, self._first
+        for step in range(self._first, self._steps):
+            if board is not None and board.ends_before(rank, step):
+                break
+            began_s = time.perf_counter()
             self._step(step)
+            done = step + 1
+            if self._checkpoints is not None:
+                self._checkpoints.end_step(done, time.perf_counter() - began_s)
         self._job.finish()
         self._laps.finish()
+        if self._checkpoints is not None:
+            self._checkpoints.finish(done)
 
     def results(self) -> StepResults:
         """Return what the steps gave."""
@@ -213,14 +230,15 @@ class TrainingRun:
         )
 
     def _step(self, step: int) -> None:
-        self._watches.begin_step(step)
+        done = step - self._first
+        self._watches.begin_step(done)
         self._laps.begin()
         record = self._job.step(step, more=step + 1 < self._steps)
         self._laps.end(record)
-        self._watches.end_step(step, record)
+        self._watches.end_step(done, record)
         self._records.append(record)
-        if step >= RECORDED_STEPS:
-            self._records[step - RECORDED_STEPS].times_s.clear()
+        if done >= RECORDED_STEPS:
+            self._records[done - RECORDED_STEPS].times_s.clear()
         if any(stage.loss for stage in self._job.stages.values()):
             self._context.report({"step": step, "loss": record.loss, "count": record.count})
 
@@ -256,6 +274,10 @@ class TrainArguments(TypedDict):
     """Name of the set that they are in the folder."""
     settings: dict[str, Any]
     """Of :class:`TrainSettings`."""
+    checkpoint: CheckpointArguments | None
+    """What is asked of checkpoints; none: none are saved."""
+    faults: list[str]
+    """What is to go wrong."""
     keep: str | None
     """Folder for what is compared with another training; see :class:`autopar.runtime.start.worker.Kept`."""
 
@@ -274,9 +296,11 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     graph = workspace.graph(model, plan)
     edited = arguments["program"]
     program = None if edited is None else Program.parse(edited, Path("program.json"))
-    job = build(context, plan, model, graph, workspace, settings, program)
+    faults = [Fault.parse(each) for each in arguments["faults"]]
+    job = build(context, plan, model, graph, workspace, settings, program, faults)
     notes = [*workspace.notes(), *(_warmed_up(job) if settings.compile else [])]
-    run = TrainingRun(job, context, arguments["steps"], time_layers=settings.time_layers)
+    checkpoints = _checkpoints(context, job, graph, workspace, arguments["checkpoint"])
+    run = TrainingRun(job, context, arguments["steps"], checkpoints, time_layers=settings.time_layers)
     kept = None if arguments["keep"] is None else ComparisonFiles(job, Path(arguments["keep"]))
     run.perform()
     _await_all(context)
@@ -291,7 +315,9 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         peak_bytes=peak.peak_bytes(),
         peak_kind=peak.kind,
         samples=job.samples,
-        notes=[*notes, *job.notes, *_notes(context, workspace)],
+        checkpoints=[] if checkpoints is None else checkpoints.saved,
+        buffers_bytes=0 if checkpoints is None else checkpoints.buffers_bytes,
+        notes=[*notes, *job.notes, *([] if checkpoints is None else checkpoints.notes), *_notes(context, workspace)],
         saved_files=_save(job, graph, workspace, arguments["save"], arguments["save_as"]),
     )
 
@@ -314,8 +340,12 @@ def build(
     workspace: Workspace,
     settings: TrainSettings = DEFAULTS,
     program: Program | None = None,
+    faults: Sequence[Fault] = (),
 ) -> Job:
-    """Build this rank's job from what was prepared on its host; ``program`` is by default what the plan expands to."""
+    """Build this rank's job from what was prepared on its host; ``program`` is by default what the plan expands to.
+
+    ``faults`` happen as it is stepped.
+    """
     torch.set_num_threads(plan.threads)
     if context.device.type == "cpu":
         keep_pages()
@@ -323,10 +353,22 @@ def build(
     check(program, plan)
     transport = connect(context, plan, settings)
     note = (lambda step, position: None) if context.board is None else context.board.stepping(context.rank)
+    injector = FaultInjector(faults, context.rank, program.ranks[context.rank]) if faults else None
     place = (context.rank, graph, model, workspace.read, transport, context.device)
-    job = Job(plan, program, *place, note, settings, workspace.settings())
+    job = Job(plan, program, *place, injector.noting(note) if injector else note, settings, workspace.settings())
+    if injector is not None:
+        injector.job = job
     job.try_optimizer()
     return job
+
+
+def _checkpoints(
+    context: RankContext, job: Job, graph: LayerGraph, workspace: Workspace, arguments: CheckpointArguments | None
+) -> RunCheckpoints | None:
+    if arguments is None:
+        return None
+    keys = tuple(StateKey(key=key, tensor=name) for key, name in workspace.state_keys().items())
+    return RunCheckpoints(context, job, graph, _unread(workspace, holders(job.plan, graph)), keys, arguments)
 
 
 def _warmed_up(job: Job) -> list[str]:

@@ -127,6 +127,13 @@ def _initial_values(
     return made
 
 
+def state_keys(module: nn.Module) -> dict[str, str]:
+    """Return the keys of a model's ``state_dict``, each with the first name of what it has there."""
+    names = {id(value): name for name, value in (*module.named_parameters(), *module.named_buffers())}
+    state = module.state_dict(keep_vars=True).items()
+    return {key: names[id(value)] for key, value in state if id(value) in names}
+
+
 REPLAN = "run `autopar plan` again, with `stages` for stages of your own"
 
 
@@ -241,6 +248,8 @@ GIVEN, NAMES = "given", "given.json"
 """A link to the folder of given weights, and the names that parameters and buffers have there."""
 SETTINGS = "optimizer.json"
 """What the optimizer gives every parameter of the whole model."""
+KEYS = "keys.json"
+"""The keys of the model's ``state_dict``, each with the parameter or buffer that it names."""
 NOTES = "notes.json"
 """What a reader of the report must know of how the model was captured."""
 
@@ -277,6 +286,7 @@ class Workspace:
         settings = whole_settings(model, module)
         if settings is not None:
             (self.folder / SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
+        (self.folder / KEYS).write_text(json.dumps(state_keys(module)), encoding="utf-8")
         if graph.portable:
             save_graph(graph, self.folder / GRAPH)
         return source
@@ -320,6 +330,11 @@ class Workspace:
     def notes(self) -> list[str]:
         """Return what a reader of the report must know of the model."""
         return list(json.loads((self.folder / NOTES).read_text(encoding="utf-8")))
+
+    def state_keys(self) -> dict[str, str]:
+        """Return the keys of the model's ``state_dict``, each with the parameter or buffer that it names."""
+        found: dict[str, str] = json.loads((self.folder / KEYS).read_text(encoding="utf-8"))
+        return found
 
     def names(self) -> set[str]:
         """Return the names of all parameters and buffers of the model."""

@@ -73,10 +73,36 @@ def train_and_refuse(context: RankContext, arguments: dict[str, Any]) -> dict[st
     losses = [job.step(batch if reads else None).loss for batch in steps]
     evaluated, predicted = job.evaluate(steps[0]), job.predict(steps[0])
     state = job.state_dict()
-    job.save(folder)
+    job.save_weights(folder)
     if predicted is not None:
         save_file(predicted, folder / "predicted.safetensors")
     if state is not None:
         save_file(state, folder / "state.safetensors")
     job.close()
     return {"losses": losses, "evaluated": evaluated, "said": said}
+
+
+def train_between(context: RankContext, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Load what is in a folder, train to a step with momentum and a scheduler, save after every step."""
+    plan, folder = autopar.Plan.parse(arguments["plan"], Path("plan.json")), Path(arguments["folder"])
+    steps = batches(arguments["until"])
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:  # noqa: ANN401
+        return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
+
+    def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+
+    with autopar.materialize(make_model(), plan, steps[0], loss=loss, optimizer=optimizer, scheduler=scheduler) as job:
+        begun = job.load(folder)
+        losses, drawn = [], float(torch.rand(()))
+        for step in range(begun, arguments["until"]):
+            losses.append(job.step(steps[step]).loss)
+            torch.manual_seed(step)
+            job.save(folder, wait=step % 2 == 0)
+        said = ""
+        try:
+            job.load(folder)
+        except AutoparError as error:
+            said = str(error)
+        return {"begun": begun, "losses": losses, "drawn": drawn, "said": said, "notes": job.notes}

@@ -170,7 +170,7 @@ def test_a_script_is_given_no_state_after_it(tmp_path: Path) -> None:
         with pytest.raises(TrainingError, match="the job has failed"):
             job.state_dict()
         with pytest.raises(TrainingError, match="the job has failed"):
-            job.save(tmp_path / "saved")
+            job.save_weights(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
 

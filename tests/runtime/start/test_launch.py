@@ -222,11 +222,38 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_run_and_is_named(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_leaves_no_process_and_no_file(here: Path, number: signal.Signals, code: int) -> None:
+def test_a_run_that_is_asked_to_end_ends_behind_its_step_and_saves_what_was_asked_for(
+    here: Path, number: signal.Signals, code: int
+) -> None:
+    plan_for(here, [1, 1])
+    command = [sys.executable, "-m", "autopar", "run", "--steps", "1000000", "--checkpoint", "saved"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
+        ranks = _wait_for_steps(run)
+        run.send_signal(number)
+        rest = run.communicate(timeout=100)[1]
+    assert run.returncode == code
+    assert "ending behind this step; once more ends at once" in rest
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    report = Report.load(here / "report.json")
+    assert f"was asked to end, and has trained {report.steps} of 1000000 steps" in report.notes
+    assert report.checkpoints is not None
+    assert report.checkpoints.steps[-1] == report.steps
+    again = autopar("run", "--steps", str(report.steps + 2), "--checkpoint", "saved", "--resume")
+    assert again.returncode == 0, again.stderr
+    assert Report.load(here / "report.json").first_step == report.steps
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_interrupted_twice_leaves_no_process_and_no_file(
+    here: Path, number: signal.Signals, code: int
+) -> None:
+    (here / "words.py").write_text((MODELS / "words.py").read_text().replace("def __getitem__(self, index):", SLEEPS))
     plan_for(here, [1, 1])
     command = [sys.executable, "-m", "autopar", "run", "--steps", "1000000"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
         ranks = _wait_for_steps(run)
+        run.send_signal(number)
+        time.sleep(0.5)
         run.send_signal(number)
         rest = run.communicate(timeout=100)[1]
     assert run.returncode == code
@@ -250,6 +277,9 @@ def test_what_is_wrong_with_a_plan_is_said_once_a_host(command: Command, monkeyp
         assert code == 4
         assert stderr.startswith(said)
         assert bool(stderr) == bool(said)
+
+
+SLEEPS = "def __getitem__(self, index):\n        import time; time.sleep(1.0)"
 
 
 def _wait_for_steps(run: subprocess.Popen[str]) -> list[int]:

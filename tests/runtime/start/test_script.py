@@ -61,7 +61,7 @@ def test_one_process_trains_as_a_plain_loop_and_leaves_the_scripts_model_alone(t
     with autopar.materialize(model, planned([1]), loss=loss, optimizer=make_optimizer) as job:
         assert [job.step(batch).loss for batch in batches(STEPS)] == pytest.approx(expected, rel=1e-12)
         state = job.state_dict()
-        job.save(tmp_path)
+        job.save_weights(tmp_path)
         ((inputs, targets),) = batches(1)
         truth.eval()
         evaluated = job.evaluate((inputs[:7], targets[:7]))

@@ -1,0 +1,338 @@
+"""Checkpoints: a run's state at the end of a step, as its manifest says it.
+
+The numbers lie in files beside the manifest, in pieces: each is some of a tensor, the index ranges of some dimensions.
+Pieces cover every tensor, and no two overlap, so that any plan reads what any other saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from autopar.errors import FileError
+from autopar.formats.document import Bytes, Count, Digest, Document, Index, Name, Record, fault
+from autopar.formats.plan import Plan
+from autopar.formats.profile import Precision
+
+Kind = Literal["parameter", "buffer", "optimizer", "generator"]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
+"""Of a file in the checkpoint's own folder."""
+_UNSIGNED = "0" * 64
+
+
+class IndexRange(Record):
+    """Indices ``start`` to ``stop - 1`` of one dimension."""
+
+    dim: Index
+    start: Index
+    stop: Count
+
+
+class Piece(Record):
+    """Where some of a tensor is: in which file, and of the dimensions that are not whole, which indices."""
+
+    file: FileName
+    ranges: tuple[IndexRange, ...] = ()
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """Return the piece's shape, given that of the whole tensor."""
+        sizes = list(whole)
+        for each in self.ranges:
+            sizes[each.dim] = each.stop - each.start
+        return tuple(sizes)
+
+
+class StoredTensor(Record):
+    """A parameter, a buffer, something that the optimizer keeps for a parameter, or the state of a generator."""
+
+    kind: Kind
+    name: Name
+    """The parameter's or buffer's, as the model has it; of a generator, whose it is."""
+    state: Name | None = None
+    """What it is to the optimizer (``exp_avg``), or which generator."""
+    shape: tuple[Index, ...]
+    dtype: Name
+    """As torch calls it: ``float32``."""
+    pieces: tuple[Piece, ...] = Field(min_length=1)
+
+    @property
+    def key(self) -> str:
+        """Its name within files."""
+        return "/".join((self.kind, self.name, *([] if self.state is None else [self.state])))
+
+
+class PieceFile(Record):
+    """A safetensors file of pieces."""
+
+    name: FileName
+    bytes: Bytes
+    sha256: Digest
+
+
+class ParameterGroup(Record):
+    """Parameters for which the optimizer has the same settings."""
+
+    parameters: tuple[Name, ...]
+    settings: dict[str, JsonValue]
+    """As the optimizer was made, before any scheduler."""
+    current: dict[str, JsonValue]
+    """At the end of the step."""
+
+
+class StateNumber(Record):
+    """Something that the optimizer keeps for a parameter which is no tensor."""
+
+    parameter: Name
+    state: Name
+    value: JsonValue
+
+
+class OptimizerState(Record):
+    """The optimizer of the whole model, whose parts the ranks have."""
+
+    kind: Name
+    """Its class."""
+    groups: tuple[ParameterGroup, ...]
+    numbers: tuple[StateNumber, ...] = ()
+
+
+class SchedulerState(Record):
+    """Where a scheduler of the learning rate is; its settings are the model file's."""
+
+    kind: Name
+    state: dict[str, JsonValue] | None = None
+    """Of one that watches the loss; any other is where so many steps bring it."""
+
+
+class LossScaleState(Record):
+    """The scale of float16's losses."""
+
+    value: float = Field(gt=0)
+    sound_steps: Index
+    """Since it was last changed."""
+
+
+class SavedRun(Record):
+    """What a run goes on with, if it is resumed."""
+
+    model: Name
+    """MODEL, or the class of a script's model."""
+    batch: Count
+    seed: int = Field(ge=0, lt=2**63)
+    samples: Index | None = None
+    """In the dataset; none of a script, whose data are its own."""
+    last: Literal["drop", "pad"] = "drop"
+
+
+class SavedPlan(Record):
+    """How the run was carried out, which another plan may do otherwise."""
+
+    sha256: Digest
+    ranks: Count
+    stages: Count
+    schedule: Name
+    micro_batches: Count
+    division: tuple[tuple[Index, ...], ...]
+    """Of every stage, the rows of a micro-batch that each of its replicas takes."""
+    sharded: bool
+    precision: Precision
+    torch: Name
+
+    @classmethod
+    def of(cls, plan: Plan, torch_version: str) -> Self:
+        """Return what a checkpoint says of a plan."""
+        return cls(
+            sha256=sha256(plan.dumps().encode()).hexdigest(),
+            ranks=len(plan.devices),
+            stages=len(plan.stages),
+            schedule=plan.schedule,
+            micro_batches=plan.micro_batches,
+            division=tuple(tuple(stage.rows) for stage in plan.stages),
+            sharded=any(stage.shard != "none" for stage in plan.stages),
+            precision=plan.precision,
+            torch=torch_version,
+        )
+
+
+class RankPart(Record):
+    """What one rank has written of a checkpoint, or why it could not."""
+
+    tensors: tuple[StoredTensor, ...] = ()
+    files: tuple[PieceFile, ...] = ()
+    optimizer: OptimizerState | None = None
+    scheduler: SchedulerState | None = None
+    loss_scale: LossScaleState | None = None
+    failure: str | None = None
+
+
+class StateKey(Record):
+    """A name under which the model's ``state_dict`` has a parameter or buffer."""
+
+    key: Name
+    tensor: Name
+
+
+class Checkpoint(Document):
+    """The manifest of a checkpoint."""
+
+    KIND: ClassVar[str] = "checkpoint"
+
+    format: Literal["autopar.checkpoint"] = "autopar.checkpoint"
+    version: Literal[1] = 1
+    step: Count
+    """Steps that had been trained: the number of the next one, which count from 0."""
+    run: SavedRun
+    plan: SavedPlan
+    state_keys: tuple[StateKey, ...] = ()
+    """Of a tied parameter, each of its names."""
+    optimizer: OptimizerState | None = None
+    """None of a model without trained parameters."""
+    scheduler: SchedulerState | None = None
+    loss_scale: LossScaleState | None = None
+    tensors: tuple[StoredTensor, ...]
+    files: tuple[PieceFile, ...]
+    sha256: Digest = _UNSIGNED
+    """Of this document with zeros in place of it."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = [file.name for file in self.files]
+        if len(set(names)) < len(names):
+            fault("files", "two files have the same name")
+        seen = set[str]()
+        for at, tensor in enumerate(self.tensors):
+            if tensor.key in seen:
+                fault(f"tensors[{at}]", f"{tensor.key} is given twice")
+            seen.add(tensor.key)
+            _check_pieces(f"tensors[{at}].pieces", tensor, set(names))
+        return self
+
+    def signed(self) -> Self:
+        """Return the document with its own hash."""
+        return self.model_copy(update={"sha256": self._digest()})
+
+    def _digest(self) -> str:
+        return sha256(self.model_copy(update={"sha256": _UNSIGNED}).dumps().encode()).hexdigest()
+
+    @classmethod
+    def read(cls, text: str, path: Path) -> Self:
+        """Return a manifest, not a letter of which has changed since it was written.
+
+        Raises:
+            FileError: it is no manifest, or another one than was written; names the file.
+        """
+        found = cls.parse(text, path)
+        if found.sha256 != found._digest() or found.dumps() != text:
+            raise FileError(f"{path}: its sha256 is not that of its content: it is damaged, or was edited")
+        return found
+
+    def tensor(self, kind: Kind, name: str, state: str | None = None) -> StoredTensor | None:
+        """Return a tensor; None where there is none such."""
+        wanted = kind, name, state
+        return next((each for each in self.tensors if (each.kind, each.name, each.state) == wanted), None)
+
+
+class CheckpointView(NamedTuple):
+    """A checkpoint of a folder, as far as it can be read."""
+
+    step: int
+    folder: Path
+    manifest: Checkpoint | None
+    problem: str | None
+    """What is wrong with it."""
+    verified: bool = False
+    """Whether every file was read and compared."""
+
+    @property
+    def bytes(self) -> int:
+        """What its tensors take, in files."""
+        return 0 if self.manifest is None else sum(file.bytes for file in self.manifest.files)
+
+
+def _check_pieces(at: str, tensor: StoredTensor, files: set[str]) -> None:
+    """Refuse pieces that do not make up a tensor."""
+    volume = 0
+    for index, piece in enumerate(tensor.pieces):
+        if piece.file not in files:
+            fault(f"{at}[{index}].file", f"{piece.file} is not among the files")
+        dims = [each.dim for each in piece.ranges]
+        if len(set(dims)) < len(dims):
+            fault(f"{at}[{index}].ranges", "a dimension is given twice")
+        for each in piece.ranges:
+            if each.dim >= len(tensor.shape) or not each.start < each.stop <= tensor.shape[each.dim]:
+                fault(f"{at}[{index}].ranges", f"{tensor.key} of shape {list(tensor.shape)} has no such indices")
+        volume += prod(piece.shape(tensor.shape))
+    if volume != prod(tensor.shape) or _overlap(tensor):
+        fault(at, f"the pieces do not make up {tensor.key} of shape {list(tensor.shape)}")
+
+
+def _overlap(tensor: StoredTensor) -> bool:
+    """Tell whether two pieces have an element in common."""
+    boxes = sorted(_box(piece, tensor.shape) for piece in tensor.pieces)
+    # Sorted by where they begin in the first dimension, only those that begin before one ends can meet it.
+    for at, box in enumerate(boxes):
+        for other in boxes[at + 1 :]:
+            if box and other[0][0] >= box[0][1]:
+                break
+            if all(start < stop and low < high for (low, stop), (start, high) in zip(box, other, strict=True)):
+                return True
+    return False
+
+
+def _box(piece: Piece, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    sides = [(0, size) for size in shape]
+    for each in piece.ranges:
+        sides[each.dim] = each.start, each.stop
+    return tuple(sides)
+
+
+def merge(parts: Sequence[RankPart], step: int, run: SavedRun, plan: SavedPlan, keys: Sequence[StateKey]) -> Checkpoint:
+    """Return the manifest of what all ranks have written.
+
+    Raises:
+        pydantic.ValidationError: the parts are not those of one checkpoint.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for tensor in (tensor for part in parts for tensor in part.tensors):
+        known = tensors.get(tensor.key)
+        pieces = (*([] if known is None else known.pieces), *tensor.pieces)
+        tensors[tensor.key] = tensor.model_copy(update={"pieces": pieces})
+    optimizers = [part.optimizer for part in parts if part.optimizer is not None]
+    content = {
+        "step": step,
+        "run": run,
+        "plan": plan,
+        "state_keys": tuple(keys),
+        "optimizer": _joined(optimizers),
+        "scheduler": next((part.scheduler for part in parts if part.scheduler is not None), None),
+        "loss_scale": next((part.loss_scale for part in parts if part.loss_scale is not None), None),
+        "tensors": tuple(tensors.values()),
+        "files": tuple(file for part in parts for file in part.files),
+    }
+    return Checkpoint(**content).signed()  # type: ignore[arg-type]
+
+
+def _joined(optimizers: Sequence[OptimizerState]) -> OptimizerState | None:
+    """Return the optimizer of all parameters; groups of the same settings are one."""
+    if not optimizers:
+        return None
+    groups: list[ParameterGroup] = []
+    known = set[str]()
+    for group in (group for optimizer in optimizers for group in optimizer.groups):
+        new = tuple(name for name in group.parameters if name not in known)
+        known.update(new)
+        same = (
+            at for at, each in enumerate(groups) if (each.settings, each.current) == (group.settings, group.current)
+        )
+        at = next(same, None)
+        if at is None:
+            groups.append(group.model_copy(update={"parameters": new}))
+        elif new:
+            groups[at] = groups[at].model_copy(update={"parameters": (*groups[at].parameters, *new)})
+    numbers = {(each.parameter, each.state): each for optimizer in optimizers for each in optimizer.numbers}
+    return OptimizerState(kind=optimizers[0].kind, groups=tuple(groups), numbers=tuple(numbers.values()))

@@ -1,0 +1,326 @@
+"""State: what of a rank's job a checkpoint keeps, and putting it back.
+
+In comes a job between two steps. Out come its tensors, as pieces of the model's own, with those that this rank writes:
+of what replicas hold alike the first writes, of what they divide each its part, of a tied parameter the first stage.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from pydantic import JsonValue
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from autopar.capture.optimizer import NOT_SETTINGS
+from autopar.errors import TrainingError
+from autopar.formats.checkpoint import (
+    Checkpoint,
+    IndexRange,
+    Kind,
+    LossScaleState,
+    OptimizerState,
+    ParameterGroup,
+    SchedulerState,
+    StateNumber,
+    StoredTensor,
+)
+from autopar.runtime.checkpoint.plain import NotPlainError, from_plain, plain_items, to_plain
+from autopar.runtime.stage.parameters import local
+from autopar.runtime.start.job import Job
+from autopar.runtime.update import Update
+
+SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "momentum", "base_momentum", "max_momentum", "betas"}
+"""Settings that torch's schedulers change."""
+_WATCHED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
+"""Where a scheduler that watches the loss is, in torch's names."""
+
+
+class HeldPiece(NamedTuple):
+    """What a rank holds of a tensor."""
+
+    kind: Kind
+    name: str
+    state: str | None
+    shape: tuple[int, ...]
+    """Of the whole."""
+    ranges: tuple[IndexRange, ...]
+    """Of the dimensions that are not whole here."""
+    tensor: torch.Tensor
+    """This rank's."""
+
+    @property
+    def key(self) -> str:
+        """Its name within a file."""
+        return "/".join((self.kind, self.name, *([] if self.state is None else [self.state])))
+
+
+def held_piece(kind: Kind, name: str, tensor: torch.Tensor, state: str | None = None) -> HeldPiece:
+    """Return what this rank holds of a tensor, which replicas may divide."""
+    ranges: list[IndexRange] = []
+    if hasattr(tensor, "to_local"):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        placed: Any = tensor
+        sizes, starts = compute_local_shape_and_global_offset(tensor.shape, placed.device_mesh, placed.placements)
+        for dim, (size, start, whole) in enumerate(zip(sizes, starts, tensor.shape, strict=True)):
+            if size != whole:
+                # What has no rows here has no such range, and nobody writes it.
+                ranges.append(IndexRange.model_construct(dim=dim, start=start, stop=start + size))
+    return HeldPiece(kind, name, state, tuple(tensor.shape), tuple(ranges), local(tensor.detach()))
+
+
+def class_name(value: object) -> str:
+    """Return the name under which an object's class is compared."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+class JobState:
+    """The state of a rank's job, by the model's own names."""
+
+    def __init__(self, job: Job, first_stages: Mapping[str, int]) -> None:
+        """Look at a job; ``first_stages`` says which stage is the first to hold each parameter and buffer."""
+        self._job, self._first_stages = job, first_stages
+
+    def writes(self, piece: HeldPiece) -> bool:
+        """Whether this rank writes a piece, of all that hold it."""
+        if piece.kind == "generator":
+            return True
+        divided = bool(piece.ranges)
+        writing = piece.tensor.numel() > 0 if divided else self._job.replica == 0
+        return writing and self._first_stages[piece.name] in self._job.stages
+
+    def pieces(self) -> Iterator[HeldPiece]:
+        """Yield everything that this rank holds of the model and of its optimizer's state.
+
+        Raises:
+            TrainingError: the optimizer keeps what no checkpoint can.
+        """
+        for name, parameter in self._job.parameters.items():
+            yield held_piece("parameter", name, parameter)
+        for name, buffer in self._job.buffers.items():
+            yield held_piece("buffer", name, buffer)
+        for name, state, value in self._optimizer_values():
+            if isinstance(value, torch.Tensor):
+                yield held_piece("optimizer", name, value, state)
+
+    def optimizer(self) -> OptimizerState | None:
+        """Return what the optimizer is, and what it keeps beside tensors; None where this rank has none."""
+        update = self._job.update
+        if update.optimizer is None:
+            return None
+        names = _names(update)
+        groups = tuple(
+            ParameterGroup(
+                parameters=tuple(names[each] for each in group["params"] if each in names),
+                settings=plain_items(fresh),
+                current=plain_items(_settings(group)),
+            )
+            for fresh, group in zip(update.fresh_groups, update.optimizer.param_groups, strict=True)
+        )
+        numbers = tuple(
+            StateNumber(parameter=name, state=state, value=to_plain(value))
+            for name, state, value in self._optimizer_values()
+            if not isinstance(value, torch.Tensor)
+        )
+        return OptimizerState(kind=class_name(update.optimizer), groups=groups, numbers=numbers)
+
+    def scheduler(self) -> SchedulerState | None:
+        """Return where the scheduler is; None where this rank has none."""
+        scheduler = self._job.update.scheduler
+        if scheduler is None:
+            return None
+        watching = isinstance(scheduler, ReduceLROnPlateau)
+        state = {name: to_plain(getattr(scheduler, name)) for name in _WATCHED if hasattr(scheduler, name)}
+        return SchedulerState(kind=class_name(scheduler), state=state if watching else None)
+
+    def loss_scale(self) -> LossScaleState | None:
+        """Return the scale of losses; None where they are not scaled."""
+        scale = self._job.update.scale
+        return None if scale is None else LossScaleState(value=scale.value, sound_steps=scale.sound_steps)
+
+    def _optimizer_values(self) -> Iterator[tuple[str, str, object]]:
+        """Yield (parameter, its name to the optimizer, value) of all that the optimizer keeps."""
+        update = self._job.update
+        if update.optimizer is None:
+            return
+        names = _names(update)
+        for parameter, kept in update.optimizer.state.items():
+            name = names.get(parameter)
+            if name is None:
+                raise TrainingError(f"{class_name(update.optimizer)} keeps state of no parameter, which is not saved")
+            for state, value in kept.items():
+                if not isinstance(value, torch.Tensor) and not _is_plain(value):
+                    raise TrainingError(
+                        f"{class_name(update.optimizer)} keeps {state!r} of {name}, a {type(value).__name__}; "
+                        "checkpoints hold tensors and numbers: use another optimizer, or train without `checkpoint`"
+                    )
+                yield name, str(state), value
+
+
+def _is_plain(value: object) -> bool:
+    try:
+        to_plain(value)
+    except NotPlainError:
+        return False
+    return True
+
+
+def _names(update: Update) -> dict[torch.Tensor, str]:
+    return {parameter: name for name, parameter in update.optimizer_parameters.items()}
+
+
+def _settings(group: Mapping[str, object]) -> dict[str, object]:
+    return {key: value for key, value in group.items() if key not in NOT_SETTINGS}
+
+
+class Source(Protocol):
+    """A checkpoint whose tensors can be read."""
+
+    checkpoint: Checkpoint
+
+    def read(self, stored: StoredTensor, ranges: Sequence[IndexRange] = ()) -> torch.Tensor:
+        """Return some of a tensor: the given indices of dimensions, and of the others all."""
+
+
+def restore_tensors(job: Job, source: Source) -> None:
+    """Put stored values into those of a job's parameters and buffers that there are any of, in their shape."""
+    held: tuple[tuple[Kind, Mapping[str, torch.Tensor]], ...] = ("parameter", job.parameters), ("buffer", job.buffers)
+    with torch.no_grad():
+        for piece in (held_piece(kind, name, each) for kind, tensors in held for name, each in tensors.items()):
+            stored = source.checkpoint.tensor(piece.kind, piece.name)
+            if stored is not None and stored.shape == piece.shape and piece.tensor.numel():
+                piece.tensor.copy_(source.read(stored, piece.ranges))
+
+
+def restore_optimizer(job: Job, source: Source) -> None:
+    """Give a job's optimizer, scheduler and loss scale what they had.
+
+    The scheduler is stepped as often as it had been: its settings are the model file's. Other settings are the
+    checkpoint's where the optimizer had changed them by itself.
+
+    Args:
+        job: a rank's, before its first step.
+        source: what it goes on from.
+    """
+    update, checkpoint = job.update, source.checkpoint
+    if update.scale is not None and checkpoint.loss_scale is not None:
+        update.scale.value = checkpoint.loss_scale.value
+        update.scale.sound_steps = checkpoint.loss_scale.sound_steps
+    if update.optimizer is None:
+        return
+    _step_scheduler(update, checkpoint)
+    if checkpoint.optimizer is None or checkpoint.optimizer.kind != class_name(update.optimizer):
+        return
+    _restore_settings(update, checkpoint.optimizer)
+    kept: dict[str, dict[str, object]] = {}
+    for number in checkpoint.optimizer.numbers:
+        kept.setdefault(number.parameter, {})[number.state] = from_plain(number.value)
+    stored = [each for each in checkpoint.tensors if each.kind == "optimizer"]
+    by_name: dict[str, list[StoredTensor]] = {}
+    for each in stored:
+        by_name.setdefault(each.name, []).append(each)
+    names = _names(update)
+    for group in update.optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[parameter]
+            before = checkpoint.tensor("parameter", name)
+            if before is None or before.shape != tuple(parameter.shape):
+                continue
+            state = kept.get(name, {})
+            for each in by_name.get(name, ()):
+                state[str(each.state)] = _state_value(parameter, group, each, source)
+            if state:
+                update.optimizer.state[parameter] = state
+
+
+def _state_value(
+    parameter: torch.Tensor, group: Mapping[str, object], stored: StoredTensor, source: Source
+) -> torch.Tensor:
+    """Return what an optimizer had kept of a parameter, where it would keep it, divided as the parameter is."""
+    if stored.state == "step" and not (group.get("capturable") or group.get("fused")):
+        # Torch's optimizers count steps in the host's memory, unless their kernels read them.
+        return source.read(stored)
+    device = local(parameter).device
+    if not hasattr(parameter, "to_local") or stored.shape != tuple(parameter.shape):
+        return source.read(stored).to(device)
+    from torch.distributed.tensor import DTensor
+
+    placed: Any = parameter
+    piece = held_piece("parameter", stored.name, parameter)
+    value = source.read(stored, piece.ranges) if piece.tensor.numel() else torch.empty_like(piece.tensor)
+    return DTensor.from_local(
+        value.to(device),
+        placed.device_mesh,
+        placed.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _step_scheduler(update: Update, checkpoint: Checkpoint) -> None:
+    """Bring a fresh scheduler to where it was, and with it the settings that it changes."""
+    scheduler = update.scheduler
+    if isinstance(scheduler, ReduceLROnPlateau):
+        saved = None if checkpoint.scheduler is None else checkpoint.scheduler.state
+        for name, value in (saved or {}).items():
+            setattr(scheduler, name, from_plain(value))
+    elif scheduler is not None:
+        with warnings.catch_warnings():
+            # Torch expects the optimizer's steps between its scheduler's.
+            warnings.simplefilter("ignore")
+            for _ in range(checkpoint.step):
+                scheduler.step()
+
+
+def _restore_settings(update: Update, saved: OptimizerState) -> None:
+    """Set what the optimizer had changed of its settings by itself, or a scheduler by what it had watched."""
+    assert update.optimizer is not None
+    group_of = {name: group for group in saved.groups for name in group.parameters}
+    names = _names(update)
+    follows = update.scheduler is not None and not isinstance(update.scheduler, ReduceLROnPlateau)
+    for group in update.optimizer.param_groups:
+        before = next((group_of[names[each]] for each in group["params"] if names.get(each) in group_of), None)
+        if before is None:
+            continue
+        for key, value in before.current.items():
+            scheduled = follows and key in SCHEDULED
+            if key in group and not scheduled and value != before.settings.get(key):
+                _set(group, key, value)
+
+
+def _set(group: dict[str, Any], key: str, value: JsonValue) -> None:
+    found = from_plain(value)
+    if isinstance(group[key], torch.Tensor) and isinstance(found, torch.Tensor):
+        # Others may hold it, too.
+        group[key].copy_(found)
+    else:
+        group[key] = found
+
+
+def generators(device: torch.device, rank: int) -> Iterator[HeldPiece]:
+    """Yield the state of the generators that a script's own code may draw from."""
+    found = {"torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    _, words, gauss = random.getstate()
+    found["python"] = torch.tensor(words)
+    found["python gauss"] = torch.tensor([] if gauss is None else [gauss], dtype=torch.float64)
+    for state, tensor in found.items():
+        if tensor.numel():
+            yield held_piece("generator", f"rank {rank}", tensor, state)
+
+
+def restore_generators(device: torch.device, read: Mapping[str, torch.Tensor]) -> None:
+    """Set what :func:`generators` has found."""
+    if "torch" in read:
+        torch.set_rng_state(read["torch"])
+    if "cuda" in read and device.type == "cuda":
+        torch.cuda.set_rng_state(read["cuda"], device)
+    if "python" in read:
+        gauss = read.get("python gauss")
+        random.setstate((3, tuple(read["python"].tolist()), None if gauss is None else float(gauss)))

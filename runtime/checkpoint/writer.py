@@ -1,0 +1,279 @@
+"""CheckpointWriter: a rank's part in saving checkpoints beside training.
+
+Training waits while the rank's pieces are copied into buffers that are kept; a thread writes them, reads the files
+again, and leaves a note of what it has written. Rank 0's waits for the notes of all ranks, makes the manifest of them
+and gives the checkpoint its name. Ranks tell each other of failures when the next save begins: training goes on, and
+the checkpoint before stays.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from autopar.errors import FileError
+from autopar.formats.checkpoint import (
+    Checkpoint,
+    Piece,
+    PieceFile,
+    RankPart,
+    SavedPlan,
+    SavedRun,
+    StateKey,
+    StoredTensor,
+    merge,
+)
+from autopar.formats.document import write_text
+from autopar.ranks.context import RankContext
+from autopar.runtime.checkpoint.folder import MANIFEST, CheckpointFolder, check_file
+from autopar.runtime.checkpoint.state import HeldPiece, JobState, generators
+from autopar.runtime.result import weights
+
+LOOK_S = 0.02
+"""How often rank 0 looks for the notes of the others."""
+
+
+@dataclass(frozen=True)
+class SaveSettings:
+    """What all ranks know of a run's checkpoints; plain data."""
+
+    folder: Path
+    """Of all of them; all hosts see it."""
+    token: str
+    """Of this attempt, which no other has."""
+    run: SavedRun
+    plan: SavedPlan
+    state_keys: tuple[StateKey, ...] = ()
+    known_steps: tuple[int, ...] = ()
+    """Checkpoints that are known to be sound already."""
+
+
+class Saved(NamedTuple):
+    """How a rank's part of a checkpoint went."""
+
+    step: int
+    pause_s: float
+    """How long training waited while it was copied."""
+    busy_s: float
+    """What the thread that wrote it took of a processor."""
+    failure: str | None
+
+
+class CheckpointWriter:
+    """Saves checkpoints together with the writers of the other ranks, one at a time."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        state: JobState,
+        settings: SaveSettings,
+        stages: Sequence[int],
+        replica: int,
+        unread: Callable[[], Mapping[str, torch.Tensor]],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            context: the ranks.
+            state: this rank's.
+            settings: what is saved, and where.
+            stages: of this rank; they stand in its files' names.
+            replica: likewise.
+            unread: gives the parameters and buffers that no layer reads.
+        """
+        self._context, self._state, self._settings = context, state, settings
+        self._folder = CheckpointFolder(settings.folder)
+        self._file = f"stage-{min(stages):05d}-replica-{replica:05d}.safetensors"
+        self._unread = unread if context.rank == 0 else dict
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._constants: dict[str, torch.Tensor] | None = None
+        self._writing: threading.Thread | None = None
+        self._publishing: threading.Thread | None = None
+        self._abandoned = threading.Event()
+        self._sound = list(settings.known_steps)
+        self._step, self._pause_s, self._busy_s = 0, 0.0, 0.0
+        self._failures: list[str] = []
+        """Of this rank, in the checkpoint under way."""
+        self._known_failure: str | None = None
+        """Of any rank, as the others were told."""
+        self.saved: list[Saved] = []
+        """All that were begun, but for the one under way: of every one, what the slowest rank took."""
+
+    @property
+    def newest(self) -> int | None:
+        """The step of the newest sound checkpoint; rank 0 knows."""
+        return max(self._sound, default=None)
+
+    @property
+    def buffers_bytes(self) -> int:
+        """What the copies take of the host's memory."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def save(self, step: int) -> None:
+        """Begin a checkpoint of the state after so many steps; all ranks do so at once.
+
+        Raises:
+            TrainingError: the optimizer keeps what no checkpoint can.
+        """
+        began_s = time.perf_counter()
+        self.conclude()
+        copies = self._copy()
+        self._step, self._pause_s, self._busy_s = step, time.perf_counter() - began_s, 0.0
+        part = RankPart(
+            optimizer=self._state.optimizer(), scheduler=self._state.scheduler(), loss_scale=self._state.loss_scale()
+        )
+        self._failures, self._known_failure, self._abandoned = [], None, threading.Event()
+        # What is being written is finished before Python ends.
+        self._writing = threading.Thread(target=self._write, args=(step, copies, part), name="autopar-checkpoint")
+        self._writing.start()
+        if self._context.rank == 0:
+            self._publishing = threading.Thread(
+                target=self._publish, args=(step,), name="autopar-manifest", daemon=True
+            )
+            self._publishing.start()
+
+    def conclude(self) -> None:
+        """Wait until the checkpoint under way is there, or has failed; all ranks do so at once."""
+        if self._writing is None:
+            return
+        self._writing.join()
+        self._known_failure = next((each.failure for each in self._exchange() if each.failure is not None), None)
+        if self._known_failure is not None:
+            self._abandoned.set()
+        if self._publishing is not None:
+            self._publishing.join()
+        every = self._exchange()
+        self._writing = self._publishing = None
+        failure = next((each.failure for each in every if each.failure is not None), None)
+        pause_s, busy_s = max(each.pause_s for each in every), max(each.busy_s for each in every)
+        self.saved.append(Saved(self._step, pause_s, busy_s, failure))
+
+    def _exchange(self) -> list[Saved]:
+        """Return how the checkpoint under way goes on every rank."""
+        mine = Saved(self._step, self._pause_s, self._busy_s, next(iter(self._failures), None))
+        return [Saved(*json.loads(text)) for text in self._context.gather(json.dumps(mine))]
+
+    def abandon(self) -> None:
+        """Give up what is under way, where other ranks are gone."""
+        self._abandoned.set()
+
+    def _copy(self) -> list[HeldPiece]:
+        """Copy what this rank writes into its buffers."""
+        device = self._context.device
+        every = (*self._state.pieces(), *generators(device, self._context.rank))
+        copies = [piece._replace(tensor=self._buffer(piece)) for piece in every if self._state.writes(piece)]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return copies
+
+    def _buffer(self, piece: HeldPiece) -> torch.Tensor:
+        """Return a copy of a piece in the host's memory; of one from a GPU it is there once that is waited for."""
+        there = self._buffers.get(piece.key)
+        if there is None or there.shape != piece.tensor.shape or there.dtype != piece.tensor.dtype:
+            there = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=piece.tensor.is_cuda)
+            self._buffers[piece.key] = there
+        return there.copy_(piece.tensor, non_blocking=True)
+
+    def _write(self, step: int, copies: list[HeldPiece], part: RankPart) -> None:
+        """Write this rank's part, and leave a note of it."""
+        began_s = time.thread_time()
+        folder = self._folder.unfinished(step, self._settings.token)
+        try:
+            folder.mkdir(exist_ok=True)
+            pieces = [*copies, *self._constant_pieces()]
+            files = []
+            if pieces:
+                file = weights.write(folder / self._file, {each.key: each.tensor for each in pieces})
+                files.append(PieceFile(name=file["name"], bytes=file["bytes"], sha256=file["sha256"]))
+                # What lies there, not what was meant to.
+                check_file(folder, files[-1])
+            tensors = tuple(_stored(each, self._file) for each in pieces)
+            part = part.model_copy(update={"tensors": tensors, "files": tuple(files)})
+        except Exception as error:
+            self._failures.append(f"rank {self._context.rank}: {error}")
+            part = RankPart(failure=self._failures[-1])
+        try:
+            write_text(folder / _note_name(self._context.rank), part.model_dump_json())
+        except Exception as error:
+            # Rank 0 would wait for it.
+            self._failures.append(f"rank {self._context.rank}: {error}")
+        self._busy_s = time.thread_time() - began_s
+
+    def _constant_pieces(self) -> list[HeldPiece]:
+        """Return what no layer reads, which rank 0 writes."""
+        if self._constants is None:
+            self._constants = {name: tensor.detach() for name, tensor in self._unread().items()}
+        return [
+            HeldPiece("buffer", name, None, tuple(tensor.shape), (), tensor)
+            for name, tensor in self._constants.items()
+            if tensor.numel()
+        ]
+
+    def _publish(self, step: int) -> None:
+        """Wait for what all ranks have written, and make a checkpoint of it."""
+        folder, token = self._folder.unfinished(step, self._settings.token), self._settings.token
+        try:
+            parts = self._await_parts(folder)
+            failed = next((part.failure for part in parts if part.failure is not None), None)
+            if failed is not None:
+                raise FileError(failed)
+            manifest = merge(parts, step, self._settings.run, self._settings.plan, self._settings.state_keys)
+            write_text(folder / MANIFEST, manifest.dumps())
+            Checkpoint.read((folder / MANIFEST).read_text(encoding="utf-8"), folder / MANIFEST)
+            for rank in range(self._context.size):
+                (folder / _note_name(rank)).unlink()
+            self._folder.admit(step, token)
+        except Exception as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._fail(step, str(error))
+        else:
+            self._sound.append(step)
+            self._folder.prune(self._sound)
+
+    def _fail(self, step: int, why: str) -> None:
+        kept = f"that of step {self.newest} stays" if self._sound else "there is none yet"
+        sys.stderr.write(f"autopar: the checkpoint of step {step} was not written: {why}; training goes on, {kept}\n")
+        self._failures.append(why)
+
+    def _await_parts(self, folder: Path) -> list[RankPart]:
+        """Return the notes of all ranks, once they are there.
+
+        Raises:
+            FileError: a rank has failed.
+        """
+        parts: dict[int, RankPart] = {}
+        while len(parts) < self._context.size:
+            given_up = self._abandoned.is_set()
+            for rank in set(range(self._context.size)) - parts.keys():
+                path = folder / _note_name(rank)
+                if path.exists():
+                    parts[rank] = RankPart.model_validate_json(path.read_text(encoding="utf-8"))
+            if len(parts) < self._context.size:
+                if given_up:
+                    raise FileError(self._known_failure or "a rank has not written its part")
+                time.sleep(LOOK_S)
+        return [parts[rank] for rank in range(self._context.size)]
+
+
+def _note_name(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def _stored(piece: HeldPiece, file: str) -> StoredTensor:
+    return StoredTensor(
+        kind=piece.kind,
+        name=piece.name,
+        state=piece.state,
+        shape=piece.shape,
+        dtype=str(piece.tensor.dtype).removeprefix("torch."),
+        pieces=(Piece(file=file, ranges=piece.ranges),),
+    )

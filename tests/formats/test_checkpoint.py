@@ -1,0 +1,134 @@
+"""Manifests: every letter of one counts, and pieces make up tensors."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from autopar.errors import FileError
+from autopar.formats.checkpoint import (
+    Checkpoint,
+    IndexRange,
+    OptimizerState,
+    ParameterGroup,
+    Piece,
+    PieceFile,
+    RankPart,
+    SavedPlan,
+    SavedRun,
+    SchedulerState,
+    StateKey,
+    StateNumber,
+    StoredTensor,
+    merge,
+)
+
+RUN = SavedRun(model="model.py", batch=8, seed=0, samples=64)
+PLAN = SavedPlan(
+    sha256="a" * 64,
+    ranks=2,
+    stages=1,
+    schedule="1f1b",
+    micro_batches=2,
+    division=((2, 2),),
+    sharded=True,
+    precision="fp32",
+    torch="2.13.0",
+)
+FILES = [PieceFile(name=f"stage-00000-replica-0000{at}.safetensors", bytes=10, sha256="b" * 64) for at in range(2)]
+
+
+def tensor(*pieces: Piece, shape: tuple[int, ...] = (4, 6)) -> StoredTensor:
+    return StoredTensor(kind="parameter", name="w", shape=shape, dtype="float32", pieces=pieces)
+
+
+def piece(at: int, *ranges: tuple[int, int, int]) -> Piece:
+    return Piece(
+        file=FILES[at].name, ranges=tuple(IndexRange(dim=dim, start=start, stop=stop) for dim, start, stop in ranges)
+    )
+
+
+def manifest() -> Checkpoint:
+    groups = (ParameterGroup(parameters=("w",), settings={"lr": 0.1}, current={"lr": 0.05}),)
+    numbers = (StateNumber(parameter="w", state="count", value=3),)
+    parts = [
+        RankPart(
+            tensors=(tensor(piece(at, (0, 2 * at, 2 * at + 2))),),
+            files=(FILES[at],),
+            optimizer=OptimizerState(kind="torch.optim.sgd.SGD", groups=groups, numbers=numbers),
+            scheduler=SchedulerState(kind="StepLR"),
+        )
+        for at in range(2)
+    ]
+    return merge(parts, 3, RUN, PLAN, [StateKey(key="w", tensor="w"), StateKey(key="tied", tensor="w")])
+
+
+def test_parts_of_ranks_become_one_manifest() -> None:
+    found = manifest()
+    assert [each.file for each in found.tensors[0].pieces] == [file.name for file in FILES]
+    assert found.optimizer is not None
+    assert [group.parameters for group in found.optimizer.groups] == [("w",)]
+    assert len(found.optimizer.numbers) == 1
+    assert Checkpoint.read(found.dumps(), Path("manifest.json")) == found
+
+
+def test_each_byte_of_a_manifest_counts() -> None:
+    text = manifest().dumps().encode()
+    for at in range(len(text)):
+        for bit in (0, 3, 7):
+            changed = bytearray(text)
+            changed[at] ^= 1 << bit
+            with pytest.raises((FileError, UnicodeDecodeError)):
+                Checkpoint.read(bytes(changed).decode(), Path("manifest.json"))
+    with pytest.raises(FileError, match="damaged"):
+        Checkpoint.read(manifest().dumps() + "\n", Path("manifest.json"))
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (piece(0, (0, 0, 2)),),
+        (piece(0, (0, 0, 2)), piece(1, (0, 1, 4))),
+        (piece(0, (0, 0, 2)), piece(1, (0, 0, 2))),
+        (piece(0), piece(1)),
+        (piece(0, (0, 0, 5)),),
+        (piece(0, (2, 0, 1)),),
+        (piece(0, (0, 0, 2), (0, 0, 2)), piece(1, (0, 2, 4))),
+        (piece(0, (0, 2, 2)), piece(1)),
+        (piece(0, (0, 0, 4), (1, 0, 3)), piece(1, (0, 0, 2), (1, 3, 6))),
+    ],
+)
+def test_pieces_that_do_not_make_up_a_tensor_are_refused(pieces: tuple[Piece, ...]) -> None:
+    part = RankPart.model_construct(tensors=(tensor(*pieces),), files=tuple(FILES))
+    with pytest.raises(ValidationError, match=r"make up|no such indices|given twice"):
+        merge([part], 3, RUN, PLAN, [])
+
+
+def _cut(rng: random.Random, box: list[tuple[int, int]], left: int) -> list[list[tuple[int, int]]]:
+    """Cut a box into smaller ones, somewhere and anyhow."""
+    dims = [dim for dim, (start, stop) in enumerate(box) if stop - start > 1]
+    if not left or not dims:
+        return [box]
+    dim = rng.choice(dims)
+    start, stop = box[dim]
+    at = rng.randrange(start + 1, stop)
+    parts = ([*box[:dim], side, *box[dim + 1 :]] for side in ((start, at), (at, stop)))
+    return [each for part in parts for each in _cut(rng, part, left - 1)]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_pieces_cut_at_random_make_up_a_tensor_and_without_one_of_them_or_with_one_twice_do_not(seed: int) -> None:
+    rng = random.Random(seed)
+    shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(1, 4)))
+    boxes = _cut(rng, [(0, size) for size in shape], 3)
+    rng.shuffle(boxes)
+    pieces = [piece(0, *((dim, start, stop) for dim, (start, stop) in enumerate(box))) for box in boxes]
+    found = merge([RankPart(tensors=(tensor(*pieces, shape=shape),), files=tuple(FILES))], 3, RUN, PLAN, [])
+    assert len(found.tensors[0].pieces) == len(boxes)
+    for wrong in (pieces[1:], [*pieces, pieces[0]], [*pieces[1:], pieces[0], pieces[0]]):
+        if wrong:
+            with pytest.raises(ValidationError):
+                merge([RankPart(tensors=(tensor(*wrong, shape=shape),), files=tuple(FILES))], 3, RUN, PLAN, [])

@@ -1,0 +1,113 @@
+"""Faults of every kind: said by name, and nothing is lost but the steps since the last checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.capture.export import capture
+from autopar.capture.source import load
+from autopar.errors import TrainingError, UsageError
+from autopar.formats.faults import Fault
+from autopar.formats.plan import Plan
+from autopar.ranks.pool import RankPool
+from autopar.runtime.checkpoint.folder import CheckpointFolder, verified
+from autopar.runtime.checkpoint.reader import CheckpointReader
+from autopar.runtime.start.launch import RunOptions, run
+from dictated import dictate
+from paths import MODELS
+
+FILE = str(MODELS / "resumed.py")
+STEPS, EVERY = 7, 2
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    model = load(FILE)
+    return dictate(capture(model, model.build(0)), model, [1, 2], 4, 4)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    place = CheckpointFolder(folder).folder_of(STEPS)
+    manifest = verified(place)
+    with CheckpointReader(place, manifest) as reader:
+        return {each.key: reader.read(each) for each in manifest.tensors if each.kind != "generator"}
+
+
+ENDING = {
+    "kill@1:5:B2": r"rank 1 \(stage 1, step 5, .*\) was killed by SIGKILL",
+    "segfault@0:4": r"rank 0 .*was killed by SIGSEGV",
+    "exit@2:5:F": r"rank 2 .*ended by itself with exit code 3",
+    "exception@1:6:F1": r"rank 1 .*RuntimeError: injected",
+    "out-of-memory@0:5:B": r"rank 0 .*injected",
+    "stop@2:5:R": r"rank 2 .*is stopped; the others waited",
+    "nan@1:5:F0": r"the loss is not finite|is not finite",
+    "nan@0:5": r"the gradient of .* \(stage 0\) is not finite",
+    "disconnect@1:5:S": r"rank|lost",
+}
+HARMLESS = ("slow@1:3", "disk-full@1:3", "fail-fsync@0:3", "fail-rename@2:3", "fail-write@1:3")
+_QUICK = ("kill@1:5:B2", "nan@0:5")
+
+
+@pytest.mark.parametrize(
+    "fault", [each if each in _QUICK else pytest.param(each, marks=pytest.mark.slow) for each in ENDING]
+)
+def test_a_fault_is_said_and_the_run_goes_on_as_if_it_had_not_been(
+    plan: Plan, fault: str, tmp_path: Path, living_pool: Callable[[], RankPool]
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(plan, FILE, RunOptions(STEPS, checkpoint=whole, every=STEPS), pool=living_pool())
+    asked = RunOptions(STEPS, checkpoint=parts, every=EVERY, faults=(Fault.parse(fault),), timeout_s=3.0)
+    with pytest.raises(TrainingError, match=ENDING[fault]):
+        run(plan, FILE, asked, pool=living_pool())
+    left = CheckpointFolder(parts).steps()
+    assert left[-1] in (2, 4, 6)
+    again = run(plan, FILE, RunOptions(STEPS, checkpoint=parts, every=EVERY, resume=True), pool=living_pool())
+    assert again.report.first_step == left[-1]
+    assert all(torch.equal(tensor, tensors(parts)[key]) for key, tensor in tensors(whole).items())
+
+
+@pytest.mark.parametrize(
+    "fault", [each if "full" in each else pytest.param(each, marks=pytest.mark.slow) for each in HARMLESS]
+)
+def test_what_training_goes_on_with_is_said_and_changes_nothing(
+    plan: Plan, fault: str, tmp_path: Path, pool: RankPool
+) -> None:
+    run(plan, FILE, RunOptions(STEPS, checkpoint=tmp_path / "whole", every=STEPS), pool=pool)
+    asked = RunOptions(STEPS, checkpoint=tmp_path / "parts", every=EVERY, faults=(Fault.parse(fault),))
+    outcome = run(plan, FILE, asked, pool=pool)
+    assert outcome.report.checkpoints is not None
+    if fault.startswith("slow"):
+        assert not outcome.report.checkpoints.failures
+    else:
+        assert [each.split(":")[0] for each in outcome.report.checkpoints.failures] == ["step 4"]
+        assert f"rank {fault.split('@')[1][0]}" in outcome.report.checkpoints.failures[0]
+    mine, truth = tensors(tmp_path / "parts"), tensors(tmp_path / "whole")
+    assert all(torch.equal(tensor, mine[key]) for key, tensor in truth.items())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kill", "a fault is KIND@RANK:STEP"),
+        ("burn@0:1", "a fault is one of kill, stop"),
+        ("kill@0:1:Q", "an action of a program is one of"),
+        ("kill@-1:1", "a fault is KIND@RANK:STEP"),
+    ],
+)
+def test_what_is_no_fault_is_refused(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Fault.parse(text)
+
+
+def test_a_fault_of_a_rank_that_there_is_not_is_refused(plan: Plan) -> None:
+    with pytest.raises(UsageError, match="the plan has 3 ranks"):
+        run(plan, FILE, RunOptions(2, faults=(Fault.parse("kill@3:1"),)))
+
+
+def test_faults_come_back_from_their_text() -> None:
+    for text in (*ENDING, *HARMLESS):
+        assert str(Fault.parse(text)) == text

@@ -1,0 +1,75 @@
+"""Checkpoints of jobs that scripts step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+import autopar
+from autopar.capture.export import capture
+from autopar.errors import FileError, UsageError
+from autopar.formats.plan import Shard
+from autopar.ranks.pool import RankPool
+from autopar.runtime.checkpoint.folder import CheckpointFolder
+from dictated import dictate
+from script_jobs import BATCH, batches, described, loss, make_model
+
+
+def planned(widths: list[int], shard: Shard = "none") -> autopar.Plan:
+    user = described()
+    plan = dictate(capture(user, user.build()), user, widths, 2, BATCH // 2, shard=shard)
+    return autopar.Plan.parse(plan.dumps(), Path("plan.json"))
+
+
+def train(pool: RankPool, widths: list[int], folder: Path, until: int, shard: Shard = "none") -> list[dict[str, Any]]:
+    arguments = {"plan": planned(widths, shard).dumps(), "folder": str(folder), "until": until}
+    return cast(
+        list[dict[str, Any]], pool.run("script_jobs:train_between", arguments, ranks=sum(widths), timeout_s=60.0)
+    )
+
+
+def test_a_script_goes_on_from_what_another_plan_saved(tmp_path: Path, pool: RankPool) -> None:
+    whole = train(pool, [1], tmp_path / "whole", 7)[0]["losses"]
+    losses: list[float] = []
+    for until, widths, shard in (
+        (2, [1, 2], "none"),
+        (3, [2, 1], "parameters"),
+        (5, [1, 1, 1], "none"),
+        (7, [3], "none"),
+    ):
+        results = train(pool, widths, tmp_path / "parts", until, cast(Shard, shard))
+        assert {result["begun"] for result in results} == {len(losses)}
+        assert all("has trained" in result["said"] for result in results)
+        losses += results[0]["losses"]
+    assert losses == pytest.approx(whole, rel=1e-12)
+    assert CheckpointFolder(tmp_path / "parts").steps() == [6, 7]
+
+
+def test_generators_go_on_where_there_are_as_many_ranks(tmp_path: Path, pool: RankPool) -> None:
+    train(pool, [1, 1], tmp_path, 3)
+    torch.manual_seed(2)
+    expected = float(torch.rand(()))
+    assert [result["drawn"] for result in train(pool, [1, 1], tmp_path, 4)] == [expected, expected]
+
+
+def test_a_folder_of_another_run_is_left_alone(tmp_path: Path) -> None:
+    (batch,) = batches(1)
+    with autopar.materialize(make_model(), planned([1]), batch, loss=loss) as job:
+        assert job.load(tmp_path) == 0
+        job.step(batch)
+        job.save(tmp_path, wait=True)
+        assert CheckpointFolder(tmp_path).steps() == [1]
+    with (
+        autopar.materialize(make_model(), planned([1]), batch, loss=loss) as job,
+        pytest.raises(UsageError, match=r"holds checkpoints already, the newest of step 1; .*load\(\)"),
+    ):
+        job.save(tmp_path)
+    (tmp_path / "step-1" / "manifest.json").write_text("")
+    with (
+        autopar.materialize(make_model(), planned([1]), batch, loss=loss) as job,
+        pytest.raises(FileError, match="no checkpoint is sound"),
+    ):
+        job.load(tmp_path)

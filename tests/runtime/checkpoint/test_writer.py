@@ -1,0 +1,233 @@
+"""Saving, with every system call failing in its turn, or the process killed there."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.formats.checkpoint import SavedPlan, SavedRun
+from autopar.runtime.checkpoint.folder import CheckpointFolder, verified
+from autopar.runtime.checkpoint.reader import CheckpointReader
+from autopar.runtime.checkpoint.state import HeldPiece, held_piece
+from autopar.runtime.checkpoint.writer import CheckpointWriter, SaveSettings
+from failing_calls import Calls, counted, full, killed
+
+RUN = SavedRun(model="model.py", batch=8, seed=0, samples=64)
+PLAN = SavedPlan(
+    sha256="a" * 64, ranks=2, stages=2, schedule="1f1b", micro_batches=2, division=((4,), (4,)), sharded=False,
+    precision="fp32", torch="2.13.0",
+)  # fmt: skip
+
+
+class Meeting:
+    """Where ranks that are threads exchange texts."""
+
+    def __init__(self, size: int) -> None:
+        self.texts: list[str] = [""] * size
+        self.barrier = threading.Barrier(size)
+
+
+class Context:
+    """What a writer asks of its rank's context."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self.rank, self.size, self._meeting = rank, len(meeting.texts), meeting
+
+    def gather(self, text: str) -> list[str]:
+        self._meeting.texts[self.rank] = text
+        self._meeting.barrier.wait()
+        found = list(self._meeting.texts)
+        self._meeting.barrier.wait()
+        return found
+
+
+class State:
+    """A rank with one parameter."""
+
+    def __init__(self, rank: int) -> None:
+        self.name, self.value = f"w{rank}", torch.zeros(200)
+
+    def pieces(self) -> Iterator[HeldPiece]:
+        yield held_piece("parameter", self.name, self.value)
+
+    def writes(self, piece: HeldPiece) -> bool:
+        return piece.kind == "parameter"
+
+    def optimizer(self) -> None:
+        return None
+
+    scheduler = loss_scale = optimizer
+
+
+class Ranks:
+    """Two ranks that save into a folder."""
+
+    def __init__(self, folder: Path, token: str, known: tuple[int, ...] = ()) -> None:
+        folder.mkdir(exist_ok=True)
+        meeting = Meeting(2)
+        self.states = [State(rank) for rank in range(2)]
+        settings = SaveSettings(folder, token, RUN, PLAN, (), known)
+        contexts: list[Any] = [Context(rank, meeting) for rank in range(2)]
+        states: list[Any] = list(self.states)
+        self.writers = [CheckpointWriter(contexts[rank], states[rank], settings, [rank], 0, dict) for rank in range(2)]
+
+    def save(self, step: int, *, conclude: bool = True) -> None:
+        def of_rank(rank: int) -> None:
+            self.states[rank].value.fill_(float(step))
+            self.writers[rank].save(step)
+            # What training changes afterwards is not saved.
+            self.states[rank].value.fill_(-1.0)
+            if conclude:
+                self.writers[rank].conclude()
+
+        threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def values(folder: Path) -> tuple[int, list[float]]:
+    newest, _ = CheckpointFolder(folder).newest()
+    assert newest is not None
+    with CheckpointReader(newest.folder, newest.manifest) as reader:
+        tensors = [reader.read(each) for each in newest.manifest.tensors]
+    assert all(len(set(tensor.tolist())) == 1 for tensor in tensors)
+    assert len(tensors) == 2
+    return newest.manifest.step, [float(tensor[0]) for tensor in tensors]
+
+
+def test_the_newest_two_that_are_sound_are_kept(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, "0" * 16)
+    for step in (3, 5, 9, 12):
+        ranks.save(step)
+        assert values(tmp_path) == (step, [step, step])
+    assert CheckpointFolder(tmp_path).steps() == [9, 12]
+    assert {each.name for each in tmp_path.iterdir()} == {"step-9", "step-12"}
+    assert {each.name for each in (tmp_path / "step-12").iterdir()} == {
+        "manifest.json", "stage-00000-replica-00000.safetensors", "stage-00001-replica-00000.safetensors",
+    }  # fmt: skip
+    assert [saved.step for saved in ranks.writers[1].saved] == [3, 5, 9, 12]
+
+
+def test_what_training_does_meanwhile_is_not_saved_and_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, "0" * 16)
+    ranks.save(1, conclude=False)
+    ranks.save(2)
+    assert values(tmp_path) == (2, [2, 2])
+    assert CheckpointFolder(tmp_path).steps() == [1, 2]
+
+
+def _calls(folder: Path) -> int:
+    calls = Calls(None, full)
+    ranks = Ranks(folder, "0" * 16)
+    ranks.save(1)
+    with counted(calls):
+        ranks.save(2)
+    return calls.count
+
+
+def test_whatever_call_fails_training_goes_on_and_a_sound_checkpoint_is_there(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    count, failures = _calls(tmp_path / "all"), 0
+    assert count > 30
+    for at in range(count + 4):
+        folder = tmp_path / str(at)
+        ranks = Ranks(folder, "0" * 16)
+        ranks.save(1)
+        with counted(Calls(at, full)):
+            ranks.save(2)
+        step, found = values(folder)
+        assert found == [step, step]
+        failed = ranks.writers[0].saved[-1].failure
+        assert [writer.saved[-1].failure for writer in ranks.writers] == [failed, failed]
+        if failed is not None:
+            failures += 1
+            assert step == 1 or "step-2" in os.listdir(folder)
+            assert "No space left" in failed
+            assert "step 2 was not written" in capfd.readouterr().err
+        else:
+            assert step == 2
+        # The next one is written as if nothing had been.
+        ranks.save(3)
+        assert values(folder) == (3, [3, 3])
+        with CheckpointFolder(folder).locked():
+            assert not [each for each in folder.iterdir() if each.name.endswith((".new", ".old", ".gone"))]
+    assert failures > count / 2
+
+
+def test_wherever_the_process_is_killed_the_old_set_or_the_new_is_there_whole(tmp_path: Path) -> None:
+    count, seen = _calls(tmp_path / "all"), set[int]()
+    for at in range(count):
+        folder = tmp_path / str(at)
+        child = os.fork()
+        if child == 0:
+            try:
+                ranks = Ranks(folder, "0" * 16)
+                ranks.save(1)
+                with counted(Calls(at, killed)):
+                    ranks.save(2)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        step, found = values(folder)
+        assert found == [step, step]
+        seen.add(step)
+        with CheckpointFolder(folder).locked():
+            assert not [each for each in folder.iterdir() if each.name.endswith((".new", ".old", ".gone"))]
+        again = Ranks(folder, "1" * 16, (step,))
+        again.save(2 + step)
+        assert values(folder)[0] == 2 + step
+        assert len(CheckpointFolder(folder).steps()) == 2
+    assert seen == {1, 2}
+
+
+def test_wherever_a_checkpoint_that_is_written_again_is_killed_one_of_the_two_is_there(tmp_path: Path) -> None:
+    for at in range(200):
+        folder = tmp_path / str(at)
+        child = os.fork()
+        if child == 0:
+            try:
+                ranks = Ranks(folder, "0" * 16)
+                ranks.save(1)
+                with counted(Calls(at, killed)):
+                    Ranks(folder, "1" * 16, (1,)).save(1)
+            finally:
+                os._exit(0)
+        ended = os.waitpid(child, 0)[1]
+        with CheckpointFolder(folder).locked():
+            assert values(folder) == (1, [1, 1])
+            assert len([each for each in folder.iterdir() if each.is_dir()]) == 1
+        if not ended:
+            break
+    assert 20 < at < 199
+
+
+def test_a_thousand_bytes_of_pieces_flipped_in_turn_are_noticed_and_the_older_checkpoint_is_taken(
+    tmp_path: Path,
+) -> None:
+    ranks = Ranks(tmp_path, "0" * 16)
+    ranks.save(1)
+    ranks.save(2)
+    files = sorted((tmp_path / "step-2").glob("*.safetensors"))
+    sizes = [file.stat().st_size for file in files]
+    places = [(file, at) for file, size in zip(files, sizes, strict=True) for at in range(size)]
+    assert len(places) >= 1000
+    for file, at in places[:: max(1, len(places) // 1000)]:
+        content = file.read_bytes()
+        file.write_bytes(content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :])
+        newest, wrong = CheckpointFolder(tmp_path).newest()
+        assert newest is not None
+        assert newest.manifest.step == 1
+        assert str(file) in wrong[0]
+        file.write_bytes(content)
+    assert verified(tmp_path / "step-2").step == 2
