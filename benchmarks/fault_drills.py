@@ -34,7 +34,7 @@ HARMLESS = {"slow", "disk-full", "fail-write", "fail-fsync", "fail-rename"}
 LAYOUTS: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
     ((1, 1), {}),
     ((1, 2), {}),
-    ((2, 1), {"shard": "parameters"}),
+    ((2, 2), {"shard": "parameters"}),
     ((3,), {"shard": "optimizer"}),
     ((1, 1, 1), {"schedule": "zb-h1"}),
     ((1, 1), {"schedule": "interleaved", "chunks": 2}),

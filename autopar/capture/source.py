@@ -408,9 +408,17 @@ def _load_factory(spec: str, expected_source: ModelSource | None) -> UserModel:
     return _describe(spec, code, module, factory)
 
 
+_MODULE = "_autopar_model_"
+
+
+def is_of_model_file(kind: type) -> bool:
+    """Tell whether a class is made in a model file, whose module has a name that goes by the file's path."""
+    return kind.__module__.startswith(_MODULE)
+
+
 def _execute(path: Path, source: bytes) -> ModuleType:
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    name = f"_autopar_model_{digest}"
+    name = f"{_MODULE}{digest}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None:
         raise ModelError(f"{path}: not a Python file")

@@ -72,10 +72,16 @@ def optimizer_changes(checkpoint: Checkpoint, job: Job) -> Iterator[str]:
         for name in (names[each] for each in group["params"] if each in names):
             if name not in before:
                 yield f"the optimizer steps {name}, it did not"
-            elif before[name] != now:
-                key = next(key for key in {**before[name], **now} if before[name].get(key) != now.get(key))
-                yield f"the optimizer's {key} is {now.get(key)} for {name}, it was {before[name].get(key)}"
+                continue
+            # Another version of torch may have settings that this one lacks.
+            key = next((key for key, value in now.items() if before[name].get(key, value) != value), None)
+            if key is not None:
+                yield f"the optimizer's {key} is {now[key]} for {name}, it was {before[name][key]}"
                 break
+    stepped = {names[each] for group in update.optimizer.param_groups for each in group["params"] if each in names}
+    left = sorted((update.optimizer_parameters.keys() & before.keys()) - stepped)
+    if left:
+        yield f"the optimizer leaves out {_listed(left)}, which it stepped"
     scheduler = None if update.scheduler is None else class_name(update.scheduler)
     past = None if checkpoint.scheduler is None else checkpoint.scheduler.kind
     if scheduler != past:

@@ -16,6 +16,7 @@ from pydantic import JsonValue
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autopar.capture.optimizer import NOT_SETTINGS
+from autopar.capture.source import is_of_model_file
 from autopar.errors import TrainingError
 from autopar.formats.checkpoint import (
     Checkpoint,
@@ -74,8 +75,9 @@ def held_piece(kind: Kind, name: str, tensor: torch.Tensor, state: str | None = 
 
 
 def class_name(value: object) -> str:
-    """Return the name under which an object's class is compared."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    """Return the name under which an object's class is compared: of one of a model file, wherever the file lies."""
+    kind = type(value)
+    return kind.__qualname__ if is_of_model_file(kind) else f"{kind.__module__}.{kind.__qualname__}"
 
 
 class JobState:
@@ -133,9 +135,10 @@ class JobState:
         scheduler = self._job.update.scheduler
         if scheduler is None:
             return None
-        watching = isinstance(scheduler, ReduceLROnPlateau)
-        state = {name: to_plain(getattr(scheduler, name)) for name in _WATCHED if hasattr(scheduler, name)}
-        return SchedulerState(kind=class_name(scheduler), state=state if watching else None)
+        state = None
+        if isinstance(scheduler, ReduceLROnPlateau):
+            state = {name: to_plain(getattr(scheduler, name)) for name in _WATCHED if hasattr(scheduler, name)}
+        return SchedulerState(kind=class_name(scheduler), state=state)
 
     def loss_scale(self) -> LossScaleState | None:
         """Return the scale of losses; None where they are not scaled."""

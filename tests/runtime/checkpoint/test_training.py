@@ -226,6 +226,18 @@ def test_what_may_not_change_is_refused_with_both_values_unless_that_is_accepted
         kept.rename(folder)
 
 
+def test_a_model_file_may_have_moved_with_the_classes_that_it_makes(tmp_path: Path, pool: RankPool) -> None:
+    source = (MODELS / "resumed.py").read_text().replace("torch.optim.AdamW(", "Own(")
+    source += "\n\nclass Own(torch.optim.AdamW):\n    pass\n"
+    for at, name in enumerate(("one.py", "other.py"), start=1):
+        file = tmp_path / name
+        file.write_text(source)
+        model = load(str(file))
+        plan = dictate(capture(model, model.build(0)), model, [1, 1], 4, 4)
+        asked = RunOptions(2 * at, checkpoint=tmp_path / "c", resume=at > 1)
+        assert run(plan, str(file), asked, pool=pool).report.first_step == 2 * (at - 1)
+
+
 def test_a_schedulers_settings_are_the_new_codes_and_its_position_the_checkpoints(
     captured: tuple[UserModel, LayerGraph], tmp_path: Path, pool: RankPool
 ) -> None:
