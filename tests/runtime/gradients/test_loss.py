@@ -117,6 +117,8 @@ def test_nothing_is_saved_before_all_ranks_have_looked_at_their_gradients(pool: 
         "model": str(file),
         "data": None,
         "workspace": str(workspace),
+        "checkpoint": None,
+        "faults": [],
         "keep": None,
     }
     arguments |= {"steps": 1, "save": str(saved), "settings": asdict(TrainSettings())}
