@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+
+import pytest
 
 from autopar.ranks.board import FINISHED, SETTING_UP, STEPPING, Board, Note
 
@@ -56,3 +60,29 @@ def test_a_note_says_what_its_rank_does_and_when_and_outlives_who_wrote_it(tmp_p
         assert before_s <= again.read(3).time_s <= again.read(0).time_s <= time.monotonic()
         assert again.read(0)[:3] == (FINISHED, 2**62, 2**62)
         assert again.read(1) == again.read(2) == Note(SETTING_UP, 0, 0, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_that_are_asked_to_stop_end_behind_the_same_step(seed: int, tmp_path: Path) -> None:
+    rng, done = random.Random(seed), [0, 0, 0]
+
+    def train(rank: int, board: Board) -> None:
+        for step in range(10_000):
+            if board.ends_before(rank, step):
+                return
+            done[rank] = step + 1
+            if rng.random() < 0.05:
+                time.sleep(0.0005)
+
+    with Board(tmp_path / "board", 3) as board:
+        threads = [threading.Thread(target=train, args=(rank, board)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(rng.uniform(0.0, 0.02))
+        board.request_stop()
+        time.sleep(0.05)
+        board.announce_last(max(board.read(rank).step for rank in range(3)))
+        for thread in threads:
+            thread.join()
+    assert len(set(done)) == 1
+    assert done[0] >= 1
