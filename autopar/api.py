@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from autopar.capture import UserModel
     from autopar.formats.checkpoint import CheckpointView
     from autopar.formats.report import Verification
     from autopar.planner import PlanOptions
@@ -114,11 +113,12 @@ def profile(
         CaptureError: the model cannot be captured.
     """
     from autopar.estimates import device_kinds, profile_kinds
+    from autopar.models import user_model
     from autopar.profiler import ProfileOptions
 
     kinds = device_kinds(device, threads, compile, None if calibrate_with is None else Path(calibrate_with))
     functions = {"loss": loss, "optimizer": optimizer, "layers": layers}
-    user, rows = _user_model(model, batch, functions, tuple(ignored_state), data, sequence)
+    user, rows = user_model(model, batch, functions, tuple(ignored_state), data, sequence)
     options = ProfileOptions(rows, kinds.here or "cpu", threads or 1, seed, budget_s, precision, compile, accept_loss)
     return profile_kinds(user, options, kinds, progress)
 
@@ -166,11 +166,12 @@ def plan(
         UsageError: options contradict the profile or each other.
         InfeasibleError: nothing fits the memory; names the stage and by how much.
     """
+    from autopar.inputs import resolve_machines
     from autopar.planner import PlanOptions
     from autopar.planner import plan as search
 
     asked = PlanOptions.of("plan", options, named)
-    measured, machines = _machines(profile, cluster, asked)
+    measured, machines = resolve_machines(profile, cluster, asked)
     return Plan.of(search(measured, machines, asked, progress), measured, machines)
 
 
@@ -195,11 +196,12 @@ def compare(
         UsageError: options contradict the profile or each other.
         InfeasibleError: nothing fits the memory; names the stage and by how much.
     """
+    from autopar.inputs import resolve_machines
     from autopar.planner import PlanOptions
     from autopar.planner.compare import compare as judge
 
     asked = PlanOptions.of("compare", options, named)
-    return judge(*_machines(profile, cluster, asked), asked, progress)
+    return judge(*resolve_machines(profile, cluster, asked), asked, progress)
 
 
 def simulate(
@@ -572,15 +574,6 @@ def import_profiles(files: Sequence[str | Path]) -> Profile:
     return join_profiles([NamedProfile(str(file), Profile.load(Path(file))) for file in files])
 
 
-def _open_plan(plan: PlanFile, seed: int | None = None) -> tuple[plans.Plan, Path]:
-    """Return a plan, with another run seed if one is given, and the file that what it names is relative to."""
-    if isinstance(plan, plans.Plan):
-        return plan if seed is None else plan.model_copy(update={"seed": seed}), Path("plan.json")
-    from autopar.inputs import read_plan
-
-    return read_plan(Path(plan), seed), Path(plan)
-
-
 def _resolve_inputs(
     plan: PlanFile,
     profile: Profile | str | Path | None,
@@ -589,9 +582,9 @@ def _resolve_inputs(
     progress: Progress = no_progress,
 ) -> tuple[plans.Plan, Profile, clusters.Cluster]:
     """Return a plan, and what it was made of: what is given, what it knows, or what its file records."""
-    from autopar.inputs import resolve_inputs
+    from autopar.inputs import open_plan, resolve_inputs
 
-    planned, path = _open_plan(plan)
+    planned, path = open_plan(plan)
     known = plan.origin if isinstance(plan, Plan) else None
     if known is not None:
         profile, cluster = profile or known[0], cluster or known[1]
@@ -600,54 +593,7 @@ def _resolve_inputs(
 
 def _runnable(plan: PlanFile, seed: int | None = None) -> tuple[plans.Plan, str, Path | None]:
     """Return a plan, its MODEL, and the file that feeds an ``hf:`` one; what is missing is found before torch loads."""
-    from autopar.inputs import data_of, model_of
+    from autopar.inputs import data_of, model_of, open_plan
 
-    planned, path = _open_plan(plan, seed)
+    planned, path = open_plan(plan, seed)
     return planned, model_of(planned, path), data_of(planned, path)
-
-
-def _user_model(
-    model: nn.Module | str | Path,
-    batch: object,
-    functions: dict[str, Callable[..., Any] | None],
-    ignored_state: tuple[str, ...],
-    data: str | Path | None,
-    sequence: int | None,
-) -> tuple[UserModel, int]:
-    """Return the model that is profiled, from a file or of a script, and the samples of a step."""
-    if not isinstance(model, str | Path):
-        _check_absent(None, data=data, sequence=sequence)
-        from autopar.capture.losses import copied_model
-
-        return copied_model(model, batch, ignored_state, **functions)
-    _check_absent(model, **functions, ignored_state=ignored_state or None)
-    if not isinstance(batch, int):
-        raise UsageError(
-            f"profile() takes the samples of a step as batch, for a model in a file; found {type(batch).__name__}"
-        )
-    from autopar.capture import load
-
-    return load(str(model), None if data is None else str(data), sequence=sequence), batch
-
-
-def _check_absent(file: str | Path | None, **arguments: object) -> None:
-    """Refuse what a model in a file says itself, or, of a module, what only files have."""
-    for name, value in arguments.items():
-        if value is not None and file is not None:
-            raise UsageError(f"profile() takes no {name} for {file}: a model file has its own")
-        if value is not None:
-            raise UsageError(f"profile() takes {name} for models in files only; a module's inputs are those of batch")
-
-
-def _machines(
-    profile: Profile | str | Path, cluster: clusters.Cluster | str | None, options: PlanOptions
-) -> tuple[Profile, clusters.Cluster]:
-    """Return the profile to plan for, and the machines; estimated ones where none are named."""
-    from autopar.hardware.clusters import find_cluster
-    from autopar.inputs import read_profile
-    from autopar.planner.costs.kinds import estimated_cluster
-
-    measured = profile if isinstance(profile, Profile) else read_profile(Path(profile))
-    if isinstance(cluster, str):
-        return measured, find_cluster(cluster)
-    return measured, estimated_cluster(measured, options.gpus or 1) if cluster is None else cluster

@@ -16,6 +16,7 @@ from autopar.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from autopar.formats.timeline import Timeline
+    from autopar.planner import PlanOptions
 
 
 MOST_ACTIONS = 2**22
@@ -228,3 +229,23 @@ def _cluster(loaded_plan: Plan, plan: Path, cluster_name: str | None, profile: P
     if loaded_plan.cluster is None:
         return estimated_cluster(profile, max(loaded_plan.devices) + 1)
     return read_cluster(resolve(loaded_plan.cluster, plan, "cluster"))
+
+
+def open_plan(plan: Plan | str | Path, seed: int | None = None) -> tuple[Plan, Path]:
+    """Return a plan, with another run seed if one is given, and the file that what it names is relative to."""
+    if isinstance(plan, Plan):
+        return plan if seed is None else plan.model_copy(update={"seed": seed}), Path("plan.json")
+    return read_plan(Path(plan), seed), Path(plan)
+
+
+def resolve_machines(
+    profile: Profile | str | Path, cluster: Cluster | str | None, options: PlanOptions
+) -> tuple[Profile, Cluster]:
+    """Return the profile to plan for, and the machines; estimated ones where none are named."""
+    from autopar.hardware.clusters import find_cluster
+    from autopar.planner.costs.kinds import estimated_cluster
+
+    measured = profile if isinstance(profile, Profile) else read_profile(Path(profile))
+    if isinstance(cluster, str):
+        return measured, find_cluster(cluster)
+    return measured, estimated_cluster(measured, options.gpus or 1) if cluster is None else cluster

@@ -79,6 +79,13 @@ def _document(kind: str, file: Path, progress: Progress) -> FileView:
 
         report = Report.load(file)
         return FileView(kind, f"report of {report.model}", report.dumps(), partial(render_report, report))
+    if kind == "checkpoint":
+        from autopar.formats.checkpoint import Checkpoint
+        from autopar.report.checkpoint import render_manifest
+
+        manifest = Checkpoint.load(file)
+        title = f"checkpoint of {manifest.run.model}, step {manifest.step}"
+        return FileView(kind, title, manifest.dumps(), partial(render_manifest, manifest, title))
     from autopar.formats.program import Program
     from autopar.report.run import render_program
 

@@ -21,7 +21,8 @@ from autopar.capture.export import capture
 from autopar.errors import AutoparError, TrainingError
 from autopar.formats.faults import Fault, FaultKind
 from autopar.formats.plan import Plan
-from autopar.runtime.checkpoint.folder import CheckpointFolder, verified
+from autopar.formats.program import Action
+from autopar.runtime.checkpoint.folder import CheckpointFolder, read_verified
 from autopar.runtime.checkpoint.reader import CheckpointReader
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.schedules.expand import expand
@@ -83,7 +84,7 @@ def _trained(plan: Plan) -> dict[str, torch.Tensor]:
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     place = CheckpointFolder(folder).folder_of(STEPS)
-    manifest = verified(place)
+    manifest = read_verified(place)
     with CheckpointReader(place, manifest) as reader:
         return {each.key: reader.read(each) for each in manifest.tensors if each.kind != "generator"}
 
@@ -93,7 +94,7 @@ def _drill(rng: random.Random, plan: Plan, truth: dict[str, torch.Tensor], numbe
     rank = rng.randrange(len(plan.devices))
     action = rng.choice(list(expand(plan).ranks[rank]))
     # All kinds in turn; of actions, any.
-    fault = Fault(kinds[number % len(kinds)], rank, rng.randrange(STEPS), action.kind, action.micro_batch)
+    fault = Fault(kinds[number % len(kinds)], rank, rng.randrange(STEPS), action.kind, _micro_batch(action))
     every, began_s, wrong, said = rng.randint(1, 4), time.monotonic(), list[str](), ""
     before = len(os.listdir("/proc/self/fd"))
     with tempfile.TemporaryDirectory() as name:
@@ -129,6 +130,10 @@ def _drill(rng: random.Random, plan: Plan, truth: dict[str, torch.Tensor], numbe
     where = " ".join(f"{stage.replicas}" for stage in plan.stages)
     seconds = round(time.monotonic() - began_s, 2)
     return Drill(str(fault), f"{plan.schedule} {where}", every, said, resumed, lost, seconds, tuple(wrong))
+
+
+def _micro_batch(action: Action) -> int | None:
+    return None if action.micro_batch < 0 else action.micro_batch
 
 
 def _judged(fault: Fault, said: str, failures: tuple[str, ...], steps: list[int]) -> list[str]:

@@ -31,6 +31,7 @@ from autopar.formats.program import (
     Action,
     RankProgram,
 )
+from autopar.ranks.failure import PeerLostError, is_of_connection
 from autopar.runtime.gradients.loss import LossScale, LossTally
 from autopar.runtime.gradients.reducer import Reducer
 from autopar.runtime.messages.mailbox import Mailbox
@@ -233,7 +234,8 @@ class Executor:
             # What was asked for and what there is; then follows advice on settings of torch's.
             said = ". ".join(str(error).split(". ")[:3]).removesuffix(".") or "out of memory"
             return TrainingError(f"{place}: {said}; plan with a smaller `memory_bytes`")
-        return TrainingError(f"{place}: {type(error).__name__}: {error}")
+        kind = PeerLostError if is_of_connection(error) else TrainingError
+        return kind(f"{place}: {type(error).__name__}: {error}")
 
     def _bind(self, position: int, action: Action) -> Callable[[], None]:
         """Return what performs an action; a step only calls it."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import UsageError
+from autopar.formats.checkpoint import Checkpoint
 from autopar.formats.document import Document
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
@@ -23,10 +24,12 @@ from random_problems import gpt_profile, local_cluster
 def _files(folder: Path) -> dict[str, tuple[Path, Document | Program]]:
     """Write a file of every kind but a trace; return it with what is in it."""
     plan = small_plan((1, 1), 4)
-    report = Report.load(Path(__file__).parent / "formats" / "kept" / "report.json")
-    contents = (gpt_profile(blocks=2), local_cluster(2), plan, report, expand(plan))
+    kept = Path(__file__).parent / "formats" / "kept"
+    report, manifest = Report.load(kept / "report.json"), Checkpoint.load(kept / "checkpoint.json")
+    contents = (gpt_profile(blocks=2), local_cluster(2), plan, report, expand(plan), manifest)
     found: dict[str, tuple[Path, Document | Program]] = {}
-    for kind, content in zip(("profile", "cluster", "plan", "report", "program"), contents, strict=True):
+    kinds = ("profile", "cluster", "plan", "report", "program", "checkpoint")
+    for kind, content in zip(kinds, contents, strict=True):
         path = folder / f"{kind}-file.json"
         content.save(path)
         found[kind] = path, content

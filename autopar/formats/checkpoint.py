@@ -212,7 +212,7 @@ class Checkpoint(Document):
             _check_pieces(f"tensors[{at}].pieces", tensor, set(names))
         return self
 
-    def signed(self) -> Self:
+    def with_digest(self) -> Self:
         """Return the document with its own hash."""
         return self.model_copy(update={"sha256": self._digest()})
 
@@ -308,16 +308,16 @@ def merge(parts: Sequence[RankPart], step: int, run: SavedRun, plan: SavedPlan, 
         "run": run,
         "plan": plan,
         "state_keys": tuple(keys),
-        "optimizer": _joined(optimizers),
+        "optimizer": _join_optimizers(optimizers),
         "scheduler": next((part.scheduler for part in parts if part.scheduler is not None), None),
         "loss_scale": next((part.loss_scale for part in parts if part.loss_scale is not None), None),
         "tensors": tuple(tensors.values()),
         "files": tuple(file for part in parts for file in part.files),
     }
-    return Checkpoint(**content).signed()  # type: ignore[arg-type]
+    return Checkpoint(**content).with_digest()  # type: ignore[arg-type]
 
 
-def _joined(optimizers: Sequence[OptimizerState]) -> OptimizerState | None:
+def _join_optimizers(optimizers: Sequence[OptimizerState]) -> OptimizerState | None:
     """Return the optimizer of all parameters; groups of the same settings are one."""
     if not optimizers:
         return None

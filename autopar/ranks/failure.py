@@ -12,6 +12,16 @@ class PeerLostError(TrainingError):
     """A message or reduction did not come about: a consequence of a peer's failure, unless nothing else failed."""
 
 
+def is_of_connection(error: BaseException) -> bool:
+    """Tell whether a library's error says that what connects ranks has failed, and not what it carried.
+
+    >>> is_of_connection(RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+    True
+    """
+    named = type(error).__name__ in ("DistBackendError", "DistNetworkError")
+    return named or (isinstance(error, RuntimeError) and "/gloo/transport/" in str(error))
+
+
 class SaidElsewhereError(AutoparError):
     """All ranks fail of the same, and rank 0 says of what."""
 

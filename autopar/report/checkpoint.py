@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from autopar.formats.checkpoint import CheckpointView
+    from autopar.formats.checkpoint import Checkpoint, CheckpointView, SavedPlan
 
 
 def render(checkpoints: Sequence[CheckpointView], console: Console) -> None:
@@ -23,14 +23,31 @@ def render(checkpoints: Sequence[CheckpointView], console: Console) -> None:
             table.add_row(str(each.step), "", "", "", "", "damaged")
             continue
         plan = each.manifest.plan
-        counts = ", ".join(
-            f"{count} {what}{'s' if count > 1 else ''}"
-            for count, what in ((plan.ranks, "rank"), (plan.stages, "stage"))
-        )
         state = "damaged" if each.problem is not None else "verified" if each.verified else "not verified"
-        row = (f"{counts}, {plan.schedule}", plan.torch, str(len(each.manifest.tensors)), state)
+        row = (_carried_out(plan), plan.torch, str(len(each.manifest.tensors)), state)
         table.add_row(str(each.step), size(each.bytes), *row)
     console.print(table)
     for each in checkpoints:
         if each.problem is not None:
             say(console, f"step {each.step}: {each.problem}")
+
+
+def render_manifest(manifest: Checkpoint, title: str, console: Console) -> None:
+    """Print what a manifest says of a checkpoint's run and its files."""
+    run, plan = manifest.run, manifest.plan
+    say(console, f"{title}: saved by {_carried_out(plan)}, torch {plan.torch}")
+    say(console, f"batch {run.batch}, seed {run.seed}, {run.samples or 'unknown'} samples, {plan.precision}")
+    table = Table("Tensors", ("", ">tensors", ">pieces"))
+    for kind in dict.fromkeys(each.kind for each in manifest.tensors):
+        mine = [each for each in manifest.tensors if each.kind == kind]
+        table.add_row(kind, str(len(mine)), str(sum(len(each.pieces) for each in mine)))
+    console.print(table)
+    files = Table("Files", ("", ">size"))
+    for file in manifest.files:
+        files.add_row(file.name, size(file.bytes))
+    console.print(files)
+
+
+def _carried_out(plan: SavedPlan) -> str:
+    counts = (plan.ranks, "rank"), (plan.stages, "stage")
+    return ", ".join((*(f"{count} {what}{'s' if count > 1 else ''}" for count, what in counts), plan.schedule))

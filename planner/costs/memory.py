@@ -72,7 +72,7 @@ class Parts(NamedTuple):
     """Gradients sent back per sample."""
     received_gradients: Bytes
     """Gradients received per sample, each tensor counted as if one stage read it."""
-    unanswered: Bytes
+    unanswered_sends: Bytes
     """Activations sent per sample, of a stage that no gradient comes back to: nothing proves that they have arrived."""
     activations: Bytes
     """What one micro-batch in flight keeps."""
@@ -148,7 +148,7 @@ def messages_of(parts: Parts, terms: PeakTerms) -> Bytes:
 def unanswered_of(parts: Parts, terms: PeakTerms) -> Bytes:
     """Return the bytes of sent activations that wait for the next step's to be let go, beside what is in flight."""
     # The new one is in flight, too.
-    return max(0, terms.micro_batches + 1 - terms.warmup) * rows_bytes(terms.rows, parts.unanswered)
+    return max(0, terms.micro_batches + 1 - terms.warmup) * rows_bytes(terms.rows, parts.unanswered_sends)
 
 
 def lengths_swept(layers: int) -> Iterator[int]:
@@ -321,7 +321,7 @@ class MemoryModel:
         Gradients that come back for tensors that several stages read, beyond one of each, and tensors sent to stages
         that send nothing back, though others do.
         """
-        return self._further_gradients(first, stop, terms.rows, cuts) + self._unanswered(first, stop, terms, cuts)
+        return self._further_gradients(first, stop, terms.rows, cuts) + self._unanswered_sends(first, stop, terms, cuts)
 
     def _further_gradients(self, first: int, stop: int, rows: float, cuts: Sequence[int]) -> int:
         extra = 0
@@ -331,7 +331,7 @@ class MemoryModel:
                 extra += max(0, len(readers) - 1) * tensor.bytes_per_sample
         return 2 * int(rows_bytes(rows, extra))
 
-    def _unanswered(self, first: int, stop: int, terms: PeakTerms, cuts: Sequence[int]) -> int:
+    def _unanswered_sends(self, first: int, stop: int, terms: PeakTerms, cuts: Sequence[int]) -> int:
         sent = [tensor for tensor in self._flows.constants(first, stop) if tensor.consumers[-1] >= stop]
         if not sent:
             return 0

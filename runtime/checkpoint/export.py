@@ -9,7 +9,7 @@ import torch
 from autopar.errors import FileError, UsageError
 from autopar.formats.checkpoint import CheckpointView, StoredTensor
 from autopar.progress import Progress, no_progress
-from autopar.runtime.checkpoint.folder import CheckpointFolder, StoredCheckpoint, read_manifest, verified
+from autopar.runtime.checkpoint.folder import CheckpointFolder, StoredCheckpoint, read_manifest, read_verified
 from autopar.runtime.checkpoint.reader import CheckpointReader
 from autopar.runtime.result import weights
 
@@ -28,14 +28,14 @@ def views(folder: Path, *, thorough: bool = False, progress: Progress = no_progr
         progress(f"reading step {step}", at / len(steps))
         place, manifest, problem = checkpoints.folder_of(step), None, None
         try:
-            manifest = verified(place) if thorough else read_manifest(place)
+            manifest = read_verified(place) if thorough else read_manifest(place)
         except FileError as error:
             problem = str(error)
         found.append(CheckpointView(step, place, manifest, problem, thorough and problem is None))
     return found
 
 
-def chosen(folder: Path, step: int | None) -> StoredCheckpoint:
+def find_checkpoint(folder: Path, step: int | None) -> StoredCheckpoint:
     """Return a checkpoint of a folder that is sound: that of a step, or the newest.
 
     Raises:
@@ -52,7 +52,7 @@ def chosen(folder: Path, step: int | None) -> StoredCheckpoint:
         return newest
     if step not in steps:
         raise UsageError(f"{folder} has no checkpoint of `step={step}`; it has those of {', '.join(map(str, steps))}")
-    return StoredCheckpoint(checkpoints.folder_of(step), verified(checkpoints.folder_of(step)))
+    return StoredCheckpoint(checkpoints.folder_of(step), read_verified(checkpoints.folder_of(step)))
 
 
 def export(folder: Path, output: Path, step: int | None = None) -> int:
@@ -61,9 +61,9 @@ def export(folder: Path, output: Path, step: int | None = None) -> int:
     A tied parameter is there under every one of its names. No more than one tensor is held at a time.
 
     Raises:
-        FileError: as :func:`chosen`, or the file cannot be written.
+        FileError: as :func:`find_checkpoint`, or the file cannot be written.
     """
-    place, manifest = chosen(folder, step)
+    place, manifest = find_checkpoint(folder, step)
     stored = {each.name: each for each in manifest.tensors if each.kind in ("parameter", "buffer")}
     keys = {each.key: each.tensor for each in manifest.state_keys} or {name: name for name in stored}
     missing = [key for key, name in keys.items() if name not in stored]
@@ -75,6 +75,6 @@ def export(folder: Path, output: Path, step: int | None = None) -> int:
     return manifest.step
 
 
-def _like(stored: StoredTensor) -> torch.Tensor:
+def _like(record: StoredTensor) -> torch.Tensor:
     """Return a tensor without values."""
-    return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
+    return torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="meta")

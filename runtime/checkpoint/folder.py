@@ -63,7 +63,7 @@ class CheckpointFolder:
         for step in reversed(self.steps()):
             try:
                 folder = self.folder_of(step)
-                return StoredCheckpoint(folder, (verify or verified)(folder)), wrong
+                return StoredCheckpoint(folder, (verify or read_verified)(folder)), wrong
             except FileError as error:
                 wrong.append(str(error))
         if wrong:
@@ -71,7 +71,7 @@ class CheckpointFolder:
         return None, wrong
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Return the context in which this process alone writes into the folder, which is made if it is not there.
 
         Raises:
@@ -104,7 +104,7 @@ class CheckpointFolder:
             else:
                 shutil.rmtree(each, ignore_errors=True)
 
-    def unfinished(self, step: int, token: str) -> Path:
+    def unfinished_folder(self, step: int, token: str) -> Path:
         """Return where a checkpoint is written; all ranks of an attempt have the same token."""
         return self.path / f"step-{step}.{token}.new"
 
@@ -118,7 +118,7 @@ class CheckpointFolder:
         if os.path.lexists(target):
             target.rename(before)
         try:
-            self.unfinished(step, token).rename(target)
+            self.unfinished_folder(step, token).rename(target)
         except OSError:
             if os.path.lexists(before):
                 before.rename(target)
@@ -158,7 +158,7 @@ def read_manifest(folder: Path) -> Checkpoint:
     return Checkpoint.read(read_text(path, Checkpoint.KIND), path)
 
 
-def verified(folder: Path) -> Checkpoint:
+def read_verified(folder: Path) -> Checkpoint:
     """Return the manifest of a checkpoint, all of whose files are what it says.
 
     Raises:

@@ -22,40 +22,40 @@ class CheckpointReader:
         self._folder = folder
         self._opened: dict[str, TensorFile] = {}
 
-    def read(self, stored: StoredTensor, ranges: Sequence[IndexRange] = ()) -> torch.Tensor:
+    def read(self, record: StoredTensor, ranges: Sequence[IndexRange] = ()) -> torch.Tensor:
         """Return some of a tensor: the given indices of dimensions, and of the others all.
 
         Raises:
             FileError: a file does not hold what the manifest says.
         """
-        wanted = _sides(ranges, stored.shape)
-        dtype = getattr(torch, stored.dtype, None)
+        wanted = _sides(ranges, record.shape)
+        dtype = getattr(torch, record.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise FileError(f"{self._folder}: {stored.key} is of type {stored.dtype!r}, which torch has not")
-        if len(stored.pieces) == 1 and wanted == _sides(stored.pieces[0].ranges, stored.shape):
-            return self._of_piece(stored, stored.pieces[0], None, dtype)
+            raise FileError(f"{self._folder}: {record.key} is of type {record.dtype!r}, which torch has not")
+        if len(record.pieces) == 1 and wanted == _sides(record.pieces[0].ranges, record.shape):
+            return self._of_piece(record, record.pieces[0], None, dtype)
         found = torch.empty([stop - start for start, stop in wanted], dtype=dtype)
-        for piece in stored.pieces:
-            held = _sides(piece.ranges, stored.shape)
+        for piece in record.pieces:
+            held = _sides(piece.ranges, record.shape)
             common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, held, strict=True)]
             if all(start < stop for start, stop in common):
                 within = tuple(slice(s - h, e - h) for (s, e), (h, _) in zip(common, held, strict=True))
                 into = tuple(slice(s - w, e - w) for (s, e), (w, _) in zip(common, wanted, strict=True))
-                found[into] = self._of_piece(stored, piece, within, dtype)
+                found[into] = self._of_piece(record, piece, within, dtype)
         return found
 
     def _of_piece(
-        self, stored: StoredTensor, piece: Piece, within: tuple[slice, ...] | None, dtype: torch.dtype
+        self, record: StoredTensor, piece: Piece, within: tuple[slice, ...] | None, dtype: torch.dtype
     ) -> torch.Tensor:
         if piece.file not in self._opened:
             self._opened[piece.file] = TensorFile(self._folder / piece.file)
-        file, shape = self._opened[piece.file], piece.shape(stored.shape)
-        found = file.read(stored.key, within)
+        file, shape = self._opened[piece.file], piece.shape(record.shape)
+        found = file.read(record.key, within)
         expected = shape if within is None else tuple(each.stop - each.start for each in within)
         if found.dtype != dtype or tuple(found.shape) != expected:
             raise FileError(
-                f"{self._folder / piece.file}: {stored.key} is {found.dtype} {list(found.shape)}, the manifest says "
-                f"{stored.dtype} {list(expected)}"
+                f"{self._folder / piece.file}: {record.key} is {found.dtype} {list(found.shape)}, the manifest says "
+                f"{record.dtype} {list(expected)}"
             )
         return found
 

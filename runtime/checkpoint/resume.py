@@ -46,13 +46,13 @@ def changes(checkpoint: Checkpoint, run: SavedRun, shapes: Shapes) -> Iterator[s
         ("the checkpoint has {} that the model has not", stored.keys() - shapes.keys()),
     ):
         if names:
-            yield what.format(_listed(names))
+            yield what.format(_list_names(names))
     for name in sorted(shapes.keys() & stored.keys()):
         if shapes[name] != stored[name]:
             yield f"{name} has shape {list(shapes[name])}, it had {list(stored[name])}"
 
 
-def _listed(names: Sequence[str] | set[str]) -> str:
+def _list_names(names: Sequence[str] | set[str]) -> str:
     shown, more = sorted(names)[:SHOWN], len(names) - SHOWN
     return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
@@ -81,21 +81,21 @@ def optimizer_changes(checkpoint: Checkpoint, job: Job) -> Iterator[str]:
     stepped = {names[each] for group in update.optimizer.param_groups for each in group["params"] if each in names}
     left = sorted((update.optimizer_parameters.keys() & before.keys()) - stepped)
     if left:
-        yield f"the optimizer leaves out {_listed(left)}, which it stepped"
+        yield f"the optimizer leaves out {_list_names(left)}, which it stepped"
     scheduler = None if update.scheduler is None else class_name(update.scheduler)
     past = None if checkpoint.scheduler is None else checkpoint.scheduler.kind
     if scheduler != past:
         yield f"the scheduler is {scheduler or 'absent'}, it was {past or 'absent'}"
 
 
-def plan_notes(before: SavedPlan, now: SavedPlan, *, random: bool, normalized: bool) -> Iterator[str]:
+def plan_notes(before: SavedPlan, now: SavedPlan, *, random: bool, batch_norm: bool) -> Iterator[str]:
     """Say what of how training is carried out is not as it was, and what this changes of its numbers.
 
     Args:
         before: the checkpoint's.
         now: the plan's.
         random: whether some layer draws random numbers.
-        normalized: whether some layer is a batch normalisation.
+        batch_norm: whether some layer is a batch normalisation.
     """
     for name, past, present in (
         ("torch", before.torch, now.torch),
@@ -111,7 +111,7 @@ def plan_notes(before: SavedPlan, now: SavedPlan, *, random: bool, normalized: b
         yield f"goes on {'with' if now.sharded else 'without'} sharding, unlike the checkpoint's run"
     if before.micro_batches == now.micro_batches and len({*before.division, *now.division}) == 1:
         return
-    for there, what in ((random, "layers that draw random numbers"), (normalized, "batch normalisation")):
+    for there, what in ((random, "layers that draw random numbers"), (batch_norm, "batch normalisation")):
         if there:
             yield f"{what} go on otherwise: micro-batches are divided in another way (docs/seeds.md)"
 
@@ -146,7 +146,7 @@ def resume(
     rank: int,
     folder: Path,
     checkpoint: Checkpoint,
-    found: Sequence[str],
+    differences: Sequence[str],
     device: torch.device,
     *,
     accept: bool,
@@ -158,14 +158,14 @@ def resume(
         rank: which.
         folder: the checkpoint's.
         checkpoint: its manifest.
-        found: what :func:`changes` says.
+        differences: what :func:`changes` says.
         device: of the rank.
         accept: whether changes are accepted.
 
     Raises:
         UsageError: something has changed; says what it was, and is.
     """
-    changed = [*found, *optimizer_changes(checkpoint, job)]
+    changed = [*differences, *optimizer_changes(checkpoint, job)]
     if changed and not accept:
         raise UsageError(
             f"{folder} cannot be gone on with: {'; '.join(changed[:SHOWN])}"

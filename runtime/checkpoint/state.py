@@ -185,7 +185,7 @@ class Source(Protocol):
 
     checkpoint: Checkpoint
 
-    def read(self, stored: StoredTensor, ranges: Sequence[IndexRange] = ()) -> torch.Tensor:
+    def read(self, record: StoredTensor, ranges: Sequence[IndexRange] = ()) -> torch.Tensor:
         """Return some of a tensor: the given indices of dimensions, and of the others all."""
 
 
@@ -194,9 +194,9 @@ def restore_tensors(job: Job, source: Source) -> None:
     held: tuple[tuple[Kind, Mapping[str, torch.Tensor]], ...] = ("parameter", job.parameters), ("buffer", job.buffers)
     with torch.no_grad():
         for piece in (held_piece(kind, name, each) for kind, tensors in held for name, each in tensors.items()):
-            stored = source.checkpoint.tensor(piece.kind, piece.name)
-            if stored is not None and stored.shape == piece.shape and piece.tensor.numel():
-                piece.tensor.copy_(source.read(stored, piece.ranges))
+            record = source.checkpoint.tensor(piece.kind, piece.name)
+            if record is not None and record.shape == piece.shape and piece.tensor.numel():
+                piece.tensor.copy_(source.read(record, piece.ranges))
 
 
 def restore_optimizer(job: Job, source: Source) -> None:
@@ -222,9 +222,9 @@ def restore_optimizer(job: Job, source: Source) -> None:
     kept: dict[str, dict[str, object]] = {}
     for number in checkpoint.optimizer.numbers:
         kept.setdefault(number.parameter, {})[number.state] = from_plain(number.value)
-    stored = [each for each in checkpoint.tensors if each.kind == "optimizer"]
+    records = [each for each in checkpoint.tensors if each.kind == "optimizer"]
     by_name: dict[str, list[StoredTensor]] = {}
-    for each in stored:
+    for each in records:
         by_name.setdefault(each.name, []).append(each)
     names = _names(update)
     for group in update.optimizer.param_groups:
@@ -241,20 +241,20 @@ def restore_optimizer(job: Job, source: Source) -> None:
 
 
 def _state_value(
-    parameter: torch.Tensor, group: Mapping[str, object], stored: StoredTensor, source: Source
+    parameter: torch.Tensor, group: Mapping[str, object], record: StoredTensor, source: Source
 ) -> torch.Tensor:
     """Return what an optimizer had kept of a parameter, where it would keep it, divided as the parameter is."""
-    if stored.state == "step" and not (group.get("capturable") or group.get("fused")):
+    if record.state == "step" and not (group.get("capturable") or group.get("fused")):
         # Torch's optimizers count steps in the host's memory, unless their kernels read them.
-        return source.read(stored)
+        return source.read(record)
     device = local(parameter).device
-    if not hasattr(parameter, "to_local") or stored.shape != tuple(parameter.shape):
-        return source.read(stored).to(device)
+    if not hasattr(parameter, "to_local") or record.shape != tuple(parameter.shape):
+        return source.read(record).to(device)
     from torch.distributed.tensor import DTensor
 
     placed: Any = parameter
-    piece = held_piece("parameter", stored.name, parameter)
-    value = source.read(stored, piece.ranges) if piece.tensor.numel() else torch.empty_like(piece.tensor)
+    piece = held_piece("parameter", record.name, parameter)
+    value = source.read(record, piece.ranges) if piece.tensor.numel() else torch.empty_like(piece.tensor)
     return DTensor.from_local(
         value.to(device),
         placed.device_mesh,
@@ -280,10 +280,10 @@ def _step_scheduler(update: Update, checkpoint: Checkpoint) -> None:
                 scheduler.step()
 
 
-def _restore_settings(update: Update, saved: OptimizerState) -> None:
+def _restore_settings(update: Update, state: OptimizerState) -> None:
     """Set what the optimizer had changed of its settings by itself, or a scheduler by what it had watched."""
     assert update.optimizer is not None
-    group_of = {name: group for group in saved.groups for name in group.parameters}
+    group_of = {name: group for group in state.groups for name in group.parameters}
     names = _names(update)
     follows = update.scheduler is not None and not isinstance(update.scheduler, ReduceLROnPlateau)
     for group in update.optimizer.param_groups:

@@ -21,7 +21,7 @@ from autopar.runtime.checkpoint.cadence import Cadence, known_every
 from autopar.runtime.checkpoint.folder import CheckpointFolder, read_manifest
 from autopar.runtime.checkpoint.resume import changes, check_state, plan_notes, resume, shapes_of
 from autopar.runtime.checkpoint.state import JobState
-from autopar.runtime.checkpoint.writer import CheckpointWriter, Saved, SaveSettings
+from autopar.runtime.checkpoint.writer import CheckpointWriter, SaveResult, SaveSettings
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.saving import holders
 
@@ -52,7 +52,7 @@ def attempt_in(folder: Path, *, resume: bool, how_to_go_on: str = "pass `resume=
         FileError: there are checkpoints, and none is sound; or the folder cannot be written.
     """
     checkpoints = CheckpointFolder(folder)
-    with checkpoints.locked():
+    with checkpoints.lock():
         token = secrets.token_hex(8)
         if not resume:
             steps = checkpoints.steps()
@@ -134,9 +134,9 @@ class RunCheckpoints:
         self._newest = self.first_step
 
     @property
-    def saved(self) -> list[Saved]:
+    def results(self) -> list[SaveResult]:
         """How those that this attempt has saved went."""
-        return self._writer.saved
+        return self._writer.results
 
     @property
     def buffers_bytes(self) -> int:
@@ -161,9 +161,9 @@ class RunCheckpoints:
 
     def _cost_s(self) -> float | None:
         self._writer.conclude()
-        if not self._writer.saved:
+        if not self._writer.results:
             return None
-        newest = self._writer.saved[-1]
+        newest = self._writer.results[-1]
         return newest.pause_s + newest.busy_s
 
 
@@ -206,9 +206,9 @@ def go_on(
         step, notes = checkpoint.step, [f"went on from the checkpoint of step {checkpoint.step}"]
         notes += resume(job, context.rank, folder, checkpoint, changed, context.device, accept=accept)
         random = any(layer.random for layer in graph.layers)
-        normalized = any(isinstance(module, _BatchNorm) for layer in graph.layers for module in layer.module.modules())
+        batch_norm = any(isinstance(module, _BatchNorm) for layer in graph.layers for module in layer.module.modules())
         now = SavedPlan.of(job.plan, torch.__version__)
-        notes += plan_notes(checkpoint.plan, now, random=random, normalized=normalized)
+        notes += plan_notes(checkpoint.plan, now, random=random, batch_norm=batch_norm)
     except AutoparError as error:
         said = Failure.of(error).as_dict()
     for failure in map(json.loads, context.gather(json.dumps(said))):

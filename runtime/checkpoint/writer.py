@@ -57,7 +57,7 @@ class SaveSettings:
     """Checkpoints that are known to be sound already."""
 
 
-class Saved(NamedTuple):
+class SaveResult(NamedTuple):
     """How a rank's part of a checkpoint went."""
 
     step: int
@@ -105,7 +105,7 @@ class CheckpointWriter:
         """Of this rank, in the checkpoint under way."""
         self._known_failure: str | None = None
         """Of any rank, as the others were told."""
-        self.saved: list[Saved] = []
+        self.results: list[SaveResult] = []
         """All that were begun, but for the one under way: of every one, what the slowest rank took."""
 
     @property
@@ -155,12 +155,12 @@ class CheckpointWriter:
         self._writing = self._publishing = None
         failure = next((each.failure for each in every if each.failure is not None), None)
         pause_s, busy_s = max(each.pause_s for each in every), max(each.busy_s for each in every)
-        self.saved.append(Saved(self._step, pause_s, busy_s, failure))
+        self.results.append(SaveResult(self._step, pause_s, busy_s, failure))
 
-    def _exchange(self) -> list[Saved]:
+    def _exchange(self) -> list[SaveResult]:
         """Return how the checkpoint under way goes on every rank."""
-        mine = Saved(self._step, self._pause_s, self._busy_s, next(iter(self._failures), None))
-        return [Saved(*json.loads(text)) for text in self._context.gather(json.dumps(mine))]
+        mine = SaveResult(self._step, self._pause_s, self._busy_s, next(iter(self._failures), None))
+        return [SaveResult(*json.loads(text)) for text in self._context.gather(json.dumps(mine))]
 
     def abandon(self) -> None:
         """Give up what is under way, where other ranks are gone."""
@@ -186,7 +186,7 @@ class CheckpointWriter:
     def _write(self, step: int, copies: list[HeldPiece], part: RankPart) -> None:
         """Write this rank's part, and leave a note of it."""
         began_s = time.thread_time()
-        folder = self._folder.unfinished(step, self._settings.token)
+        folder = self._folder.unfinished_folder(step, self._settings.token)
         try:
             folder.mkdir(exist_ok=True)
             pieces = [*copies, *self._constant_pieces()]
@@ -196,7 +196,7 @@ class CheckpointWriter:
                 files.append(PieceFile(name=file["name"], bytes=file["bytes"], sha256=file["sha256"]))
                 # What lies there, not what was meant to.
                 check_file(folder, files[-1])
-            tensors = tuple(_stored(each, self._file) for each in pieces)
+            tensors = tuple(_tensor_record(each, self._file) for each in pieces)
             part = part.model_copy(update={"tensors": tensors, "files": tuple(files)})
         except Exception as error:
             self._failures.append(f"rank {self._context.rank}: {error}")
@@ -220,7 +220,7 @@ class CheckpointWriter:
 
     def _publish(self, step: int) -> None:
         """Wait for what all ranks have written, and make a checkpoint of it."""
-        folder, token = self._folder.unfinished(step, self._settings.token), self._settings.token
+        folder, token = self._folder.unfinished_folder(step, self._settings.token), self._settings.token
         try:
             parts = self._await_parts(folder)
             failed = next((part.failure for part in parts if part.failure is not None), None)
@@ -268,7 +268,7 @@ def _note_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def _stored(piece: HeldPiece, file: str) -> StoredTensor:
+def _tensor_record(piece: HeldPiece, file: str) -> StoredTensor:
     return StoredTensor(
         kind=piece.kind,
         name=piece.name,

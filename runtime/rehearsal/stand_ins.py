@@ -134,10 +134,10 @@ class StandInLayer(nn.Module):
         self.bytes: StandInBytes | None = None
         """What it holds in the model's place; none: nobody counts."""
 
-    def note_gradients(self, held: StandInBytes) -> None:
+    def note_gradients(self, own: StandInBytes) -> None:
         """Have the gradients of its parameters counted when a backward has made them."""
         if self.weight.requires_grad:
-            self.weight.register_post_accumulate_grad_hook(held.count_gradient)  # type: ignore[no-untyped-call]
+            self.weight.register_post_accumulate_grad_hook(own.count_gradient)  # type: ignore[no-untyped-call]
 
     def forward(self, rows: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the outputs."""

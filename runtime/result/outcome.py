@@ -26,7 +26,7 @@ from autopar.formats.program import Program
 from autopar.formats.report import CheckpointTimes, RankTimes, Report, StepTimes
 from autopar.formats.timeline import OwnTimes, Timeline, TimeUse, medians, own_times, time_use_between
 from autopar.hardware.gpus import find
-from autopar.runtime.checkpoint.writer import Saved
+from autopar.runtime.checkpoint.writer import SaveResult
 from autopar.runtime.result.weights import StoredFile
 from autopar.schedules.order import in_flight
 
@@ -63,7 +63,7 @@ class RankResult(StepResults):
     """In the dataset; 0 where this rank does not read it."""
     notes: list[str]
     """What whoever reads the report should know."""
-    checkpoints: list[Saved]
+    checkpoints: list[SaveResult]
     """Those that were saved, and how that went."""
     buffers_bytes: int
     """What their copies take of the host's memory."""
@@ -227,7 +227,7 @@ def _report(
 
 
 def _checkpoint_times(results: Sequence[RankResult]) -> CheckpointTimes | None:
-    saved = [Saved(*each) for each in results[0]["checkpoints"]]
+    saved = [SaveResult(*each) for each in results[0]["checkpoints"]]
     if not saved:
         return None
     return CheckpointTimes(

@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from autopar.capture.graph import Layer, TensorSpec
 from autopar.capture.split_backward import SplitBackward
 from autopar.errors import AutoparError, TrainingError
+from autopar.ranks.failure import PeerLostError, is_of_connection
 
 
 class WrittenTensors(NamedTuple):
@@ -153,7 +154,9 @@ class Segment:
             except (AutoparError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                raise TrainingError(f"layer {layer.name}: {type(error).__name__}: {error}") from error
+                # Replicas that divide parameters gather them as layers run.
+                kind = PeerLostError if is_of_connection(error) else TrainingError
+                raise kind(f"layer {layer.name}: {type(error).__name__}: {error}") from error
             known.update(zip(layer.outputs, outputs, strict=True))
             del inputs, outputs
             for name in drop:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from autopar.formats.faults import Fault
-from autopar.formats.program import BACKWARDS, FORWARD, UPDATE, Action, RankProgram
+from autopar.formats.program import BACKWARDS, FORWARD, SENDS, UPDATE, Action, RankProgram
 from autopar.runtime.stage.parameters import local
 from autopar.runtime.start.job import Job
 
@@ -97,12 +97,14 @@ def _position(fault: Fault, actions: Sequence[Action]) -> int:
         # Gradients are there at last.
         return next(position for position, action in enumerate(actions) if action.kind == UPDATE)
     kinds = BACKWARDS if fault.action == "B" else (fault.action,)
-    for position, action in enumerate(actions):
-        if fault.action is None:
-            return position
-        if action.kind in kinds and fault.micro_batch in (None, action.micro_batch):
-            return position
-    return 0
+    matching = (
+        position
+        for position, action in enumerate(actions)
+        if fault.action is None or (action.kind in kinds and fault.micro_batch in (None, action.micro_batch))
+    )
+    first = next(matching, 0)
+    # Nobody is told of sends on a CPU: there, what follows one is the next that is.
+    return next((at for at in range(first, len(actions)) if actions[at].kind not in SENDS), first)
 
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}

@@ -173,13 +173,13 @@ def run(
     steps = _steps(user_model, plan, options)
     name = new_set()
     with folder_of(options.save), set_of(options.save, name), _attempt(options, steps) as attempt:
-        agreed = Agreed(steps, name, attempt)
+        facts = RunFacts(steps, name, attempt)
         # The ranks start while this process captures the model.
         with Scratch("run") as scratch, _ranks(plan, pool, options.share_gpus) as ranks:
             initial = Workspace(scratch.path).prepare(user_model, plan, options.weights)
             results = ranks.run(
                 "autopar.runtime.start.worker:train",
-                _arguments(plan, program, model, scratch.path, options, agreed),
+                _arguments(plan, program, model, scratch.path, options, facts),
                 ranks=len(plan.devices),
                 timeout_s=options.timeout_s,
                 describe=describe(plan, program),
@@ -187,7 +187,7 @@ def run(
                 stoppable=True,
             )
         found = [cast(RankResult, result) for result in results]
-        return _conclude(plan, program, found, options, initial, agreed)
+        return _conclude(plan, program, found, options, initial, facts)
 
 
 def join(
@@ -212,13 +212,13 @@ def join(
             if scratch is not None:
                 stack.callback(scratch.close)
             place = scratch.path if scratch else None
-            folder, initial, agreed = _prepare_host(context, place, model, plan, options, stack)
-            with set_of(options.save, agreed.save_as):
-                result = train(context, _arguments(plan, program, model, folder, options, agreed))
+            folder, initial, facts = _prepare_host(context, place, model, plan, options, stack)
+            with set_of(options.save, facts.save_as):
+                result = train(context, _arguments(plan, program, model, folder, options, facts))
                 gathered = [json.loads(text) for text in context.gather(json.dumps(result))]
                 if context.rank != 0:
                     return None
-                return _conclude(plan, program, gathered, options, initial, agreed)
+                return _conclude(plan, program, gathered, options, initial, facts)
 
 
 def _digests(plan: Plan, program: Program, model: str, options: RunOptions) -> dict[str, str]:
@@ -233,13 +233,19 @@ def _digests(plan: Plan, program: Program, model: str, options: RunOptions) -> d
         "model": model.encode() if source is None else source.read_bytes(),
         "dataset file": b"" if options.data is None else options.data.read_bytes(),
         "command line": json.dumps(
-            [options.steps, options.save is not None, options.share_gpus, asdict(options.settings), *_said(options)]
+            [
+                options.steps,
+                options.save is not None,
+                options.share_gpus,
+                asdict(options.settings),
+                *_checkpoint_options(options),
+            ]
         ).encode(),
     }
     return {name: sha256(content).hexdigest() for name, content in contents.items()}
 
 
-def _said(options: RunOptions) -> list[object]:
+def _checkpoint_options(options: RunOptions) -> list[object]:
     """Return what is asked of checkpoints."""
     faults = [str(each) for each in options.faults]
     return [options.checkpoint is not None, options.every, options.resume, options.accept_changes, faults]
@@ -266,7 +272,7 @@ def _attempt(options: RunOptions, steps: int) -> Iterator[Attempt]:
         yield attempt
 
 
-class Agreed(NamedTuple):
+class RunFacts(NamedTuple):
     """What all ranks are told alike."""
 
     steps: int
@@ -303,7 +309,7 @@ def _steps(model: UserModel, plan: Plan, options: RunOptions) -> int:
 
 def _prepare_host(
     context: RankContext, folder: Path | None, model: str, plan: Plan, options: RunOptions, stack: ExitStack
-) -> tuple[Path, str, Agreed]:
+) -> tuple[Path, str, RunFacts]:
     """Let one rank of every host prepare the workspace, and count steps; a failure is raised on all ranks alike.
 
     Rank 0 has the folder of checkpoints for as long as ``stack`` is open.
@@ -332,22 +338,22 @@ def _prepare_host(
     leader = heard[context.rank - context.local_rank]
     token, resume, step, notes = heard[0]["attempt"]
     attempt = Attempt(token, None if resume is None else Path(resume), step, tuple(notes))
-    return Path(leader["folder"]), leader["initial"], Agreed(leader["steps"], heard[0]["save_as"], attempt)
+    return Path(leader["folder"]), leader["initial"], RunFacts(leader["steps"], heard[0]["save_as"], attempt)
 
 
 def _conclude(
-    plan: Plan, program: Program, results: list[RankResult], options: RunOptions, initial: str, agreed: Agreed
+    plan: Plan, program: Program, results: list[RankResult], options: RunOptions, initial: str, facts: RunFacts
 ) -> Outcome:
     if options.save is not None:
         publish(options.save, (file for result in results for file in result["saved_files"]))
     notes = [] if options.program is None else [f"the program of {options.program} was run, not the plan's own"]
-    notes += agreed.attempt.notes
-    trained = agreed.attempt.step + len(results[0]["loss"])
-    if trained < agreed.steps:
-        notes.append(f"was asked to end, and has trained {trained} of {agreed.steps} steps")
+    notes += facts.attempt.notes
+    trained = facts.attempt.step + len(results[0]["loss"])
+    if trained < facts.steps:
+        notes.append(f"was asked to end, and has trained {trained} of {facts.steps} steps")
     notes += _of_epochs(max(result["samples"] for result in results), plan, options.settings.last)
     notes += dict.fromkeys(note for result in results for note in result["notes"])
-    return outcome_of(plan, program, results, initial, notes, agreed.attempt.step)
+    return outcome_of(plan, program, results, initial, notes, facts.attempt.step)
 
 
 def _of_epochs(samples: int, plan: Plan, last: Last) -> list[str]:
@@ -361,7 +367,7 @@ def _of_epochs(samples: int, plan: Plan, last: Last) -> list[str]:
 
 
 def _arguments(
-    plan: Plan, program: Program, model: str, folder: Path, options: RunOptions, agreed: Agreed
+    plan: Plan, program: Program, model: str, folder: Path, options: RunOptions, facts: RunFacts
 ) -> TrainArguments:
     return TrainArguments(
         plan=plan.dumps(),
@@ -369,10 +375,10 @@ def _arguments(
         model=model,
         data=None if options.data is None else str(options.data),
         workspace=str(folder),
-        steps=agreed.steps,
+        steps=facts.steps,
         save=None if options.save is None else str(options.save.resolve()),
-        save_as=agreed.save_as,
-        checkpoint=_checkpoint_arguments(plan, options, agreed.attempt),
+        save_as=facts.save_as,
+        checkpoint=_checkpoint_arguments(plan, options, facts.attempt),
         settings=asdict(options.settings),
         faults=[str(each) for each in options.faults],
         keep=None if options.keep is None else str(options.keep.resolve()),

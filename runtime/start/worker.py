@@ -315,7 +315,7 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         peak_bytes=peak.peak_bytes(),
         peak_kind=peak.kind,
         samples=job.samples,
-        checkpoints=[] if checkpoints is None else checkpoints.saved,
+        checkpoints=[] if checkpoints is None else checkpoints.results,
         buffers_bytes=0 if checkpoints is None else checkpoints.buffers_bytes,
         notes=[*notes, *job.notes, *([] if checkpoints is None else checkpoints.notes), *_notes(context, workspace)],
         saved_files=_save(job, graph, workspace, arguments["save"], arguments["save_as"]),

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 import autopar.formats
 from autopar import api
+from autopar.formats.checkpoint import Checkpoint
 from autopar.formats.cluster import Cluster
 from autopar.formats.document import Document
 from autopar.formats.plan import Plan
@@ -70,6 +71,7 @@ AGAIN: dict[str, Callable[[Path], str]] = {
     "cluster": _document(Cluster),
     "plan": _document(Plan),
     "report": _document(Report),
+    "checkpoint": _document(Checkpoint),
     "program": _program,
     "trace": _trace,
     "comparison": _comparison,

@@ -86,6 +86,8 @@ def results_of(plan: Plan, steps: int, length: Callable[[int, int, Action], floa
                 forward_flops=10**12,
                 peak_flops_per_s=None,
                 samples=16,
+                checkpoints=[],
+                buffers_bytes=0,
                 saved_files={},
             )
         )

@@ -150,7 +150,7 @@ def test_in_flight_micro_batches_add_their_activations_and_nothing_else() -> Non
                 grown = {after - before for before, after in pairwise(peaks)}
                 parts = memory.parts(first, stop, 2)
                 # What nobody answers to stays, in flight or not.
-                assert grown == {parts.activations - 2 * parts.unanswered}
+                assert grown == {parts.activations - 2 * parts.unanswered_sends}
                 assert parts.peak >= parts.activations
 
 

@@ -14,7 +14,7 @@ from autopar.errors import TrainingError, UsageError
 from autopar.formats.faults import Fault
 from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
-from autopar.runtime.checkpoint.folder import CheckpointFolder, verified
+from autopar.runtime.checkpoint.folder import CheckpointFolder, read_verified
 from autopar.runtime.checkpoint.reader import CheckpointReader
 from autopar.runtime.start.launch import RunOptions, run
 from dictated import dictate
@@ -32,7 +32,7 @@ def plan() -> Plan:
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     place = CheckpointFolder(folder).folder_of(STEPS)
-    manifest = verified(place)
+    manifest = read_verified(place)
     with CheckpointReader(place, manifest) as reader:
         return {each.key: reader.read(each) for each in manifest.tensors if each.kind != "generator"}
 

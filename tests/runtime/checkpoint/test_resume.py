@@ -29,7 +29,7 @@ def test_python_state_that_a_forward_changes_is_refused_by_name() -> None:
 
 def test_what_another_plan_does_otherwise_is_said() -> None:
     other = PLAN.model_copy(update={"ranks": 3, "schedule": "gpipe", "torch": "2.14.0", "sharded": True})
-    said = list(plan_notes(PLAN, other, random=True, normalized=True))
+    said = list(plan_notes(PLAN, other, random=True, batch_norm=True))
     assert said == [
         "goes on with torch 2.14.0; the checkpoint was saved with 2.13.0",
         "goes on with ranks 3; the checkpoint was saved with 2",
@@ -41,9 +41,9 @@ def test_what_another_plan_does_otherwise_is_said() -> None:
 @pytest.mark.parametrize("changed", [{"micro_batches": 4}, {"division": ((2, 2), (4,))}])
 def test_layers_that_go_by_the_division_are_said_where_it_has_changed(changed: dict[str, object]) -> None:
     other = PLAN.model_copy(update=changed)
-    said = list(plan_notes(PLAN, other, random=True, normalized=True))
+    said = list(plan_notes(PLAN, other, random=True, batch_norm=True))
     assert [each.split(" go on otherwise")[0] for each in said][-2:] == [
         "layers that draw random numbers",
         "batch normalisation",
     ]
-    assert not [each for each in plan_notes(PLAN, other, random=False, normalized=False) if "otherwise" in each]
+    assert not [each for each in plan_notes(PLAN, other, random=False, batch_norm=False) if "otherwise" in each]

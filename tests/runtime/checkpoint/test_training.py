@@ -17,7 +17,7 @@ from autopar.formats.checkpoint import Checkpoint
 from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.export import export
-from autopar.runtime.checkpoint.folder import CheckpointFolder, verified
+from autopar.runtime.checkpoint.folder import CheckpointFolder, read_verified
 from autopar.runtime.checkpoint.reader import CheckpointReader
 from autopar.runtime.result.outcome import Outcome
 from autopar.runtime.start.launch import RunOptions, run
@@ -45,7 +45,7 @@ def train(plan: Plan, folder: Path, steps: int, pool: RankPool, *, resume: bool 
 
 def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
     place = CheckpointFolder(folder).folder_of(step)
-    manifest = verified(place)
+    manifest = read_verified(place)
     with CheckpointReader(place, manifest) as reader:
         return {each.key: reader.read(each) for each in manifest.tensors if each.kind != "generator"}
 
@@ -126,9 +126,9 @@ def test_a_scale_of_float16_goes_on_where_it_was(tmp_path: Path, pool: RankPool)
     folders = tmp_path / "whole", tmp_path / "parts"
     run(plan, str(file), RunOptions(12, checkpoint=folders[0], every=12), pool=pool)
     run(plan, str(file), RunOptions(5, checkpoint=folders[1], every=5), pool=pool)
-    between = verified(folders[1] / "step-5").loss_scale
+    between = read_verified(folders[1] / "step-5").loss_scale
     run(plan, str(file), RunOptions(12, checkpoint=folders[1], every=5, resume=True), pool=pool)
-    scales = [verified(folder / "step-12").loss_scale for folder in folders]
+    scales = [read_verified(folder / "step-12").loss_scale for folder in folders]
     assert scales[0] is not None
     assert scales[0] == scales[1]
     assert between is not None
@@ -247,7 +247,7 @@ def test_a_schedulers_settings_are_the_new_codes_and_its_position_the_checkpoint
     model = load(str(file))
     plan = dictate(capture(model, model.build(0)), model, [1, 1], 4, 4)
     run(plan, str(file), RunOptions(6, checkpoint=tmp_path / "c", resume=True), pool=pool)
-    manifest = verified(tmp_path / "c" / "step-6")
+    manifest = read_verified(tmp_path / "c" / "step-6")
     assert manifest.optimizer is not None
     rates = sorted({group.current["lr"] for group in manifest.optimizer.groups})  # type: ignore[type-var]
     assert rates == pytest.approx([0.7 * 1e-2, 0.7 * 2e-2])
@@ -280,7 +280,7 @@ def test_one_run_at_a_time_and_none_over_anothers_checkpoints(
     train(plan, folder, 4, living_pool())
     with pytest.raises(UsageError, match="holds checkpoints already, the newest of step 4"):
         train(plan, folder, 8, living_pool())
-    with CheckpointFolder(folder).locked(), pytest.raises(UsageError, match="another run writes"):
+    with CheckpointFolder(folder).lock(), pytest.raises(UsageError, match="another run writes"):
         train(plan, folder, 8, living_pool(), resume=True)
     with pytest.raises(UsageError, match="the newest checkpoint is of step 4, and the run has 4"):
         train(plan, folder, 4, living_pool(), resume=True)
@@ -290,7 +290,7 @@ def test_a_manifest_says_which_indices_of_which_tensor_a_replica_has_written(
     captured: tuple[UserModel, LayerGraph], tmp_path: Path, pool: RankPool
 ) -> None:
     train(plan_of(captured, [3], micro_batches=1, shard="parameters", shares=[[6, 5, 5]]), tmp_path / "c", 4, pool)
-    manifest: Checkpoint = verified(tmp_path / "c" / "step-4")
+    manifest: Checkpoint = read_verified(tmp_path / "c" / "step-4")
     inner = manifest.tensor("optimizer", "blocks.0.inner.weight", "exp_avg")
     assert inner is not None
     assert inner.shape == (24, 12)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from autopar.formats.checkpoint import SavedPlan, SavedRun
-from autopar.runtime.checkpoint.folder import CheckpointFolder, verified
+from autopar.runtime.checkpoint.folder import CheckpointFolder, read_verified
 from autopar.runtime.checkpoint.reader import CheckpointReader
 from autopar.runtime.checkpoint.state import HeldPiece, held_piece
 from autopar.runtime.checkpoint.writer import CheckpointWriter, SaveSettings
@@ -115,7 +115,7 @@ def test_the_newest_two_that_are_sound_are_kept(tmp_path: Path) -> None:
     assert {each.name for each in (tmp_path / "step-12").iterdir()} == {
         "manifest.json", "stage-00000-replica-00000.safetensors", "stage-00001-replica-00000.safetensors",
     }  # fmt: skip
-    assert [saved.step for saved in ranks.writers[1].saved] == [3, 5, 9, 12]
+    assert [saved.step for saved in ranks.writers[1].results] == [3, 5, 9, 12]
 
 
 def test_what_training_does_meanwhile_is_not_saved_and_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
@@ -148,8 +148,8 @@ def test_whatever_call_fails_training_goes_on_and_a_sound_checkpoint_is_there(
             ranks.save(2)
         step, found = values(folder)
         assert found == [step, step]
-        failed = ranks.writers[0].saved[-1].failure
-        assert [writer.saved[-1].failure for writer in ranks.writers] == [failed, failed]
+        failed = ranks.writers[0].results[-1].failure
+        assert [writer.results[-1].failure for writer in ranks.writers] == [failed, failed]
         if failed is not None:
             failures += 1
             assert step == 1 or "step-2" in os.listdir(folder)
@@ -160,7 +160,7 @@ def test_whatever_call_fails_training_goes_on_and_a_sound_checkpoint_is_there(
         # The next one is written as if nothing had been.
         ranks.save(3)
         assert values(folder) == (3, [3, 3])
-        with CheckpointFolder(folder).locked():
+        with CheckpointFolder(folder).lock():
             assert not [each for each in folder.iterdir() if each.name.endswith((".new", ".old", ".gone"))]
     assert failures > count / 2
 
@@ -182,7 +182,7 @@ def test_wherever_the_process_is_killed_the_old_set_or_the_new_is_there_whole(tm
         step, found = values(folder)
         assert found == [step, step]
         seen.add(step)
-        with CheckpointFolder(folder).locked():
+        with CheckpointFolder(folder).lock():
             assert not [each for each in folder.iterdir() if each.name.endswith((".new", ".old", ".gone"))]
         again = Ranks(folder, "1" * 16, (step,))
         again.save(2 + step)
@@ -204,7 +204,7 @@ def test_wherever_a_checkpoint_that_is_written_again_is_killed_one_of_the_two_is
             finally:
                 os._exit(0)
         ended = os.waitpid(child, 0)[1]
-        with CheckpointFolder(folder).locked():
+        with CheckpointFolder(folder).lock():
             assert values(folder) == (1, [1, 1])
             assert len([each for each in folder.iterdir() if each.is_dir()]) == 1
         if not ended:
@@ -230,4 +230,4 @@ def test_a_thousand_bytes_of_pieces_flipped_in_turn_are_noticed_and_the_older_ch
         assert newest.manifest.step == 1
         assert str(file) in wrong[0]
         file.write_bytes(content)
-    assert verified(tmp_path / "step-2").step == 2
+    assert read_verified(tmp_path / "step-2").step == 2
