@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autopar.capture.graph import LayerGraph
-from autopar.capture.optimizer import NOT_SETTINGS, Settings, needs_all, settings_of
+from autopar.capture.optimizer import Settings, group_settings, needs_all, settings_of
 from autopar.capture.source import UserModel
 from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Plan
@@ -193,9 +193,7 @@ class Update:
         """What the optimizer is given, by the model's own names."""
         self.optimizer = user.make_optimizer(twins.optimizer_parameters.items()) if self._trainable_parameters else None
         groups = () if self.optimizer is None else self.optimizer.param_groups
-        self.fresh_groups = [
-            deepcopy({key: value for key, value in group.items() if key not in NOT_SETTINGS}) for group in groups
-        ]
+        self.fresh_groups = [deepcopy(group_settings(group)) for group in groups]
         """The settings of the optimizer's groups, before any scheduler."""
         self.scheduler = None if self.optimizer is None else user.make_scheduler(self.optimizer)
         self.scale = settings.scale

@@ -30,8 +30,7 @@ Settings = dict[str, list[dict[str, Any]]]
 
 AHEAD = 8
 """Steps of a scheduler that are looked at."""
-NOT_SETTINGS = {"params", "param_names"}
-"""Of a group of parameters: which these are."""
+_NOT_SETTINGS = {"params", "param_names"}
 
 
 def settings_of(user: UserModel, named_parameters: NamedParameters) -> Settings:
@@ -59,9 +58,14 @@ def settings_of(user: UserModel, named_parameters: NamedParameters) -> Settings:
     return found
 
 
+def group_settings(group: Mapping[str, object]) -> dict[str, object]:
+    """Return what an optimizer gives a group of parameters, without these."""
+    return {str(key): value for key, value in group.items() if key not in _NOT_SETTINGS}
+
+
 def _note(settings_by_name: Settings, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
     for group in optimizer.param_groups:
-        settings = {str(key): _plain(value) for key, value in group.items() if key not in NOT_SETTINGS}
+        settings = {key: _plain(value) for key, value in group_settings(group).items()}
         # As it is read from a file.
         settings = json.loads(json.dumps(settings))
         for parameter in group["params"]:

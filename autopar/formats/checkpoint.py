@@ -7,6 +7,7 @@ Pieces cover every tensor, and no two overlap, so that any plan reads what any o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -41,10 +42,20 @@ class Piece(Record):
 
     def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
         """Return the piece's shape, given that of the whole tensor."""
-        sizes = list(whole)
-        for each in self.ranges:
-            sizes[each.dim] = each.stop - each.start
-        return tuple(sizes)
+        return tuple(stop - start for start, stop in sides_of(self.ranges, whole))
+
+
+def sides_of(ranges: Sequence[IndexRange], whole: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return where a part of a tensor of the shape ``whole`` begins and ends in every dimension."""
+    sides = [(0, size) for size in whole]
+    for each in ranges:
+        sides[each.dim] = each.start, each.stop
+    return tuple(sides)
+
+
+def key_of(kind: Kind, name: str, state: str | None) -> str:
+    """Return the name of a tensor within files."""
+    return "/".join((kind, name, *([] if state is None else [state])))
 
 
 class StoredTensor(Record):
@@ -63,7 +74,7 @@ class StoredTensor(Record):
     @property
     def key(self) -> str:
         """Its name within files."""
-        return "/".join((self.kind, self.name, *([] if self.state is None else [self.state])))
+        return key_of(self.kind, self.name, self.state)
 
 
 class PieceFile(Record):
@@ -233,8 +244,11 @@ class Checkpoint(Document):
 
     def tensor(self, kind: Kind, name: str, state: str | None = None) -> StoredTensor | None:
         """Return a tensor; None where there is none such."""
-        wanted = kind, name, state
-        return next((each for each in self.tensors if (each.kind, each.name, each.state) == wanted), None)
+        return self._by_key.get(key_of(kind, name, state))
+
+    @cached_property
+    def _by_key(self) -> dict[str, StoredTensor]:
+        return {each.key: each for each in self.tensors}
 
 
 class CheckpointView(NamedTuple):
@@ -273,7 +287,7 @@ def _check_pieces(at: str, tensor: StoredTensor, files: set[str]) -> None:
 
 def _overlap(tensor: StoredTensor) -> bool:
     """Tell whether two pieces have an element in common."""
-    boxes = sorted(_box(piece, tensor.shape) for piece in tensor.pieces)
+    boxes = sorted(sides_of(piece.ranges, tensor.shape) for piece in tensor.pieces)
     # Sorted by where they begin in the first dimension, only those that begin before one ends can meet it.
     for at, box in enumerate(boxes):
         for other in boxes[at + 1 :]:
@@ -282,13 +296,6 @@ def _overlap(tensor: StoredTensor) -> bool:
             if all(start < stop and low < high for (low, stop), (start, high) in zip(box, other, strict=True)):
                 return True
     return False
-
-
-def _box(piece: Piece, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    sides = [(0, size) for size in shape]
-    for each in piece.ranges:
-        sides[each.dim] = each.start, each.stop
-    return tuple(sides)
 
 
 def merge(parts: Sequence[RankPart], step: int, run: SavedRun, plan: SavedPlan, keys: Sequence[StateKey]) -> Checkpoint:

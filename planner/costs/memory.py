@@ -147,8 +147,13 @@ def messages_of(parts: Parts, terms: PeakTerms) -> Bytes:
 
 def unanswered_of(parts: Parts, terms: PeakTerms) -> Bytes:
     """Return the bytes of sent activations that wait for the next step's to be let go, beside what is in flight."""
+    return waiting_bytes(parts.unanswered_sends, terms)
+
+
+def waiting_bytes(sent: Bytes, terms: PeakTerms) -> Bytes:
+    """Return the bytes of so much per sample that waits for the next step's to be let go, beside what is in flight."""
     # The new one is in flight, too.
-    return max(0, terms.micro_batches + 1 - terms.warmup) * rows_bytes(terms.rows, parts.unanswered_sends)
+    return max(0, terms.micro_batches + 1 - terms.warmup) * rows_bytes(terms.rows, sent)
 
 
 def lengths_swept(layers: int) -> Iterator[int]:
@@ -350,7 +355,7 @@ class MemoryModel:
             for tensor in sent
             if any(bisect_right(cuts, consumer) not in answering for consumer in tensor.consumers if consumer >= stop)
         )
-        return max(0, terms.micro_batches + 1 - terms.warmup) * int(rows_bytes(terms.rows, lost))
+        return int(waiting_bytes(lost, terms))
 
     def _computed_peak(self, first: int, stop: int, terms: PeakTerms) -> int:
         """The peak, but for tensors that several later stages read."""

@@ -21,9 +21,7 @@ def views(folder: Path, *, thorough: bool = False, progress: Progress = no_progr
         FileError: there is no such folder, or nothing in it.
     """
     checkpoints, found = CheckpointFolder(folder), list[CheckpointView]()
-    steps = checkpoints.steps()
-    if not steps:
-        raise FileError(f"{folder}: holds no checkpoints (folders step-N)")
+    steps = _steps(checkpoints)
     for at, step in enumerate(steps):
         progress(f"reading step {step}", at / len(steps))
         place, manifest, problem = checkpoints.folder_of(step), None, None
@@ -35,6 +33,13 @@ def views(folder: Path, *, thorough: bool = False, progress: Progress = no_progr
     return found
 
 
+def _steps(checkpoints: CheckpointFolder) -> list[int]:
+    steps = checkpoints.steps()
+    if not steps:
+        raise FileError(f"{checkpoints.path}: holds no checkpoints (folders step-N)")
+    return steps
+
+
 def find_checkpoint(folder: Path, step: int | None) -> StoredCheckpoint:
     """Return a checkpoint of a folder that is sound: that of a step, or the newest.
 
@@ -43,9 +48,7 @@ def find_checkpoint(folder: Path, step: int | None) -> StoredCheckpoint:
         UsageError: there is none of that step.
     """
     checkpoints = CheckpointFolder(folder)
-    steps = checkpoints.steps()
-    if not steps:
-        raise FileError(f"{folder}: holds no checkpoints (folders step-N)")
+    steps = _steps(checkpoints)
     if step is None:
         newest, _ = checkpoints.newest()
         assert newest is not None

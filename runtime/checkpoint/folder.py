@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from hashlib import file_digest
 from pathlib import Path
@@ -53,7 +53,7 @@ class CheckpointFolder:
         """Return where the checkpoint of a step is."""
         return self.path / f"step-{step}"
 
-    def newest(self, verify: Callable[[Path], Checkpoint] | None = None) -> tuple[StoredCheckpoint | None, list[str]]:
+    def newest(self) -> tuple[StoredCheckpoint | None, list[str]]:
         """Return the newest sound checkpoint, and what is wrong with those after it; None where there is none at all.
 
         Raises:
@@ -63,7 +63,7 @@ class CheckpointFolder:
         for step in reversed(self.steps()):
             try:
                 folder = self.folder_of(step)
-                return StoredCheckpoint(folder, (verify or read_verified)(folder)), wrong
+                return StoredCheckpoint(folder, read_verified(folder)), wrong
             except FileError as error:
                 wrong.append(str(error))
         if wrong:

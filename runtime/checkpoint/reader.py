@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from autopar.errors import FileError
-from autopar.formats.checkpoint import Checkpoint, IndexRange, Piece, StoredTensor
+from autopar.formats.checkpoint import Checkpoint, IndexRange, Piece, StoredTensor, sides_of
 from autopar.runtime.result.weights import TensorFile
 
 
@@ -28,15 +28,15 @@ class CheckpointReader:
         Raises:
             FileError: a file does not hold what the manifest says.
         """
-        wanted = _sides(ranges, record.shape)
+        wanted = sides_of(ranges, record.shape)
         dtype = getattr(torch, record.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise FileError(f"{self._folder}: {record.key} is of type {record.dtype!r}, which torch has not")
-        if len(record.pieces) == 1 and wanted == _sides(record.pieces[0].ranges, record.shape):
+        if len(record.pieces) == 1 and wanted == sides_of(record.pieces[0].ranges, record.shape):
             return self._of_piece(record, record.pieces[0], None, dtype)
         found = torch.empty([stop - start for start, stop in wanted], dtype=dtype)
         for piece in record.pieces:
-            held = _sides(piece.ranges, record.shape)
+            held = sides_of(piece.ranges, record.shape)
             common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, held, strict=True)]
             if all(start < stop for start, stop in common):
                 within = tuple(slice(s - h, e - h) for (s, e), (h, _) in zip(common, held, strict=True))
@@ -70,11 +70,3 @@ class CheckpointReader:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _sides(ranges: Sequence[IndexRange], shape: Sequence[int]) -> list[tuple[int, int]]:
-    """Return where a piece begins and ends in every dimension."""
-    sides = [(0, size) for size in shape]
-    for each in ranges:
-        sides[each.dim] = each.start, each.stop
-    return sides

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import JsonValue
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from autopar.capture.optimizer import NOT_SETTINGS
+from autopar.capture.optimizer import group_settings
 from autopar.capture.source import is_of_model_file
 from autopar.errors import TrainingError
 from autopar.formats.checkpoint import (
@@ -28,8 +28,10 @@ from autopar.formats.checkpoint import (
     SchedulerState,
     StateNumber,
     StoredTensor,
+    key_of,
 )
 from autopar.runtime.checkpoint.plain import NotPlainError, from_plain, plain_items, to_plain
+from autopar.runtime.checkpoint.reader import CheckpointReader
 from autopar.runtime.stage.parameters import local
 from autopar.runtime.start.job import Job
 from autopar.runtime.update import Update
@@ -56,7 +58,7 @@ class HeldPiece(NamedTuple):
     @property
     def key(self) -> str:
         """Its name within a file."""
-        return "/".join((self.kind, self.name, *([] if self.state is None else [self.state])))
+        return key_of(self.kind, self.name, self.state)
 
 
 def held_piece(kind: Kind, name: str, tensor: torch.Tensor, state: str | None = None) -> HeldPiece:
@@ -119,7 +121,7 @@ class JobState:
             ParameterGroup(
                 parameters=tuple(names[each] for each in group["params"] if each in names),
                 settings=plain_items(fresh),
-                current=plain_items(_settings(group)),
+                current=plain_items(group_settings(group)),
             )
             for fresh, group in zip(update.fresh_groups, update.optimizer.param_groups, strict=True)
         )
@@ -176,20 +178,7 @@ def _names(update: Update) -> dict[torch.Tensor, str]:
     return {parameter: name for name, parameter in update.optimizer_parameters.items()}
 
 
-def _settings(group: Mapping[str, object]) -> dict[str, object]:
-    return {key: value for key, value in group.items() if key not in NOT_SETTINGS}
-
-
-class Source(Protocol):
-    """A checkpoint whose tensors can be read."""
-
-    checkpoint: Checkpoint
-
-    def read(self, record: StoredTensor, ranges: Sequence[IndexRange] = ()) -> torch.Tensor:
-        """Return some of a tensor: the given indices of dimensions, and of the others all."""
-
-
-def restore_tensors(job: Job, source: Source) -> None:
+def restore_tensors(job: Job, source: CheckpointReader) -> None:
     """Put stored values into those of a job's parameters and buffers that there are any of, in their shape."""
     held: tuple[tuple[Kind, Mapping[str, torch.Tensor]], ...] = ("parameter", job.parameters), ("buffer", job.buffers)
     with torch.no_grad():
@@ -199,7 +188,7 @@ def restore_tensors(job: Job, source: Source) -> None:
                 piece.tensor.copy_(source.read(record, piece.ranges))
 
 
-def restore_optimizer(job: Job, source: Source) -> None:
+def restore_optimizer(job: Job, source: CheckpointReader) -> None:
     """Give a job's optimizer, scheduler and loss scale what they had.
 
     The scheduler is stepped as often as it had been: its settings are the model file's. Other settings are the
@@ -222,10 +211,10 @@ def restore_optimizer(job: Job, source: Source) -> None:
     kept: dict[str, dict[str, object]] = {}
     for number in checkpoint.optimizer.numbers:
         kept.setdefault(number.parameter, {})[number.state] = from_plain(number.value)
-    records = [each for each in checkpoint.tensors if each.kind == "optimizer"]
     by_name: dict[str, list[StoredTensor]] = {}
-    for each in records:
-        by_name.setdefault(each.name, []).append(each)
+    for each in checkpoint.tensors:
+        if each.kind == "optimizer":
+            by_name.setdefault(each.name, []).append(each)
     names = _names(update)
     for group in update.optimizer.param_groups:
         for parameter in group["params"]:
@@ -241,7 +230,7 @@ def restore_optimizer(job: Job, source: Source) -> None:
 
 
 def _state_value(
-    parameter: torch.Tensor, group: Mapping[str, object], record: StoredTensor, source: Source
+    parameter: torch.Tensor, group: Mapping[str, object], record: StoredTensor, source: CheckpointReader
 ) -> torch.Tensor:
     """Return what an optimizer had kept of a parameter, where it would keep it, divided as the parameter is."""
     if record.state == "step" and not (group.get("capturable") or group.get("fused")):

@@ -127,10 +127,10 @@ class CheckpointWriter:
         began_s = time.perf_counter()
         self.conclude()
         copies = self._copy()
-        self._step, self._pause_s, self._busy_s = step, time.perf_counter() - began_s, 0.0
         part = RankPart(
             optimizer=self._state.optimizer(), scheduler=self._state.scheduler(), loss_scale=self._state.loss_scale()
         )
+        self._step, self._pause_s, self._busy_s = step, time.perf_counter() - began_s, 0.0
         self._failures, self._known_failure, self._abandoned = [], None, threading.Event()
         # What is being written is finished before Python ends.
         self._writing = threading.Thread(target=self._write, args=(step, copies, part), name="autopar-checkpoint")

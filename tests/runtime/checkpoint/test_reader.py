@@ -1,0 +1,93 @@
+"""Tensors of every type and shape, cut anyhow among files, come back in any part."""
+
+from __future__ import annotations
+
+import random
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.formats.checkpoint import IndexRange, Piece, PieceFile, RankPart, SavedPlan, SavedRun, StoredTensor, merge
+from autopar.runtime.checkpoint.reader import CheckpointReader
+from autopar.runtime.result import weights
+
+RUN = SavedRun(model="model.py", batch=8, seed=0, samples=64)
+PLAN = SavedPlan(
+    sha256="a" * 64, ranks=2, stages=2, schedule="1f1b", micro_batches=2, division=((4,), (4,)), sharded=False,
+    precision="fp32", torch="2.13.0",
+)  # fmt: skip
+TYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.complex128,
+    torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+Box = list[tuple[int, int]]
+
+
+def _drawn(rng: random.Random, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of any shape: scalars and empty ones among them."""
+    shape = [rng.choice([0, 1, 2, 3, 5]) if rng.random() < 0.2 else rng.randint(1, 6) for _ in range(rng.randrange(4))]
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    if dtype.is_complex:
+        return torch.randn(shape, dtype=dtype, generator=generator)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+
+
+def _cut(rng: random.Random, box: Box, left: int) -> list[Box]:
+    dims = [dim for dim, (start, stop) in enumerate(box) if stop - start > 1]
+    if not left or not dims or prod(stop - start for start, stop in box) == 0:
+        return [box]
+    dim = rng.choice(dims)
+    start, stop = box[dim]
+    at = rng.randrange(start + 1, stop)
+    halves = ([*box[:dim], side, *box[dim + 1 :]] for side in ((start, at), (at, stop)))
+    return [each for half in halves for each in _cut(rng, half, left - 1)]
+
+
+def _ranges(box: Box, shape: tuple[int, ...]) -> tuple[IndexRange, ...]:
+    sides = zip(box, shape, strict=True)
+    return tuple(
+        IndexRange(dim=dim, start=start, stop=stop)
+        for dim, ((start, stop), size) in enumerate(sides)
+        if (start, stop) != (0, size)
+    )
+
+
+def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[tuple(slice(*side) for side in box)]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("seed", range(12))
+def test_any_part_of_a_tensor_that_is_cut_anyhow_is_read(dtype: torch.dtype, seed: int, tmp_path: Path) -> None:
+    rng = random.Random(f"{dtype}/{seed}")
+    tensor = _drawn(rng, dtype)
+    shape, whole = tuple(tensor.shape), [(0, size) for size in tensor.shape]
+    boxes = _cut(rng, whole, rng.randrange(3))
+    # What stands before it in a file moves it to another place, at which kernels may not expect it.
+    odd = torch.ones(rng.randrange(1, 8), dtype=torch.uint8)
+    pieces, files = [], []
+    for at, box in enumerate(boxes):
+        name = f"part-{at}.safetensors"
+        held = {"odd": odd, "parameter/w": _part(tensor, box).contiguous()}
+        file = weights.write(tmp_path / name, held)
+        files.append(PieceFile(name=name, bytes=file["bytes"], sha256=file["sha256"]))
+        pieces.append(Piece(file=name, ranges=_ranges(box, shape)))
+    kind = str(dtype).removeprefix("torch.")
+    record = StoredTensor(kind="parameter", name="w", shape=shape, dtype=kind, pieces=tuple(pieces))
+    manifest = merge([RankPart(tensors=(record,), files=tuple(files))], 1, RUN, PLAN, [])
+    with CheckpointReader(tmp_path, manifest) as reader:
+        for _ in range(6):
+            wanted = [(0, 0) if not size else sorted(rng.sample(range(size + 1), 2)) for size in shape]
+            box = [(start, stop) for start, stop in (wanted if rng.random() < 0.8 else whole)]
+            found = reader.read(manifest.tensors[0], [] if box == whole else _ranges(box, shape))
+            assert found.dtype == dtype
+            # Bytes, since not all types are compared.
+            expected = _part(tensor, box)
+            assert found.shape == expected.shape
+            assert found.contiguous().reshape(-1).view(torch.uint8).tolist() == (
+                expected.contiguous().reshape(-1).view(torch.uint8).tolist()
+            )
