@@ -6,8 +6,10 @@ search that differ from the chosen one in a single respect, and the simplest of 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
@@ -17,7 +19,7 @@ from autopar.planner.candidate import Candidate, CandidateStage, Family, counts_
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import explain
 from autopar.planner.options import PLANNED, PlanOptions, sharding_refusal
-from autopar.planner.search.depths import depth_choices, span_of
+from autopar.planner.search.depths import ROUNDING, depth_choices, span_of
 from autopar.planner.search.judge import NEAR, Best, SimulatedPlan
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.route import even_shares
@@ -205,3 +207,36 @@ def simplest(simulator: Simulator, best: Best) -> SimulatedPlan:
         if step_s <= most_s:
             return SimulatedPlan(step_s, candidate)
     return best.fastest
+
+
+def shallowest(simulator: Simulator, simulated_plan: SimulatedPlan) -> SimulatedPlan:
+    """Return the plan with as few micro-batches in flight as leave it no slower.
+
+    The depths that the search tries follow from paces, and may be more than the plan needs: memory that serves nobody.
+    From the last stage to the first, each gets the least depth that the one behind allows and that costs no time.
+    """
+    step_s, candidate = simulated_plan
+    if candidate.schedule != "1f1b":
+        return simulated_plan
+    most_s = step_s * (1 + ROUNDING)
+
+    def is_as_fast(index: int, depth: int) -> bool:
+        other = _with_depth(candidate, index, depth)
+        return max(simulator.costs.shortfalls(other)) <= 0 and simulator.step_s(other, most_s) <= most_s
+
+    for index in reversed(range(len(candidate.stages))):
+        stage, behind = candidate.stages[index], candidate.stages[index + 1 : index + 2]
+        # One with fewer in flight than the stage behind would wait for ever.
+        least = -(-max([min(each.in_flight, candidate.micro_batches) for each in behind], default=1) // stage.turning)
+        if least < stage.warmup and is_as_fast(index, stage.warmup - 1):
+            depth = bisect_left(range(stage.warmup - 1), True, lo=least, key=partial(is_as_fast, index))
+            candidate = _with_depth(candidate, index, depth)
+    if candidate is simulated_plan.candidate:
+        return simulated_plan
+    return SimulatedPlan(simulator.step_s(candidate), candidate)
+
+
+def _with_depth(candidate: Candidate, index: int, depth: int) -> Candidate:
+    """Return a candidate with one stage's depth in place of its own."""
+    stages = candidate.stages
+    return candidate._replace(stages=(*stages[:index], stages[index]._replace(warmup=depth), *stages[index + 1 :]))

@@ -17,7 +17,16 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Alternative, Bounds, Plan
 from autopar.formats.profile import Profile
-from autopar.planner.alternatives import Reference, frames, neighbours, references, simplest, straddling, try_stages
+from autopar.planner.alternatives import (
+    Reference,
+    frames,
+    neighbours,
+    references,
+    shallowest,
+    simplest,
+    straddling,
+    try_stages,
+)
 from autopar.planner.assemble import assemble
 from autopar.planner.bounds.chain import candidate_bound_s
 from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, has_chunks, place, plain, splits_backward
@@ -211,7 +220,7 @@ def _plan_best(question: Question) -> Plan:
     least = least_bound_s(question.costs, question.options)
     bounds = bounds_of_families(question.costs, question.families, least, best.step_s, linked_s)
     bounds, least_s, schedule_notes = _try_schedules(question, best, bounds, max(least_s, bounds.linked_s))
-    chosen = _choose(question, best)
+    chosen = shallowest(question.simulator, _choose(question, best))
     near = neighbours(question.simulator, best, chosen.candidate)
     notes = [*search_notes, *schedule_notes, *_notes_on(question, best, chosen, least_s)]
     rows = _alternatives(compared, near, question.excluding_option)
@@ -409,7 +418,8 @@ def _plan_stages(question: Question, fixed_stages: FixedStages) -> Plan:
     bounds = bounds_of_families(costs, question.families, least, own.step_s)
     fastest = (own if own.step_s < best.step_s else best).fastest
     rows = _alternatives([*compared, Reference("best", fastest, None)], (), question.excluding_option)
-    return assemble(costs, own.fastest.candidate, question.options, bounds.linked_s, rows, [DICTATED_NOTE], bounds)
+    chosen = shallowest(question.simulator, own.fastest).candidate
+    return assemble(costs, chosen, question.options, bounds.linked_s, rows, [DICTATED_NOTE], bounds)
 
 
 def _judge_stages(question: Question, fixed_stages: FixedStages) -> Best:

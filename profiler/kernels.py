@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from math import prod
+from math import gcd, prod
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,6 +28,10 @@ from autopar.profiler.layer_runs import storage_key
 KernelKind = Literal["matmul", "convolution", "attention", "gather", "other"]
 
 
+ALIGNED_BYTES = 16
+"""What rows must be multiples of for a GPU to load them as quickly as it can."""
+
+
 class Kernel(NamedTuple):
     """One launch."""
 
@@ -42,6 +46,8 @@ class Kernel(NamedTuple):
     """Of products: numbers that are computed, independent of each other."""
     depth: int = 0
     """Of products: terms that are added up in each of them."""
+    aligned_bytes: int = ALIGNED_BYTES
+    """Of products of matrices: the largest power of two, up to that, of which all their rows are multiples."""
 
 
 def _row_products(args: tuple[Any, ...]) -> tuple[int, int]:
@@ -137,7 +143,8 @@ def _describe(
     outputs, depth = _product(name, args, new_tensors) if kind in ("matmul", "convolution") else (0, 0)
     dtype = (inputs or new_tensors or written_tensors)[0].dtype
     flops = 2 * outputs * depth if name in PRODUCTS else _flops(func, args, kwargs, result)
-    return Kernel(name, kind, dtype, flops, read, written, outputs, depth)
+    aligned = _aligned_bytes((*inputs, *new_tensors)) if kind == "matmul" and name not in PRODUCTS else ALIGNED_BYTES
+    return Kernel(name, kind, dtype, flops, read, written, outputs, depth, aligned)
 
 
 def _kind(func: Any, name: str) -> KernelKind:  # noqa: ANN401
@@ -178,6 +185,16 @@ def _product(name: str, args: tuple[Any, ...], new_tensors: Sequence[torch.Tenso
         return PRODUCTS[name](args)
     left: torch.Tensor = args[1 if name in ("addmm", "baddbmm") else 0]
     return new_tensors[0].numel(), left.shape[-1]
+
+
+def _aligned_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return what the rows of matrices, as they lie in memory, are multiples of.
+
+    >>> [_aligned_bytes([torch.empty(6, n, dtype=torch.bfloat16).t()]) for n in (8, 12, 50258, 50257)]
+    [16, 8, 4, 2]
+    """
+    rows = (max(each.stride()[-2:]) * each.element_size() for each in tensors if each.dim() > 1)
+    return gcd(ALIGNED_BYTES, *rows)
 
 
 def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:  # noqa: ANN401

@@ -91,6 +91,8 @@ def measure_layers(subject: Subject, options: ProfileOptions, progress: Progress
         after = observe(device)
         overhead_s = _overhead_s(subject, options.batch)
     layers = describe_layers(subject.graph, costs)
+    if device.type == "cuda":
+        overhead_s = max(0.0, overhead_s - _waiting_s(layers))
     noise, notes = _noise(layers, before, after, "warm" if subject.graph.hollow else "cold")
     return subject.record(
         options.batch,
@@ -339,6 +341,16 @@ def sizes_up_to(batch: int, least: int = 1) -> list[int]:
     if len(sizes) <= MAX_SIZES:
         return sizes
     return [sizes[round(index * (len(sizes) - 1) / (MAX_SIZES - 1))] for index in range(MAX_SIZES)]
+
+
+def _waiting_s(layers: Sequence[formats.Layer]) -> float:
+    """Return how long the host has nothing to hand to a GPU while that computes a mini-batch; it loads the next then.
+
+    Where several devices share the work, each has less of it; what the loading takes beyond that is not known here.
+    """
+    largest = [layer.costs[-1] for layer in layers]
+    forward = sum(each.forward_s - (each.forward_launch_s or 0.0) for each in largest)
+    return forward + sum(each.backward_s - (each.backward_launch_s or 0.0) for each in largest)
 
 
 def _overhead_s(subject: Subject, batch: int) -> float:

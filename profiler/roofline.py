@@ -23,6 +23,11 @@ from autopar.profiler.kernels import Kernel
 Numbers = npt.NDArray[np.float64]
 
 
+ALIGNED_SHARE = {16: 1.0, 8: 0.37, 4: 0.37, 2: 0.17}
+"""Of the rate of 16-bit products whose rows are multiples of 16 bytes, what others reach: medians of 19 products on an
+H100 (`docs/estimating.md`). A vocabulary of 50,257 has rows of an odd number of elements."""
+
+
 @dataclass(frozen=True)
 class Constants:
     """What a data sheet does not say. The defaults are starting points; `docs/estimating.md` says where each is from,
@@ -79,6 +84,8 @@ class KernelTable:
     outputs: Numbers
     """Infinite where saturation does not apply."""
     depth: Numbers
+    aligned_share: Numbers
+    """Of what matrices reach whose rows begin where the GPU loads quickest."""
     group: npt.NDArray[np.int64]
     groups: int
 
@@ -93,6 +100,7 @@ class KernelTable:
             bytes=np.array([float(kernel.read_bytes + kernel.written_bytes) for kernel in kernels]),
             outputs=np.array([float(kernel.outputs) or np.inf for kernel in kernels]),
             depth=np.array([float(kernel.depth) or np.inf for kernel in kernels]),
+            aligned_share=np.array([_aligned_share(kernel) for kernel in kernels]),
             group=np.array([index for index, _ in every], dtype=np.int64),
             groups=len(groups),
         )
@@ -106,11 +114,15 @@ class KernelTable:
 def seconds(table: KernelTable, gpu: Gpu, constants: Constants, launch_s: float | Numbers) -> Numbers:
     """Return the seconds of every group: the longer of its kernels' time on the device and of their launches."""
     saturation = (1 + constants.half_outputs / table.outputs) * (1 + constants.half_depth / table.depth)
-    computing = table.flops / table.flops_per_s / constants.matmul_share * saturation
+    computing = table.flops / table.flops_per_s / constants.matmul_share / table.aligned_share * saturation
     moving = table.bytes / (gpu.memory_bytes_per_s * constants.memory_share)
     each = np.maximum(computing, moving) + constants.kernel_s
     on_device = np.bincount(table.group, weights=each, minlength=table.groups)
     return np.asarray(np.maximum(on_device, table.launches * launch_s))
+
+
+def _aligned_share(kernel: Kernel) -> float:
+    return ALIGNED_SHARE[kernel.aligned_bytes] if kernel.dtype in (torch.float16, torch.bfloat16) else 1.0
 
 
 def _peak(gpu: Gpu, kernel: Kernel) -> float:

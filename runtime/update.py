@@ -26,6 +26,7 @@ from autopar.ranks.failure import PeerLostError
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.gradients.loss import LossScale, all_finite, first_not_finite
 from autopar.runtime.gradients.reducer import Reducer
+from autopar.runtime.messages.copies import value_of
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.stage.layers import seed_optimizer
 from autopar.runtime.stage.parameters import OptimizerParameters, local
@@ -285,7 +286,7 @@ class Update:
         """Return the sum of squares of the gradients that this rank answers for: of all ranks', the model's."""
         owned = (torch.view_as_real(each) if each.is_complex() else each for each in self._reducer.owned_gradients())
         norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in owned]
-        return float(torch.stack(norms).square().sum()) if norms else 0.0
+        return value_of(torch.stack(norms).square().sum()) if norms else 0.0
 
     def _sum(self, values: list[float]) -> list[float]:
         # In the hosts' memory, where they are known and wanted: GPUs go on meanwhile.

@@ -177,7 +177,10 @@ def _formula(name: str, line: Line) -> str:
 
 
 def _totals_in_words(profile: Profile) -> Iterator[str]:
-    yield f"loading a mini-batch of {profile.batch}: {duration(profile.step_overhead_s)}"
+    if profile.step_overhead_s or profile.device.type != "cuda":
+        yield f"loading a mini-batch of {profile.batch}: {duration(profile.step_overhead_s)}"
+    else:
+        yield f"loading a mini-batch of {profile.batch}: beside the GPU's work"
     update = sum(layer.update_s for layer in profile.layers)
     state = sum(layer.optimizer_bytes for layer in profile.layers)
     gradients = sum(layer.gradient_bytes for layer in profile.layers)

@@ -37,6 +37,7 @@ from autopar.ranks.context import RankContext
 from autopar.runtime.checkpoint.folder import MANIFEST, CheckpointFolder, check_file
 from autopar.runtime.checkpoint.state import HeldPiece, JobState, generators
 from autopar.runtime.result import weights
+from autopar.runtime.times import clock_of
 
 LOOK_S = 0.02
 """How often rank 0 looks for the notes of the others."""
@@ -68,6 +69,10 @@ class SaveResult(NamedTuple):
     failure: str | None
 
 
+class _PartError(FileError):
+    """A rank's part is not there; the message names the rank."""
+
+
 class CheckpointWriter:
     """Saves checkpoints together with the writers of the other ranks, one at a time."""
 
@@ -94,6 +99,8 @@ class CheckpointWriter:
         self._folder = CheckpointFolder(settings.folder)
         self._file = f"stage-{min(stages):05d}-replica-{replica:05d}.safetensors"
         self._unread = unread if context.rank == 0 else dict
+        self._clock = clock_of(context.device)
+        self._clock.start()
         self._buffers: dict[str, torch.Tensor] = {}
         self._constants: dict[str, torch.Tensor] | None = None
         self._writing: threading.Thread | None = None
@@ -126,14 +133,17 @@ class CheckpointWriter:
         """
         began_s = time.perf_counter()
         self.conclude()
+        marks = [self._clock.mark()]
         copies = self._copy()
+        marks.append(self._clock.mark())
         part = RankPart(
             optimizer=self._state.optimizer(), scheduler=self._state.scheduler(), loss_scale=self._state.loss_scale()
         )
         self._step, self._pause_s, self._busy_s = step, time.perf_counter() - began_s, 0.0
         self._failures, self._known_failure, self._abandoned = [], None, threading.Event()
         # What is being written is finished before Python ends.
-        self._writing = threading.Thread(target=self._write, args=(step, copies, part), name="autopar-checkpoint")
+        arguments = (step, copies, marks, part)
+        self._writing = threading.Thread(target=self._write, args=arguments, name="autopar-checkpoint")
         self._writing.start()
         if self._context.rank == 0:
             self._publishing = threading.Thread(
@@ -167,27 +177,26 @@ class CheckpointWriter:
         self._abandoned.set()
 
     def _copy(self) -> list[HeldPiece]:
-        """Copy what this rank writes into its buffers."""
-        device = self._context.device
-        every = (*self._state.pieces(), *generators(device, self._context.rank))
-        copies = [piece._replace(tensor=self._buffer(piece)) for piece in every if self._state.writes(piece)]
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return copies
+        """Copy what this rank writes into its buffers; a GPU does so behind this step's work and before the next's."""
+        every = (*self._state.pieces(), *generators(self._context.device, self._context.rank))
+        return [piece._replace(tensor=self._buffer(piece)) for piece in every if self._state.writes(piece)]
 
     def _buffer(self, piece: HeldPiece) -> torch.Tensor:
-        """Return a copy of a piece in the host's memory; of one from a GPU it is there once that is waited for."""
+        """Return a copy of a piece in the host's memory; of one from a GPU it is there once the thread that writes has
+        waited for it."""
         there = self._buffers.get(piece.key)
         if there is None or there.shape != piece.tensor.shape or there.dtype != piece.tensor.dtype:
             there = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=piece.tensor.is_cuda)
             self._buffers[piece.key] = there
         return there.copy_(piece.tensor, non_blocking=True)
 
-    def _write(self, step: int, copies: list[HeldPiece], part: RankPart) -> None:
-        """Write this rank's part, and leave a note of it."""
+    def _write(self, step: int, copies: list[HeldPiece], marks: list[object], part: RankPart) -> None:
+        """Write this rank's part, once it is copied, and leave a note of it."""
         began_s = time.thread_time()
         folder = self._folder.unfinished_folder(step, self._settings.token)
         try:
+            began, ended = self._clock.resolve(marks)
+            self._pause_s = max(self._pause_s, ended - began)
             folder.mkdir(exist_ok=True)
             pieces = [*copies, *self._constant_pieces()]
             files = []
@@ -225,21 +234,23 @@ class CheckpointWriter:
             parts = self._await_parts(folder)
             failed = next((part.failure for part in parts if part.failure is not None), None)
             if failed is not None:
-                raise FileError(failed)
+                raise _PartError(failed)
             manifest = merge(parts, step, self._settings.run, self._settings.plan, self._settings.state_keys)
             write_text(folder / MANIFEST, manifest.dumps())
             Checkpoint.read((folder / MANIFEST).read_text(encoding="utf-8"), folder / MANIFEST)
             for rank in range(self._context.size):
                 (folder / _note_name(rank)).unlink()
             self._folder.admit(step, token)
-        except Exception as error:
-            shutil.rmtree(folder, ignore_errors=True)
+        except _PartError as error:
             self._fail(step, str(error))
+        except Exception as error:
+            self._fail(step, f"rank {self._context.rank}: {error}")
         else:
             self._sound.append(step)
             self._folder.prune(self._sound)
 
     def _fail(self, step: int, why: str) -> None:
+        shutil.rmtree(self._folder.unfinished_folder(step, self._settings.token), ignore_errors=True)
         kept = f"that of step {self.newest} stays" if self._sound else "there is none yet"
         sys.stderr.write(f"autopar: the checkpoint of step {step} was not written: {why}; training goes on, {kept}\n")
         self._failures.append(why)
@@ -248,7 +259,7 @@ class CheckpointWriter:
         """Return the notes of all ranks, once they are there.
 
         Raises:
-            FileError: a rank has failed.
+            _PartError: a rank has failed.
         """
         parts: dict[int, RankPart] = {}
         while len(parts) < self._context.size:
@@ -259,7 +270,7 @@ class CheckpointWriter:
                     parts[rank] = RankPart.model_validate_json(path.read_text(encoding="utf-8"))
             if len(parts) < self._context.size:
                 if given_up:
-                    raise FileError(self._known_failure or "a rank has not written its part")
+                    raise _PartError(self._known_failure or "a rank has not written its part")
                 time.sleep(LOOK_S)
         return [parts[rank] for rank in range(self._context.size)]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from autopar.errors import TrainingError
-from autopar.runtime.messages.copies import Copies, HostCopy
+from autopar.runtime.messages.copies import Copies, HostCopy, value_of
 
 
 class LossTally:
@@ -104,7 +104,7 @@ def first_not_finite(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str |
 
 def _finite(tensors: list[torch.Tensor]) -> bool:
     norms = torch._foreach_norm(tensors)
-    if math.isfinite(float(torch.stack(norms).sum())):
+    if math.isfinite(value_of(torch.stack(norms).sum())):
         return True
     # Squares of finite numbers may overflow.
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)

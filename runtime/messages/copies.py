@@ -136,5 +136,16 @@ def move_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device)
 
 
+def value_of(scalar: torch.Tensor) -> float:
+    """Return a number that a device makes; the host sleeps until it is there, whatever is behind it."""
+    if not scalar.is_cuda:
+        return float(scalar)
+    host = torch.empty(scalar.shape, dtype=scalar.dtype, pin_memory=True).copy_(scalar, non_blocking=True)
+    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    done.record(torch.cuda.current_stream(scalar.device))
+    done.synchronize()
+    return float(host)
+
+
 def _through_page_locked(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True)

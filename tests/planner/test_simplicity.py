@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from autopar.planner.alternatives import simplicity, straddling
 from autopar.planner.assemble import candidate_of
 from autopar.planner.candidate import Candidate, Family, place
 from autopar.planner.costs.model import CostModel
+from autopar.planner.simulator.simulate import Simulator
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
 
 
@@ -37,6 +39,29 @@ def test_the_plan_is_within_one_percent_of_the_fastest_and_no_harder_to_use() ->
                 or made.predicted.step_s == exact.predicted.step_s
             )
     assert simpler >= 5
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_no_stage_keeps_more_in_flight_than_the_plan_needs(exact: bool) -> None:
+    slower = 0
+    for seed in range(24):
+        rng = random.Random(seed)
+        devices, count = rng.randint(1, 4), rng.choice([4, 8, 12])
+        profile = random_profile(seed, most_layers=8, batches=(24,))
+        fewest = min(len(profile.layers), rng.randint(1, devices))
+        options = PlanOptions(schedule="1f1b", micro_batches=count, min_stages=fewest, exact=exact)
+        cluster = random_cluster(seed, devices)
+        made = plan(profile, cluster, options)
+        simulator, candidate = Simulator(CostModel(profile, cluster, options)), candidate_of(made, profile)
+        for index, stage in enumerate(candidate.stages):
+            other = stage._replace(warmup=stage.warmup - 1)
+            behind = candidate.stages[index + 1 : index + 2]
+            if other.warmup == 0 or any(other.in_flight < min(each.in_flight, count) for each in behind):
+                continue
+            slower += 1
+            shallower = candidate._replace(stages=(*candidate.stages[:index], other, *candidate.stages[index + 1 :]))
+            assert simulator.step_s(shallower) > made.predicted.step_s * (1 + 1e-9), f"seed {seed}, stage {index}"
+    assert slower >= 8
 
 
 def test_the_best_plan_of_equal_widths_is_a_row_and_is_planned_when_asked_for() -> None:

@@ -38,13 +38,18 @@ def optimizer(parameters): return torch.optim.SGD(parameters, lr=0.1)
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def harness() -> Iterator[None]:
+    """Let ranks import what tests have them run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
+        yield
+
+
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
+def pool(harness: None) -> Iterator[RankPool]:
     """Ranks on one GPU each where there are enough, which NCCL then connects; else they share."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
     with RankPool(RANKS, device_type="cuda", share_gpus=True) as pool:
-        patch.undo()
         yield pool
 
 
