@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from autopar.errors import UsageError
+from autopar.errors import OutOfMemoryError, UsageError
 from autopar.formats import cluster as clusters
 from autopar.formats import plan as plans
 from autopar.formats.document import read_text
@@ -367,6 +367,7 @@ def train(
     resume: bool = False,
     accept_changes: bool = False,
     inject_fault: str | Sequence[str] = (),
+    black_box: str | Path | None = None,
     progress: StepProgress | None = None,
     phases: Progress = no_progress,
     **settings: Any,  # noqa: ANN401
@@ -389,6 +390,7 @@ def train(
             the run's first step.
         accept_changes: whether to go on though what is trained has changed, with all that still fits.
         inject_fault: what is to go wrong, as a drill: ``KIND@RANK:STEP[:ACTION]``, such as ``kill@1:7``; or several.
+        black_box: file for the last actions of every rank, if the run fails; :func:`show` shows it.
         progress: called with (step, loss) as steps end.
         phases: told what else is done.
         settings: fields of :class:`autopar.runtime.settings.TrainSettings`, such as ``clip_norm``; with
@@ -399,6 +401,8 @@ def train(
     """
     planned, model, data = _runnable(plan, seed)
 
+    from autopar.fitting import remedy_of
+    from autopar.inputs import planned_file
     from autopar.recalibration import compare_with_prediction
     from autopar.runtime.start.launch import run, run_options
 
@@ -416,9 +420,14 @@ def train(
         resume=resume,
         accept_changes=accept_changes,
         inject_fault=inject_fault,
+        black_box=black_box,
         **settings,
     )
-    outcome = run(planned, model, options, progress)
+    try:
+        outcome = run(planned, model, options, progress)
+    except OutOfMemoryError as error:
+        error.args = (f"{error}; {remedy_of(error, planned, planned_file(plan))}",)
+        raise
     return compare_with_prediction(outcome, planned, partial(simulate, plan, progress=phases))
 
 

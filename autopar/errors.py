@@ -8,6 +8,7 @@
     │   ├── CaptureError         4   the model cannot be captured as a graph
     │   └── ProgramError         4   a plan's program does not carry it out, or would deadlock (autopar.schedules.check)
     └── TrainingError            5   a rank failed, was lost, or stopped answering
+        └── OutOfMemoryError     5   a rank ran out of memory
 
 The number is the exit code of the command line. A message is one line: what is wrong, where, which value, and
 what to do about it.
@@ -52,6 +53,15 @@ class TrainingError(AutoparError):
     """A rank failed, was lost, or stopped answering."""
 
     exit_code = 5
+
+
+class OutOfMemoryError(TrainingError):
+    """A rank ran out of memory."""
+
+    def __init__(self, message: str, memory_bytes: int) -> None:
+        super().__init__(message)
+        self.memory_bytes = memory_bytes
+        """Of a device, with which to plan anew."""
 
 
 def printable(message: str) -> str:

@@ -234,8 +234,13 @@ def _cluster(loaded_plan: Plan, plan: Path, cluster_name: str | None, profile: P
 def open_plan(plan: Plan | str | Path, seed: int | None = None) -> tuple[Plan, Path]:
     """Return a plan, with another run seed if one is given, and the file that what it names is relative to."""
     if isinstance(plan, Plan):
-        return plan if seed is None else plan.model_copy(update={"seed": seed}), Path("plan.json")
-    return read_plan(Path(plan), seed), Path(plan)
+        return plan if seed is None else plan.model_copy(update={"seed": seed}), planned_file(plan)
+    return read_plan(Path(plan), seed), planned_file(plan)
+
+
+def planned_file(plan: Plan | str | Path) -> Path:
+    """Return the file that what a plan names is relative to."""
+    return Path("plan.json") if isinstance(plan, Plan) else Path(plan)
 
 
 def resolve_machines(

@@ -86,6 +86,13 @@ def _document(kind: str, file: Path, progress: Progress) -> FileView:
         manifest = Checkpoint.load(file)
         title = f"checkpoint of {manifest.run.model}, step {manifest.step}"
         return FileView(kind, title, manifest.dumps(), partial(render_manifest, manifest, title))
+    if kind == "blackbox":
+        from autopar.formats.blackbox import BlackBox
+        from autopar.report.blackbox import render as render_black_box
+
+        found = BlackBox.load(file)
+        title = f"last actions before {found.date}"
+        return FileView(kind, title, found.dumps(), partial(render_black_box, found))
     from autopar.formats.program import Program
     from autopar.report.run import render_program
 

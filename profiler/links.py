@@ -16,7 +16,8 @@ from autopar.progress import Progress, no_progress
 from autopar.ranks.board import STEPPING, Note
 from autopar.ranks.context import join_from_environment
 from autopar.ranks.environment import rank_from_environment
-from autopar.ranks.pool import Doing, RankPool
+from autopar.ranks.monitor import Doing
+from autopar.ranks.pool import RankPool
 
 _TIMEOUT_S = 300.0
 

@@ -34,6 +34,7 @@ from autopar.formats.program import (
 from autopar.ranks.failure import PeerLostError, is_of_connection
 from autopar.runtime.gradients.loss import LossScale, LossTally
 from autopar.runtime.gradients.reducer import Reducer
+from autopar.runtime.memory import is_out_of_memory, out_of_memory
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.stage.layers import seed_generator, seed_of
 from autopar.runtime.stage.stage import InFlightMicroBatch, Stage
@@ -202,9 +203,9 @@ class Executor:
         passing = self._passing
         marks = [mark()]
         for position, perform in enumerate(self._performs):
-            if position not in passing:
-                note(step, position)
             try:
+                if position not in passing:
+                    note(step, position)
                 if position in due:
                     post(position)
                 perform()
@@ -230,10 +231,9 @@ class Executor:
         place = f"rank {self._surroundings.rank} (stage {action.stage}, step {self._step}, {action})"
         if isinstance(error, AutoparError):
             return type(error)(f"{place}: {error}")
-        if isinstance(error, torch.OutOfMemoryError):
-            # What was asked for and what there is; then follows advice on settings of torch's.
-            said = ". ".join(str(error).split(". ")[:3]).removesuffix(".") or "out of memory"
-            return TrainingError(f"{place}: {said}; plan with a smaller `memory_bytes`")
+        if is_out_of_memory(error):
+            own = self._surroundings
+            return out_of_memory(place, error, own.plan, {each.stage for each in own.actions}, own.device)
         kind = PeerLostError if is_of_connection(error) else TrainingError
         return kind(f"{place}: {type(error).__name__}: {error}")
 

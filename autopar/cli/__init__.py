@@ -33,6 +33,7 @@ from autopar.cli.interrupt import INTERRUPTED, Termination, ended_by, record_int
 from autopar.cli.output import quietly, results_only, version_of
 from autopar.errors import AutoparError, FileError, UsageError, printable
 from autopar.formats.references import allow_any_path
+from autopar.ranks.supervisor import is_supervised
 
 __all__ = ["app", "main"]
 
@@ -71,9 +72,8 @@ def _settings(
     if trust_paths:
         context.with_resource(allow_any_path())
     # main() reads --debug from the command line itself: mistakes on it are errors, too.
-    # A rank's launcher ends all of its ranks, and waits for none that is inside a collective.
-    command = context.invoked_subcommand
-    if command != "worker" and not (command == "cluster" and "RANK" in os.environ):
+    # A rank's launcher ends all of its ranks, and waits for none that is inside a collective; so does a supervisor.
+    if not is_supervised(os.environ) and not (context.invoked_subcommand == "cluster" and "RANK" in os.environ):
         context.with_resource(unwind_on_termination(context.obj))
 
 

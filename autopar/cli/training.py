@@ -157,6 +157,11 @@ class TrainingArguments:
 
         return known_steps(self.steps, self.epochs)
 
+    @property
+    def black_box(self) -> Path:
+        """Where the last actions of every rank are written if the run fails: beside the report."""
+        return self.report.with_suffix(".blackbox.json")
+
     def check(self, loaded_plan: Plan) -> None:
         """Refuse, before anything starts, what could not be written afterwards.
 
@@ -217,6 +222,7 @@ class TrainingArguments:
             "timeout_s",
             "checkpoint",
             "every",
+            "black_box",
         )
         switches = ("resume", "accept_changes", "share_gpus", "cpu_offload", "deferred_batch_norm", "sync_batch_norm")
         own = {name: getattr(self, name) for name in (*names, *switches)} | {"inject_fault": self.inject_fault or ()}

@@ -1,18 +1,24 @@
-"""``autopar worker``: one rank of a run that a launcher has started, on one host or several."""
+"""``autopar worker``: one rank of a run that a launcher has started, on one host or several.
+
+The process that the launcher starts reads the plan, starts the same command again as the rank, and watches over it.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from functools import partial
 
 import typer
 
 from autopar.cli.training import TrainingArguments, conclude, training_command
 from autopar.errors import FileError, UsageError
+from autopar.fitting import remedy_of
 from autopar.formats.plan import Plan
 from autopar.inputs import data_of, model_of, predict, read_plan
 from autopar.ranks.environment import LaunchedRank, rank_from_environment
 from autopar.ranks.failure import SaidElsewhereError
+from autopar.ranks.supervisor import SupervisedRank, is_supervised, supervise
 
 
 @training_command
@@ -24,15 +30,10 @@ def command(arguments: TrainingArguments) -> None:
     """
     launch = rank_from_environment(os.environ)
     try:
-        chosen, model = _read(arguments, launch)
-
-        from autopar.cli.progress import long_simulation, steps_progress
-        from autopar.recalibration import compare_with_prediction
-        from autopar.runtime.start.launch import join, run_options
-
-        options = run_options(data=data_of(chosen, arguments.plan), **arguments.options())
-        with steps_progress(arguments.known_steps, quiet=launch.rank != 0) as progress:
-            outcome = join(chosen, model, options, launch, progress)
+        if is_supervised(os.environ):
+            _train(arguments, launch)
+        else:
+            _watch(arguments, launch)
     except SaidElsewhereError as error:
         raise typer.Exit(error.exit_code) from None
     except UsageError:
@@ -40,11 +41,41 @@ def command(arguments: TrainingArguments) -> None:
         if launch.rank == 0:
             raise
         raise typer.Exit(UsageError.exit_code) from None
-    if outcome is not None:
-        conclude(
-            arguments,
-            compare_with_prediction(outcome, chosen, partial(predict, arguments.plan, progress=long_simulation)),
-        )
+
+
+def _watch(arguments: TrainingArguments, launch: LaunchedRank) -> None:
+    """Start the rank, and watch over it."""
+    from autopar.runtime.start.supervision import watch_of
+
+    chosen, _ = _read(arguments, launch)
+    place = (launch.ranks_of_host, arguments.timeout_s, arguments.black_box)
+    remedy = partial(remedy_of, planned=chosen, path=arguments.plan)
+    watch = watch_of(chosen, arguments.program, *place, remedy)
+    code = supervise(launch, watch, [sys.executable, "-m", "autopar", *sys.argv[1:]])
+    if code:
+        raise typer.Exit(code)
+
+
+def _train(arguments: TrainingArguments, launch: LaunchedRank) -> None:
+    """Train as the rank, and say what fails to whoever watches over it."""
+    with SupervisedRank(launch) as supervised:
+        try:
+            chosen, model = _read(arguments, launch)
+
+            from autopar.cli.progress import long_simulation, steps_progress
+            from autopar.recalibration import compare_with_prediction
+            from autopar.runtime.start.launch import join, run_options
+
+            options = run_options(data=data_of(chosen, arguments.plan), **arguments.options())
+            with steps_progress(arguments.known_steps, quiet=launch.rank != 0) as progress:
+                outcome = join(chosen, model, options, launch, progress, supervised)
+            if outcome is not None:
+                predicted = partial(predict, arguments.plan, progress=long_simulation)
+                conclude(arguments, compare_with_prediction(outcome, chosen, predicted))
+            supervised.finish()
+        except Exception as error:
+            supervised.fail(error)
+            raise typer.Exit(1) from None
 
 
 def _read(arguments: TrainingArguments, launch: LaunchedRank) -> tuple[Plan, str]:

@@ -114,7 +114,7 @@ def _relative(path: Path, folder: Path) -> str:
     return Path(os.path.relpath(os.path.realpath(path), os.path.realpath(folder))).as_posix()
 
 
-KINDS = ("profile", "cluster", "plan", "program", "report", "trace", "checkpoint")
+KINDS = ("profile", "cluster", "plan", "program", "report", "trace", "checkpoint", "blackbox")
 
 
 def kind_of(path: str | Path) -> str:

@@ -1,8 +1,8 @@
 """Board: a small shared file on which every rank of a host notes what it is doing.
 
-A rank that is killed or stopped cannot say where it was; the board still can. It is read while ranks write: every
-number is stored at once, and none is ever half of an old and half of a new one (nor 0 in between, as with
-:mod:`struct`, which clears what it is to fill).
+A rank that is killed or stopped cannot say where it was; the board still can, with the last actions before. It is read
+while ranks write: every number is stored at once, and none is ever half of an old and half of a new one (nor 0 in
+between, as with :mod:`struct`, which clears what it is to fill).
 """
 
 from __future__ import annotations
@@ -24,9 +24,16 @@ SET_UP_S = 120.0
 LOOK_S = 0.001
 """How often a rank looks for what it waits for."""
 
-_FIELDS = 4
+HISTORY = 100
+"""How many last actions of every rank the board keeps."""
+
 _BYTES = 8
 """Of every field, a whole number or a time."""
+_PHASE, _STEP, _POSITION, _TIME, _SLOWNESS, _COUNT, _HEAD = range(7)
+_ENTRY = 3
+"""Of an action that is kept: step, position and time."""
+_FIELDS = _HEAD + HISTORY * _ENTRY
+_STOP, _LAST, _BLAMED, _SAID, _TAIL = range(5)
 
 
 class Note(NamedTuple):
@@ -45,31 +52,75 @@ class Board:
     """One slot per rank in a memory-mapped file; a rank writes only its own."""
 
     def __init__(self, path: Path, ranks: int) -> None:
-        """Open the board at ``path``, creating it if it is not there."""
+        """Open the board at ``path``, creating it if it is not there, or not of that size."""
         # Behind the ranks' slots is one for whoever watches over them.
-        size = _FIELDS * _BYTES * (ranks + 1)
+        size = (_FIELDS * ranks + _TAIL) * _BYTES
         self._stop = _FIELDS * ranks
-        if not path.exists():
-            path.write_bytes(bytes(size))
-        with path.open("r+b") as file:
+        with path.open("a+b") as file:
+            if file.tell() < size:
+                file.truncate(size)
             self._map = mmap.mmap(file.fileno(), size)
         # The same memory, twice.
         self._numbers, self._times_s = memoryview(self._map).cast("q"), memoryview(self._map).cast("d")
 
     def write(self, rank: int, phase: int, step: int = 0, position: int = 0) -> None:
         """Note what a rank begins to do, now."""
-        at = rank * _FIELDS
-        self._numbers[at], self._numbers[at + 1], self._numbers[at + 2] = phase, step, position
-        self._times_s[at + 3] = time.monotonic()
+        numbers, at, now_s = self._numbers, rank * _FIELDS, time.monotonic()
+        numbers[at], numbers[at + _STEP], numbers[at + _POSITION] = phase, step, position
+        self._times_s[at + _TIME] = now_s
+
+    def write_action(self, rank: int, step: int, position: int) -> None:
+        """Note the action of a step that a rank begins, now, and keep it with the last ones before."""
+        self.write(rank, STEPPING, step, position)
+        numbers, at = self._numbers, rank * _FIELDS
+        count = numbers[at + _COUNT]
+        entry = at + _HEAD + count % HISTORY * _ENTRY
+        numbers[entry], numbers[entry + 1] = step, position
+        self._times_s[entry + 2] = self._times_s[at + _TIME]
+        numbers[at + _COUNT] = count + 1
 
     def stepping(self, rank: int) -> Callable[[int, int], None]:
         """Return what notes the action of a step that a rank begins: step, position."""
-        return partial(self.write, rank, STEPPING)
+        return partial(self.write_action, rank)
 
     def read(self, rank: int) -> Note:
         """Return a rank's last note, which may have the numbers of two, if the rank is writing."""
         at, numbers = rank * _FIELDS, self._numbers
-        return Note(numbers[at], numbers[at + 1], numbers[at + 2], self._times_s[at + 3])
+        return Note(numbers[at], numbers[at + _STEP], numbers[at + _POSITION], self._times_s[at + _TIME])
+
+    def history(self, rank: int) -> list[Note]:
+        """Return the last actions that a rank has begun, oldest first: at most :data:`HISTORY`."""
+        at, numbers = rank * _FIELDS, self._numbers
+        count = numbers[at + _COUNT]
+        entries = (at + _HEAD + each % HISTORY * _ENTRY for each in range(max(0, count - HISTORY), count))
+        return [Note(STEPPING, numbers[entry], numbers[entry + 1], self._times_s[entry + 2]) for entry in entries]
+
+    def write_slowness(self, rank: int, ratio: float) -> None:
+        """Note how many times as long as planned a rank's computing took in the last step."""
+        self._times_s[rank * _FIELDS + _SLOWNESS] = ratio
+
+    def slowness(self, rank: int) -> float:
+        """Return what a rank last noted of its computing; 0 before its first step has ended."""
+        return self._times_s[rank * _FIELDS + _SLOWNESS]
+
+    def blame(self, rank: int) -> None:
+        """Note whose failure is the cause of all that fails; the first to be noted stays."""
+        if self.blamed is None:
+            self._numbers[self._stop + _BLAMED] = rank + 1
+
+    def write_said(self) -> None:
+        """Note that the cause of all that fails has been found out, and is said now."""
+        self._numbers[self._stop + _SAID] = 1
+
+    @property
+    def said(self) -> bool:
+        """Whether the cause of what fails is said already."""
+        return bool(self._numbers[self._stop + _SAID])
+
+    @property
+    def blamed(self) -> int | None:
+        """The rank whose failure is the cause, once it is known."""
+        return self._numbers[self._stop + _BLAMED] - 1 if self._numbers[self._stop + _BLAMED] else None
 
     def request_stop(self) -> None:
         """Ask the ranks to end behind the step that :meth:`announce_last` will name."""
@@ -77,7 +128,7 @@ class Board:
 
     def announce_last(self, step: int) -> None:
         """Say which step is the last; it may be one that no rank begins."""
-        self._numbers[self._stop + 1] = step + 1
+        self._numbers[self._stop + _LAST] = step + 1
         self._numbers[self._stop] = 2
 
     @property
@@ -88,7 +139,7 @@ class Board:
     @property
     def last_step(self) -> int | None:
         """The last step, once it is known."""
-        return self._numbers[self._stop + 1] - 1 if self._numbers[self._stop] == 2 else None
+        return self._numbers[self._stop + _LAST] - 1 if self._numbers[self._stop] == 2 else None
 
     def ends_before(self, rank: int, step: int) -> bool:
         """Note that a rank is about to begin a step, and return whether it is not to.

@@ -221,6 +221,7 @@ def join_from_environment(
     size: int,
     files: Mapping[str, str] | None = None,
     share_gpus: bool = False,
+    board: Board | None = None,
 ) -> Iterator[RankContext]:
     """Join the ranks that a launcher has started, once all are there and were given the same files.
 
@@ -244,7 +245,9 @@ def join_from_environment(
     except (RuntimeError, ValueError) as error:
         address = f"{launch.address}:{launch.port}"
         raise TrainingError(f"rank {launch.rank} could not join the others at {address}: {error}") from error
-    context = RankContext(launch.rank, launch.size, launch.local_rank, launch.local_size, device, timeout_s)
+    context = RankContext(
+        launch.rank, launch.size, launch.local_rank, launch.local_size, device, timeout_s, board=board
+    )
     try:
         yield context.detect_nccl(share_gpus=share_gpus)
     finally:

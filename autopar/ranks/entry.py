@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Serve jobs until standard input closes."""
     settings = json.loads(sys.argv[1])
-    _die_with(int(settings["parent"]))
+    die_with(int(settings["parent"]))
     # An interrupt of this process alone ends it as any signal does, without a traceback; its parent says so.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # User code may print; the parent's standard output is for results alone.
@@ -76,7 +76,7 @@ def _send(pipe: object, message: dict[str, object]) -> None:
     pipe.write(json.dumps(message) + "\n")
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Ask the kernel to end this process when its parent ends, however that happens."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

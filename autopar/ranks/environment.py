@@ -42,6 +42,12 @@ class LaunchedRank(NamedTuple):
         """Whether all ranks are on this host."""
         return self.local_size == self.size
 
+    @property
+    def ranks_of_host(self) -> range:
+        """The ranks of this host, which follow each other."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_size)
+
 
 def rank_from_environment(environment: Environment) -> LaunchedRank:
     """Return the rank that the environment describes.

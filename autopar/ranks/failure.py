@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from dataclasses import asdict, dataclass
 
-from autopar.errors import AutoparError, FileError, InfeasibleError, TrainingError, UsageError
+from autopar.errors import AutoparError, FileError, InfeasibleError, OutOfMemoryError, TrainingError, UsageError
 
 
 class PeerLostError(TrainingError):
@@ -43,13 +43,16 @@ class Failure:
     """Whether the message says where by itself."""
     trace: str
     """The traceback, for ``--debug``."""
+    memory_bytes: int | None = None
+    """Of a rank that ran out of memory: what to plan with."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Describe an error raised in this process."""
         trace = "".join(traceback.format_exception(error))
         if isinstance(error, AutoparError):
-            return cls(str(error), error.exit_code, isinstance(error, PeerLostError), True, trace)
+            memory_bytes = error.memory_bytes if isinstance(error, OutOfMemoryError) else None
+            return cls(str(error), error.exit_code, isinstance(error, PeerLostError), True, trace, memory_bytes)
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         message = " ".join(str(error).split()) or "no message"
@@ -59,8 +62,11 @@ class Failure:
 
     def as_error(self, where: str = "") -> AutoparError:
         """Return an error of the kind that was raised, its traceback in a note; ``where`` precedes the message."""
+        message = f"{where}{self.message}"
         kinds = {kind.exit_code: kind for kind in (UsageError, InfeasibleError, FileError)}
-        error = kinds.get(self.exit_code, TrainingError)(f"{where}{self.message}")
+        error: AutoparError = kinds.get(self.exit_code, TrainingError)(message)
+        if self.memory_bytes is not None:
+            error = OutOfMemoryError(message, self.memory_bytes)
         error.add_note(self.trace)
         return error
 

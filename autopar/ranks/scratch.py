@@ -14,7 +14,7 @@ from typing import Self
 from autopar.ending import closing
 
 PREFIX = "autopar-"
-_LOCK = "lock"
+LOCK = "lock"
 
 
 class Scratch:
@@ -29,13 +29,13 @@ class Scratch:
         _sweep(Path(tempfile.gettempdir()))
         self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-"))
         # Locked before it has its name, so that nobody finds it unlocked.
-        unnamed = self.path / f".{_LOCK}"
+        unnamed = self.path / f".{LOCK}"
         # Taken away by close(), or where the process ends at once.
         self._closing = ExitStack()
         self._closing.enter_context(closing(self._remove))
         self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        unnamed.rename(self.path / _LOCK)
+        unnamed.rename(self.path / LOCK)
 
     def close(self) -> None:
         self._closing.close()
@@ -64,7 +64,7 @@ def _sweep(parent: Path) -> None:
 
 
 def _remove_if_unlocked(folder: Path) -> None:
-    handle = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)

@@ -29,7 +29,7 @@ from autopar.runtime.rehearsal.stand_ins import MemoryLedger, StandInJob, count_
 from autopar.runtime.rehearsal.transport import PricedTransport
 from autopar.runtime.settings import check_scope
 from autopar.runtime.start.job import DEFAULTS
-from autopar.runtime.start.launch import describe
+from autopar.runtime.start.supervision import describe
 from autopar.runtime.times import PricedClock, SleepingClock, VirtualClock
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
@@ -191,7 +191,7 @@ def _in_processes(what: _RehearsalTask, pool: RankPool, timeout_s: float, progre
         arguments,
         ranks=len(what.plan.devices),
         timeout_s=timeout_s,
-        describe=describe(what.plan, what.program),
+        describe=describe(what.program),
         on_message=tell,
     )
     return [cast(_RankRecord, each) for each in found]

@@ -6,14 +6,11 @@ In come the ranks' results, which are plain data: losses, times of steps and act
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from statistics import median, quantiles
-from typing import Literal, TypedDict
+from typing import TypedDict
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -277,35 +274,6 @@ def _utilisation(results: Sequence[RankResult], step_s: float) -> tuple[float | 
         return None, None
     flops = (1 + BACKWARD_FLOPS) * sum(result["forward_flops"] for result in results)
     return float(flops), flops / (step_s * sum(known))
-
-
-class PeakMemory:
-    """Watches from its creation on; create it before the stage is built."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.kind: Literal["resident", "allocated"] = "allocated" if device.type == "cuda" else "resident"
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        else:
-            with suppress(OSError):
-                # Linux forgets the process's high-water mark.
-                Path("/proc/self/clear_refs").write_text("5")
-            self._before_bytes = _status_bytes("VmRSS")
-
-    def peak_bytes(self) -> int:
-        """Return the most bytes held since creation, beyond those held then; 0 where the system does not tell."""
-        if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self._device))
-        return max(0, _status_bytes("VmHWM") - self._before_bytes)
-
-
-def _status_bytes(key: str) -> int:
-    try:
-        match = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(match[1]) * 1024 if match else 0
 
 
 class ForwardFlops:

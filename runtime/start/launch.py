@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -20,13 +21,14 @@ from autopar.errors import UsageError
 from autopar.formats.faults import Fault
 from autopar.formats.plan import Plan
 from autopar.formats.profile import path_of
-from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, REDUCE, REDUCE_TIED, Program
-from autopar.ranks.board import FINISHED, STEPPING, Note
+from autopar.formats.program import Program
+from autopar.ranks.board import SET_UP_S
 from autopar.ranks.context import RankContext, join_from_environment
 from autopar.ranks.environment import LaunchedRank
 from autopar.ranks.failure import Failure
-from autopar.ranks.pool import Describe, Doing, RankPool
+from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
+from autopar.ranks.supervisor import SupervisedRank
 from autopar.runtime.checkpoint.cadence import Every, known_every
 from autopar.runtime.checkpoint.training import Attempt, CheckpointArguments, attempt_in
 from autopar.runtime.data import steps_of_epoch
@@ -42,6 +44,7 @@ from autopar.runtime.settings import (
     known_steps,
 )
 from autopar.runtime.start.saving import check_shared, folder_of, make_folder, new_set, set_of
+from autopar.runtime.start.supervision import black_box_of, describe, say_slow
 from autopar.runtime.start.worker import TrainArguments, load_for, train
 from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.check import check, read_program
@@ -83,6 +86,8 @@ class RunOptions:
     """Whether to go on though what is trained has changed."""
     faults: tuple[Fault, ...] = ()
     """What is to go wrong, as a drill."""
+    black_box: Path | None = None
+    """File for the last actions of every rank, if the run fails."""
 
     def __post_init__(self) -> None:
         if self.checkpoint is None and (self.resume or self.accept_changes or self.every != "auto"):
@@ -114,6 +119,7 @@ def run_options(
     resume: bool = False,
     accept_changes: bool = False,
     inject_fault: str | Sequence[str] = (),
+    black_box: str | Path | None = None,
     **settings: Any,  # noqa: ANN401
 ) -> RunOptions:
     """Return what the user asks of a run; its arguments are those of :func:`autopar.train`.
@@ -127,8 +133,8 @@ def run_options(
     for name in settings:
         if name not in known:
             raise UsageError(f"train() has no option {name!r}; its settings are {', '.join(known)}")
-    paths = (None if each is None else Path(each) for each in (weights, save, data, program, checkpoint))
-    weights, save, data, program, checkpoint = paths
+    files = (weights, save, data, program, checkpoint, black_box)
+    weights, save, data, program, checkpoint, black_box = (None if each is None else Path(each) for each in files)
     asked = known_steps(steps, epochs)
     return RunOptions(
         DEFAULT_STEPS if asked is None else asked,
@@ -145,6 +151,7 @@ def run_options(
         resume=resume,
         accept_changes=accept_changes,
         faults=tuple(map(Fault.parse, [inject_fault] if isinstance(inject_fault, str) else inject_fault)),
+        black_box=black_box,
     )
 
 
@@ -182,8 +189,10 @@ def run(
                 _arguments(plan, program, model, scratch.path, options, facts),
                 ranks=len(plan.devices),
                 timeout_s=options.timeout_s,
-                describe=describe(plan, program),
+                describe=describe(program),
                 on_message=_sum_losses(plan, progress),
+                on_slow=partial(say_slow, plan, program),
+                on_failure=black_box_of(options.black_box, program, range(len(plan.devices))),
                 stoppable=True,
             )
         found = [cast(RankResult, result) for result in results]
@@ -191,7 +200,12 @@ def run(
 
 
 def join(
-    plan: Plan, model: str, options: RunOptions, launch: LaunchedRank, progress: StepProgress | None = None
+    plan: Plan,
+    model: str,
+    options: RunOptions,
+    launch: LaunchedRank,
+    progress: StepProgress | None = None,
+    supervised: SupervisedRank | None = None,
 ) -> Outcome | None:
     """Train as one of the ranks that a launcher has started; rank 0 returns the outcome.
 
@@ -201,8 +215,11 @@ def join(
     """
     program = _program(plan, options)
     files = _digests(plan, program, model, options)
-    joining = (launch, plan.device_type, options.timeout_s, len(plan.devices), files, options.share_gpus)
-    with join_from_environment(*joining) as context:
+    # Twice as long, so that a supervisor, which knows what every rank was doing, is the first to speak.
+    patience_s = options.timeout_s if supervised is None else 2 * max(options.timeout_s, SET_UP_S)
+    board = None if supervised is None else supervised.board
+    joining = (launch, plan.device_type, patience_s, len(plan.devices), files, options.share_gpus, board)
+    with join_from_environment(*joining) as context, _speaking(supervised):
         if options.save is not None and not launch.one_host:
             check_shared(context, options.save)
         if options.checkpoint is not None and not launch.one_host:
@@ -219,6 +236,17 @@ def join(
                 if context.rank != 0:
                     return None
                 return _conclude(plan, program, gathered, options, initial, facts)
+
+
+@contextmanager
+def _speaking(supervised: SupervisedRank | None) -> Iterator[None]:
+    """Tell the supervisor of an error before the others are left, which may take as long as they let it."""
+    try:
+        yield
+    except Exception as error:
+        if supervised is not None:
+            supervised.fail(error)
+        raise
 
 
 def _digests(plan: Plan, program: Program, model: str, options: RunOptions) -> dict[str, str]:
@@ -419,20 +447,6 @@ def _ranks(plan: Plan, pool: RankPool | None, share_gpus: bool) -> Iterator[Rank
         size, device_type = len(plan.devices), plan.device_type
         with RankPool(size, threads=plan.threads, device_type=device_type, share_gpus=share_gpus) as own:
             yield own
-
-
-def describe(plan: Plan, program: Program) -> Describe:
-    """Return what puts the last note of a rank that performs a program into words."""
-
-    def words(rank: int, note: Note) -> Doing:
-        if note.phase != STEPPING:
-            # A rank that has finished waits for all others before it saves anything.
-            return Doing(*("finishing", True) if note.phase == FINISHED else ("setting up", False))
-        action = program.ranks[rank][note.position]
-        waiting = action.kind in (RECEIVE, RECEIVE_GRADIENT, REDUCE, REDUCE_TIED)
-        return Doing(f"stage {action.stage}, step {note.step}, {action}", waiting)
-
-    return words
 
 
 def _sum_losses(plan: Plan, progress: StepProgress | None) -> Callable[[int, dict[str, object]], None]:

@@ -29,18 +29,20 @@ from autopar.ranks.board import FINISHED
 from autopar.ranks.context import RankContext
 from autopar.runtime.checkpoint.training import CheckpointArguments, RunCheckpoints
 from autopar.runtime.execute import StepRecord
+from autopar.runtime.memory import PeakMemory, is_out_of_memory, out_of_memory
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.result import weights
-from autopar.runtime.result.outcome import ForwardFlops, PeakMemory, RankResult, StepResults, peak_of
+from autopar.runtime.result.outcome import ForwardFlops, RankResult, StepResults, peak_of
 from autopar.runtime.result.weights import StoredFile
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.faults import FaultInjector
 from autopar.runtime.start.job import DEFAULTS, Job
 from autopar.runtime.start.saving import holders, write_stages
+from autopar.runtime.start.supervision import slowness
 from autopar.runtime.start.workspace import Workspace
 from autopar.runtime.times import LayerTimes, clock_of
 from autopar.schedules.check import check
-from autopar.schedules.expand import expand
+from autopar.schedules.expand import expand, stages_of
 
 GRADIENTS, PARAMETERS, BUFFERS, UNREAD = "gradients", "parameters", "buffers", "unread"
 """Folders of a rank: of the first step, as the optimizer was given them; after the last; and what no layer reads."""
@@ -187,7 +189,9 @@ class TrainingRun:
         self._first = 0 if checkpoints is None else checkpoints.first_step
         self._watches = LayerMonitor(job, context.device, steps - self._first, time_layers)
         self._origin_s = _common_origin(context)
-        self._laps = StepClock(self._origin_s, lags=clock_of(context.device).lags)
+        self._lags = clock_of(context.device).lags
+        self._laps = StepClock(self._origin_s, lags=self._lags)
+        self._slowness = slowness(job.plan, job.actions)
         self._records: list[StepRecord] = []
 
     def perform(self) -> None:
@@ -237,10 +241,17 @@ class TrainingRun:
         self._laps.end(record)
         self._watches.end_step(done, record)
         self._records.append(record)
+        self._note_slowness()
         if done >= RECORDED_STEPS:
             self._records[done - RECORDED_STEPS].times_s.clear()
         if any(stage.loss for stage in self._job.stages.values()):
             self._context.report({"step": step, "loss": record.loss, "count": record.count})
+
+    def _note_slowness(self) -> None:
+        """Note how long the last step took that the device is known to be done with."""
+        known = self._records[:-1] if self._lags else self._records
+        if self._context.board is not None and known:
+            self._context.board.write_slowness(self._context.rank, self._slowness(known[-1].times_s))
 
 
 def _common_origin(context: RankContext) -> float:
@@ -297,7 +308,13 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     edited = arguments["program"]
     program = None if edited is None else Program.parse(edited, Path("program.json"))
     faults = [Fault.parse(each) for each in arguments["faults"]]
-    job = build(context, plan, model, graph, workspace, settings, program, faults)
+    try:
+        job = build(context, plan, model, graph, workspace, settings, program, faults)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        place = f"rank {context.rank} (setting up)"
+        raise out_of_memory(place, error, plan, stages_of(plan, context.rank)[0], context.device) from error
     notes = [*workspace.notes(), *(_warmed_up(job) if settings.compile else [])]
     checkpoints = _checkpoints(context, job, graph, workspace, arguments["checkpoint"])
     run = TrainingRun(job, context, arguments["steps"], checkpoints, time_layers=settings.time_layers)

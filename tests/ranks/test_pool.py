@@ -14,7 +14,8 @@ import pytest
 
 from autopar.errors import AutoparError, FileError, TrainingError
 from autopar.ranks.board import Note
-from autopar.ranks.pool import Doing, RankPool
+from autopar.ranks.monitor import Doing
+from autopar.ranks.pool import RankPool
 from paths import HARNESS
 
 

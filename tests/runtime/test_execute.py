@@ -191,13 +191,17 @@ def test_training_is_the_same_bit_for_bit_with_a_device_that_may_be_behind(tmp_p
 
 def test_a_gpu_without_room_says_what_was_asked_for_and_where() -> None:
     executor = object.__new__(Executor)
-    executor._surroundings, executor._step = Mock(rank=2), 5
+    predicted = Mock(peak_bytes=(3 << 30, 2 << 30), limit_bytes=())
+    surroundings = Mock(rank=2, device=torch.device("cpu"), actions=[Action("F", 1, 3)])
+    surroundings.plan.predicted = predicted
+    executor._surroundings, executor._step = surroundings, 5
     text = (
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.50 GiB is "
         "free. Including non-PyTorch memory, this process has 77.61 GiB memory in use. If reserved"
     )
     error = executor._error_at(torch.OutOfMemoryError(text), Action("F", 1, 3))
-    assert str(error) == (
+    assert str(error).startswith(
         "rank 2 (stage 1, step 5, F3@1): CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
-        "79.15 GiB of which 1.50 GiB is free; plan with a smaller `memory_bytes`"
+        "79.15 GiB of which 1.50 GiB is free; the process held at most "
     )
+    assert str(error).endswith(" MiB, 2,048 MiB of 2,048 MiB were planned")

@@ -192,7 +192,11 @@ def test_a_layer_that_fails_is_named_with_rank_stage_step_and_action(here: Path)
     assert done.returncode == 5
     where = r"rank 0 \(stage 0, step \d, F\d@0\): layer 0"
     assert re.match(rf"autopar: {where}: IndexError: index out of range", last_line(done))
-    assert sorted(path.name for path in here.iterdir() if path.suffix == ".json") == ["plan.json"]
+    assert last_line(done).endswith("`autopar show report.blackbox.json` shows the last actions of every rank")
+    assert sorted(path.name for path in here.iterdir() if path.suffix == ".json") == [
+        "plan.json",
+        "report.blackbox.json",
+    ]
     assert "Traceback" not in done.stderr
 
 

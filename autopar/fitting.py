@@ -1,0 +1,41 @@
+"""Fitting: the plan to go on with where a run has run out of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autopar.errors import AutoparError, InfeasibleError, OutOfMemoryError
+from autopar.formats.plan import Plan
+from autopar.inputs import resolve_inputs
+
+
+def remedy_of(error: AutoparError, planned: Plan, path: Path) -> str | None:
+    """Return what is to be typed for a plan that fits, and how long its step is; None where memory was not short.
+
+    Args:
+        error: what a run of the plan raised.
+        planned: the plan.
+        path: its file, to which those that it names are relative.
+    """
+    if not isinstance(error, OutOfMemoryError):
+        return None
+    size = f"{error.memory_bytes >> 20}MiB"
+    try:
+        return _remedy(planned, path, error.memory_bytes, size)
+    except InfeasibleError as none:
+        return f"no plan of these devices fits {size} each: {none}"
+    except AutoparError:
+        # What the plan was made of is gone, or has changed.
+        return f"plan again with `--memory {size}`"
+
+
+def _remedy(planned: Plan, path: Path, memory_bytes: int, size: str) -> str:
+    from autopar.planner import PlanOptions, plan
+
+    _, profile, cluster = resolve_inputs(planned, path)
+    options = PlanOptions(gpus=len(planned.devices), batch=planned.batch, memory_bytes=memory_bytes)
+    made = plan(profile, cluster, options)
+    recorded = "" if planned.profile is None else f" {path.parent / planned.profile.path}"
+    typed = f"autopar plan{recorded} --gpus {len(planned.devices)} --batch {planned.batch} --memory {size}"
+    seconds = f"{made.predicted.step_s:.3g} s a step, {planned.predicted.step_s:.3g} s of this one"
+    return f"`{typed}` plans one that fits: {seconds}"

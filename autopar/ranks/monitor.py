@@ -1,0 +1,319 @@
+"""RankMonitor: waits for ranks, and tells what caused a failure from what followed from it.
+
+In come the processes that it watches over, with the pipes on which they answer, and the board on which all ranks of the
+host note what they do. Out comes what every one returned, or the one failure that is to blame. `autopar run` has one
+monitor for all ranks. Where a launcher starts the ranks, each has a monitor of its own, and they agree by the board.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import BinaryIO, NamedTuple
+
+from autopar.errors import AutoparError, TrainingError
+from autopar.ranks.board import FINISHED, SET_UP_S, SETTING_UP, Board, Note
+from autopar.ranks.failure import Failure, SaidElsewhereError
+
+GRACE_S = 2.0
+"""How long after a consequence (a peer lost) its cause may take to show."""
+POLL_S = 0.2
+SETTLE_S = 0.05
+"""How long after ranks were asked to stop each has either seen that, or noted the step that it begins."""
+MOST_STEPS = 2**62
+SLOW = 1.5
+"""How many times as long as planned a rank computes that is called slow, over what the others do."""
+SLOW_STEPS = 3
+"""For how many steps it must."""
+SLOW_NO_LONGER = 1.2
+"""Below what it is slow no longer."""
+SAY_S = 30.0
+"""How long whoever is to blame may take to find out what is to be said of it."""
+
+
+class Doing(NamedTuple):
+    """What a rank was doing, in words, and whether that was waiting for another rank."""
+
+    text: str
+    waiting: bool
+
+
+Describe = Callable[[int, Note], Doing]
+"""Puts a rank's last note into words."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """How ranks are watched over."""
+
+    timeout_s: float
+    """Longest that one may stand still."""
+    describe: Describe | None = None
+    on_message: Callable[[int, dict[str, object]], None] | None = None
+    """Called with (rank, message) for everything that a rank reports."""
+    on_slow: Callable[[int, float, float], None] | None = None
+    """Called with (rank, how many times as long as planned it computes, the same of the others' median) when a rank
+    becomes slow, and when it is no longer."""
+    on_failure: Callable[[Board, AutoparError], str] | None = None
+    """Called with the board and what is raised, before the ranks are ended; returns what is to be said beside it."""
+
+
+class RankProcess:
+    """One rank's process and the pipe on which it answers."""
+
+    def __init__(self, process: subprocess.Popen[bytes], pipe: BinaryIO) -> None:
+        self.process, self.pipe = process, pipe
+        self._rest = b""
+
+    def submit(self, job: dict[str, object]) -> None:
+        """Hand the process a job; a process that is already gone is found by its closed pipe."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(job).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def read(self) -> list[dict[str, object]] | None:
+        """Return the messages that have come in, or None where the process has gone."""
+        data = self.pipe.read(1 << 16)
+        if not data:
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def kill(self) -> None:
+        """End the process now, even a stopped one."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        if self.process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self.process.stdin.close()
+        self.pipe.close()
+
+    def abandon(self) -> None:
+        """End the process, and wait until it is gone."""
+        self.kill()
+        self.process.wait()
+        self.close()
+
+
+class RankMonitor:
+    """Collects its ranks' results; raises what caused a failure, not what followed from it."""
+
+    def __init__(
+        self, links: Mapping[int, RankProcess], board: Board, watch: Watch, ranks: Sequence[int] | None = None
+    ) -> None:
+        """Prepare.
+
+        Args:
+            links: the processes that are watched over, by rank.
+            board: what all ranks of the host note.
+            watch: how.
+            ranks: those of the host; by default the ones watched over.
+        """
+        self._links, self._board, self._watch = links, board, watch
+        self._ranks = list(links if ranks is None else ranks)
+        self._results: dict[int, object] = {}
+        self._consequences: dict[int, Failure] = {}
+        self._grace_until_s: float | None = None
+        self._began_s = time.monotonic()
+        self._stop_asked, self._settled_s = False, math.inf
+        self._said_by_s = math.inf
+        self._slow_since: dict[int, int] = {}
+        self._called_slow: set[int] = set()
+
+    def until_done(self) -> list[object]:
+        """Wait for every rank that is watched over.
+
+        Raises:
+            AutoparError: a rank failed, was lost or stood still.
+            SaidElsewhereError: one of another monitor did.
+        """
+        try:
+            return self._until_done()
+        except SaidElsewhereError:
+            raise
+        except AutoparError as error:
+            beside = "" if self._watch.on_failure is None else self._watch.on_failure(self._board, error)
+            if beside:
+                error.args = (f"{error}; {beside}",)
+            self._board.write_said()
+            raise
+
+    def _until_done(self) -> list[object]:
+        with selectors.DefaultSelector() as selector:
+            for rank, link in self._links.items():
+                selector.register(link.pipe, selectors.EVENT_READ, rank)
+            while len(self._results) < len(self._links):
+                for key, _ in selector.select(POLL_S):
+                    if not self._take(key.data):
+                        selector.unregister(key.fileobj)
+                self._check_stop()
+                if not self._check_blame():
+                    self._check_grace()
+                    self._check_progress()
+                    self._check_slowness()
+        return [self._results[rank] for rank in self._links]
+
+    def ask_to_stop(self) -> bool:
+        """Have the ranks end behind the step that they are in; return False where some are not in one yet."""
+        if self._is_blamed_elsewhere():
+            # Whoever is told to end because another rank failed need not say so.
+            raise self._said_elsewhere()
+        notes = [self._board.read(rank) for rank in self._ranks]
+        self._stop_asked = all(note.phase != SETTING_UP for note in notes)
+        return self._stop_asked
+
+    def _check_stop(self) -> None:
+        """Tell ranks which step is the last: the latest that any has begun when all can know that there is one."""
+        now_s = time.monotonic()
+        if self._stop_asked and not self._board.stop_requested:
+            self._board.request_stop()
+        if not self._board.stop_requested or self._ranks[0] not in self._links:
+            return
+        if self._settled_s == math.inf and self._board.last_step is None:
+            self._settled_s = now_s + SETTLE_S
+        elif now_s > self._settled_s:
+            notes = [self._board.read(rank) for rank in self._ranks]
+            # Those that have finished have trained all.
+            ended = any(note.phase == FINISHED for note in notes)
+            self._board.announce_last(MOST_STEPS if ended else max(note.step for note in notes))
+            self._settled_s = math.inf
+
+    def _take(self, rank: int) -> bool:
+        """Take in what a rank says; return False where it has gone and has said why: because of another."""
+        received = self._links[rank].read()
+        if received is None:
+            if rank in self._consequences:
+                return False
+            raise self._blame(rank, self._exit_message(rank))
+        for item in received:
+            if "result" in item:
+                self._results[rank] = item["result"]
+            elif "failure" in item:
+                self._handle_failure(rank, Failure(**item["failure"]))  # type: ignore[arg-type]
+            elif "elsewhere" in item:
+                raise SaidElsewhereError(f"what rank {rank} failed of", int(str(item["elsewhere"])))
+            elif "message" in item and self._watch.on_message is not None:
+                self._watch.on_message(rank, item["message"])  # type: ignore[arg-type]
+        return True
+
+    def _handle_failure(self, rank: int, failure: Failure) -> None:
+        if failure.consequence:
+            self._consequences.setdefault(rank, failure)
+            if self._grace_until_s is None:
+                self._grace_until_s = time.monotonic() + GRACE_S
+        else:
+            raise self._failed(rank, failure)
+
+    def _failed(self, rank: int, failure: Failure) -> AutoparError:
+        if failure.exit_code == TrainingError.exit_code:
+            # Mistakes of the user's are found by all ranks alike.
+            self._board.blame(rank)
+        return failure.as_error("" if failure.has_location else f"{self._where(rank)}: ")
+
+    def _blame(self, rank: int, message: str) -> TrainingError:
+        self._board.blame(rank)
+        return TrainingError(message)
+
+    def _check_blame(self) -> bool:
+        """Leave it to the monitor of the rank that is to blame to say why; return whether it is about to."""
+        if not self._is_blamed_elsewhere():
+            return False
+        now_s = time.monotonic()
+        self._said_by_s = min(self._said_by_s, now_s + SAY_S)
+        # A launcher ends all when one ends.
+        if self._board.said or now_s > self._said_by_s:
+            raise self._said_elsewhere()
+        return True
+
+    def _is_blamed_elsewhere(self) -> bool:
+        return self._board.blamed is not None and self._board.blamed not in self._links
+
+    def _said_elsewhere(self) -> SaidElsewhereError:
+        return SaidElsewhereError(f"rank {self._board.blamed} failed", TrainingError.exit_code)
+
+    def _check_grace(self) -> None:
+        if self._grace_until_s is not None and time.monotonic() > self._grace_until_s:
+            for rank, link in self._links.items():
+                if link.process.poll() is not None and rank not in self._consequences:
+                    raise self._blame(rank, self._exit_message(rank))
+            raise self._failed(*next(iter(self._consequences.items())))
+
+    def _check_progress(self) -> None:
+        now_s = time.monotonic()
+        notes = {rank: self._board.read(rank) for rank in self._ranks if rank not in self._results}
+        still = [(max(note.time_s, self._began_s), rank) for rank, note in notes.items()]
+        if not any(now_s - since_s > self._patience_s(notes[rank]) for since_s, rank in still):
+            return
+        # Ranks that wait are consequences: the cause is a stopped process, else one that stands still in a computation.
+        for _, rank in sorted(still):
+            if rank in self._links and _is_stopped(self._links[rank].process.pid):
+                waited = f"the others waited {self._watch.timeout_s:g} s for it"
+                raise self._blame(rank, f"{self._where(rank)} is stopped; {waited}")
+        busy = [(since_s, rank) for since_s, rank in still if not self._doing(rank).waiting]
+        since_s, rank = min(busy or still)
+        if rank not in self._links and now_s - since_s < self._patience_s(notes[rank]) + GRACE_S:
+            # Its own monitor knows more of it.
+            return
+        raise self._blame(
+            rank,
+            f"{self._where(rank)} made no progress for {self._watch.timeout_s:g} s; raise `timeout_s` if it is that "
+            "slow",
+        )
+
+    def _check_slowness(self) -> None:
+        """Say of ranks that compute for longer than planned, others not; and of those that no longer do."""
+        on_slow = self._watch.on_slow
+        ratios = {rank: self._board.slowness(rank) for rank in self._ranks}
+        if on_slow is None or len(ratios) < 2 or min(ratios.values()) <= 0:
+            return
+        for rank in self._links:
+            own, others = ratios[rank], median(ratio for each, ratio in ratios.items() if each != rank)
+            step = self._board.read(rank).step
+            if own < SLOW * others:
+                self._slow_since.pop(rank, None)
+                if rank in self._called_slow and own < SLOW_NO_LONGER * others:
+                    self._called_slow.remove(rank)
+                    on_slow(rank, own, others)
+            elif step - self._slow_since.setdefault(rank, step) >= SLOW_STEPS and rank not in self._called_slow:
+                self._called_slow.add(rank)
+                on_slow(rank, own, others)
+
+    def _patience_s(self, note: Note) -> float:
+        timeout_s = self._watch.timeout_s
+        return max(timeout_s, SET_UP_S) if note.phase == SETTING_UP else timeout_s
+
+    def _doing(self, rank: int) -> Doing:
+        note = self._board.read(rank)
+        if self._watch.describe is not None:
+            return self._watch.describe(rank, note)
+        return Doing({SETTING_UP: "setting up", FINISHED: "finishing"}.get(note.phase, "working"), waiting=False)
+
+    def _where(self, rank: int) -> str:
+        return f"rank {rank} ({self._doing(rank).text})"
+
+    def _exit_message(self, rank: int) -> str:
+        code = self._links[rank].process.wait()
+        if code < 0:
+            name = signal.Signals(-code).name
+            hint = "; the system may have run out of memory" if name == "SIGKILL" else ""
+            return f"{self._where(rank)} was killed by {name}{hint}"
+        return f"{self._where(rank)} ended by itself with exit code {code}"
+
+
+def _is_stopped(process_id: int) -> bool:
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False

@@ -1,0 +1,171 @@
+"""Supervisor: where a launcher starts the ranks, each process that it starts runs one rank and watches over it.
+
+The launcher sees the supervisor alone; the rank is its child, and ends with it. All supervisors of a host share a
+board, which is how they agree on the one rank that is to blame, and on the step behind which a run that is asked to end
+does. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any, Self
+
+from autopar.ending import stopping
+from autopar.errors import FileError
+from autopar.ranks.board import SETTING_UP, Board
+from autopar.ranks.entry import die_with
+from autopar.ranks.environment import LaunchedRank
+from autopar.ranks.failure import Failure, SaidElsewhereError
+from autopar.ranks.monitor import RankMonitor, RankProcess, Watch
+from autopar.ranks.scratch import LOCK, PREFIX
+
+_SUPERVISED = "AUTOPAR_SUPERVISED"
+"""Where a rank reads who watches over it."""
+
+
+def supervise(launch: LaunchedRank, watch: Watch, command: Sequence[str]) -> int:
+    """Run a command as one rank, watch over it, and return its exit code.
+
+    The command finds with :class:`SupervisedRank` what it is to write, and on which board.
+
+    Raises:
+        AutoparError: the rank failed, or was lost; says how.
+        SaidElsewhereError: another supervisor of this host says why the run failed.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # An agent of torchrun that is killed ends none of the processes that it has started.
+        die_with(os.getppid())
+    # Nobody tells the supervisors of other hosts which step is the last.
+    with shared_board(launch) as (path, board):
+        link = _start(path, command)
+        try:
+            monitor = RankMonitor({launch.rank: link}, board, watch, launch.ranks_of_host)
+            with stopping(monitor.ask_to_stop) if launch.one_host else nullcontext():
+                _wait(monitor)
+            return link.process.wait()
+        finally:
+            link.abandon()
+
+
+def _wait(monitor: RankMonitor) -> None:
+    try:
+        monitor.until_done()
+    except SaidElsewhereError:
+        # The launcher ends all when one has ended; that is nothing to be said, too.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+        raise
+
+
+@contextmanager
+def shared_board(launch: LaunchedRank) -> Iterator[tuple[Path, Board]]:
+    """Open the board of this host's ranks, which the first to come clears and the last to go removes.
+
+    Raises:
+        FileError: its folder is another user's.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("TORCHELASTIC_RUN_ID", "")
+    place = json.dumps([launch.address, launch.port, launch.ranks_of_host[0], launch.size, attempt])
+    digest = hashlib.sha256(place.encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"{PREFIX}board-{os.getuid()}-{digest}"
+    handle = _share_lock(folder)
+    try:
+        with Board(folder / "board", launch.size) as board:
+            yield folder / "board", board
+    finally:
+        with suppress(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def _share_lock(folder: Path) -> int:
+    """Make a folder that others use, too, and share its lock; remove the board that an earlier run has left."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.lstat().st_uid != os.getuid():
+            raise FileError(f"{folder}: is another user's; remove it, or set TMPDIR to a folder of your own")
+        with suppress(FileNotFoundError):
+            handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            with suppress(BlockingIOError):
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                (folder / "board").unlink(missing_ok=True)
+            fcntl.flock(handle, fcntl.LOCK_SH)
+            # Whoever went last, or sweeps, may have removed it meanwhile.
+            with suppress(FileNotFoundError):
+                if (folder / LOCK).stat().st_ino == os.fstat(handle).st_ino:
+                    return handle
+            os.close(handle)
+
+
+def _start(board: Path, command: Sequence[str]) -> RankProcess:
+    reader, writer = os.pipe()
+    settings = json.dumps({"pipe": writer, "board": str(board), "parent": os.getpid()})
+    try:
+        process = subprocess.Popen(
+            command, pass_fds=(writer,), start_new_session=True, env={**os.environ, _SUPERVISED: settings}
+        )
+    finally:
+        os.close(writer)
+    return RankProcess(process, os.fdopen(reader, "rb", buffering=0))
+
+
+def is_supervised(environment: Mapping[str, str]) -> bool:
+    """Whether this process is a rank that a supervisor has started."""
+    return _SUPERVISED in environment
+
+
+class SupervisedRank:
+    """A rank's connection with its supervisor."""
+
+    def __init__(self, launch: LaunchedRank) -> None:
+        """Take it up; this process then ends with its supervisor, whose signals are not for it."""
+        settings = json.loads(os.environ.pop(_SUPERVISED))
+        die_with(settings["parent"])
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        os.set_inheritable(settings["pipe"], False)
+        self._pipe = os.fdopen(settings["pipe"], "w", encoding="utf-8", buffering=1)
+        self.board = Board(Path(settings["board"]), launch.size)
+        self.board.write(launch.rank, SETTING_UP)
+        self._said = False
+
+    def report(self, message: dict[str, object]) -> None:
+        """Send a message to the supervisor."""
+        self._send({"message": message})
+
+    def fail(self, error: Exception) -> None:
+        """Have the supervisor say what failed, unless another rank does; said once, as early as it is known."""
+        if not self._said:
+            self._said = True
+            if isinstance(error, SaidElsewhereError):
+                self._send({"elsewhere": error.exit_code})
+            else:
+                self._send({"failure": Failure.of(error).as_dict()})
+
+    def finish(self) -> None:
+        """Say that the rank has done all."""
+        self._send({"result": None})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with suppress(BrokenPipeError):
+            self._pipe.write(json.dumps(message) + "\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.board.close()
+        self._pipe.close()

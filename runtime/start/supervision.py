@@ -1,0 +1,146 @@
+"""Supervision of a training run: what its ranks' notes mean, and what is said of them.
+
+In come a plan, its program, and the board on which ranks note their actions. Out come an action in words, a line about
+a rank that is slow, and the black box of a run that fails. Nothing here needs torch: the process that watches over a
+rank has none.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import cache, partial
+from pathlib import Path
+
+from autopar.errors import AutoparError, FileError
+from autopar.formats.blackbox import BeganAction, BlackBox, RankActions
+from autopar.formats.plan import Plan
+from autopar.formats.program import (
+    BACKWARD,
+    BACKWARDS,
+    FORWARD,
+    RECEIVE,
+    RECEIVE_GRADIENT,
+    REDUCE,
+    REDUCE_TIED,
+    Program,
+    RankProgram,
+)
+from autopar.ranks.board import FINISHED, STEPPING, Board, Note
+from autopar.ranks.monitor import SLOW, Describe, Doing, Watch
+from autopar.schedules.check import read_program
+from autopar.schedules.expand import expand
+
+
+def describe(program: Program) -> Describe:
+    """Return what puts the last note of a rank that performs a program into words."""
+
+    def words(rank: int, note: Note) -> Doing:
+        if note.phase != STEPPING:
+            # A rank that has finished waits for all others before it saves anything.
+            return Doing(*("finishing", True) if note.phase == FINISHED else ("setting up", False))
+        action = program.ranks[rank][note.position]
+        waiting = action.kind in (RECEIVE, RECEIVE_GRADIENT, REDUCE, REDUCE_TIED)
+        return Doing(f"stage {action.stage}, step {note.step}, {action}", waiting)
+
+    return words
+
+
+def slowness(plan: Plan, actions: RankProgram) -> Callable[[Sequence[tuple[float, float]]], float]:
+    """Return what makes of the times of a step's actions how many times as long as planned a rank computed.
+
+    Counted are forwards and backwards, against the plan's times of its stages; 0 where the plan has none.
+    """
+    computing = [index for index, action in enumerate(actions) if action.kind in (FORWARD, *BACKWARDS)]
+    planned_s = 0.0
+    for action in (actions[index] for index in computing):
+        seconds = plan.predicted.forward_s if action.kind == FORWARD else plan.predicted.backward_s
+        # Halves of a backward share its time.
+        halves = 1 if action.kind in (FORWARD, BACKWARD) else 2
+        planned_s += seconds[action.stage] / halves if action.stage < len(seconds) else 0.0
+
+    def ratio(times_s: Sequence[tuple[float, float]]) -> float:
+        took_s = sum(times_s[index][1] - times_s[index][0] for index in computing)
+        return took_s / planned_s if planned_s > 0 else 0.0
+
+    return ratio
+
+
+def say_slow(plan: Plan, program: Program, rank: int, ratio: float, others: float) -> None:
+    """Say that a rank has become slow, and how to plan without its device; or that it no longer is."""
+    stage = program.ranks[rank][0].stage
+    now = f"rank {rank} (stage {stage}) computes {ratio:.2g} times as long as planned, the others {others:.2g} times"
+    if ratio < SLOW * others:
+        sys.stderr.write(f"autopar: {now}: it is slow no longer\n")
+        return
+    fewer = len(plan.devices) - 1
+    profile = "profile.json" if plan.profile is None else plan.profile.path
+    remedy = f"`autopar plan {profile} --gpus {fewer}` plans without its device"
+    sys.stderr.write(f"autopar: {now}; {remedy}\n")
+
+
+def watch_of(
+    plan: Plan,
+    program_file: Path | None,
+    ranks: Sequence[int],
+    timeout_s: float,
+    black_box: Path,
+    remedy: Callable[[AutoparError], str | None],
+) -> Watch:
+    """Return how a rank that a launcher has started is watched over.
+
+    Args:
+        plan: what is carried out.
+        program_file: of the program in place of the plan's own.
+        ranks: of the host.
+        timeout_s: longest that a rank may stand still.
+        black_box: file for the last actions of the ranks, if the run fails.
+        remedy: returns what is to be typed where there is something of it.
+    """
+
+    @cache
+    def program() -> Program:
+        return expand(plan) if program_file is None else read_program(program_file, plan)
+
+    def say(board: Board, error: AutoparError) -> str:
+        return "; ".join(filter(None, (write_black_box(black_box, program(), ranks, board, error), remedy(error))))
+
+    return Watch(
+        timeout_s,
+        describe=lambda rank, note: describe(program())(rank, note),
+        on_slow=lambda *found: say_slow(plan, program(), *found),
+        on_failure=say,
+    )
+
+
+def black_box_of(
+    path: Path | None, program: Program, ranks: Sequence[int]
+) -> Callable[[Board, AutoparError], str] | None:
+    """Return what writes the last actions of ranks to a file when a run fails; None without a file."""
+    return None if path is None else partial(write_black_box, path, program, ranks)
+
+
+def write_black_box(path: Path, program: Program, ranks: Sequence[int], board: Board, error: AutoparError) -> str:
+    """Write the last actions of ranks to a file, in place of those of an earlier failure; return where they are.
+
+    Where no rank has begun any there is nothing to write.
+    """
+    now_s, words, found = time.monotonic(), describe(program), []
+    for rank in ranks:
+        actions = tuple(
+            BeganAction(
+                step=note.step, action=str(program.ranks[rank][note.position]), before_s=max(0.0, now_s - note.time_s)
+            )
+            for note in board.history(rank)
+        )
+        found.append(RankActions(rank=rank, doing=words(rank, board.read(rank)).text, actions=actions))
+    if not any(each.actions for each in found):
+        return ""
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    try:
+        BlackBox(message=str(error), date=date, ranks=tuple(found)).save(path)
+    except FileError as reason:
+        return f"the last actions of every rank are lost: {reason}"
+    return f"`autopar show {path}` shows the last actions of every rank"

@@ -1,0 +1,176 @@
+"""Supervisors of a host's ranks: the board that they share, and that one of them says what failed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import AutoparError, OutOfMemoryError, TrainingError, UsageError
+from autopar.ranks.board import STEPPING, Board
+from autopar.ranks.environment import LaunchedRank
+from autopar.ranks.failure import SaidElsewhereError
+from autopar.ranks.monitor import Doing, Watch
+from autopar.ranks.supervisor import shared_board, supervise
+
+RANK = """
+import os, signal, sys, time
+from autopar.errors import *
+from autopar.ranks.environment import LaunchedRank
+from autopar.ranks.failure import PeerLostError
+from autopar.ranks.supervisor import SupervisedRank
+rank, size = int(sys.argv[1]), int(sys.argv[2])
+launch = LaunchedRank(rank, size, rank, size, "127.0.0.1", 1, "a test")
+with SupervisedRank(launch) as supervised:
+    try:
+        for step in range(int(sys.argv[4])):
+            if supervised.board.ends_before(rank, step):
+                break
+            supervised.board.write_action(rank, step, 0)
+            supervised.board.write_slowness(rank, 1.0)
+            time.sleep(0.02)
+            if step == 3:
+                exec(sys.argv[3])
+        supervised.finish()
+    except Exception as error:
+        supervised.fail(error)
+        sys.exit(1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def launched(rank: int, size: int = 2) -> LaunchedRank:
+    return LaunchedRank(rank, size, rank, size, "127.0.0.1", 1, "a test")
+
+
+def run(acts: list[str], steps: int = 6, timeout_s: float = 5.0) -> list[object]:
+    """Supervise a rank for each act, in threads; return their exit codes, or what they raise."""
+    outcomes: list[object] = [None] * len(acts)
+    watch = Watch(timeout_s, lambda rank, note: Doing(f"step {note.step}", waiting=note.phase != STEPPING))
+
+    def watching(rank: int) -> None:
+        command = [sys.executable, "-c", RANK, str(rank), str(len(acts)), acts[rank], str(steps)]
+        try:
+            outcomes[rank] = supervise(launched(rank, len(acts)), watch, command)
+        except AutoparError as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=watching, args=(rank,)) for rank in range(len(acts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def test_a_board_is_shared_cleared_by_the_first_and_removed_by_the_last(tmp_path: Path) -> None:
+    with shared_board(launched(0)) as (path, one):
+        one.write(1, STEPPING, 7)
+        with shared_board(launched(1)) as (same, other):
+            assert same == path
+            assert other.read(1).step == 7
+        assert path.exists()
+    assert not list(tmp_path.iterdir())
+    # One that was left, by processes that were killed.
+    folder = path.parent
+    folder.mkdir()
+    (folder / "lock").touch()
+    with Board(path, 2) as left:
+        left.blame(1)
+    with shared_board(launched(0)) as (again, board):
+        assert again == path
+        assert board.blamed is None
+
+
+def test_jobs_of_other_ports_attempts_and_hosts_have_other_boards(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set()
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        for launch in (launched(0), launched(0)._replace(port=2), LaunchedRank(2, 4, 0, 2, "127.0.0.1", 1, "a test")):
+            with shared_board(launch) as (path, _):
+                found.add(path)
+    assert len(found) == 6
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with shared_board(launched(0)) as (path, _):
+        name = path.parent.name
+    (tmp_path / name).mkdir()
+    own = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    other = tmp_path / name.replace(f"-{own}-", f"-{own + 1}-")
+    other.mkdir()
+    with pytest.raises(AutoparError, match="is another user's; remove it, or set TMPDIR"), shared_board(launched(0)):
+        pass
+
+
+def test_ranks_that_do_all_end_with_0() -> None:
+    assert run(["pass", "pass"]) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", r"rank 1 \(step 3\) was killed by SIGKILL"),
+        ("os._exit(3)", r"rank 1 \(step 3\) ended by itself with exit code 3"),
+        ("raise TrainingError('here')", "^here"),
+        ("raise KeyError('mine')", r"rank 1 \(step 3\): KeyError: 'mine'"),
+        ("time.sleep(60)", r"rank 1 \(step 3\) made no progress for 2 s"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", r"rank 1 \(step 3\) is stopped; the others waited 2 s for it"),
+    ],
+)
+def test_one_supervisor_says_what_failed(act: str, said: str) -> None:
+    consequence = "time.sleep(0.3); raise PeerLostError('lost')"
+    waiting = "supervised.board.write(rank, 2); time.sleep(60)" if "sleep" in act or "STOP" in act else consequence
+    first, second = run([waiting, act], timeout_s=2.0)
+    assert isinstance(first, SaidElsewhereError)
+    with pytest.raises(TrainingError, match=said):
+        raise second  # type: ignore[misc]
+
+
+def test_where_no_cause_shows_one_says_the_consequence() -> None:
+    outcomes = run(["raise PeerLostError('lost')"] * 2)
+    assert sorted(type(each).__name__ for each in outcomes) == ["SaidElsewhereError", "TrainingError"]
+
+
+def test_mistakes_that_all_ranks_find_blame_none() -> None:
+    assert [type(each) for each in run(["raise UsageError('typed')"] * 2)] == [UsageError] * 2
+
+
+def test_memory_to_plan_with_passes_the_pipe() -> None:
+    first, second = run(["time.sleep(60)", "raise OutOfMemoryError('none left', 5 << 20)"])
+    assert isinstance(first, SaidElsewhereError)
+    assert isinstance(second, OutOfMemoryError)
+    assert second.memory_bytes == 5 << 20
+
+
+def test_a_rank_ends_with_its_supervisor(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from autopar.ranks.environment import LaunchedRank\n"
+        "from autopar.ranks.monitor import Watch\n"
+        "from autopar.ranks.supervisor import supervise\n"
+        "launch = LaunchedRank(0, 1, 0, 1, '127.0.0.1', 1, 'a test')\n"
+        "supervise(launch, Watch(60.0), [sys.executable, '-c', sys.argv[1], '0', '1', sys.argv[2], '1000'])\n"
+    )
+    mark = tmp_path / "pid"
+    act = f"open({str(mark)!r}, 'w').write(str(os.getpid()))"
+    watching = subprocess.Popen([sys.executable, "-c", script, RANK, act], env={**os.environ, "TMPDIR": str(tmp_path)})
+    until_s = time.monotonic() + 60
+    while not (mark.exists() and mark.read_text()) and time.monotonic() < until_s:
+        time.sleep(0.02)
+    watching.kill()
+    watching.wait()
+    rank = Path("/proc") / mark.read_text()
+    while rank.exists() and "State:\tZ" not in (rank / "status").read_text() and time.monotonic() < until_s:
+        time.sleep(0.02)
+    assert time.monotonic() < until_s

@@ -1,0 +1,76 @@
+"""A rank that runs out of memory: what was held and what was planned, and the plan that would fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from autopar import api
+from autopar.errors import OutOfMemoryError
+from autopar.fitting import remedy_of
+from autopar.formats.plan import Plan
+from autopar.planner import PlanOptions, plan
+from autopar.runtime import memory
+from random_problems import gpt_profile, local_cluster
+
+MIB = 2**20
+
+
+@pytest.fixture
+def planned(tmp_path: Path, command: Callable[..., tuple[int, str, str]]) -> tuple[Plan, Path]:
+    """A plan of two devices, beside its profile and cluster."""
+    gpt_profile().save(tmp_path / "profile.json")
+    local_cluster(2).save(tmp_path / "cluster.json")
+    path = tmp_path / "plan.json"
+    assert command("plan", str(tmp_path / "profile.json"), "--gpus", "2", "-o", str(path))[0] == 0
+    return Plan.load(path), path
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+    ],
+)
+def test_held_and_planned_bytes_are_said(error: Exception) -> None:
+    made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2))
+    assert memory.is_out_of_memory(error)
+    with patch.object(memory, "held_bytes", lambda device: 3 * made.predicted.peak_bytes[0]):
+        found = memory.out_of_memory("rank 0 (here)", error, made, [0], torch.device("cpu"))
+    peak, limit = (each / MIB for each in (made.predicted.peak_bytes[0], made.predicted.limit_bytes[0]))
+    said = f"the process held at most {3 * peak:,.0f} MiB, {peak:,.0f} MiB of {limit:,.0f} MiB were planned"
+    assert str(found).startswith("rank 0 (here): ")
+    assert str(found).endswith(said)
+    # A third of the limit, or less than this plan takes.
+    assert found.memory_bytes <= min(made.predicted.limit_bytes[0] // 3, made.predicted.peak_bytes[0])
+
+
+def test_the_plan_that_would_fit_is_named_and_is_the_one_that_the_line_plans(planned: tuple[Plan, Path]) -> None:
+    made, path = planned
+    limit = (max(made.predicted.peak_bytes) - MIB) // MIB * MIB
+    said = remedy_of(OutOfMemoryError("none left", limit), made, path)
+    assert said is not None
+    found = re.fullmatch(r"`autopar plan (\S+) --gpus 2 --batch 16 --memory (\d+MiB)` plans one .*: (\S+) s a.*", said)
+    assert found is not None
+    again = api.plan(found[1], str(path.parent / "cluster.json"), gpus=2, batch=16, memory_bytes=limit)
+    assert max(again.predicted.peak_bytes) <= limit
+    assert float(found[3]) == pytest.approx(again.predicted.step_s, rel=5e-3)
+
+
+def test_where_nothing_fits_that_is_said(planned: tuple[Plan, Path]) -> None:
+    said = remedy_of(OutOfMemoryError("none left", MIB), *planned)
+    assert said is not None
+    assert said.startswith("no plan of these devices fits 1MiB each: ")
+
+
+def test_where_the_profile_is_gone_the_limit_is_said(planned: tuple[Plan, Path]) -> None:
+    (planned[1].parent / "profile.json").unlink()
+    said = remedy_of(OutOfMemoryError("none left", 5 * MIB), *planned)
+    assert said == "plan again with `--memory 5MiB`"
