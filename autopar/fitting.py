@@ -8,6 +8,8 @@ from autopar.errors import AutoparError, InfeasibleError, OutOfMemoryError
 from autopar.formats.plan import Plan
 from autopar.inputs import resolve_inputs
 
+_TYPED = "`autopar plan {} --gpus {} --batch {} --memory {}` plans one that fits"
+
 
 def remedy_of(error: AutoparError, planned: Plan, path: Path) -> str | None:
     """Return what is to be typed for a plan that fits, and how long its step is; None where memory was not short.
@@ -26,7 +28,7 @@ def remedy_of(error: AutoparError, planned: Plan, path: Path) -> str | None:
         return f"no plan of these devices fits {size} each: {none}"
     except AutoparError:
         # What the plan was made of is gone, or has changed.
-        return f"plan again with `--memory {size}`"
+        return f"plan again with `memory_bytes='{size}'`"
 
 
 def _remedy(planned: Plan, path: Path, memory_bytes: int, size: str) -> str:
@@ -35,7 +37,6 @@ def _remedy(planned: Plan, path: Path, memory_bytes: int, size: str) -> str:
     _, profile, cluster = resolve_inputs(planned, path)
     options = PlanOptions(gpus=len(planned.devices), batch=planned.batch, memory_bytes=memory_bytes)
     made = plan(profile, cluster, options)
-    recorded = "" if planned.profile is None else f" {path.parent / planned.profile.path}"
-    typed = f"autopar plan{recorded} --gpus {len(planned.devices)} --batch {planned.batch} --memory {size}"
-    seconds = f"{made.predicted.step_s:.3g} s a step, {planned.predicted.step_s:.3g} s of this one"
-    return f"`{typed}` plans one that fits: {seconds}"
+    recorded = Path("profile.json") if planned.profile is None else path.parent / planned.profile.path
+    typed = _TYPED.format(recorded, len(planned.devices), planned.batch, size)
+    return f"{typed}: {made.predicted.step_s:.3g} s a step, {planned.predicted.step_s:.3g} s of this one"

@@ -33,6 +33,8 @@ from autopar.ranks.monitor import SLOW, Describe, Doing, Watch
 from autopar.schedules.check import read_program
 from autopar.schedules.expand import expand
 
+_WITHOUT = "`autopar plan {} --gpus {}` plans without its device"
+
 
 def describe(program: Program) -> Describe:
     """Return what puts the last note of a rank that performs a program into words."""
@@ -77,8 +79,7 @@ def say_slow(plan: Plan, program: Program, rank: int, ratio: float, others: floa
         return
     fewer = len(plan.devices) - 1
     profile = "profile.json" if plan.profile is None else plan.profile.path
-    remedy = f"`autopar plan {profile} --gpus {fewer}` plans without its device"
-    sys.stderr.write(f"autopar: {now}; {remedy}\n")
+    sys.stderr.write(f"autopar: {now}; {_WITHOUT.format(profile, fewer)}\n")
 
 
 def watch_of(

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 import autopar.formats
 from autopar import api
+from autopar.formats.blackbox import BlackBox
 from autopar.formats.checkpoint import Checkpoint
 from autopar.formats.cluster import Cluster
 from autopar.formats.document import Document
@@ -72,6 +73,7 @@ AGAIN: dict[str, Callable[[Path], str]] = {
     "plan": _document(Plan),
     "report": _document(Report),
     "checkpoint": _document(Checkpoint),
+    "blackbox": _document(BlackBox),
     "program": _program,
     "trace": _trace,
     "comparison": _comparison,

@@ -73,4 +73,4 @@ def test_where_nothing_fits_that_is_said(planned: tuple[Plan, Path]) -> None:
 def test_where_the_profile_is_gone_the_limit_is_said(planned: tuple[Plan, Path]) -> None:
     (planned[1].parent / "profile.json").unlink()
     said = remedy_of(OutOfMemoryError("none left", 5 * MIB), *planned)
-    assert said == "plan again with `--memory 5MiB`"
+    assert said == "plan again with `memory_bytes='5MiB'`"
