@@ -1,0 +1,101 @@
+"""Pairs of plans: what one saves, the other goes on with, as one process that trains without a stop."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from autopar.capture.export import capture
+from autopar.capture.source import load
+from autopar.formats.plan import SHARDS, Plan, layout_of
+from autopar.ranks.pool import RankPool
+from autopar.runtime.checkpoint.folder import CheckpointFolder, read_verified
+from autopar.runtime.checkpoint.reader import CheckpointReader
+from autopar.runtime.start.launch import RunOptions, run
+from autopar.schedules import SCHEDULES
+from dictated import dictate
+from paths import MODELS
+
+RANKS, MICRO_BATCHES, ROWS = 4, 4, 4
+STEPS = 5
+
+
+class Training(NamedTuple):
+    """What a run gives: losses by step, and a checkpoint's tensors."""
+
+    losses: tuple[float, ...]
+    tensors: dict[str, torch.Tensor]
+
+
+class CheckpointPairs:
+    """Trains one model by pairs of plans that are drawn."""
+
+    def __init__(self, folder: Path, pool: RankPool) -> None:
+        """Prepare the model, without dropout, whose masks are per share, and train it on one rank."""
+        self._file, self._pool = folder / "model.py", pool
+        self._file.write_text((MODELS / "resumed.py").read_text().replace("nn.Dropout(0.2)", "nn.Identity()"))
+        self._model = load(str(self._file))
+        self._graph = capture(self._model, self._model.build(0))
+        self.truth = self._train([(dictate(self._graph, self._model, [1], MICRO_BATCHES, ROWS), STEPS)])
+
+    def draw(self, rng: random.Random) -> Plan:
+        """Draw a plan: schedule, widths, cuts, shares, replicas in turn, sharding and recomputation."""
+        layers = len(self._graph.layers)
+        while True:
+            schedule = rng.choice(sorted(SCHEDULES))
+            groups = rng.randint(1, RANKS)
+            chunks = {"line": 1, "vee": 2, "loop": rng.randint(1, 2)}[layout_of(schedule)]
+            widths = [rng.randint(1, RANKS - groups + 1) for _ in range(groups)]
+            stages = groups * chunks
+            if sum(widths) > RANKS or stages > layers or (chunks > 1 and groups > MICRO_BATCHES):
+                continue
+            how: dict[str, Any] = {"cuts": sorted(rng.sample(range(1, layers), stages - 1)), "chunks": chunks}
+            plain = schedule in ("gpipe", "1f1b")
+            if plain and rng.random() < 0.4:
+                how["turns"] = tuple(at for at, width in enumerate(widths) if width > 1 and MICRO_BATCHES % width == 0)
+            elif rng.random() < 0.5:
+                how["shares"] = [_shares(rng, width) for width in widths]
+            elif plain:
+                how["shard"] = [rng.choice(SHARDS) for _ in widths]
+            how["recompute"] = rng.random() < 0.3
+            try:
+                return dictate(self._graph, self._model, widths, MICRO_BATCHES, ROWS, schedule, **how)
+            except ValueError:
+                continue
+
+    def train(self, first: Plan, second: Plan, stop: int) -> Training:
+        """Train by the first plan for some steps, and by the second from what it has saved."""
+        return self._train([(first, stop), (second, STEPS)])
+
+    def _train(self, parts: list[tuple[Plan, int]]) -> Training:
+        losses: list[float] = []
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            for plan, steps in parts:
+                asked = RunOptions(steps, checkpoint=folder, every=STEPS, resume=bool(losses))
+                losses += run(plan, str(self._file), asked, pool=self._pool).report.loss
+            place = CheckpointFolder(folder).folder_of(STEPS)
+            manifest = read_verified(place)
+            with CheckpointReader(place, manifest) as reader:
+                tensors = {each.key: reader.read(each) for each in manifest.tensors if each.kind != "generator"}
+        return Training(tuple(losses), tensors)
+
+
+def difference(one: Training, other: Training) -> float:
+    """Return the largest difference of losses and tensors, relative to the tensor's largest number."""
+    assert one.tensors.keys() == other.tensors.keys()
+    pairs = [(torch.tensor(one.losses), torch.tensor(other.losses))]
+    pairs += [(tensor, other.tensors[key]) for key, tensor in one.tensors.items() if tensor.numel()]
+    assert all(first.shape == second.shape for first, second in pairs)
+    doubles = ((first.double(), second.double()) for first, second in pairs)
+    return max(float((first - second).abs().max() / max(1e-3, float(second.abs().max()))) for first, second in doubles)
+
+
+def _shares(rng: random.Random, width: int) -> tuple[int, ...]:
+    edges = [*sorted(rng.sample(range(1, ROWS), width - 1)), ROWS]
+    return tuple(stop - start for start, stop in zip(accumulate([0, *edges[:-1]], max), edges, strict=True))
