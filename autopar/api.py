@@ -16,6 +16,7 @@ from autopar.errors import OutOfMemoryError, UsageError
 from autopar.formats import cluster as clusters
 from autopar.formats import plan as plans
 from autopar.formats.document import read_text
+from autopar.formats.faults import parse_faults
 from autopar.formats.profile import Precision, Profile
 from autopar.objects import Cluster, Plan, Timeline
 from autopar.progress import Progress, no_progress
@@ -251,6 +252,8 @@ def rehearse(
     real_time: bool = False,
     threads: bool | None = None,
     timeout_s: float = 300.0,
+    inject_fault: str | Sequence[str] = (),
+    every: int | None = None,
     progress: Progress = no_progress,
 ) -> Rehearsal: ...
 
@@ -266,6 +269,8 @@ def rehearse(
     real_time: bool = False,
     threads: bool | None = None,
     timeout_s: float = 300.0,
+    inject_fault: str | Sequence[str] = (),
+    every: int | None = None,
     progress: Progress = no_progress,
 ) -> tuple[int, ...] | Rehearsal:
     """Perform a plan's program without its devices: return the peak bytes of every stage, or how long steps take.
@@ -284,6 +289,8 @@ def rehearse(
         real_time: whether ranks sleep as long as actions take.
         threads: whether ranks are threads, and not processes; None: those of more than 16 ranks are.
         timeout_s: longest that a rank may stand still.
+        inject_fault: what is to go wrong, as for :func:`train`: the rehearsal's ``losses`` say what is trained again.
+        every: steps from one checkpoint to the next; None: there are none.
         progress: told what is done.
 
     Raises:
@@ -294,9 +301,11 @@ def rehearse(
     """
     inputs = profile, cluster, times_of, program
     if steps is not None:
-        return _perform(plan, steps, inputs, progress, real_time=real_time, threads=threads, timeout_s=timeout_s)
+        options = {"real_time": real_time, "threads": threads, "timeout_s": timeout_s, "every": every}
+        return _perform(plan, steps, inputs, progress, faults=parse_faults(inject_fault), **options)
     named = dict(zip(("profile", "cluster", "times_of", "program"), inputs, strict=True))
-    for name, value in {**named, "real_time": real_time or None, "threads": threads}.items():
+    others = {"real_time": real_time or None, "threads": threads, "inject_fault": inject_fault or None, "every": every}
+    for name, value in {**named, **others}.items():
         if value is not None:
             raise UsageError(f"`{name}` is of steps in virtual time; pass `steps`, too")
     model = _runnable(plan)

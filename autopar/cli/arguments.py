@@ -177,6 +177,14 @@ ClusterName = Annotated[
         autocompletion=clusters,
     ),
 ]
+InjectFault = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--inject-fault",
+        help="A drill: KIND@RANK:STEP[:ACTION], such as kill@1:7 or nan@0:3:F; kinds are kill, stop, segfault, "
+        "exception, exit, slow, nan, out-of-memory, disconnect, disk-full, fail-write, fail-fsync, fail-rename.",
+    ),
+]
 Memory = Annotated[str | None, typer.Option("--memory", help="Limit per device, such as 16GiB.")]
 Batch = Annotated[int | None, typer.Option("--batch", help="Samples per step; default: the profile's.")]
 Bandwidth = Annotated[

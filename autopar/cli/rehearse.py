@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from autopar.cli.arguments import ProgramFile, TimesOf
+from autopar.cli.arguments import InjectFault, ProgramFile, TimesOf
 from autopar.cli.output import check_outputs, say, screen
 from autopar.errors import InfeasibleError, UsageError
 
@@ -34,6 +34,10 @@ def command(
     ] = None,
     times_of: TimesOf = None,
     program: ProgramFile = None,
+    inject_fault: InjectFault = None,
+    every: Annotated[
+        int | None, typer.Option(min=1, help="Steps from one checkpoint to the next, of what --inject-fault costs.")
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write when every action of the last step ran here, as a Chrome trace.")
     ] = None,
@@ -52,13 +56,16 @@ def command(
     processes of this machine; more than 16 are threads. The model's code does not run.
     """
     if steps is not None:
-        _perform(plan, steps, real_time, (profile, cluster, times_of), program, trace, overwrite, as_json)
+        options = {"real_time": real_time, "inject_fault": inject_fault or (), "every": every}
+        _perform(plan, steps, options, (profile, cluster, times_of), program, trace, overwrite, as_json)
         return
     others = {
         "--profile": profile,
         "--cluster": cluster,
         "--times-of": times_of,
         "--program": program,
+        "--inject-fault": inject_fault,
+        "--every": every,
         "--trace": trace,
     }
     for flag, value in {**others, "--real-time": real_time or None, "--overwrite": overwrite or None}.items():
@@ -95,7 +102,7 @@ def _check_memory(plan: Path, as_json: bool) -> None:
 def _perform(
     plan: Path,
     steps: int,
-    real_time: bool,
+    options: dict[str, Any],
     inputs: tuple[Path | None, str | None, str | None],
     program: Path | None,
     trace: Path | None,
@@ -121,7 +128,7 @@ def _perform(
             profile=measured,
             cluster=machines,
             program=program,
-            real_time=real_time,
+            **options,
             progress=progress,
         )
     console = screen()
@@ -138,6 +145,9 @@ def _perform(
         say(console, f"predicted of rank {rank}: {size(predicted)}, held {peaks[rank] / predicted - 1:+.2%}")
     if steps > 1:
         say(console, f"steps: {duration(min(found.steps_s))} to {duration(max(found.steps_s))}")
+    for loss in found.losses:
+        since = f"from the checkpoint of step {loss.checkpoint} on" if loss.checkpoint else "from the first step on"
+        say(console, f"{loss.fault}: {duration(loss.lost_s)} are trained again, {since}")
     for note in found.notes:
         say(console, f"note: {as_flags(note)}")
     if trace is not None:
@@ -148,6 +158,7 @@ def _perform(
             "steps_s": found.steps_s,
             "simulated_s": simulated.end_s,
             "peak_bytes": list(peaks.values()),
+            "losses": [loss._asdict() for loss in found.losses],
             "notes": found.notes,
         }
         sys.stdout.write(json.dumps(figures, indent=1) + "\n")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from autopar.cli.arguments import ProgramFile
+from autopar.cli.arguments import InjectFault, ProgramFile
 from autopar.cli.output import check_output, say, screen
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
@@ -116,14 +116,7 @@ class TrainingArguments:
         bool,
         typer.Option("--compile", help="Compile layers (torch.compile) before the first step, one of each kind."),
     ] = False
-    inject_fault: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--inject-fault",
-            help="A drill: KIND@RANK:STEP[:ACTION], such as kill@1:7 or nan@0:3:F; kinds are kill, stop, segfault, "
-            "exception, exit, slow, nan, out-of-memory, disconnect, disk-full, fail-write, fail-fsync, fail-rename.",
-        ),
-    ] = None
+    inject_fault: InjectFault = None
     report: Annotated[Path, typer.Option("--report", help="Where to write the report.")] = DEFAULT_REPORT
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the measured timeline of a typical step (Chrome trace).")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from autopar.errors import UsageError
-from autopar.formats.program import KINDS
+from autopar.formats.program import BACKWARDS, FORWARD, KINDS, SENDS, UPDATE, Action
 
 FaultKind = Literal[
     "kill", "stop", "segfault", "exception", "exit", "slow", "nan", "out-of-memory", "disconnect", "disk-full",
@@ -16,6 +17,8 @@ FaultKind = Literal[
 _TEXT = re.compile(
     r"(?P<kind>[a-z-]+)@(?P<rank>\d{1,6}):(?P<step>\d{1,12})(?::(?P<action>[A-Z]{1,2})(?P<micro>\d{1,9})?)?"
 )
+SLOWER_S = 0.05
+"""By which a slow rank's actions are longer."""
 GRAMMAR = "KIND@RANK:STEP[:ACTION[MICRO-BATCH]], such as kill@1:7:B0"
 
 
@@ -36,6 +39,21 @@ class Fault:
     """The kind of the action, as in a program; None: the first of the step."""
     micro_batch: int | None = None
     """None: the first such action."""
+
+    def position(self, actions: Sequence[Action]) -> int:
+        """Return the position of the action that it is at, of a rank's; the first of the step, where none is such."""
+        if self.kind == "nan" and self.action != FORWARD:
+            # Gradients are there at last.
+            return next(position for position, action in enumerate(actions) if action.kind == UPDATE)
+        kinds = BACKWARDS if self.action == "B" else (self.action,)
+        matching = (
+            position
+            for position, action in enumerate(actions)
+            if self.action is None or (action.kind in kinds and self.micro_batch in (None, action.micro_batch))
+        )
+        first = next(matching, 0)
+        # Nobody is told of sends on a CPU: there, what follows one is the next that is.
+        return next((at for at in range(first, len(actions)) if actions[at].kind not in SENDS), first)
 
     @classmethod
     def parse(cls, text: str) -> Fault:
@@ -61,3 +79,12 @@ class Fault:
     def __str__(self) -> str:
         action = "" if self.action is None else f":{self.action}{'' if self.micro_batch is None else self.micro_batch}"
         return f"{self.kind}@{self.rank}:{self.step}{action}"
+
+
+def parse_faults(texts: str | Sequence[str]) -> tuple[Fault, ...]:
+    """Return the faults of a text, or of several.
+
+    Raises:
+        UsageError: one is none; says what one is.
+    """
+    return tuple(map(Fault.parse, [texts] if isinstance(texts, str) else texts))

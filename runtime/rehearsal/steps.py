@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
+from autopar.formats.faults import Fault
 from autopar.formats.plan import Plan
 from autopar.formats.prices import ActionPrices, LayerBytes, RankBytes, RankPrices
 from autopar.formats.profile import Profile
@@ -25,6 +26,7 @@ from autopar.ranks.pool import RankPool
 from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import Transport, reducing_groups
+from autopar.runtime.rehearsal.losses import FaultMoments, Loss, Moment, check_faults, losses_of
 from autopar.runtime.rehearsal.stand_ins import MemoryLedger, StandInJob, count_bytes, stand_in_graph
 from autopar.runtime.rehearsal.transport import PricedTransport
 from autopar.runtime.settings import check_scope
@@ -49,6 +51,8 @@ class Rehearsal:
     """When every action of the last step ran, as its rank recorded it, and what was held meanwhile."""
     notes: tuple[str, ...]
     """What a reader must know of how ranks ran."""
+    losses: tuple[Loss, ...] = ()
+    """What faults cost."""
 
 
 class _RankRecord(TypedDict):
@@ -60,6 +64,8 @@ class _RankRecord(TypedDict):
     """Of the last step: begins and ends of its actions."""
     moments: list[tuple[float, int]]
     """Of the last step: when how many bytes were held."""
+    faults: list[tuple[str, int, float]]
+    """When faults befell the rank; see :class:`.losses.Moment`."""
 
 
 def rehearse_steps(
@@ -72,6 +78,8 @@ def rehearse_steps(
     real_time: bool = False,
     threads: bool | None = None,
     timeout_s: float = 300.0,
+    faults: Sequence[Fault] = (),
+    every: int | None = None,
     progress: Progress = no_progress,
     pool: RankPool | None = None,
 ) -> Rehearsal:
@@ -86,6 +94,8 @@ def rehearse_steps(
         real_time: whether ranks sleep as long as actions take; otherwise time is a number, and no step waits.
         threads: whether ranks are threads of this process; by default those of more than 16 ranks are.
         timeout_s: longest that a rank may stand still.
+        faults: what is to go wrong; ranks go on, but for the slow as if nothing had happened.
+        every: steps from one checkpoint to the next; None: there are none.
         progress: told of every step.
         pool: processes to use, if some are there already.
 
@@ -97,6 +107,7 @@ def rehearse_steps(
     check_scope(plan)
     program = program or expand(plan)
     check(program, plan)
+    check_faults(faults, len(plan.devices), steps)
     if threads is None:
         threads = len(plan.devices) > MOST_PROCESSES
     notes, plan = [], _for_stand_ins(plan)
@@ -108,17 +119,19 @@ def rehearse_steps(
             "every action is priced as if it were alone: what devices that share links cost each other, and computing "
             "beside communication, is in what is simulated only"
         )
-    task = _RehearsalTask(plan, profile, prices, program, steps, real_time)
+    task = _RehearsalTask(plan, profile, prices, program, steps, real_time, tuple(faults))
     if threads:
         ranks = _in_threads(task, timeout_s, progress)
     else:
         progress(f"starting {len(plan.devices)} ranks", 0.0)
         with nullcontext(pool) if pool is not None else RankPool(len(plan.devices)) as ranks_pool:
             ranks = _in_processes(task, ranks_pool, timeout_s, progress)
-    return _rehearsal(task, ranks, notes)
+    return _rehearsal(task, ranks, notes, every)
 
 
-def _rehearsal(task: _RehearsalTask, ranks: Sequence[_RankRecord], notes: Sequence[str]) -> Rehearsal:
+def _rehearsal(
+    task: _RehearsalTask, ranks: Sequence[_RankRecord], notes: Sequence[str], every: int | None
+) -> Rehearsal:
     """Put what the ranks recorded together."""
     began_s = [min(rank["spans"][step][0] for rank in ranks) for step in range(task.steps)]
     ended_s = [max(rank["spans"][step][1] for rank in ranks) for step in range(task.steps)]
@@ -130,7 +143,8 @@ def _rehearsal(task: _RehearsalTask, ranks: Sequence[_RankRecord], notes: Sequen
     limits = ((rank, held.limit) for rank, held in enumerate(task.prices.holds))
     timeline.limits_bytes.update({rank: limit for rank, limit in limits if limit is not None})
     lengths_s = tuple(end - begin for begin, end in zip(began_s, ended_s, strict=True))
-    return Rehearsal(lengths_s, timeline, tuple(notes))
+    moments = [Moment(*each) for rank in ranks for each in rank["faults"]]
+    return Rehearsal(lengths_s, timeline, tuple(notes), losses_of(moments, lengths_s, every))
 
 
 @dataclass(frozen=True)
@@ -143,6 +157,7 @@ class _RehearsalTask:
     program: Program
     steps: int
     real_time: bool
+    faults: tuple[Fault, ...]
 
 
 def _for_stand_ins(plan: Plan) -> Plan:
@@ -168,6 +183,7 @@ class _Arguments(TypedDict):
     holds: list[dict[str, Any]]
     steps: int
     real_time: bool
+    faults: list[str]
 
 
 def _in_processes(what: _RehearsalTask, pool: RankPool, timeout_s: float, progress: Progress) -> list[_RankRecord]:
@@ -180,6 +196,7 @@ def _in_processes(what: _RehearsalTask, pool: RankPool, timeout_s: float, progre
         holds=[asdict(each) for each in what.prices.holds],
         steps=what.steps,
         real_time=what.real_time,
+        faults=[str(each) for each in what.faults],
     )
 
     def tell(rank: int, message: Mapping[str, object]) -> None:
@@ -211,6 +228,7 @@ def rehearse_rank(context: RankContext, arguments: _Arguments) -> _RankRecord:
         Program.parse(arguments["program"], Path("program.json")),
         arguments["steps"],
         arguments["real_time"],
+        tuple(map(Fault.parse, arguments["faults"])),
     )
     note = (lambda step, position: None) if context.board is None else context.board.stepping(context.rank)
 
@@ -281,6 +299,9 @@ def _perform(
         count_bytes(graph, ledger, held.layers, what.profile)
     priced = PricedTransport(transport, clock, prices.ranks[rank], what.plan, rank, program.ranks[rank], ledger)
 
+    befalling = FaultMoments(what.faults, rank, program.ranks[rank], clock)
+    note = befalling.noting(note)
+
     def charge(step: int, position: int) -> None:
         note(step, position)
         priced.charge(position)
@@ -301,4 +322,5 @@ def _perform(
     meet()
     job.finish()
     moments = [] if ledger is None else ledger.moments
-    return _RankRecord(spans=spans, times_s=times_s, moments=moments)
+    faults = [(each.fault, each.step, each.after_s) for each in befalling.moments]
+    return _RankRecord(spans=spans, times_s=times_s, moments=moments, faults=faults)

@@ -16,13 +16,10 @@ from typing import Any
 
 import torch
 
-from autopar.formats.faults import Fault
-from autopar.formats.program import BACKWARDS, FORWARD, SENDS, UPDATE, Action, RankProgram
+from autopar.formats.faults import SLOWER_S, Fault
+from autopar.formats.program import FORWARD, RankProgram
 from autopar.runtime.stage.parameters import local
 from autopar.runtime.start.job import Job
-
-SLOWER_S = 0.05
-"""By which a slow rank's actions are longer."""
 
 
 class FaultInjector:
@@ -36,7 +33,7 @@ class FaultInjector:
         every = list(actions)
         for fault in faults:
             if fault.rank == rank:
-                self._due[fault.step, _position(fault, every)] = fault
+                self._due[fault.step, fault.position(every)] = fault
 
     def noting(self, note: Callable[[int, int], None]) -> Callable[[int, int], None]:
         """Return what notes actions and has faults happen as they begin."""
@@ -89,22 +86,6 @@ class FaultInjector:
         for parameter in self.job.parameters.values():
             if parameter.grad is not None:
                 local(parameter.grad).fill_(math.nan)
-
-
-def _position(fault: Fault, actions: Sequence[Action]) -> int:
-    """Return the position of the action that a fault is at; the first of the step, where none is such."""
-    if fault.kind == "nan" and fault.action != FORWARD:
-        # Gradients are there at last.
-        return next(position for position, action in enumerate(actions) if action.kind == UPDATE)
-    kinds = BACKWARDS if fault.action == "B" else (fault.action,)
-    matching = (
-        position
-        for position, action in enumerate(actions)
-        if fault.action is None or (action.kind in kinds and fault.micro_batch in (None, action.micro_batch))
-    )
-    first = next(matching, 0)
-    # Nobody is told of sends on a CPU: there, what follows one is the next that is.
-    return next((at for at in range(first, len(actions)) if actions[at].kind not in SENDS), first)
 
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}

@@ -18,7 +18,7 @@ import torch
 from autopar.capture.data import seed_data
 from autopar.capture.source import UserModel
 from autopar.errors import UsageError
-from autopar.formats.faults import Fault
+from autopar.formats.faults import Fault, parse_faults
 from autopar.formats.plan import Plan
 from autopar.formats.profile import path_of
 from autopar.formats.program import Program
@@ -150,7 +150,7 @@ def run_options(
         every=known_every(every),
         resume=resume,
         accept_changes=accept_changes,
-        faults=tuple(map(Fault.parse, [inject_fault] if isinstance(inject_fault, str) else inject_fault)),
+        faults=parse_faults(inject_fault),
         black_box=black_box,
     )
 
