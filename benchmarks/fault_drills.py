@@ -29,7 +29,7 @@ from autopar.schedules.expand import expand
 from cut import cut
 
 MODEL = Path(__file__).parent.parent / "examples" / "mlp.py"
-STEPS, TIMEOUT_S = 8, 4.0
+STEPS, TIMEOUT_S = 8, 8.0
 HARMLESS = {"slow", "disk-full", "fail-write", "fail-fsync", "fail-rename"}
 """Kinds that training goes on with."""
 LAYOUTS: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
