@@ -32,6 +32,8 @@ from autopar.ranks.scratch import LOCK, PREFIX
 
 _SUPERVISED = "AUTOPAR_SUPERVISED"
 """Where a rank reads who watches over it."""
+_OF_LAUNCHERS = {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"}
+"""Variables that launchers set for the processes that are their children."""
 
 
 def supervise(launch: LaunchedRank, watch: Watch, command: Sequence[str]) -> int:
@@ -43,8 +45,8 @@ def supervise(launch: LaunchedRank, watch: Watch, command: Sequence[str]) -> int
         AutoparError: the rank failed, or was lost; says how.
         SaidElsewhereError: another supervisor of this host says why the run failed.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        # An agent of torchrun that is killed ends none of the processes that it has started.
+    if not _OF_LAUNCHERS.isdisjoint(os.environ):
+        # A launcher that is killed ends none of the processes that it has started. A shell may have ended long ago.
         die_with(os.getppid())
     # Nobody tells the supervisors of other hosts which step is the last.
     with shared_board(launch) as (path, board):

@@ -153,23 +153,28 @@ def test_memory_to_plan_with_passes_the_pipe() -> None:
     assert second.memory_bytes == 5 << 20
 
 
-def test_a_rank_ends_with_its_supervisor(tmp_path: Path) -> None:
-    script = (
-        "import sys\n"
-        "from autopar.ranks.environment import LaunchedRank\n"
-        "from autopar.ranks.monitor import Watch\n"
-        "from autopar.ranks.supervisor import supervise\n"
-        "launch = LaunchedRank(0, 1, 0, 1, '127.0.0.1', 1, 'a test')\n"
-        "supervise(launch, Watch(60.0), [sys.executable, '-c', sys.argv[1], '0', '1', sys.argv[2], '1000'])\n"
-    )
+WATCHING = """
+import sys
+from autopar.ranks.environment import LaunchedRank
+from autopar.ranks.monitor import Watch
+from autopar.ranks.supervisor import supervise
+launch = LaunchedRank(0, 1, 0, 1, "127.0.0.1", 1, "a test")
+supervise(launch, Watch(60.0), [sys.executable, "-c", sys.argv[1], "0", "1", sys.argv[2], "100000"])
+"""
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+
+
+@pytest.mark.parametrize("launcher", [None, "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"])
+def test_a_rank_ends_with_its_supervisor_and_that_with_its_launcher(tmp_path: Path, launcher: str | None) -> None:
     mark = tmp_path / "pid"
     act = f"open({str(mark)!r}, 'w').write(str(os.getpid()))"
-    watching = subprocess.Popen([sys.executable, "-c", script, RANK, act], env={**os.environ, "TMPDIR": str(tmp_path)})
-    until_s = time.monotonic() + 60
-    while not (mark.exists() and mark.read_text()) and time.monotonic() < until_s:
-        time.sleep(0.02)
-    watching.kill()
-    watching.wait()
+    environment = {**os.environ, "TMPDIR": str(tmp_path), **({} if launcher is None else {launcher: "0"})}
+    started = ["-c", WATCHING, RANK, act] if launcher is None else ["-c", LAUNCHER, WATCHING, RANK, act]
+    with subprocess.Popen([sys.executable, *started], env=environment) as killed:
+        until_s = time.monotonic() + 100
+        while not (mark.exists() and mark.read_text()) and time.monotonic() < until_s:
+            time.sleep(0.02)
+        killed.kill()
     rank = Path("/proc") / mark.read_text()
     while rank.exists() and "State:\tZ" not in (rank / "status").read_text() and time.monotonic() < until_s:
         time.sleep(0.02)
