@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -20,6 +20,10 @@ FINISHED = 2
 
 SET_UP_S = 120.0
 """Shortest time that setting up is given: it runs imports and user code once."""
+
+SETTLE_S = 0.05
+"""How long after ranks were asked to stop each has either seen that, or noted the step that it begins."""
+MOST_STEPS = 2**62
 
 LOOK_S = 0.001
 """How often a rank looks for what it waits for."""
@@ -121,6 +125,12 @@ class Board:
     def blamed(self) -> int | None:
         """The rank whose failure is the cause, once it is known."""
         return self._numbers[self._stop + _BLAMED] - 1 if self._numbers[self._stop + _BLAMED] else None
+
+    def latest_step(self, ranks: Iterable[int]) -> int:
+        """Return the latest step that some of the ranks have begun; where one has finished, more than there are."""
+        notes = [self.read(rank) for rank in ranks]
+        # Those that have finished have trained all.
+        return MOST_STEPS if any(note.phase == FINISHED for note in notes) else max(note.step for note in notes)
 
     def request_stop(self) -> None:
         """Ask the ranks to end behind the step that :meth:`announce_last` will name."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,11 @@ import torch.distributed as dist
 from autopar.errors import TrainingError, UsageError
 from autopar.ranks.board import SET_UP_S, Board
 from autopar.ranks.environment import LaunchedRank
+from autopar.ranks.hosts import HostsLink
 from autopar.ranks.meeting import meet
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 
 def device_of(device_type: str, local_rank: int) -> torch.device:
@@ -249,9 +254,19 @@ def join_from_environment(
         launch.rank, launch.size, launch.local_rank, launch.local_size, device, timeout_s, board=board
     )
     try:
+        if board is not None and not launch.one_host:
+            _link_hosts(context, launch, store, board)
         yield context.detect_nccl(share_gpus=share_gpus)
     finally:
         _leave(context)
+
+
+def _link_hosts(context: RankContext, launch: LaunchedRank, store: Store, board: Board) -> None:
+    """Have the leading rank of every host look whether the run is to end; all ranks call it."""
+    local_ranks = context.gather(str(launch.local_rank))
+    if context.leads_host:
+        leaders = [rank for rank, local_rank in enumerate(local_ranks) if int(local_rank) == 0]
+        context.on_leaving.append(HostsLink(store, board, launch.ranks_of_host, leaders).close)
 
 
 def _leave(context: RankContext) -> None:

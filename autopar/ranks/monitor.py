@@ -21,15 +21,12 @@ from statistics import median
 from typing import BinaryIO, NamedTuple
 
 from autopar.errors import AutoparError, TrainingError
-from autopar.ranks.board import FINISHED, SET_UP_S, SETTING_UP, Board, Note
+from autopar.ranks.board import FINISHED, SET_UP_S, SETTING_UP, SETTLE_S, Board, Note
 from autopar.ranks.failure import Failure, SaidElsewhereError
 
 GRACE_S = 2.0
 """How long after a consequence (a peer lost) its cause may take to show."""
 POLL_S = 0.2
-SETTLE_S = 0.05
-"""How long after ranks were asked to stop each has either seen that, or noted the step that it begins."""
-MOST_STEPS = 2**62
 SLOW = 1.5
 """How many times as long as planned a rank computes that is called slow, over what the others do."""
 SLOW_STEPS = 3
@@ -111,7 +108,13 @@ class RankMonitor:
     """Collects its ranks' results; raises what caused a failure, not what followed from it."""
 
     def __init__(
-        self, links: Mapping[int, RankProcess], board: Board, watch: Watch, ranks: Sequence[int] | None = None
+        self,
+        links: Mapping[int, RankProcess],
+        board: Board,
+        watch: Watch,
+        ranks: Sequence[int] | None = None,
+        *,
+        whole: bool = True,
     ) -> None:
         """Prepare.
 
@@ -120,9 +123,11 @@ class RankMonitor:
             board: what all ranks of the host note.
             watch: how.
             ranks: those of the host; by default the ones watched over.
+            whole: whether they are all of the run. If not, hosts agree on its last step (:mod:`.hosts`).
         """
         self._links, self._board, self._watch = links, board, watch
         self._ranks = list(links if ranks is None else ranks)
+        self._announces = whole and self._ranks[0] in links
         self._results: dict[int, object] = {}
         self._consequences: dict[int, Failure] = {}
         self._grace_until_s: float | None = None
@@ -179,15 +184,12 @@ class RankMonitor:
         now_s = time.monotonic()
         if self._stop_asked and not self._board.stop_requested:
             self._board.request_stop()
-        if not self._board.stop_requested or self._ranks[0] not in self._links:
+        if not self._board.stop_requested or not self._announces:
             return
         if self._settled_s == math.inf and self._board.last_step is None:
             self._settled_s = now_s + SETTLE_S
         elif now_s > self._settled_s:
-            notes = [self._board.read(rank) for rank in self._ranks]
-            # Those that have finished have trained all.
-            ended = any(note.phase == FINISHED for note in notes)
-            self._board.announce_last(MOST_STEPS if ended else max(note.step for note in notes))
+            self._board.announce_last(self._board.latest_step(self._ranks))
             self._settled_s = math.inf
 
     def _take(self, rank: int) -> bool:

@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -48,12 +48,11 @@ def supervise(launch: LaunchedRank, watch: Watch, command: Sequence[str]) -> int
     if not _OF_LAUNCHERS.isdisjoint(os.environ):
         # A launcher that is killed ends none of the processes that it has started. A shell may have ended long ago.
         die_with(os.getppid())
-    # Nobody tells the supervisors of other hosts which step is the last.
     with shared_board(launch) as (path, board):
         link = _start(path, command)
         try:
-            monitor = RankMonitor({launch.rank: link}, board, watch, launch.ranks_of_host)
-            with stopping(monitor.ask_to_stop) if launch.one_host else nullcontext():
+            monitor = RankMonitor({launch.rank: link}, board, watch, launch.ranks_of_host, whole=launch.one_host)
+            with stopping(monitor.ask_to_stop):
                 _wait(monitor)
             return link.process.wait()
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -71,6 +72,11 @@ def until(happens: object, seconds: float = 60.0) -> None:
     while not happens():
         assert time.monotonic() < until_s
         time.sleep(0.02)
+
+
+def is_training(folder: Path) -> bool:
+    """Whether a run has saved a checkpoint."""
+    return (folder / "parts").is_dir() and bool(CheckpointFolder(folder / "parts").steps())
 
 
 def test_the_last_actions_of_every_rank_are_kept_in_order(plan: Plan, tmp_path: Path) -> None:
@@ -159,16 +165,41 @@ def test_under_torchrun_one_line_says_what_failed(plan: Plan, tmp_path: Path, fa
 
 @pytest.mark.slow
 def test_under_torchrun_a_run_that_is_told_to_end_ends_behind_its_step_and_saves(plan: Plan, tmp_path: Path) -> None:
-    running = started("--steps", "100000", "--checkpoint", "parts", "--every", "100000", "--report", "other.json")
-    until(lambda: len(workers()) >= 5)
-    time.sleep(10)
+    running = started("--steps", "100000", "--checkpoint", "parts", "--every", "100", "--report", "other.json")
+    until(lambda: is_training(tmp_path), 150.0)
     running.send_signal(signal.SIGTERM)
     _, error = running.communicate(timeout=100)
     assert sum("ending behind this step" in line for line in lines(error)) == 2
     report = api.show(tmp_path / "other.json")
-    (step,) = CheckpointFolder(tmp_path / "parts").steps()
+    step = CheckpointFolder(tmp_path / "parts").steps()[-1]
     assert f"was asked to end, and has trained {step} of 100000 steps" in str(report).replace("\n", " ")
     assert not workers()
+
+
+@pytest.mark.slow
+def test_hosts_end_behind_the_same_step_where_one_is_told_to(plan: Plan, tmp_path: Path) -> None:
+    """Each rank is a host of its own, as far as it knows."""
+    common = ("--steps", "100000", "--checkpoint", "parts", "--every", "100", "--report", "other.json")
+    command = [sys.executable, "-m", "autopar", "--quiet", "worker", "plan.json", *common]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": "2"}
+    place |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    hosts = [
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **place, "RANK": str(rank)})
+        for rank in (0, 1)
+    ]
+    until(lambda: is_training(tmp_path), 150.0)
+    hosts[1].send_signal(signal.SIGTERM)
+    errors = [host.communicate(timeout=100)[1] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 143], errors
+    step = CheckpointFolder(tmp_path / "parts").steps()[-1]
+    report = str(api.show(tmp_path / "other.json")).replace("\n", " ")
+    assert f"was asked to end, and has trained {step} of 100000 steps" in report
+    assert not workers()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
 
 
 @pytest.mark.slow
