@@ -55,11 +55,12 @@ class HostsLink:
 
     def _is_asked(self) -> bool:
         """Return whether the run is to end; pass it on, from this host to the others or from them to this one."""
-        if self._board.stop_requested:
-            self._store.set(STOP, "")
-        elif self._store.check([STOP]):
+        if not self._board.stop_requested and self._store.check([STOP]):
             self._board.request_stop()
-        return self._board.stop_requested
+        if not self._board.stop_requested:
+            return False
+        self._store.set(STOP, "")
+        return True
 
     def _agree(self) -> None:
         time.sleep(SETTLE_S)

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from autopar.ranks.board import FINISHED, STEPPING, Board
-from autopar.ranks.hosts import HostsLink
+from autopar.ranks.hosts import STOP, HostsLink
 
 HOSTS = ((0, 1), (2,), (3, 4, 5))
 RANKS = 6
@@ -70,6 +70,30 @@ def test_a_host_whose_ranks_have_finished_has_all_train_to_the_end(tmp_path: Pat
         _until(lambda: two.last_step is not None)
         assert two.last_step is not None
         assert two.last_step > 1_000_000
+        for link in links:
+            link.close()
+
+
+def test_a_host_that_is_told_while_it_looks_passes_it_on(tmp_path: Path) -> None:
+    store, told = dist.HashStore(), threading.Event()
+    with Board(tmp_path / "one", 2) as one, Board(tmp_path / "two", 2) as two:
+
+        class Looking:
+            """Has the host told between its two looks."""
+
+            def __getattr__(self, name: str) -> object:
+                return getattr(store, name)
+
+            def check(self, keys: list[str]) -> bool:
+                found = store.check(keys)
+                if keys == [STOP] and not told.is_set():
+                    told.set()
+                    one.request_stop()
+                return bool(found)
+
+        stores = (Looking(), store)
+        links = [HostsLink(stores[at], board, (at,), (0, 1)) for at, board in enumerate((one, two))]  # type: ignore[arg-type]
+        _until(lambda: one.last_step is not None and two.last_step is not None)
         for link in links:
             link.close()
 
