@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
+import socket
 import threading
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from autopar.errors import FileError
 from autopar.ranks.board import STEPPING
 from autopar.ranks.channel import open_channels
 from autopar.ranks.context import RankContext
+from autopar.ranks.listeners import late_connections_dropped
+from listening import listening_places
 
 CLONE_NEWNET = 0x40000000
 
@@ -40,6 +42,11 @@ def gather_texts(context: RankContext, arguments: dict[str, Any]) -> list[str]:
     return context.gather(arguments["texts"][context.rank])
 
 
+def threads(context: RankContext, arguments: object) -> list[int]:
+    """Return how many threads compute, and how many this process was told."""
+    return [torch.get_num_threads(), int(os.environ["OMP_NUM_THREADS"])]
+
+
 def misbehave(context: RankContext, arguments: dict[str, object]) -> None:
     """Do something bad in one rank while the others wait for it."""
     assert context.board is not None
@@ -54,6 +61,8 @@ def misbehave(context: RankContext, arguments: dict[str, object]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            case "segfault":
+                ctypes.string_at(0)
             case "exit":
                 os._exit(3)
             case "hang":
@@ -63,19 +72,38 @@ def misbehave(context: RankContext, arguments: dict[str, object]) -> None:
 
 
 def listening(context: RankContext, arguments: object) -> list[str]:
-    """Return the addresses on which this process listens, as the kernel writes them."""
+    """Return the addresses on which this process listens."""
     context.barrier()
-    sockets = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            sockets.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in sockets:
-                found.append(fields[1].partition(":")[0])
-    return found
+    return [address for address, _ in listening_places(os.getpid())]
+
+
+def listen_to_strangers(context: RankContext, arguments: object) -> dict[str, Any]:
+    """Have strangers knock where this rank listens, make a group then, and add up over all groups."""
+    everyone = list(range(context.size))
+    groups = [dist.group.WORLD]
+    with late_connections_dropped():
+        groups += [dist.new_group(everyone) for _ in range(2)]
+    context.barrier()
+    before, places = len(os.listdir("/proc/self/fd")), listening_places(os.getpid())
+    strangers = [_knock(place) for place in places for _ in range(20)]
+    connected = select.select([], strangers, [], 0.5)[1]
+    open_ends = len(os.listdir("/proc/self/fd")) - before - len(strangers)
+    groups.append(dist.new_group(everyone))
+    sums = []
+    for group in groups:
+        total = torch.tensor([float(context.rank)])
+        dist.all_reduce(total, group=group)
+        sums.append(float(total))
+    for stranger in strangers:
+        stranger.close()
+    return {"listeners": len(places), "connected": len(connected), "descriptors": open_ends, "sums": sums}
+
+
+def _knock(place: tuple[str, int]) -> socket.socket:
+    stranger = socket.socket()
+    stranger.setblocking(False)
+    stranger.connect_ex(place)
+    return stranger
 
 
 def pass_around(context: RankContext, arguments: dict[str, Any]) -> dict[str, float]:

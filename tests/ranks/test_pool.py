@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -57,7 +59,7 @@ def test_jobs_run_one_after_the_other_on_the_same_processes(pool: RankPool) -> N
     [
         ("raise", TrainingError, r"^rank 1 \(step 7, action 3\): ValueError: two lines of trouble \(.*jobs_for_ranks"),
         ("file", FileError, r"^plan.json: \$.stages: no"),
-        ("kill", TrainingError, r"^rank 1 \(step 7, action 3\) was killed by SIGKILL"),
+        ("kill", TrainingError, r"^rank 1 \(step 7, action 3\) was killed by SIGKILL; .* may have run out of memory$"),
         ("stop", TrainingError, r"^rank 1 \(step 7, action 3\) is stopped"),
         ("exit", TrainingError, r"^rank 1 \(step 7, action 3\) ended by itself with exit code 3"),
         ("hang", TrainingError, r"^rank 1 \(step 7, action 3\) made no progress for 1.5 s"),
@@ -72,12 +74,15 @@ def test_a_rank_that_goes_wrong_is_named_and_none_is_left(
         return Doing(f"step {note.step}, action {note.position}", waiting=rank == 0)
 
     began_s = time.monotonic()
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=said) as caught:
         pool.run("jobs_for_ranks:misbehave", {"rank": 1, "how": how}, timeout_s=1.5, describe=describe)
     # Twice the timeout, and what a busy machine adds.
     assert time.monotonic() - began_s < 30
     assert pool.is_closed
     assert not any(map(alive, processes))
+    # One traceback, of the rank that raised, for --debug.
+    notes = getattr(caught.value, "__notes__", [])
+    assert [note.count("Traceback") for note in notes] == ([1] if how in ("raise", "file") else [])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of sockets")
@@ -85,7 +90,31 @@ def test_ranks_of_one_host_listen_on_loopback_only(pool: RankPool) -> None:
     for addresses in pool.run("jobs_for_ranks:listening"):
         assert isinstance(addresses, list)
         assert addresses
-        assert set(addresses) <= {"0100007F", "00000000000000000000000001000000"}
+        assert set(addresses) <= {"127.0.0.1", "::1"}
+
+
+def test_a_rank_that_crashes_says_where_in_python_it_was(capfd: pytest.CaptureFixture[str]) -> None:
+    with RankPool(2) as pool, pytest.raises(TrainingError, match=r"^rank 1 \(.*\) was killed by SIGSEGV$"):
+        pool.run("jobs_for_ranks:misbehave", {"rank": 1, "how": "segfault"})
+    written = capfd.readouterr().err
+    assert written.count("Fatal Python error: Segmentation fault") == 1
+    assert re.search(r'jobs_for_ranks.py", line \d+ in misbehave', written)
+
+
+def test_two_runs_on_one_host_do_not_meet(pool: RankPool) -> None:
+    with RankPool(2) as other, ThreadPoolExecutor(2) as threads:
+        for _ in range(2):
+            found = list(threads.map(lambda each: each.run("jobs_for_ranks:tell"), [pool, other]))
+            assert found == [[["", "rank 1"]] * 2] * 2
+
+
+@pytest.mark.parametrize("told", ["many", "-1", "64"])
+def test_ranks_have_the_threads_that_are_asked_for_whatever_the_environment_says(
+    told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", told)
+    with RankPool(1, threads=2) as pool:
+        assert pool.run("jobs_for_ranks:threads") == [[2, 2]]
 
 
 def test_processes_outlive_the_thread_that_asked_for_them() -> None:

@@ -38,7 +38,9 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 ENDING = {
+    "kill@0:5:F2": r"rank 0 \(stage 0, step 5, F2@0\) was killed by SIGKILL",
     "kill@1:5:B2": r"rank 1 \(stage 1, step 5, .*\) was killed by SIGKILL",
+    "kill@2:5:A": r"rank 2 \(stage 1, step 5, A@1\) was killed by SIGKILL",
     "segfault@0:4": r"rank 0 .*was killed by SIGSEGV",
     "exit@2:5:F": r"rank 2 .*ended by itself with exit code 3",
     "exception@1:6:F1": r"rank 1 .*RuntimeError: injected",

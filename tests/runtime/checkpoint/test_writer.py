@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import pickle
+import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from autopar.errors import FileError
 from autopar.formats.checkpoint import SavedPlan, SavedRun
-from autopar.runtime.checkpoint.folder import CheckpointFolder, read_verified
+from autopar.runtime.checkpoint.folder import MANIFEST, CheckpointFolder, read_manifest, read_verified
 from autopar.runtime.checkpoint.reader import CheckpointReader
 from autopar.runtime.checkpoint.state import HeldPiece, held_piece
 from autopar.runtime.checkpoint.writer import CheckpointWriter, SaveSettings
 from failing_calls import Calls, counted, full, killed
+from unpickled import Payload
 
 RUN = SavedRun(model="model.py", batch=8, seed=0, samples=64)
 PLAN = SavedPlan(
@@ -231,3 +236,74 @@ def test_a_thousand_bytes_of_pieces_flipped_in_turn_are_noticed_and_the_older_ch
         assert str(file) in wrong[0]
         file.write_bytes(content)
     assert read_verified(tmp_path / "step-2").step == 2
+
+
+def _linked(path: Path) -> None:
+    elsewhere = path.parent.parent / f"elsewhere-{path.name}"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+def _of_another_step(path: Path) -> None:
+    shutil.copy(path.parent.parent / "step-1" / MANIFEST, path)
+
+
+PIECES = "stage-00001-replica-00000.safetensors"
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "pieces cut short": (PIECES, lambda path: os.truncate(path, path.stat().st_size - 1), "is damaged"),
+    "pieces made longer": (PIECES, lambda path: os.truncate(path, path.stat().st_size + 1), "is damaged"),
+    "empty pieces": (PIECES, lambda path: os.truncate(path, 0), "has 0 bytes"),
+    "no pieces": (PIECES, Path.unlink, "No such file"),
+    "a link in place of pieces": (PIECES, _linked, "not a regular file"),
+    "a pipe in place of pieces": (PIECES, lambda path: [path.unlink(), os.mkfifo(path)], "not a regular file"),
+    "no manifest": (MANIFEST, Path.unlink, "No such file"),
+    "an empty manifest": (MANIFEST, lambda path: os.truncate(path, 0), "not JSON"),
+    "a manifest cut short": (MANIFEST, lambda path: os.truncate(path, path.stat().st_size // 2), "not JSON"),
+    "a manifest of another step": (MANIFEST, _of_another_step, "its folder's name of another"),
+    "a link in place of the manifest": (MANIFEST, _linked, "not a regular file"),
+    "a folder in place of the manifest": (MANIFEST, lambda path: [path.unlink(), path.mkdir()], "not a regular file"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_wrong_with_the_newest_is_said_and_the_one_before_taken(damage: str, tmp_path: Path) -> None:
+    name, harm, said = DAMAGES[damage]
+    ranks = Ranks(tmp_path, "0" * 16)
+    ranks.save(1)
+    ranks.save(2)
+    harm(tmp_path / "step-2" / name)
+    newest, (wrong,) = CheckpointFolder(tmp_path).newest()
+    assert newest is not None
+    assert newest.manifest.step == 1
+    assert str(tmp_path / "step-2" / name) in wrong
+    assert said in wrong
+    shutil.rmtree(tmp_path / "step-1")
+    with pytest.raises(FileError, match="no checkpoint is sound"):
+        CheckpointFolder(tmp_path).newest()
+
+
+def test_a_pickle_in_place_of_pieces_is_refused_and_not_loaded(tmp_path: Path) -> None:
+    Ranks(tmp_path / "c", "0" * 16).save(1)
+    file, place = tmp_path / "c" / "step-1" / PIECES, tmp_path / "c" / "step-1"
+    file.write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
+    manifest = read_manifest(place)
+    size, digest = file.stat().st_size, sha256(file.read_bytes()).hexdigest()
+    # Whoever made it has said so in the manifest.
+    files = [each.model_copy(update={"bytes": size, "sha256": digest}) for each in manifest.files if each.name == PIECES]
+    files += [each for each in manifest.files if each.name != PIECES]
+    forged = manifest.model_copy(update={"files": tuple(files)}).with_digest()
+    (place / MANIFEST).write_text(forged.dumps())
+    assert read_verified(place) == forged
+    with CheckpointReader(place, forged) as reader, pytest.raises(FileError, match="cannot read weights"):
+        [reader.read(each) for each in forged.tensors]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_folder_that_cannot_be_made_or_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "c", Path("/proc/self/c"), Path("/sys/kernel/c")):
+        with (
+            pytest.raises(FileError, match=f"{folder}: checkpoints cannot be written there"),
+            CheckpointFolder(folder).lock(),
+        ):
+            pass

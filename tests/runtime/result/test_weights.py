@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from autopar.runtime.result import weights
 from autopar.runtime.start.saving import folder_of, make_folder
 from dictated import dictate
 from threads import train_in_threads
+from unpickled import Payload
 
 
 def test_weights_in_one_file_or_several_read_the_same(tmp_path: Path) -> None:
@@ -125,6 +127,21 @@ def test_damaged_weights_are_refused_by_name(tmp_path: Path) -> None:
         (tmp_path / weights.INDEX).write_text(text)
         with pytest.raises(FileError, match=said):
             weights.read(tmp_path, ["w"])
+
+
+def test_pickles_are_not_loaded(tmp_path: Path) -> None:
+    payload = Payload(tmp_path / "ran")
+    torch.save(payload, tmp_path / "pytorch_model.bin")
+    with pytest.raises(FileError, match="holds neither model.safetensors nor"):
+        weights.read(tmp_path, ["w"])
+    for write in (torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))):
+        write(payload, tmp_path / weights.SINGLE)
+        for read in (lambda: weights.read(tmp_path, ["w"]), lambda: weights.shapes(tmp_path)):
+            with pytest.raises(FileError, match="cannot read weights"):
+                read()
+    assert not (tmp_path / "ran").exists()
+    torch.load(tmp_path / "pytorch_model.bin", weights_only=False)
+    assert (tmp_path / "ran").exists()
 
 
 NOTHING = """

@@ -1,0 +1,44 @@
+"""Where processes listen, by the kernel's tables."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+_LISTENS = "0A"
+
+
+def children(parent: int) -> list[int]:
+    """Return the processes that a process has started."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, above = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            if int(above) == parent and state != "Z":
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def listening_places(process: int) -> list[tuple[str, int]]:
+    """Return the addresses and ports on which a process listens for connections."""
+    sockets = set()
+    for entry in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(OSError):
+            sockets.update(re.findall(r"socket:\[(\d+)\]", os.readlink(entry)))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTENS and fields[9] in sockets:
+                address, _, port = fields[1].partition(":")
+                found.append((_address(address), int(port, 16)))
+    return found
+
+
+def _address(digits: str) -> str:
+    """Return an address that the kernel writes as words of four bytes, each in the order of this machine."""
+    words = [bytes.fromhex(digits[at : at + 8])[::-1] for at in range(0, len(digits), 8)]
+    return str(ipaddress.ip_address(b"".join(words)))
