@@ -25,6 +25,7 @@ from autopar.errors import TrainingError, UsageError
 from autopar.ranks.board import SET_UP_S, Board
 from autopar.ranks.environment import LaunchedRank
 from autopar.ranks.hosts import HostsLink
+from autopar.ranks.listeners import late_connections_dropped
 from autopar.ranks.meeting import meet
 
 if TYPE_CHECKING:
@@ -204,13 +205,14 @@ def join_ranks(
         UsageError: as :meth:`RankContext.detect_nccl`.
     """
     device = device_of(device_type, rank)
-    dist.init_process_group(
-        backend_of(device_type),
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=size,
-        timeout=patience(timeout_s),
-    )
+    with late_connections_dropped():
+        dist.init_process_group(
+            backend_of(device_type),
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=size,
+            timeout=patience(timeout_s),
+        )
     context = RankContext(rank, size, rank, size, device, timeout_s, board=board, report=report)
     try:
         yield context.detect_nccl(share_gpus=share_gpus)
@@ -244,9 +246,10 @@ def join_from_environment(
     patient = patience(timeout_s)
     store = meet(launch, files or {}, patient.total_seconds())
     try:
-        dist.init_process_group(
-            backend_of(device_type), store=store, rank=launch.rank, world_size=launch.size, timeout=patient
-        )
+        with late_connections_dropped():
+            dist.init_process_group(
+                backend_of(device_type), store=store, rank=launch.rank, world_size=launch.size, timeout=patient
+            )
     except (RuntimeError, ValueError) as error:
         address = f"{launch.address}:{launch.port}"
         raise TrainingError(f"rank {launch.rank} could not join the others at {address}: {error}") from error

@@ -17,6 +17,7 @@ from autopar.formats.plan import Plan
 from autopar.ranks.channel import Channel
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
+from autopar.ranks.listeners import late_connections_dropped
 from autopar.schedules.expand import rank_of
 
 if TYPE_CHECKING:
@@ -108,17 +109,18 @@ class GroupTransport:
             grouped: whether messages that training depends on go through groups. Otherwise, none is made for them, as
                 a thread of Gloo's wakes up a hundred times a second in every one; the default group does for the rest.
         """
-        patience = timedelta(seconds=context.timeout_s)
-        self._groups = {(ranks, False): dist.new_group(list(ranks), timeout=patience) for ranks in groups}
-        self._groups |= {(ranks, True): dist.new_group(list(ranks), timeout=patience) for ranks in apart}
-        everyone = list(range(context.size))
-        group = dist.new_group(everyone, timeout=patience) if with_message_group else dist.group.WORLD
-        assert group is not None
-        self._up = self._down = group
-        if context.nccl:
-            # NCCL runs one communicator's operations in order: opposite directions need one each. Of each, torch makes
-            # one for every pair of ranks.
-            self._down = dist.new_group(everyone, timeout=patience)
+        with late_connections_dropped():
+            patience = timedelta(seconds=context.timeout_s)
+            self._groups = {(ranks, False): dist.new_group(list(ranks), timeout=patience) for ranks in groups}
+            self._groups |= {(ranks, True): dist.new_group(list(ranks), timeout=patience) for ranks in apart}
+            everyone = list(range(context.size))
+            group = dist.new_group(everyone, timeout=patience) if with_message_group else dist.group.WORLD
+            assert group is not None
+            self._up = self._down = group
+            if context.nccl:
+                # NCCL runs one communicator's operations in order: opposite directions need one each. Of each, torch
+                # makes one for every pair of ranks.
+                self._down = dist.new_group(everyone, timeout=patience)
         self._meshes: list[DeviceMesh] = []
         self._closes_groups = context.has_external_group
         context.on_leaving.append(self._close)
