@@ -7,6 +7,7 @@ import pkgutil
 import re
 from collections.abc import Iterator
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,6 +47,7 @@ def test_errors_and_their_exit_codes_are_those_of_the_picture() -> None:
 
 @settings(max_examples=50)
 @given(st.text())
+@pytest.mark.reliability(56)
 def test_any_message_becomes_one_line_that_is_shown_as_it_is(text: str) -> None:
     line = printable(text)
     assert line.isprintable()

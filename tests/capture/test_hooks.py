@@ -48,6 +48,7 @@ def loss(output, batch):
         (GOOD.replace("def dataset", "def other"), "defines no dataset()"),
     ],
 )
+@pytest.mark.reliability(44, 45)
 def test_a_broken_model_file_is_refused_with_its_line(text, message, tmp_path):
     path = tmp_path / "model.py"
     path.write_text(text)
@@ -56,6 +57,7 @@ def test_a_broken_model_file_is_refused_with_its_line(text, message, tmp_path):
     assert message in str(caught.value)
 
 
+@pytest.mark.reliability(44)
 def test_other_specs_are_refused(tmp_path):
     with pytest.raises(UsageError, match="only hf: models"):
         load(str(tmp_path / "model.py"), data="data.py")
@@ -67,6 +69,7 @@ def test_other_specs_are_refused(tmp_path):
         load("autopar_has_no_such_module:model")
 
 
+@pytest.mark.reliability(45)
 def test_a_model_file_prints_to_standard_error_and_finds_its_neighbours(tmp_path, capsys):
     (tmp_path / "capture_neighbour.py").write_text("WIDTH = 2\n")
     path = tmp_path / "model.py"

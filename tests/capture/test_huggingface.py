@@ -253,3 +253,12 @@ def test_a_profile_prints_and_records_how_long_sequences_are(tmp_path, monkeypat
     code, _, err = command("import", "profiles", "long.json", "short.json")
     assert code == 4
     assert "$.model.sequence is 6, and 12 in long.json; profile with the same --sequence" in err
+
+
+@pytest.mark.reliability(21)
+def test_code_that_lies_beside_a_configuration_is_not_run(tmp_path):
+    write(tmp_path, {**GPT, "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}})
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: ...\nclass Model: ...\n")
+    user = load(f"hf:{tmp_path}")
+    assert type(user.build(0)).__name__ == "GPT2LMHeadModel"
+    assert not (tmp_path / "ran").exists()

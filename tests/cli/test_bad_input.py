@@ -112,6 +112,7 @@ def test_a_bad_profile_is_refused_by_plan_and_compare(run: Run, edit: Edit, code
         (lambda content: [each.update(memory_bytes=0) for each in content["devices"]], 3, "more than 0 B"),
     ],
 )
+@pytest.mark.reliability(55)
 def test_a_bad_cluster_is_refused_by_plan_and_compare(run: Run, edit: Edit, code: int, message: str) -> None:
     _edited("cluster.json", edit)
     for command in ("plan", "compare"):
@@ -119,6 +120,7 @@ def test_a_bad_cluster_is_refused_by_plan_and_compare(run: Run, edit: Edit, code
 
 
 @pytest.mark.parametrize("edit", [_without_time, _without_parameters, _single], ids=lambda edit: edit.__name__)
+@pytest.mark.reliability(46, 47)
 def test_degenerate_profiles_are_planned_simulated_and_compared(run: Run, edit: Edit) -> None:
     _edited("profile.json", edit)
     for command in (("plan", *G), ("simulate",), ("show", "plan.json"), ("compare", *G)):
@@ -146,6 +148,7 @@ def test_truncated_files_are_refused_with_the_place(run: Run, kept: int) -> None
     ("arguments", "code", "message"),
     [
         (("--gpus", "0"), 2, "--gpus must be at least 1, found 0"),
+        (("--gpus", "-1"), 2, "--gpus must be at least 1, found -1"),
         (("--gpus", "x"), 2, "Invalid value for '--gpus'"),
         (("--gpus", "1e9"), 2, "found '1e9' (try --help)"),
         (("--gpus=2.5",), 2, "found '2.5' (try --help)"),
@@ -166,10 +169,12 @@ def test_truncated_files_are_refused_with_the_place(run: Run, kept: int) -> None
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
+@pytest.mark.reliability(46, 49, 50)
 def test_flags_that_cannot_be_are_refused(run: Run, arguments: tuple[str, ...], code: int, message: str) -> None:
     _refused(run, code, message, "plan", *arguments)
 
 
+@pytest.mark.reliability(46, 49)
 def test_more_devices_than_layers_are_planned(run: Run) -> None:
     assert run("plan", "--gpus", "7")[0] == 0
     assert run("plan", "--gpus", "7", "--min-stages", "5", "--schedule", "1f1b")[0] == 0

@@ -119,6 +119,7 @@ def test_an_assumed_bandwidth_is_recorded_and_simulated(run: Run) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
+@pytest.mark.reliability(49, 50, 54, 57)
 def test_bad_input_gets_one_line_and_its_exit_code_and_writes_nothing(
     run: Run, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
@@ -157,6 +158,7 @@ def test_a_link_that_leads_to_itself_is_a_bad_file(run: Run) -> None:
     assert err.startswith("autopar: cannot read loop.json: ")
 
 
+@pytest.mark.reliability(57)
 def test_an_existing_file_is_replaced_with_overwrite_and_the_default_one_without(run: Run) -> None:
     assert run("plan", "--gpus", "2")[0] == 0
     assert run("plan", "--gpus", "1")[0] == 0

@@ -80,6 +80,7 @@ def test_profile_and_cluster_are_written_and_the_source_is_relative(folder: Path
         ("", "", ("--cluster-output", "profile.json"), 2, "cannot hold both"),
     ],
 )
+@pytest.mark.reliability(35, 44, 46)
 def test_bad_input_is_one_line_an_exit_code_and_no_file(
     folder: Path, replaced: str, by: str, options: tuple[str, ...], code: int, message: str
 ) -> None:

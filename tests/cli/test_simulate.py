@@ -50,6 +50,7 @@ def test_a_plan_of_freely_divided_micro_batches_is_simulated_as_it_was_priced(ru
     assert json.loads(out)["step_s"] == Plan.load("plan.json").predicted.step_s
 
 
+@pytest.mark.reliability(55)
 def test_a_plan_whose_profile_has_changed_is_refused(run: Run) -> None:
     assert run("plan", "--gpus", "2")[0] == 0
     gpt_profile(blocks=3).save("profile.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -75,6 +76,7 @@ def test_parts_of_ranks_become_one_manifest() -> None:
     assert Checkpoint.read(found.dumps(), Path("manifest.json")) == found
 
 
+@pytest.mark.reliability(19)
 def test_each_byte_of_a_manifest_counts() -> None:
     text = manifest().dumps().encode()
     for at in range(len(text)):
@@ -105,6 +107,16 @@ def test_pieces_that_do_not_make_up_a_tensor_are_refused(pieces: tuple[Piece, ..
     part = RankPart.model_construct(tensors=(tensor(*pieces),), files=tuple(FILES))
     with pytest.raises(ValidationError, match=r"make up|no such indices|given twice"):
         merge([part], 3, RUN, PLAN, [])
+
+
+@pytest.mark.parametrize(
+    "name", ["../elsewhere.safetensors", "/etc/passwd", "a/b", "..", ".hidden", "", "a\nb", "x" * 201, "a\\b"]
+)
+@pytest.mark.reliability(22)
+def test_a_manifest_names_files_of_its_own_folder_alone(name: str) -> None:
+    text = manifest().dumps().replace(json.dumps(FILES[0].name), json.dumps(name))
+    with pytest.raises(FileError, match=r"manifest.json: \$\.tensors\[0\]\.pieces\[0\]\.file: String should match"):
+        Checkpoint.read(text, Path("manifest.json"))
 
 
 def _cut(rng: random.Random, box: list[tuple[int, int]], left: int) -> list[list[tuple[int, int]]]:

@@ -80,10 +80,12 @@ def test_a_document_written_and_read_is_the_same_to_the_byte(tmp_path: Path) -> 
         ("[" * (MAX_DEPTH + 3) + "]" * (MAX_DEPTH + 3), "nested deeper"),
     ],
 )
+@pytest.mark.reliability(53, 54, 56)
 def test_what_is_not_strictly_the_schema_is_refused_with_its_path(tmp_path: Path, text: str, message: str) -> None:
     assert message in _refusal(tmp_path, text)
 
 
+@pytest.mark.reliability(57)
 def test_missing_unreadable_and_binary_files_are_file_errors(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="no such cluster file"):
         Cluster.load(tmp_path / "none.json")
@@ -92,6 +94,15 @@ def test_missing_unreadable_and_binary_files_are_file_errors(tmp_path: Path) -> 
     (tmp_path / "b.json").write_bytes(b"{}\xff")
     with pytest.raises(FileError, match="not UTF-8 at byte 2"):
         Cluster.load(tmp_path / "b.json")
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.reliability(53)
+def test_a_file_of_a_gigabyte_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "c.json").touch()
+    os.truncate(tmp_path / "c.json", 2**30)
+    with pytest.raises(FileError, match=r"1073741824 bytes is too large for a cluster \(at most 268435456\)"):
+        Cluster.load(tmp_path / "c.json")
 
 
 @pytest.mark.timeout(10)
@@ -111,6 +122,7 @@ def test_strictness_costs_little_on_a_file_of_millions_of_numbers() -> None:
     assert time.process_time() - began_s < 8 * plain_s
 
 
+@pytest.mark.reliability(57)
 def test_a_failed_write_leaves_neither_a_half_file_nor_a_temporary_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +139,7 @@ def test_a_failed_write_leaves_neither_a_half_file_nor_a_temporary_one(
     assert os.listdir(tmp_path) == ["c.json"]
 
 
+@pytest.mark.reliability(57)
 def test_an_existing_file_is_replaced_only_when_asked(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     write_text(path, "one", overwrite=False)

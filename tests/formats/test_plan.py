@@ -83,6 +83,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         ({"micro_batches": True}, "valid integer"),
     ],
 )
+@pytest.mark.reliability(54)
 def test_an_unsound_plan_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         _plan(**changes)

@@ -32,11 +32,13 @@ def test_files_of_the_folder_and_of_the_working_folder_are_named(name: str, plan
 
 
 @pytest.mark.parametrize("name", ["../../outside/model.py", "/etc/passwd", "link.py", "folder/model.py", "/dev/zero"])
+@pytest.mark.reliability(22)
 def test_what_leads_out_is_refused_with_the_flag_that_allows_it(name: str, plan: Path) -> None:
     with pytest.raises(FileError, match=r"plan\.json: \$\.model\.source: .* leads out of .*--trust-paths"):
         named_file(plan, name, "model.source")
 
 
+@pytest.mark.reliability(22)
 def test_absolute_paths_are_refused_even_within(plan: Path) -> None:
     with pytest.raises(FileError, match=r"is an absolute path.*--trust-paths"):
         named_file(plan, str(Path("model.py").resolve()), "model.source")

@@ -11,15 +11,19 @@ from pathlib import Path
 _LISTENS = "0A"
 
 
-def children(parent: int) -> list[int]:
-    """Return the processes that a process has started."""
-    found = []
+def descendants(process: int) -> set[int]:
+    """Return a process, those that it has started, and theirs."""
+    parents = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             state, above = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            if int(above) == parent and state != "Z":
-                found.append(int(entry.name))
-    return sorted(found)
+            if state != "Z":
+                parents[int(entry.name)] = int(above)
+    found, before = {process}, set[int]()
+    while found != before:
+        before = set(found)
+        found |= {each for each, above in parents.items() if above in before}
+    return found
 
 
 def listening_places(process: int) -> list[tuple[str, int]]:

@@ -51,6 +51,7 @@ def _fits(profile: Profile, cluster: Cluster, options: PlanOptions) -> bool:
     return any(max(costs.shortfalls(candidate)) <= 0 for candidate in everything(costs, options))
 
 
+@pytest.mark.reliability(50)
 def test_every_remedy_that_an_error_names_works_and_is_the_least_of_its_kind() -> None:
     seen: dict[str, int] = {}
     for seed in range(40):

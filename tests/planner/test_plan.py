@@ -67,6 +67,7 @@ def test_the_search_makes_the_plan_of_the_oracle() -> None:
         assert made.predicted.step_s == pytest.approx(fastest_s(profile, cluster, options), rel=1e-9)
 
 
+@pytest.mark.reliability(50)
 def test_when_nothing_fits_the_error_names_the_stage_and_the_least_shortfall() -> None:
     checked = 0
     for seed in range(60):

@@ -35,6 +35,7 @@ def test_this_machines_clock_is_read_or_left_out() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity masks")
+@pytest.mark.reliability(58)
 def test_threads_are_pinned_in_the_block_and_freed_after_it() -> None:
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     with pin_threads(1):

@@ -82,6 +82,7 @@ def test_no_other_line_without_a_negative_part_has_less_relative_error() -> None
         assert own <= others.sum(-1).min() + 1e-9
 
 
+@pytest.mark.reliability(48)
 def test_spread_is_the_interquartile_range_over_the_median() -> None:
     times = [float(number) for number in range(1, 8)]
     random.Random(0).shuffle(times)

@@ -107,3 +107,16 @@ def test_a_loss_that_does_not_add_up_is_refused_unless_accepted(model_file: Path
         profile(load(str(model_file)), ProfileOptions(batch=4, device="cpu", budget_s=0.1))
     options = ProfileOptions(batch=4, device="cpu", budget_s=0.1, accept_loss=True)
     assert (profile(load(str(model_file)), options).loss_difference or 0) > 0.001
+
+
+@pytest.mark.parametrize(("spread", "busy"), [(0.0, False), (0.5, True)])
+@pytest.mark.reliability(48)
+def test_times_that_spread_are_noted_with_the_layer_that_did_most(
+    model_file: Path, spread: float, busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autopar.profiler.costs.spread", lambda times: spread)
+    measured = profile(load(str(model_file)), ProfileOptions(batch=8, device="cpu", budget_s=0.2))
+    assert (measured.noise.median_spread, measured.noise.max_spread) == (spread, spread)
+    assert all(cost.repeats > 0 for layer in measured.layers for cost in layer.costs)
+    said = [note for note in measured.notes if note.startswith("times of the same layer spread by 50% of their median")]
+    assert len(said) == busy

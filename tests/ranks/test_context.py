@@ -27,6 +27,7 @@ def test_another_number_of_ranks_than_the_plan_s_is_refused_before_anyone_waits(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
+@pytest.mark.reliability(32)
 def test_a_host_without_gpus_is_told_what_to_do() -> None:
     with pytest.raises(UsageError, match="torch finds none on this host; run it where they are, or profile here"):
         device_of("cuda", 0)

@@ -43,6 +43,7 @@ def test_an_error_of_autopar_is_raised_again_of_its_kind_with_its_words_and_its_
     assert str(failure.as_error("rank 3: ")) == f"rank 3: {error}"
 
 
+@pytest.mark.reliability(9)
 def test_an_error_of_the_user_s_code_is_one_line_with_the_place_where_it_was_raised() -> None:
     failure = caught(ValueError("two\n  lines"))
     line = caught.__code__.co_firstlineno + 3

@@ -66,6 +66,7 @@ def test_a_host_with_another_plan_is_named_and_all_end_with_the_code_of_a_bad_fi
     assert [error.exit_code for error in found if error is not None] == [4, 4, 4]
 
 
+@pytest.mark.reliability(30)
 def test_a_port_that_is_taken_is_named() -> None:
     rank = ranks_of(1)[0]
     with socket.create_server(("127.0.0.1", rank.port)), pytest.raises(TrainingError, match=f"127.0.0.1:{rank.port}"):

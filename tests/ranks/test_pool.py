@@ -65,6 +65,7 @@ def test_jobs_run_one_after_the_other_on_the_same_processes(pool: RankPool) -> N
         ("hang", TrainingError, r"^rank 1 \(step 7, action 3\) made no progress for 1.5 s"),
     ],
 )
+@pytest.mark.reliability(6, 9, 10, 14)
 def test_a_rank_that_goes_wrong_is_named_and_none_is_left(
     pool: RankPool, how: str, error: type[AutoparError], said: str
 ) -> None:
@@ -93,6 +94,7 @@ def test_ranks_of_one_host_listen_on_loopback_only(pool: RankPool) -> None:
         assert set(addresses) <= {"127.0.0.1", "::1"}
 
 
+@pytest.mark.reliability(8)
 def test_a_rank_that_crashes_says_where_in_python_it_was(capfd: pytest.CaptureFixture[str]) -> None:
     with RankPool(2) as pool, pytest.raises(TrainingError, match=r"^rank 1 \(.*\) was killed by SIGSEGV$"):
         pool.run("jobs_for_ranks:misbehave", {"rank": 1, "how": "segfault"})
@@ -101,6 +103,7 @@ def test_a_rank_that_crashes_says_where_in_python_it_was(capfd: pytest.CaptureFi
     assert re.search(r'jobs_for_ranks.py", line \d+ in misbehave', written)
 
 
+@pytest.mark.reliability(30)
 def test_two_runs_on_one_host_do_not_meet(pool: RankPool) -> None:
     with RankPool(2) as other, ThreadPoolExecutor(2) as threads:
         for _ in range(2):
@@ -109,6 +112,7 @@ def test_two_runs_on_one_host_do_not_meet(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("told", ["many", "-1", "64"])
+@pytest.mark.reliability(58)
 def test_ranks_have_the_threads_that_are_asked_for_whatever_the_environment_says(
     told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +153,7 @@ def test_a_process_that_was_forked_starts_processes_too() -> None:
 
 
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)", "sys.exit()"])
+@pytest.mark.reliability(29)
 def test_processes_end_with_their_parent_however_it_ends(end: str) -> None:
     script = (
         "import os, signal, sys, threading\n"

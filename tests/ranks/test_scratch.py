@@ -30,6 +30,7 @@ def test_a_scratch_folder_is_removed_with_all_that_is_in_it(tmp_path: Path) -> N
     scratch.close()
 
 
+@pytest.mark.reliability(31)
 def test_what_a_killed_process_leaves_is_removed_and_what_a_living_one_uses_is_not(tmp_path: Path) -> None:
     (tmp_path / "autopar-notes").mkdir()
     (tmp_path / "autopar-link").symlink_to(tmp_path / "autopar-notes")

@@ -57,6 +57,7 @@ def test_the_script_s_own_group_is_joined_and_stays_also_behind_an_error() -> No
         assert float(total) == 1
 
 
+@pytest.mark.reliability(34)
 def test_a_group_that_cannot_carry_a_plan_is_refused_with_the_backend_that_can() -> None:
     with own_group("gloo"), pytest.raises(UsageError, match="process group has 1 ranks, the plan needs 2"):
         join_in_script("cpu", 5.0, 2).__enter__()

@@ -72,6 +72,7 @@ def run(acts: list[str], steps: int = 6, timeout_s: float = 5.0) -> list[object]
     return outcomes
 
 
+@pytest.mark.reliability(31)
 def test_a_board_is_shared_cleared_by_the_first_and_removed_by_the_last(tmp_path: Path) -> None:
     with shared_board(launched(0)) as (path, one):
         one.write(1, STEPPING, 7)
@@ -91,6 +92,7 @@ def test_a_board_is_shared_cleared_by_the_first_and_removed_by_the_last(tmp_path
         assert board.blamed is None
 
 
+@pytest.mark.reliability(30, 31)
 def test_jobs_of_other_ports_attempts_and_hosts_have_other_boards(monkeypatch: pytest.MonkeyPatch) -> None:
     found = set()
     for attempt in ("0", "1"):
@@ -165,6 +167,7 @@ LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.a
 
 
 @pytest.mark.parametrize("launcher", [None, "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"])
+@pytest.mark.reliability(29)
 def test_a_rank_ends_with_its_supervisor_and_that_with_its_launcher(tmp_path: Path, launcher: str | None) -> None:
     mark = tmp_path / "pid"
     act = f"open({str(mark)!r}, 'w').write(str(os.getpid()))"

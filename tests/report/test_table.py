@@ -123,6 +123,7 @@ def test_columns_that_cannot_stand_beside_each_other_become_records() -> None:
     assert "number 19  19.25 MiB" in lines
 
 
+@pytest.mark.reliability(56)
 def test_what_a_file_brings_along_cannot_steer_the_terminal() -> None:
     table = Table("a\x1b[31m title", ("name",))
     table.add_row("layer\x1b[2J\x07")

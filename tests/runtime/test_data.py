@@ -18,6 +18,7 @@ from dictated import dictate
 from paths import MODELS
 
 
+@pytest.mark.reliability(25)
 def test_shares_of_a_mini_batch_are_its_rows_in_order_and_epochs_reshuffle() -> None:
     model = load(str(MODELS / "dropout.py"))
     graph = capture(model, model.build(0))
@@ -39,6 +40,7 @@ def test_shares_of_a_mini_batch_are_its_rows_in_order_and_epochs_reshuffle() -> 
     assert ShareLoader(model, plan, 3, (), device).load(3) == [{}, {}]
 
 
+@pytest.mark.reliability(36)
 def test_an_incomplete_mini_batch_is_filled_up_with_the_first_samples_of_the_epoch() -> None:
     model = load(str(MODELS / "dropout.py"))
     graph = capture(model, model.build(0))
@@ -55,6 +57,7 @@ def test_an_incomplete_mini_batch_is_filled_up_with_the_first_samples_of_the_epo
             assert torch.equal(found, torch.stack([data[index][0] for index in taken]))
 
 
+@pytest.mark.reliability(35)
 def test_a_dataset_smaller_than_a_mini_batch_is_refused() -> None:
     model = load(str(MODELS / "dropout.py"))
     graph = capture(model, model.build(0))
@@ -64,6 +67,7 @@ def test_a_dataset_smaller_than_a_mini_batch_is_refused() -> None:
         ShareLoader(model, plan, 0, [graph.tensor("batch.0")], torch.device("cpu"))
 
 
+@pytest.mark.reliability(37)
 def test_samples_and_outputs_of_another_shape_are_refused_by_name() -> None:
     model = load(str(MODELS / "dropout.py"))
     graph = capture(model, model.build(0))

@@ -41,6 +41,7 @@ def test_losses_that_are_brought_settle_as_others_do_after_what_is_done_meanwhil
         assert brought.settle() == plainly.settle()
 
 
+@pytest.mark.reliability(11)
 def test_a_loss_that_is_not_finite_is_found_before_the_update() -> None:
     tally = BroughtLossTally(1, 2, FakeCopies(), lambda: None)
     for value in (1.0, float("nan")):
@@ -189,6 +190,7 @@ def test_training_is_the_same_bit_for_bit_with_a_device_that_may_be_behind(tmp_p
             assert record.untold is None
 
 
+@pytest.mark.reliability(13)
 def test_a_gpu_without_room_says_what_was_asked_for_and_where() -> None:
     executor = object.__new__(Executor)
     predicted = Mock(peak_bytes=(3 << 30, 2 << 30), limit_bytes=())

@@ -175,6 +175,7 @@ def check(found: Case, plan: Plan, folder: Path) -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", sorted(BLOCKS))
+@pytest.mark.reliability(43)
 def test_buffers_and_parameters_that_forwards_write_train_as_in_one_process(
     kind: str, recompute: bool, schedule: str, tmp_path: Path
 ) -> None:
@@ -239,6 +240,7 @@ def test_modules_that_decide_while_they_run_leave_parameters_without_gradient_on
         check(found, dictate(found.graph, found.model, [1, 1, 1], 3, 4), tmp_path)
 
 
+@pytest.mark.reliability(41, 43)
 def test_edited_plans_that_replicate_or_recompute_what_forwards_change_are_refused(tmp_path: Path) -> None:
     found = case(tmp_path, BLOCKS["average before reading"])
     with pytest.raises(FileError, match=r"replicas of layer blocks.0, .* changes the buffer blocks.0.mean"):
@@ -251,6 +253,7 @@ def test_edited_plans_that_replicate_or_recompute_what_forwards_change_are_refus
 
 @pytest.mark.parametrize("how", ["first", "average"])
 @pytest.mark.parametrize("turns", [(), (0,)])
+@pytest.mark.reliability(41)
 def test_replicas_that_are_asked_for_have_equal_buffers_after_every_step(
     how: str, turns: tuple[int, ...], tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def test_names_of_one_kind_are_that_kind(profiled: str, planned: str) -> None:
         ("cpu of mine", ["A100", "V100"]),
     ],
 )
+@pytest.mark.reliability(55)
 def test_one_known_kind_on_another_is_refused_with_remedies_that_work(profiled: str, planned: list[str]) -> None:
     profile, cluster = on(profiled), of(*planned)
     with pytest.raises(UsageError) as caught:

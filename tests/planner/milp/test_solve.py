@@ -86,6 +86,7 @@ def _programmed(costs: CostModel, options: PlanOptions, solvers: Sequence[Solver
     return best, search_by_milp(Simulator(costs), families(costs.batch, options), options, best, solvers)
 
 
+@pytest.mark.reliability(52)
 def test_program_search_and_oracle_agree_on_the_best_step_and_the_least_bound() -> None:
     compared = bounds = constrained = recomputing = sharding = 0
     for seed in range(160):
@@ -241,6 +242,7 @@ FAULTS: list[tuple[Answer, str]] = [
 
 
 @pytest.mark.parametrize(("fault", "note"), FAULTS, ids=[note for _, note in FAULTS])
+@pytest.mark.reliability(51)
 def test_a_solver_that_fails_leaves_the_plan_to_the_search(fault: Answer, note: str) -> None:
     options = PlanOptions(gpus=3, micro_batches=4, gap=0.0, max_stages=2)
     costs = CostModel(gpt_profile(blocks=4), local_cluster(2), options)
@@ -267,6 +269,7 @@ def test_the_second_solver_is_asked_where_the_first_fails() -> None:
     assert found.notes[0].startswith("`solver='milp'`: Odd failed: RuntimeError out of memory; Even failed: it said")
 
 
+@pytest.mark.reliability(52)
 def test_a_known_plan_exposes_a_solver_that_denies_it() -> None:
     options = PlanOptions(gpus=2, micro_batches=4, min_stages=2, bytes_per_s=1e8, gap=0.0)
     costs = CostModel(gpt_profile(blocks=4), local_cluster(2), options)
@@ -277,6 +280,7 @@ def test_a_known_plan_exposes_a_solver_that_denies_it() -> None:
     assert "but a known plan's is" in found.notes[0]
 
 
+@pytest.mark.reliability(51)
 def test_without_pulp_or_time_a_plan_is_the_searchs_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     profile, cluster = gpt_profile(blocks=4), local_cluster(3)
     hurried = plan(profile, cluster, PlanOptions(gpus=3, solver="milp", solver_seconds=1e-9))
@@ -291,6 +295,7 @@ def test_without_pulp_or_time_a_plan_is_the_searchs_and_says_so(monkeypatch: pyt
     assert "CBC failed: ModuleNotFoundError" in without.notes[0]
 
 
+@pytest.mark.reliability(51)
 def test_a_solver_that_cannot_be_executed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pulp = pytest.importorskip("pulp")
     monkeypatch.setattr(pulp, "listSolvers", lambda onlyAvailable: ["PULP_CBC_CMD"])  # noqa: N803

@@ -57,6 +57,7 @@ _QUICK = ("kill@1:5:B2", "nan@0:5")
 @pytest.mark.parametrize(
     "fault", [each if each in _QUICK else pytest.param(each, marks=pytest.mark.slow) for each in ENDING]
 )
+@pytest.mark.reliability(1, 2, 3, 6, 8, 10, 11, 12)
 def test_a_fault_is_said_and_the_run_goes_on_as_if_it_had_not_been(
     plan: Plan, fault: str, tmp_path: Path, living_pool: Callable[[], RankPool]
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_fault_is_said_and_the_run_goes_on_as_if_it_had_not_been(
 @pytest.mark.parametrize(
     "fault", [each if "full" in each else pytest.param(each, marks=pytest.mark.slow) for each in HARMLESS]
 )
+@pytest.mark.reliability(15)
 def test_what_training_goes_on_with_is_said_and_changes_nothing(
     plan: Plan, fault: str, tmp_path: Path, pool: RankPool
 ) -> None:

@@ -22,6 +22,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckpointPairs]
 
 
 @pytest.mark.parametrize("seed", range(COUNT))
+@pytest.mark.reliability(23, 25)
 def test_a_plan_goes_on_from_what_another_saved(pairs: CheckpointPairs, seed: int) -> None:
     rng = random.Random(seed)
     first, second = pairs.draw(rng), pairs.draw(rng)

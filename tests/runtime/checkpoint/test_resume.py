@@ -27,6 +27,7 @@ def test_python_state_that_a_forward_changes_is_refused_by_name() -> None:
     check_state(graph)
 
 
+@pytest.mark.reliability(23, 26)
 def test_what_another_plan_does_otherwise_is_said() -> None:
     other = PLAN.model_copy(update={"ranks": 3, "schedule": "gpipe", "torch": "2.14.0", "sharded": True})
     said = list(plan_notes(PLAN, other, random=True, batch_norm=True))

@@ -31,6 +31,7 @@ def train(pool: RankPool, widths: list[int], folder: Path, until: int, shard: Sh
     )
 
 
+@pytest.mark.reliability(23)
 def test_a_script_goes_on_from_what_another_plan_saved(tmp_path: Path, pool: RankPool) -> None:
     whole = train(pool, [1], tmp_path / "whole", 7)[0]["losses"]
     losses: list[float] = []

@@ -90,6 +90,7 @@ def test_a_run_that_is_gone_on_with_is_bit_for_bit_one_that_was_not_interrupted(
     assert CheckpointFolder(tmp_path / "parts").steps() == [8, 12]
 
 
+@pytest.mark.reliability(23, 25)
 def test_any_plan_goes_on_from_what_any_other_saved(
     captured: tuple[UserModel, LayerGraph], tmp_path: Path, pool: RankPool
 ) -> None:
@@ -187,6 +188,7 @@ def test_an_exported_model_is_loaded_strictly_under_all_its_names(
 
 
 @pytest.mark.slow
+@pytest.mark.reliability(24)
 def test_what_may_not_change_is_refused_with_both_values_unless_that_is_accepted(
     captured: tuple[UserModel, LayerGraph], tmp_path: Path, living_pool: object
 ) -> None:
@@ -253,6 +255,7 @@ def test_a_schedulers_settings_are_the_new_codes_and_its_position_the_checkpoint
     assert rates == pytest.approx([0.7 * 1e-2, 0.7 * 2e-2])
 
 
+@pytest.mark.reliability(18, 19, 20)
 def test_damage_is_noticed_the_file_named_and_the_older_checkpoint_taken(
     captured: tuple[UserModel, LayerGraph], tmp_path: Path, living_pool: object
 ) -> None:

@@ -140,6 +140,7 @@ def _calls(folder: Path) -> int:
     return calls.count
 
 
+@pytest.mark.reliability(15)
 def test_whatever_call_fails_training_goes_on_and_a_sound_checkpoint_is_there(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +171,7 @@ def test_whatever_call_fails_training_goes_on_and_a_sound_checkpoint_is_there(
     assert failures > count / 2
 
 
+@pytest.mark.reliability(4, 5)
 def test_wherever_the_process_is_killed_the_old_set_or_the_new_is_there_whole(tmp_path: Path) -> None:
     count, seen = _calls(tmp_path / "all"), set[int]()
     for at in range(count):
@@ -196,6 +198,7 @@ def test_wherever_the_process_is_killed_the_old_set_or_the_new_is_there_whole(tm
     assert seen == {1, 2}
 
 
+@pytest.mark.reliability(5)
 def test_wherever_a_checkpoint_that_is_written_again_is_killed_one_of_the_two_is_there(tmp_path: Path) -> None:
     for at in range(200):
         folder = tmp_path / str(at)
@@ -217,6 +220,7 @@ def test_wherever_a_checkpoint_that_is_written_again_is_killed_one_of_the_two_is
     assert 20 < at < 199
 
 
+@pytest.mark.reliability(18)
 def test_a_thousand_bytes_of_pieces_flipped_in_turn_are_noticed_and_the_older_checkpoint_is_taken(
     tmp_path: Path,
 ) -> None:
@@ -266,6 +270,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.reliability(17, 19, 20, 22)
 def test_what_is_wrong_with_the_newest_is_said_and_the_one_before_taken(damage: str, tmp_path: Path) -> None:
     name, harm, said = DAMAGES[damage]
     ranks = Ranks(tmp_path, "0" * 16)
@@ -282,6 +287,7 @@ def test_what_is_wrong_with_the_newest_is_said_and_the_one_before_taken(damage: 
         CheckpointFolder(tmp_path).newest()
 
 
+@pytest.mark.reliability(21)
 def test_a_pickle_in_place_of_pieces_is_refused_and_not_loaded(tmp_path: Path) -> None:
     Ranks(tmp_path / "c", "0" * 16).save(1)
     file, place = tmp_path / "c" / "step-1" / PIECES, tmp_path / "c" / "step-1"
@@ -289,9 +295,9 @@ def test_a_pickle_in_place_of_pieces_is_refused_and_not_loaded(tmp_path: Path) -
     manifest = read_manifest(place)
     size, digest = file.stat().st_size, sha256(file.read_bytes()).hexdigest()
     # Whoever made it has said so in the manifest.
-    files = [each.model_copy(update={"bytes": size, "sha256": digest}) for each in manifest.files if each.name == PIECES]
-    files += [each for each in manifest.files if each.name != PIECES]
-    forged = manifest.model_copy(update={"files": tuple(files)}).with_digest()
+    said = {"bytes": size, "sha256": digest}
+    files = tuple(each.model_copy(update=said) if each.name == PIECES else each for each in manifest.files)
+    forged = manifest.model_copy(update={"files": files}).with_digest()
     (place / MANIFEST).write_text(forged.dumps())
     assert read_verified(place) == forged
     with CheckpointReader(place, forged) as reader, pytest.raises(FileError, match="cannot read weights"):
@@ -299,6 +305,7 @@ def test_a_pickle_in_place_of_pieces_is_refused_and_not_loaded(tmp_path: Path) -
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.reliability(16)
 def test_a_folder_that_cannot_be_made_or_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "c", Path("/proc/self/c"), Path("/sys/kernel/c")):

@@ -67,6 +67,7 @@ def _plan(file: Path, widths: tuple[int, ...], micro_batches: int = MICRO_BATCHE
 
 
 @pytest.mark.parametrize("widths", [(1,), (1, 1), (2, 1), (2, 2)])
+@pytest.mark.reliability(12)
 def test_a_rank_does_not_step_and_names_parameter_stage_and_step(widths: tuple[int, ...], tmp_path: Path) -> None:
     file = _file(tmp_path, 1)
     model = load(str(file))
@@ -93,6 +94,7 @@ def test_a_rank_does_not_step_and_names_parameter_stage_and_step(widths: tuple[i
         ("parameters", 1.0, False),
     ],
 )
+@pytest.mark.reliability(11)
 def test_a_run_ends_and_saves_nothing(
     shard: Shard, clip_norm: float | None, counted: bool, pool: RankPool, tmp_path: Path
 ) -> None:
@@ -127,6 +129,7 @@ def test_nothing_is_saved_before_all_ranks_have_looked_at_their_gradients(pool: 
     assert not list(saved.iterdir())
 
 
+@pytest.mark.reliability(11, 12)
 def test_a_single_micro_batch_is_named(tmp_path: Path) -> None:
     file = _file(tmp_path, 0)
     with pytest.raises(TrainingError, match=r"0.linear.weight \(stage 0, micro-batch 0\) is not finite"):

@@ -90,6 +90,7 @@ def test_writing_copies_only_tensors_that_have_no_bytes_in_a_row(tmp_path: Path)
     assert tracker.peak_bytes == 0
 
 
+@pytest.mark.reliability(16)
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FileError, match=r"cannot make the folder .*file/trained: Not a directory"):
@@ -114,6 +115,7 @@ def test_a_new_folder_goes_with_a_run_that_fails_unless_there_is_something_in_it
     assert sorted(path.name for path in tmp_path.iterdir()) == ["begun", "old"]
 
 
+@pytest.mark.reliability(22)
 def test_damaged_weights_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / weights.SINGLE).write_bytes(b"not safetensors")
     with pytest.raises(FileError, match=r"cannot read weights .*model.safetensors"):
@@ -129,10 +131,11 @@ def test_damaged_weights_are_refused_by_name(tmp_path: Path) -> None:
             weights.read(tmp_path, ["w"])
 
 
+@pytest.mark.reliability(21)
 def test_pickles_are_not_loaded(tmp_path: Path) -> None:
     payload = Payload(tmp_path / "ran")
     torch.save(payload, tmp_path / "pytorch_model.bin")
-    with pytest.raises(FileError, match="holds neither model.safetensors nor"):
+    with pytest.raises(FileError, match=r"holds neither model\.safetensors nor"):
         weights.read(tmp_path, ["w"])
     for write in (torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))):
         write(payload, tmp_path / weights.SINGLE)

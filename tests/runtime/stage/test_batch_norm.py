@@ -76,11 +76,13 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", [name for name in PLANS if name != "single rows"])
+@pytest.mark.reliability(41)
 def test_deferred_statistics_are_those_of_whole_mini_batches(plan: str, tmp_path: Path) -> None:
     _assert_equals_plain("batch_normed", _plan("batch_normed", **PLANS[plan]), DEFERRED, tmp_path)
 
 
 @pytest.mark.parametrize("plan", ["one rank", "uneven shares", "single rows", "recomputed", "chunks"])
+@pytest.mark.reliability(41)
 def test_synchronised_statistics_are_those_of_whole_micro_batches(plan: str, tmp_path: Path) -> None:
     _assert_equals_plain("batch_normed", _plan("batch_normed", **PLANS[plan]), SYNCED, tmp_path)
 

@@ -12,11 +12,13 @@ from drawn_models import captured, equals_plain, plans
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans("everything"))
+@pytest.mark.reliability(38, 39, 40)
 def test_skips_ties_masks_integers_and_token_counts_survive_any_plan(plan: Plan) -> None:
     equals_plain("everything", plan)
 
 
 @pytest.mark.parametrize("widths", [(1, 1), (2, 1, 2)])
+@pytest.mark.reliability(38)
 def test_a_tied_parameter_stays_equal_where_only_one_of_its_stages_gives_it_a_gradient(widths: tuple[int, ...]) -> None:
     model, graph, _ = captured("detached")
     equals_plain("detached", dictate(graph, model, widths, 2, 4))
@@ -30,6 +32,7 @@ def test_a_parameter_of_several_recomputed_layers_is_reduced_when_all_of_them_ha
 
 
 @pytest.mark.parametrize("name", ["narrow_gpt", "narrow_resnet"])
+@pytest.mark.reliability(41, 42)
 def test_dropout_and_batch_statistics_survive_any_plan(name: str) -> None:
     # Two rows or more for batch statistics; blocks draw random numbers, by a generator that threads take in turn.
     @settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])

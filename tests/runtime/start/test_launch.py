@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.cli import main
+from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
@@ -160,6 +161,7 @@ def test_an_edited_program_is_run_and_a_broken_one_refused(here: Path) -> None:
     assert last_line(refused) == "autopar: p.json: rank 0 (stage 0): S0@0>1@1 is missing"
 
 
+@pytest.mark.reliability(36)
 def test_torchrun_starts_the_same_ranks(here: Path) -> None:
     # Mini-batches of 48 of the 64 samples.
     plan_for(here, [1, 1], rows=24)
@@ -172,7 +174,10 @@ def test_torchrun_starts_the_same_ranks(here: Path) -> None:
     assert started.returncode == 0, started.stderr
     other = Report.load(here / "other.json")
     assert other.loss == report.loss[:1]
-    assert other.notes == ("an epoch leaves out 16 of 64 samples, which do not fill a mini-batch (--last drop)",)
+    left, met = other.notes
+    assert left == "an epoch leaves out 16 of 64 samples, which do not fill a mini-batch (--last drop)"
+    # The agent's port, which it opens everywhere.
+    assert re.fullmatch(r"port \d+ of this host, at which the ranks met, is open on all interfaces, .*", met)
 
 
 @pytest.mark.parametrize(("count", "words"), [(1, "fewer than the 2"), (3, "more than the 2")])
@@ -184,6 +189,7 @@ def test_torchrun_with_another_number_of_ranks_says_so_once(here: Path, count: i
     assert not (here / "report.json").exists()
 
 
+@pytest.mark.reliability(9)
 def test_a_layer_that_fails_is_named_with_rank_stage_step_and_action(here: Path) -> None:
     text = (here / "words.py").read_text().replace("UNKNOWN_AT = -1", "UNKNOWN_AT = 7")
     (here / "words.py").write_text(text)
@@ -207,6 +213,7 @@ def test_a_layer_that_fails_is_named_with_rank_stage_step_and_action(here: Path)
         (signal.SIGSTOP, 5, r"rank 1 \(stage 1, step \d+, \S+\) is stopped"),
     ],
 )
+@pytest.mark.reliability(1, 6)
 def test_a_rank_that_is_killed_or_stopped_ends_the_run_and_is_named(
     here: Path, number: signal.Signals, code: int, said: str
 ) -> None:
@@ -226,6 +233,7 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_run_and_is_named(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.reliability(27)
 def test_a_run_that_is_asked_to_end_ends_behind_its_step_and_saves_what_was_asked_for(
     here: Path, number: signal.Signals, code: int
 ) -> None:
@@ -248,6 +256,7 @@ def test_a_run_that_is_asked_to_end_ends_behind_its_step_and_saves_what_was_aske
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.reliability(28)
 def test_a_run_that_is_interrupted_twice_leaves_no_process_and_no_file(
     here: Path, number: signal.Signals, code: int
 ) -> None:
@@ -283,6 +292,17 @@ def test_what_is_wrong_with_a_plan_is_said_once_a_host(command: Command, monkeyp
         assert bool(stderr) == bool(said)
 
 
+@pytest.mark.reliability(32)
+def test_a_host_with_fewer_gpus_than_the_plan_names_the_options_that_help(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_for(here, [1, 2]).model_copy(update={"device_type": "cuda"})
+    for count, remedy in ((0, "`device='cpu'`"), (2, "plan again with `gpus=2`, or pass `share_gpus=True`")):
+        monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
+        with pytest.raises(UsageError, match=rf"the plan needs 3 GPUs, this host has {count}; .*{remedy}"):
+            run(plan, "words.py", RunOptions(1))
+
+
 SLEEPS = "def __getitem__(self, index):\n        import time; time.sleep(1.0)"
 
 
@@ -300,6 +320,7 @@ def edited(here: Path, **changes: object) -> None:
     (here / "plan.json").write_text(json.dumps(content))
 
 
+@pytest.mark.reliability(16, 32, 53, 54)
 def test_what_does_not_fit_is_one_line_and_the_right_exit_code(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

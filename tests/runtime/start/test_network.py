@@ -16,7 +16,7 @@ from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.workspace import Workspace
 from dictated import dictate
-from listening import children, listening_places
+from listening import descendants, listening_places
 from paths import HARNESS, MODELS
 from script_jobs import described
 
@@ -63,10 +63,11 @@ def test_ranks_of_one_host_listen_on_loopback_only(start: str, plan: Plan) -> No
         while not (Path("stepping").exists() or [*Path("saved").glob("step-*[0-9]")]):
             assert all(each.poll() is None for each in started)
             time.sleep(0.1)
-        ranks = [each.pid for each in started] if len(started) > 1 else children(started[0].pid)
-        places = {rank: listening_places(rank) for rank in ranks}
+        # The agent of torchrun listens, too, and where it likes.
+        agents = {started[0].pid} if "torch.distributed.run" in commands[0] else set()
+        every = set().union(*(descendants(each.pid) for each in started)) - agents
+        places = {process: found for process in every if (found := listening_places(process))}
         assert len(places) == 3
-        assert all(places.values()), places
         assert {address for each in places.values() for address, _ in each} <= LOOPBACK, places
     finally:
         for each in started:
@@ -75,6 +76,7 @@ def test_ranks_of_one_host_listen_on_loopback_only(start: str, plan: Plan) -> No
             each.wait(timeout=60)
 
 
+@pytest.mark.reliability(21)
 def test_ranks_train_without_unpickling_anything(plan: Plan, pool: RankPool, tmp_path: Path) -> None:
     model = load("words.py")
     plan = dictate(capture(model, model.build(0)), model, [2, 2], 2, 4, shard="parameters")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -39,6 +39,7 @@ def planned(tmp_path: Path, command: Callable[..., tuple[int, str, str]]) -> tup
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
     ],
 )
+@pytest.mark.reliability(13)
 def test_held_and_planned_bytes_are_said(error: Exception) -> None:
     made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2))
     assert memory.is_out_of_memory(error)
@@ -52,6 +53,28 @@ def test_held_and_planned_bytes_are_said(error: Exception) -> None:
     assert found.memory_bytes <= min(made.predicted.limit_bytes[0] // 3, made.predicted.peak_bytes[0])
 
 
+@pytest.mark.reliability(33)
+def test_a_gpu_with_less_memory_than_planned_is_refused_before_anything_is_put_there(
+    planned: tuple[Plan, Path],
+) -> None:
+    made, path = planned
+    most = max(made.predicted.peak_bytes)
+    stages, gpu = range(len(made.stages)), torch.device("cuda", 0)
+    for there in (most, most - 1, most // 2):
+        with patch("torch.cuda.get_device_properties", return_value=Mock(total_memory=there)) as asked:
+            asked.return_value.name = "A GPU"
+            memory.check_capacity(made, 0, stages, torch.device("cpu"))
+            if there == most:
+                memory.check_capacity(made, 0, stages, gpu)
+                continue
+            said = r"rank 0 \(setting up\): A GPU has .* MiB were planned"
+            with pytest.raises(OutOfMemoryError, match=said) as caught:
+                memory.check_capacity(made, 0, stages, gpu)
+        assert abs(caught.value.memory_bytes - there) <= 2 * MIB
+        assert re.search("--memory|no plan of these devices", str(remedy_of(caught.value, made, path)))
+
+
+@pytest.mark.reliability(13)
 def test_the_plan_that_would_fit_is_named_and_is_the_one_that_the_line_plans(planned: tuple[Plan, Path]) -> None:
     made, path = planned
     limit = (max(made.predicted.peak_bytes) - MIB) // MIB * MIB

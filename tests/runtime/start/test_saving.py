@@ -175,6 +175,7 @@ def test_a_process_that_is_killed_leaves_the_set_before_or_the_new_one(tmp_path:
     assert seen == {1.0, 2.0}
 
 
+@pytest.mark.reliability(15)
 def test_a_file_system_that_is_full_leaves_the_set_before(tmp_path: Path) -> None:
     folder = _prepared(tmp_path / "saved")
     before = sorted(path.name for path in folder.iterdir())

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import autopar
 import plain
@@ -124,6 +124,7 @@ def test_a_loss_that_no_parts_add_up_to_is_refused_unless_accepted_or_not_divide
     assert found == pytest.approx(truth, rel=1e-12)
 
 
+@pytest.mark.reliability(37)
 def test_a_batch_that_is_not_as_planned_is_refused_and_training_goes_on() -> None:
     with autopar.materialize(make_model(), planned([1]), loss=loss, optimizer=make_optimizer) as job:
         with pytest.raises(UsageError, match="the job has seen no batch yet"):
@@ -144,6 +145,18 @@ def test_a_batch_that_is_not_as_planned_is_refused_and_training_goes_on() -> Non
             with pytest.raises(TrainingError, match=said):
                 job.step(bad)
         assert job.step(second).step == 1
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+@pytest.mark.reliability(58)
+def test_a_loader_that_forks_gives_a_job_what_one_without_processes_does() -> None:
+    data = TensorDataset(*(torch.cat(each) for each in zip(*batches(3), strict=True)))
+    losses = []
+    for workers in (0, 1):
+        loader = DataLoader(data, 12, num_workers=workers, multiprocessing_context="fork" if workers else None)
+        with autopar.materialize(make_model(), planned([1]), loss=loss, optimizer=make_optimizer) as job:
+            losses.append([job.step(tuple(batch)).loss for batch in loader])
+    assert losses[0] == losses[1] == pytest.approx(trained_plainly()[0], rel=1e-12)
 
 
 def test_another_model_or_too_few_ranks_are_refused_before_training() -> None:
@@ -207,6 +220,7 @@ def test_the_example_script_plans_and_trains_under_torchrun(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("start", ["torchrun", "a launcher", "the script"])
+@pytest.mark.reliability(31)
 def test_jobs_of_a_script_follow_each_other_also_behind_one_that_failed(start: str, tmp_path: Path) -> None:
     plans: dict[str, tuple[list[int], Shard]] = {"a": ([2, 2], "none"), "b": ([1, 3], "none"), "c": ([4], "parameters")}
     for name, (widths, shard) in plans.items():

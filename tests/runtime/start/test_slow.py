@@ -21,6 +21,7 @@ from paths import MODELS
 FILE = str(MODELS / "words.py")
 
 
+@pytest.mark.reliability(7)
 def test_a_slow_rank_is_said_once_with_what_to_plan_and_when_it_ends(tmp_path: Path) -> None:
     said: list[tuple[int, float, float]] = []
     with Board(tmp_path / "board", 3) as board:
@@ -54,6 +55,7 @@ def test_ranks_that_are_slow_alike_or_whose_plan_has_no_times_are_not_said(
 
 
 @pytest.mark.slow
+@pytest.mark.reliability(7)
 def test_a_rank_that_becomes_slow_is_said_of_a_run(pool: RankPool, capfd: pytest.CaptureFixture[str]) -> None:
     model = load(FILE)
     plan = dictate(capture(model, model.build(0)), model, [1, 1], 2, 4, cuts=[1])

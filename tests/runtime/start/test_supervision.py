@@ -151,6 +151,7 @@ def test_slowness_is_computing_over_what_was_planned(plan: Plan) -> None:
         ("segfault@0:4", r"rank 0 \(stage 0, step 4, F0@0\) was killed by SIGSEGV"),
     ],
 )
+@pytest.mark.reliability(1, 2, 6, 8)
 def test_under_torchrun_one_line_says_what_failed(plan: Plan, tmp_path: Path, fault: str, said: str) -> None:
     running = started("--steps", "8", "--timeout", "3", "--inject-fault", fault)
     _, error = running.communicate(timeout=200)
@@ -160,6 +161,7 @@ def test_under_torchrun_one_line_says_what_failed(plan: Plan, tmp_path: Path, fa
     box = BlackBox.load(tmp_path / "report.blackbox.json")
     assert [rank.rank for rank in box.ranks] == [0, 1]
     assert all(rank.actions for rank in box.ranks)
+    assert error.count("Fatal Python error: Segmentation fault") == ("segfault" in fault)
     assert not workers()
 
 
@@ -203,6 +205,7 @@ def _free_port() -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.reliability(29)
 def test_workers_of_an_agent_that_is_killed_go_with_it(plan: Plan) -> None:
     running = started("--steps", "100000")
     # Two supervisors, two ranks, and the agent.

@@ -58,6 +58,7 @@ def test_training_equals_the_plain_loop(
 @pytest.mark.parametrize(
     ("widths", "schedule", "cuts"), [((1,), "gpipe", []), ((1, 2), "1f1b", [3]), ((2, 1, 1), "gpipe", [2, 4])]
 )
+@pytest.mark.reliability(42)
 def test_dropout_depends_on_the_division_and_on_nothing_else(
     widths: tuple[int, ...], schedule: str, cuts: list[int], dropout: Case, pool: RankPool, tmp_path: Path
 ) -> None:
@@ -73,6 +74,7 @@ def test_dropout_depends_on_the_division_and_on_nothing_else(
 
 @pytest.mark.parametrize("example", NARROW)
 @pytest.mark.parametrize(("widths", "schedule"), [((1, 1, 1), "1f1b"), ((1, 2), "gpipe"), ((2,), "1f1b")])
+@pytest.mark.reliability(43)
 def test_recomputation_changes_nothing(
     example: str,
     widths: tuple[int, ...],
