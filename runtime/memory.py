@@ -88,6 +88,21 @@ def out_of_memory(
     return OutOfMemoryError(f"{place}: {said}; {numbers}", memory_to_plan_with(held, planned, limit))
 
 
+def check_capacity(plan: Plan, rank: int, stages: Collection[int], device: torch.device) -> None:
+    """Refuse a GPU with less memory than the rank is planned to hold, before anything is put there.
+
+    Raises:
+        OutOfMemoryError: it has less.
+    """
+    if device.type != "cuda":
+        return
+    properties = torch.cuda.get_device_properties(device)
+    planned, there = max(plan.predicted.peak_bytes[stage] for stage in stages), properties.total_memory
+    if planned > there:
+        numbers = f"{properties.name} has {_mib(there)}, {_mib(planned)} were planned"
+        raise OutOfMemoryError(f"rank {rank} (setting up): {numbers}", memory_to_plan_with(there, planned, there))
+
+
 def memory_to_plan_with(held: int, planned: int, limit: int) -> int:
     """Return the limit of a device, in bytes, under which a plan that is off as much fits; below what was planned.
 

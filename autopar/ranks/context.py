@@ -132,6 +132,8 @@ class RankContext:
     """Sends a JSON-able message to whoever started the rank, while it works."""
     has_external_group: bool = False
     """Whether the process group was there before the rank joined, and stays when it leaves."""
+    meeting_port: int | None = None
+    """At which ranks that a launcher has started have met."""
     on_leaving: list[Callable[[], None]] = field(default_factory=list)
     """Called when the rank leaves its peers: what was opened to reach them is closed."""
 
@@ -253,9 +255,8 @@ def join_from_environment(
     except (RuntimeError, ValueError) as error:
         address = f"{launch.address}:{launch.port}"
         raise TrainingError(f"rank {launch.rank} could not join the others at {address}: {error}") from error
-    context = RankContext(
-        launch.rank, launch.size, launch.local_rank, launch.local_size, device, timeout_s, board=board
-    )
+    place = (launch.rank, launch.size, launch.local_rank, launch.local_size)
+    context = RankContext(*place, device, timeout_s, board=board, meeting_port=launch.port)
     try:
         if board is not None and not launch.one_host:
             _link_hosts(context, launch, store, board)

@@ -64,7 +64,7 @@ def _drop_all(descriptor: int) -> None:
 
 
 def listens_everywhere(port: int) -> bool:
-    """Return whether some process of this host listens at a port on all interfaces; False where that cannot be known."""
+    """Return whether a process of this host listens at a port on all interfaces; False where that is not known."""
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
             for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:

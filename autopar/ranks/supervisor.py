@@ -7,6 +7,7 @@ does. Nothing here needs torch.
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import hashlib
 import json
@@ -135,6 +136,8 @@ class SupervisedRank:
         """Take it up; this process then ends with its supervisor, whose signals are not for it."""
         settings = json.loads(os.environ.pop(_SUPERVISED))
         die_with(settings["parent"])
+        # Of a crash, the stack is written.
+        faulthandler.enable()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         os.set_inheritable(settings["pipe"], False)

@@ -27,9 +27,10 @@ from autopar.formats.program import Program
 from autopar.ranks.allocator import keep_pages
 from autopar.ranks.board import FINISHED
 from autopar.ranks.context import RankContext
+from autopar.ranks.listeners import listens_everywhere
 from autopar.runtime.checkpoint.training import CheckpointArguments, RunCheckpoints
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.memory import PeakMemory, is_out_of_memory, out_of_memory
+from autopar.runtime.memory import PeakMemory, check_capacity, is_out_of_memory, out_of_memory
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.result import weights
 from autopar.runtime.result.outcome import ForwardFlops, RankResult, StepResults, peak_of
@@ -300,6 +301,7 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         AutoparError: an action failed; names it.
     """
     plan = Plan.parse(arguments["plan"], Path("plan.json"))
+    check_capacity(plan, context.rank, stages_of(plan, context.rank)[0], context.device)
     peak = PeakMemory(context.device)
     settings = TrainSettings(**arguments["settings"])
     model = load_for(settings, arguments["model"], None if arguments["data"] is None else Path(arguments["data"]), plan)
@@ -410,6 +412,12 @@ def _notes(context: RankContext, workspace: Workspace) -> list[str]:
     notes = []
     if not (context.device.type == "cpu" or context.nccl or context.size == 1):
         notes.append("ranks share GPUs, or have no NCCL: what they sent each other went through the hosts' memory")
+    port = context.meeting_port
+    if context.rank == 0 and port is not None and listens_everywhere(port):
+        notes.append(
+            f"port {port} of this host, at which the ranks met, is open on all interfaces, and takes what anybody "
+            "writes there: train in networks that you trust (SECURITY.md)"
+        )
     if workspace.settings() is None:
         notes.append("optimizer() was not held against one for the whole model: it takes no parameters without values")
     return notes
