@@ -18,6 +18,7 @@ from autopar.formats.profile import (
     Tensor,
     TiedParameter,
 )
+from autopar.planner.options import PlanOptions
 
 MIB = 2**20
 
@@ -170,6 +171,28 @@ def two_kinds(profile: Profile, cluster: Cluster, seed: int) -> tuple[Profile, C
         of[0], of[-1] = ("test", "other") if rng.random() < 0.5 else ("other", "test")
     devices = tuple(device.model_copy(update={"type": kind}) for device, kind in zip(cluster.devices, of, strict=True))
     return profile.model_copy(update={"others": (other,)}), cluster.model_copy(update={"devices": devices})
+
+
+def small_question(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
+    """Few layers with every option, or up to 8 layers or 6 devices with fewer; one in three on two kinds of device.
+
+    Every plan of these can be simulated, and the one to be found is the fastest, to the last digit.
+    """
+    rng = random.Random(seed)
+    layers, devices, batches, asked = rng.choice(
+        [
+            (4, 3, (1, 2, 3, 4), {}),
+            (4, 2, (2, 4, 6), {}),
+            (8, 2, (2, 3), {"recompute": "none"}),
+            (6, 3, (2, 3), {"recompute": "none", "shard": "none"}),
+            (3, 6, (2,), {"shard": "optimizer", "recompute": "full"}),
+            (5, 4, (2,), {"shard": "parameters", "recompute": "none"}),
+        ]
+    )
+    profile, cluster = random_profile(seed, most_layers=layers, batches=batches), random_cluster(seed, devices)
+    if seed % 3 == 0:
+        profile, cluster = two_kinds(profile, cluster, seed)
+    return profile, cluster, PlanOptions(**{"gpus": devices, "gap": 0.0, "shard": "auto", **asked})
 
 
 def gpt_profile(blocks: int = 12, width: int = 192, context: int = 128, batch: int = 16) -> Profile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,7 @@ from autopar.planner.search.best_first import SearchResult, search
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
 from oracles.exhaustive import Exhausted, exhaust
-from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
+from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, small_question
 
 INSTANCES = 1000
 
@@ -33,28 +32,9 @@ def _exhaust(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[
     return best, exhaust(Simulator(CostModel(profile, cluster, options)), options, best)
 
 
-def _instance(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
-    """Few layers with every option, or up to 8 layers or 6 devices with fewer; one in three on two kinds of device."""
-    rng = random.Random(seed)
-    layers, devices, batches, asked = rng.choice(
-        [
-            (4, 3, (1, 2, 3, 4), {}),
-            (4, 2, (2, 4, 6), {}),
-            (8, 2, (2, 3), {"recompute": "none"}),
-            (6, 3, (2, 3), {"recompute": "none", "shard": "none"}),
-            (3, 6, (2,), {"shard": "optimizer", "recompute": "full"}),
-            (5, 4, (2,), {"shard": "parameters", "recompute": "none"}),
-        ]
-    )
-    profile, cluster = random_profile(seed, most_layers=layers, batches=batches), random_cluster(seed, devices)
-    if seed % 3 == 0:
-        profile, cluster = two_kinds(profile, cluster, seed)
-    return profile, cluster, PlanOptions(**{"gpus": devices, "gap": 0.0, "shard": "auto", **asked})
-
-
 def _limited(seed: int) -> tuple[Profile, Cluster, PlanOptions, float]:
     """An instance whose memory the best plan without a limit mostly does not fit, and that plan's step time."""
-    profile, cluster, options = _instance(seed)
+    profile, cluster, options = small_question(seed)
     free, _ = _search(profile, cluster, options)
     assert free.fastest is not None
     if seed % 5 == 0:
@@ -170,7 +150,7 @@ def test_families_are_bounded_whatever_their_size(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(f"autopar.planner.search.{limit}", 0)
     above = 0
     for seed in range(40):
-        profile, cluster, options = _instance(seed)
+        profile, cluster, options = small_question(seed)
         optimum, _ = _exhaust(profile, cluster, options)
         best = Best()
         simulator = Simulator(CostModel(profile, cluster, options))
