@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from autopar.errors import OutOfMemoryError, UsageError
+from autopar.errors import UsageError
 from autopar.formats import cluster as clusters
 from autopar.formats import plan as plans
 from autopar.formats.document import read_text
@@ -410,33 +410,15 @@ def train(
     """
     planned, model, data = _runnable(plan, seed)
 
-    from autopar.fitting import remedy_of
-    from autopar.inputs import planned_file
+    from autopar.fitting import advise_on_memory
     from autopar.recalibration import compare_with_prediction
     from autopar.runtime.start.launch import run, run_options
 
-    options = run_options(
-        steps=steps,
-        epochs=epochs,
-        weights=weights,
-        save=save,
-        program=program,
-        data=data,
-        timeout_s=timeout_s,
-        share_gpus=share_gpus,
-        checkpoint=checkpoint,
-        every=every,
-        resume=resume,
-        accept_changes=accept_changes,
-        inject_fault=inject_fault,
-        black_box=black_box,
-        **settings,
-    )
-    try:
-        outcome = run(planned, model, options, progress)
-    except OutOfMemoryError as error:
-        error.args = (f"{error}; {remedy_of(error, planned, planned_file(plan))}",)
-        raise
+    asked = partial(run_options, steps=steps, epochs=epochs, timeout_s=timeout_s, share_gpus=share_gpus, **settings)
+    files = partial(asked, weights=weights, save=save, program=program, data=data, black_box=black_box)
+    safe = partial(files, checkpoint=checkpoint, every=every, resume=resume, accept_changes=accept_changes)
+    with advise_on_memory(planned, plan):
+        outcome = run(planned, model, safe(inject_fault=inject_fault), progress)
     return compare_with_prediction(outcome, planned, partial(simulate, plan, progress=phases))
 
 

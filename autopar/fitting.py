@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from autopar.errors import AutoparError, InfeasibleError, OutOfMemoryError
 from autopar.formats.plan import Plan
-from autopar.inputs import resolve_inputs
+from autopar.inputs import planned_file, resolve_inputs
 
 _TYPED = "`autopar plan {} --gpus {} --batch {} --memory {}` plans one that fits"
 
@@ -29,6 +31,16 @@ def remedy_of(error: AutoparError, planned: Plan, path: Path) -> str | None:
     except AutoparError:
         # What the plan was made of is gone, or has changed.
         return f"plan again with `memory_bytes='{size}'`"
+
+
+@contextmanager
+def advise_on_memory(planned: Plan, plan: Plan | str | Path) -> Iterator[None]:
+    """Have the error of a run that lacks memory say what would fit; ``plan`` is what the user named."""
+    try:
+        yield
+    except OutOfMemoryError as error:
+        error.args = (f"{error}; {remedy_of(error, planned, planned_file(plan))}",)
+        raise
 
 
 def _remedy(planned: Plan, path: Path, memory_bytes: int, size: str) -> str:

@@ -51,53 +51,77 @@ def view_file(file: Path, over: Path | None = None, progress: Progress = no_prog
 
 def _document(kind: str, file: Path, progress: Progress) -> FileView:
     """Return a document's canonical JSON text, its tables, and its picture if it has one."""
-    if kind == "profile":
-        from autopar.formats.profile import Profile
-        from autopar.report.pictures import draw_profile
-        from autopar.report.profile import render as render_profile
-        from autopar.report.profile import title_of
-
-        profile = Profile.load(file)
-        tables = partial(render_profile, profile)
-        return FileView(kind, title_of(profile), profile.dumps(), tables, partial(draw_profile, profile))
-    if kind == "cluster":
-        from autopar.formats.cluster import Cluster
-        from autopar.report.cluster import render as render_cluster
-
-        cluster = Cluster.load(file)
-        return FileView(kind, f"cluster {cluster.name}", cluster.dumps(), partial(render_cluster, cluster))
     if kind == "plan":
-        from autopar.formats.plan import Plan
-        from autopar.report.plan import render as render_plan
+        return _view_plan(file, progress)
+    views = {
+        "profile": _view_profile,
+        "cluster": _view_cluster,
+        "report": _view_report,
+        "checkpoint": _view_checkpoint,
+        "blackbox": _view_black_box,
+        "program": _view_program,
+    }
+    return views[kind](file)
 
-        plan = Plan.load(file)
-        title = f"plan of {plan.model.source}"
-        return FileView(kind, title, plan.dumps(), partial(render_plan, plan), partial(_draw_plan, file, progress))
-    if kind == "report":
-        from autopar.formats.report import Report
-        from autopar.report.run import render as render_report
 
-        report = Report.load(file)
-        return FileView(kind, f"report of {report.model}", report.dumps(), partial(render_report, report))
-    if kind == "checkpoint":
-        from autopar.formats.checkpoint import Checkpoint
-        from autopar.report.checkpoint import render_manifest
+def _view_profile(file: Path) -> FileView:
+    from autopar.formats.profile import Profile
+    from autopar.report.pictures import draw_profile
+    from autopar.report.profile import render, title_of
 
-        manifest = Checkpoint.load(file)
-        title = f"checkpoint of {manifest.run.model}, step {manifest.step}"
-        return FileView(kind, title, manifest.dumps(), partial(render_manifest, manifest, title))
-    if kind == "blackbox":
-        from autopar.formats.blackbox import BlackBox
-        from autopar.report.blackbox import render as render_black_box
+    profile = Profile.load(file)
+    tables, picture = partial(render, profile), partial(draw_profile, profile)
+    return FileView("profile", title_of(profile), profile.dumps(), tables, picture)
 
-        found = BlackBox.load(file)
-        title = f"last actions before {found.date}"
-        return FileView(kind, title, found.dumps(), partial(render_black_box, found))
+
+def _view_cluster(file: Path) -> FileView:
+    from autopar.formats.cluster import Cluster
+    from autopar.report.cluster import render
+
+    cluster = Cluster.load(file)
+    return FileView("cluster", f"cluster {cluster.name}", cluster.dumps(), partial(render, cluster))
+
+
+def _view_plan(file: Path, progress: Progress) -> FileView:
+    from autopar.formats.plan import Plan
+    from autopar.report.plan import render
+
+    plan = Plan.load(file)
+    title, picture = f"plan of {plan.model.source}", partial(_draw_plan, file, progress)
+    return FileView("plan", title, plan.dumps(), partial(render, plan), picture)
+
+
+def _view_report(file: Path) -> FileView:
+    from autopar.formats.report import Report
+    from autopar.report.run import render
+
+    report = Report.load(file)
+    return FileView("report", f"report of {report.model}", report.dumps(), partial(render, report))
+
+
+def _view_checkpoint(file: Path) -> FileView:
+    from autopar.formats.checkpoint import Checkpoint
+    from autopar.report.checkpoint import render_manifest
+
+    manifest = Checkpoint.load(file)
+    title = f"checkpoint of {manifest.run.model}, step {manifest.step}"
+    return FileView("checkpoint", title, manifest.dumps(), partial(render_manifest, manifest, title))
+
+
+def _view_black_box(file: Path) -> FileView:
+    from autopar.formats.blackbox import BlackBox
+    from autopar.report.blackbox import render
+
+    found = BlackBox.load(file)
+    return FileView("blackbox", f"last actions before {found.date}", found.dumps(), partial(render, found))
+
+
+def _view_program(file: Path) -> FileView:
     from autopar.formats.program import Program
     from autopar.report.run import render_program
 
     program = Program.load(file)
-    return FileView(kind, f"program {file.name}", program.dumps(), partial(render_program, program))
+    return FileView("program", f"program {file.name}", program.dumps(), partial(render_program, program))
 
 
 def _draw_plan(file: Path, progress: Progress) -> Figure:

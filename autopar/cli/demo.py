@@ -27,20 +27,27 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Profile, plan and run the bundled GPT in about a minute: pipelined over processes of this machine."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file; --folder takes a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    console = screen()
+    files = {name: folder / name for name in ("profile.json", "plan.json", "report.json")}
+    picture = folder / "timeline.png"
+    _perform(console, folder, files, picture, ranks, steps)
+    _conclude(console, files, picture)
+    if as_json:
+        sys.stdout.write(files["report.json"].read_text(encoding="utf-8"))
+
+
+def _perform(console: Console, folder: Path, files: dict[str, Path], picture: Path, ranks: int, steps: int) -> None:
+    """Run one command after the other, each said before it begins."""
     from autopar.cli import plan as plan_command
     from autopar.cli import profile as profile_command
     from autopar.cli import run as run_command
     from autopar.cli import show as show_command
     from autopar.cli import simulate as simulate_command
 
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder} is a file; --folder takes a folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    console = screen()
-    files = {name: folder / name for name in ("profile.json", "plan.json", "report.json")}
     traces = {name: folder / f"{name}.trace.json" for name in ("measured", "predicted")}
-    picture = folder / "timeline.png"
-
     _say(console, "autopar profile", "measure every layer of a GPT, and the links between ranks")
     model = str(_copy_example("gpt", folder))
     profile_command.command(model, batch=BATCH, ranks=ranks, output=files["profile.json"], overwrite=True)
@@ -53,9 +60,6 @@ def command(
     _say(console, "autopar simulate, autopar show --over", "lay the measured step over the predicted one")
     simulate_command.command(files["plan.json"], trace=traces["predicted"], overwrite=True)
     show_command.command(traces["measured"], traces["predicted"], picture, overwrite=True)
-    _conclude(console, files, picture)
-    if as_json:
-        sys.stdout.write(files["report.json"].read_text(encoding="utf-8"))
 
 
 def _copy_example(name: str, folder: Path) -> Path:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autopar.cli.arguments import InjectFault, ProgramFile, TimesOf
 from autopar.cli.output import check_outputs, say, screen
 from autopar.errors import InfeasibleError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autopar.formats.plan import Plan
+    from autopar.runtime.rehearsal.steps import Rehearsal
 
 _CPU_COUNTED = (
     "note: counted with the operators of a CPU, whose attention, dropout and autocast keep other bytes than a GPU's "
@@ -110,12 +116,9 @@ def _perform(
     as_json: bool,
 ) -> None:
     from autopar import api
-    from autopar.cli.arguments import as_flags, echo
+    from autopar.cli.arguments import echo
     from autopar.cli.progress import long_simulation, phases
     from autopar.inputs import read_inputs
-    from autopar.report.pictures import render
-    from autopar.report.table import duration, size
-    from autopar.schedules.expand import stages_of
 
     profile, cluster, _ = inputs
     check_outputs(plan, (profile, cluster, program), [trace], overwrite=overwrite)
@@ -133,23 +136,7 @@ def _perform(
         )
     console = screen()
     echo(cluster, machines, console)
-    render(found.timeline, console)
-    last_s = found.steps_s[-1]
-    error = last_s / simulated.end_s - 1 if simulated.end_s > 0 else 0.0
-    say(console, f"simulated: {duration(simulated.end_s)}, rehearsed {error:+.2%}")
-    peaks, planned_bytes = found.timeline.peaks_bytes(), planned.predicted.peak_bytes
-    if peaks and any(planned_bytes):
-        rank = max(peaks, key=lambda each: (peaks[each], -each))
-        stages, _ = stages_of(planned, rank)
-        predicted = max(planned_bytes[stage] for stage in stages)
-        say(console, f"predicted of rank {rank}: {size(predicted)}, held {peaks[rank] / predicted - 1:+.2%}")
-    if steps > 1:
-        say(console, f"steps: {duration(min(found.steps_s))} to {duration(max(found.steps_s))}")
-    for loss in found.losses:
-        since = f"from the checkpoint of step {loss.checkpoint} on" if loss.checkpoint else "from the first step on"
-        say(console, f"{loss.fault}: {duration(loss.lost_s)} are trained again, {since}")
-    for note in found.notes:
-        say(console, f"note: {as_flags(note)}")
+    _print_steps(console, planned, found, simulated.end_s)
     if trace is not None:
         found.timeline.save(trace)
         say(console, f"Written: {trace}; hold it against the prediction: `autopar show {trace} --over {plan}`")
@@ -157,8 +144,34 @@ def _perform(
         figures = {
             "steps_s": found.steps_s,
             "simulated_s": simulated.end_s,
-            "peak_bytes": list(peaks.values()),
+            "peak_bytes": list(found.timeline.peaks_bytes().values()),
             "losses": [loss._asdict() for loss in found.losses],
             "notes": found.notes,
         }
         sys.stdout.write(json.dumps(figures, indent=1) + "\n")
+
+
+def _print_steps(console: Console, plan: Plan, rehearsal: Rehearsal, simulated_s: float) -> None:
+    """Print the last step's picture, and how far its seconds and bytes are from the prediction."""
+    from autopar.cli.arguments import as_flags
+    from autopar.report.pictures import render
+    from autopar.report.table import duration, size
+    from autopar.schedules.expand import stages_of
+
+    render(rehearsal.timeline, console)
+    steps_s = rehearsal.steps_s
+    error = steps_s[-1] / simulated_s - 1 if simulated_s > 0 else 0.0
+    say(console, f"simulated: {duration(simulated_s)}, rehearsed {error:+.2%}")
+    peaks, planned_bytes = rehearsal.timeline.peaks_bytes(), plan.predicted.peak_bytes
+    if peaks and any(planned_bytes):
+        rank = max(peaks, key=lambda each: (peaks[each], -each))
+        stages, _ = stages_of(plan, rank)
+        predicted = max(planned_bytes[stage] for stage in stages)
+        say(console, f"predicted of rank {rank}: {size(predicted)}, held {peaks[rank] / predicted - 1:+.2%}")
+    if len(steps_s) > 1:
+        say(console, f"steps: {duration(min(steps_s))} to {duration(max(steps_s))}")
+    for loss in rehearsal.losses:
+        since = f"from the checkpoint of step {loss.checkpoint} on" if loss.checkpoint else "from the first step on"
+        say(console, f"{loss.fault}: {duration(loss.lost_s)} are trained again, {since}")
+    for note in rehearsal.notes:
+        say(console, f"note: {as_flags(note)}")
