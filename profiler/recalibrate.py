@@ -69,12 +69,7 @@ def correct_profile(
         layers_s: what the layers took inside them.
         overhead_s: what a step takes before its first action.
     """
-    ratios = {
-        key: measured_times[key] / seconds
-        for key, seconds in predicted_times.items()
-        if seconds > 0 and key in measured_times
-    }
-    found = _factors_of_layers(profile, plan, ratios, layers_s)
+    found = _factors_of_layers(profile, plan, _ratios(measured_times, predicted_times), layers_s)
     rows = frozenset(row for stage in plan.stages for row in stage.rows)
     others = tuple(
         other.model_copy(update={"layers": _scale_layers(other.layers, found.get(other.device.name, {}), rows)})
@@ -84,6 +79,15 @@ def correct_profile(
     notes = (*(note for note in profile.notes if note != NOTE), NOTE) if any(found.values()) else profile.notes
     update = {"layers": layers, "others": others, "step_overhead_s": overhead_s, "notes": notes}
     return profile.model_copy(update=update)
+
+
+def _ratios(measured_times: OwnTimes, predicted_times: OwnTimes) -> OwnTimes:
+    """Return measured over predicted seconds of the actions that have both."""
+    return {
+        key: measured_times[key] / seconds
+        for key, seconds in predicted_times.items()
+        if seconds > 0 and key in measured_times
+    }
 
 
 def _factors_of_layers(

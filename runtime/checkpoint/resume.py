@@ -167,14 +167,19 @@ def resume(
     """
     changed = [*differences, *optimizer_changes(checkpoint, job)]
     if changed and not accept:
-        raise UsageError(
-            f"{folder} cannot be gone on with: {'; '.join(changed[:SHOWN])}"
-            f"{f' and {len(changed) - SHOWN} more' if len(changed) > SHOWN else ''}; change it back, or pass "
-            "`accept_changes=True` to take what is new and all that still fits"
-        )
+        raise _changed_error(folder, changed)
     with CheckpointReader(folder, checkpoint) as source:
         restore_tensors(job, source)
         restore_optimizer(job, source)
         mine = [each for each in checkpoint.tensors if each.kind == "generator" and each.name == f"rank {rank}"]
         restore_generators(device, {str(each.state): source.read(each) for each in mine})
     return [f"accepted: {each}" for each in changed]
+
+
+def _changed_error(folder: Path, differences: Sequence[str]) -> UsageError:
+    """Return the error that names what has changed since a checkpoint, as far as it is shown."""
+    more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+    return UsageError(
+        f"{folder} cannot be gone on with: {'; '.join(differences[:SHOWN])}{more}; change it back, or pass "
+        "`accept_changes=True` to take what is new and all that still fits"
+    )

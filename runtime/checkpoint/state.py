@@ -208,21 +208,27 @@ def restore_optimizer(job: Job, source: CheckpointReader) -> None:
     if checkpoint.optimizer is None or checkpoint.optimizer.kind != class_name(update.optimizer):
         return
     _restore_settings(update, checkpoint.optimizer)
-    kept: dict[str, dict[str, object]] = {}
+    numbers: dict[str, dict[str, object]] = {}
     for number in checkpoint.optimizer.numbers:
-        kept.setdefault(number.parameter, {})[number.state] = from_plain(number.value)
+        numbers.setdefault(number.parameter, {})[number.state] = from_plain(number.value)
+    _restore_state(update, source, numbers)
+
+
+def _restore_state(update: Update, source: CheckpointReader, numbers: Mapping[str, dict[str, object]]) -> None:
+    """Give an optimizer what it had kept of every parameter; ``numbers`` are what of it is no tensor, by parameter."""
+    assert update.optimizer is not None
     by_name: dict[str, list[StoredTensor]] = {}
-    for each in checkpoint.tensors:
+    for each in source.checkpoint.tensors:
         if each.kind == "optimizer":
             by_name.setdefault(each.name, []).append(each)
     names = _names(update)
     for group in update.optimizer.param_groups:
         for parameter in group["params"]:
             name = names[parameter]
-            before = checkpoint.tensor("parameter", name)
+            before = source.checkpoint.tensor("parameter", name)
             if before is None or before.shape != tuple(parameter.shape):
                 continue
-            state = kept.get(name, {})
+            state = numbers.get(name, {})
             for each in by_name.get(name, ()):
                 state[str(each.state)] = _state_value(parameter, group, each, source)
             if state:

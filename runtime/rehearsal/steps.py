@@ -281,6 +281,30 @@ def _in_threads(what: _RehearsalTask, timeout_s: float, progress: Progress) -> l
     return [found[rank] for rank in range(size)]
 
 
+def _stand_in_job(
+    what: _RehearsalTask,
+    rank: int,
+    transport: Transport,
+    note: Callable[[int, int], None],
+    clock: PricedClock,
+    ledger: MemoryLedger | None,
+) -> StandInJob:
+    """Return a rank's job of layers that compute nothing: its actions cost what they are priced at, and hold bytes."""
+    prices, actions = what.prices, what.program.ranks[rank]
+    graph = stand_in_graph(what.profile)
+    if ledger is not None:
+        count_bytes(graph, ledger, prices.holds[rank].layers, what.profile)
+    priced = PricedTransport(transport, clock, prices.ranks[rank], what.plan, rank, actions, ledger)
+
+    def charge(step: int, position: int) -> None:
+        note(step, position)
+        priced.charge(position)
+        if ledger is not None and actions.kinds[position] == UPDATE_CODE:
+            ledger.spike(prices.holds[rank].update)
+
+    return StandInJob(clock, charge, what.plan, what.program, rank, graph, priced)
+
+
 def _perform(
     what: _RehearsalTask,
     rank: int,
@@ -290,25 +314,11 @@ def _perform(
     meet: Callable[[], None],
 ) -> _RankRecord:
     """Build a rank's job of stand-ins, and step it."""
-    prices, program = what.prices, what.program
+    prices = what.prices
     clock: PricedClock = (SleepingClock if what.real_time else VirtualClock)(prices.overhead_s)
-    graph, ledger = stand_in_graph(what.profile), None
-    if prices.holds:
-        held = prices.holds[rank]
-        ledger = MemoryLedger(clock, held.state)
-        count_bytes(graph, ledger, held.layers, what.profile)
-    priced = PricedTransport(transport, clock, prices.ranks[rank], what.plan, rank, program.ranks[rank], ledger)
-
-    befalling = FaultMoments(what.faults, rank, program.ranks[rank], clock)
-    note = befalling.noting(note)
-
-    def charge(step: int, position: int) -> None:
-        note(step, position)
-        priced.charge(position)
-        if ledger is not None and program.ranks[rank].kinds[position] == UPDATE_CODE:
-            ledger.spike(prices.holds[rank].update)
-
-    job = StandInJob(clock, charge, what.plan, program, rank, graph, priced)
+    ledger = MemoryLedger(clock, prices.holds[rank].state) if prices.holds else None
+    befalling = FaultMoments(what.faults, rank, what.program.ranks[rank], clock)
+    job = _stand_in_job(what, rank, transport, befalling.noting(note), clock, ledger)
     spans, times_s = [], list[tuple[float, float]]()
     for step in range(what.steps):
         # Steps are told apart: none begins before the one before has ended everywhere.
