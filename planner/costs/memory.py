@@ -150,10 +150,10 @@ def unanswered_of(parts: Parts, terms: PeakTerms) -> Bytes:
     return waiting_bytes(parts.unanswered_sends, terms)
 
 
-def waiting_bytes(sent: Bytes, terms: PeakTerms) -> Bytes:
+def waiting_bytes(per_sample: Bytes, terms: PeakTerms) -> Bytes:
     """Return the bytes of so much per sample that waits for the next step's to be let go, beside what is in flight."""
     # The new one is in flight, too.
-    return max(0, terms.micro_batches + 1 - terms.warmup) * rows_bytes(terms.rows, sent)
+    return max(0, terms.micro_batches + 1 - terms.warmup) * rows_bytes(terms.rows, per_sample)
 
 
 def lengths_swept(layers: int) -> Iterator[int]:

@@ -381,11 +381,10 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
     orders = device_orders(simulator.costs)
     alike = len(set(zip(simulator.costs.kind_of, simulator.costs.limits_bytes, strict=True))) == 1
     layouts = list(even_layouts(simulator.costs, max(families)))
-    manners = climb.manners()
     quick = sorted(
         (quick_s, at, family, division)
         for family in families
-        for division in dict.fromkeys(each for each, _ in manners)
+        for division in dict.fromkeys(each for each, _ in climb.manners())
         for at, quick_s in enumerate(_quick_steps_s(simulator.costs, family, division, layouts))
     )
     some = [each for each in quick if each[0] < FAR * best.step_s]
@@ -394,23 +393,31 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
     for _, at, family, division in in_turn(some, lambda each: (layouts[each[1]].widths, each[3])):
         if climb.work_left <= START * options.effort / 2:
             break
-        own = [manner for manner in manners if manner[0] == division]
+        own = [manner for manner in climb.manners() if manner[0] == division]
         for manner in own if max(layouts[at].widths) > 1 else own[:1]:
             layout = layouts[at].run(manner)
-            # As many in flight as `1f1b` keeps at least not to wait.
-            behind = (len(layout.cuts) - bisect_right(layout.cuts, layer) for layer in range(layout.cuts[-1]))
-            depths = [min(family.micro_batches, each) for each in behind]
-            for order in orders if max(layout.widths) > 1 else orders[:1]:
-                score = climb.score(family, layout, order, depths)
-                if score == float("inf") and alike:
-                    # Nor does it fit on others.
-                    break
+            for order, score in _scores_by_order(climb, family, layout, orders, alike=alike):
                 priced.append((score, len(priced), family, layout, order))
     # Local moves change widths slowly, and divisions and orders of devices not at all.
     ranked = in_turn(sorted(priced), lambda each: (each[3].widths, tuple(way for way, _ in each[3].manners), each[4]))
     for at, (score, _, family, layout, order) in enumerate(ranked[: JUDGED * options.effort]):
         if score < FAR * best.step_s and (climb.work_left > 0 or at < FEW_JUDGED):
             climb.judge(family, layout, order, float("inf"))
+
+
+def _scores_by_order(
+    climb: LocalSearch, family: Family, layout: Layout, orders: Sequence[tuple[int, ...]], *, alike: bool
+) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Yield orders in which stages may take devices, and a layout's score with each; ``alike``: all devices are."""
+    # As many in flight as `1f1b` keeps at least not to wait.
+    behind = (len(layout.cuts) - bisect_right(layout.cuts, layer) for layer in range(layout.cuts[-1]))
+    depths = [min(family.micro_batches, each) for each in behind]
+    for order in orders if max(layout.widths) > 1 else orders[:1]:
+        score = climb.score(family, layout, order, depths)
+        if score == float("inf") and alike:
+            # Nor does it fit on others.
+            return
+        yield order, score
 
 
 def in_turn(elements: Iterable[Element], kind: Callable[[Element], object]) -> list[Element]:

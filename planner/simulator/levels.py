@@ -70,20 +70,23 @@ def action_levels(candidate: Candidate) -> ActionLevels | None:
         depths = turns
     own, followed = np.arange(len(stages)), depths < turns
 
-    def backward(period: int) -> Whole:
-        least = 2 * own + period * wide * (depths - 1) + 1
-        return np.asarray(np.maximum.accumulate(least[::-1])[::-1] - own)
-
     def fits(period: int) -> bool:
-        return bool((backward(period) < own + period * wide * depths)[followed].all())
+        levels = _backward_levels(own, wide, depths, period)
+        return bool((levels < own + period * wide * depths)[followed].all())
 
     # Feasible periods have no gaps, and beyond this none follows where none came before.
     most = 2 * len(stages) + 2
     period = 1 + bisect_left(range(1, most + 1), True, key=fits)
     if period > most:
         return None
-    levels = backward(period)
+    levels = _backward_levels(own, wide, depths, period)
     return ActionLevels(period, own, levels, int(levels[0]) + period * (micro_batches - 1) + 1)
+
+
+def _backward_levels(forward: Whole, wide: Whole, depths: Whole, period: int) -> Whole:
+    """Return the least levels of the first micro-batch's backwards, by stage; ``forward`` are those of its forwards."""
+    least = 2 * forward + period * wide * (depths - 1) + 1
+    return np.asarray(np.maximum.accumulate(least[::-1])[::-1] - forward)
 
 
 def simulate_levels(candidate: Candidate, times: Durations, tied_stages: Holders, levels: ActionLevels) -> float | None:
