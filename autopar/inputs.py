@@ -70,7 +70,7 @@ def machines(
 ) -> tuple[Cluster, str | None]:
     """Return the cluster and the text of its file; an estimated one if none was named and none lies there."""
     from autopar.hardware.clusters import cluster_named, parse_cluster
-    from autopar.planner.costs.kinds import estimated_cluster
+    from autopar.hardware.kinds import estimated_cluster
 
     if path is None:
         return cluster_named(cluster_name or ""), None
@@ -181,7 +181,7 @@ def resolve_inputs(
     progress: Progress = no_progress,
 ) -> tuple[Plan, Profile, Cluster]:
     """Return :func:`read_inputs` of a plan that has been read from the file ``plan``."""
-    from autopar.planner.costs.kinds import check_times_of
+    from autopar.hardware.kinds import check_times_of
 
     _check_length(loaded_plan, plan, progress)
     measured = profile if isinstance(profile, Profile) else _profile(loaded_plan, plan, profile)
@@ -217,7 +217,7 @@ def _profile(loaded_plan: Plan, plan: Path, profile_path: str | Path | None) -> 
 
 def _cluster(loaded_plan: Plan, plan: Path, cluster_name: str | None, profile: Profile) -> Cluster:
     from autopar.hardware.clusters import cluster_named, find_cluster, read_cluster
-    from autopar.planner.costs.kinds import estimated_cluster
+    from autopar.hardware.kinds import estimated_cluster
 
     if cluster_name is not None:
         return find_cluster(cluster_name)
@@ -248,7 +248,7 @@ def resolve_machines(
 ) -> tuple[Profile, Cluster]:
     """Return the profile to plan for, and the machines; estimated ones where none are named."""
     from autopar.hardware.clusters import find_cluster
-    from autopar.planner.costs.kinds import estimated_cluster
+    from autopar.hardware.kinds import estimated_cluster
 
     measured = profile if isinstance(profile, Profile) else read_profile(Path(profile))
     if isinstance(cluster, str):

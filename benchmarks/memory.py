@@ -24,8 +24,8 @@ import torch
 from autopar.capture import load
 from autopar.capture.storages import StorageTracker
 from autopar.formats.plan import Plan
+from autopar.hardware.kinds import estimated_cluster
 from autopar.planner import PlanOptions, plan
-from autopar.planner.costs.kinds import estimated_cluster
 from autopar.profiler import ProfileOptions, profile
 from autopar.profiler.device import choose
 from autopar.ranks.context import RankContext

@@ -17,6 +17,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Alternative, Bounds, Plan
 from autopar.formats.profile import Profile
+from autopar.hardware.kinds import check_times_of
 from autopar.planner.alternatives import (
     Reference,
     frames,
@@ -32,7 +33,6 @@ from autopar.planner.bounds.chain import candidate_bound_s
 from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, has_chunks, place, plain, splits_backward
 from autopar.planner.closest import closest
 from autopar.planner.constraints import Constraints, FixedStages, parse, refusal_of_all, runnable, too_wide
-from autopar.planner.costs.kinds import check_times_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import advice, any_plan_fits, infeasible, remedies
 from autopar.planner.milp.solve import search_by_milp

@@ -32,8 +32,8 @@ def command(
     from autopar import api
     from autopar.cli.arguments import as_flags, echo
     from autopar.cli.progress import long_simulation, slow_phases
+    from autopar.hardware.kinds import kinds_of
     from autopar.inputs import read_inputs
-    from autopar.planner.costs.kinds import kinds_of
     from autopar.report.pictures import render
     from autopar.schedules.check import read_program
     from autopar.schedules.expand import expand

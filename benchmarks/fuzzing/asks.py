@@ -9,9 +9,9 @@ from itertools import pairwise
 
 from autopar.formats.plan import Plan, ReplicatedState, Shard, Stage, chunks_of, group_of, layout_of
 from autopar.formats.profile import Profile
+from autopar.hardware.kinds import estimated_cluster
 from autopar.planner import PlanOptions
 from autopar.planner import plan as search
-from autopar.planner.costs.kinds import estimated_cluster
 from autopar.schedules import SCHEDULES
 
 __all__ = ["Ask", "draw_ask", "edited", "planned"]

@@ -12,11 +12,11 @@ from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Device, Level
 from autopar.formats.plan import Division, Shard
 from autopar.formats.profile import Profile
+from autopar.hardware.kinds import kinds_of
 from autopar.hardware.topology import devices_of
 from autopar.planner.candidate import Candidate, CandidateStage, plain
 from autopar.planner.costs.flows import Flows
 from autopar.planner.costs.in_flight import rank_peaks, stage_terms
-from autopar.planner.costs.kinds import kinds_of
 from autopar.planner.costs.layers import LayerCosts, Levels, StageSums, share_limits
 from autopar.planner.costs.links import LinkModel, Sharing
 from autopar.planner.costs.memory import MemoryModel

@@ -8,8 +8,8 @@ from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.formats.profile import Profile
+from autopar.hardware.kinds import estimated_cluster
 from autopar.planner import PlanOptions, plan
-from autopar.planner.costs.kinds import estimated_cluster
 from autopar.profiler import ProfileOptions, profile
 from autopar.runtime.rehearsal.memory import rehearse
 
