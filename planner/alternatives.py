@@ -14,8 +14,17 @@ from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
 
-from autopar.formats.plan import SHARDS, Alternative, Division, Shard, shards_of
-from autopar.planner.candidate import Candidate, CandidateStage, Family, counts_beside, divisions_of, place, placed_on
+from autopar.formats.plan import SHARDS, Alternative, Shard
+from autopar.planner.candidate import (
+    Candidate,
+    CandidateStage,
+    Family,
+    Manner,
+    counts_beside,
+    manners_of,
+    place,
+    placed_on,
+)
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import explain
 from autopar.planner.options import PLANNED, PlanOptions, sharding_refusal
@@ -68,8 +77,7 @@ def try_stages(
             found = depth_choices(simulator.costs, family, frame, spans, exact=False)
             for candidate in found.candidates:
                 best.judge(simulator, candidate)
-            if found.closest is not None:
-                best.miss(*found.closest)
+            best.miss(found.closest)
     return best
 
 
@@ -77,21 +85,13 @@ def frames(
     costs: CostModel, family: Family, options: PlanOptions, cuts: Sequence[int], widths: Sequence[int]
 ) -> list[tuple[CandidateStage, ...]]:
     """Return given stages, with all in flight and nothing recomputed, in every division and sharding."""
-    ways = [ways_of(costs, family, width, options.shards) for width in widths]
-    every: Iterable[Sequence[tuple[Division, Shard]]] = product(*ways)
-    if prod(map(len, ways)) > MOST_FRAMES:
+    manners = [manners_of(family, width, options.shards, divisible=costs.divisible) for width in widths]
+    every: Iterable[Sequence[Manner]] = product(*manners)
+    if prod(map(len, manners)) > MOST_FRAMES:
         # Too many to mix: the same in all stages that can.
-        alike = dict.fromkeys(way for each in ways for way in each)
-        every = [[way if way in each else each[0] for each in ways] for way in alike]
-    return [place(family, cuts, widths, way, divisible=costs.divisible) for way in every]
-
-
-def ways_of(costs: CostModel, family: Family, width: int, shards: Sequence[Shard]) -> list[tuple[Division, Shard]]:
-    """Return the ways in which so many replicas may divide and shard; none where each would have nothing to do."""
-    if width == 1:
-        return [("split", "none")]
-    divisions = divisions_of(family, width, divisible=costs.divisible)
-    return [(division, shard) for division in divisions for shard in shards_of(division, shards)]
+        alike = dict.fromkeys(manner for each in manners for manner in each)
+        every = [[manner if manner in each else each[0] for each in manners] for manner in alike]
+    return [place(family, cuts, widths, each, divisible=costs.divisible) for each in every]
 
 
 def references(simulator: Simulator, families: Sequence[Family], options: PlanOptions) -> list[Reference]:

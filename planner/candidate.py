@@ -12,7 +12,7 @@ from math import isqrt, lcm
 from typing import NamedTuple
 
 from autopar.errors import UsageError
-from autopar.formats.plan import Division, Shard, groups_of, layout_of, turns
+from autopar.formats.plan import Division, Shard, groups_of, layout_of, shards_of, turns
 from autopar.formats.program import INPUT_BACKWARD
 from autopar.planner.options import PLANNED, PlanOptions
 from autopar.schedules import SCHEDULES
@@ -21,6 +21,10 @@ from autopar.schedules.route import shares_of
 
 MOST_MICRO_BATCHES = 4096
 """Counts above are searched only when asked for: a step of theirs is mostly latency, and long to simulate."""
+
+
+Manner = tuple[Division, Shard]
+"""How a stage's replicas divide micro-batches, and what they shard."""
 
 
 class CandidateStage(NamedTuple):
@@ -121,13 +125,13 @@ def place(
     family: Family,
     cuts: Sequence[int],
     widths: Sequence[int],
-    ways: Sequence[tuple[Division, Shard]] | None = None,
+    manners: Sequence[Manner] | None = None,
     *,
     divisible: bool = False,
 ) -> tuple[CandidateStage, ...]:
     """Return stages that end before the layers ``cuts`` and take devices in cluster order, with all in flight.
 
-    ``ways`` are every stage's division and sharding; none: micro-batches are split, and nothing is sharded.
+    ``manners`` are by stage; none: micro-batches are split, and nothing is sharded.
 
     >>> [stage.devices for stage in place(Family(2, 4, "1f1b"), (3, 5), (2, 1))]
     [(0, 1), (2,)]
@@ -135,8 +139,8 @@ def place(
     stages = []
     first = device = 0
     rows, count = family.micro_batch_size, family.micro_batches
-    usual: list[tuple[Division, Shard]] = [("split", "none")] * len(cuts)
-    for stop, width, (division, shard) in zip(cuts, widths, ways or usual, strict=True):
+    usual: list[Manner] = [("split", "none")] * len(cuts)
+    for stop, width, (division, shard) in zip(cuts, widths, manners or usual, strict=True):
         devices = tuple(range(device, device + width))
         shares = shares_of(rows, width, division, divisible=divisible)
         stage = CandidateStage(first, stop, devices, shares, 1, shard=shard, division=division)
@@ -216,6 +220,14 @@ def divisions_of(family: Family, width: int, *, divisible: bool) -> list[Divisio
     """
     split: list[Division] = ["split"] if divisible or width <= family.micro_batch_size else []
     return [*split, "round-robin"] if 1 < width <= family.micro_batches and not divisible else split
+
+
+def manners_of(family: Family, width: int, shards: Sequence[Shard], *, divisible: bool) -> list[Manner]:
+    """Return the manners in which so many replicas may be run; none where each would have nothing to do."""
+    if width == 1:
+        return [("split", "none")]
+    divisions = divisions_of(family, width, divisible=divisible)
+    return [(division, shard) for division in divisions for shard in shards_of(division, shards)]
 
 
 def has_chunks(schedule: str) -> bool:

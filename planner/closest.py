@@ -62,6 +62,7 @@ class ShortfallTables:
     def __init__(
         self, costs: CostModel, family: Family, options: PlanOptions, parts_cache: Known | None = None
     ) -> None:
+        """``parts_cache`` is filled, and spares the next family what it holds."""
         self.costs, self.family, self.options = costs, family, options
         self._parts: Known = {} if parts_cache is None else parts_cache
         self.pool = in_order(costs.kind_of)
@@ -209,16 +210,15 @@ def closest(
     costs: CostModel,
     families: Sequence[Family],
     options: PlanOptions,
-    parts_cache: Known | None = None,
     *,
     any_fits: bool = False,
 ) -> tuple[int, Candidate] | None:
     """Return the least shortfall of all plans of some families, and a plan that lacks it; none if there is no plan.
 
     With ``any_fits``, the first plan that fits will do; small micro-batches, which hold least, are tried first.
-    ``parts_cache`` is filled, and spares the next call what it holds.
     """
     found: tuple[int, Candidate] | None = None
+    parts_cache: Known = {}
     for family in _few(costs, families):
         candidate = ShortfallTables(costs, family, options, parts_cache).candidate()
         if candidate is not None:

@@ -15,7 +15,7 @@ from typing import Any
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import SHARDS
 from autopar.planner.candidate import Candidate, Family, divisors, families
-from autopar.planner.closest import Known, closest, oversized_layer
+from autopar.planner.closest import closest, oversized_layer
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
 from autopar.planner.options import PLANNED, PlanOptions, admissible_options
 
@@ -36,11 +36,11 @@ _LEFT_OUT = ("use_all", "max_stages", "min_stages", "forbid_cut", "pin", "chunks
 """Options without which there may be a plan."""
 
 
-def any_plan_fits(costs: CostModel, parts_cache: Known, options: PlanOptions) -> bool:
+def any_plan_fits(costs: CostModel, options: PlanOptions) -> bool:
     """Whether any plan fits the memory of the same cluster with other options."""
     options = admissible_options(options, costs.profile)
     other = CostModel(costs.profile, costs.cluster, options)
-    found = closest(other, families(other.batch, options), options, parts_cache, any_fits=True)
+    found = closest(other, families(other.batch, options), options, any_fits=True)
     return found is not None and found[0] <= 0
 
 

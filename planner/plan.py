@@ -335,7 +335,7 @@ def _even_splits(question: Question) -> Best:
 def _plan_fits(question: Question, options: PlanOptions) -> bool:
     """Whether a plan that is asked for fits the memory of the same cluster with other options."""
     if not options.equal_widths:
-        return any_plan_fits(question.costs, {}, options)
+        return any_plan_fits(question.costs, options)
     return _even_splits(question.under(options)).equal is not None
 
 

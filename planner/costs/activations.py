@@ -7,7 +7,8 @@ some stops (:class:`Areas`), so one sweep over the layers prices all stages.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -81,6 +82,18 @@ def window_sums(sums: Counts, longest: int) -> Counts:
     found: Counts = sums[np.minimum(stops, layers)] - sums[:-1, None]
     found[stops > layers] = 0
     return found
+
+
+def running(values: Sequence[int] | Counts, longest: int, join: np.ufunc) -> Counts:
+    """Return ``join`` of the values of all stages of up to ``longest`` layers, ``[first, length - 1]``.
+
+    Behind the last layer stand zeros.
+
+    >>> running([4, 1, 2], 2, np.maximum).tolist()
+    [[4, 4], [1, 2], [2, 2]]
+    """
+    padded = np.append(np.asarray(values, np.int64), np.zeros(longest - 1, np.int64))
+    return np.asarray(join.accumulate(np.lib.stride_tricks.sliding_window_view(padded, longest), axis=1))
 
 
 class ActivationBytes(NamedTuple):
@@ -242,19 +255,17 @@ class Activations:
             yield Area(0, tensor.producer, tensor.producer + 1, until, size)
 
 
+@dataclass(slots=True, eq=False)
 class _Sweep:
     """A stage that grows layer by layer."""
 
-    __slots__ = ("ahead", "by_length", "first", "highest", "highest_begun", "storages", "total")
-
-    def __init__(self, first: int) -> None:
-        self.first = first
-        self.by_length: list[ActivationBytes] = []
-        """By length."""
-        self.storages: dict[str, int] = {}
-        self.ahead: dict[str, tuple[int, int]] = {}
-        self.total = self.highest = 0
-        self.highest_begun = -(2**60)
+    first: int
+    by_length: list[ActivationBytes] = field(default_factory=list)
+    storages: dict[str, int] = field(default_factory=dict)
+    ahead: dict[str, tuple[int, int]] = field(default_factory=dict)
+    total: int = 0
+    highest: int = 0
+    highest_begun: int = -(2**60)
 
 
 def _union(saves: list[tuple[int, int]], tensor: FlowTensor | None, rows: float, count: int) -> Iterator[Area]:

@@ -21,6 +21,7 @@ from autopar.planner.costs.activations import (
     Areas,
     Counts,
     rows_bytes,
+    running,
     window_sums,
 )
 from autopar.planner.costs.flows import Flows, TiedLayers
@@ -239,10 +240,10 @@ class MemoryModel:
     def _window(self, longest: int) -> tuple[Counts, ...]:
         """What peaks are made of that no micro-batch keeps, ``[first, length - 1]``."""
         state = (window_sums(sums, longest) - shared.window(longest) for sums, shared in self._state)
-        update = _running(self._updates, longest, np.add if self.updates_at_once else np.maximum)
+        update = running(self._updates, longest, np.add if self.updates_at_once else np.maximum)
         *messages, sent = (areas.window(longest) for areas in self._messages)
         unanswered = np.where(messages[-1] == 0, sent, 0)
-        largest = _running(self._largest, longest, np.maximum)
+        largest = running(self._largest, longest, np.maximum)
         return *state, largest, self._lasting.window(longest), update, *messages, unanswered
 
     def _sweep(self, rows: float, recompute: frozenset[int], longest: int) -> ActivationBytes:
@@ -409,16 +410,6 @@ class MemoryModel:
         # Of stages that begin behind one layer, the next one is the first to be met.
         for start, layer in pairwise((before, *layers)):
             yield Area(start + 1, layer, layer + 1, self._count, size)
-
-
-def _running(values: Sequence[int], longest: int, join: np.ufunc) -> Counts:
-    """``join`` of the values of all stages of up to ``longest`` layers, ``[first, length - 1]``."""
-    found = np.zeros((len(values), longest), dtype=np.int64)
-    found[:, 0] = values
-    for at in range(1, longest):
-        found[:, at] = found[:, at - 1]
-        join(found[: len(values) - at, at], found[at:, 0], out=found[: len(values) - at, at])
-    return found
 
 
 def _share(layer: Layer, ties: TiedLayers, size: int) -> int:

@@ -25,9 +25,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from autopar.formats.plan import SHARDS, shards_of
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, link_terms, stage_terms
-from autopar.planner.candidate import Candidate, CandidateStage, Family, divisions_of, within
+from autopar.planner.candidate import Candidate, CandidateStage, Family, manners_of, within
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
@@ -134,12 +133,11 @@ class _Pricing:
         key = (first, stop, kind, tuple(self.costs.devices[device] for device in devices))
         if key not in self.priced_stages:
             found = self.priced_stages[key] = []
-            for division in divisions_of(self.family, len(devices), divisible=self.costs.divisible):
+            manners = manners_of(self.family, len(devices), self.options.shards, divisible=self.costs.divisible)
+            for division, shard in manners:
                 shares = self.costs.shares(self.family.micro_batch_size, len(devices), division)
                 if self.constraints.allows(first, stop, kind, shares):
-                    for shard in shards_of(division, self.options.shards) if len(devices) > 1 else SHARDS[:1]:
-                        stage = CandidateStage(first, stop, devices, shares, 1, (), shard, division)
-                        found += self._levels(stage, kind)
+                    found += self._levels(CandidateStage(first, stop, devices, shares, 1, (), shard, division), kind)
         return self.priced_stages[key]
 
     def _levels(self, stage: CandidateStage, kind: int) -> Iterator[tuple[CandidateStage, StageTerms]]:

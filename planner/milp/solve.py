@@ -324,8 +324,7 @@ class _Rounds:
                 self._push(bound_s, candidate)
             elif not tried or min(tried) < HOPELESS * self.best.step_s:
                 tried.append(self._judge(bound_s, candidate) or 0.0)
-        if found.closest is not None:
-            self.best.miss(*found.closest)
+        self.best.miss(found.closest)
         if not found.complete:
             self.floor_s = min(self.floor_s, candidate_bound_s(self.costs, Candidate(*family, stages)))
 

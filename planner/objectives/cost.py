@@ -286,7 +286,7 @@ def _rounded_up(seconds: float) -> str:
 
 def _fits(costs: CostModel, options: PlanOptions) -> bool:
     """Whether a plan fits with other options, and meets their deadline."""
-    if not any_plan_fits(costs, {}, options):
+    if not any_plan_fits(costs, options):
         return False
     options = admissible_options(options, costs.profile)
     other = CostModel(costs.profile, costs.cluster, options)

@@ -488,5 +488,5 @@ def _infeasible(costs: CostModel, options: PlanOptions) -> InfeasibleError:
 def _fits(costs: CostModel, options: PlanOptions) -> bool:
     """Whether a plan fits with other options, or a synchronous one if that is the objective."""
     if options.objective == "step":
-        return any_plan_fits(costs, {}, options)
+        return any_plan_fits(costs, options)
     return quickest(StashCosts(CostModel(costs.profile, costs.cluster, options)), options) is not None

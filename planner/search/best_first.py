@@ -209,8 +209,7 @@ class _Search:
             elif bound_s < self.best.step_s and (not tried or min(tried) < HOPELESS * self.best.step_s):
                 # Where the first choices of depths are far behind, the others are not tried.
                 tried.append(self._judge(bound_s, candidate) or 0.0)
-        if found.closest is not None:
-            self.best.miss(*found.closest)
+        self.best.miss(found.closest)
         if not found.complete:
             frame = Candidate(*stages.family, path.stages)
             self.floor_s = min(self.floor_s, max(node.bound_s, candidate_bound_s(self.costs, frame)))

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from autopar.formats.plan import turns
 from autopar.planner.candidate import Family
-from autopar.planner.costs.activations import Counts, Numbers, rows_bytes
+from autopar.planner.costs.activations import Counts, Numbers, rows_bytes, running
 from autopar.planner.costs.layers import Levels
 from autopar.planner.costs.memory import Parts, PeakTerms, lengths_swept, moments_of, peak_of
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
@@ -184,19 +184,14 @@ class DepthLimits:
             freed = np.array([self.costs.memory[kind].freed_bytes(layer, rows) for layer in range(self.layers)])
             # Sums of bytes are whole numbers that floats hold exactly.
             saved = np.rint(order.sums(freed.astype(np.float64), low if sure else high)).astype(np.int64)
-            passing, whole = saved - self._largest_of(freed) if sure else saved, low == order.counts
+            largest = running(freed, int(self.lengths[-1]), np.maximum)[:, self.lengths - 1]
+            passing, whole = saved - largest if sure else saved, low == order.counts
             self._parts[key] = none._replace(
                 activations=np.where(whole, every.activations, none.activations - saved),
                 peak=np.where(whole, every.peak, none.peak - passing),
                 first_peak=np.where(whole, every.first_peak, none.first_peak - passing),
             )
         return self._parts[key]
-
-    def _largest_of(self, sizes: Counts) -> Counts:
-        """The largest of the sizes of a stage's layers, ``[first, length]``."""
-        longest = int(self.lengths[-1])
-        windows = np.lib.stride_tricks.sliding_window_view(np.append(sizes, np.zeros(longest - 1, np.int64)), longest)
-        return np.asarray(np.maximum.accumulate(windows, axis=1)[:, self.lengths - 1])
 
     def _whole_parts(self, rows: float, every: bool, kind: int) -> Parts:
         key = (rows, every, kind)

@@ -60,17 +60,17 @@ class Best:
             return None
         short = max(simulator.costs.shortfalls(candidate))
         if short > 0:
-            self.miss(short, candidate)
+            self.miss((short, candidate))
             return None
         rival = self.by_stages.get(len(candidate.stages))
         found = SimulatedPlan(simulator.step_s(candidate, math.inf if rival is None else rival.step_s), candidate)
         self.consider(found)
         return found.step_s
 
-    def miss(self, short: int, candidate: Candidate) -> None:
-        """Note a candidate that lacks ``short`` bytes."""
-        if self.closest is None or short < self.closest[0]:
-            self.closest = (short, candidate)
+    def miss(self, closest: tuple[int, Candidate] | None) -> None:
+        """Note a candidate that does not fit, and how many bytes it lacks, if there is one."""
+        if closest is not None and (self.closest is None or closest[0] < self.closest[0]):
+            self.closest = closest
 
     def consider(self, simulated_plan: SimulatedPlan) -> None:
         """Keep a simulated candidate if it is the best in any respect, or about as fast as the best one."""

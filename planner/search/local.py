@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar.formats.plan import Division, shards_of
 from autopar.planner.bounds.chain import candidate_bound_s, link_terms
-from autopar.planner.candidate import Candidate, CandidateStage, Family, counts_beside
+from autopar.planner.candidate import Candidate, CandidateStage, Family, Manner, counts_beside
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs import memoize
 from autopar.planner.costs.layers import Levels, Span
@@ -46,7 +46,6 @@ from autopar.planner.search.judge import (
 from autopar.planner.search.moves import (
     SINGLE,
     Layout,
-    Manner,
     balanced_shape,
     cuts_moved,
     devices_moved,
@@ -161,8 +160,7 @@ class LocalSearch:
         spans = [span_of(self.costs, family, self.options, stage) for stage in frame]
         choices = depth_choices(self.costs, family, frame, spans, exact=False, few=few)
         self.work_left -= FITTED * len(frame)
-        if choices.closest is not None:
-            self.best.miss(*choices.closest)
+        self.best.miss(choices.closest)
         return self._fastest(choices.candidates, below_s)
 
     def _fastest(self, candidates: Sequence[Candidate], below_s: float) -> SimulatedPlan | None:

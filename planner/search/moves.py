@@ -14,11 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.formats.plan import Division, Shard, group_of, layout_of
-from autopar.planner.candidate import Candidate, CandidateStage, Family
+from autopar.formats.plan import Shard, group_of, layout_of
+from autopar.planner.candidate import Candidate, CandidateStage, Family, Manner
 from autopar.planner.costs.model import CostModel
 
-Manner = tuple[Division, Shard]
 SINGLE: Manner = ("split", "none")
 
 

@@ -404,8 +404,7 @@ class FamilySearch:
         if short > 0 or not self.large:
             found = depth_choices(self.costs, family, frame, spans, exact=False)
             candidates += found.candidates
-            if found.closest is not None:
-                self.best.miss(*found.closest)
+            self.best.miss(found.closest)
         bounded = [(candidate_bound_s(self.costs, candidate), candidate) for candidate in candidates]
         for bound_s, candidate in sorted(bounded, key=itemgetter(0)):
             if bound_s < self.best.step_s:
