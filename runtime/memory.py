@@ -103,7 +103,7 @@ def check_capacity(plan: Plan, rank: int, stages: Collection[int], device: torch
         raise OutOfMemoryError(f"rank {rank} (setting up): {numbers}", memory_to_plan_with(there, planned, there))
 
 
-def memory_to_plan_with(held: int, planned: int, limit: int) -> int:
+def memory_to_plan_with(peak_bytes: int, predicted_bytes: int, limit_bytes: int) -> int:
     """Return the limit of a device, in bytes, under which a plan that is off as much fits; below what was planned.
 
     Where more was held than planned, plans are off by that share; where less was, the device has less than was thought.
@@ -111,8 +111,8 @@ def memory_to_plan_with(held: int, planned: int, limit: int) -> int:
     >>> memory_to_plan_with(12 << 20, 10 << 20, 16 << 20) >> 20, memory_to_plan_with(6 << 20, 10 << 20, 16 << 20) >> 20
     (9, 6)
     """
-    fits = limit * planned // held if held > planned else held
-    return max(1, min(fits, planned - _MIB) // _MIB) * _MIB
+    fits = limit_bytes * predicted_bytes // peak_bytes if peak_bytes > predicted_bytes else peak_bytes
+    return max(1, min(fits, predicted_bytes - _MIB) // _MIB) * _MIB
 
 
 def _mib(count: int) -> str:

@@ -49,7 +49,7 @@ def _watch(arguments: TrainingArguments, launch: LaunchedRank) -> None:
 
     chosen, _ = _read(arguments, launch)
     place = (launch.ranks_of_host, arguments.timeout_s, arguments.black_box)
-    remedy = partial(remedy_of, planned=chosen, path=arguments.plan)
+    remedy = partial(remedy_of, loaded_plan=chosen, path=arguments.plan)
     watch = watch_of(chosen, arguments.program, *place, remedy)
     code = supervise(launch, watch, [sys.executable, "-m", "autopar", *sys.argv[1:]])
     if code:

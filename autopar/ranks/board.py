@@ -109,7 +109,7 @@ class Board:
 
     def blame(self, rank: int) -> None:
         """Note whose failure is the cause of all that fails; the first to be noted stays."""
-        if self.blamed is None:
+        if self.blamed_rank is None:
             self._numbers[self._stop + _BLAMED] = rank + 1
 
     def write_said(self) -> None:
@@ -117,12 +117,12 @@ class Board:
         self._numbers[self._stop + _SAID] = 1
 
     @property
-    def said(self) -> bool:
+    def is_said(self) -> bool:
         """Whether the cause of what fails is said already."""
         return bool(self._numbers[self._stop + _SAID])
 
     @property
-    def blamed(self) -> int | None:
+    def blamed_rank(self) -> int | None:
         """The rank whose failure is the cause, once it is known."""
         return self._numbers[self._stop + _BLAMED] - 1 if self._numbers[self._stop + _BLAMED] else None
 

@@ -216,9 +216,9 @@ class RankMonitor:
             if self._grace_until_s is None:
                 self._grace_until_s = time.monotonic() + GRACE_S
         else:
-            raise self._failed(rank, failure)
+            raise self._error_of(rank, failure)
 
-    def _failed(self, rank: int, failure: Failure) -> AutoparError:
+    def _error_of(self, rank: int, failure: Failure) -> AutoparError:
         if failure.exit_code == TrainingError.exit_code:
             # Mistakes of the user's are found by all ranks alike.
             self._board.blame(rank)
@@ -235,22 +235,22 @@ class RankMonitor:
         now_s = time.monotonic()
         self._said_by_s = min(self._said_by_s, now_s + SAY_S)
         # A launcher ends all when one ends.
-        if self._board.said or now_s > self._said_by_s:
+        if self._board.is_said or now_s > self._said_by_s:
             raise self._said_elsewhere()
         return True
 
     def _is_blamed_elsewhere(self) -> bool:
-        return self._board.blamed is not None and self._board.blamed not in self._links
+        return self._board.blamed_rank is not None and self._board.blamed_rank not in self._links
 
     def _said_elsewhere(self) -> SaidElsewhereError:
-        return SaidElsewhereError(f"rank {self._board.blamed} failed", TrainingError.exit_code)
+        return SaidElsewhereError(f"rank {self._board.blamed_rank} failed", TrainingError.exit_code)
 
     def _check_grace(self) -> None:
         if self._grace_until_s is not None and time.monotonic() > self._grace_until_s:
             for rank, link in self._links.items():
                 if link.process.poll() is not None and rank not in self._consequences:
                     raise self._blame(rank, self._exit_message(rank))
-            raise self._failed(*next(iter(self._consequences.items())))
+            raise self._error_of(*next(iter(self._consequences.items())))
 
     def _check_progress(self) -> None:
         now_s = time.monotonic()

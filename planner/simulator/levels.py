@@ -65,9 +65,7 @@ def action_levels(candidate: Candidate) -> ActionLevels | None:
     micro_batches, stages = candidate.micro_batches, candidate.stages
     turns = np.array([stage.turns(0, micro_batches) for stage in stages])
     wide = np.array([stage.turning for stage in stages])
-    depths = np.minimum(turns, [stage.warmup for stage in stages])
-    if candidate.schedule == "gpipe":
-        depths = turns
+    depths = turns if candidate.schedule == "gpipe" else np.minimum(turns, [stage.warmup for stage in stages])
     own, followed = np.arange(len(stages)), depths < turns
 
     def fits(period: int) -> bool:

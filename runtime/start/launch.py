@@ -205,7 +205,7 @@ def join(
     options: RunOptions,
     launch: LaunchedRank,
     progress: StepProgress | None = None,
-    supervised: SupervisedRank | None = None,
+    supervised_rank: SupervisedRank | None = None,
 ) -> Outcome | None:
     """Train as one of the ranks that a launcher has started; rank 0 returns the outcome.
 
@@ -216,10 +216,10 @@ def join(
     program = _program(plan, options)
     files = _digests(plan, program, model, options)
     # Twice as long, so that a supervisor, which knows what every rank was doing, is the first to speak.
-    patience_s = options.timeout_s if supervised is None else 2 * max(options.timeout_s, SET_UP_S)
-    board = None if supervised is None else supervised.board
+    patience_s = options.timeout_s if supervised_rank is None else 2 * max(options.timeout_s, SET_UP_S)
+    board = None if supervised_rank is None else supervised_rank.board
     joining = (launch, plan.device_type, patience_s, len(plan.devices), files, options.share_gpus, board)
-    with join_from_environment(*joining) as context, _speaking(supervised):
+    with join_from_environment(*joining) as context, _speaking(supervised_rank):
         if options.save is not None and not launch.one_host:
             check_shared(context, options.save)
         if options.checkpoint is not None and not launch.one_host:
@@ -239,13 +239,13 @@ def join(
 
 
 @contextmanager
-def _speaking(supervised: SupervisedRank | None) -> Iterator[None]:
+def _speaking(supervised_rank: SupervisedRank | None) -> Iterator[None]:
     """Tell the supervisor of an error before the others are left, which may take as long as they let it."""
     try:
         yield
     except Exception as error:
-        if supervised is not None:
-            supervised.fail(error)
+        if supervised_rank is not None:
+            supervised_rank.fail(error)
         raise
 
 

@@ -111,7 +111,7 @@ def watch_of(
     return Watch(
         timeout_s,
         describe=lambda rank, note: describe(program())(rank, note),
-        on_slow=lambda *found: say_slow(plan, program(), *found),
+        on_slow=lambda *facts: say_slow(plan, program(), *facts),
         on_failure=say,
     )
 

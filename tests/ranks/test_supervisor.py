@@ -89,7 +89,7 @@ def test_a_board_is_shared_cleared_by_the_first_and_removed_by_the_last(tmp_path
         left.blame(1)
     with shared_board(launched(0)) as (again, board):
         assert again == path
-        assert board.blamed is None
+        assert board.blamed_rank is None
 
 
 @pytest.mark.reliability(30, 31)
