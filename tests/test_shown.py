@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import UsageError
+from autopar.formats.blackbox import BlackBox
 from autopar.formats.checkpoint import Checkpoint
 from autopar.formats.document import Document
 from autopar.formats.plan import Plan
@@ -26,9 +27,10 @@ def _files(folder: Path) -> dict[str, tuple[Path, Document | Program]]:
     plan = small_plan((1, 1), 4)
     kept = Path(__file__).parent / "formats" / "kept"
     report, manifest = Report.load(kept / "report.json"), Checkpoint.load(kept / "checkpoint.json")
-    contents = (gpt_profile(blocks=2), local_cluster(2), plan, report, expand(plan), manifest)
+    black_box = BlackBox.load(kept / "blackbox.json")
+    contents = (gpt_profile(blocks=2), local_cluster(2), plan, report, expand(plan), manifest, black_box)
     found: dict[str, tuple[Path, Document | Program]] = {}
-    kinds = ("profile", "cluster", "plan", "report", "program", "checkpoint")
+    kinds = ("profile", "cluster", "plan", "report", "program", "checkpoint", "blackbox")
     for kind, content in zip(kinds, contents, strict=True):
         path = folder / f"{kind}-file.json"
         content.save(path)
