@@ -33,7 +33,7 @@ from autopar.cli.interrupt import INTERRUPTED, Termination, ended_by, record_int
 from autopar.cli.output import quietly, results_only, version_of
 from autopar.errors import AutoparError, FileError, UsageError, printable
 from autopar.formats.references import allow_any_path
-from autopar.ranks.supervisor import is_supervised
+from autopar.ranks.environment import is_supervised
 
 __all__ = ["app", "main"]
 

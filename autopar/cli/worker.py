@@ -13,12 +13,10 @@ import typer
 
 from autopar.cli.training import TrainingArguments, conclude, training_command
 from autopar.errors import FileError, UsageError
-from autopar.fitting import remedy_of
 from autopar.formats.plan import Plan
 from autopar.inputs import data_of, model_of, predict, read_plan
-from autopar.ranks.environment import LaunchedRank, rank_from_environment
+from autopar.ranks.environment import LaunchedRank, is_supervised, rank_from_environment
 from autopar.ranks.failure import SaidElsewhereError
-from autopar.ranks.supervisor import SupervisedRank, is_supervised, supervise
 
 
 @training_command
@@ -45,6 +43,8 @@ def command(arguments: TrainingArguments) -> None:
 
 def _watch(arguments: TrainingArguments, launch: LaunchedRank) -> None:
     """Start the rank, and watch over it."""
+    from autopar.fitting import remedy_of
+    from autopar.ranks.supervisor import supervise
     from autopar.runtime.start.supervision import watch_of
 
     chosen, _ = _read(arguments, launch)
@@ -58,6 +58,8 @@ def _watch(arguments: TrainingArguments, launch: LaunchedRank) -> None:
 
 def _train(arguments: TrainingArguments, launch: LaunchedRank) -> None:
     """Train as the rank, and say what fails to whoever watches over it."""
+    from autopar.ranks.supervisor import SupervisedRank
+
     with SupervisedRank(launch) as supervised:
         try:
             chosen, model = _read(arguments, launch)

@@ -19,6 +19,8 @@ PORT = 29500
 LAST_PORT = 65535
 SLURM_PORTS = range(15000, 30000)
 """Ports that jobs are spread over: below those that systems give out by themselves."""
+SUPERVISED = "AUTOPAR_SUPERVISED"
+"""Where a rank reads who watches over it."""
 
 Environment = Mapping[str, str]
 
@@ -47,6 +49,11 @@ class LaunchedRank(NamedTuple):
         """The ranks of this host, which follow each other."""
         first = self.rank - self.local_rank
         return range(first, first + self.local_size)
+
+
+def is_supervised(environment: Environment) -> bool:
+    """Whether this process is a rank that a supervisor has started."""
+    return SUPERVISED in environment
 
 
 def rank_from_environment(environment: Environment) -> LaunchedRank:

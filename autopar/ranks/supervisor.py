@@ -17,7 +17,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -26,13 +26,11 @@ from autopar.ending import stopping
 from autopar.errors import FileError
 from autopar.ranks.board import SETTING_UP, Board
 from autopar.ranks.entry import die_with
-from autopar.ranks.environment import LaunchedRank
+from autopar.ranks.environment import SUPERVISED, LaunchedRank
 from autopar.ranks.failure import Failure, SaidElsewhereError
 from autopar.ranks.monitor import RankMonitor, RankProcess, Watch
 from autopar.ranks.scratch import LOCK, PREFIX
 
-_SUPERVISED = "AUTOPAR_SUPERVISED"
-"""Where a rank reads who watches over it."""
 _OF_LAUNCHERS = {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"}
 """Variables that launchers set for the processes that are their children."""
 
@@ -117,16 +115,11 @@ def _start(board: Path, command: Sequence[str]) -> RankProcess:
     settings = json.dumps({"pipe": writer, "board": str(board), "parent": os.getpid()})
     try:
         process = subprocess.Popen(
-            command, pass_fds=(writer,), start_new_session=True, env={**os.environ, _SUPERVISED: settings}
+            command, pass_fds=(writer,), start_new_session=True, env={**os.environ, SUPERVISED: settings}
         )
     finally:
         os.close(writer)
     return RankProcess(process, os.fdopen(reader, "rb", buffering=0))
-
-
-def is_supervised(environment: Mapping[str, str]) -> bool:
-    """Whether this process is a rank that a supervisor has started."""
-    return _SUPERVISED in environment
 
 
 class SupervisedRank:
@@ -134,7 +127,7 @@ class SupervisedRank:
 
     def __init__(self, launch: LaunchedRank) -> None:
         """Take it up; this process then ends with its supervisor, whose signals are not for it."""
-        settings = json.loads(os.environ.pop(_SUPERVISED))
+        settings = json.loads(os.environ.pop(SUPERVISED))
         die_with(settings["parent"])
         # Of a crash, the stack is written.
         faulthandler.enable()
