@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.cli import main
 from autopar.errors import UsageError
@@ -26,8 +25,8 @@ from autopar.ranks.pool import RankPool
 from autopar.runtime.result.weights import read
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.schedules.expand import expand
-from dictated import dictate
 from paths import MODELS
+from words_plans import copy_model, save_plan
 
 Run = subprocess.CompletedProcess[str]
 Command = Callable[..., tuple[int, str, str]]
@@ -36,18 +35,13 @@ Command = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working folder with a model file in it."""
-    (tmp_path / "words.py").write_bytes((MODELS / "words.py").read_bytes())
+    copy_model(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def plan_for(here: Path, widths: list[int], name: str = "words", rows: int = 4) -> Plan:
-    model = load(f"{name}.py")
-    graph = capture(model, model.build(0))
-    plan = dictate(graph, model, widths, 2, rows, cuts=[1, 2, 3][: len(widths) - 1])
-    plan = plan.model_copy(update={"model": plan.model.model_copy(update={"source": f"{name}.py"})})
-    plan.save(here / "plan.json")
-    return plan
+    return save_plan(here, widths, name, rows, cuts=[1, 2, 3][: len(widths) - 1])
 
 
 def autopar(*arguments: str) -> Run:

@@ -17,8 +17,9 @@ from autopar.ranks.pool import RankPool
 from autopar.runtime.start.workspace import Workspace
 from dictated import dictate
 from listening import descendants, listening_places
-from paths import HARNESS, MODELS
+from paths import HARNESS
 from script_jobs import described
+from words_plans import copy_model, save_plan
 
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
@@ -26,12 +27,9 @@ LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     """A plan of replicas and stages, in a working folder with its model."""
-    (tmp_path / "words.py").write_bytes((MODELS / "words.py").read_bytes())
+    copy_model(tmp_path)
     monkeypatch.chdir(tmp_path)
-    model = load("words.py")
-    plan = dictate(capture(model, model.build(0)), model, [2, 1], 2, 4, cuts=[1])
-    plan = plan.model_copy(update={"model": plan.model.model_copy(update={"source": "words.py"})})
-    plan.save(tmp_path / "plan.json")
+    plan = save_plan(tmp_path, [2, 1], cuts=[1])
     user = described()
     dictate(capture(user, user.build()), user, [2, 1], 2, 6).save(tmp_path / "script.json")
     return plan

@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 
 from autopar import api
-from autopar.capture.export import capture
-from autopar.capture.source import load
 from autopar.errors import TrainingError
 from autopar.formats.blackbox import BlackBox
 from autopar.formats.plan import Plan
@@ -23,8 +21,7 @@ from autopar.ranks.board import FINISHED, HISTORY, Board, Note
 from autopar.runtime.checkpoint.folder import CheckpointFolder
 from autopar.runtime.start.supervision import black_box_of, describe, slowness
 from autopar.schedules.expand import expand
-from dictated import dictate
-from paths import MODELS
+from words_plans import copy_model, save_plan
 
 LAST = "`autopar show report.blackbox.json` shows the last actions of every rank"
 
@@ -32,13 +29,9 @@ LAST = "`autopar show report.blackbox.json` shows the last actions of every rank
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     """A plan of two stages, in a working folder with its model."""
-    (tmp_path / "words.py").write_bytes((MODELS / "words.py").read_bytes())
+    copy_model(tmp_path)
     monkeypatch.chdir(tmp_path)
-    model = load("words.py")
-    made = dictate(capture(model, model.build(0)), model, [1, 1], 2, 4, cuts=[1])
-    made = made.model_copy(update={"model": made.model.model_copy(update={"source": "words.py"})})
-    made.save(tmp_path / "plan.json")
-    return made
+    return save_plan(tmp_path, [1, 1], cuts=[1])
 
 
 def started(*arguments: str, agent: bool = True) -> subprocess.Popen[str]:

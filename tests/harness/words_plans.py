@@ -1,0 +1,25 @@
+"""Plans of a small model in a working folder, as users have them: the model's file and plan.json beside each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autopar.capture.export import capture
+from autopar.capture.source import load
+from autopar.formats.plan import Plan
+from dictated import dictate
+from paths import MODELS
+
+
+def copy_model(folder: Path) -> None:
+    """Put the model's file into a folder."""
+    (folder / "words.py").write_bytes((MODELS / "words.py").read_bytes())
+
+
+def save_plan(folder: Path, widths: list[int], name: str = "words", rows: int = 4, **how: object) -> Plan:
+    """Dictate a plan of two micro-batches for the model ``name`` of the working folder, and write it there."""
+    model = load(f"{name}.py")
+    plan = dictate(capture(model, model.build(0)), model, widths, 2, rows, **how)  # type: ignore[arg-type]
+    plan = plan.model_copy(update={"model": plan.model.model_copy(update={"source": f"{name}.py"})})
+    plan.save(folder / "plan.json")
+    return plan
