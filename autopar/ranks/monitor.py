@@ -147,6 +147,7 @@ class RankMonitor:
         try:
             return self._until_done()
         except SaidElsewhereError:
+            self._board.write_said()
             raise
         except AutoparError as error:
             beside = "" if self._watch.on_failure is None else self._watch.on_failure(self._board, error)
@@ -205,6 +206,7 @@ class RankMonitor:
             elif "failure" in item:
                 self._handle_failure(rank, Failure(**item["failure"]))  # type: ignore[arg-type]
             elif "elsewhere" in item:
+                self._await_said()
                 raise SaidElsewhereError(f"what rank {rank} failed of", int(str(item["elsewhere"])))
             elif "message" in item and self._watch.on_message is not None:
                 self._watch.on_message(rank, item["message"])  # type: ignore[arg-type]
@@ -216,7 +218,15 @@ class RankMonitor:
             if self._grace_until_s is None:
                 self._grace_until_s = time.monotonic() + GRACE_S
         else:
+            if failure.exit_code != TrainingError.exit_code:
+                self._await_said()
             raise self._error_of(rank, failure)
+
+    def _await_said(self) -> None:
+        """Wait until the host's first rank has said what all ranks find: a launcher ends all when one ends."""
+        until_s = time.monotonic() + SAY_S
+        while self._ranks[0] not in self._links and not self._board.is_said and time.monotonic() < until_s:
+            time.sleep(POLL_S / 10)
 
     def _error_of(self, rank: int, failure: Failure) -> AutoparError:
         if failure.exit_code == TrainingError.exit_code:
