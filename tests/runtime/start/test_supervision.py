@@ -98,6 +98,25 @@ def test_the_last_actions_of_every_rank_are_kept_in_order(plan: Plan, tmp_path: 
     assert f"29 {program.ranks[0][count[0] - 1]}" in shown
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_actions_of_ranks_with_several_stages_have_the_stage_that_each_was_of(
+    plan: Plan, tmp_path: Path, schedule: str
+) -> None:
+    program = expand(save_plan(tmp_path, [1, 1], schedule=schedule, chunks=2))
+    with Board(tmp_path / "board", 2) as board:
+        for rank in (0, 1):
+            for position in range(len(program.ranks[rank])):
+                board.write_action(rank, 0, position)
+        write = black_box_of(tmp_path / "box.json", program, (0, 1))
+        assert write is not None
+        write(board, TrainingError("why"))
+    for rank in BlackBox.load(tmp_path / "box.json").ranks:
+        every = [str(action) for action in program.ranks[rank.rank]]
+        assert [each.action for each in rank.actions] == every[-HISTORY:]
+        assert len({each.action.split("@")[1][0] for each in rank.actions}) == 2
+        assert rank.doing.endswith(every[-1])
+
+
 def test_of_ranks_that_have_begun_nothing_nothing_is_written(plan: Plan, tmp_path: Path) -> None:
     write = black_box_of(tmp_path / "box.json", expand(plan), (0, 1))
     with Board(tmp_path / "board", 2) as board:
