@@ -20,6 +20,7 @@ from autopar.ranks.monitor import Doing
 from autopar.ranks.pool import RankPool
 
 _TIMEOUT_S = 300.0
+_PROBE = "autopar.profiler.probe"
 
 
 def measure_links(
@@ -34,9 +35,9 @@ def measure_links(
     Raises:
         TrainingError: a rank failed, was lost, or stood still; names it.
     """
-    with RankPool(ranks, threads=threads, device_type=device, timeout_s=_TIMEOUT_S) as pool:
+    with RankPool(ranks, threads=threads, device_type=device, timeout_s=_TIMEOUT_S, imports=[_PROBE]) as pool:
         results = pool.run(
-            "autopar.profiler.probe:measure",
+            f"{_PROBE}:measure",
             asdict(probe or Probe(quick=True)),
             describe=_describe,
             on_message=lambda rank, message: progress(str(message["doing"]), float(str(message["share"]))),

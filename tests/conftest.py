@@ -73,7 +73,7 @@ def living_pool(pools: list[RankPool], monkeypatch: pytest.MonkeyPatch) -> Calla
         if not pools or pools[-1].is_closed:
             with monkeypatch.context() as patch:
                 patch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
-                pools.append(RankPool(6))
+                pools.append(RankPool(6, imports=["autopar.runtime.start.worker"]))
         return pools[-1]
 
     return living

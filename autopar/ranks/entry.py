@@ -1,7 +1,8 @@
-"""Entry: the main loop of a rank's process, ``python -m autopar.ranks.entry``.
+"""Entry: ``python -m autopar.ranks.entry``, the process that ranks are forked from, and the main loop of each of them.
 
-It reads jobs as JSON lines from standard input and answers on a pipe; when its input closes, or its parent dies, it
-ends. Nothing that crosses is a pickle.
+The server imports what ranks need, forks them, and reports who has ended; it computes nothing, for a process that has
+threads or has asked for a GPU cannot be forked. A rank reads jobs as JSON lines from one pipe and answers on another;
+when its input closes, or its parent dies, it ends. Nothing that crosses is a pickle.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def main() -> None:
-    """Serve jobs until standard input closes."""
+    """Fork ranks, and wait until all have ended."""
     settings = json.loads(sys.argv[1])
     die_with(int(settings["parent"]))
     # An interrupt of this process alone ends it as any signal does, without a traceback; its parent says so.
@@ -28,21 +31,82 @@ def main() -> None:
     # User code may print; the parent's standard output is for results alone.
     os.dup2(2, 1)
     faulthandler.enable()
-    import torch
+    import torch  # noqa: F401
 
     from autopar.ranks.allocator import keep_pages
 
+    for name in settings["imports"]:
+        importlib.import_module(name)
     keep_pages()
-    torch.set_num_threads(int(settings["threads"]))
-    with os.fdopen(int(settings["pipe"]), "w", encoding="utf-8", buffering=1) as pipe:
+    # What is there already is never collected: a collector that looks at it copies its pages.
+    gc.collect()
+    gc.freeze()
+    ends = list(zip(settings["jobs"], settings["answers"], strict=True))
+    with os.fdopen(int(settings["reports"]), "w", encoding="utf-8", buffering=1) as reports:
+        if rank_ends := _fork_ranks(ends, reports):
+            _serve_jobs(*rank_ends, int(settings["threads"]))
+
+
+def _fork_ranks(ends: Sequence[tuple[int, int]], reports: TextIO) -> tuple[int, int] | None:
+    """Fork a rank for every pair of pipes; return its own in a rank, and None behind the end of all in the server."""
+    server, children = os.getpid(), dict[int, int]()
+
+    def end_all(*_: object) -> None:
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, end_all)
+    for rank, own in enumerate(ends):
+        # The handler knows all children, or has not begun.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        pid = os.fork()
+        if not pid:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+            _become_rank(rank, server, own, ends)
+            return own
+        children[pid] = rank
+        _send(reports, {"rank": rank, "pid": pid})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    for each in ends:
+        for descriptor in each:
+            os.close(descriptor)
+    while children:
+        pid, status = os.wait()
+        _send(reports, {"rank": children.pop(pid), "code": os.waitstatus_to_exitcode(status)})
+    return None
+
+
+def _become_rank(rank: int, server: int, own: tuple[int, int], ends: Sequence[tuple[int, int]]) -> None:
+    """Leave what is the server's, and other ranks'."""
+    os.setsid()
+    die_with(server)
+    if sys.platform == "linux":
+        # For `ps` and `top`.
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"autopar-rank-{rank}".encode())
+    for each in ends:
+        if each != own:
+            for descriptor in each:
+                os.close(descriptor)
+    if "numpy" in sys.modules:
+        # Python's own generator is seeded anew in a process that was forked.
+        sys.modules["numpy"].random.seed()
+
+
+def _serve_jobs(jobs: int, answers: int, threads: int) -> None:
+    """Serve a rank's jobs until there are no more."""
+    import torch
+
+    torch.set_num_threads(threads)
+    with os.fdopen(jobs, encoding="utf-8") as lines, os.fdopen(answers, "w", encoding="utf-8", buffering=1) as pipe:
         _send(pipe, {"ready": True})
-        for line in sys.stdin:
+        for line in lines:
             _serve(json.loads(line), pipe)
             # What a job leaves behind in cycles holds its groups of ranks, each with threads and sockets.
             gc.collect()
 
 
-def _serve(job: dict[str, object], pipe: object) -> None:
+def _serve(job: dict[str, object], pipe: TextIO) -> None:
     from autopar.ranks.board import FINISHED, SETTING_UP, Board
     from autopar.ranks.context import join_ranks
     from autopar.ranks.failure import Failure
@@ -71,8 +135,7 @@ def _serve(job: dict[str, object], pipe: object) -> None:
             _send(pipe, {"failure": Failure.of(error).as_dict()})
 
 
-def _send(pipe: object, message: dict[str, object]) -> None:
-    assert hasattr(pipe, "write")
+def _send(pipe: TextIO, message: Mapping[str, object]) -> None:
     pipe.write(json.dumps(message) + "\n")
 
 

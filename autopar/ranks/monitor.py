@@ -11,14 +11,13 @@ import json
 import math
 import selectors
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import BinaryIO, NamedTuple
+from typing import IO, BinaryIO, NamedTuple, Protocol
 
 from autopar.errors import AutoparError, TrainingError
 from autopar.ranks.board import FINISHED, SET_UP_S, SETTING_UP, SETTLE_S, Board, Note
@@ -64,10 +63,22 @@ class Watch:
     """Called with the board and what is raised, before the ranks are ended; returns what is to be said beside it."""
 
 
+class Process(Protocol):
+    """A process that this one has started, or has had started; the part of :class:`subprocess.Popen` that serves."""
+
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+    def kill(self) -> None: ...
+
+
 class RankProcess:
     """One rank's process and the pipe on which it answers."""
 
-    def __init__(self, process: subprocess.Popen[bytes], pipe: BinaryIO) -> None:
+    def __init__(self, process: Process, pipe: BinaryIO) -> None:
         self.process, self.pipe = process, pipe
         self._rest = b""
 
@@ -86,11 +97,6 @@ class RankProcess:
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
-    def kill(self) -> None:
-        """End the process now, even a stopped one."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGKILL)
-
     def close(self) -> None:
         if self.process.stdin is not None:
             with suppress(BrokenPipeError):
@@ -99,7 +105,7 @@ class RankProcess:
 
     def abandon(self) -> None:
         """End the process, and wait until it is gone."""
-        self.kill()
+        self.process.kill()
         self.process.wait()
         self.close()
 
@@ -324,7 +330,7 @@ class RankMonitor:
         return f"{self._where(rank)} ended by itself with exit code {code}"
 
 
-def _is_stopped(process_id: int) -> bool:
+def _is_stopped(process_id: int | None) -> bool:
     try:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except OSError:

@@ -5,14 +5,11 @@ In come a function's name and its arguments; out comes what every rank returned,
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import shutil
-import subprocess
-import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
@@ -22,7 +19,8 @@ from typing import Self
 from autopar.ending import stopping
 from autopar.errors import AutoparError, TrainingError
 from autopar.ranks.board import SET_UP_S, Board
-from autopar.ranks.monitor import Describe, RankMonitor, RankProcess, Watch
+from autopar.ranks.fork_server import ForkServer
+from autopar.ranks.monitor import Describe, RankMonitor, Watch
 from autopar.ranks.scratch import Scratch
 
 
@@ -44,6 +42,7 @@ class RankPool:
         device_type: str = "cpu",
         share_gpus: bool = False,
         timeout_s: float = 300.0,
+        imports: Sequence[str] = (),
     ) -> None:
         """Start processes.
 
@@ -53,15 +52,15 @@ class RankPool:
             device_type: what they compute on.
             share_gpus: whether several may have the same GPU.
             timeout_s: longest that a rank may stand still.
+            imports: modules that its jobs need, imported once for all of them.
         """
         self.size = size
         self._device_type, self._share_gpus, self._timeout_s = device_type, share_gpus, timeout_s
         self._scratch = Scratch("ranks")
         self._jobs = 0
-        self._links: list[RankProcess] = []
+        self._server: ForkServer | None = None
         try:
-            for rank in range(size):
-                self._links.append(_LASTING.call(partial(_start, rank, threads), RankProcess.abandon))
+            self._server = _LASTING.call(partial(ForkServer, size, threads, imports), ForkServer.close)
         except BaseException:
             self.close()
             raise
@@ -69,7 +68,7 @@ class RankPool:
     @property
     def is_closed(self) -> bool:
         """Whether the processes are gone, by :meth:`close` or by a failure."""
-        return not self._links
+        return self._server is None
 
     def run(
         self,
@@ -102,8 +101,10 @@ class RankPool:
                 rank and action, and all processes have ended when it is raised.
         """
         size = self.size if ranks is None else ranks
-        if self.is_closed or size > self.size:
-            raise TrainingError(f"{size} ranks were asked of a pool that has {len(self._links)}")
+        if self._server is None or size > self.size:
+            has = 0 if self._server is None else self.size
+            raise TrainingError(f"{size} ranks were asked of a pool that has {has}")
+        links = self._server.links[:size]
         self._jobs += 1
         folder = self._scratch.path / f"job-{self._jobs}"
         folder.mkdir(mode=0o700)
@@ -111,9 +112,9 @@ class RankPool:
         job = {"target": target, "arguments": arguments, "size": size, **self._surroundings(folder, limit)}
         with Board(folder / "board", size) as board:
             watch = Watch(limit, describe, on_message, on_slow, on_failure)
-            monitor = RankMonitor(dict(enumerate(self._links[:size])), board, watch)
+            monitor = RankMonitor(dict(enumerate(links)), board, watch)
             try:
-                for rank, link in enumerate(self._links[:size]):
+                for rank, link in enumerate(links):
                     link.submit({**job, "rank": rank})
                 with stopping(monitor.ask_to_stop) if stoppable else nullcontext():
                     return monitor.until_done()
@@ -136,11 +137,9 @@ class RankPool:
 
     def close(self) -> None:
         """End every process and forget them."""
-        links, self._links = self._links, []
-        for link in links:
-            link.kill()
-        for link in links:
-            link.abandon()
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
         self._scratch.close()
 
     def __enter__(self) -> Self:
@@ -161,9 +160,9 @@ class _LastingThread:
         self._process, self._lock = -1, threading.Lock()
         self._call_queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
-    def call(self, act: Callable[[], RankProcess], undo: Callable[[RankProcess], None]) -> RankProcess:
+    def call(self, act: Callable[[], ForkServer], undo: Callable[[ForkServer], None]) -> ForkServer:
         """Call a function there, and return what it does; if this call is interrupted, undo it."""
-        made: Future[RankProcess] = Future()
+        made: Future[ForkServer] = Future()
 
         def fulfil() -> None:
             try:
@@ -189,26 +188,3 @@ def _serve(call_queue: queue.SimpleQueue[Callable[[], None]]) -> None:
 
 
 _LASTING = _LastingThread()
-
-
-def _start(rank: int, threads: int) -> RankProcess:
-    reader, writer = os.pipe()
-    settings = json.dumps({"rank": rank, "threads": threads, "pipe": writer, "parent": os.getpid()})
-    environment = {
-        **os.environ,
-        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-    }
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "autopar.ranks.entry", settings],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(writer,),
-            start_new_session=True,
-            env=environment,
-        )
-    finally:
-        os.close(writer)
-    return RankProcess(process, os.fdopen(reader, "rb", buffering=0))

@@ -21,7 +21,7 @@ class Pools:
     def __call__(self) -> RankPool:
         """Return rank processes that are alive."""
         if self._pool is None or self._pool.is_closed:
-            self._pool = RankPool(MOST_RANKS)
+            self._pool = RankPool(MOST_RANKS, imports=["autopar.runtime.start.worker"])
         return self._pool
 
     def __enter__(self) -> Self:

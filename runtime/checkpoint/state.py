@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from autopar.formats.checkpoint import (
     LossScaleState,
     OptimizerState,
     ParameterGroup,
+    RankPart,
     SchedulerState,
     StateNumber,
     StoredTensor,
@@ -61,6 +62,15 @@ class HeldPiece(NamedTuple):
         return key_of(self.kind, self.name, self.state)
 
 
+class _SeenPiece(NamedTuple):
+    """A tensor as it was when it was last looked at, what this rank holds of it, and whether it writes that."""
+
+    tensor: torch.Tensor
+    address: int
+    piece: HeldPiece
+    writes: bool
+
+
 def held_piece(kind: Kind, name: str, tensor: torch.Tensor, state: str | None = None) -> HeldPiece:
     """Return what this rank holds of a tensor, which replicas may divide."""
     ranges: list[IndexRange] = []
@@ -88,35 +98,53 @@ class JobState:
     def __init__(self, job: Job, first_stages: Mapping[str, int]) -> None:
         """Look at a job; ``first_stages`` says which stage is the first to hold each parameter and buffer."""
         self._job, self._first_stages = job, first_stages
+        self._names = _names(job.update)
+        self._pieces: dict[tuple[str, str | None], _SeenPiece] = {}
 
-    def writes(self, piece: HeldPiece) -> bool:
-        """Whether this rank writes a piece, of all that hold it."""
-        if piece.kind == "generator":
-            return True
-        divided = bool(piece.ranges)
-        writing = piece.tensor.numel() > 0 if divided else self._job.replica == 0
-        return writing and self._first_stages[piece.name] in self._job.stages
+    def look(self) -> tuple[list[HeldPiece], RankPart]:
+        """Return what this rank writes of the model and of its optimizer's state, and what there is beside tensors.
 
-    def pieces(self) -> Iterator[HeldPiece]:
-        """Yield everything that this rank holds of the model and of its optimizer's state.
+        The pieces are the same objects as last time, where the tensors are the same.
 
         Raises:
             TrainingError: the optimizer keeps what no checkpoint can.
         """
-        for name, parameter in self._job.parameters.items():
-            yield held_piece("parameter", name, parameter)
-        for name, buffer in self._job.buffers.items():
-            yield held_piece("buffer", name, buffer)
+        every: list[tuple[Kind, str, str | None, torch.Tensor]] = [
+            ("parameter", name, None, parameter) for name, parameter in self._job.parameters.items()
+        ]
+        every += (("buffer", name, None, buffer) for name, buffer in self._job.buffers.items())
+        numbers = []
         for name, state, value in self._optimizer_values():
             if isinstance(value, torch.Tensor):
-                yield held_piece("optimizer", name, value, state)
+                every.append(("optimizer", name, state, value))
+            else:
+                numbers.append(StateNumber(parameter=name, state=state, value=to_plain(value)))
+        seen = [self._seen(*each) for each in every]
+        part = RankPart(optimizer=self._optimizer(numbers), scheduler=self._scheduler(), loss_scale=self._loss_scale())
+        return [each.piece for each in seen if each.writes], part
 
-    def optimizer(self) -> OptimizerState | None:
-        """Return what the optimizer is, and what it keeps beside tensors; None where this rank has none."""
+    def _seen(self, kind: Kind, name: str, state: str | None, tensor: torch.Tensor) -> _SeenPiece:
+        before = self._pieces.get((name, state))
+        # A tensor may have got another piece of memory (`parameter.data = ...`).
+        address = local(tensor).data_ptr()
+        if before is not None and before.tensor is tensor and before.address == address:
+            return before
+        piece = held_piece(kind, name, tensor, state)
+        found = self._pieces[name, state] = _SeenPiece(tensor, address, piece, self._writes(piece))
+        return found
+
+    def _writes(self, piece: HeldPiece) -> bool:
+        """Whether this rank writes a piece, of all that hold it."""
+        divided = bool(piece.ranges)
+        writing = piece.tensor.numel() > 0 if divided else self._job.replica == 0
+        return writing and self._first_stages[piece.name] in self._job.stages
+
+    def _optimizer(self, numbers: Sequence[StateNumber]) -> OptimizerState | None:
+        """Return what the optimizer is, with what it keeps beside tensors; None where this rank has none."""
         update = self._job.update
         if update.optimizer is None:
             return None
-        names = _names(update)
+        names = self._names
         groups = tuple(
             ParameterGroup(
                 parameters=tuple(names[each] for each in group["params"] if each in names),
@@ -125,14 +153,9 @@ class JobState:
             )
             for fresh, group in zip(update.fresh_groups, update.optimizer.param_groups, strict=True)
         )
-        numbers = tuple(
-            StateNumber(parameter=name, state=state, value=to_plain(value))
-            for name, state, value in self._optimizer_values()
-            if not isinstance(value, torch.Tensor)
-        )
-        return OptimizerState(kind=class_name(update.optimizer), groups=groups, numbers=numbers)
+        return OptimizerState(kind=class_name(update.optimizer), groups=groups, numbers=tuple(numbers))
 
-    def scheduler(self) -> SchedulerState | None:
+    def _scheduler(self) -> SchedulerState | None:
         """Return where the scheduler is; None where this rank has none."""
         scheduler = self._job.update.scheduler
         if scheduler is None:
@@ -142,7 +165,7 @@ class JobState:
             state = {name: to_plain(getattr(scheduler, name)) for name in _WATCHED if hasattr(scheduler, name)}
         return SchedulerState(kind=class_name(scheduler), state=state)
 
-    def loss_scale(self) -> LossScaleState | None:
+    def _loss_scale(self) -> LossScaleState | None:
         """Return the scale of losses; None where they are not scaled."""
         scale = self._job.update.scale
         return None if scale is None else LossScaleState(value=scale.value, sound_steps=scale.sound_steps)
@@ -152,9 +175,8 @@ class JobState:
         update = self._job.update
         if update.optimizer is None:
             return
-        names = _names(update)
         for parameter, kept in update.optimizer.state.items():
-            name = names.get(parameter)
+            name = self._names.get(parameter)
             if name is None:
                 raise TrainingError(f"{class_name(update.optimizer)} keeps state of no parameter, which is not saved")
             for state, value in kept.items():

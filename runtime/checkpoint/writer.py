@@ -9,11 +9,13 @@ the checkpoint before stays.
 from __future__ import annotations
 
 import json
+import operator
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -101,9 +103,13 @@ class CheckpointWriter:
         self._unread = unread if context.rank == 0 else dict
         self._clock = clock_of(context.device)
         self._clock.start()
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._sources: list[HeldPiece] = []
+        self._copies: list[HeldPiece] = []
+        """In buffers that are kept, of the sources."""
         self._constants: dict[str, torch.Tensor] | None = None
-        self._writing: threading.Thread | None = None
+        # What is being written is finished before Python ends.
+        self._writers = ThreadPoolExecutor(1, "autopar-checkpoint")
+        self._writing: Future[None] | None = None
         self._publishing: threading.Thread | None = None
         self._abandoned = threading.Event()
         self._sound = list(settings.known_steps)
@@ -123,7 +129,7 @@ class CheckpointWriter:
     @property
     def buffers_bytes(self) -> int:
         """What the copies take of the host's memory."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        return sum(copy.tensor.nbytes for copy in self._copies)
 
     def save(self, step: int) -> None:
         """Begin a checkpoint of the state after so many steps; all ranks do so at once.
@@ -134,28 +140,18 @@ class CheckpointWriter:
         began_s = time.perf_counter()
         self.conclude()
         marks = [self._clock.mark()]
-        copies = self._copy()
+        pieces, part = self._state.look()
+        copies = self._copy(pieces)
         marks.append(self._clock.mark())
-        part = RankPart(
-            optimizer=self._state.optimizer(), scheduler=self._state.scheduler(), loss_scale=self._state.loss_scale()
-        )
         self._step, self._pause_s, self._busy_s = step, time.perf_counter() - began_s, 0.0
         self._failures, self._known_failure, self._abandoned = [], None, threading.Event()
-        # What is being written is finished before Python ends.
-        arguments = (step, copies, marks, part)
-        self._writing = threading.Thread(target=self._write, args=arguments, name="autopar-checkpoint")
-        self._writing.start()
-        if self._context.rank == 0:
-            self._publishing = threading.Thread(
-                target=self._publish, args=(step,), name="autopar-manifest", daemon=True
-            )
-            self._publishing.start()
+        self._writing = self._writers.submit(self._write, step, copies, marks, part)
 
     def conclude(self) -> None:
         """Wait until the checkpoint under way is there, or has failed; all ranks do so at once."""
         if self._writing is None:
             return
-        self._writing.join()
+        self._writing.result()
         self._known_failure = next((each.failure for each in self._exchange() if each.failure is not None), None)
         if self._known_failure is not None:
             self._abandoned.set()
@@ -176,23 +172,26 @@ class CheckpointWriter:
         """Give up what is under way, where other ranks are gone."""
         self._abandoned.set()
 
-    def _copy(self) -> list[HeldPiece]:
-        """Copy what this rank writes into its buffers; a GPU does so behind this step's work and before the next's."""
-        every = (*self._state.pieces(), *generators(self._context.device, self._context.rank))
-        return [piece._replace(tensor=self._buffer(piece)) for piece in every if self._state.writes(piece)]
-
-    def _buffer(self, piece: HeldPiece) -> torch.Tensor:
-        """Return a copy of a piece in the host's memory; of one from a GPU it is there once the thread that writes has
-        waited for it."""
-        there = self._buffers.get(piece.key)
-        if there is None or there.shape != piece.tensor.shape or there.dtype != piece.tensor.dtype:
-            there = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=piece.tensor.is_cuda)
-            self._buffers[piece.key] = there
-        return there.copy_(piece.tensor, non_blocking=True)
+    def _copy(self, pieces: list[HeldPiece]) -> list[HeldPiece]:
+        """Copy what this rank writes into the host's memory; a GPU does so behind this step's work and before the
+        next's, and the thread that writes waits for it."""
+        if len(pieces) != len(self._sources) or any(map(operator.is_not, pieces, self._sources)):
+            kept = {copy.key: copy.tensor for copy in self._copies}
+            self._copies = [piece._replace(tensor=_buffer_for(piece, kept.get(piece.key))) for piece in pieces]
+            self._sources = pieces
+        for copy, piece in zip(self._copies, pieces, strict=True):
+            copy.tensor.copy_(piece.tensor, non_blocking=True)
+        # The state of generators is a copy already.
+        return [*self._copies, *generators(self._context.device, self._context.rank)]
 
     def _write(self, step: int, copies: list[HeldPiece], marks: list[object], part: RankPart) -> None:
         """Write this rank's part, once it is copied, and leave a note of it."""
         began_s = time.thread_time()
+        if self._context.rank == 0:
+            # It waits for other ranks, which may be gone.
+            publish = threading.Thread(target=self._publish, args=(step,), name="autopar-manifest", daemon=True)
+            publish.start()
+            self._publishing = publish
         folder = self._folder.unfinished_folder(step, self._settings.token)
         try:
             began, ended = self._clock.resolve(marks)
@@ -273,6 +272,14 @@ class CheckpointWriter:
                     raise _PartError(self._known_failure or "a rank has not written its part")
                 time.sleep(LOOK_S)
         return [parts[rank] for rank in range(self._context.size)]
+
+
+def _buffer_for(piece: HeldPiece, there: torch.Tensor | None) -> torch.Tensor:
+    """Return host memory for a copy of a piece: what is there, if it is of that form."""
+    of_piece = piece.tensor
+    if there is not None and there.shape == of_piece.shape and there.dtype == of_piece.dtype:
+        return there
+    return torch.empty(of_piece.shape, dtype=of_piece.dtype, pin_memory=of_piece.is_cuda)
 
 
 def _note_name(rank: int) -> str:

@@ -124,7 +124,8 @@ def rehearse_steps(
         ranks = _in_threads(task, timeout_s, progress)
     else:
         progress(f"starting {len(plan.devices)} ranks", 0.0)
-        with nullcontext(pool) if pool is not None else RankPool(len(plan.devices)) as ranks_pool:
+        own = RankPool(len(plan.devices), imports=[__name__]) if pool is None else nullcontext(pool)
+        with own as ranks_pool:
             ranks = _in_processes(task, ranks_pool, timeout_s, progress)
     return _rehearsal(task, ranks, notes, every)
 
@@ -204,7 +205,7 @@ def _in_processes(what: _RehearsalTask, pool: RankPool, timeout_s: float, progre
             progress(f"step {message['step']} of {what.steps}", int(str(message["step"])) / what.steps)
 
     found = pool.run(
-        "autopar.runtime.rehearsal.steps:rehearse_rank",
+        f"{__name__}:{rehearse_rank.__name__}",
         arguments,
         ranks=len(what.plan.devices),
         timeout_s=timeout_s,

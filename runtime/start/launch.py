@@ -445,7 +445,9 @@ def _ranks(plan: Plan, pool: RankPool | None, share_gpus: bool) -> Iterator[Rank
         yield pool
     else:
         size, device_type = len(plan.devices), plan.device_type
-        with RankPool(size, threads=plan.threads, device_type=device_type, share_gpus=share_gpus) as own:
+        with RankPool(
+            size, threads=plan.threads, device_type=device_type, share_gpus=share_gpus, imports=[train.__module__]
+        ) as own:
             yield own
 
 

@@ -1,4 +1,4 @@
-"""The main loop of a rank's process: jobs come as lines, answers go as lines, and it ends with who started it."""
+"""A rank's process: jobs come as lines, answers go as lines, and it ends with who started it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ from paths import HARNESS
 def serve(jobs: list[dict[str, Any]], parent: int) -> tuple[int, list[dict[str, Any]], str]:
     """Run a rank's process until it has served the jobs; return its exit code, its answers and its standard output."""
     read, write = os.pipe()
-    settings = json.dumps({"parent": parent, "pipe": write, "threads": 1})
+    job_reader, job_writer = os.pipe()
+    reports_reader, reports = os.pipe()
+    ends = {"reports": reports, "jobs": [job_reader], "answers": [write]}
+    settings = json.dumps({"parent": parent, "threads": 1, "imports": [], **ends})
     command = [sys.executable, "-m", "autopar.ranks.entry", settings]
     path = os.pathsep.join(filter(None, [str(HARNESS), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
-    lines = "".join(json.dumps(job) + "\n" for job in jobs)
+    with os.fdopen(job_writer, "w", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(job) + "\n" for job in jobs)
+    inherited = [job_reader, write, reports]
     done = subprocess.run(
-        command, input=lines, pass_fds=[write], env=environment, capture_output=True, text=True, check=False, timeout=60
+        command, pass_fds=inherited, env=environment, capture_output=True, text=True, check=False, timeout=60
     )
-    os.close(write)
+    for each in (*inherited, reports_reader):
+        os.close(each)
     with os.fdopen(read, encoding="utf-8") as answers:
         return done.returncode, [json.loads(line) for line in answers], done.stdout
 

@@ -19,6 +19,7 @@ from autopar.ranks.board import Note
 from autopar.ranks.monitor import Doing
 from autopar.ranks.pool import RankPool
 from paths import HARNESS
+from pooled import process_ids
 
 
 @pytest.fixture(autouse=True)
@@ -30,10 +31,6 @@ def _jobs_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def pool() -> Iterator[RankPool]:
     with RankPool(2) as pool:
         yield pool
-
-
-def process_ids(pool: RankPool) -> list[int]:
-    return [link.process.pid for link in pool._links]
 
 
 def alive(process_id: int) -> bool:
@@ -158,6 +155,7 @@ def test_processes_end_with_their_parent_however_it_ends(end: str) -> None:
     script = (
         "import os, signal, sys, threading\n"
         "from autopar.ranks.pool import RankPool\n"
+        "from pooled import process_ids\n"
         "def ask():\n"
         "    global pool\n"
         "    pool = RankPool(2)\n"
@@ -165,7 +163,7 @@ def test_processes_end_with_their_parent_however_it_ends(end: str) -> None:
         "thread = threading.Thread(target=ask)\n"
         "thread.start()\n"
         "thread.join()\n"
-        "print(*(link.process.pid for link in pool._links), flush=True)\n"
+        "print(*process_ids(pool), flush=True)\n"
         f"{end}\n"
     )
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=False)

@@ -74,3 +74,18 @@ def test_a_folder_of_another_run_is_left_alone(tmp_path: Path) -> None:
         pytest.raises(FileError, match="no checkpoint is sound"),
     ):
         job.load(tmp_path)
+
+
+def test_a_parameter_that_has_got_other_memory_is_saved_as_it_is(tmp_path: Path) -> None:
+    (batch,) = batches(1)
+    with autopar.materialize(make_model(), planned([1]), batch, loss=loss) as job:
+        job.step(batch)
+        job.save(tmp_path, wait=True)
+        for parameter in job._job.parameters.values():
+            parameter.data = torch.full_like(parameter, 3.0)
+        job.step(batch)
+        expected = {name: parameter.detach().clone() for name, parameter in job._job.parameters.items()}
+        job.save(tmp_path, wait=True)
+    with autopar.materialize(make_model(), planned([1]), batch, loss=loss) as job:
+        assert job.load(tmp_path) == 2
+        assert all(torch.equal(parameter, expected[name]) for name, parameter in job._job.parameters.items())

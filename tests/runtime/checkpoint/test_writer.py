@@ -6,7 +6,7 @@ import os
 import pickle
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from autopar.errors import FileError
-from autopar.formats.checkpoint import SavedPlan, SavedRun
+from autopar.formats.checkpoint import RankPart, SavedPlan, SavedRun
 from autopar.runtime.checkpoint.folder import MANIFEST, CheckpointFolder, read_manifest, read_verified
 from autopar.runtime.checkpoint.reader import CheckpointReader
 from autopar.runtime.checkpoint.state import HeldPiece, held_piece
@@ -60,16 +60,8 @@ class State:
     def __init__(self, rank: int) -> None:
         self.name, self.value = f"w{rank}", torch.zeros(200)
 
-    def pieces(self) -> Iterator[HeldPiece]:
-        yield held_piece("parameter", self.name, self.value)
-
-    def writes(self, piece: HeldPiece) -> bool:
-        return piece.kind == "parameter"
-
-    def optimizer(self) -> None:
-        return None
-
-    scheduler = loss_scale = optimizer
+    def look(self) -> tuple[list[HeldPiece], RankPart]:
+        return [held_piece("parameter", self.name, self.value)], RankPart()
 
 
 class Ranks:
@@ -104,7 +96,7 @@ def values(folder: Path) -> tuple[int, list[float]]:
     newest, _ = CheckpointFolder(folder).newest()
     assert newest is not None
     with CheckpointReader(newest.folder, newest.manifest) as reader:
-        tensors = [reader.read(each) for each in newest.manifest.tensors]
+        tensors = [reader.read(each) for each in newest.manifest.tensors if each.kind == "parameter"]
     assert all(len(set(tensor.tolist())) == 1 for tensor in tensors)
     assert len(tensors) == 2
     return newest.manifest.step, [float(tensor[0]) for tensor in tensors]

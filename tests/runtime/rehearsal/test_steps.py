@@ -34,6 +34,7 @@ from autopar.schedules.check import ProgramError, check, check_bounds
 from autopar.schedules.expand import expand
 from chunked import OTHERS, random_chunked, random_costs
 from drawn import random_candidate
+from pooled import process_ids
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
 
 MOST_RANKS = 8
@@ -42,7 +43,7 @@ SEEDS = 200
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(MOST_RANKS, timeout_s=60.0) as ranks:
+    with RankPool(MOST_RANKS, timeout_s=60.0, imports=["autopar.runtime.rehearsal.steps"]) as ranks:
         yield ranks
 
 
@@ -311,7 +312,7 @@ def test_a_rank_that_is_killed_is_named() -> None:
 
         def kill() -> None:
             time.sleep(3.0)
-            os.kill(ranks._links[2].process.pid, signal.SIGKILL)
+            os.kill(process_ids(ranks)[2], signal.SIGKILL)
 
         threading.Thread(target=kill, daemon=True).start()
         with pytest.raises(TrainingError, match=r"rank 2 .*was killed by SIGKILL"):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from autopar.runtime.result.weights import read
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.schedules.expand import expand
 from paths import MODELS
+from pooled import process_ids
 from words_plans import copy_model, save_plan
 
 Run = subprocess.CompletedProcess[str]
@@ -62,16 +64,18 @@ def last_line(run: Run) -> str:
 
 
 def rank_processes(parent: int) -> list[int]:
+    """Return the ranks that a process has had forked."""
+    return [rank for server in _children_of(parent) for rank in _children_of(server)]
+
+
+def _children_of(process: int) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            try:
+            with suppress(OSError):
                 state, above = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                arguments = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if int(above) == parent and state != "Z" and b"autopar.ranks.entry" in arguments:
-                found.append(int(entry.name))
+                if int(above) == process and state != "Z":
+                    found.append(int(entry.name))
     return sorted(found)
 
 
@@ -118,7 +122,7 @@ def test_the_report_names_modules_that_training_puts_back_into_training_mode(her
 
 
 def threads_of(pool: RankPool) -> list[int]:
-    files = [Path(f"/proc/{link.process.pid}/task") for link in pool._links]
+    files = [Path(f"/proc/{each}/task") for each in process_ids(pool)]
     return [len(list(file.iterdir())) for file in files]
 
 

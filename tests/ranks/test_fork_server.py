@@ -1,0 +1,105 @@
+"""The process that ranks are forked from: what it imports is in all of them, and keeps none of them from a GPU."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import TrainingError
+from autopar.ranks.fork_server import ForkServer
+from autopar.ranks.pool import RankPool
+from paths import HARNESS
+from pooled import process_ids
+
+OF_RUNS = ["autopar.runtime.start.worker", "autopar.runtime.rehearsal.steps", "autopar.profiler.probe"]
+
+
+@pytest.fixture(autouse=True)
+def _jobs_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
+
+
+def test_ranks_share_what_was_imported_and_draw_other_numbers() -> None:
+    with RankPool(3, imports=["jobs_for_ranks"]) as pool:
+        found = pool.run("jobs_for_ranks:fresh_numbers")
+    assert len({str(each) for each in found}) == 3
+    assert all(modules == found[0][0] for modules, *_ in found)  # type: ignore[index]
+
+
+def test_a_rank_holds_no_pipe_of_another() -> None:
+    with RankPool(3) as pool:
+        pool.run("jobs_for_ranks:add_up")
+        pipes = []
+        for pid in process_ids(pool):
+            files = [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.name > "2"]
+            pipes.append({each for each in files if each.startswith("pipe:")})
+        # The end of the server's reports is shared by all.
+        (shared,) = pipes[0] & pipes[1] & pipes[2]
+        assert not (pipes[0] & pipes[1] | pipes[1] & pipes[2] | pipes[0] & pipes[2]) - {shared}
+
+
+@pytest.mark.parametrize("modules", [[], OF_RUNS])
+def test_what_is_imported_keeps_no_thread_behind_a_fork_and_asks_for_no_gpu(modules: list[str]) -> None:
+    """CUDA cannot be used behind a fork once it was asked how many GPUs there are."""
+    script = (
+        "import importlib, os, sys, torch\n"
+        "def asked(*_, **__):\n"
+        "    raise SystemExit('asked for a GPU')\n"
+        "torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = asked\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "if os.fork():\n"
+        "    sys.exit(os.wait()[1])\n"
+        "print(len(os.listdir('/proc/self/task')))\n"
+    )
+    command = [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", script, *modules]
+    environment = {**os.environ, "OMP_NUM_THREADS": "4"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=100)
+    assert (done.stdout, done.stderr) == ("1\n", "")
+
+
+def test_a_server_that_cannot_import_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    with RankPool(2, imports=["no_such_module"]) as pool, pytest.raises(TrainingError, match=r"^rank . \(setting up\)"):
+        pool.run("jobs_for_ranks:add_up")
+    assert "No module named 'no_such_module'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_ranks_end_with_a_server_that_is_killed_or_stopped(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autopar.ranks.fork_server.END_S", 0.5)
+    pool = RankPool(2)
+    ranks = process_ids(pool)
+    assert pool._server is not None
+    os.kill(pool._server._process.pid, number)
+    pool.close()
+    end_s = time.monotonic() + 20
+    while any(_is_alive(each) for each in ranks) and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert not any(_is_alive(each) for each in ranks)
+
+
+def test_servers_are_closed_while_they_start() -> None:
+    """At every moment between a start and the ranks' first answer."""
+    draw = random.Random(0)
+    for _ in range(6):
+        server = ForkServer(2, 1)
+        time.sleep(draw.uniform(0.0, 2.5))
+        pids = [each for rank in range(2) if (each := server.pid_of(rank))]
+        server.close()
+        assert not any(_is_alive(each) for each in pids)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
