@@ -14,6 +14,7 @@ from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.folder import CheckpointFolder
+from autopar.runtime.start.script import ScriptJob
 from dictated import dictate
 from script_jobs import BATCH, batches, described, loss, make_model
 
@@ -78,14 +79,19 @@ def test_a_folder_of_another_run_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_parameter_that_has_got_other_memory_is_saved_as_it_is(tmp_path: Path) -> None:
     (batch,) = batches(1)
+
+    def parameters(job: ScriptJob) -> dict[str, torch.Tensor]:
+        assert job._built_job is not None
+        return dict(job._built_job.job.parameters)
+
     with autopar.materialize(make_model(), planned([1]), batch, loss=loss) as job:
         job.step(batch)
         job.save(tmp_path, wait=True)
-        for parameter in job._job.parameters.values():
+        for parameter in parameters(job).values():
             parameter.data = torch.full_like(parameter, 3.0)
         job.step(batch)
-        expected = {name: parameter.detach().clone() for name, parameter in job._job.parameters.items()}
+        expected = {name: parameter.detach().clone() for name, parameter in parameters(job).items()}
         job.save(tmp_path, wait=True)
     with autopar.materialize(make_model(), planned([1]), batch, loss=loss) as job:
         assert job.load(tmp_path) == 2
-        assert all(torch.equal(parameter, expected[name]) for name, parameter in job._job.parameters.items())
+        assert all(torch.equal(parameter, expected[name]) for name, parameter in parameters(job).items())
