@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, UsageError
 from autopar.formats.plan import SCATTERING, Plan
 from autopar.formats.program import BACKWARD, FORWARD
 from autopar.formats.timeline import OwnTimes, compare_paths, compare_times, own_times
@@ -29,6 +29,10 @@ def compare_with_prediction(outcome: Outcome, plan: Plan, predict: Callable[[], 
     """
     report = outcome.report
     causes: tuple[CauseTimes, ...] = ()
+    if plan.weight_policy != "sync":
+        # No step has a critical path of its own; and updates are simulated with what a step takes beside its actions.
+        kinds = compare_times(outcome.own_times, planned_times(plan, outcome))
+        return replace(outcome, report=report.model_copy(update={"kinds": kinds}))
     try:
         timeline = predict()
         predicted: OwnTimes = own_times(timeline)
@@ -68,6 +72,10 @@ def recalibrate_inputs(plan: Plan, profile: Profile, cluster: Cluster, outcome: 
         cluster: likewise; links and collectives do.
         outcome: of a run whose layers were timed.
     """
+    if plan.weight_policy != "sync":
+        raise UsageError(
+            f"a run under weight policy {plan.weight_policy} recalibrates nothing; run a plan of `policy='sync'`"
+        )
     from autopar.planner import simulate
     from autopar.profiler.recalibrate import correct_gathering, correct_links, correct_profile, without_gathering
 

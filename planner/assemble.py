@@ -29,6 +29,7 @@ from autopar.planner.costs.links import Collective, Traffic
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.simulate import Simulator, trace
+from autopar.planner.simulator.unflushed import trace_unflushed
 from autopar.schedules.check import check
 from autopar.schedules.expand import action_count, expand
 from autopar.schedules.route import Routes
@@ -353,11 +354,16 @@ def _estimates(costs: CostModel, candidate: Candidate) -> list[str]:
 def simulate(plan: Plan, profile: Profile, cluster: Cluster, program: Program | None = None) -> Timeline:
     """Return the predicted timeline of a plan, or of a program of its actions in another order.
 
+    Of a plan with a weight policy it is that of a pipeline from its fill to its drain; :func:`filled` tells its period.
+
     Raises:
         UsageError: no program follows from the plan (:attr:`Plan.refusal`).
         FileError: the plan's layers are not the profile's.
     """
     costs, candidate = _cost_model_of(plan, profile, cluster)
+    if plan.weight_policy != "sync":
+        traffic = Traffic(costs.sharing, candidate.devices) if costs.sharing else None
+        return trace_unflushed(plan, program or expand(plan), durations(costs, candidate), traffic)
     return _trace(program or expand(plan), candidate, costs)
 
 
@@ -371,7 +377,7 @@ def action_prices(plan: Plan, profile: Profile, cluster: Cluster, program: Progr
 def _cost_model_of(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[CostModel, Candidate]:
     """Return what prices a plan's actions, and the candidate that the plan was made of."""
     if plan.refusal is not None:
-        raise UsageError(f"{plan.refusal}: the simulator has programs of synchronous pipelines of whole devices only")
+        raise UsageError(f"{plan.refusal}: the simulator has no programs of such plans")
     placed = (name for stage in plan.stages for name in stage.layers)
     pairs = zip_longest(placed, (layer.name for layer in profile.layers), fillvalue="nothing")
     for index, (planned, name) in enumerate(pairs):

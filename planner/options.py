@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from autopar.errors import UsageError
 from autopar.formats.document import MOST_RANKS, parse_bandwidth, parse_bytes
-from autopar.formats.plan import SHARDS, ReplicatedState, Shard, layout_of
+from autopar.formats.plan import SHARDS, ReplicatedState, Shard, WeightPolicy, layout_of
 from autopar.formats.profile import Profile
 from autopar.schedules import SCHEDULES
 from autopar.schedules.spelling import schedule_named
@@ -41,6 +41,8 @@ class PlanOptions:
     """Bandwidth of every link, in place of the cluster's numbers and curves."""
     times_of: str | None = None
     """Kind of the profile's devices whose times stand for those of kinds in the cluster that it has none of."""
+    policy: WeightPolicy = "sync"
+    """Which weights forwards and backwards see; all but ``sync`` plan a pipeline that is never flushed."""
     schedule: str = "auto"
     """A name of :data:`autopar.schedules.SCHEDULES`, or torch's for it; autopar's from then on."""
     chunks: int | None = None
@@ -128,6 +130,8 @@ class PlanOptions:
         if self.objective not in get_args(Objective):
             names = ", ".join(get_args(Objective))
             raise UsageError(f"`objective` must be one of {names}; found {self.objective!r}")
+        if self.policy not in get_args(WeightPolicy):
+            raise UsageError(f"`policy` must be one of {', '.join(get_args(WeightPolicy))}; found {self.policy!r}")
         if self.solver not in ("dp", "milp"):
             raise UsageError(f"`solver` must be dp or milp, found {self.solver!r}")
         if not 0 < self.solver_seconds < float("inf"):

@@ -38,6 +38,7 @@ from autopar.planner.infeasible import advice, any_plan_fits, infeasible, remedi
 from autopar.planner.milp.solve import search_by_milp
 from autopar.planner.objectives.cost import cheapest_plan
 from autopar.planner.objectives.throughput import throughput_plan
+from autopar.planner.objectives.unflushed import check_policy, policy_plan
 from autopar.planner.options import PlanOptions, admissible_options, check_flags
 from autopar.planner.peers import Peer, peers
 from autopar.planner.placement.places import pool_of
@@ -183,10 +184,15 @@ def plan(
     check_flags(options)
     check_times_of(profile, cluster, options.times_of, options.gpus)
     options = admissible_options(options, profile)
+    if options.policy != "sync":
+        options = check_policy(options)
     if options.objective == "throughput":
         return throughput_plan(profile, cluster, options)
     with _without_collection():
         question = Question.of(profile, cluster, options, progress)
+        if options.policy != "sync":
+            own = question.constraints, question.options, question.fixed_stages
+            return policy_plan(question.simulator, question.families, *own)
         if options.schedule != "auto" and not plain(options.schedule):
             return _plan_schedule(question)
         if options.objective == "cost":

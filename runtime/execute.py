@@ -38,7 +38,9 @@ from autopar.runtime.memory import is_out_of_memory, out_of_memory
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.stage.layers import seed_generator, seed_of
 from autopar.runtime.stage.stage import InFlightMicroBatch, Stage
+from autopar.runtime.stage.versions import NewestWeights, SavedWeights, WeightVersions
 from autopar.runtime.times import Clock
+from autopar.schedules.continuing import Repetition
 from autopar.schedules.expand import stages_of
 
 
@@ -50,8 +52,8 @@ class ProgramAnalysis:
     """Stage -> position of its last backward, or half of one."""
     split_backwards: Collection[tuple[int, int]]
     """(stage, micro-batch) of every backward that comes in halves."""
-    early: Mapping[int, tuple[int, int]]
-    """Position of a receive -> (stage, micro-batch) that is recomputed while the rank waits there."""
+    early: Mapping[int, Action]
+    """Position of a receive -> the backward behind it, whose micro-batch is recomputed while the rank waits there."""
     sends: Collection[int]
     """Positions of the sends."""
     last_send: Mapping[tuple[str, int, int], int]
@@ -67,7 +69,9 @@ def analyze_program(actions: Sequence[Action], recomputing: Collection[int]) -> 
         last_backward={action.stage: position for position, action in enumerate(actions) if action.kind in BACKWARDS},
         split_backwards={(action.stage, action.micro_batch) for action in actions if action.kind == INPUT_BACKWARD},
         early={
-            position: place for position, place in _receives_before_backward(actions).items() if place[0] in recomputing
+            position: action
+            for position, action in _receives_before_backward(actions).items()
+            if action.stage in recomputing
         },
         sends=sends.keys(),
         last_send={action[:3]: position for position, action in sends.items()},
@@ -75,18 +79,18 @@ def analyze_program(actions: Sequence[Action], recomputing: Collection[int]) -> 
     )
 
 
-def _receives_before_backward(actions: Sequence[Action]) -> dict[int, tuple[int, int]]:
-    """Return (stage, micro-batch) by the positions of receives that nothing but its backward follows.
+def _receives_before_backward(actions: Sequence[Action]) -> dict[int, Action]:
+    """Return backwards by the positions of receives that nothing but they follow.
 
     While a rank waits there, it may as well recompute; earlier, it would hold more than it does in the backward.
     """
-    found: dict[int, tuple[int, int]] = {}
+    found: dict[int, Action] = {}
     following: Action | None = None
     for position in reversed(range(len(actions))):
         action = actions[position]
         if action.kind in (RECEIVE, RECEIVE_GRADIENT):
             if following and following.kind in (BACKWARD, INPUT_BACKWARD):
-                found[position] = following.stage, following.micro_batch
+                found[position] = following
         elif action.kind not in (SEND, SEND_GRADIENT):
             following = action
     return found
@@ -151,6 +155,7 @@ class Executor:
         reducer: Reducer,
         tally: LossTally,
         update: Callable[[StepRecord], None],
+        versions: WeightVersions | NewestWeights,
     ) -> None:
         """Prepare to run.
 
@@ -161,11 +166,12 @@ class Executor:
             reducer: its gradients.
             tally: its losses.
             update: steps the optimizer, gradients being complete.
+            versions: of its weights.
         """
         plan, device = surroundings.plan, surroundings.device
         self._surroundings, self._actions = surroundings, list(surroundings.actions)
         self._stages, self._mailbox, self._reducer = stages, mailbox, reducer
-        self._tally, self._update, self._clock = tally, update, surroundings.clock
+        self._tally, self._update, self._versions, self._clock = tally, update, versions, surroundings.clock
         chunks, replica = stages_of(plan, surroundings.rank)
         placed = plan.stages[chunks[0]]
         self._rows = placed.rows[replica]
@@ -176,39 +182,47 @@ class Executor:
         self._passing = self._analysis.sends if passing else frozenset()
         self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
         self._consumers = {tensor.name: tensor.consumers for tensor in plan.tensors}
-        self._flights: dict[tuple[int, int], InFlightMicroBatch] = {}
+        self._flights: dict[tuple[int, int, int], tuple[InFlightMicroBatch, SavedWeights]] = {}
+        """By stage, mini-batch, and micro-batch within it."""
         self._outgoing: dict[tuple[str, int, int], Mapping[str, torch.Tensor | None]] = {}
-        self._inputs: list[dict[str, torch.Tensor]] = []
+        self._inputs: Mapping[int, list[dict[str, torch.Tensor]]] = {}
         self._began: dict[int, object] = {}
-        self._step, self._record = 0, StepRecord()
+        self._repetition, self._record = Repetition(0, plan.micro_batches, 1), StepRecord()
+        self._flushes = plan.weight_policy == "sync"
+        self._ahead = [self._repetition.step_of(each) for each in self._actions]
+        """By position, how many mini-batches ahead of the repetition's own its action is."""
         self._performs = [self._bind(position, action) for position, action in enumerate(self._actions)]
 
-    def run(self, step: int, inputs: list[dict[str, torch.Tensor]]) -> StepRecord:
-        """Perform one step.
+    def run(self, repetition: Repetition, inputs: Mapping[int, list[dict[str, torch.Tensor]]]) -> StepRecord:
+        """Perform one step; without flushes, one repetition, whose record is that of the mini-batch which ends in it.
 
         Args:
-            step: counts from 0; random layers are seeded with it.
-            inputs: the share's model inputs of every micro-batch, of all stages of the rank.
+            repetition: its number, and which mini-batches there are; random layers are seeded with theirs.
+            inputs: by mini-batch, the share's model inputs of every micro-batch, of all stages of the rank.
 
         Raises:
             TrainingError: an action failed; names it.
         """
-        self._step, self._inputs, self._record = step, inputs, StepRecord(step)
-        self._tally.begin_step()
+        step = repetition.number
+        self._repetition, self._inputs, self._record = repetition, inputs, StepRecord(step)
+        self._tally.begin_step(step)
         self._clock.start()
         self._reducer.begin_step()
-        self._mailbox.begin_step()
+        self._mailbox.begin_step(repetition)
         self._began.clear()
         note, mark, post, due = self._surroundings.note, self._clock.mark, self._mailbox.post, self._mailbox.due
         passing = self._passing
         marks = [mark()]
+        # While a pipeline fills or drains, some actions have no micro-batch.
+        absent = frozenset[int]() if self._flushes else repetition.absent(self._actions)
         for position, perform in enumerate(self._performs):
             try:
-                if position not in passing:
-                    note(step, position)
                 if position in due:
                     post(position)
-                perform()
+                if position not in absent:
+                    if position not in passing:
+                        note(self._ahead[position] + step, position)
+                    perform()
             except Exception as error:
                 raise self._error_at(error, self._actions[position]) from error
             marks.append(mark())
@@ -228,7 +242,8 @@ class Executor:
 
     def _error_at(self, error: Exception, action: Action) -> AutoparError:
         """Say of an error where it happened."""
-        place = f"rank {self._surroundings.rank} (stage {action.stage}, step {self._step}, {action})"
+        step = self._repetition.step_of(action)
+        place = f"rank {self._surroundings.rank} (stage {action.stage}, step {step}, {action})"
         if isinstance(error, AutoparError):
             return type(error)(f"{place}: {error}")
         if is_out_of_memory(error):
@@ -241,10 +256,10 @@ class Executor:
         """Return what performs an action; a step only calls it."""
         kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
         if kind == FORWARD:
-            return partial(self._forward, stage, micro_batch)
+            return partial(self._forward, stage, micro_batch, action.version)
         if kind in BACKWARDS:
             run = self._last_backward if position == self._analysis.last_backward[stage] else self._backward
-            return partial(run, kind, stage, micro_batch)
+            return partial(run, kind, stage, micro_batch, action.version)
         if position in self._analysis.early:
             return partial(self._recompute_and_receive, position, self._analysis.early[position])
         if kind in (RECEIVE, RECEIVE_GRADIENT):
@@ -259,55 +274,63 @@ class Executor:
             return self._close
         raise AssertionError(f"an action that is not known: {action}")
 
-    def _forward(self, index: int, micro_batch: int) -> None:
+    def _forward(self, index: int, micro_batch: int, distance: int) -> None:
+        """Run a forward, which sees the weights so many updates before the newest."""
         stage, received = self._stages[index], {}
         for spec in stage.received_specs:
             value = self._mailbox.take(index, micro_batch, self._producer[spec.name], spec.name)
             received[spec.name] = value.requires_grad_(spec.gradient)
 
         split = (index, micro_batch) in self._analysis.split_backwards
-        values, seed = {**self._inputs[micro_batch], **received}, partial(self._seed, micro_batch)
-        outputs, passes = stage.forward(self._rows, values, seed, split=split)
+        step, number = self._repetition.place(micro_batch)
+        values, seed = {**self._inputs[step][number], **received}, partial(self._seed, step, number)
+        with self._versions.forward(distance) as saved:
+            outputs, passes = stage.forward(self._rows, values, seed, split=split)
         if self._mailbox.with_marks:
             _check_gradients(stage, outputs)
         sent = stage.sendable(self._rows, outputs)
         self._hand_out(SEND, index, micro_batch, sent)
         if stage.loss:
-            self._tally.add([outputs[name] for name in stage.loss])
+            self._tally.add(step, [outputs[name] for name in stage.loss])
         # A mean over the share counts for as much as the share's part of the mini-batch.
         weight = self._rows / self._surroundings.plan.batch if len(stage.loss) == 1 else 1.0
         scale = self._surroundings.scale
         weight *= scale.value if scale is not None else 1.0
-        self._flights[index, micro_batch] = InFlightMicroBatch(stage, passes, received, outputs, weight)
+        flight = InFlightMicroBatch(stage, passes, received, outputs, weight)
+        self._flights[index, step, number] = flight, saved
 
-    def _seed(self, micro_batch: int, layer: str) -> None:
-        number = seed_of(self._surroundings.plan.seed, layer, self._step, micro_batch, self._share)
+    def _seed(self, step: int, micro_batch: int, layer: str) -> None:
+        number = seed_of(self._surroundings.plan.seed, layer, step, micro_batch, self._share)
         seed_generator(self._surroundings.device, number)
 
-    def _backward(self, kind: str, index: int, micro_batch: int) -> None:
+    def _backward(self, kind: str, index: int, micro_batch: int, distance: int) -> None:
         """Run a backward, or a half of one; the flight ends with the second half."""
-        place = index, micro_batch
-        flight = self._flights[place] if kind == INPUT_BACKWARD else self._flights.pop(place)
+        place = index, *self._repetition.place(micro_batch)
+        flight, saved = self._flights[place] if kind == INPUT_BACKWARD else self._flights.pop(place)
         if kind == WEIGHT_BACKWARD:
             with self._reducer.weight_backward(index):
                 flight.backward_weight()
             return
         run = flight.backward if kind == BACKWARD else flight.backward_input
         gradients = [self._joined_gradient(name, index, micro_batch) for name in flight.awaited_names]
-        self._hand_out(SEND_GRADIENT, index, micro_batch, run(gradients))
+        with self._versions.backward(saved, distance):
+            given = run(gradients)
+        self._hand_out(SEND_GRADIENT, index, micro_batch, given)
 
-    def _last_backward(self, kind: str, index: int, micro_batch: int) -> None:
+    def _last_backward(self, kind: str, index: int, micro_batch: int, distance: int) -> None:
         self._reducer.begin_last_backward(index)
-        self._backward(kind, index, micro_batch)
+        self._backward(kind, index, micro_batch, distance)
 
     def _send(self, position: int, key: tuple[str, int, int], last: bool) -> None:
         """Send one peer's part of some tensors, and let go of them after the last peer's."""
         tensors = self._outgoing.pop(key) if last else self._outgoing[key]
         self._mailbox.send(position, tensors)
 
-    def _recompute_and_receive(self, position: int, place: tuple[int, int]) -> None:
+    def _recompute_and_receive(self, position: int, backward: Action) -> None:
         """Recompute, while its gradient is on its way, what the backward behind this receive needs first."""
-        self._flights[place].recompute()
+        flight, saved = self._flights[backward.stage, *self._repetition.place(backward.micro_batch)]
+        with self._versions.backward(saved, backward.version):
+            flight.recompute()
         self._began[position] = self._clock.mark()
         self._mailbox.receive(position)
 
@@ -338,7 +361,9 @@ class Executor:
 
         Of scaled losses, one that is not is an overflow like those of gradients, which the update makes out.
         """
-        self._record.loss, self._record.count = self._tally.settle(finite=self._surroundings.scale is None)
+        finite = self._surroundings.scale is None
+        self._record.loss, self._record.count = self._tally.settle(self._record.step, finite=finite)
+        self._versions.begin_update()
         self._update(self._record)
 
 

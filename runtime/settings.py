@@ -65,16 +65,49 @@ class TrainSettings:
             raise UsageError(f"`last` must be one of {', '.join(get_args(Last))}; found {self.last!r}")
 
 
-def check_scope(plan: Plan) -> None:
+def check_scope(plan: Plan, *, flushed: bool = True) -> None:
     """Refuse a plan that can be simulated, but not carried out.
+
+    Args:
+        plan: what is to be carried out.
+        flushed: whether that takes a pipeline that is flushed after every step.
 
     Raises:
         UsageError: names what it is, and how to plan without it.
     """
     if plan.refusal is not None:
-        raise UsageError(f"{plan.refusal}: `autopar run` trains synchronous pipelines of whole devices")
+        raise UsageError(f"{plan.refusal}: `autopar run` trains no such plan")
     if plan.divisible:
         raise UsageError("the plan divides micro-batches freely, as no run can; plan without `divisible`")
+    if flushed and plan.weight_policy != "sync":
+        raise UsageError(
+            f"the plan is never flushed (weight policy {plan.weight_policy}), and is carried out by `autopar run` and "
+            "`autopar worker` alone; plan with `objective='step'`"
+        )
+
+
+def check_unflushed(plan: Plan, settings: TrainSettings) -> None:
+    """Refuse what no pipeline without flushes is trained with.
+
+    Raises:
+        UsageError: names it, and what to do.
+    """
+    asked = {
+        "clip_norm": settings.clip_norm is not None,
+        "deferred_batch_norm": settings.deferred_batch_norm,
+        "sync_batch_norm": settings.sync_batch_norm,
+        "compile": settings.compile,
+    }
+    of_policy = f"weight policy {plan.weight_policy}"
+    for name in (name for name, wanted in asked.items() if wanted):
+        raise UsageError(f"`{name}` takes a flush, which {of_policy} has none of; leave it out, or plan another")
+    if plan.precision == "fp16":
+        raise UsageError(f"fp16 scales losses for all stages alike, which {of_policy} does not; profile with bf16")
+    if plan.replicate_state is not None:
+        raise UsageError(
+            f"layers write buffers that replicas make alike after a step, which {of_policy} has none of; plan with "
+            "`max_stages`, or stages, whose replicas write none"
+        )
 
 
 def check_offload(plan: Plan) -> None:

@@ -39,6 +39,7 @@ ARGUMENTS = frozenset(
         *("cluster", "compile", "cpu_offload", "data", "deferred_batch_norm", "device", "divisible"),
         *("effort", "epochs", "equal_widths", "every", "exact", "forbid_cut", "gap", "gpus", "inject_fault"),
         *("last", "max_stages", "micro_batches", "min_stages", "objective", "over", "overwrite", "pin"),
+        "policy",
         *("precision", "profile", "profiled_batch", "program", "ranks", "real_time", "recompute"),
         *("replicate_state", "resume", "save", "schedule", "seed", "sequence", "shard", "share_gpus"),
         *("solver", "solver_seconds", "stages", "steps", "sync_batch_norm", "threads", "times_of", "use_all"),
@@ -126,6 +127,15 @@ def shards(incomplete: str) -> list[str]:
     from autopar.formats.plan import Shard
 
     return _beginning(incomplete, ("auto", *get_args(Shard)))
+
+
+def policies(incomplete: str) -> list[str]:
+    """Return the weight policies that a plan may have."""
+    from typing import get_args
+
+    from autopar.formats.plan import WeightPolicy
+
+    return _beginning(incomplete, get_args(WeightPolicy))
 
 
 def objectives(incomplete: str) -> list[str]:

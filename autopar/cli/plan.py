@@ -50,6 +50,14 @@ def command(
             autocompletion=arguments.objectives,
         ),
     ] = "step",
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="Weights that forwards and backwards see: sync: those of the step, with a flush at its end; without "
+            "flushes: stash (PipeDream), vertical-sync, 2bw (PipeDream-2BW).",
+            autocompletion=arguments.policies,
+        ),
+    ] = "sync",
     deadline: Annotated[
         float | None,
         typer.Option(help="Seconds that a step may take, of --objective cost: the cheapest plan of those that do."),
@@ -151,6 +159,7 @@ def command(
         chunks=chunks,
         micro_batches=micro_batches,
         objective=objective,  # type: ignore[arg-type]  # checked there
+        policy=policy,  # type: ignore[arg-type]
         deadline_s=deadline,
         gap=gap,
         effort=effort,

@@ -34,7 +34,9 @@ def command(
     from autopar.cli.progress import long_simulation, slow_phases
     from autopar.hardware.kinds import kinds_of
     from autopar.inputs import read_inputs
+    from autopar.planner.simulator.unflushed import filled, mini_batches
     from autopar.report.pictures import render
+    from autopar.report.table import duration
     from autopar.schedules.check import read_program
     from autopar.schedules.expand import expand
 
@@ -44,7 +46,13 @@ def command(
         timeline = api.simulate(planned, measured, machines, program=program)
     console = screen()
     echo(cluster, machines, console)
-    render(timeline, console)
+    flushed = planned.weight_policy == "sync"
+    render(timeline, console, "step" if flushed else f"{mini_batches(planned)} mini-batches")
+    figures = {"step_s": timeline.end_s, "bubble": timeline.bubble(), "busy_s": timeline.busy_s()}
+    if not flushed:
+        how = filled(timeline, planned)
+        say(console, f"filled in {duration(how.fill_s)}, then {duration(how.period_s)} per mini-batch")
+        figures |= {"step_s": how.period_s, "fill_s": how.fill_s, "drain_s": how.drain_s}
     for note in kinds_of(measured, machines.devices[: max(planned.devices) + 1], planned.times_of).notes:
         say(console, f"note: {as_flags(note)}")
     if write_program is not None:
@@ -54,5 +62,4 @@ def command(
         timeline.save(trace)
         say(console, f"Written: {trace}; open it in Perfetto, or `autopar show {trace}`")
     if as_json:
-        figures = {"step_s": timeline.end_s, "bubble": timeline.bubble(), "busy_s": timeline.busy_s()}
         sys.stdout.write(json.dumps(figures, indent=1) + "\n")

@@ -183,6 +183,9 @@ class TrainingArguments:
             UsageError: the plan records no profile, or a file exists.
             FileError: what the plan records is gone, or no longer what it was.
         """
+        if loaded_plan.weight_policy != "sync":
+            policy = loaded_plan.weight_policy
+            raise UsageError(f"--update-profile: what a run under weight policy {policy} measures is not taken over")
         target = self.updated_profile(loaded_plan)
         if loaded_plan.times_of is not None:
             raise UsageError(

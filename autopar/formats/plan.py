@@ -28,6 +28,7 @@ from autopar.formats.document import (
     fault,
 )
 from autopar.formats.profile import DeviceType, ModelSource, Precision, Threads
+from autopar.policies import POLICIES
 
 Layout = Literal["line", "loop", "vee"]
 LAYOUTS: dict[str, Layout] = {
@@ -205,6 +206,7 @@ Shard = Literal["none", "optimizer", "gradients", "parameters"]
 ReplicatedState = Literal["first", "average"]
 """What replicas make alike after every step of buffers that forwards write: those of the first, or their mean."""
 Objective = Literal["step", "throughput", "cost", "pipedream", "piper"]
+WeightPolicy = Literal["sync", "stash", "vertical-sync", "2bw"]
 """What a plan is the best of: seconds per step of a synchronous pipeline; seconds per mini-batch of an asynchronous
 one; price per sample; and what PipeDream's and Piper's planners minimise."""
 SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
@@ -337,9 +339,9 @@ class Plan(Document):
     """Whether micro-batches were assumed to divide freely, as planners in papers do; such a plan cannot be run."""
     schedule: ScheduleName
     objective: Objective = "step"
-    weight_policy: Literal["sync", "stash"] = "sync"
-    """``stash``: mini-batches follow each other without a pause, each stage is updated after every one, and forward and
-    backward of a mini-batch see the weights that its forward began with."""
+    weight_policy: WeightPolicy = "sync"
+    """Which weights forwards and backwards see. But for ``sync``, mini-batches follow each other without a flush, and
+    each stage is updated as soon as its gradients are there."""
     micro_batches: Count
     micro_batch_size: Count
     stages: tuple[Stage, ...] = Field(min_length=1)
@@ -361,12 +363,24 @@ class Plan(Document):
     def refusal(self) -> str | None:
         """Why the plan can be neither simulated nor run; None where a program follows from it."""
         if self.weight_policy != "sync":
-            return "the plan is of an asynchronous pipeline; plan with `objective='step'` or cost"
+            why = self._unflushed_refusal()
+            if why is not None:
+                return f"weight policy {self.weight_policy}: {why}"
         for index, stage in enumerate(self.stages):
             if stage.tensor_parallel > 1:
                 return (
                     f"stage {index} runs each replica on {stage.tensor_parallel} devices; plan with `objective='step'`"
                 )
+        return None
+
+    def _unflushed_refusal(self) -> str | None:
+        for index, stage in enumerate(self.stages):
+            if stage.division == "round-robin" and stage.replicas > 1:
+                return f"replicas of stage {index} take turns, which only flushed pipelines can be run with"
+            if stage.shard != "none":
+                return f"replicas of stage {index} divide {stage.shard}, of which no versions are kept"
+        if self.tied:
+            return f"{self.tied[0].parameter} is shared between stages, which keep different versions"
         return None
 
     @property
@@ -435,8 +449,13 @@ class Plan(Document):
                 fault(f"{at}.shard", f"{stage.shard!r} has replicas wait for each other in every layer, not take turns")
             self._check_depth(stage, before, at)
             before = stage
-        if self.weight_policy == "stash" and (self.schedule, self.micro_batches) != ("1f1b", 1):
-            fault("weight_policy", "an asynchronous pipeline runs whole mini-batches by 1f1b")
+        if self.weight_policy != "sync" and self.schedule != "1f1b":
+            fault("weight_policy", f"a pipeline that is never flushed runs by 1f1b, found {self.schedule}")
+        if self.weight_policy != "sync":
+            least = POLICIES[self.weight_policy].least_micro_batches(self.stages[0].warmup)
+            if self.micro_batches < least:
+                deep = f"with {self.stages[0].warmup} in flight on the first stage"
+                fault("micro_batches", f"{self.weight_policy} needs {least} {deep}, found {self.micro_batches}")
         for name in ("peak_bytes", "limit_bytes", "forward_s", "backward_s", "compute"):
             numbers = getattr(self.predicted, name)
             if len(numbers) != len(self.stages) and (numbers or name == "peak_bytes"):
@@ -496,8 +515,11 @@ class Plan(Document):
             fault(f"{at}.shares", f"shares must sum to the micro-batch's {rows} rows, found {sum(stage.shares)}")
 
     def _check_depth(self, stage: Stage, before: Stage | None, at: str) -> None:
-        if self.weight_policy == "stash":
-            # Mini-batches of any number of steps are in flight.
+        if self.weight_policy != "sync":
+            # Micro-batches of any number of mini-batches are in flight.
+            splitting = before is not None and stage.division == before.division == "split"
+            if before is not None and splitting and stage.warmup > before.warmup:
+                fault(f"{at}.warmup", f"{stage.warmup} lets more in flight than the stage before has (deadlock)")
             return
         most = len(turns(stage.division, stage.replicas, 0, self.micro_batches))
         if stage.warmup > most:

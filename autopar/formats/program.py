@@ -139,14 +139,17 @@ class RankProgram:
 
 @dataclass(frozen=True, eq=True)
 class Program:
-    """Every rank's actions for one step, in rank order."""
+    """Every rank's actions for one step, in rank order; or for one repetition of a pipeline that is never flushed."""
 
     ranks: tuple[RankProgram, ...]
+    shift: int = 0
+    """Micro-batches by which each repetition is ahead of the one before; 0 where every step ends with a flush."""
 
     def dumps(self) -> str:
         """Return the program as JSON, one line of action texts per rank."""
         rows = [json.dumps(" ".join(map(str, rank))) for rank in self.ranks]
-        return '{"format": "autopar.program", "version": 1, "ranks": [\n ' + ",\n ".join(rows) + "\n]}\n"
+        shift = f'"shift": {self.shift}, ' if self.shift else ""
+        return f'{{"format": "autopar.program", "version": 1, {shift}"ranks": [\n ' + ",\n ".join(rows) + "\n]}\n"
 
     def save(self, path: str | Path) -> None:
         write_text(path, self.dumps())
@@ -170,13 +173,17 @@ class Program:
         content = parse_json(text, path)
         if not isinstance(content, dict) or content.get("format") != "autopar.program" or content.get("version") != 1:
             raise FileError(f'{path}: $.format: expected "autopar.program" of version 1')
-        unknown = sorted(content.keys() - {"format", "version", "ranks"})
+        unknown = sorted(content.keys() - {"format", "version", "shift", "ranks"})
         if unknown:
             raise FileError(f"{path}: $.{unknown[0][:SHOWN]}: unknown key")
         rows = content.get("ranks")
         if not isinstance(rows, list) or not all(isinstance(row, str) for row in rows):
             raise FileError(f"{path}: $.ranks: expected a list of texts")
-        return cls(tuple(RankProgram.of(_actions(row, f"{path}: $.ranks[{i}]")) for i, row in enumerate(rows)))
+        shift = content.get("shift", 0)
+        if type(shift) is not int or not 0 <= shift < 2**31:
+            raise FileError(f"{path}: $.shift: expected a number of micro-batches, found {str(shift)[:SHOWN]!r}")
+        ranks = tuple(RankProgram.of(_actions(row, f"{path}: $.ranks[{i}]")) for i, row in enumerate(rows))
+        return cls(ranks, shift)
 
 
 def _actions(row: str, at: str) -> Iterator[Action]:

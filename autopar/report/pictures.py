@@ -146,10 +146,10 @@ def _span_s(end_s: float) -> float:
     return end_s * 1.02 or 1.0
 
 
-def render(timeline: Timeline, console: Console) -> None:
-    """Print what every rank does with the step."""
+def render(timeline: Timeline, console: Console, what: str = "step") -> None:
+    """Print what every rank does with the step, or with what it is a timeline of."""
     columns = (">rank", ">stage", ">forward", ">backward", ">update", ">reduce", ">waiting", ">transfer", ">idle")
-    table = Table(f"{timeline.origin.capitalize()} step: {duration(timeline.end_s)}", columns)
+    table = Table(f"{timeline.origin.capitalize()} {what}: {duration(timeline.end_s)}", columns)
     rows = []
     for row, where in zip(_rows([timeline], [""]), time_use(timeline), strict=True):
         computed = [sum(e.end_s - e.start_s for e in row.events if e.action.kind in kinds) for kinds in _SPENT]

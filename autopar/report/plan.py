@@ -95,7 +95,7 @@ def render(plan: Plan, console: Console) -> None:
     wanted = "" if plan.objective == "step" else f" (objective {plan.objective})"
     chunks = len(plan.groups[0])
     shared = f", {chunks} on each" if chunks > 1 else ""
-    policy = "" if plan.weight_policy == "sync" else " without a pause, with stashed weights"
+    policy = "" if plan.weight_policy == "sync" else f" without flushes (weight policy {plan.weight_policy})"
     title = (
         f"plan of {plan.model.source}{wanted}: {count} stage{'s' if count > 1 else ''} on {devices} "
         f"device{'s' if devices > 1 else ''}{shared}, {plan.schedule}{policy}, "

@@ -28,6 +28,7 @@ from autopar.formats.program import (
     Program,
     RankProgram,
 )
+from autopar.schedules.continuing import lead, written_out
 from autopar.schedules.expand import Message, closing_of, expand, messages, mine, stages_of
 from autopar.schedules.order import holdings, in_flight
 
@@ -53,6 +54,9 @@ def check(program: Program, plan: Plan, kinds: Collection[str] = KINDS) -> None:
     count = len(plan.devices)
     if len(program.ranks) != count:
         raise ProgramError(f"the program has {len(program.ranks)} ranks, the plan {count}")
+    if program.shift:
+        _check_repeated(program, plan)
+        return
     own: list[list[Message]] = [[] for _ in range(count)]
     for message in messages(plan):
         for rank in {message.sender, message.receiver}:
@@ -65,6 +69,14 @@ def check(program: Program, plan: Plan, kinds: Collection[str] = KINDS) -> None:
                 where = f"rank {rank} (stage {stage})"
                 raise ProgramError(f"{where} keeps {depth} micro-batches in flight, allowed {allowed}")
     _check_flow(program)
+
+
+def _check_repeated(program: Program, plan: Plan) -> None:
+    """The program of a pipeline without flushes is the plan's own, and free of deadlock from its fill to its drain."""
+    if program != expand(plan):
+        raise ProgramError(f"the program of a plan of weight policy {plan.weight_policy} must be the plan's own")
+    first = -lead(plan)
+    _check_flow(written_out(program, program.shift, first, 2 - 2 * first))
 
 
 def _check_complete(

@@ -1,4 +1,7 @@
-"""Expand: a plan and its schedule become every rank's list of actions, or of the forwards alone, to evaluate."""
+"""Expand: a plan and its schedule become every rank's list of actions, or of the forwards alone, to evaluate.
+
+Of a plan with a weight policy they are those of one repetition (:mod:`.continuing`).
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from autopar.formats.program import (
     RankProgram,
 )
 from autopar.schedules import SCHEDULES
+from autopar.schedules.continuing import repetition
 from autopar.schedules.order import Entry, RankPlace, in_order
 from autopar.schedules.route import Routes
 
@@ -112,12 +116,13 @@ def _exchanged_tensors(plan: Plan) -> dict[tuple[int, int], list[int]]:
 
 
 def expand(plan: Plan) -> Program:
-    """Return the program of one step of a plan.
+    """Return the program of one step of a plan, or of one repetition where its pipeline is never flushed.
 
     Every forward is preceded by its receives and followed by its sends, every backward likewise; after the last
     backward come the reductions among the stages' replicas, those of parameters shared between stages, and the update.
     """
-    return Program(tuple(RankProgram.of(Action(*entry) for entry in entries) for entries in entries_of(plan)))
+    ranks = tuple(RankProgram.of(Action(*entry) for entry in entries) for entries in entries_of(plan))
+    return Program(ranks, shift=0 if plan.weight_policy == "sync" else plan.micro_batches)
 
 
 def action_count(plan: Plan) -> int:
@@ -199,23 +204,39 @@ class _StageMessages(NamedTuple):
 
 
 def _entries(plan: Plan, place: RankPlace, replica: int, flows: dict[int, _StageMessages]) -> Iterator[Entry]:
+    if plan.weight_policy != "sync":
+        yield from _repeated_entries(plan, place.stages[0], flows)
+        return
     first = plan.stages[place.stages[0]]
     own = turns(first.division, first.replicas, replica, plan.micro_batches)
     for kind, stage, index in SCHEDULES[plan.schedule].order(place):
-        micro_batch = own[index]
-        if kind == WEIGHT_BACKWARD:
-            yield kind, stage, micro_batch, -1, -1
-            continue
-        received, sent, gradients_received, gradients_sent, taken = flows[stage]
-        forth = kind == FORWARD
-        for message, peer, peer_stage in received if forth else gradients_received:
-            if not taken or message.carries(micro_batch):
-                yield RECEIVE if forth else RECEIVE_GRADIENT, stage, micro_batch, peer, peer_stage
-        yield kind, stage, micro_batch, -1, -1
-        for message, peer, peer_stage in sent if forth else gradients_sent:
-            if not taken or message.carries(micro_batch):
-                yield SEND if forth else SEND_GRADIENT, stage, micro_batch, peer, peer_stage
+        yield from _with_messages((kind, stage, own[index], -1, -1), flows[stage])
     yield from closing_of(plan, place.stages)
+
+
+def _repeated_entries(plan: Plan, stage: int, flows: dict[int, _StageMessages]) -> Iterator[Entry]:
+    for kind, micro_batch, version in repetition(plan, stage):
+        if kind == UPDATE:
+            yield from closing_of(plan, (stage,))
+        else:
+            yield from _with_messages((kind, stage, micro_batch, -1, -1, version), flows[stage])
+
+
+def _with_messages(computation: Entry, flows: _StageMessages) -> Iterator[Entry]:
+    """Yield a computation between the receives that it waits for and the sends of what it makes."""
+    kind, stage, micro_batch, *_ = computation
+    if kind == WEIGHT_BACKWARD:
+        yield computation
+        return
+    received, sent, gradients_received, gradients_sent, taken = flows
+    forth = kind == FORWARD
+    for message, peer, peer_stage in received if forth else gradients_received:
+        if not taken or message.carries(micro_batch):
+            yield RECEIVE if forth else RECEIVE_GRADIENT, stage, micro_batch, peer, peer_stage
+    yield computation
+    for message, peer, peer_stage in sent if forth else gradients_sent:
+        if not taken or message.carries(micro_batch):
+            yield SEND if forth else SEND_GRADIENT, stage, micro_batch, peer, peer_stage
 
 
 def closing_of(plan: Plan, chunks: tuple[int, ...]) -> Iterator[Entry]:

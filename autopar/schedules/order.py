@@ -176,7 +176,7 @@ def join_halves(computations: Iterable[Computation]) -> Iterator[Computation]:
     assert held is None, "a weight half is missing"
 
 
-Entry = tuple[str, int, int, int, int]
+Entry = tuple[str, int, int, int, int] | tuple[str, int, int, int, int, int]
 """Kind, stage, micro-batch, peer and the peer's stage of an action."""
 
 _RECEIVED = {SEND: RECEIVE, SEND_GRADIENT: RECEIVE_GRADIENT}
@@ -195,7 +195,7 @@ def in_order(ranks: Iterable[Iterable[Entry]]) -> list[list[Entry]]:
     programs = [list(entries) for entries in ranks]
     sent: dict[tuple[int, int], deque[Entry]] = defaultdict(deque)
     for rank, entries in enumerate(programs):
-        for kind, stage, micro_batch, peer, peer_stage in entries:
+        for kind, stage, micro_batch, peer, peer_stage, *_ in entries:
             if kind in _RECEIVED:
                 sent[rank, peer].append((_RECEIVED[kind], peer_stage, micro_batch, rank, stage))
     return [list(_reorder_receives(rank, entries, sent)) for rank, entries in enumerate(programs)]

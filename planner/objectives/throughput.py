@@ -76,7 +76,7 @@ class StashCosts:
 
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
-        self.reduced_bytes, self.trained_bytes = _parameter_bytes(costs)
+        self.reduced_bytes, self.trained_bytes = parameter_bytes(costs)
         """Of stages: gradients that its replicas reduce, and parameters that there are versions of."""
 
     def computing_s(self, shape: StageShape, first: int, recompute: frozenset[int] = frozenset()) -> Numbers:
@@ -180,7 +180,7 @@ def _bytes(parts: Parts, rows: float) -> tuple[Numbers, Numbers]:
     return peak + 2 * inputs, np.asarray(parts.activations + inputs, dtype=np.float64)
 
 
-def _parameter_bytes(costs: CostModel) -> tuple[Numbers, Numbers]:
+def parameter_bytes(costs: CostModel) -> tuple[Numbers, Numbers]:
     """Return reduced and trained bytes, ``[first, stop]``."""
     sums = np.concatenate([[0.0], np.cumsum([float(layer.trainable_bytes) for layer in costs.profile.layers])])
     reduced = np.subtract.outer(sums, sums).T[:-1].copy()

@@ -60,7 +60,7 @@ class ContentionSimulation:
                 self.touching[rank].append(lane)
         self.views = views(rows, times, self.wiring)
         for replica in self.wiring.parts:
-            self.meetings[REDUCE_CODE, times.stage[replica]].missing += 1
+            self.meetings[REDUCE_CODE, times.stage[replica]].expect()
         self.backward_end_s: dict[int, float] = {}
         """When the last backwards of replicas that are reduced ended."""
         self.reduction_end_s = [-inf] * count
@@ -335,6 +335,7 @@ class ContentionSimulation:
                 self.reduction_end_s[rank] = end_s
             self.position[rank] += 1
             self.ready.append(rank)
+        meeting.begin_anew()
 
     def _reduction(self, meeting: JointReduction, rank: int, end_s: float) -> Span:
         times, index = self.times, meeting.index

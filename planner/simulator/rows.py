@@ -84,21 +84,32 @@ def _encode(ranks: Iterable[Iterable[Action | Entry]], ahead: Mapping[int, int])
 
 
 class JointReduction:
-    """Ranks that reduce together; it is over when all that it misses has come."""
+    """Ranks that reduce together; it is over when all that it misses has come, and may then begin anew."""
 
-    __slots__ = ("code", "end_s", "index", "members", "missing")
+    __slots__ = ("code", "end_s", "index", "members", "missing", "tokens")
 
     def __init__(self, code: int, index: int) -> None:
         self.code, self.index = code, index
         self.members: list[int] = []
-        self.missing = 0
+        self.tokens = self.missing = 0
+        """Of all that it takes, and what of that has not come."""
         self.end_s = 0.0
+
+    def expect(self) -> None:
+        """Count one thing more that it takes."""
+        self.tokens += 1
+        self.missing += 1
+
+    def begin_anew(self) -> None:
+        """Miss everything, as for the mini-batch before."""
+        self.missing, self.end_s = self.tokens, 0.0
 
 
 def joint_reductions(rows: Rows, stages: Sequence[int]) -> dict[tuple[int, int], JointReduction]:
     """Return every reduction by (code, stage, or a shared parameter's index), given the stage of every replica."""
     found: dict[tuple[int, int], JointReduction] = {}
     for rank, actions in enumerate(rows):
+        # Of several mini-batches, all have the reductions of the last.
         for code, index, _, own in reversed(actions):
             if code in COMPUTED:
                 break
@@ -106,7 +117,7 @@ def joint_reductions(rows: Rows, stages: Sequence[int]) -> dict[tuple[int, int],
                 key = (code, index if code == TIED_CODE else stages[own])
                 meeting = found.setdefault(key, JointReduction(*key))
                 meeting.members.append(rank)
-                meeting.missing += 1
+                meeting.expect()
     return found
 
 
@@ -305,6 +316,7 @@ def views(rows: Rows, times: Durations, wiring: Lanes) -> list[View]:
 def _ends(codes: Sequence[int], owns: Sequence[int]) -> dict[int, int]:
     found: dict[int, int] = {}
     wanted: set[int] = set()
+    repeats = codes.count(UPDATE_CODE) > 1
     for at in range(len(codes) - 1, -1, -1):
         code, own = codes[at], owns[at]
         if code == REDUCE_CODE:
@@ -312,6 +324,6 @@ def _ends(codes: Sequence[int], owns: Sequence[int]) -> dict[int, int]:
         elif code in LAST and own in wanted:
             found[at] = own
             wanted.remove(own)
-        elif code in COMPUTED and not wanted:
+        elif code in COMPUTED and not wanted and not repeats:
             break
     return found

@@ -1,4 +1,4 @@
-"""LossTally: a rank's losses of one step, kept on the device until the step closes, and the scale of float16.
+"""LossTally: a rank's losses of every step under way, kept on the device until it closes, and the scale of float16.
 
 In come the losses of micro-batches; out comes their sum, and whether it and the gradients are finite numbers (at the
 cost of a norm). The scale keeps small gradients of float16 from vanishing. Its rule and numbers are those of
@@ -10,6 +10,7 @@ but the scale.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -24,29 +25,31 @@ class LossTally:
     def __init__(self, rows: int, batch: int) -> None:
         """Begin with nothing; every micro-batch has ``rows`` of the mini-batch's ``batch`` samples."""
         self._share = rows / batch
-        self._parts: list[torch.Tensor] = []
+        self._parts: dict[int, list[torch.Tensor]] = defaultdict(list)
 
-    def begin_step(self) -> None:
-        """Forget the step before."""
-        self._parts.clear()
+    def begin_step(self, step: int) -> None:
+        """Forget the steps before."""
+        for before in [each for each in self._parts if each < step]:
+            del self._parts[before]
 
-    def add(self, outputs: list[torch.Tensor]) -> None:
+    def add(self, step: int, outputs: list[torch.Tensor]) -> None:
         """Note one micro-batch's loss outputs: its mean, or its sum and count."""
-        self._parts.append(_part(outputs))
+        self._parts[step].append(_part(outputs))
 
-    def settle(self, *, finite: bool = True) -> tuple[float, float]:
+    def settle(self, step: int, *, finite: bool = True) -> tuple[float, float]:
         """Return this rank's part of the mini-batch's mean and 0, or its sum and count; zeros without any loss.
 
         Raises:
             TrainingError: a loss is not a finite number, and has to be.
         """
-        if not self._parts:
+        parts = self._parts.pop(step, [])
+        if not parts:
             return 0.0, 0.0
-        total = torch.stack(self._parts).sum(0).tolist()
+        total = torch.stack(parts).sum(0).tolist()
         if len(total) == 1:
             total = [total[0] * self._share, 0.0]
         if finite and not all(map(math.isfinite, total)):
-            bad = [index for index, loss in enumerate(self._parts) if not bool(torch.isfinite(loss).all())]
+            bad = [index for index, loss in enumerate(parts) if not bool(torch.isfinite(loss).all())]
             raise TrainingError(f"the loss is not finite in micro-batch {bad[0]}; nothing was updated on this rank")
         return total[0], total[1]
 
@@ -61,24 +64,25 @@ class BroughtLossTally(LossTally):
         """Begin as :class:`LossTally`; ``meanwhile`` is done before the device is waited for."""
         super().__init__(rows, batch)
         self._copies, self._meanwhile = copies, meanwhile
-        self._coming: list[HostCopy] = []
+        self._coming: dict[int, list[HostCopy]] = defaultdict(list)
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: int) -> None:
         """See :class:`LossTally`."""
-        super().begin_step()
-        self._coming.clear()
+        super().begin_step(step)
+        for before in [each for each in self._coming if each < step]:
+            del self._coming[before]
 
-    def add(self, outputs: list[torch.Tensor]) -> None:
+    def add(self, step: int, outputs: list[torch.Tensor]) -> None:
         """See :class:`LossTally`."""
-        self._coming.append(self._copies.to_host(_part(outputs)))
+        self._coming[step].append(self._copies.to_host(_part(outputs)))
 
-    def settle(self, *, finite: bool = True) -> tuple[float, float]:
+    def settle(self, step: int, *, finite: bool = True) -> tuple[float, float]:
         """See :class:`LossTally`."""
         self._meanwhile()
-        for copy in self._coming:
+        for copy in self._coming.pop(step, []):
             copy.wait()
-            self._parts.append(copy.tensor)
-        return super().settle(finite=finite)
+            self._parts[step].append(copy.tensor)
+        return super().settle(step, finite=finite)
 
 
 def _part(outputs: list[torch.Tensor]) -> torch.Tensor:

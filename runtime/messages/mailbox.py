@@ -20,6 +20,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, SEND, SEND_GRADIENT, Action, Program
 from autopar.ranks.failure import PeerLostError
 from autopar.runtime.messages.transport import Pending, Transport, sendable
+from autopar.schedules.continuing import Repetition, lead, unrolled, written_out
 from autopar.schedules.expand import Message, messages, stages_of
 
 _SENDS, _RECEIVES = (SEND, SEND_GRADIENT), (RECEIVE, RECEIVE_GRADIENT)
@@ -47,6 +48,27 @@ def retirements(program: Program, rank: int) -> dict[int, list[int]]:
             elif action.peer == rank:
                 arrived += 1
     return {proof: done for proof, done in found.items() if done}
+
+
+def retirements_by_repetition(program: Program, rank: int, plan: Plan) -> dict[int, list[tuple[int, int]]]:
+    """Return what :func:`retirements` does, each send with the number of repetitions that it is before the receive.
+
+    Of a pipeline that is never flushed, a proof may come some repetitions later: they are those of a full pipeline, and
+    those of one that fills or drains are among them, since messages that are left out change no order.
+    """
+    if not program.shift:
+        return {proof: [(0, position) for position in done] for proof, done in retirements(program, rank).items()}
+    first = -lead(plan)
+    # As many full repetitions as a message may take, and one more.
+    count = 2 - 2 * first
+    order = unrolled(program, program.shift, first, count)[rank]
+    found = retirements(written_out(program, program.shift, first, count), rank)
+    last = max(number for number, _ in order if number < count + first)
+    return {
+        order[proof][1]: [(order[proof][0] - order[each][0], order[each][1]) for each in done]
+        for proof, done in found.items()
+        if order[proof][0] == last
+    }
 
 
 def receives_ahead(program: Program, rank: int, computations: int = 2) -> dict[int, list[int]]:
@@ -146,8 +168,11 @@ class Mailbox:
         """Whether gradient messages say which of their tensors there are."""
         self._plan, self._specs, self._transport, self._device = plan, specs, transport, device
         self._actions = list(program.ranks[rank])
-        self.due, self._retire = receives_ahead(program, rank), retirements(program, rank)
+        self.due = receives_ahead(program, rank)
         """Receives to post before an action, by their positions."""
+        self._retire = retirements_by_repetition(program, rank, plan)
+        self._flushes = not program.shift
+        self._repetition = Repetition(0, plan.micro_batches, 1)
         self._share_start = plan.stages[stages[0]].row_starts[replica]
         self._share_rows = plan.stages[stages[0]].rows[replica]
         self._messages = messages_by_action(plan, rank)
@@ -165,29 +190,37 @@ class Mailbox:
         answering = {action.peer for action in self._actions if action.kind in _RECEIVES}
         self._unanswered = {at for at, action in kinds if action.kind in _SENDS and action.peer not in answering}
         """Sends to peers that send nothing: nothing ever proves that they have arrived."""
-        self._sending: dict[int, list[Pending]] = {}
+        self._sending: dict[tuple[int, int], list[Pending]] = {}
+        """By repetition and position."""
         self._previous_sends: dict[int, list[Pending]] = {}
         """By peer, what was sent in the step before, until a message of that peer's next step proves it arrived."""
 
-    def begin_step(self) -> None:
-        """Wait for sends of the step before the last: its peers have received them by now or will at once."""
+    def begin_step(self, repetition: Repetition) -> None:
+        """Wait for sends of the step before the last: its peers have received them by now or will at once.
+
+        Without flushes, what proves that a send has arrived may come later, but always comes.
+        """
         for peer in list(self._previous_sends):
             self._let_go(peer)
-        for position in [at for at in self._sending if at not in self._unanswered]:
-            self._previous_sends.setdefault(self._actions[position].peer, []).extend(self._sending.pop(position))
+        if self._flushes:
+            for sent in [each for each in self._sending if each[1] not in self._unanswered]:
+                self._previous_sends.setdefault(self._actions[sent[1]].peer, []).extend(self._sending.pop(sent))
         self._pieces.clear()
+        self._repetition = repetition
 
     def finish(self) -> None:
         """Wait for all sends, at the end of the last step."""
-        self.begin_step()
-        self.begin_step()
-        for position in list(self._sending):
-            self._wait_for_send(position)
+        for peer in list(self._previous_sends):
+            self._let_go(peer)
+        for sent in list(self._sending):
+            self._wait_for_send(*sent)
 
     def post(self, position: int) -> None:
         """Post the receives that are due before the action at ``position``."""
         for due in self.due[position]:
             action = self._actions[due]
+            if not self._repetition.has(action):
+                continue
             posted = []
             for key, start, shape, dtype in self._expected_tensors[due]:
                 tensor = torch.empty(shape, dtype=dtype, device=self._device)
@@ -215,11 +248,11 @@ class Mailbox:
             self._pieces[key].append(piece if there else piece._replace(there=False))
         if self._previous_sends:
             self._let_go(self._actions[position].peer)
-        for done in self._retire.get(position, ()):
-            self._wait_for_send(done)
+        for before, done in self._retire.get(position, ()):
+            self._wait_for_send(self._repetition.number - before, done)
 
-    def _wait_for_send(self, position: int) -> None:
-        for pending in self._sending.pop(position, ()):
+    def _wait_for_send(self, number: int, position: int) -> None:
+        for pending in self._sending.pop((number, position), ()):
             pending.wait()
 
     def _let_go(self, peer: int) -> None:
@@ -231,9 +264,10 @@ class Mailbox:
         action = self._actions[position]
         try:
             # To a peer that never sends anything, the same message of the step before.
-            self._wait_for_send(position)
+            self._wait_for_send(self._repetition.number - 1, position)
             carried = self._carried_by(position, tensors)
-            self._sending[position] = [self._transport.send(each, action.peer) for each in carried]
+            sent = [self._transport.send(each, action.peer) for each in carried]
+            self._sending[self._repetition.number, position] = sent
         except PeerLostError as error:
             raise self._peer_lost_error(action, error) from error
 

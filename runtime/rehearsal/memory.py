@@ -210,5 +210,5 @@ class _BlankLoader:
 
 
 class _UnreadTally(LossTally):
-    def settle(self, *, finite: bool = True) -> tuple[float, float]:
+    def settle(self, step: int, *, finite: bool = True) -> tuple[float, float]:
         return 0.0, 0.0

@@ -25,6 +25,7 @@ from autopar.formats.timeline import OwnTimes, Timeline, TimeUse, medians, own_t
 from autopar.hardware.gpus import find
 from autopar.runtime.checkpoint.writer import SaveResult
 from autopar.runtime.result.weights import StoredFile
+from autopar.schedules.continuing import lead, written_out
 from autopar.schedules.order import in_flight
 
 
@@ -250,8 +251,10 @@ def _predicted_peaks(plan: Plan, results: Sequence[RankResult]) -> tuple[int, ..
 def _rank_times(
     plan: Plan, program: Program, results: Sequence[RankResult], where: Sequence[TimeUse]
 ) -> tuple[RankTimes, ...]:
-    found = []
-    for result, actions, each in zip(results, program.ranks, where, strict=True):
+    found, whole = [], program
+    if program.shift:
+        whole = written_out(program, program.shift, -lead(plan), lead(plan) + 2)
+    for result, actions, each in zip(results, whole.ranks, where, strict=True):
         stages, depths = tuple(result["stages"]), in_flight(actions)
         found.append(
             RankTimes(

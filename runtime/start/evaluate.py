@@ -25,6 +25,7 @@ from autopar.runtime.stage.stage import Stage
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.workspace import check_shares
 from autopar.schedules.check import check
+from autopar.schedules.continuing import Repetition
 from autopar.schedules.expand import FORWARDS, expand_forwards, rank_of, stages_of
 from autopar.schedules.route import even_shares
 
@@ -71,7 +72,7 @@ class Forwards:
         Raises:
             TrainingError: an action failed; names it.
         """
-        self._mailbox.begin_step()
+        self._mailbox.begin_step(Repetition(step, self.plan.micro_batches, step + 1, step))
         results: Results = {}
         outgoing: dict[str, torch.Tensor] = {}
         for position, action in enumerate(self._actions):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.optimizer import Settings
@@ -17,6 +18,7 @@ from autopar.capture.source import UserModel
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
+from autopar.policies import POLICIES, kept_versions
 from autopar.runtime.data import Batch, Batches, Loader, ShareLoader
 from autopar.runtime.execute import Executor, StepRecord, Surroundings
 from autopar.runtime.gradients.loss import BroughtLossTally, LossScale, LossTally
@@ -35,9 +37,11 @@ from autopar.runtime.stage.parameters import (
     sharded_parameter_names,
 )
 from autopar.runtime.stage.stage import Stage
+from autopar.runtime.stage.versions import NewestWeights, WeightVersions
 from autopar.runtime.start.workspace import check_shares
 from autopar.runtime.times import Clock, clock_of
 from autopar.runtime.update import Update, UpdateSettings
+from autopar.schedules.continuing import Repetition, place_of
 from autopar.schedules.expand import stages_of
 
 DEFAULTS = TrainSettings()
@@ -101,8 +105,11 @@ class Job:
         marked = not graph.portable and self.reads_values
         self._mailbox = Mailbox(plan, program, rank, crossing, transport, device, with_marks=marked)
         surroundings = Surroundings(plan, self.actions, rank, device, clock, note, scale, self.notes_sends)
-        parts = self._mailbox, reducer, self._tally(), self._complete
+        self.versions = self._weight_versions(graph)
+        """Of its parameters."""
+        parts = self._mailbox, reducer, self._tally(), self._complete, self.versions
         self._executor = Executor(surroundings, self.stages, *parts)
+        self._inputs: dict[int, Batch] = {}
 
     def _build_stages(
         self,
@@ -234,16 +241,59 @@ class Job:
                 "plan with `shard='none'`"
             )
 
-    def step(self, step: int, *, more: bool = False) -> StepRecord:
+    def step(self, step: int, stop: int | None = None) -> StepRecord:
         """Train one mini-batch; steps count from 0 and choose their samples.
 
-        If there are to be ``more``, a GPU's next mini-batch is loaded while it computes.
+        Without flushes this is one repetition: its backwards are of that mini-batch, its forwards of later ones. The
+        pipeline is filled in the steps from ``-lead`` to 0, of which there is no record.
+
+        Args:
+            step: which.
+            stop: the first that is not to be trained any more; by default the next.
         """
-        return self.train(step, self._batches.load(step, more=more))
+        ahead, stop = self._ahead, step + 1 if stop is None else stop
+        for later in range(max(0, step + ahead.start), min(stop, step + ahead.stop)):
+            if later not in self._inputs:
+                self._inputs[later] = self._batches.load(later, more=later + 1 < stop)
+        for done in [each for each in self._inputs if each < step + ahead.start]:
+            del self._inputs[done]
+        return self._executor.run(Repetition(step, self.plan.micro_batches, stop), self._inputs)
 
     def train(self, step: int, inputs: Batch) -> StepRecord:
         """Train one mini-batch, given this rank's rows of the model's inputs in every micro-batch."""
-        return self._executor.run(step, inputs)
+        return self._executor.run(Repetition(step, self.plan.micro_batches, step + 1, step), {step: inputs})
+
+    @property
+    def _ahead(self) -> range:
+        """How many mini-batches ahead of a step its forwards are."""
+        if self.plan.weight_policy == "sync":
+            return range(1)
+        depth, micro_batches = self.plan.stages[min(self.stages)].warmup, self.plan.micro_batches
+        return range(depth // micro_batches, (depth + micro_batches - 1) // micro_batches + 1)
+
+    def _check_unflushed(self, graph: LayerGraph) -> None:
+        """Refuse a model that no pipeline without flushes trains.
+
+        Raises:
+            UsageError: says what to do.
+        """
+        instead = f"weight policy {self.plan.weight_policy}; plan with `objective='step'`"
+        if graph.loss == "sum_count":
+            raise UsageError(f"loss() counts, and all stages would wait for the mini-batch's count under {instead}")
+        if isinstance(self._update.scheduler, ReduceLROnPlateau):
+            raise UsageError(f"a scheduler watches the loss, which stages do not see in step under {instead}")
+        for layer in (layer for stage in self.stages.values() for layer in stage.layers):
+            if layer.writes is not None and layer.writes.parameters:
+                raise UsageError(f"layer {layer.name} writes parameters, of which there are versions under {instead}")
+
+    def _weight_versions(self, graph: LayerGraph) -> WeightVersions | NewestWeights:
+        if self.plan.weight_policy == "sync":
+            return NewestWeights()
+        self._check_unflushed(graph)
+        (stage,) = self.stages
+        kept = kept_versions(POLICIES[self.plan.weight_policy], place_of(self.plan, stage))
+        recomputes = bool(self.plan.stages[stage].recompute)
+        return WeightVersions(self._local_parameters.parameters.values(), kept, recomputes=recomputes)
 
     def finish(self) -> None:
         """Wait until everything that was sent has arrived, and all work of the device is done."""

@@ -41,6 +41,7 @@ from autopar.runtime.settings import (
     check_offload,
     check_scope,
     check_sharing,
+    check_unflushed,
     known_steps,
 )
 from autopar.runtime.start.saving import check_shared, folder_of, make_folder, new_set, set_of
@@ -312,7 +313,11 @@ class RunFacts(NamedTuple):
 
 def _program(plan: Plan, options: RunOptions) -> Program:
     """Return what is run, the plan and what is asked for being within the runtime's scope."""
-    check_scope(plan)
+    check_scope(plan, flushed=False)
+    if plan.weight_policy != "sync":
+        check_unflushed(plan, options.settings)
+        if options.checkpoint is not None:
+            raise UsageError("`checkpoint`: a pipeline that is never flushed is not saved as it trains; leave it out")
     for fault in options.faults:
         if fault.rank >= len(plan.devices):
             raise UsageError(f"`inject_fault='{fault}'`: the plan has {len(plan.devices)} ranks, which count from 0")

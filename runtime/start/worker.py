@@ -43,6 +43,7 @@ from autopar.runtime.start.supervision import slowness
 from autopar.runtime.start.workspace import Workspace
 from autopar.runtime.times import LayerTimes, clock_of
 from autopar.schedules.check import check
+from autopar.schedules.continuing import lead
 from autopar.schedules.expand import expand, stages_of
 
 GRADIENTS, PARAMETERS, BUFFERS, UNREAD = "gradients", "parameters", "buffers", "unread"
@@ -202,11 +203,18 @@ class TrainingRun:
             AutoparError: an action failed; names it.
         """
         board, rank, done = self._context.board, self._context.rank, self._first
-        for step in range(self._first, self._steps):
-            if board is not None and board.ends_before(rank, step):
+        ahead, stop = lead(self._job.plan), self._steps
+        for step in range(self._first - ahead, self._steps):
+            if board is not None and board.ends_before(rank, max(step, 0)) and board.last_step is not None:
+                # Mini-batches that some rank has begun are trained.
+                stop = min(stop, board.last_step + 1 + ahead)
+            if step >= stop:
                 break
             began_s = time.perf_counter()
-            self._step(step)
+            if step < self._first:
+                self._job.step(step, stop)
+                continue
+            self._step(step, stop)
             done = step + 1
             if self._checkpoints is not None:
                 self._checkpoints.end_step(done, time.perf_counter() - began_s)
@@ -234,11 +242,11 @@ class TrainingRun:
             peak_flops_per_s=self._watches.peak_flops_per_s,
         )
 
-    def _step(self, step: int) -> None:
+    def _step(self, step: int, stop: int) -> None:
         done = step - self._first
         self._watches.begin_step(done)
         self._laps.begin()
-        record = self._job.step(step, more=step + 1 < self._steps)
+        record = self._job.step(step, stop)
         self._laps.end(record)
         self._watches.end_step(done, record)
         self._records.append(record)

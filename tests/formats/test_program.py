@@ -71,9 +71,19 @@ def test_a_program_survives_its_file(ranks: list[list[Action]]) -> None:
         assert [rank[index] for index in range(len(rank))] == row
 
 
+def test_a_program_that_repeats_says_by_how_many_micro_batches() -> None:
+    rank = RankProgram.of([Action("B", 0, 0, version=1), Action("U", 0), Action("F", 0, 3)])
+    program = Program((rank,), shift=2)
+    assert '"shift": 2' in program.dumps()
+    assert Program.parse(program.dumps(), Path("p.json")) == program
+    assert "shift" not in Program((rank,)).dumps()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ('{"format": "autopar.program", "version": 1, "shift": -1, "ranks": []}', r"\$\.shift: expected a number"),
+        ('{"format": "autopar.program", "version": 1, "shift": true, "ranks": []}', r"\$\.shift: expected a number"),
         (
             '{"format": "autopar.program", "version": 1, "ranks": ["F0@0 Q"]}',
             r"\$\.ranks\[0\], position 1: not an action: 'Q'",

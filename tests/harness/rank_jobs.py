@@ -33,6 +33,7 @@ from autopar.runtime.start.job import Job
 from autopar.runtime.start.saving import write_stages
 from autopar.runtime.start.worker import TrainArguments, build, train
 from autopar.runtime.start.workspace import GRAPH, Workspace
+from autopar.schedules.continuing import lead
 from autopar.schedules.expand import expand
 from fake_copies import FakeCopies
 
@@ -179,8 +180,10 @@ def _loaded(model: str, workspace: str) -> tuple[UserModel, LayerGraph]:
 
 def keep(job: Job, rank: int, steps: int, folder: Path) -> list[StepRecord]:
     records = []
-    for step in range(steps):
-        record = job.step(step)
+    for step in range(-lead(job.plan), steps):
+        record = job.step(step, steps)
+        if step < 0:
+            continue
         records.append(record)
         if step == 0:
             gradients = {name: whole(p.grad) for name, p in job.parameters.items() if p.grad is not None}

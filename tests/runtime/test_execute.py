@@ -19,6 +19,7 @@ from autopar.runtime.gradients.loss import BroughtLossTally, LossTally
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.worker import StepClock
 from autopar.runtime.times import CudaClock, HostClock
+from autopar.schedules.continuing import Repetition
 from dictated import dictate
 from drawn_models import captured
 from fake_copies import FakeCopies
@@ -32,22 +33,22 @@ def test_losses_that_are_brought_settle_as_others_do_after_what_is_done_meanwhil
     # Nothing is brought before: whoever waited first would wait for ever.
     brought = BroughtLossTally(3, 12, copies, copies.going.set)
     for step in range(2):
-        plainly.begin_step()
-        brought.begin_step()
+        plainly.begin_step(step)
+        brought.begin_step(step)
         for part in parts:
             outputs = [torch.tensor(value + step) for value in part]
-            plainly.add(outputs)
-            brought.add(outputs)
-        assert brought.settle() == plainly.settle()
+            plainly.add(step, outputs)
+            brought.add(step, outputs)
+        assert brought.settle(step) == plainly.settle(step)
 
 
 @pytest.mark.reliability(11)
 def test_a_loss_that_is_not_finite_is_found_before_the_update() -> None:
     tally = BroughtLossTally(1, 2, FakeCopies(), lambda: None)
     for value in (1.0, float("nan")):
-        tally.add([torch.tensor(value)])
+        tally.add(0, [torch.tensor(value)])
     with pytest.raises(TrainingError, match="not finite in micro-batch 1; nothing was updated"):
-        tally.settle()
+        tally.settle(0)
 
 
 class Loader:
@@ -196,7 +197,7 @@ def test_a_gpu_without_room_says_what_was_asked_for_and_where() -> None:
     predicted = Mock(peak_bytes=(3 << 30, 2 << 30), limit_bytes=())
     surroundings = Mock(rank=2, device=torch.device("cpu"), actions=[Action("F", 1, 3)])
     surroundings.plan.predicted = predicted
-    executor._surroundings, executor._step = surroundings, 5
+    executor._surroundings, executor._repetition = surroundings, Repetition(5, 4, 6)
     text = (
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.50 GiB is "
         "free. Including non-PyTorch memory, this process has 77.61 GiB memory in use. If reserved"

@@ -22,8 +22,9 @@ from autopar.formats.program import (
     Program,
 )
 from autopar.planner.candidate import CandidateStage
-from autopar.runtime.messages.mailbox import Mailbox, receives_ahead, retirements
+from autopar.runtime.messages.mailbox import Mailbox, receives_ahead, retirements, retirements_by_repetition
 from autopar.schedules import SCHEDULES
+from autopar.schedules.continuing import Repetition, lead, unrolled, written_out
 from autopar.schedules.expand import expand
 from autopar.schedules.route import even_shares
 
@@ -149,6 +150,35 @@ def test_sent_gradients_wait_for_their_proof_as_many_turns_as_the_planner_charge
     assert exactly > 0.9 * cases
 
 
+@pytest.mark.parametrize(("depths", "micro_batches"), [([3, 2, 1], 1), ([5, 3, 1], 1), ([5, 3, 1], 2), ([4, 2, 2], 4)])
+def test_without_flushes_a_send_is_let_go_behind_a_proof_of_a_later_repetition(
+    depths: list[int], micro_batches: int
+) -> None:
+    stages = [Stage(layers=(f"l{at}",), devices=(at,), shares=(6,), warmup=1) for at in range(3)]
+    plan = plan_of(stages, [(0, (1,)), (1, (2,))], micro_batches, "1f1b")
+    deep = tuple(each.model_copy(update={"warmup": depth}) for each, depth in zip(stages, depths, strict=True))
+    plan = plan.model_copy(update={"stages": deep, "weight_policy": "stash"})
+    program, first, count = expand(plan), -lead(plan), 20
+    orders = unrolled(program, micro_batches, first, count)
+    written = written_out(program, micro_batches, first, count)
+    for rank, actions in enumerate(written.ranks):
+        own, places = list(actions), {place: at for at, place in enumerate(orders[rank])}
+        let_go: list[int] = []
+        for at, (number, position) in enumerate(orders[rank]):
+            for before, done in retirements_by_repetition(program, rank, plan).get(position, []):
+                send = places.get((number - before, done))
+                if send is None:
+                    # Of a repetition in which the pipeline was yet to be filled.
+                    continue
+                let_go.append(send)
+                peer = list(written.ranks[own[at].peer])
+                assert peer.index(mirror(own[send], rank)) < peer.index(mirror(own[at], rank))
+        assert len(let_go) == len(set(let_go))
+        sends = [at for at, action in enumerate(own) if action.kind in (SEND, SEND_GRADIENT)]
+        # All but what is under way in the end.
+        assert len(sends) - len(let_go) <= 2 * max(depths) + 2
+
+
 def waiting_gradients(program: Program, rank: int, deep: int) -> int:
     """Return of how many micro-batches gradients have been sent without proof, beside all ``deep`` in flight."""
     actions, found = list(program.ranks[rank]), retirements(program, rank)
@@ -197,7 +227,7 @@ def test_what_is_sent_to_a_peer_that_sends_nothing_waits_for_the_same_of_the_nex
     mailbox = Mailbox(plan, program, 0, {"t0": spec}, transport, torch.device("cpu"))  # type: ignore[arg-type]
     sends = [at for at, action in enumerate(program.ranks[0]) if action.kind == SEND]
     for step in range(3):
-        mailbox.begin_step()
+        mailbox.begin_step(Repetition(step, 4, step + 1, step))
         for place, position in enumerate(sends):
             mailbox.send(position, {"t0": torch.zeros(6, 1)})
             assert transport.waiting == (place + 1 if step == 0 else len(sends))

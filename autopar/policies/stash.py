@@ -1,0 +1,23 @@
+"""Weight stashing: forward and backward of a micro-batch see the weights that were the newest when it came.
+
+Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, section 3.3. With K_s
+micro-batches in flight and T of them between updates, micro-batch m sees max(0, floor((m - K_s + 1) / T)) updates; a
+stage keeps 1 + ceil((K_s - 1) / T) versions. Stages see different versions.
+"""
+
+from __future__ import annotations
+
+from autopar.policies.place import StagePlace
+
+
+def forward_version(place: StagePlace, micro_batch: int) -> int:
+    """See :class:`autopar.policies.Policy`."""
+    return (micro_batch - place.depth + 1) // place.micro_batches
+
+
+backward_version = forward_version
+
+
+def least_micro_batches(first_depth: int) -> int:
+    """See :class:`autopar.policies.Policy`."""
+    return 1

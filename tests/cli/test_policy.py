@@ -1,0 +1,69 @@
+"""``autopar plan --policy``: planned, simulated and run; what does not go with it is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autopar.formats.plan import Plan
+from autopar.formats.report import Report
+from paths import MODELS
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
+    """Run autopar in a folder that holds a model and its profile; return (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tanh_chain.py").write_text((MODELS / "tanh_chain.py").read_text())
+    assert command("profile", "tanh_chain.py", "--batch", "8")[0] == 0
+    return command
+
+
+@pytest.mark.parametrize("policy", ["stash", "2bw"])
+def test_a_policy_is_planned_simulated_and_run(run: Run, policy: str) -> None:
+    dictated = ("--gpus", "2", "--stages", "0-2:1,3-4:1", "--micro-batches", "4")
+    code, _, err = run("plan", *dictated, "--policy", policy)
+    assert code == 0, err
+    assert f"without flushes (weight policy {policy})" in err.replace("\n", " ")
+    plan = Plan.load("plan.json")
+    assert plan.weight_policy == policy
+    code, out, err = run("simulate", "--json")
+    assert code == 0, err
+    assert json.loads(out)["step_s"] == pytest.approx(plan.predicted.step_s)
+    assert "per mini-batch" in err
+    code, _, err = run("run", "--steps", "12")
+    assert code == 0, err
+    report = Report.load("report.json")
+    assert len(report.loss) == report.steps == 12
+    assert report.loss[-1] < report.loss[0]
+    assert [times.in_flight for times in report.rank_times] == [(2,), (1,)]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--clip-norm", "1"), "--clip-norm takes a flush, which weight policy stash has none of"),
+        (("--compile",), "--compile takes a flush"),
+        (("--checkpoint", "parts"), "--checkpoint: a pipeline that is never flushed is not saved as it trains"),
+        (("--update-profile",), "--update-profile: what a run under weight policy stash measures is not taken over"),
+    ],
+)
+def test_what_does_not_go_with_a_policy_is_refused_in_one_line(run: Run, options: tuple[str, ...], said: str) -> None:
+    assert run("plan", "--gpus", "2", "--stages", "0-2:1,3-4:1", "--policy", "stash")[0] == 0
+    code, _, err = run("run", *options)
+    assert code == 2
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_verify_and_rehearse_say_that_they_need_a_flush(run: Run) -> None:
+    assert run("plan", "--gpus", "2", "--stages", "0-2:1,3-4:1", "--policy", "stash")[0] == 0
+    for command in (("verify",), ("rehearse", "--steps", "2")):
+        code, _, err = run(*command)
+        assert code == 2
+        assert "is never flushed (weight policy stash)" in err

@@ -1,0 +1,120 @@
+"""Plans of weight policies have the least period of all cuts, widths and depths, and keep to the memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import combinations, pairwise, product
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import AutoparError, InfeasibleError, UsageError
+from autopar.formats.plan import Plan
+from autopar.planner import PlanOptions, plan, simulate
+from autopar.planner.candidate import Candidate, CandidateStage
+from autopar.planner.costs.model import CostModel
+from autopar.planner.objectives.unflushed import Unflushed
+from autopar.planner.simulator.simulate import Simulator
+from autopar.planner.simulator.unflushed import filled
+from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
+
+POLICIES = ("stash", "vertical-sync", "2bw")
+
+
+def every(judge: Unflushed, devices: int, micro_batches: int) -> Iterator[Candidate]:
+    """Yield all partitions into consecutive devices, in all depths that get no deeper behind and fit."""
+    costs, rows = judge.costs, judge.costs.batch // micro_batches
+    layers = costs.layer_count
+    for count in range(1, min(layers, devices) + 1):
+        for cuts in combinations(range(1, layers), count - 1):
+            for widths in product(range(1, devices + 1), repeat=count):
+                if sum(widths) > devices or max(widths) > rows:
+                    continue
+                edges, first, stages = [0, *cuts, layers], 0, []
+                for (start, stop), width in zip(pairwise(edges), widths, strict=True):
+                    stages.append(
+                        CandidateStage(start, stop, tuple(range(first, first + width)), costs.shares(rows, width), 1)
+                    )
+                    first += width
+                if costs.tied_between(stages) or costs.replicated_single(stages):
+                    continue
+                for depths in product(range(2 * count, 0, -1), repeat=count):
+                    if list(depths) != sorted(depths, reverse=True):
+                        continue
+                    if judge.policy.least_micro_batches(depths[0]) > micro_batches:
+                        continue
+                    deep = tuple(each._replace(warmup=depth) for each, depth in zip(stages, depths, strict=True))
+                    yield Candidate(micro_batches, rows, "1f1b", deep)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(16))
+def test_no_partition_and_no_depths_have_a_shorter_period(seed: int, policy: str) -> None:
+    devices = 2 + seed % 2
+    profile, cluster = random_profile(seed, most_layers=4, batches=(1, 2, 4)), random_cluster(seed, devices)
+    options = PlanOptions(policy=policy, recompute="none", shard="none", schedule="1f1b")  # type: ignore[arg-type]
+    judge = Unflushed(Simulator(CostModel(profile, cluster, options)), options)
+    best_s = math.inf
+    for micro_batches in (count for count in (1, 2, 4) if profile.batch % count == 0):
+        for candidate in every(judge, devices, micro_batches):
+            limits = [judge.costs.limit_bytes(stage.devices) for stage in candidate.stages]
+            if all(peak <= limit for peak, limit in zip(judge.peak_bytes(candidate), limits, strict=True)):
+                best_s = min(best_s, judge.simulate(candidate).period_s)
+    try:
+        made = plan(profile, cluster, PlanOptions(policy=policy, recompute="none"))  # type: ignore[arg-type]
+    except AutoparError:
+        assert best_s == math.inf
+        return
+    assert made.predicted.step_s <= best_s * (1 + 1e-9)
+    assert made.predicted.lower_bound_s <= made.predicted.step_s
+    assert all(peak <= limit for peak, limit in zip(made.predicted.peak_bytes, made.predicted.limit_bytes, strict=True))
+    assert filled(simulate(made, profile, cluster), made).period_s == pytest.approx(made.predicted.step_s)
+
+
+def test_dictated_stages_are_kept_and_micro_batches_too() -> None:
+    profile, cluster = random_profile(10), random_cluster(10, 4)
+    stages = ",".join(f"{layer}:1" for layer in range(len(profile.layers)))
+    made = plan(profile, cluster, PlanOptions(policy="stash", stages=stages, gpus=len(profile.layers)))
+    assert [stage.layers for stage in made.stages] == [(layer.name,) for layer in profile.layers]
+    assert (made.weight_policy, made.schedule, made.objective) == ("stash", "1f1b", "step")
+    assert Plan.parse(made.dumps(), Path("plan.json")) == made
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"schedule": "gpipe"}, "`schedule` does not go with `policy='stash'`"),
+        ({"shard": "gradients"}, "`shard='gradients'`: no versions are kept of what replicas divide"),
+        ({"objective": "cost"}, "`policy='stash'` does not go with `objective='cost'`"),
+        ({"exact": True}, "`exact` does not go with `policy='stash'`"),
+        ({"policy": "2bw", "stages": "0-6:1,7-13:1", "micro_batches": 5}, "`micro_batches=5` does not divide"),
+        ({"policy": "sometimes"}, "`policy` must be one of sync, stash"),
+    ],
+)
+def test_what_no_pipeline_without_flushes_has_is_refused_by_name(options: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        plan(gpt_profile(), local_cluster(2), PlanOptions(**({"policy": "stash"} | options)))  # type: ignore[arg-type]
+
+
+def test_stages_that_share_a_parameter_are_not_planned() -> None:
+    with pytest.raises(UsageError, match=r"no pipeline of policy stash obeys the options: .*`policy='sync'`"):
+        plan(gpt_profile(), local_cluster(2), PlanOptions(policy="stash", min_stages=2))
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    profile = random_profile(10)
+    with pytest.raises(InfeasibleError, match=r"with the weight versions that it keeps: stage \d of .* needs .* more"):
+        plan(profile, local_cluster(4), PlanOptions(policy="stash", memory_bytes=1000))
+
+
+def test_versions_are_charged() -> None:
+    profile, cluster = random_profile(10), local_cluster(4)
+    peaks = {
+        policy: plan(profile, cluster, PlanOptions(policy=policy, stages="0:1,1-4:1", micro_batches=1)).predicted  # type: ignore[arg-type]
+        for policy in ("stash", "vertical-sync")
+    }
+    trained = sum(layer.trainable_bytes for layer in profile.layers[1:])
+    assert trained
+    # The last stage keeps one version under stashing, and as many as the first under vertical sync.
+    assert peaks["vertical-sync"].peak_bytes[1] - peaks["stash"].peak_bytes[1] >= trained
