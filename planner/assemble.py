@@ -354,7 +354,8 @@ def _estimates(costs: CostModel, candidate: Candidate) -> list[str]:
 def simulate(plan: Plan, profile: Profile, cluster: Cluster, program: Program | None = None) -> Timeline:
     """Return the predicted timeline of a plan, or of a program of its actions in another order.
 
-    Of a plan with a weight policy it is that of a pipeline from its fill to its drain; :func:`filled` tells its period.
+    Of a plan with a weight policy it is that of a pipeline from its fill to its drain, whose period
+    :func:`.pipeline_times` tells.
 
     Raises:
         UsageError: no program follows from the plan (:attr:`Plan.refusal`).

@@ -210,8 +210,16 @@ class Executor:
         self._reducer.begin_step()
         self._mailbox.begin_step(repetition)
         self._began.clear()
+        marks = self._perform(repetition)
+        self._record.untold = partial(self._times_s, dict(self._began), marks)
+        if not self._clock.lags:
+            _ = self._record.times_s
+        return self._record
+
+    def _perform(self, repetition: Repetition) -> list[object]:
+        """Perform all actions; return a mark of the beginning, and of the end of each."""
         note, mark, post, due = self._surroundings.note, self._clock.mark, self._mailbox.post, self._mailbox.due
-        passing = self._passing
+        passing, step = self._passing, repetition.number
         marks = [mark()]
         # While a pipeline fills or drains, some actions have no micro-batch.
         absent = frozenset[int]() if self._flushes else repetition.absent(self._actions)
@@ -226,10 +234,7 @@ class Executor:
             except Exception as error:
                 raise self._error_at(error, self._actions[position]) from error
             marks.append(mark())
-        self._record.untold = partial(self._times_s, dict(self._began), marks)
-        if not self._clock.lags:
-            _ = self._record.times_s
-        return self._record
+        return marks
 
     def _times_s(self, own: Mapping[int, object], marks: list[object]) -> list[tuple[float, float]]:
         """Return when every action began and ended: it began when the one before ended, or at a mark of its ``own``."""

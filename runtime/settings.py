@@ -65,12 +65,12 @@ class TrainSettings:
             raise UsageError(f"`last` must be one of {', '.join(get_args(Last))}; found {self.last!r}")
 
 
-def check_scope(plan: Plan, *, flushed: bool = True) -> None:
+def check_scope(plan: Plan, *, needs_flush: bool = True) -> None:
     """Refuse a plan that can be simulated, but not carried out.
 
     Args:
         plan: what is to be carried out.
-        flushed: whether that takes a pipeline that is flushed after every step.
+        needs_flush: whether that takes a pipeline that is flushed after every step.
 
     Raises:
         UsageError: names what it is, and how to plan without it.
@@ -79,7 +79,7 @@ def check_scope(plan: Plan, *, flushed: bool = True) -> None:
         raise UsageError(f"{plan.refusal}: `autopar run` trains no such plan")
     if plan.divisible:
         raise UsageError("the plan divides micro-batches freely, as no run can; plan without `divisible`")
-    if flushed and plan.weight_policy != "sync":
+    if needs_flush and plan.weight_policy != "sync":
         raise UsageError(
             f"the plan is never flushed (weight policy {plan.weight_policy}), and is carried out by `autopar run` and "
             "`autopar worker` alone; plan with `objective='step'`"

@@ -204,9 +204,7 @@ class Update:
         if self.optimizer is not None:
             _check_steps(self.optimizer, user)
             self._check_parameters(self.optimizer, twins.optimizer_parameters)
-        # Without flushes stages are not in step, and no scheduler watches.
-        asks = user.schedules and settings.plan.weight_policy == "sync"
-        self._watches: bool | None = None if asks else False
+        self._watches: bool | None = None if user.schedules and settings.plan.weight_policy == "sync" else False
         """Whether a scheduler of some rank watches the loss; what all ranks find out in the first step."""
 
     def _check_parameters(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> None:

@@ -449,13 +449,6 @@ class Plan(Document):
                 fault(f"{at}.shard", f"{stage.shard!r} has replicas wait for each other in every layer, not take turns")
             self._check_depth(stage, before, at)
             before = stage
-        if self.weight_policy != "sync" and self.schedule != "1f1b":
-            fault("weight_policy", f"a pipeline that is never flushed runs by 1f1b, found {self.schedule}")
-        if self.weight_policy != "sync":
-            least = POLICIES[self.weight_policy].least_micro_batches(self.stages[0].warmup)
-            if self.micro_batches < least:
-                deep = f"with {self.stages[0].warmup} in flight on the first stage"
-                fault("micro_batches", f"{self.weight_policy} needs {least} {deep}, found {self.micro_batches}")
         for name in ("peak_bytes", "limit_bytes", "forward_s", "backward_s", "compute"):
             numbers = getattr(self.predicted, name)
             if len(numbers) != len(self.stages) and (numbers or name == "peak_bytes"):
@@ -463,6 +456,19 @@ class Plan(Document):
         for index, part in enumerate(self.predicted.binding):
             if part.stage >= len(self.stages) - (part.term == "link"):
                 fault(f"predicted.binding[{index}].stage", f"{part.stage} is not one of {len(self.stages)} stages")
+        return self
+
+    @model_validator(mode="after")
+    def _policy_is_sound(self) -> Self:
+        if self.weight_policy == "sync":
+            return self
+        if self.schedule != "1f1b":
+            fault("weight_policy", f"a pipeline that is never flushed runs by 1f1b, found {self.schedule}")
+        depth = self.stages[0].warmup
+        least = POLICIES[self.weight_policy].least_micro_batches(depth)
+        if self.micro_batches < least:
+            deep = f"with {depth} in flight on the first stage"
+            fault("micro_batches", f"{self.weight_policy} needs {least} {deep}, found {self.micro_batches}")
         return self
 
     def _check_layout(self) -> None:

@@ -17,7 +17,7 @@ from autopar.policies import POLICIES, distances
 from autopar.policies.place import StagePlace
 
 
-class Computing(NamedTuple):
+class RepetitionEntry(NamedTuple):
     """One entry of a stage's repetition, without messages."""
 
     kind: str
@@ -32,16 +32,16 @@ def place_of(plan: Plan, stage: int) -> StagePlace:
     return StagePlace(plan.stages[stage].warmup, plan.stages[0].warmup, plan.micro_batches)
 
 
-def repetition(plan: Plan, stage: int) -> Iterator[Computing]:
+def repetition(plan: Plan, stage: int) -> Iterator[RepetitionEntry]:
     """Yield what a stage of a plan with a weight policy computes in one repetition, its update included."""
     place = place_of(plan, stage)
     depth, micro_batches = place.depth, place.micro_batches
     behind = [distances(POLICIES[plan.weight_policy], place, index) for index in range(micro_batches)]
     for index in range(micro_batches):
-        yield Computing(BACKWARD, index, behind[index].backward)
+        yield RepetitionEntry(BACKWARD, index, behind[index].backward)
         if index == micro_batches - 1:
-            yield Computing(UPDATE, -1, 0)
-        yield Computing(FORWARD, depth + index, behind[(depth + index) % micro_batches].forward)
+            yield RepetitionEntry(UPDATE, -1, 0)
+        yield RepetitionEntry(FORWARD, depth + index, behind[(depth + index) % micro_batches].forward)
 
 
 def lead(plan: Plan) -> int:
@@ -82,7 +82,9 @@ class Repetition(NamedTuple):
         return self.number if of_update else self.place(action.micro_batch)[0]
 
 
-def unrolled(program: Program, micro_batches: int, first: int, mini_batches: int) -> list[list[tuple[int, int]]]:
+def repetition_positions(
+    program: Program, micro_batches: int, first: int, mini_batches: int
+) -> list[list[tuple[int, int]]]:
     """Return every rank's (repetition, position) in order, from a fill to a drain.
 
     Args:
@@ -104,13 +106,14 @@ def written_out(program: Program, micro_batches: int, first: int, mini_batches: 
     Its updates and reductions have none, and are the mini-batches' in turn.
     """
     ranks = []
-    for actions, order in zip(program.ranks, unrolled(program, micro_batches, first, mini_batches), strict=True):
+    orders = repetition_positions(program, micro_batches, first, mini_batches)
+    for actions, order in zip(program.ranks, orders, strict=True):
         every = list(actions)
-        ranks.append(RankProgram.of(_moved(every[position], number * micro_batches) for number, position in order))
+        ranks.append(RankProgram.of(_shift(every[position], number * micro_batches) for number, position in order))
     return Program(tuple(ranks))
 
 
-def _moved(action: Action, micro_batches: int) -> Action:
+def _shift(action: Action, micro_batches: int) -> Action:
     if action.kind in REDUCTIONS or action.kind == UPDATE:
         return action
     return action._replace(micro_batch=action.micro_batch + micro_batches)

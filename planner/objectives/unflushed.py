@@ -1,4 +1,4 @@
-"""Unflushed: the pipeline of a weight policy whose mini-batches follow each other soonest.
+"""PolicyJudge: the pipeline of a weight policy whose mini-batches follow each other soonest.
 
 A pipeline that is never flushed has a period, from one mini-batch to the next once it is filled. No rank does with less
 than its own work of a mini-batch, its backwards, forwards, reduction and update:
@@ -34,7 +34,7 @@ from autopar.planner.infeasible import size
 from autopar.planner.objectives.throughput import parameter_bytes
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.simulate import Simulator, skeleton
-from autopar.planner.simulator.unflushed import Filled, filled, trace_unflushed
+from autopar.planner.simulator.unflushed import PipelineTimes, pipeline_times, trace_unflushed
 from autopar.policies import POLICIES, kept_versions
 from autopar.policies.place import StagePlace
 from autopar.schedules.expand import expand
@@ -46,14 +46,14 @@ ENOUGH = 1e-9
 """What the busiest stage may be below a period, relative, that is as good as its own."""
 
 
-class _Judged(NamedTuple):
+class _Verdict(NamedTuple):
     """A candidate that fits, and how it goes on."""
 
-    filled: Filled
+    times: PipelineTimes
     candidate: Candidate
 
 
-class Unflushed:
+class PolicyJudge:
     """Prices, fits and simulates candidates of one weight policy."""
 
     def __init__(self, simulator: Simulator, options: PlanOptions) -> None:
@@ -95,17 +95,17 @@ class Unflushed:
             before = stage.warmup
         return found
 
-    def judge(self, family: Family, frame: Sequence[CandidateStage], below_s: float = math.inf) -> _Judged | None:
+    def judge(self, family: Family, frame: Sequence[CandidateStage], below_s: float = math.inf) -> _Verdict | None:
         """Return the best depths of a partition that fit and take less than ``below_s``; none if none do."""
-        best: _Judged | None = None
+        best: _Verdict | None = None
         for candidate in self._candidates(family, frame):
-            limit = below_s if best is None else best.filled.period_s * (1 - ENOUGH)
+            limit = below_s if best is None else best.times.period_s * (1 - ENOUGH)
             judged = self.simulate(candidate)
             if judged.period_s < limit:
-                best = _Judged(judged, candidate)
+                best = _Verdict(judged, candidate)
         return best
 
-    def simulate(self, candidate: Candidate) -> Filled:
+    def simulate(self, candidate: Candidate) -> PipelineTimes:
         """Return how a candidate goes on."""
         times = durations(self.costs, candidate)
         flows = tuple(
@@ -114,7 +114,7 @@ class Unflushed:
         )
         plan = skeleton(candidate, flows, ()).model_copy(update={"weight_policy": self.options.policy})
         traffic = Traffic(self.costs.sharing, candidate.devices) if self.costs.sharing else None
-        return filled(trace_unflushed(plan, expand(plan), times, traffic), plan)
+        return pipeline_times(trace_unflushed(plan, expand(plan), times, traffic), plan)
 
     def _candidates(self, family: Family, frame: Sequence[CandidateStage]) -> Iterator[Candidate]:
         """Yield a partition with depths that fit, the shallowest first: PA, PB, twice as deep."""
@@ -175,29 +175,29 @@ def policy_plan(
         UsageError: no partition obeys the options.
         InfeasibleError: none fits the memory.
     """
-    judge = Unflushed(simulator, options)
-    best: _Judged | None = None
-    tried, left, least_s = 0, False, math.inf
+    judge = PolicyJudge(simulator, options)
+    best: _Verdict | None = None
+    tried, is_partial, least_s = 0, False, math.inf
     for position, family in enumerate(families):
         simulator.progress(f"searching {options.policy}", position / len(families))
         parts = _partitions(judge, family, constraints, options, fixed_stages)
         for number, (busiest_s, frame) in enumerate(parts):
             if not number:
                 least_s = min(least_s, busiest_s)
-            if best is not None and busiest_s >= best.filled.period_s * (1 - ENOUGH):
+            if best is not None and busiest_s >= best.times.period_s * (1 - ENOUGH):
                 break
             if number == MOST_TRIED * options.effort:
-                left = True
+                is_partial = True
                 break
             tried += 1
-            best = judge.judge(family, frame, math.inf if best is None else best.filled.period_s) or best
+            best = judge.judge(family, frame, math.inf if best is None else best.times.period_s) or best
     if best is None:
         raise _nothing(judge, tried)
-    return _made(judge, best, min(least_s, best.filled.period_s), left=left)
+    return _plan_of(judge, best, min(least_s, best.times.period_s), is_partial=is_partial)
 
 
 def _partitions(
-    judge: Unflushed,
+    judge: PolicyJudge,
     family: Family,
     constraints: Constraints,
     options: PlanOptions,
@@ -221,17 +221,17 @@ def _partitions(
 class _StageTable:
     """What stages of a family are busy with, and the least that is possible from a layer on."""
 
-    def __init__(self, judge: Unflushed, family: Family) -> None:
+    def __init__(self, judge: PolicyJudge, family: Family) -> None:
         self._judge, self._family, self.costs = judge, family, judge.costs
         self._layers, self._devices = judge.costs.layer_count, len(judge.costs.devices)
         self._busy: dict[tuple[int, int, int, int], float] = {}
-        # From a layer on, with so many devices taken before it.
+        # From a layer on, with so many devices used before it.
         self._least = np.full((self._layers + 1, self._devices + 1), np.inf)
         self._least[self._layers] = 0.0
         for first in reversed(range(self._layers)):
-            for taken in range(self._devices):
-                self._least[first, taken] = min(
-                    max(busy_s, self._least[stop, taken + width]) for stop, width, busy_s in self._stages(first, taken)
+            for start in range(self._devices):
+                self._least[first, start] = min(
+                    max(busy_s, self._least[stop, start + width]) for stop, width, busy_s in self._stages(first, start)
                 )
 
     def frame(self, cuts: Sequence[int], widths: Sequence[int]) -> tuple[CandidateStage, ...] | None:
@@ -254,29 +254,29 @@ class _StageTable:
         ahead: list[tuple[float, int, int, int, tuple[int, ...], tuple[int, ...], float]] = []
         heappush(ahead, (float(self._least[0, 0]), 0, 0, serial, (), (), 0.0))
         while ahead:
-            bound_s, count, taken, _, cuts, widths, busiest_s = heappop(ahead)
+            bound_s, count, start, _, cuts, widths, busiest_s = heappop(ahead)
             first = cuts[-1] if cuts else 0
             if math.isinf(bound_s):
                 return
             if first == self._layers:
                 yield bound_s, cuts, widths
                 continue
-            if count == most_stages or taken == self._devices:
+            if count == most_stages or start == self._devices:
                 continue
-            for stop, width, busy_s in self._stages(first, taken):
+            for stop, width, busy_s in self._stages(first, start):
                 worst_s = max(busiest_s, busy_s)
-                bound = max(worst_s, float(self._least[stop, taken + width]))
+                bound = max(worst_s, float(self._least[stop, start + width]))
                 serial += 1
-                heappush(ahead, (bound, count + 1, taken + width, serial, (*cuts, stop), (*widths, width), worst_s))
+                heappush(ahead, (bound, count + 1, start + width, serial, (*cuts, stop), (*widths, width), worst_s))
 
-    def _stages(self, first: int, taken: int) -> Iterator[tuple[int, int, float]]:
+    def _stages(self, first: int, start: int) -> Iterator[tuple[int, int, float]]:
         """Yield (stop, width, seconds) of the stages from a layer on, behind so many devices."""
         for stop in range(first + 1, self._layers + 1):
-            for width in range(1, self._devices - taken + 1):
-                yield stop, width, self._busy_s(first, stop, taken, width)
+            for width in range(1, self._devices - start + 1):
+                yield stop, width, self._busy_s(first, stop, start, width)
 
-    def _busy_s(self, first: int, stop: int, taken: int, width: int) -> float:
-        key = first, stop, taken, width
+    def _busy_s(self, first: int, stop: int, start: int, width: int) -> float:
+        key = first, stop, start, width
         if key not in self._busy:
             stage = self._stage(*key)
             self._busy[key] = math.inf if stage is None else self._judge.busy_s(stage, self._family.micro_batches)
@@ -289,8 +289,8 @@ class _StageTable:
         return CandidateStage(first, stop, tuple(range(start, start + width)), shares, 1)
 
 
-def _made(judge: Unflushed, best: _Judged, least_s: float, *, left: bool) -> Plan:
-    costs, candidate, how = judge.costs, best.candidate, best.filled
+def _plan_of(judge: PolicyJudge, best: _Verdict, least_s: float, *, is_partial: bool) -> Plan:
+    costs, candidate, how = judge.costs, best.candidate, best.times
     predicted = prediction(costs, candidate, judge.peak_bytes(candidate))
     seconds = zip(predicted.forward_s, predicted.backward_s, candidate.stages, strict=True)
     computed = sum(
@@ -299,7 +299,7 @@ def _made(judge: Unflushed, best: _Judged, least_s: float, *, left: bool) -> Pla
     )
     bubble = max(0.0, 1 - computed / (len(candidate.devices) * how.period_s)) if how.period_s > 0 else 0.0
     notes = [f"the pipeline fills in {how.fill_s:.3g} s and drains in {how.drain_s:.3g} s, once"]
-    if left:
+    if is_partial:
         notes.append("not all partitions were simulated; `effort=10` goes on")
     return plan_of(
         costs,
@@ -313,7 +313,7 @@ def _made(judge: Unflushed, best: _Judged, least_s: float, *, left: bool) -> Pla
     )
 
 
-def _nothing(judge: Unflushed, tried: int) -> Exception:
+def _nothing(judge: PolicyJudge, count: int) -> Exception:
     policy = judge.options.policy
     if judge.shortest is not None:
         short, where = judge.shortest
@@ -321,7 +321,7 @@ def _nothing(judge: Unflushed, tried: int) -> Exception:
             f"no pipeline of policy {policy} fits, with the weight versions that it keeps: {where} needs "
             f"{size(short)} more; plan with `policy='sync'`, or with more `memory_bytes`"
         )
-    if tried:
+    if count:
         return UsageError(
             f"policy {policy} needs more micro-batches than the options admit; leave out `micro_batches`, or plan with "
             "fewer stages"

@@ -18,7 +18,7 @@ CYCLE = 12
 """Mini-batches that the period is the mean of; what repeats after 2, 3, 4 or 6 of them is met."""
 
 
-class Filled(NamedTuple):
+class PipelineTimes(NamedTuple):
     """How a pipeline that is never flushed goes on."""
 
     period_s: float
@@ -44,7 +44,7 @@ def trace_unflushed(plan: Plan, program: Program, times: Durations, traffic: Tra
     return trace(written, replace(times, overhead_s=0.0, update_s=update_s), traffic)
 
 
-def filled(timeline: Timeline, plan: Plan) -> Filled:
+def pipeline_times(timeline: Timeline, plan: Plan) -> PipelineTimes:
     """Return the period, fill and drain of what :func:`trace_unflushed` has made."""
     last_stage, updates = len(plan.stages) - 1, defaultdict[int, list[float]](list)
     for event in timeline:
@@ -57,4 +57,4 @@ def filled(timeline: Timeline, plan: Plan) -> Filled:
     places = [(event.action.kind, event.action.stage, event) for event in timeline]
     fill_s = min(event.start_s for kind, stage, event in places if (kind, stage) == (BACKWARD, last_stage))
     drained_s = max(event.end_s for kind, stage, event in places if (kind, stage) == (FORWARD, 0))
-    return Filled(period_s, fill_s, timeline.end_s - drained_s)
+    return PipelineTimes(period_s, fill_s, timeline.end_s - drained_s)

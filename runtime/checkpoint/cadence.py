@@ -55,6 +55,11 @@ class Cadence:
         """Take note of how long a step took."""
         self._lengths_s.append(step_s)
 
+    def next_after(self, done: int) -> int:
+        """Return after how many steps the next checkpoint is due, given a number of steps between two."""
+        assert self._every != "auto"
+        return (done // self._every + 1) * self._every
+
     def due(self, done: int, cost_s: Callable[[], float | None]) -> bool:
         """Tell whether a checkpoint is due after so many steps; all ranks ask at once, and are told the same.
 

@@ -62,7 +62,7 @@ class HeldPiece(NamedTuple):
         return key_of(self.kind, self.name, self.state)
 
 
-class _SeenPiece(NamedTuple):
+class _PieceRecord(NamedTuple):
     """A tensor as it was when it was last looked at, what this rank holds of it, and whether it writes that."""
 
     tensor: torch.Tensor
@@ -99,7 +99,7 @@ class JobState:
         """Look at a job; ``first_stages`` says which stage is the first to hold each parameter and buffer."""
         self._job, self._first_stages = job, first_stages
         self._names = _names(job.update)
-        self._pieces: dict[tuple[str, str | None], _SeenPiece] = {}
+        self._pieces: dict[tuple[str, str | None], _PieceRecord] = {}
 
     def look(self) -> tuple[list[HeldPiece], RankPart]:
         """Return what this rank writes of the model and of its optimizer's state, and what there is beside tensors.
@@ -119,18 +119,18 @@ class JobState:
                 every.append(("optimizer", name, state, value))
             else:
                 numbers.append(StateNumber(parameter=name, state=state, value=to_plain(value)))
-        seen = [self._seen(*each) for each in every]
+        seen = [self._piece_of(*each) for each in every]
         part = RankPart(optimizer=self._optimizer(numbers), scheduler=self._scheduler(), loss_scale=self._loss_scale())
         return [each.piece for each in seen if each.writes], part
 
-    def _seen(self, kind: Kind, name: str, state: str | None, tensor: torch.Tensor) -> _SeenPiece:
+    def _piece_of(self, kind: Kind, name: str, state: str | None, tensor: torch.Tensor) -> _PieceRecord:
         before = self._pieces.get((name, state))
         # A tensor may have got another piece of memory (`parameter.data = ...`).
         address = local(tensor).data_ptr()
         if before is not None and before.tensor is tensor and before.address == address:
             return before
         piece = held_piece(kind, name, tensor, state)
-        found = self._pieces[name, state] = _SeenPiece(tensor, address, piece, self._writes(piece))
+        found = self._pieces[name, state] = _PieceRecord(tensor, address, piece, self._writes(piece))
         return found
 
     def _writes(self, piece: HeldPiece) -> bool:

@@ -143,6 +143,10 @@ class RunCheckpoints:
         """What copies take of the host's memory on this rank."""
         return self._writer.buffers_bytes
 
+    def next_after(self, done: int) -> int:
+        """Return after how many steps the next is saved, where a number says how often."""
+        return self._cadence.next_after(done)
+
     def end_step(self, done: int, step_s: float) -> None:
         """Save the state after so many steps, if that is due; all ranks do so at once."""
         self._cadence.add(step_s)

@@ -20,7 +20,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, SEND, SEND_GRADIENT, Action, Program
 from autopar.ranks.failure import PeerLostError
 from autopar.runtime.messages.transport import Pending, Transport, sendable
-from autopar.schedules.continuing import Repetition, lead, unrolled, written_out
+from autopar.schedules.continuing import Repetition, lead, repetition_positions, written_out
 from autopar.schedules.expand import Message, messages, stages_of
 
 _SENDS, _RECEIVES = (SEND, SEND_GRADIENT), (RECEIVE, RECEIVE_GRADIENT)
@@ -61,7 +61,7 @@ def retirements_by_repetition(program: Program, rank: int, plan: Plan) -> dict[i
     first = -lead(plan)
     # As many full repetitions as a message may take, and one more.
     count = 2 - 2 * first
-    order = unrolled(program, program.shift, first, count)[rank]
+    order = repetition_positions(program, program.shift, first, count)[rank]
     found = retirements(written_out(program, program.shift, first, count), rank)
     last = max(number for number, _ in order if number < count + first)
     return {

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -35,11 +36,14 @@ class NewestWeights:
         """See :class:`WeightVersions`."""
         return self._nothing
 
-    def backward(self, saved: SavedWeights, distance: int) -> AbstractContextManager[object]:
+    def backward(self, weights: SavedWeights, distance: int) -> AbstractContextManager[object]:
         """See :class:`WeightVersions`."""
         return self._nothing
 
     def begin_update(self) -> None:
+        """See :class:`WeightVersions`."""
+
+    def refill(self) -> None:
         """See :class:`WeightVersions`."""
 
 
@@ -53,7 +57,7 @@ class _Place(NamedTuple):
     offset: int
 
 
-class _Unchanged(NamedTuple):
+class _OtherTensor(NamedTuple):
     """Another tensor, and how often it had been changed when it was saved."""
 
     tensor: torch.Tensor
@@ -63,16 +67,16 @@ class _Unchanged(NamedTuple):
 class WeightVersions:
     """The versions of one rank's trained parameters; version v has v updates since the pipeline was filled."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], kept: int, *, recomputes: bool) -> None:
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], version_count: int, *, recomputes: bool) -> None:
         """Begin with the parameters as they are.
 
         Args:
             parameters: those that are trained.
-            kept: how many versions are needed at a time, the newest among them.
+            version_count: how many versions are needed at a time, the newest among them.
             recomputes: whether layers run forward again in their backward.
         """
         self._parameters = [each for each in parameters if each.requires_grad]
-        self._recomputes, self._slots = recomputes, kept - 1
+        self._recomputes, self._slots = recomputes, version_count - 1
         memories: dict[int, torch.Tensor] = {}
         for parameter in self._parameters:
             storage = parameter.untyped_storage()
@@ -99,16 +103,17 @@ class WeightVersions:
     @contextmanager
     def forward(self, distance: int) -> Iterator[SavedWeights]:
         """Return the context of a forward that sees the weights so many updates before the newest."""
-        saved = SavedWeights()
-        saved.version = max(0, self.newest - distance)
-        with self._holding(saved.version), saved_tensors_hooks(self._pack, lambda packed: self._unpack(packed, saved)):
-            yield saved
+        weights = SavedWeights()
+        weights.version = max(0, self.newest - distance)
+        unpack = partial(self._unpack, weights)
+        with self._holding(weights.version), saved_tensors_hooks(self._pack, unpack):
+            yield weights
 
     @contextmanager
-    def backward(self, saved: SavedWeights, distance: int) -> Iterator[None]:
+    def backward(self, weights: SavedWeights, distance: int) -> Iterator[None]:
         """Return the context of the backward of a forward; it sees weights so many updates before the newest."""
-        saved.version = max(0, self.newest - distance)
-        with self._holding(saved.version if self._recomputes else self.newest):
+        weights.version = max(0, self.newest - distance)
+        with self._holding(weights.version if self._recomputes else self.newest):
             yield
 
     def begin_update(self) -> None:
@@ -142,20 +147,20 @@ class WeightVersions:
     def _memories(self, version: int) -> list[torch.Tensor]:
         return self._newest_memories if version == self.newest else self._earlier[version % self._slots]
 
-    def _pack(self, tensor: torch.Tensor) -> _Place | _Unchanged:
+    def _pack(self, tensor: torch.Tensor) -> _Place | _OtherTensor:
         strided = tensor.layout == torch.strided
         memory = self._memory_at.get(tensor.untyped_storage().data_ptr()) if strided else None
         if memory is None:
-            return _Unchanged(tensor, tensor._version)
+            return _OtherTensor(tensor, tensor._version)
         if tensor.is_conj() or tensor.is_neg():
             raise NotImplementedError("a view of a parameter that is conjugated or negated as it is read")
         return _Place(memory, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def _unpack(self, packed: _Place | _Unchanged, saved: SavedWeights) -> torch.Tensor:
-        if isinstance(packed, _Unchanged):
-            if packed.tensor._version != packed.changes:
-                # Autograd says so itself of what no hook has packed.
+    def _unpack(self, weights: SavedWeights, place: _Place | _OtherTensor) -> torch.Tensor:
+        if isinstance(place, _OtherTensor):
+            if place.tensor._version != place.changes:
+                # Autograd says so itself of what no hook has place.
                 raise RuntimeError("a tensor that the backward needs has been changed in place since it was saved")
-            return packed.tensor
-        whole = self._memories(saved.version)[packed.memory]
-        return (whole if whole.dtype == packed.dtype else whole.view(packed.dtype)).as_strided(*packed[2:])
+            return place.tensor
+        whole = self._memories(weights.version)[place.memory]
+        return (whole if whole.dtype == place.dtype else whole.view(place.dtype)).as_strided(*place[2:])

@@ -41,7 +41,7 @@ from autopar.runtime.stage.versions import NewestWeights, WeightVersions
 from autopar.runtime.start.workspace import check_shares
 from autopar.runtime.times import Clock, clock_of
 from autopar.runtime.update import Update, UpdateSettings
-from autopar.schedules.continuing import Repetition, place_of
+from autopar.schedules.continuing import Repetition, lead, place_of
 from autopar.schedules.expand import stages_of
 
 DEFAULTS = TrainSettings()
@@ -241,7 +241,7 @@ class Job:
                 "plan with `shard='none'`"
             )
 
-    def step(self, step: int, stop: int | None = None) -> StepRecord:
+    def step(self, step: int, stop: int | None = None, start: int = 0) -> StepRecord:
         """Train one mini-batch; steps count from 0 and choose their samples.
 
         Without flushes this is one repetition: its backwards are of that mini-batch, its forwards of later ones. The
@@ -249,15 +249,18 @@ class Job:
 
         Args:
             step: which.
-            stop: the first that is not to be trained any more; by default the next.
+            stop: the first that is not to be trained any more, or not before a drain; by default the next.
+            start: the first with which the pipeline is filled.
         """
         ahead, stop = self._ahead, step + 1 if stop is None else stop
-        for later in range(max(0, step + ahead.start), min(stop, step + ahead.stop)):
+        if step == start - lead(self.plan):
+            self.versions.refill()
+        for later in range(max(start, step + ahead.start), min(stop, step + ahead.stop)):
             if later not in self._inputs:
                 self._inputs[later] = self._batches.load(later, more=later + 1 < stop)
         for done in [each for each in self._inputs if each < step + ahead.start]:
             del self._inputs[done]
-        return self._executor.run(Repetition(step, self.plan.micro_batches, stop), self._inputs)
+        return self._executor.run(Repetition(step, self.plan.micro_batches, stop, start), self._inputs)
 
     def train(self, step: int, inputs: Batch) -> StepRecord:
         """Train one mini-batch, given this rank's rows of the model's inputs in every micro-batch."""

@@ -313,11 +313,14 @@ class RunFacts(NamedTuple):
 
 def _program(plan: Plan, options: RunOptions) -> Program:
     """Return what is run, the plan and what is asked for being within the runtime's scope."""
-    check_scope(plan, flushed=False)
+    check_scope(plan, needs_flush=False)
     if plan.weight_policy != "sync":
         check_unflushed(plan, options.settings)
-        if options.checkpoint is not None:
-            raise UsageError("`checkpoint`: a pipeline that is never flushed is not saved as it trains; leave it out")
+        if options.checkpoint is not None and options.every == "auto":
+            raise UsageError(
+                "`every='auto'` does not know what it costs to drain a pipeline for a checkpoint; pass a number of "
+                "mini-batches, such as `every=1000`"
+            )
     for fault in options.faults:
         if fault.rank >= len(plan.devices):
             raise UsageError(f"`inject_fault='{fault}'`: the plan has {len(plan.devices)} ranks, which count from 0")

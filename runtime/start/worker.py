@@ -202,26 +202,38 @@ class TrainingRun:
         Raises:
             AutoparError: an action failed; names it.
         """
-        board, rank, done = self._context.board, self._context.rank, self._first
-        ahead, stop = lead(self._job.plan), self._steps
-        for step in range(self._first - ahead, self._steps):
-            if board is not None and board.ends_before(rank, max(step, 0)) and board.last_step is not None:
-                # Mini-batches that some rank has begun are trained.
-                stop = min(stop, board.last_step + 1 + ahead)
-            if step >= stop:
+        done, stop = self._first, self._steps
+        while done < stop:
+            before, end = done, stop
+            if lead(self._job.plan) and self._checkpoints is not None:
+                # A checkpoint is of one version: the pipeline is drained for it.
+                end = min(stop, self._checkpoints.next_after(done))
+            done, stop = self._perform(done, end, stop)
+            if done == before:
                 break
-            began_s = time.perf_counter()
-            if step < self._first:
-                self._job.step(step, stop)
-                continue
-            self._step(step, stop)
-            done = step + 1
-            if self._checkpoints is not None:
-                self._checkpoints.end_step(done, time.perf_counter() - began_s)
         self._job.finish()
         self._laps.finish()
         if self._checkpoints is not None:
             self._checkpoints.finish(done)
+
+    def _perform(self, first: int, end: int, stop: int) -> tuple[int, int]:
+        """Train mini-batches from a fill to a drain; return how many are trained by then, and how many are to be."""
+        board, rank, done, ahead = self._context.board, self._context.rank, first, lead(self._job.plan)
+        for step in range(first - ahead, end):
+            if board is not None and board.ends_before(rank, max(step, 0)) and board.last_step is not None:
+                # Mini-batches that some rank has begun are trained.
+                stop = min(stop, board.last_step + 1 + ahead)
+            if step >= min(end, stop):
+                break
+            began_s = time.perf_counter()
+            if step < first:
+                self._job.step(step, min(end, stop), first)
+                continue
+            self._step(step, min(end, stop), first)
+            done = step + 1
+            if self._checkpoints is not None:
+                self._checkpoints.end_step(done, time.perf_counter() - began_s)
+        return done, stop
 
     def results(self) -> StepResults:
         """Return what the steps gave."""
@@ -242,11 +254,11 @@ class TrainingRun:
             peak_flops_per_s=self._watches.peak_flops_per_s,
         )
 
-    def _step(self, step: int, stop: int) -> None:
+    def _step(self, step: int, stop: int, start: int) -> None:
         done = step - self._first
         self._watches.begin_step(done)
         self._laps.begin()
-        record = self._job.step(step, stop)
+        record = self._job.step(step, stop, start)
         self._laps.end(record)
         self._watches.end_step(done, record)
         self._records.append(record)

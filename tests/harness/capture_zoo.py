@@ -262,7 +262,7 @@ class StochasticDepth(Chain):
         return x * (torch.rand(x.shape[0], 1, dtype=x.dtype) > 0.3) * torch.rand(())
 
 
-class Filled(Chain):
+class PipelineTimes(Chain):
     """A tensor is made empty and written piece by piece."""
 
     def forward(self, x):
@@ -345,7 +345,7 @@ class Settled(Chain):
 MODELS = {
     "settled": (Settled, regression, mean_square),
     "stochastic depth": (StochasticDepth, regression, mean_square),
-    "filled": (Filled, regression, mean_square),
+    "filled": (PipelineTimes, regression, mean_square),
     "mask in place": (MaskInPlace, regression, mean_square),
     "parametrized": (Parametrized, regression, mean_square),
     "queries": (Queries, text, cross_entropy),

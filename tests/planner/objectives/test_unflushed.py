@@ -14,15 +14,15 @@ from autopar.formats.plan import Plan
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import CostModel
-from autopar.planner.objectives.unflushed import Unflushed
+from autopar.planner.objectives.unflushed import PolicyJudge
 from autopar.planner.simulator.simulate import Simulator
-from autopar.planner.simulator.unflushed import filled
+from autopar.planner.simulator.unflushed import pipeline_times
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
 
 POLICIES = ("stash", "vertical-sync", "2bw")
 
 
-def every(judge: Unflushed, devices: int, micro_batches: int) -> Iterator[Candidate]:
+def every(judge: PolicyJudge, devices: int, micro_batches: int) -> Iterator[Candidate]:
     """Yield all partitions into consecutive devices, in all depths that get no deeper behind and fit."""
     costs, rows = judge.costs, judge.costs.batch // micro_batches
     layers = costs.layer_count
@@ -54,7 +54,7 @@ def test_no_partition_and_no_depths_have_a_shorter_period(seed: int, policy: str
     devices = 2 + seed % 2
     profile, cluster = random_profile(seed, most_layers=4, batches=(1, 2, 4)), random_cluster(seed, devices)
     options = PlanOptions(policy=policy, recompute="none", shard="none", schedule="1f1b")  # type: ignore[arg-type]
-    judge = Unflushed(Simulator(CostModel(profile, cluster, options)), options)
+    judge = PolicyJudge(Simulator(CostModel(profile, cluster, options)), options)
     best_s = math.inf
     for micro_batches in (count for count in (1, 2, 4) if profile.batch % count == 0):
         for candidate in every(judge, devices, micro_batches):
@@ -69,7 +69,7 @@ def test_no_partition_and_no_depths_have_a_shorter_period(seed: int, policy: str
     assert made.predicted.step_s <= best_s * (1 + 1e-9)
     assert made.predicted.lower_bound_s <= made.predicted.step_s
     assert all(peak <= limit for peak, limit in zip(made.predicted.peak_bytes, made.predicted.limit_bytes, strict=True))
-    assert filled(simulate(made, profile, cluster), made).period_s == pytest.approx(made.predicted.step_s)
+    assert pipeline_times(simulate(made, profile, cluster), made).period_s == pytest.approx(made.predicted.step_s)
 
 
 def test_dictated_stages_are_kept_and_micro_batches_too() -> None:

@@ -11,7 +11,7 @@ from autopar.formats.program import UPDATE
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.durations import Durations
 from autopar.planner.simulator.simulate import skeleton
-from autopar.planner.simulator.unflushed import CYCLE, filled, mini_batches, trace_unflushed
+from autopar.planner.simulator.unflushed import CYCLE, mini_batches, pipeline_times, trace_unflushed
 from autopar.schedules.expand import expand
 from oracles.timetable import StageTimes, update_ends
 
@@ -63,7 +63,7 @@ def test_updates_end_when_the_order_says(seed: int) -> None:
     for stage, ends in enumerate(expected):
         found = [each.end_s for each in timeline if each.rank == stage and each.action.kind == UPDATE]
         assert found == pytest.approx(ends, rel=1e-12)
-    how = filled(timeline, plan)
+    how = pipeline_times(timeline, plan)
     busiest = max(micro_batches * (each.forward_s + each.backward_s) + each.update_s for each in own)
     # What is behind the mean over a cycle is not yet what it will be for ever.
     assert how.period_s >= busiest * (1 - 1e-9)

@@ -24,7 +24,7 @@ from autopar.formats.program import (
 from autopar.planner.candidate import CandidateStage
 from autopar.runtime.messages.mailbox import Mailbox, receives_ahead, retirements, retirements_by_repetition
 from autopar.schedules import SCHEDULES
-from autopar.schedules.continuing import Repetition, lead, unrolled, written_out
+from autopar.schedules.continuing import Repetition, lead, repetition_positions, written_out
 from autopar.schedules.expand import expand
 from autopar.schedules.route import even_shares
 
@@ -159,7 +159,7 @@ def test_without_flushes_a_send_is_let_go_behind_a_proof_of_a_later_repetition(
     deep = tuple(each.model_copy(update={"warmup": depth}) for each, depth in zip(stages, depths, strict=True))
     plan = plan.model_copy(update={"stages": deep, "weight_policy": "stash"})
     program, first, count = expand(plan), -lead(plan), 20
-    orders = unrolled(program, micro_batches, first, count)
+    orders = repetition_positions(program, micro_batches, first, count)
     written = written_out(program, micro_batches, first, count)
     for rank, actions in enumerate(written.ranks):
         own, places = list(actions), {place: at for at, place in enumerate(orders[rank])}
