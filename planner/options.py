@@ -43,6 +43,10 @@ class PlanOptions:
     """Kind of the profile's devices whose times stand for those of kinds in the cluster that it has none of."""
     policy: WeightPolicy = "sync"
     """Which weights forwards and backwards see; all but ``sync`` plan a pipeline that is never flushed."""
+    anneal_steps: int | None = None
+    """Mini-batches after which ``pipemare`` reduces rates no longer; it needs them."""
+    synchronous_steps: int = 0
+    """Mini-batches that ``pipemare`` trains with a flush each, before all others."""
     schedule: str = "auto"
     """A name of :data:`autopar.schedules.SCHEDULES`, or torch's for it; autopar's from then on."""
     chunks: int | None = None
@@ -94,11 +98,22 @@ class PlanOptions:
         self._check_stages()
 
     def _check_numbers(self) -> None:
-        counts = ("gpus", "batch", "micro_batches", "min_stages", "max_stages", "max_candidates", "effort")
+        counts = (
+            "gpus",
+            "batch",
+            "micro_batches",
+            "min_stages",
+            "max_stages",
+            "max_candidates",
+            "effort",
+            "anneal_steps",
+        )
         for name in (*counts, "memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"`{name}` must be at least 1, found {value}")
+        if self.synchronous_steps < 0:
+            raise UsageError(f"`synchronous_steps` must be 0 or more, found {self.synchronous_steps}")
         if self.gpus is not None and self.gpus > MOST_RANKS:
             raise UsageError(f"`gpus` must be at most {MOST_RANKS}, found {self.gpus}")
         if self.bytes_per_s is not None and not 0 < self.bytes_per_s < float("inf"):
@@ -132,6 +147,13 @@ class PlanOptions:
             raise UsageError(f"`objective` must be one of {names}; found {self.objective!r}")
         if self.policy not in get_args(WeightPolicy):
             raise UsageError(f"`policy` must be one of {', '.join(get_args(WeightPolicy))}; found {self.policy!r}")
+        if self.policy == "pipemare" and self.anneal_steps is None:
+            raise UsageError(
+                "`policy='pipemare'` reduces rates at first; say for how many mini-batches: `anneal_steps`"
+            )
+        if self.policy != "pipemare" and (self.anneal_steps is not None or self.synchronous_steps):
+            name = "synchronous_steps" if self.anneal_steps is None else "anneal_steps"
+            raise UsageError(f"`{name}` is of `policy='pipemare'`; leave it out")
         if self.solver not in ("dp", "milp"):
             raise UsageError(f"`solver` must be dp or milp, found {self.solver!r}")
         if not 0 < self.solver_seconds < float("inf"):

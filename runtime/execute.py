@@ -18,8 +18,10 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import (
     BACKWARD,
     BACKWARDS,
+    CORRECT,
     FORWARD,
     INPUT_BACKWARD,
+    PREDICT,
     RECEIVE,
     RECEIVE_GRADIENT,
     REDUCE,
@@ -277,6 +279,10 @@ class Executor:
             return partial(self._reducer.reduce_shared, micro_batch)
         if kind == UPDATE:
             return self._close
+        if kind == PREDICT:
+            return self._versions.predict
+        if kind == CORRECT:
+            return self._versions.correct
         raise AssertionError(f"an action that is not known: {action}")
 
     def _forward(self, index: int, micro_batch: int, distance: int) -> None:
@@ -368,8 +374,8 @@ class Executor:
         """
         finite = self._surroundings.scale is None
         self._record.loss, self._record.count = self._tally.settle(self._record.step, finite=finite)
-        self._versions.begin_update()
-        self._update(self._record)
+        with self._versions.updating(self._record.step):
+            self._update(self._record)
 
 
 def _check_gradients(stage: Stage, outputs: Mapping[str, torch.Tensor]) -> None:

@@ -54,10 +54,16 @@ def command(
         str,
         typer.Option(
             help="Weights that forwards and backwards see: sync: those of the step, with a flush at its end; without "
-            "flushes: stash (PipeDream), vertical-sync, 2bw (PipeDream-2BW).",
+            "flushes: stash (PipeDream), vertical-sync, 2bw (PipeDream-2BW), predict (XPipe), pipemare.",
             autocompletion=arguments.policies,
         ),
     ] = "sync",
+    anneal_steps: Annotated[
+        int | None, typer.Option(help="Mini-batches for which --policy pipemare reduces rates, less and less.")
+    ] = None,
+    synchronous_steps: Annotated[
+        int, typer.Option(help="Mini-batches that --policy pipemare trains with a flush each, before all others.")
+    ] = 0,
     deadline: Annotated[
         float | None,
         typer.Option(help="Seconds that a step may take, of --objective cost: the cheapest plan of those that do."),
@@ -160,6 +166,8 @@ def command(
         micro_batches=micro_batches,
         objective=objective,  # type: ignore[arg-type]  # checked there
         policy=policy,  # type: ignore[arg-type]
+        anneal_steps=anneal_steps,
+        synchronous_steps=synchronous_steps,
         deadline_s=deadline,
         gap=gap,
         effort=effort,

@@ -206,7 +206,7 @@ Shard = Literal["none", "optimizer", "gradients", "parameters"]
 ReplicatedState = Literal["first", "average"]
 """What replicas make alike after every step of buffers that forwards write: those of the first, or their mean."""
 Objective = Literal["step", "throughput", "cost", "pipedream", "piper"]
-WeightPolicy = Literal["sync", "stash", "vertical-sync", "2bw"]
+WeightPolicy = Literal["sync", "stash", "vertical-sync", "2bw", "predict", "pipemare"]
 """What a plan is the best of: seconds per step of a synchronous pipeline; seconds per mini-batch of an asynchronous
 one; price per sample; and what PipeDream's and Piper's planners minimise."""
 SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
@@ -342,6 +342,10 @@ class Plan(Document):
     weight_policy: WeightPolicy = "sync"
     """Which weights forwards and backwards see. But for ``sync``, mini-batches follow each other without a flush, and
     each stage is updated as soon as its gradients are there."""
+    anneal_steps: Count | None = None
+    """Of ``pipemare``: mini-batches after which rates are no longer reduced."""
+    synchronous_steps: int = Field(default=0, ge=0)
+    """Of ``pipemare``: mini-batches that are trained with a flush each, before all others."""
     micro_batches: Count
     micro_batch_size: Count
     stages: tuple[Stage, ...] = Field(min_length=1)
@@ -460,6 +464,10 @@ class Plan(Document):
 
     @model_validator(mode="after")
     def _policy_is_sound(self) -> Self:
+        if (self.anneal_steps is not None) != (self.weight_policy == "pipemare"):
+            fault("anneal_steps", "pipemare reduces rates for a number of mini-batches, and no other policy does")
+        if self.synchronous_steps and self.weight_policy != "pipemare":
+            fault("synchronous_steps", "only pipemare begins with synchronous steps")
         if self.weight_policy == "sync":
             return self
         if self.schedule != "1f1b":

@@ -26,6 +26,10 @@ INPUT_BACKWARD = "I"
 """The half of a backward that others wait for: the gradients of what the stage received."""
 WEIGHT_BACKWARD = "W"
 """The other half: the gradients of the stage's parameters."""
+PREDICT = "P"
+"""What the forwards of a mini-batch see, made of the newest weights (:mod:`autopar.policies.predict`)."""
+CORRECT = "C"
+"""What backwards see until the next update (:mod:`autopar.policies.pipemare`)."""
 KINDS = (
     FORWARD,
     BACKWARD,
@@ -38,13 +42,15 @@ KINDS = (
     UPDATE,
     INPUT_BACKWARD,
     WEIGHT_BACKWARD,
+    PREDICT,
+    CORRECT,
 )
 BACKWARDS = (BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD)
 SENDS, RECEIVES, REDUCTIONS = (SEND, SEND_GRADIENT), (RECEIVE, RECEIVE_GRADIENT), (REDUCE, REDUCE_TIED)
 
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
 _TEXT = re.compile(
-    r"(?P<kind>SG|RG|[FBIWSRATU])(?P<index>\d*)@(?P<stage>\d+)"
+    r"(?P<kind>SG|RG|[FBIWSRATUPC])(?P<index>\d*)@(?P<stage>\d+)"
     r"(?:[<>](?P<peer>\d+)@(?P<peer_stage>\d+))?(?:v(?P<version>\d+))?"
 )
 
@@ -64,7 +70,8 @@ class Action(NamedTuple):
     kind: str
     stage: int
     micro_batch: int = -1
-    """The micro-batch; of a ``T``, the index of the shared parameter in the plan; -1 where neither applies."""
+    """The micro-batch; of a ``P``, the first of its mini-batch; of a ``T``, the index of the shared parameter in the
+    plan; -1 where none applies."""
     peer: int = -1
     """Rank at the other end of a message."""
     peer_stage: int = -1
@@ -97,7 +104,7 @@ class Action(NamedTuple):
 
     def _is_sound(self) -> bool:
         """Whether it has a micro-batch and a peer where its kind asks for them, and numbers that columns hold."""
-        counted = self.kind not in (REDUCE, UPDATE)
+        counted = self.kind not in (REDUCE, UPDATE, CORRECT)
         carried = self.kind in (*SENDS, *RECEIVES)
         return counted == (self.micro_batch >= 0) and carried == (self.peer >= 0) and max(self[1:]) < 2**31
 

@@ -18,14 +18,25 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from autopar.errors import FileError
 from autopar.formats.document import MOST_RANKS, parse_json, read_text, value_text, write_text
-from autopar.formats.program import BACKWARDS, FORWARD, KINDS, RECEIVES, REDUCTIONS, SENDS, UPDATE, Action
+from autopar.formats.program import (
+    BACKWARDS,
+    CORRECT,
+    FORWARD,
+    KINDS,
+    PREDICT,
+    RECEIVES,
+    REDUCTIONS,
+    SENDS,
+    UPDATE,
+    Action,
+)
 from autopar.formats.report import CauseTimes, KindTimes
 
 Origin = Literal["simulated", "measured", "rehearsed"]
 """Predicted; or recorded by ranks, of a model's layers or of stand-ins in virtual time."""
 LONGEST_US = 1e18
 TRACKS = ("compute", "send", "receive", "reduce")
-_COMPUTATIONS = (FORWARD, *BACKWARDS, UPDATE)
+_COMPUTATIONS = (FORWARD, *BACKWARDS, UPDATE, PREDICT, CORRECT)
 _KINDS_OF_TRACKS = (_COMPUTATIONS, SENDS, RECEIVES, REDUCTIONS)
 _TRACK = {kind: track for track, kinds in zip(TRACKS, _KINDS_OF_TRACKS, strict=True) for kind in kinds}
 
@@ -210,7 +221,11 @@ def _microseconds(entry: dict[str, object], key: str, at: str) -> float:
 
 
 _COMPUTE, _UPDATE, _REDUCE, _WAITING, _TRANSFER = range(5)
-_PLAIN = {**dict.fromkeys(_COMPUTATIONS, _COMPUTE), UPDATE: _UPDATE, **dict.fromkeys(REDUCTIONS, _REDUCE)}
+_PLAIN = {
+    **dict.fromkeys(_COMPUTATIONS, _COMPUTE),
+    **dict.fromkeys((UPDATE, PREDICT, CORRECT), _UPDATE),
+    **dict.fromkeys(REDUCTIONS, _REDUCE),
+}
 _SENT_AS = dict(zip(RECEIVES, SENDS, strict=True))
 _Span = tuple[float, float, int]
 
@@ -377,7 +392,7 @@ _CAUSE = {
     **dict.fromkeys(BACKWARDS, BACKWARDS_WITH_RECOMPUTATION),
     **dict.fromkeys((*SENDS, *RECEIVES), MESSAGES),
     **dict.fromkeys(REDUCTIONS, REDUCTIONS_OF_GRADIENTS),
-    UPDATE: UPDATES,
+    **dict.fromkeys((UPDATE, PREDICT, CORRECT), UPDATES),
 }
 
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from autopar.policies import stash, two_buffers, vertical_sync
+from autopar.policies import pipemare, predict, stash, two_buffers, vertical_sync
 from autopar.policies.place import StagePlace
 
 
 class Policy(Protocol):
     """A weight policy: one file, free of torch."""
 
-    __doc__: str | None
+    PREPARES: str
+    """Makes ready weights that are no version: ``predict``, those of forwards; ``correct``, of backwards; or none."""
 
     def forward_version(self, place: StagePlace, micro_batch: int) -> int:
         """Return the version that the forward of a micro-batch sees; below 0 stands for 0.
@@ -29,8 +30,17 @@ class Policy(Protocol):
     def least_micro_batches(self, first_depth: int) -> int:
         """Return the fewest micro-batches of a mini-batch with which the rule holds."""
 
+    def buffers(self, place: StagePlace) -> int:
+        """Return how often a stage keeps as much as its weights, beside their versions."""
 
-POLICIES: dict[str, Policy] = {"stash": stash, "vertical-sync": vertical_sync, "2bw": two_buffers}
+
+POLICIES: dict[str, Policy] = {
+    "stash": stash,
+    "vertical-sync": vertical_sync,
+    "2bw": two_buffers,
+    "predict": predict,
+    "pipemare": pipemare,
+}
 """By the name in a plan."""
 
 
@@ -44,8 +54,7 @@ class Distances(NamedTuple):
 def distances(policy: Policy, place: StagePlace, index: int) -> Distances:
     """Return the distances of the ``index``-th micro-batch of every mini-batch.
 
-    A forward comes behind the backward of ``depth`` micro-batches before, and a backward before its own mini-batch's
-    update. While the pipeline fills, fewer updates have been made than that says: versions are then counted back from
+    While the pipeline fills, fewer updates have been made than that says: versions are then counted back from
     those that there are, and none is below 0.
 
     >>> place = StagePlace(depth=3, first_depth=4, micro_batches=2)
@@ -54,8 +63,8 @@ def distances(policy: Policy, place: StagePlace, index: int) -> Distances:
     >>> [distances(POLICIES["vertical-sync"], place, index) for index in range(2)]
     [Distances(forward=1, backward=2), Distances(forward=0, backward=1)]
     """
-    newest = (index - place.depth + 1) // place.micro_batches
-    return Distances(newest - policy.forward_version(place, index), -policy.backward_version(place, index))
+    newest, later = place.newest_at_forward(index), place.newest_at_backward(index)
+    return Distances(newest - policy.forward_version(place, index), later - policy.backward_version(place, index))
 
 
 def kept_versions(policy: Policy, place: StagePlace) -> int:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from autopar.policies.place import StagePlace
 
+PREPARES = ""
+
 
 def forward_version(place: StagePlace, micro_batch: int) -> int:
     """See :class:`autopar.policies.Policy`."""
-    return (micro_batch - place.depth + 1) // place.micro_batches
+    return place.newest_at_forward(micro_batch)
 
 
 backward_version = forward_version
@@ -21,3 +23,8 @@ backward_version = forward_version
 def least_micro_batches(first_depth: int) -> int:
     """See :class:`autopar.policies.Policy`."""
     return 1
+
+
+def buffers(place: StagePlace) -> int:
+    """See :class:`autopar.policies.Policy`."""
+    return 0

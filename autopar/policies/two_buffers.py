@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from autopar.policies.place import StagePlace
 
+PREPARES = ""
+
 
 def forward_version(place: StagePlace, micro_batch: int) -> int:
     """See :class:`autopar.policies.Policy`."""
@@ -21,3 +23,8 @@ backward_version = forward_version
 def least_micro_batches(first_depth: int) -> int:
     """See :class:`autopar.policies.Policy`."""
     return max(1, first_depth - 1)
+
+
+def buffers(place: StagePlace) -> int:
+    """See :class:`autopar.policies.Policy`."""
+    return 0

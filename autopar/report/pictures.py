@@ -13,7 +13,16 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from autopar.formats.program import BACKWARD, BACKWARDS, FORWARD, INPUT_BACKWARD, UPDATE, WEIGHT_BACKWARD
+from autopar.formats.program import (
+    BACKWARD,
+    BACKWARDS,
+    CORRECT,
+    FORWARD,
+    INPUT_BACKWARD,
+    PREDICT,
+    UPDATE,
+    WEIGHT_BACKWARD,
+)
 from autopar.formats.timeline import Event, Timeline, time_use, track_of
 from autopar.report.profile import title_of
 from autopar.report.table import Table, duration, fill, percentage, say, size
@@ -39,6 +48,8 @@ _COLOURS = {
     INPUT_BACKWARD: "#e5803f",
     WEIGHT_BACKWARD: "#c8b24a",
     UPDATE: "#8b93a1",
+    PREDICT: "#aab1bd",
+    CORRECT: "#aab1bd",
     "send": "#3a9d7c",
     "receive": "#9a6fb8",
     "reduce": "#d1495b",
@@ -49,8 +60,10 @@ _NAMES = {
     INPUT_BACKWARD: "backward, input half",
     WEIGHT_BACKWARD: "backward, weight half",
     UPDATE: "update",
+    PREDICT: "prediction of weights",
+    CORRECT: "correction of weights",
 }
-_SPENT = ((FORWARD,), BACKWARDS, (UPDATE,))
+_SPENT = ((FORWARD,), BACKWARDS, (UPDATE, PREDICT, CORRECT))
 """Kinds whose times make a column of the table."""
 _STRIPS = ("send", "receive", "reduce")
 
@@ -217,7 +230,7 @@ def _draw_row(sheet: _Sheet, row: _RankRow) -> None:
         for chunk, stage in enumerate(stages):
             blocks = [event for event in row.events if event.action.kind == kind and event.action.stage == stage]
             _bars(sheet, blocks, row.top, _COMPUTE, _shade(_COLOURS[kind], chunk / len(stages)), edge="white")
-            if kind != UPDATE:
+            if kind in (FORWARD, *BACKWARDS):
                 _numbers(sheet, blocks, row.top, "white" if kind == FORWARD and chunk == 0 else INK)
     for index, track in enumerate(_STRIPS):
         strip = [event for event in row.events if track_of(event.action.kind) == track]

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 from autopar.formats.program import (
     BACKWARD,
+    CORRECT,
     FORWARD,
     INPUT_BACKWARD,
+    PREDICT,
     REDUCE,
     REDUCE_TIED,
     SEND,
@@ -36,6 +38,8 @@ _KINDS = {
     REDUCE: "reduction",
     REDUCE_TIED: "reduction of a shared parameter",
     UPDATE: "update",
+    PREDICT: "prediction of weights",
+    CORRECT: "correction of weights",
 }
 _COMPARABLE = {
     "resident": "a process grows by more than tensors: by what allocators and libraries keep",

@@ -12,7 +12,17 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from autopar.formats.plan import Plan
-from autopar.formats.program import BACKWARD, FORWARD, REDUCTIONS, UPDATE, Action, Program, RankProgram
+from autopar.formats.program import (
+    BACKWARD,
+    CORRECT,
+    FORWARD,
+    PREDICT,
+    REDUCTIONS,
+    UPDATE,
+    Action,
+    Program,
+    RankProgram,
+)
 from autopar.policies import POLICIES, distances
 from autopar.policies.place import StagePlace
 
@@ -35,12 +45,16 @@ def place_of(plan: Plan, stage: int) -> StagePlace:
 def repetition(plan: Plan, stage: int) -> Iterator[RepetitionEntry]:
     """Yield what a stage of a plan with a weight policy computes in one repetition, its update included."""
     place = place_of(plan, stage)
-    depth, micro_batches = place.depth, place.micro_batches
-    behind = [distances(POLICIES[plan.weight_policy], place, index) for index in range(micro_batches)]
+    depth, micro_batches, policy = place.depth, place.micro_batches, POLICIES[plan.weight_policy]
+    behind = [distances(policy, place, index) for index in range(micro_batches)]
     for index in range(micro_batches):
         yield RepetitionEntry(BACKWARD, index, behind[index].backward)
         if index == micro_batches - 1:
             yield RepetitionEntry(UPDATE, -1, 0)
+            if policy.PREPARES == "correct" and policy.buffers(place):
+                yield RepetitionEntry(CORRECT, -1, 0)
+        if policy.PREPARES == "predict" and policy.buffers(place) and (depth + index) % micro_batches == 0:
+            yield RepetitionEntry(PREDICT, depth + index, 0)
         yield RepetitionEntry(FORWARD, depth + index, behind[(depth + index) % micro_batches].forward)
 
 
@@ -78,7 +92,7 @@ class Repetition(NamedTuple):
 
     def step_of(self, action: Action) -> int:
         """Return the mini-batch of an action."""
-        of_update = action.kind in REDUCTIONS or action.kind == UPDATE
+        of_update = action.kind in REDUCTIONS or action.kind in (UPDATE, CORRECT)
         return self.number if of_update else self.place(action.micro_batch)[0]
 
 
@@ -114,6 +128,6 @@ def written_out(program: Program, micro_batches: int, first: int, mini_batches: 
 
 
 def _shift(action: Action, micro_batches: int) -> Action:
-    if action.kind in REDUCTIONS or action.kind == UPDATE:
+    if action.kind in REDUCTIONS or action.kind in (UPDATE, CORRECT):
         return action
     return action._replace(micro_batch=action.micro_batch + micro_batches)

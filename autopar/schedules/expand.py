@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 from autopar.formats.plan import Plan, layout_of, turns
 from autopar.formats.program import (
+    CORRECT,
     FORWARD,
+    PREDICT,
     RECEIVE,
     RECEIVE_GRADIENT,
     REDUCE,
@@ -218,6 +220,8 @@ def _repeated_entries(plan: Plan, stage: int, flows: dict[int, _StageMessages]) 
     for kind, micro_batch, version in repetition(plan, stage):
         if kind == UPDATE:
             yield from closing_of(plan, (stage,))
+        elif kind in (PREDICT, CORRECT):
+            yield kind, stage, micro_batch, -1, -1
         else:
             yield from _with_messages((kind, stage, micro_batch, -1, -1, version), flows[stage])
 

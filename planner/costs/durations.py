@@ -41,6 +41,8 @@ class Durations:
     reduce_s: list[float] = field(default_factory=list)
     update_s: list[float] = field(default_factory=list)
     """Of a rank that runs several stages, all at the first of them."""
+    prepare_s: list[float] = field(default_factory=list)
+    """Of weights that are predicted or corrected, which reads and writes about what an update does; empty: as it."""
     message_s: dict[tuple[int, int], float] = field(default_factory=dict)
     """By (sending replica, receiving replica), of different ranks."""
     tied_s: list[float] = field(default_factory=list)

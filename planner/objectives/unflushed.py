@@ -70,14 +70,15 @@ class PolicyJudge:
         computing = max(costs.forward_s(stage, at) + costs.backward_s(stage, at, micro_batches) for at in replicas)
         alone = len(stage.devices) == 1
         exposed = 0.0 if alone else max(costs.replica_exposed_s(stage, at) for at in replicas)
-        return micro_batches * computing + exposed + costs.update_s(stage) + costs.profile.step_overhead_s
+        updating = costs.update_s(stage) + costs.profile.step_overhead_s
+        return micro_batches * computing + exposed + updating
 
     def peak_bytes(self, candidate: Candidate) -> list[int]:
         """Return the most that a replica of every stage holds, versions of its weights included."""
         found, before = [], 0
         for stage in candidate.stages:
             place = StagePlace(stage.warmup, candidate.stages[0].warmup, candidate.micro_batches)
-            versions = kept_versions(self.policy, place) - 1
+            versions = kept_versions(self.policy, place) - 1 + self.policy.buffers(place)
             most = 0
             for rows, device in set(zip(stage.shares, stage.devices, strict=True)):
                 parts = self.costs.memory[self.costs.kind_of[device]].parts(
@@ -310,6 +311,8 @@ def _plan_of(judge: PolicyJudge, best: _Verdict, least_s: float, *, is_partial: 
         notes,
         schedule="1f1b",
         weight_policy=judge.options.policy,
+        anneal_steps=judge.options.anneal_steps,
+        synchronous_steps=judge.options.synchronous_steps,
     )
 
 

@@ -15,9 +15,11 @@ from autopar.formats.cluster import Level
 from autopar.formats.plan import Plan
 from autopar.formats.program import (
     BACKWARD,
+    CORRECT,
     FORWARD,
     INPUT_BACKWARD,
     KINDS,
+    PREDICT,
     RECEIVE,
     RECEIVE_GRADIENT,
     REDUCE,
@@ -49,6 +51,7 @@ COMPUTED = (FORWARD_CODE, BACKWARD_CODE, INPUT_CODE, WEIGHT_CODE)
 """Forwards, backwards and the halves of these."""
 LAST = (BACKWARD_CODE, WEIGHT_CODE)
 """What a replica's gradients are made by."""
+PREPARED = (KINDS.index(PREDICT), KINDS.index(CORRECT))
 REDUCE_CODE, TIED_CODE = KINDS.index(REDUCE), KINDS.index(REDUCE_TIED)
 
 
@@ -291,6 +294,7 @@ def views(rows: Rows, times: Durations, wiring: Lanes) -> list[View]:
         INPUT_CODE: times.input_s,
         WEIGHT_CODE: times.weight_s,
         UPDATE_CODE: times.update_s,
+        **dict.fromkeys(PREPARED, times.prepare_s or times.update_s),
     }
     ranks, found = times.ranks, []
     for rank, actions in enumerate(rows):

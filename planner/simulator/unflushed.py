@@ -41,7 +41,7 @@ def trace_unflushed(plan: Plan, program: Program, times: Durations, traffic: Tra
     """
     update_s = [seconds + times.overhead_s for seconds in times.update_s]
     written = written_out(program, plan.micro_batches, -lead(plan), mini_batches(plan))
-    return trace(written, replace(times, overhead_s=0.0, update_s=update_s), traffic)
+    return trace(written, replace(times, overhead_s=0.0, update_s=update_s, prepare_s=times.update_s), traffic)
 
 
 def pipeline_times(timeline: Timeline, plan: Plan) -> PipelineTimes:

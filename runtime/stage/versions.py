@@ -9,19 +9,23 @@ are kept at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from autopar.errors import UsageError
+from autopar.policies.pipemare import DECAY, rate_factor
+
 
 class SavedWeights:
-    """Which version the backward of a micro-batch takes its parameters from."""
+    """Which weights the backward of a micro-batch takes its parameters from."""
 
     version = 0
+    is_corrected = False
 
 
 class NewestWeights:
@@ -40,10 +44,16 @@ class NewestWeights:
         """See :class:`WeightVersions`."""
         return self._nothing
 
-    def begin_update(self) -> None:
+    def updating(self, step: int) -> AbstractContextManager[object]:
+        """See :class:`WeightVersions`."""
+        return self._nothing
+
+    def predict(self) -> None:
         """See :class:`WeightVersions`."""
 
-    def refill(self) -> None:
+    correct = predict
+
+    def refill(self, start: int) -> None:
         """See :class:`WeightVersions`."""
 
 
@@ -96,8 +106,8 @@ class WeightVersions:
         """What earlier versions take."""
         return sum(each.nbytes for memories in self._earlier.values() for each in memories)
 
-    def refill(self) -> None:
-        """Count versions from the parameters as they are, the pipeline being empty."""
+    def refill(self, start: int) -> None:
+        """Count versions from the parameters as they are, the pipeline being empty before mini-batch ``start``."""
         self.newest = 0
 
     @contextmanager
@@ -106,37 +116,51 @@ class WeightVersions:
         weights = SavedWeights()
         weights.version = max(0, self.newest - distance)
         unpack = partial(self._unpack, weights)
-        with self._holding(weights.version), saved_tensors_hooks(self._pack, unpack):
+        with self._holding(self._memories(weights.version)), saved_tensors_hooks(self._pack, unpack):
             yield weights
 
     @contextmanager
     def backward(self, weights: SavedWeights, distance: int) -> Iterator[None]:
         """Return the context of the backward of a forward; it sees weights so many updates before the newest."""
         weights.version = max(0, self.newest - distance)
-        with self._holding(weights.version if self._recomputes else self.newest):
+        with self._holding(self._memories(weights.version if self._recomputes else self.newest)):
             yield
 
-    def begin_update(self) -> None:
-        """Keep the newest version, which the update that follows changes."""
+    @contextmanager
+    def updating(self, step: int) -> Iterator[None]:
+        """Return the context of a mini-batch's update, which ends the newest version: it is kept, if versions are."""
         if self._slots:
             slot = self.newest % self._slots
             if slot in self._earlier:
-                for copy, memory in zip(self._earlier[slot], self._newest_memories, strict=True):
-                    copy.copy_(memory)
+                _copy(self._earlier[slot], self._newest_memories)
             else:
-                self._earlier[slot] = copies = [memory.clone() for memory in self._newest_memories]
-                self._memory_at |= {each.untyped_storage().data_ptr(): index for index, each in enumerate(copies)}
+                self._earlier[slot] = self._new_memories()
+        yield
         self.newest += 1
 
+    def predict(self) -> None:
+        """Make what the forwards of the mini-batch that comes see."""
+        raise AssertionError("versions are not predicted")
+
+    def correct(self) -> None:
+        """Make what backwards see until the next update."""
+        raise AssertionError("versions are not corrected")
+
+    def _new_memories(self) -> list[torch.Tensor]:
+        """Return copies of what parameters lie in, whose places are known from then on."""
+        copies = [memory.clone() for memory in self._newest_memories]
+        self._memory_at |= {each.untyped_storage().data_ptr(): index for index, each in enumerate(copies)}
+        return copies
+
     @contextmanager
-    def _holding(self, version: int) -> Iterator[None]:
-        """Return the context in which parameters have the values of a version."""
-        if version == self.newest:
+    def _holding(self, memories: list[torch.Tensor]) -> Iterator[None]:
+        """Return the context in which parameters have the values of other memories."""
+        if memories is self._newest_memories:
             yield
             return
         own = [parameter.data for parameter in self._parameters]
         for parameter, memory in zip(self._parameters, self._memory_of, strict=True):
-            whole = self._memories(version)[memory]
+            whole = memories[memory]
             parameter.data = whole.as_strided(parameter.size(), parameter.stride(), parameter.storage_offset())
         try:
             yield
@@ -146,6 +170,9 @@ class WeightVersions:
 
     def _memories(self, version: int) -> list[torch.Tensor]:
         return self._newest_memories if version == self.newest else self._earlier[version % self._slots]
+
+    def _due(self, weights: SavedWeights) -> list[torch.Tensor]:
+        return self._memories(weights.version)
 
     def _pack(self, tensor: torch.Tensor) -> _Place | _OtherTensor:
         strided = tensor.layout == torch.strided
@@ -162,5 +189,201 @@ class WeightVersions:
                 # Autograd says so itself of what no hook has place.
                 raise RuntimeError("a tensor that the backward needs has been changed in place since it was saved")
             return place.tensor
-        whole = self._memories(weights.version)[place.memory]
+        whole = self._due(weights)[place.memory]
         return (whole if whole.dtype == place.dtype else whole.view(place.dtype)).as_strided(*place[2:])
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+class PredictedWeights(WeightVersions):
+    """Forwards see weights that are predicted from the newest and the optimizer's state; backwards, the newest.
+
+    See :mod:`autopar.policies.predict`.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        optimizer: torch.optim.Optimizer | None,
+        updates_ahead: int,
+        *,
+        recomputes: bool,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            parameters: those that are trained.
+            optimizer: theirs; None without any.
+            updates_ahead: how many updates a prediction is ahead; 0: forwards see the newest weights.
+            recomputes: whether layers run forward again in their backward.
+
+        Raises:
+            UsageError: no rule is known for the optimizer.
+        """
+        super().__init__(parameters, 1, recomputes=recomputes)
+        self._optimizer, self._updates_ahead = optimizer, updates_ahead
+        if optimizer is not None and updates_ahead:
+            check_predictable(optimizer)
+        self._predicted: list[torch.Tensor] = []
+
+    @property
+    def bytes(self) -> int:
+        """What predictions take."""
+        return sum(each.nbytes for each in self._predicted)
+
+    @contextmanager
+    def forward(self, distance: int) -> Iterator[SavedWeights]:
+        """See :class:`WeightVersions`."""
+        weights = SavedWeights()
+        memories = self._predicted or self._newest_memories
+        with self._holding(memories), saved_tensors_hooks(self._pack, partial(self._unpack, weights)):
+            yield weights
+
+    @torch.no_grad()
+    def predict(self) -> None:
+        """See :class:`WeightVersions`."""
+        if self._optimizer is None:
+            return
+        if self._predicted:
+            _copy(self._predicted, self._newest_memories)
+        else:
+            self._predicted = self._new_memories()
+        places = {id(each): memory for each, memory in zip(self._parameters, self._memory_of, strict=True)}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                move = _next_step(group, self._optimizer.state.get(parameter, {}))
+                if move is not None and id(parameter) in places:
+                    whole = self._predicted[places[id(parameter)]]
+                    target = whole.as_strided(parameter.size(), parameter.stride(), parameter.storage_offset())
+                    target.sub_(move, alpha=self._updates_ahead)
+
+
+def check_predictable(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose next steps no rule tells.
+
+    Raises:
+        UsageError: names it, and what to do.
+    """
+    kind = type(optimizer)
+    groups = optimizer.param_groups
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        known = not any(group["amsgrad"] or group["maximize"] for group in groups)
+    else:
+        known = kind is torch.optim.SGD and all(
+            group["momentum"] and not group["nesterov"] and not group["maximize"] for group in groups
+        )
+    if not known:
+        raise UsageError(
+            f"weight policy predict knows the next steps of Adam, AdamW and SGD with momentum, in their plain forms, "
+            f"and not of this {kind.__name__}; plan with `policy='stash'`"
+        )
+
+
+def _next_step(group: Mapping[str, Any], state: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return what the optimizer's next step is expected to take from a parameter; None before its first."""
+    if state.get("momentum_buffer") is not None:
+        return cast(torch.Tensor, group["lr"] * state["momentum_buffer"])
+    if "exp_avg" not in state:
+        return None
+    steps, (first, second) = float(state["step"]), group["betas"]
+    mean, square = state["exp_avg"] / (1 - first**steps), state["exp_avg_sq"] / (1 - second**steps)
+    return cast(torch.Tensor, group["lr"] * mean / (square.sqrt() + group["eps"]))
+
+
+class CorrectedWeights(WeightVersions):
+    """Forwards see the newest weights, backwards the newest less what they have changed by; rates are reduced at first.
+
+    See :mod:`autopar.policies.pipemare`.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        optimizer: torch.optim.Optimizer | None,
+        tau: float,
+        anneal_steps: int,
+        synchronous_steps: int,
+        *,
+        recomputes: bool,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            parameters: those that are trained.
+            optimizer: theirs; None without any.
+            tau: the mean of updates from a forward to its own update.
+            anneal_steps: mini-batches for which rates are reduced.
+            synchronous_steps: mini-batches before, which see one version.
+            recomputes: whether layers run forward again in their backward.
+        """
+        super().__init__(parameters, 1, recomputes=recomputes)
+        self._tau, self._anneal_steps, self._synchronous_steps = tau, anneal_steps, synchronous_steps
+        self._decay = DECAY ** (1 / tau) if tau else 0.0
+        self._corrected: list[torch.Tensor] = []
+        self._differences: list[torch.Tensor] = []
+        self._step, self._corrects = 0, False
+        self._rates: list[Any] = []
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(lambda *_: self._reduce_rates(optimizer))
+            optimizer.register_step_post_hook(lambda *_: self._restore_rates(optimizer))
+
+    @property
+    def bytes(self) -> int:
+        """What corrections take."""
+        return sum(each.nbytes for each in (*self._corrected, *self._differences))
+
+    def refill(self, start: int) -> None:
+        """See :class:`WeightVersions`."""
+        super().refill(start)
+        self._corrects = start >= self._synchronous_steps and self._tau > 0
+
+    @contextmanager
+    def updating(self, step: int) -> Iterator[None]:
+        """See :class:`WeightVersions`."""
+        self._step = step - self._synchronous_steps
+        if self._corrects:
+            if self._corrected:
+                _copy(self._corrected, self._newest_memories)
+            else:
+                self._corrected = self._new_memories()
+                self._differences = [torch.zeros_like(each) for each in self._corrected]
+        with super().updating(step):
+            yield
+
+    @torch.no_grad()
+    def correct(self) -> None:
+        """See :class:`WeightVersions`."""
+        if not self._corrects:
+            return
+        for corrected, difference, newest in zip(
+            self._corrected, self._differences, self._newest_memories, strict=True
+        ):
+            # Until now, what is to be corrected holds the weights before the update.
+            difference.mul_(self._decay).add_(newest - corrected, alpha=1 - self._decay)
+            torch.sub(newest, difference, alpha=self._tau, out=corrected)
+
+    def _memories(self, version: int) -> list[torch.Tensor]:
+        return self._newest_memories
+
+    @contextmanager
+    def backward(self, weights: SavedWeights, distance: int) -> Iterator[None]:
+        """See :class:`WeightVersions`."""
+        weights.is_corrected = bool(self._corrects and self._corrected)
+        with self._holding(self._due(weights) if self._recomputes else self._newest_memories):
+            yield
+
+    def _due(self, weights: SavedWeights) -> list[torch.Tensor]:
+        return self._corrected if weights.is_corrected else self._newest_memories
+
+    def _reduce_rates(self, optimizer: torch.optim.Optimizer) -> None:
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        factor = rate_factor(self._tau, self._step, self._anneal_steps) if self._step >= 0 else 1.0
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+
+    def _restore_rates(self, optimizer: torch.optim.Optimizer) -> None:
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate

@@ -19,6 +19,8 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.policies import POLICIES, kept_versions
+from autopar.policies.pipemare import delay
+from autopar.policies.predict import updates_ahead
 from autopar.runtime.data import Batch, Batches, Loader, ShareLoader
 from autopar.runtime.execute import Executor, StepRecord, Surroundings
 from autopar.runtime.gradients.loss import BroughtLossTally, LossScale, LossTally
@@ -37,7 +39,7 @@ from autopar.runtime.stage.parameters import (
     sharded_parameter_names,
 )
 from autopar.runtime.stage.stage import Stage
-from autopar.runtime.stage.versions import NewestWeights, WeightVersions
+from autopar.runtime.stage.versions import CorrectedWeights, NewestWeights, PredictedWeights, WeightVersions
 from autopar.runtime.start.workspace import check_shares
 from autopar.runtime.times import Clock, clock_of
 from autopar.runtime.update import Update, UpdateSettings
@@ -254,7 +256,7 @@ class Job:
         """
         ahead, stop = self._ahead, step + 1 if stop is None else stop
         if step == start - lead(self.plan):
-            self.versions.refill()
+            self.versions.refill(start)
         for later in range(max(start, step + ahead.start), min(stop, step + ahead.stop)):
             if later not in self._inputs:
                 self._inputs[later] = self._batches.load(later, more=later + 1 < stop)
@@ -294,9 +296,15 @@ class Job:
             return NewestWeights()
         self._check_unflushed(graph)
         (stage,) = self.stages
-        kept = kept_versions(POLICIES[self.plan.weight_policy], place_of(self.plan, stage))
+        policy, place = POLICIES[self.plan.weight_policy], place_of(self.plan, stage)
         recomputes = bool(self.plan.stages[stage].recompute)
-        return WeightVersions(self._local_parameters.parameters.values(), kept, recomputes=recomputes)
+        trained, optimizer = self._local_parameters.parameters.values(), self._update.optimizer
+        if policy.PREPARES == "predict":
+            return PredictedWeights(trained, optimizer, updates_ahead(place), recomputes=recomputes)
+        if self.plan.anneal_steps is not None:
+            steps = self.plan.anneal_steps, self.plan.synchronous_steps
+            return CorrectedWeights(trained, optimizer, delay(place), *steps, recomputes=recomputes)
+        return WeightVersions(trained, kept_versions(policy, place), recomputes=recomputes)
 
     def finish(self) -> None:
         """Wait until everything that was sent has arrived, and all work of the device is done."""

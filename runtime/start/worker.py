@@ -205,7 +205,9 @@ class TrainingRun:
         done, stop = self._first, self._steps
         while done < stop:
             before, end = done, stop
-            if lead(self._job.plan) and self._checkpoints is not None:
+            if done < self._job.plan.synchronous_steps:
+                end = done + 1
+            elif lead(self._job.plan) and self._checkpoints is not None:
                 # A checkpoint is of one version: the pipeline is drained for it.
                 end = min(stop, self._checkpoints.next_after(done))
             done, stop = self._perform(done, end, stop)

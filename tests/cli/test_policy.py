@@ -89,3 +89,29 @@ def test_what_is_resumed_equals_a_run_that_was_drained_at_the_same_steps(run: Ru
 
 def saved(folder: str) -> dict[str, torch.Tensor]:
     return {name: each for file in Path(folder).glob("*.safetensors") for name, each in load_file(file).items()}
+
+
+def test_pipemare_is_planned_with_its_steps_and_run(run: Run) -> None:
+    dictated = ("--gpus", "2", "--stages", "0-2:1,3-4:1", "--micro-batches", "4", "--policy", "pipemare")
+    code, _, err = run("plan", *dictated)
+    assert code == 2
+    assert "--policy pipemare reduces rates at first; say for how many mini-batches: --anneal-steps" in err
+    assert run("plan", *dictated, "--anneal-steps", "10", "--synchronous-steps", "2")[0] == 0
+    assert "C@0" in run("simulate", "--write-program", "p.json")[1] + Path("p.json").read_text()
+    code, _, err = run("run", "--steps", "8")
+    assert code == 0, err
+    assert len(Report.load("report.json").loss) == 8
+
+
+def test_prediction_refuses_an_optimizer_that_it_does_not_know(run: Run) -> None:
+    assert run("plan", "--gpus", "2", "--stages", "0-2:1,3-4:1", "--policy", "predict")[0] == 0
+    code, _, err = run("run", "--steps", "8")
+    assert code == 2
+    assert "predict knows the next steps of Adam, AdamW and SGD with momentum" in err
+    assert "Traceback" not in err
+    text = Path("tanh_chain.py").read_text().replace('OPTIMIZER = "sgd"', 'OPTIMIZER = "adam"')
+    Path("tanh_chain.py").write_text(text)
+    assert run("profile", "tanh_chain.py", "--batch", "8", "--overwrite")[0] == 0
+    assert run("plan", "--gpus", "2", "--stages", "0-2:1,3-4:1", "--policy", "predict", "--overwrite")[0] == 0
+    code, _, err = run("run", "--steps", "8")
+    assert code == 0, err

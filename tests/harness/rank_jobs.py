@@ -180,9 +180,11 @@ def _loaded(model: str, workspace: str) -> tuple[UserModel, LayerGraph]:
 
 def keep(job: Job, rank: int, steps: int, folder: Path) -> list[StepRecord]:
     records = []
-    for step in range(-lead(job.plan), steps):
-        record = job.step(step, steps)
-        if step < 0:
+    first = job.plan.synchronous_steps
+    windows = [*((step, step + 1) for step in range(first)), (first, steps)]
+    for start, stop, step in ((*each, step) for each in windows for step in range(each[0] - lead(job.plan), each[1])):
+        record = job.step(step, stop, start)
+        if step < start:
             continue
         records.append(record)
         if step == 0:

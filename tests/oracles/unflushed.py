@@ -1,14 +1,15 @@
 """Training without flushes, in one process: every version of the weights is kept, and chosen by the policy's rule.
 
-Nothing here knows of programs, ranks or depths in time: for micro-batch j of mini-batch t on stage s the rule says how
-many updates the weights have that it sees, by a closed form.
+Nothing here knows of programs, ranks or depths in time: for micro-batch j of mini-batch t on stage s the rule says by
+closed forms which weights its forward and its backward see. Between the two, weights are replaced behind autograd's
+back, as PipeDream's code does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import floor
-from typing import NamedTuple
+from math import ceil, floor
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ class Question(NamedTuple):
 
 
 Rule = Callable[[Question], int]
-"""How many updates the weights have that a forward and its backward see."""
+"""How many updates the weights have that a forward sees."""
 
 
 def stash(depths: Sequence[int], micro_batches: int) -> Rule:
@@ -46,11 +47,21 @@ def two_buffers(depths: Sequence[int], micro_batches: int) -> Rule:
     return lambda asked: max(0, asked.mini_batch - 1)
 
 
+def first_of_mini_batch(depths: Sequence[int], micro_batches: int) -> Rule:
+    """XPipe: what is the newest when the mini-batch's first forward comes, from which all T are predicted."""
+    newest = stash(depths, micro_batches)
+    return lambda asked: newest(asked._replace(micro_batch=0))
+
+
 RULES: dict[str, Callable[[Sequence[int], int], Rule]] = {
     "stash": stash,
     "vertical-sync": vertical_sync,
     "2bw": two_buffers,
+    "predict": first_of_mini_batch,
+    "pipemare": stash,
 }
+SAME_BACKWARD = ("stash", "vertical-sync", "2bw")
+"""Policies whose backwards see what their forwards saw; others' see the newest weights, or what is made of them."""
 
 
 class Trained(NamedTuple):
@@ -58,37 +69,175 @@ class Trained(NamedTuple):
     parameters: dict[str, torch.Tensor]
 
 
+class Asked(NamedTuple):
+    """What training is asked for, all but the model and its data."""
+
+    policy: str
+    depths: Sequence[int]
+    micro_batches: int
+    stage_of: Mapping[str, int]
+    """Whose every parameter is."""
+    anneal_steps: int = 1
+    synchronous_steps: int = 0
+    recomputes: bool = False
+    """Whether each layer of a sequence runs forward again, under the weights of its backward."""
+
+
+class _Histories:
+    """Weights by the number of their updates, and what is made of them."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], asked: Asked) -> None:
+        self._asked, self._rule = asked, RULES[asked.policy](asked.depths, asked.micro_batches)
+        self.weights = [_copies(parameters)]
+        self._predicted, self._corrected = [_copies(parameters)], [_copies(parameters)]
+        self._differences = {name: torch.zeros_like(each) for name, each in parameters.items()}
+
+    def forward(self, name: str, question: Question) -> torch.Tensor:
+        """Return what a forward sees."""
+        every = self._predicted if self._asked.policy == "predict" else self.weights
+        return every[self._version(question)][name]
+
+    def backward(self, name: str, question: Question) -> torch.Tensor:
+        """Return what its backward sees."""
+        if self._asked.policy in SAME_BACKWARD:
+            return self.forward(name, question)
+        every = self._corrected if self._asked.policy == "pipemare" else self.weights
+        return every[question.mini_batch][name]
+
+    def _version(self, question: Question) -> int:
+        first = self._asked.synchronous_steps
+        if question.mini_batch < first:
+            return question.mini_batch
+        return first + self._rule(question._replace(mini_batch=question.mini_batch - first))
+
+    def add(self, parameters: Mapping[str, nn.Parameter], steppers: Mapping[int, torch.optim.Optimizer]) -> None:
+        """Take in the weights after another update."""
+        self.weights.append(_copies(parameters))
+        self._predicted.append({name: _predict(self._asked, each, name, steppers) for name, each in parameters.items()})
+        self._corrected.append(self._correct(len(self.weights) - 2))
+
+    def _correct(self, step: int) -> dict[str, torch.Tensor]:
+        """PipeMare's T2, after the update of a step."""
+        found = {}
+        for name, stage in self._asked.stage_of.items():
+            tau, newest = _delay(self._asked, stage), self.weights[-1][name]
+            if tau and step >= self._asked.synchronous_steps:
+                keep = 0.135 ** (1 / tau)
+                change = newest - self.weights[-2][name]
+                self._differences[name] = keep * self._differences[name] + (1 - keep) * change
+            found[name] = newest - tau * self._differences[name]
+        return found
+
+
 def train(
     module: nn.Module,
-    stage_of: Mapping[str, int],
-    rule: Rule,
+    asked: Asked,
     batches: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]],
     loss: Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor],
     optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
     scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler],
 ) -> Trained:
-    """Train on mini-batches of micro-batches; ``stage_of`` says whose every parameter is."""
+    """Train on mini-batches of micro-batches."""
     parameters = dict(module.named_parameters())
-    stepping = optimizer(list(parameters.values()))
-    scheduling = scheduler(stepping)
-    history = [{name: each.detach().clone() for name, each in parameters.items()}]
-    losses = []
-    for mini_batch, parts in enumerate(batches):
-        total, means = {name: torch.zeros_like(each) for name, each in parameters.items()}, 0.0
+    # Rates are of stages.
+    steppers = {
+        stage: optimizer([parameters[name] for name, at in asked.stage_of.items() if at == stage])
+        for stage in sorted(set(asked.stage_of.values()))
+    }
+    schedulers = [scheduler(each) for each in steppers.values()]
+    histories, losses = _Histories(parameters, asked), []
+    for step, parts in enumerate(batches):
+        total, mean_loss = {name: torch.zeros_like(each) for name, each in parameters.items()}, 0.0
         for micro_batch, batch in enumerate(parts):
-            seen = {
-                name: history[rule(Question(mini_batch, micro_batch, stage))][name].clone().requires_grad_()
-                for name, stage in stage_of.items()
-            }
-            mean = loss(torch.func.functional_call(module, seen, (batch[0],)), batch)
-            gradients = torch.autograd.grad(mean / len(parts), list(seen.values()))
-            for name, gradient in zip(seen, gradients, strict=True):
+            questions = {name: Question(step, micro_batch, stage) for name, stage in asked.stage_of.items()}
+            for name, question in questions.items():
+                parameters[name].data.copy_(histories.forward(name, question))
+            inputs, mean = _forward(module, batch, loss, apart=asked.recomputes)
+            for name, question in questions.items():
+                parameters[name].data.copy_(histories.backward(name, question))
+            gradients = _gradients(module, inputs, mean / len(parts), list(parameters.values()))
+            for name, gradient in zip(parameters, gradients, strict=True):
                 total[name] += gradient
-            means += float(mean.detach()) / len(parts)
+            mean_loss += float(mean.detach()) / len(parts)
         for name, parameter in parameters.items():
+            parameter.data.copy_(histories.weights[-1][name])
             parameter.grad = total[name]
-        stepping.step()
-        scheduling.step()
-        losses.append(means)
-        history.append({name: each.detach().clone() for name, each in parameters.items()})
-    return Trained(losses, history[-1])
+        for stage, stepper in steppers.items():
+            _step(stepper, _rate_factor(asked, stage, step))
+        for each in schedulers:
+            each.step()
+        losses.append(mean_loss)
+        histories.add(parameters, steppers)
+    return Trained(losses, histories.weights[-1])
+
+
+def _forward(
+    module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], loss: Callable[..., torch.Tensor], *, apart: bool
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return the inputs of all layers, if they are run apart, and of the loss; and the mean loss."""
+    if not apart:
+        return [], loss(module(batch[0]), batch)
+    assert isinstance(module, nn.Sequential)
+    inputs = [batch[0]]
+    for layer in module:
+        inputs.append(layer(inputs[-1]).detach().requires_grad_())
+    return inputs, loss(inputs[-1], batch)
+
+
+def _gradients(
+    module: nn.Module, inputs: list[torch.Tensor], mean: torch.Tensor, parameters: list[nn.Parameter]
+) -> Sequence[torch.Tensor]:
+    """Return the parameters' gradients; layers that were run apart run again, under the weights that are there."""
+    if not inputs:
+        return torch.autograd.grad(mean, parameters)
+    assert isinstance(module, nn.Sequential)
+    found: list[torch.Tensor] = []
+    (gradient,) = torch.autograd.grad(mean, [inputs[-1]])
+    for layer, given in zip(reversed(module), reversed(inputs[:-1]), strict=True):
+        own = list(layer.parameters())
+        leaf = given.detach().requires_grad_()
+        gradient, *gradients = torch.autograd.grad(layer(leaf), [leaf, *own], gradient)
+        found = [*gradients, *found]
+    return found
+
+
+def _copies(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: each.detach().clone() for name, each in parameters.items()}
+
+
+def _step(stepper: torch.optim.Optimizer, factor: float) -> None:
+    rates = [group["lr"] for group in stepper.param_groups]
+    for group in stepper.param_groups:
+        group["lr"] *= factor
+    stepper.step()
+    for group, rate in zip(stepper.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _delay(asked: Asked, stage: int) -> float:
+    """PipeMare's tau: the mean of updates between a forward and its own update."""
+    count = asked.micro_batches
+    return sum(max(0, ceil((asked.depths[stage] - 1 - index) / count)) for index in range(count)) / count
+
+
+def _rate_factor(asked: Asked, stage: int, step: int) -> float:
+    if asked.policy != "pipemare" or step < asked.synchronous_steps:
+        return 1.0
+    share = min((step - asked.synchronous_steps) / asked.anneal_steps, 1.0)
+    return float(max(1.0, _delay(asked, stage)) ** -(1 - share))
+
+
+def _predict(
+    asked: Asked, parameter: nn.Parameter, name: str, steppers: Mapping[int, torch.optim.Optimizer]
+) -> torch.Tensor:
+    stage = asked.stage_of[name]
+    ahead = ceil((asked.depths[stage] - 1) / asked.micro_batches)
+    state, group = steppers[stage].state[parameter], steppers[stage].param_groups[0]
+    move: Any = 0.0
+    if state.get("momentum_buffer") is not None:
+        move = group["lr"] * state["momentum_buffer"]
+    elif "exp_avg" in state:
+        count, (one, two) = float(state["step"]), group["betas"]
+        move = group["lr"] * (state["exp_avg"] / (1 - one**count))
+        move = move / ((state["exp_avg_sq"] / (1 - two**count)).sqrt() + group["eps"])
+    return parameter.detach() - ahead * move

@@ -13,14 +13,14 @@ from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.simulator.simulate import skeleton
 from autopar.policies import POLICIES, kept_versions
 from autopar.schedules.continuing import Repetition, lead, place_of, repetition
-from oracles.unflushed import RULES, Question
+from oracles.unflushed import RULES, SAME_BACKWARD, Question
 
 
 def test_plans_and_rules_know_the_same_policies() -> None:
     assert set(get_args(WeightPolicy)) - {"sync"} == set(POLICIES) == set(RULES)
 
 
-@pytest.mark.parametrize("policy", RULES)
+@pytest.mark.parametrize("policy", SAME_BACKWARD)
 @pytest.mark.parametrize("seed", range(20))
 def test_every_forward_and_backward_sees_the_rules_version(seed: int, policy: str) -> None:
     draw = random.Random(seed)

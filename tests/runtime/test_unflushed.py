@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ from safetensors.torch import load_file
 
 from autopar.capture.export import capture
 from autopar.capture.source import load
+from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.start.job import Job
 from autopar.schedules.continuing import lead
 from dictated import dictate
-from oracles.unflushed import RULES, Rule, train
+from oracles.unflushed import RULES, SAME_BACKWARD, Asked, Rule, train
 from paths import MODELS
 from threads import act_in_threads, train_in_threads
 
@@ -24,7 +26,13 @@ ROWS, STEPS = 2, 20
 
 
 def planned(
-    folder: Path, optimizer: str, policy: str, depths: Sequence[int], micro_batches: int, **more: object
+    folder: Path,
+    optimizer: str,
+    policy: str,
+    depths: Sequence[int],
+    micro_batches: int,
+    synchronous_steps: int = 0,
+    **more: object,
 ) -> Plan:
     text = (MODELS / "tanh_chain.py").read_text().replace('OPTIMIZER = "sgd"', f'OPTIMIZER = "{optimizer}"')
     (folder / "tanh_chain.py").write_text(text)
@@ -33,7 +41,8 @@ def planned(
     widths = more.pop("widths", [1] * len(depths))
     plan = dictate(graph, user, widths, micro_batches, ROWS, warmup=[1] * len(depths), **more)  # type: ignore[arg-type]
     stages = [stage.model_copy(update={"warmup": depth}) for stage, depth in zip(plan.stages, depths, strict=True)]
-    content = plan.model_copy(update={"stages": tuple(stages), "weight_policy": policy})
+    settings = {"anneal_steps": 8, "synchronous_steps": synchronous_steps} if policy == "pipemare" else {}
+    content = plan.model_copy(update={"stages": tuple(stages), "weight_policy": policy, **settings})
     return Plan.parse(content.dumps(), Path("plan.json"))
 
 
@@ -54,16 +63,12 @@ def differs(folder: Path, plan: Plan, *, losses: bool = True) -> float:
         samples = [data[int(row)] for row in order[step * plan.batch : (step + 1) * plan.batch]]
         parts = [samples[at : at + ROWS] for at in range(0, plan.batch, ROWS)]
         batches.append([tuple(torch.stack(each) for each in zip(*part, strict=True)) for part in parts])
-    rule = RULES[plan.weight_policy]([stage.warmup for stage in plan.stages], plan.micro_batches)
-    truth = train(
-        module,
-        stage_of,
-        rule,
-        batches,
-        functions["loss"],
-        functions["optimizer"],
-        functions["scheduler"],  # type: ignore[arg-type]
-    )
+    depths = [stage.warmup for stage in plan.stages]
+    steps = plan.anneal_steps or 1, plan.synchronous_steps
+    recomputes = any(stage.recompute for stage in plan.stages)
+    asked = Asked(plan.weight_policy, depths, plan.micro_batches, stage_of, *steps, recomputes)
+    own: list[Any] = [functions[name] for name in ("loss", "optimizer", "scheduler")]
+    truth = train(module, asked, batches, *own)
     assert not losses or found_losses == pytest.approx(truth.losses, rel=1e-12)
     found = {}
     for rank in range(len(plan.devices)):
@@ -80,15 +85,21 @@ DEPTHS = [([3, 2, 1], 2), ([5, 3, 1], 4), ([2, 1], 1), ([1], 1), ([4, 4, 2, 1], 
 @pytest.mark.parametrize(("depths", "micro_batches"), DEPTHS)
 def test_training_equals_the_rule(tmp_path: Path, policy: str, depths: list[int], micro_batches: int) -> None:
     optimizer = OPTIMIZERS[(len(depths) + micro_batches) % 4]
+    if (policy, optimizer) == ("predict", "sgd"):
+        optimizer = "adamw"
     assert differs(tmp_path, planned(tmp_path, optimizer, policy, depths, micro_batches)) < 1e-12
 
 
 @pytest.mark.parametrize("policy", RULES)
-@pytest.mark.parametrize("recompute", [True, {"0", "2"}])
-def test_layers_that_run_again_see_the_weights_of_their_backward(
-    tmp_path: Path, policy: str, recompute: bool | set[str]
-) -> None:
-    plan = planned(tmp_path, "adam", policy, [3, 2, 1], 2, recompute=recompute)
+def test_layers_that_run_again_see_the_weights_of_their_backward(tmp_path: Path, policy: str) -> None:
+    plan = planned(tmp_path, "adam", policy, [3, 2, 1], 2, recompute=True)
+    assert all(len(stage.recompute) == len(stage.layers) for stage in plan.stages)
+    assert differs(tmp_path, plan) < 1e-12
+
+
+@pytest.mark.parametrize("policy", SAME_BACKWARD)
+def test_some_layers_run_again_where_that_changes_nothing(tmp_path: Path, policy: str) -> None:
+    plan = planned(tmp_path, "adam", policy, [3, 2, 1], 2, recompute={"0", "2"})
     assert any(stage.recompute for stage in plan.stages)
     assert differs(tmp_path, plan) < 1e-12
 
@@ -104,7 +115,7 @@ def test_replicas_that_split_micro_batches_are_as_one(tmp_path: Path, policy: st
 def test_a_delay_off_by_one_on_one_stage_is_found(
     tmp_path: Path, policy: str, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = planned(tmp_path, "sgd", policy, [3, 2, 1], 2)
+    plan = planned(tmp_path, "momentum", policy, [3, 2, 1], 2)
     rule = RULES[policy]
 
     def late(depths: Sequence[int], micro_batches: int) -> Rule:
@@ -115,7 +126,7 @@ def test_a_delay_off_by_one_on_one_stage_is_found(
     assert differs(tmp_path, plan, losses=False) > 1e-4
 
 
-@pytest.mark.parametrize("policy", RULES)
+@pytest.mark.parametrize("policy", SAME_BACKWARD)
 def test_versions_take_what_is_kept_and_no_more(tmp_path: Path, policy: str) -> None:
     plan = planned(tmp_path, "sgd", policy, [5, 3, 1], 4)
     most: dict[int, int] = {}
@@ -134,3 +145,36 @@ def test_versions_take_what_is_kept_and_no_more(tmp_path: Path, policy: str) -> 
     user = load(str(tmp_path / "tanh_chain.py"))
     state = {name: each.detach().clone() for name, each in user.build(0).named_parameters()}
     act_in_threads(plan, capture(user, user.build(0)), user, state, train)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_pipemare_begins_with_synchronous_steps(tmp_path: Path, recompute: bool) -> None:
+    plan = planned(tmp_path, "adamw", "pipemare", [5, 3, 1], 2, synchronous_steps=5, recompute=recompute)
+    assert differs(tmp_path, plan) < 1e-12
+
+
+@pytest.mark.parametrize("part", ["rate_factor", "DECAY"])
+def test_a_part_of_pipemare_that_is_left_out_is_found(
+    tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = {"rate_factor": lambda *_: 1.0, "DECAY": 0.2}[part]
+    monkeypatch.setattr(f"autopar.runtime.stage.versions.{part}", other)
+    plan = planned(tmp_path, "momentum", "pipemare", [5, 3, 1], 2)
+    assert differs(tmp_path, plan, losses=False) > 1e-4
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_prediction_by_another_number_of_updates_is_found(
+    tmp_path: Path, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autopar.runtime.start.job.updates_ahead", lambda place: ahead * (place.depth > 1))
+    plan = planned(tmp_path, "momentum", "predict", [3, 2, 1], 2)
+    assert differs(tmp_path, plan, losses=False) > 1e-4
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "nesterov"])
+def test_an_optimizer_whose_steps_are_not_known_is_refused(tmp_path: Path, optimizer: str) -> None:
+    with pytest.raises(
+        UsageError, match=r"predict knows the next steps of .*, and not of this SGD; plan with `policy="
+    ):
+        differs(tmp_path, planned(tmp_path, optimizer, "predict", [3, 2, 1], 2))

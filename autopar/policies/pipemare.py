@@ -1,0 +1,52 @@
+"""PipeMare: forwards and backwards see the newest weights, and what that costs in learning is corrected.
+
+Yang et al., "PipeMare: Asynchronous Pipeline Parallel DNN Training", arXiv 1910.05124; at second hand. With tau_s the
+mean over a mini-batch of the updates from a forward to its own update:
+
+    T1  the rate of mini-batch t is multiplied by max(1, tau_s) ^ -(1 - min(t / N, 1))
+    T2  backwards see w - tau_s delta; after an update, delta <- g delta + (1 - g) (new - old), g = 0.135 ^ (1 / tau_s)
+    T3  the first N' steps are synchronous, and t counts from there
+"""
+
+from __future__ import annotations
+
+from autopar.policies.place import StagePlace
+
+PREPARES = "correct"
+DECAY = 0.135
+"""The paper's D: what is left of a difference after tau_s updates."""
+
+
+def forward_version(place: StagePlace, micro_batch: int) -> int:
+    """See :class:`autopar.policies.Policy`."""
+    return place.newest_at_forward(micro_batch)
+
+
+def backward_version(place: StagePlace, micro_batch: int) -> int:
+    """See :class:`autopar.policies.Policy`."""
+    return place.newest_at_backward(micro_batch)
+
+
+def least_micro_batches(first_depth: int) -> int:
+    """See :class:`autopar.policies.Policy`."""
+    return 1
+
+
+def delay(place: StagePlace) -> float:
+    """Return tau_s.
+
+    >>> [delay(StagePlace(depth, 5, 4)) for depth in (5, 3, 1)]
+    [1.0, 0.5, 0.0]
+    """
+    every = range(place.micro_batches)
+    return sum(place.newest_at_backward(each) - place.newest_at_forward(each) for each in every) / len(every)
+
+
+def rate_factor(tau: float, step: int, anneal_steps: int) -> float:
+    """Return what the rate of a step is multiplied by (T1)."""
+    return float(max(1.0, tau) ** -(1 - min(step / anneal_steps, 1.0)))
+
+
+def buffers(place: StagePlace) -> int:
+    """See :class:`autopar.policies.Policy`."""
+    return 2 if delay(place) else 0
