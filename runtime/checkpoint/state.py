@@ -6,10 +6,11 @@ of what replicas hold alike the first writes, of what they divide each its part,
 
 from __future__ import annotations
 
+import operator
 import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from pydantic import JsonValue
@@ -62,13 +63,21 @@ class HeldPiece(NamedTuple):
         return key_of(self.kind, self.name, self.state)
 
 
-class _PieceRecord(NamedTuple):
-    """A tensor as it was when it was last looked at, what this rank holds of it, and whether it writes that."""
+class _Look(NamedTuple):
+    """What a rank writes, as it was when it was last looked at."""
 
-    tensor: torch.Tensor
-    address: int
-    piece: HeldPiece
-    writes: bool
+    pieces: list[HeldPiece]
+    numbers: list[StateNumber]
+    tensors: list[torch.Tensor] | None
+    """All that were there, where they are enough to know whether it is still so."""
+    addresses: list[int]
+
+    def is_of(self, present: Sequence[object]) -> bool:
+        """Whether just the same tensors are there, in the same memory; quick, since training waits for it."""
+        tensors = self.tensors
+        if tensors is None or len(tensors) != len(present) or not all(map(operator.is_, tensors, present)):
+            return False
+        return list(map(torch.Tensor.data_ptr, tensors)) == self.addresses
 
 
 def held_piece(kind: Kind, name: str, tensor: torch.Tensor, state: str | None = None) -> HeldPiece:
@@ -99,7 +108,7 @@ class JobState:
         """Look at a job; ``first_stages`` says which stage is the first to hold each parameter and buffer."""
         self._job, self._first_stages = job, first_stages
         self._names = _names(job.update)
-        self._pieces: dict[tuple[str, str | None], _PieceRecord] = {}
+        self._latest: _Look | None = None
 
     def look(self) -> tuple[list[HeldPiece], RankPart]:
         """Return what this rank writes of the model and of its optimizer's state, and what there is beside tensors.
@@ -109,6 +118,23 @@ class JobState:
         Raises:
             TrainingError: the optimizer keeps what no checkpoint can.
         """
+        present = list(self._present())
+        if self._latest is None or not self._latest.is_of(present):
+            self._latest = self._look_anew(present)
+        part = RankPart(
+            optimizer=self._optimizer(self._latest.numbers), scheduler=self._scheduler(), loss_scale=self._loss_scale()
+        )
+        return self._latest.pieces, part
+
+    def _present(self) -> Iterator[object]:
+        """Yield all parameters and buffers, and what the optimizer keeps of each parameter."""
+        optimizer = self._job.update.optimizer
+        yield from self._job.parameters.values()
+        yield from self._job.buffers.values()
+        for kept in () if optimizer is None else optimizer.state.values():
+            yield from kept.values()
+
+    def _look_anew(self, present: list[object]) -> _Look:
         every: list[tuple[Kind, str, str | None, torch.Tensor]] = [
             ("parameter", name, None, parameter) for name, parameter in self._job.parameters.items()
         ]
@@ -119,19 +145,12 @@ class JobState:
                 every.append(("optimizer", name, state, value))
             else:
                 numbers.append(StateNumber(parameter=name, state=state, value=to_plain(value)))
-        seen = [self._piece_of(*each) for each in every]
-        part = RankPart(optimizer=self._optimizer(numbers), scheduler=self._scheduler(), loss_scale=self._loss_scale())
-        return [each.piece for each in seen if each.writes], part
-
-    def _piece_of(self, kind: Kind, name: str, state: str | None, tensor: torch.Tensor) -> _PieceRecord:
-        before = self._pieces.get((name, state))
-        # A tensor may have got another piece of memory (`parameter.data = ...`).
-        address = local(tensor).data_ptr()
-        if before is not None and before.tensor is tensor and before.address == address:
-            return before
-        piece = held_piece(kind, name, tensor, state)
-        found = self._pieces[name, state] = _PieceRecord(tensor, address, piece, self._writes(piece))
-        return found
+        found = (held_piece(kind, name, tensor, state) for kind, name, state, tensor in every)
+        pieces = [each for each in found if self._writes(each)]
+        # Numbers are other objects each time, and what replicas divide has no address.
+        lasting = not numbers and not any(hasattr(each, "to_local") for each in present)
+        tensors = cast(list[torch.Tensor], present) if lasting else None
+        return _Look(pieces, numbers, tensors, list(map(torch.Tensor.data_ptr, tensors or ())))
 
     def _writes(self, piece: HeldPiece) -> bool:
         """Whether this rank writes a piece, of all that hold it."""
