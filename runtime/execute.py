@@ -250,6 +250,9 @@ class Executor:
     def _error_at(self, error: Exception, action: Action) -> AutoparError:
         """Say of an error where it happened."""
         step = self._repetition.step_of(action)
+        if action.kind in (FORWARD, *BACKWARDS):
+            # Within its mini-batch.
+            action = action._replace(micro_batch=self._repetition.place(action.micro_batch)[1])
         place = f"rank {self._surroundings.rank} (stage {action.stage}, step {step}, {action})"
         if isinstance(error, AutoparError):
             return type(error)(f"{place}: {error}")

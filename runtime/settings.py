@@ -82,7 +82,7 @@ def check_scope(plan: Plan, *, needs_flush: bool = True) -> None:
     if needs_flush and plan.weight_policy != "sync":
         raise UsageError(
             f"the plan is never flushed (weight policy {plan.weight_policy}), and is carried out by `autopar run` and "
-            "`autopar worker` alone; plan with `objective='step'`"
+            "`autopar worker` alone; plan with `policy='sync'`, and no other objective than `objective='step'`"
         )
 
 

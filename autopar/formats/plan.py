@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
 from autopar.formats.document import (
@@ -376,6 +376,14 @@ class Plan(Document):
                     f"stage {index} runs each replica on {stage.tensor_parallel} devices; plan with `objective='step'`"
                 )
         return None
+
+    @model_serializer(mode="wrap")
+    def _without_what_other_policies_have(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = serialize(self)
+        for name in ("anneal_steps", "synchronous_steps"):
+            if not content[name]:
+                del content[name]
+        return content
 
     def _unflushed_refusal(self) -> str | None:
         for index, stage in enumerate(self.stages):

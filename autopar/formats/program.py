@@ -152,6 +152,12 @@ class Program:
     shift: int = 0
     """Micro-batches by which each repetition is ahead of the one before; 0 where every step ends with a flush."""
 
+    def text_of(self, action: Action) -> str:
+        """Return the text of one of its actions, with the micro-batch's number within its mini-batch."""
+        if self.shift and action.micro_batch >= 0 and action.kind != REDUCE_TIED:
+            action = action._replace(micro_batch=action.micro_batch % self.shift)
+        return str(action)
+
     def dumps(self) -> str:
         """Return the program as JSON, one line of action texts per rank."""
         rows = [json.dumps(" ".join(map(str, rank))) for rank in self.ranks]

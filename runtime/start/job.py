@@ -257,11 +257,11 @@ class Job:
         ahead, stop = self._ahead, step + 1 if stop is None else stop
         if step == start - lead(self.plan):
             self.versions.refill(start)
+        for done in [each for each in self._inputs if each < step + ahead.start]:
+            del self._inputs[done]
         for later in range(max(start, step + ahead.start), min(stop, step + ahead.stop)):
             if later not in self._inputs:
                 self._inputs[later] = self._batches.load(later, more=later + 1 < stop)
-        for done in [each for each in self._inputs if each < step + ahead.start]:
-            del self._inputs[done]
         return self._executor.run(Repetition(step, self.plan.micro_batches, stop, start), self._inputs)
 
     def train(self, step: int, inputs: Batch) -> StepRecord:
@@ -282,7 +282,7 @@ class Job:
         Raises:
             UsageError: says what to do.
         """
-        instead = f"weight policy {self.plan.weight_policy}; plan with `objective='step'`"
+        instead = f"weight policy {self.plan.weight_policy}; plan with `policy='sync'`"
         if graph.loss == "sum_count":
             raise UsageError(f"loss() counts, and all stages would wait for the mini-batch's count under {instead}")
         if isinstance(self._update.scheduler, ReduceLROnPlateau):

@@ -45,7 +45,7 @@ def describe(program: Program) -> Describe:
             return Doing(*("finishing", True) if note.phase == FINISHED else ("setting up", False))
         action = program.ranks[rank][note.position]
         waiting = action.kind in (RECEIVE, RECEIVE_GRADIENT, REDUCE, REDUCE_TIED)
-        return Doing(f"stage {action.stage}, step {note.step}, {action}", waiting)
+        return Doing(f"stage {action.stage}, step {note.step}, {program.text_of(action)}", waiting)
 
     return words
 
@@ -132,7 +132,9 @@ def write_black_box(path: Path, program: Program, ranks: Sequence[int], board: B
     for rank in ranks:
         actions = tuple(
             BeganAction(
-                step=note.step, action=str(program.ranks[rank][note.position]), before_s=max(0.0, now_s - note.time_s)
+                step=note.step,
+                action=program.text_of(program.ranks[rank][note.position]),
+                before_s=max(0.0, now_s - note.time_s),
             )
             for note in board.history(rank)
         )
