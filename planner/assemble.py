@@ -29,7 +29,7 @@ from autopar.planner.costs.links import Collective, Traffic
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.simulate import Simulator, trace
-from autopar.planner.simulator.unflushed import trace_unflushed
+from autopar.planner.simulator.unflushed import trace_unflushed, without_flushes
 from autopar.schedules.check import check
 from autopar.schedules.expand import action_count, expand
 from autopar.schedules.route import Routes
@@ -371,7 +371,10 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, program: Program | 
 def action_prices(plan: Plan, profile: Profile, cluster: Cluster, program: Program | None = None) -> ActionPrices:
     """Return what the actions of a plan are priced at, each as if nothing else went on; see :func:`simulate`."""
     costs, candidate = _cost_model_of(plan, profile, cluster)
-    found = prices_of(program or expand(plan), durations(costs, candidate))
+    times = durations(costs, candidate)
+    if plan.weight_policy != "sync":
+        times = without_flushes(times)
+    found = prices_of(program or expand(plan), times)
     return replace(found, holds=rank_bytes(costs, candidate), slowed=bool(costs.sharing))
 
 

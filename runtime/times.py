@@ -117,15 +117,16 @@ class PricedClock(Clock, Protocol):
 
 
 class VirtualClock(HostClock):
-    """Time is a number: every step begins at 0."""
+    """Time is a number: every step begins at 0, but of pipelines that are never flushed."""
 
-    def __init__(self, overhead_s: float) -> None:
-        """Begin; ``overhead_s`` is what a step takes before its first action."""
-        self._overhead_s, self.now_s = overhead_s, 0.0
+    def __init__(self, overhead_s: float, *, goes_on: bool = False) -> None:
+        """Begin; ``overhead_s`` is what a step takes before its first action, unless time ``goes_on``."""
+        self._overhead_s, self._goes_on, self.now_s = overhead_s, goes_on, 0.0
 
     def start(self) -> None:
         """See :class:`Clock`."""
-        self.now_s = self._overhead_s
+        if not self._goes_on:
+            self.now_s = self._overhead_s
 
     def mark(self) -> object:
         """See :class:`Clock`."""

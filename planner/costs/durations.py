@@ -10,8 +10,10 @@ from autopar.formats.cluster import Level
 from autopar.formats.prices import ActionPrices, RankBytes, RankPrices, price_key
 from autopar.formats.program import (
     BACKWARD,
+    CORRECT,
     FORWARD,
     INPUT_BACKWARD,
+    PREDICT,
     REDUCE,
     REDUCE_TIED,
     SENDS,
@@ -105,6 +107,7 @@ def prices_of(program: Program, times: Durations) -> ActionPrices:
         WEIGHT_BACKWARD: times.weight_s,
         REDUCE: times.reduce_s,
         UPDATE: times.update_s,
+        **dict.fromkeys((PREDICT, CORRECT), times.prepare_s or times.update_s),
     }
     found = []
     for rank, actions in enumerate(program.ranks):

@@ -35,13 +35,15 @@ def mini_batches(plan: Plan) -> int:
 
 
 def trace_unflushed(plan: Plan, program: Program, times: Durations, traffic: Traffic | None = None) -> Timeline:
-    """Return the timeline of a plan with a weight policy, from its fill to its drain.
-
-    Micro-batches are counted through. What a step takes beside its actions, every update does.
-    """
-    update_s = [seconds + times.overhead_s for seconds in times.update_s]
+    """Return the timeline of a plan with a weight policy, from its fill to its drain; micro-batches count through."""
     written = written_out(program, plan.micro_batches, -lead(plan), mini_batches(plan))
-    return trace(written, replace(times, overhead_s=0.0, update_s=update_s, prepare_s=times.update_s), traffic)
+    return trace(written, without_flushes(times), traffic)
+
+
+def without_flushes(times: Durations) -> Durations:
+    """Return durations of which every update takes what a step takes beside its actions."""
+    update_s = [seconds + times.overhead_s for seconds in times.update_s]
+    return replace(times, overhead_s=0.0, update_s=update_s, prepare_s=times.update_s)
 
 
 def pipeline_times(timeline: Timeline, plan: Plan) -> PipelineTimes:

@@ -23,6 +23,7 @@ from autopar.formats.program import Program
 from autopar.runtime.data import Batch, Loader
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.settings import TrainSettings
+from autopar.runtime.stage.versions import NewestWeights
 from autopar.runtime.start.job import Job
 from autopar.runtime.times import Clock, PricedClock
 from autopar.schedules.expand import mine
@@ -289,6 +290,10 @@ class StandInJob(Job):
 
     def _clock(self) -> Clock:
         return self._own_clock
+
+    def _weight_versions(self, graph: LayerGraph) -> NewestWeights:
+        # Nothing reads the weights of stand-ins.
+        return NewestWeights()
 
     def _loader(self, model: UserModel, graph: LayerGraph, settings: TrainSettings) -> Loader:
         return _ZeroLoader(self.plan, self.rank, self.rows, self.inputs)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
+from autopar.errors import UsageError
 from autopar.formats.faults import Fault
 from autopar.formats.plan import Plan
 from autopar.formats.prices import ActionPrices, LayerBytes, RankBytes, RankPrices
@@ -34,6 +35,7 @@ from autopar.runtime.start.job import DEFAULTS
 from autopar.runtime.start.supervision import describe
 from autopar.runtime.times import PricedClock, SleepingClock, VirtualClock
 from autopar.schedules.check import check
+from autopar.schedules.continuing import Repetition, lead, written_out
 from autopar.schedules.expand import expand
 
 UPDATE_CODE = KINDS.index(UPDATE)
@@ -104,7 +106,12 @@ def rehearse_steps(
         ProgramError: the program does not carry out the plan.
         TrainingError: a rank failed or was lost; names it.
     """
-    check_scope(plan)
+    check_scope(plan, needs_flush=False)
+    goes_on = plan.weight_policy != "sync"
+    if goes_on and (faults or every):
+        raise UsageError(
+            f"`{'inject_fault' if faults else 'every'}`: what is lost is counted for `policy='sync'` alone"
+        )
     program = program or expand(plan)
     check(program, plan)
     check_faults(faults, len(plan.devices), steps)
@@ -136,11 +143,16 @@ def _rehearsal(
     """Put what the ranks recorded together."""
     began_s = [min(rank["spans"][step][0] for rank in ranks) for step in range(task.steps)]
     ended_s = [max(rank["spans"][step][1] for rank in ranks) for step in range(task.steps)]
-    timeline = Timeline("rehearsed")
-    for rank, (actions, own) in enumerate(zip(task.program.ranks, ranks, strict=True)):
+    timeline, program, origin_s = Timeline("rehearsed"), task.program, began_s[-1]
+    if program.shift:
+        # Without flushes a step lasts from the end of the one before; what was recorded is from fill to drain.
+        began_s = [began_s[0], *ended_s[:-1]]
+        program = written_out(program, program.shift, -lead(task.plan), task.steps)
+        origin_s = min(rank["times_s"][0][0] for rank in ranks)
+    for rank, (actions, own) in enumerate(zip(program.ranks, ranks, strict=True)):
         for action, (start_s, end_s) in zip(actions, own["times_s"], strict=True):
-            timeline.add(rank, action, start_s - began_s[-1], end_s - began_s[-1])
-        timeline.memory[rank] = [(max(0.0, at_s - began_s[-1]), size) for at_s, size in own["moments"]]
+            timeline.add(rank, action, start_s - origin_s, end_s - origin_s)
+        timeline.memory[rank] = [(max(0.0, at_s - origin_s), size) for at_s, size in own["moments"]]
     limits = ((rank, held.limit) for rank, held in enumerate(task.prices.holds))
     timeline.limits_bytes.update({rank: limit for rank, limit in limits if limit is not None})
     lengths_s = tuple(end - begin for begin, end in zip(began_s, ended_s, strict=True))
@@ -316,20 +328,28 @@ def _perform(
 ) -> _RankRecord:
     """Build a rank's job of stand-ins, and step it."""
     prices = what.prices
-    clock: PricedClock = (SleepingClock if what.real_time else VirtualClock)(prices.overhead_s)
+    ahead, own = lead(what.plan), list(what.program.ranks[rank])
+    clock: PricedClock = SleepingClock(prices.overhead_s)
+    if not what.real_time:
+        clock = VirtualClock(prices.overhead_s, goes_on=ahead > 0)
     ledger = MemoryLedger(clock, prices.holds[rank].state) if prices.holds else None
     befalling = FaultMoments(what.faults, rank, what.program.ranks[rank], clock)
     job = _stand_in_job(what, rank, transport, befalling.noting(note), clock, ledger)
     spans, times_s = [], list[tuple[float, float]]()
-    for step in range(what.steps):
-        # Steps are told apart: none begins before the one before has ended everywhere.
-        meet()
+    for step in range(-ahead, what.steps):
+        if not ahead or step == -ahead:
+            # Steps are told apart: none begins before the one before has ended everywhere.
+            meet()
+            times_s = []
+            if ledger is not None:
+                ledger.begin_step()
         began_s = clock.now_s if what.real_time else 0.0
-        if ledger is not None:
-            ledger.begin_step()
-        times_s = job.step(step).times_s
-        spans.append((began_s, clock.now_s))
-        done(step + 1)
+        absent = Repetition(step, what.plan.micro_batches, what.steps).absent(own) if ahead else ()
+        spent_s = job.step(step, what.steps).times_s
+        times_s += [each for position, each in enumerate(spent_s) if position not in absent]
+        if step >= 0:
+            spans.append((began_s, clock.now_s))
+            done(step + 1)
     meet()
     job.finish()
     moments = [] if ledger is None else ledger.moments

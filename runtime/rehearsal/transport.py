@@ -102,7 +102,7 @@ class PricedTransport:
 
     def charge(self, position: int) -> None:
         """Let what the action at a position takes pass, as it begins; all of a rank's are charged, in their order."""
-        if position == 0:
+        if position == 0 and self._plan.weight_policy == "sync":
             self._begin_step()
         action, seconds, clock = self._actions[position], self._seconds[position], self._clock
         if self._ledger is not None:

@@ -63,12 +63,16 @@ def test_what_does_not_go_with_a_policy_is_refused_in_one_line(run: Run, options
     assert "Traceback" not in err
 
 
-def test_verify_and_rehearse_say_that_they_need_a_flush(run: Run) -> None:
+def test_verify_and_the_rehearsal_of_memory_need_a_flush_and_steps_are_rehearsed(run: Run) -> None:
     assert run("plan", "--gpus", "2", "--stages", "0-2:1,3-4:1", "--policy", "stash")[0] == 0
-    for command in (("verify",), ("rehearse", "--steps", "2")):
+    for command in (("verify",), ("rehearse",)):
         code, _, err = run(*command)
         assert code == 2
         assert "is never flushed (weight policy stash)" in err
+    code, out, err = run("rehearse", "--steps", "30", "--json")
+    assert code == 0, err
+    assert len(json.loads(out)["steps_s"]) == 30
+    assert "per mini-batch, rehearsed" in err
 
 
 def test_what_is_resumed_equals_a_run_that_was_drained_at_the_same_steps(run: Run) -> None:

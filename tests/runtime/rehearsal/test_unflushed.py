@@ -1,0 +1,89 @@
+"""Pipelines that are never flushed take, performed by the executor in virtual time, what was simulated."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from autopar.errors import AutoparError, UsageError
+from autopar.formats.faults import Fault
+from autopar.formats.plan import Plan
+from autopar.formats.timeline import Timeline
+from autopar.planner import PlanOptions, action_prices, plan, simulate
+from autopar.planner.simulator.unflushed import mini_batches
+from autopar.runtime.rehearsal.steps import rehearse_steps
+from autopar.schedules.continuing import lead
+from random_problems import random_cluster, random_profile
+
+POLICIES = ("stash", "vertical-sync", "2bw", "predict", "pipemare")
+
+
+def ends(timeline: Timeline) -> list[tuple[int, str, float]]:
+    """Return when what ranks compute and reduce ended, in their order."""
+    found = [(each.rank, each.end_s, str(each.action)) for each in timeline if each.action.kind in "FBUPCA"]
+    return [(rank, text, end_s) for rank, end_s, text in sorted(found)]
+
+
+def drawn(seed: int) -> tuple[Plan, object, object] | None:
+    """Return a plan of some policy with depths of its own, its profile and cluster; none where no plan obeys."""
+    draw = random.Random(seed)
+    profile, cluster = random_profile(seed, batches=(2, 4, 6)), random_cluster(seed, 4)
+    policy = POLICIES[seed % len(POLICIES)]
+    more = {"anneal_steps": 5} if policy == "pipemare" else {}
+    options = PlanOptions(policy=policy, min_stages=draw.choice([1, 2]), **more)  # type: ignore[arg-type]
+    try:
+        made = plan(profile, cluster, options)
+    except AutoparError:
+        return None
+    extra = draw.choice([0, 1, 2]) if policy != "2bw" else 0
+    stages = tuple(each.model_copy(update={"warmup": each.warmup + extra}) for each in made.stages)
+    return made.model_copy(update={"stages": stages}), profile, cluster
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_what_is_rehearsed_is_what_was_simulated(first: int) -> None:
+    cases = 0
+    for seed in range(first, first + 10):
+        found = drawn(seed)
+        if found is None:
+            continue
+        made, *inputs = found
+        simulated = simulate(made, *inputs)  # type: ignore[arg-type]
+        prices = action_prices(made, *inputs)  # type: ignore[arg-type]
+        rehearsed = rehearse_steps(made, inputs[0], prices, mini_batches(made), threads=True)  # type: ignore[arg-type]
+        assert len(rehearsed.steps_s) == mini_batches(made)
+        for one, two in zip(ends(rehearsed.timeline), ends(simulated), strict=True):
+            assert one[:2] == two[:2]
+            assert one[2] == pytest.approx(two[2], rel=1e-9, abs=1e-9 * simulated.end_s)
+        cases += 1
+    assert cases >= 3
+
+
+def test_an_action_of_another_price_is_found() -> None:
+    found = drawn(5)
+    assert found is not None
+    made, *inputs = found
+    prices = action_prices(made, *inputs)  # type: ignore[arg-type]
+    key = "F@0"
+    prices.ranks[0].seconds[key] *= 1.5
+    rehearsed = rehearse_steps(made, inputs[0], prices, mini_batches(made), threads=True)  # type: ignore[arg-type]
+    assert ends(rehearsed.timeline) != ends(simulate(made, *inputs))  # type: ignore[arg-type]
+
+
+def test_processes_perform_it_too_and_steps_are_as_long_as_the_period() -> None:
+    found = next(each for each in map(drawn, range(0, 60, 5)) if each is not None and len(each[0].devices) <= 3)
+    made, *inputs = found
+    prices = action_prices(made, *inputs)  # type: ignore[arg-type]
+    rehearsed = rehearse_steps(made, inputs[0], prices, 2 * lead(made) + 8, threads=False)  # type: ignore[arg-type]
+    middle = rehearsed.steps_s[lead(made) + 2 : -lead(made) - 1]
+    assert max(middle) == pytest.approx(made.predicted.step_s, rel=0.2)
+
+
+def test_what_is_lost_is_counted_with_flushes_alone() -> None:
+    found = drawn(0)
+    assert found is not None
+    made, *inputs = found
+    prices = action_prices(made, *inputs)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="`inject_fault`: what is lost is counted for `policy='sync'` alone"):
+        rehearse_steps(made, inputs[0], prices, 3, threads=True, faults=[Fault.parse("kill@0:1")])  # type: ignore[arg-type]
