@@ -280,13 +280,7 @@ class Executor:
             return partial(self._finish_reduction, position, stage)
         if kind == REDUCE_TIED:
             return partial(self._reducer.reduce_shared, micro_batch)
-        if kind == UPDATE:
-            return self._close
-        if kind == PREDICT:
-            return self._versions.predict
-        if kind == CORRECT:
-            return self._versions.correct
-        raise AssertionError(f"an action that is not known: {action}")
+        return {UPDATE: self._close, PREDICT: self._versions.predict, CORRECT: self._versions.correct}[kind]
 
     def _forward(self, index: int, micro_batch: int, distance: int) -> None:
         """Run a forward, which sees the weights so many updates before the newest."""

@@ -318,6 +318,12 @@ def _stand_in_job(
     return StandInJob(clock, charge, what.plan, what.program, rank, graph, priced)
 
 
+def _clock_of(what: _RehearsalTask) -> PricedClock:
+    if what.real_time:
+        return SleepingClock(what.prices.overhead_s)
+    return VirtualClock(what.prices.overhead_s, goes_on=what.plan.weight_policy != "sync")
+
+
 def _perform(
     what: _RehearsalTask,
     rank: int,
@@ -327,11 +333,8 @@ def _perform(
     meet: Callable[[], None],
 ) -> _RankRecord:
     """Build a rank's job of stand-ins, and step it."""
-    prices = what.prices
-    ahead, own = lead(what.plan), list(what.program.ranks[rank])
-    clock: PricedClock = SleepingClock(prices.overhead_s)
-    if not what.real_time:
-        clock = VirtualClock(prices.overhead_s, goes_on=ahead > 0)
+    prices, ahead, own = what.prices, lead(what.plan), list(what.program.ranks[rank])
+    clock = _clock_of(what)
     ledger = MemoryLedger(clock, prices.holds[rank].state) if prices.holds else None
     befalling = FaultMoments(what.faults, rank, what.program.ranks[rank], clock)
     job = _stand_in_job(what, rank, transport, befalling.noting(note), clock, ledger)
