@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import INPUT_BACKWARD, Program
+from autopar.policies import POLICIES
 
 DEFAULT_STEPS = 20
 
@@ -103,6 +104,11 @@ def check_unflushed(plan: Plan, settings: TrainSettings) -> None:
         raise UsageError(f"`{name}` takes a flush, which {of_policy} has none of; leave it out, or plan another")
     if plan.precision == "fp16":
         raise UsageError(f"fp16 scales losses for all stages alike, which {of_policy} does not; profile with bf16")
+    if plan.precision == "bf16" and POLICIES[plan.weight_policy].prepares:
+        raise UsageError(
+            f"bf16 keeps weights as forwards have cast them for backwards, which see others under {of_policy}; plan "
+            "with `policy='stash'`, or profile with `precision='fp32'`"
+        )
     if plan.replicate_state is not None:
         raise UsageError(
             f"layers write buffers that replicas make alike after a step, which {of_policy} has none of; plan with "

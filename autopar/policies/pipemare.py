@@ -10,43 +10,32 @@ mean over a mini-batch of the updates from a forward to its own update:
 
 from __future__ import annotations
 
-from autopar.policies.place import StagePlace
+from autopar.policies.policy import Policy, StageDepths
 
-PREPARES = "correct"
 DECAY = 0.135
 """The paper's D: what is left of a difference after tau_s updates."""
 
 
-def forward_version(place: StagePlace, micro_batch: int) -> int:
-    """See :class:`autopar.policies.Policy`."""
-    return place.newest_at_forward(micro_batch)
+class PipeMare(Policy):
+    """See above."""
+
+    prepares = "correct"
+
+    def buffers(self, stage: StageDepths) -> int:
+        """See :class:`.policy.Policy`."""
+        return 2 if delay(stage) else 0
 
 
-def backward_version(place: StagePlace, micro_batch: int) -> int:
-    """See :class:`autopar.policies.Policy`."""
-    return place.newest_at_backward(micro_batch)
-
-
-def least_micro_batches(first_depth: int) -> int:
-    """See :class:`autopar.policies.Policy`."""
-    return 1
-
-
-def delay(place: StagePlace) -> float:
+def delay(stage: StageDepths) -> float:
     """Return tau_s.
 
-    >>> [delay(StagePlace(depth, 5, 4)) for depth in (5, 3, 1)]
+    >>> [delay(StageDepths(depth, 5, 4)) for depth in (5, 3, 1)]
     [1.0, 0.5, 0.0]
     """
-    every = range(place.micro_batches)
-    return sum(place.newest_at_backward(each) - place.newest_at_forward(each) for each in every) / len(every)
+    every = range(stage.micro_batches)
+    return sum(stage.newest_at_backward(each) - stage.newest_at_forward(each) for each in every) / len(every)
 
 
 def rate_factor(tau: float, step: int, anneal_steps: int) -> float:
     """Return what the rate of a step is multiplied by (T1)."""
     return float(max(1.0, tau) ** -(1 - min(step / anneal_steps, 1.0)))
-
-
-def buffers(place: StagePlace) -> int:
-    """See :class:`autopar.policies.Policy`."""
-    return 2 if delay(place) else 0

@@ -12,31 +12,19 @@ differ. Backwards see the newest weights.
 
 from __future__ import annotations
 
-from autopar.policies.place import StagePlace
-
-PREPARES = "predict"
+from autopar.policies.policy import Policy, StageDepths
 
 
-def forward_version(place: StagePlace, micro_batch: int) -> int:
-    """See :class:`autopar.policies.Policy`."""
-    return place.newest_at_forward(micro_batch)
+class Predict(Policy):
+    """See above."""
+
+    prepares = "predict"
+
+    def buffers(self, stage: StageDepths) -> int:
+        """See :class:`.policy.Policy`."""
+        return int(updates_ahead(stage) > 0)
 
 
-def backward_version(place: StagePlace, micro_batch: int) -> int:
-    """See :class:`autopar.policies.Policy`."""
-    return place.newest_at_backward(micro_batch)
-
-
-def least_micro_batches(first_depth: int) -> int:
-    """See :class:`autopar.policies.Policy`."""
-    return 1
-
-
-def updates_ahead(place: StagePlace) -> int:
+def updates_ahead(stage: StageDepths) -> int:
     """Return d, the updates that a prediction is ahead."""
-    return -(-(place.depth - 1) // place.micro_batches)
-
-
-def buffers(place: StagePlace) -> int:
-    """See :class:`autopar.policies.Policy`."""
-    return int(updates_ahead(place) > 0)
+    return -(-(stage.depth - 1) // stage.micro_batches)

@@ -7,24 +7,8 @@ stage keeps 1 + ceil((K_s - 1) / T) versions. Stages see different versions.
 
 from __future__ import annotations
 
-from autopar.policies.place import StagePlace
-
-PREPARES = ""
+from autopar.policies.policy import OneVersion
 
 
-def forward_version(place: StagePlace, micro_batch: int) -> int:
-    """See :class:`autopar.policies.Policy`."""
-    return place.newest_at_forward(micro_batch)
-
-
-backward_version = forward_version
-
-
-def least_micro_batches(first_depth: int) -> int:
-    """See :class:`autopar.policies.Policy`."""
-    return 1
-
-
-def buffers(place: StagePlace) -> int:
-    """See :class:`autopar.policies.Policy`."""
-    return 0
+class Stash(OneVersion):
+    """See above."""

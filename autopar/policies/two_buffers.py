@@ -7,24 +7,16 @@ weights which the first forward of a mini-batch is to see are there by then take
 
 from __future__ import annotations
 
-from autopar.policies.place import StagePlace
-
-PREPARES = ""
+from autopar.policies.policy import OneVersion, StageDepths
 
 
-def forward_version(place: StagePlace, micro_batch: int) -> int:
-    """See :class:`autopar.policies.Policy`."""
-    return micro_batch // place.micro_batches - 1
+class TwoBuffers(OneVersion):
+    """See above."""
 
+    def forward_version(self, stage: StageDepths, micro_batch: int) -> int:
+        """See :class:`.policy.Policy`."""
+        return micro_batch // stage.micro_batches - 1
 
-backward_version = forward_version
-
-
-def least_micro_batches(first_depth: int) -> int:
-    """See :class:`autopar.policies.Policy`."""
-    return max(1, first_depth - 1)
-
-
-def buffers(place: StagePlace) -> int:
-    """See :class:`autopar.policies.Policy`."""
-    return 0
+    def least_micro_batches(self, first_depth: int) -> int:
+        """See :class:`.policy.Policy`."""
+        return max(1, first_depth - 1)

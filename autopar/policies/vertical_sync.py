@@ -6,24 +6,12 @@ stashing, with the first stage's K_0 in place of every stage's own depth, forth 
 
 from __future__ import annotations
 
-from autopar.policies.place import StagePlace
-
-PREPARES = ""
+from autopar.policies.policy import OneVersion, StageDepths
 
 
-def forward_version(place: StagePlace, micro_batch: int) -> int:
-    """See :class:`autopar.policies.Policy`."""
-    return (micro_batch - place.first_depth + 1) // place.micro_batches
+class VerticalSync(OneVersion):
+    """See above."""
 
-
-backward_version = forward_version
-
-
-def least_micro_batches(first_depth: int) -> int:
-    """See :class:`autopar.policies.Policy`."""
-    return 1
-
-
-def buffers(place: StagePlace) -> int:
-    """See :class:`autopar.policies.Policy`."""
-    return 0
+    def forward_version(self, stage: StageDepths, micro_batch: int) -> int:
+        """See :class:`.policy.Policy`."""
+        return (micro_batch - stage.first_depth + 1) // stage.micro_batches

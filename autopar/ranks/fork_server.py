@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import BinaryIO
 
 from autopar.ranks.monitor import RankProcess
@@ -135,10 +133,3 @@ class ForkedProcess:
     def wait(self) -> int:
         """Wait until it has ended, and return how."""
         return self._server.wait_for(self._rank)
-
-    def kill(self) -> None:
-        """End it now."""
-        pid = self.pid
-        if pid is not None and self.poll() is None:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)

@@ -72,7 +72,6 @@ class Process(Protocol):
     def stdin(self) -> IO[bytes] | None: ...
     def poll(self) -> int | None: ...
     def wait(self) -> int: ...
-    def kill(self) -> None: ...
 
 
 class RankProcess:
@@ -102,12 +101,6 @@ class RankProcess:
             with suppress(BrokenPipeError):
                 self.process.stdin.close()
         self.pipe.close()
-
-    def abandon(self) -> None:
-        """End the process, and wait until it is gone."""
-        self.process.kill()
-        self.process.wait()
-        self.close()
 
 
 class RankMonitor:

@@ -48,14 +48,16 @@ def supervise(launch: LaunchedRank, watch: Watch, command: Sequence[str]) -> int
         # A launcher that is killed ends none of the processes that it has started. A shell may have ended long ago.
         die_with(os.getppid())
     with shared_board(launch) as (path, board):
-        link = _start(path, command)
+        process, link = _start(path, command)
         try:
             monitor = RankMonitor({launch.rank: link}, board, watch, launch.ranks_of_host, whole=launch.one_host)
             with stopping(monitor.ask_to_stop):
                 _wait(monitor)
-            return link.process.wait()
+            return process.wait()
         finally:
-            link.abandon()
+            process.kill()
+            process.wait()
+            link.close()
 
 
 def _wait(monitor: RankMonitor) -> None:
@@ -110,7 +112,7 @@ def _share_lock(folder: Path) -> int:
             os.close(handle)
 
 
-def _start(board: Path, command: Sequence[str]) -> RankProcess:
+def _start(board: Path, command: Sequence[str]) -> tuple[subprocess.Popen[bytes], RankProcess]:
     reader, writer = os.pipe()
     settings = json.dumps({"pipe": writer, "board": str(board), "parent": os.getpid()})
     try:
@@ -119,7 +121,7 @@ def _start(board: Path, command: Sequence[str]) -> RankProcess:
         )
     finally:
         os.close(writer)
-    return RankProcess(process, os.fdopen(reader, "rb", buffering=0))
+    return process, RankProcess(process, os.fdopen(reader, "rb", buffering=0))
 
 
 class SupervisedRank:

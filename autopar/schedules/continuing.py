@@ -24,7 +24,7 @@ from autopar.formats.program import (
     RankProgram,
 )
 from autopar.policies import POLICIES, distances
-from autopar.policies.place import StagePlace
+from autopar.policies.policy import StageDepths
 
 
 class RepetitionEntry(NamedTuple):
@@ -37,23 +37,23 @@ class RepetitionEntry(NamedTuple):
     """How many updates behind the newest weights it sees them."""
 
 
-def place_of(plan: Plan, stage: int) -> StagePlace:
-    """Return where a stage stands, for the weight policy."""
-    return StagePlace(plan.stages[stage].warmup, plan.stages[0].warmup, plan.micro_batches)
+def depths_of(plan: Plan, stage: int) -> StageDepths:
+    """Return how deep a stage is, for the weight policy."""
+    return StageDepths(plan.stages[stage].warmup, plan.stages[0].warmup, plan.micro_batches)
 
 
 def repetition(plan: Plan, stage: int) -> Iterator[RepetitionEntry]:
     """Yield what a stage of a plan with a weight policy computes in one repetition, its update included."""
-    place = place_of(plan, stage)
-    depth, micro_batches, policy = place.depth, place.micro_batches, POLICIES[plan.weight_policy]
-    behind = [distances(policy, place, index) for index in range(micro_batches)]
+    depths = depths_of(plan, stage)
+    depth, micro_batches, policy = depths.depth, depths.micro_batches, POLICIES[plan.weight_policy]
+    behind = [distances(policy, depths, index) for index in range(micro_batches)]
     for index in range(micro_batches):
         yield RepetitionEntry(BACKWARD, index, behind[index].backward)
         if index == micro_batches - 1:
             yield RepetitionEntry(UPDATE, -1, 0)
-            if policy.PREPARES == "correct" and policy.buffers(place):
+            if policy.prepares == "correct" and policy.buffers(depths):
                 yield RepetitionEntry(CORRECT, -1, 0)
-        if policy.PREPARES == "predict" and policy.buffers(place) and (depth + index) % micro_batches == 0:
+        if policy.prepares == "predict" and policy.buffers(depths) and (depth + index) % micro_batches == 0:
             yield RepetitionEntry(PREDICT, depth + index, 0)
         yield RepetitionEntry(FORWARD, depth + index, behind[(depth + index) % micro_batches].forward)
 

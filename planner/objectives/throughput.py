@@ -224,10 +224,9 @@ def quickest(prices: StashCosts, options: PlanOptions) -> FastestPipeline | None
     return found
 
 
-def _recompute_sets(prices: StashCosts, options: PlanOptions) -> list[dict[int, frozenset[int]]]:
+def recompute_sets(costs: CostModel, rows: int, options: PlanOptions) -> list[dict[int, frozenset[int]]]:
     """Return the sets of layers to recompute, by kind: none, all that free memory, or both."""
-    costs = prices.costs
-    every = {kind: costs.recompute_levels(costs.batch, kind) for kind in sorted(set(costs.kind_of))}
+    every = {kind: costs.recompute_levels(rows, kind) for kind in sorted(set(costs.kind_of))}
     ends = {"none": (0,), "full": (-1,), "auto": (0, -1)}[options.recompute]
     return [{kind: levels[end] for kind, levels in every.items()} for end in ends]
 
@@ -235,7 +234,7 @@ def _recompute_sets(prices: StashCosts, options: PlanOptions) -> list[dict[int, 
 class _StageTable:
     def __init__(self, prices: StashCosts, options: PlanOptions, *, with_memory_limit: bool) -> None:
         self.prices, self.costs, self.with_memory_limit = prices, prices.costs, with_memory_limit
-        self.recompute = _recompute_sets(prices, options)[: None if with_memory_limit else 1]
+        self.recompute = recompute_sets(self.costs, self.costs.batch, options)[: None if with_memory_limit else 1]
         self.pool = in_order(self.costs.kind_of)
         self.layers = self.costs.layer_count
         self.shapes = [

@@ -31,12 +31,12 @@ from autopar.planner.costs.durations import durations
 from autopar.planner.costs.links import Traffic
 from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.infeasible import size
-from autopar.planner.objectives.throughput import parameter_bytes
+from autopar.planner.objectives.throughput import parameter_bytes, recompute_sets
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.simulate import Simulator, skeleton
 from autopar.planner.simulator.unflushed import PipelineTimes, pipeline_times, trace_unflushed
 from autopar.policies import POLICIES, kept_versions
-from autopar.policies.place import StagePlace
+from autopar.policies.policy import StageDepths
 from autopar.schedules.expand import expand
 from autopar.schedules.one_forward_one_backward import warmups
 
@@ -77,8 +77,8 @@ class PolicyJudge:
         """Return the most that a replica of every stage holds, versions of its weights included."""
         found, before = [], 0
         for stage in candidate.stages:
-            place = StagePlace(stage.warmup, candidate.stages[0].warmup, candidate.micro_batches)
-            versions = kept_versions(self.policy, place) - 1 + self.policy.buffers(place)
+            depths = StageDepths(stage.warmup, candidate.stages[0].warmup, candidate.micro_batches)
+            versions = kept_versions(self.policy, depths) - 1 + self.policy.buffers(depths)
             most = 0
             for rows, device in set(zip(stage.shares, stage.devices, strict=True)):
                 parts = self.costs.memory[self.costs.kind_of[device]].parts(
@@ -132,9 +132,12 @@ class PolicyJudge:
         most = next((depth for depth in range(depths[0], 0, -1) if self._least(depth) <= family.micro_batches), 0)
         found = [min(depth, most) for depth in depths]
         while most:
-            for recompute in self._recomputations(family):
+            for recompute in recompute_sets(self.costs, family.micro_batch_size, self.options):
                 stages = tuple(
-                    stage._replace(warmup=depth, recompute=within(recompute[stage.devices[0]], stage.first, stage.stop))
+                    stage._replace(
+                        warmup=depth,
+                        recompute=within(recompute[self.costs.kind_of[stage.devices[0]]], stage.first, stage.stop),
+                    )
                     for stage, depth in zip(frame, found, strict=True)
                 )
                 candidate = Candidate(*family, stages)
@@ -155,12 +158,6 @@ class PolicyJudge:
 
     def _least(self, depth: int) -> int:
         return self.policy.least_micro_batches(depth)
-
-    def _recomputations(self, family: Family) -> Iterator[list[frozenset[int]]]:
-        """Yield the layers that are recomputed, by device: none, or all that frees memory, as is asked for."""
-        levels = {kind: self.costs.recompute_levels(family.micro_batch_size, kind) for kind in set(self.costs.kind_of)}
-        for end in {"none": (0,), "full": (-1,), "auto": (0, -1)}[self.options.recompute]:
-            yield [levels[kind][end] for kind in self.costs.kind_of]
 
 
 def policy_plan(
@@ -205,7 +202,7 @@ def _partitions(
     fixed_stages: FixedStages | None,
 ) -> Iterator[tuple[float, tuple[CandidateStage, ...]]]:
     """Yield partitions and the seconds of their busiest stage, those of the least busy first."""
-    table = _StageTable(judge, family)
+    table = _BusyTable(judge, family)
     if fixed_stages is not None:
         frame = table.frame(fixed_stages.cuts, fixed_stages.widths)
         if frame is not None:
@@ -219,7 +216,7 @@ def _partitions(
             yield busiest_s, frame
 
 
-class _StageTable:
+class _BusyTable:
     """What stages of a family are busy with, and the least that is possible from a layer on."""
 
     def __init__(self, judge: PolicyJudge, family: Family) -> None:

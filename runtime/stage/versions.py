@@ -25,7 +25,6 @@ class SavedWeights:
     """Which weights the backward of a micro-batch takes its parameters from."""
 
     version = 0
-    is_corrected = False
 
 
 class NewestWeights:
@@ -96,7 +95,7 @@ class WeightVersions:
         self._newest_memories = list(memories.values())
         """What parameters lie in, each as one row of elements."""
         self._memory_at = {address: index for index, address in enumerate(memories)}
-        self._memory_of = [self._memory_at[each.untyped_storage().data_ptr()] for each in self._parameters]
+        self._memory_of = {each: self._memory_at[each.untyped_storage().data_ptr()] for each in self._parameters}
         self._earlier: dict[int, list[torch.Tensor]] = {}
         """By slot; versions use them in turn."""
         self.newest = 0
@@ -116,14 +115,14 @@ class WeightVersions:
         weights = SavedWeights()
         weights.version = max(0, self.newest - distance)
         unpack = partial(self._unpack, weights)
-        with self._holding(self._memories(weights.version)), saved_tensors_hooks(self._pack, unpack):
+        with self._holding(self._of_forward(weights)), saved_tensors_hooks(self._pack, unpack):
             yield weights
 
     @contextmanager
     def backward(self, weights: SavedWeights, distance: int) -> Iterator[None]:
         """Return the context of the backward of a forward; it sees weights so many updates before the newest."""
         weights.version = max(0, self.newest - distance)
-        with self._holding(self._memories(weights.version if self._recomputes else self.newest)):
+        with self._holding(self._of_backward(weights) if self._recomputes else self._newest_memories):
             yield
 
     @contextmanager
@@ -159,20 +158,27 @@ class WeightVersions:
             yield
             return
         own = [parameter.data for parameter in self._parameters]
-        for parameter, memory in zip(self._parameters, self._memory_of, strict=True):
-            whole = memories[memory]
-            parameter.data = whole.as_strided(parameter.size(), parameter.stride(), parameter.storage_offset())
+        for parameter in self._parameters:
+            parameter.data = self._view(parameter, memories)
         try:
             yield
         finally:
             for parameter, data in zip(self._parameters, own, strict=True):
                 parameter.data = data
 
-    def _memories(self, version: int) -> list[torch.Tensor]:
-        return self._newest_memories if version == self.newest else self._earlier[version % self._slots]
+    def _view(self, parameter: torch.nn.Parameter, memories: list[torch.Tensor]) -> torch.Tensor:
+        """Return a parameter's place in other memories."""
+        whole = memories[self._memory_of[parameter]]
+        return whole.as_strided(parameter.size(), parameter.stride(), parameter.storage_offset())
 
-    def _due(self, weights: SavedWeights) -> list[torch.Tensor]:
-        return self._memories(weights.version)
+    def _of_forward(self, weights: SavedWeights) -> list[torch.Tensor]:
+        """Return what a forward that begins sees."""
+        return self._of_backward(weights)
+
+    def _of_backward(self, weights: SavedWeights) -> list[torch.Tensor]:
+        """Return what a backward that runs sees."""
+        version = weights.version
+        return self._newest_memories if version == self.newest else self._earlier[version % self._slots]
 
     def _pack(self, tensor: torch.Tensor) -> _Place | _OtherTensor:
         strided = tensor.layout == torch.strided
@@ -180,16 +186,19 @@ class WeightVersions:
         if memory is None:
             return _OtherTensor(tensor, tensor._version)
         if tensor.is_conj() or tensor.is_neg():
-            raise NotImplementedError("a view of a parameter that is conjugated or negated as it is read")
+            raise UsageError(
+                "a parameter is conjugated or negated as it is read, which is taken from no other version; plan with "
+                "`policy='sync'`"
+            )
         return _Place(memory, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _unpack(self, weights: SavedWeights, place: _Place | _OtherTensor) -> torch.Tensor:
         if isinstance(place, _OtherTensor):
             if place.tensor._version != place.changes:
-                # Autograd says so itself of what no hook has place.
+                # Autograd says so itself of what no hook has packed.
                 raise RuntimeError("a tensor that the backward needs has been changed in place since it was saved")
             return place.tensor
-        whole = self._due(weights)[place.memory]
+        whole = self._of_backward(weights)[place.memory]
         return (whole if whole.dtype == place.dtype else whole.view(place.dtype)).as_strided(*place[2:])
 
 
@@ -234,13 +243,8 @@ class PredictedWeights(WeightVersions):
         """What predictions take."""
         return sum(each.nbytes for each in self._predicted)
 
-    @contextmanager
-    def forward(self, distance: int) -> Iterator[SavedWeights]:
-        """See :class:`WeightVersions`."""
-        weights = SavedWeights()
-        memories = self._predicted or self._newest_memories
-        with self._holding(memories), saved_tensors_hooks(self._pack, partial(self._unpack, weights)):
-            yield weights
+    def _of_forward(self, weights: SavedWeights) -> list[torch.Tensor]:
+        return self._predicted or self._newest_memories
 
     @torch.no_grad()
     def predict(self) -> None:
@@ -251,14 +255,11 @@ class PredictedWeights(WeightVersions):
             _copy(self._predicted, self._newest_memories)
         else:
             self._predicted = self._new_memories()
-        places = {id(each): memory for each, memory in zip(self._parameters, self._memory_of, strict=True)}
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 move = _next_step(group, self._optimizer.state.get(parameter, {}))
-                if move is not None and id(parameter) in places:
-                    whole = self._predicted[places[id(parameter)]]
-                    target = whole.as_strided(parameter.size(), parameter.stride(), parameter.storage_offset())
-                    target.sub_(move, alpha=self._updates_ahead)
+                if move is not None and parameter in self._memory_of:
+                    self._view(parameter, self._predicted).sub_(move, alpha=self._updates_ahead)
 
 
 def check_predictable(optimizer: torch.optim.Optimizer) -> None:
@@ -365,18 +366,11 @@ class CorrectedWeights(WeightVersions):
             difference.mul_(self._decay).add_(newest - corrected, alpha=1 - self._decay)
             torch.sub(newest, difference, alpha=self._tau, out=corrected)
 
-    def _memories(self, version: int) -> list[torch.Tensor]:
+    def _of_forward(self, weights: SavedWeights) -> list[torch.Tensor]:
         return self._newest_memories
 
-    @contextmanager
-    def backward(self, weights: SavedWeights, distance: int) -> Iterator[None]:
-        """See :class:`WeightVersions`."""
-        weights.is_corrected = bool(self._corrects and self._corrected)
-        with self._holding(self._due(weights) if self._recomputes else self._newest_memories):
-            yield
-
-    def _due(self, weights: SavedWeights) -> list[torch.Tensor]:
-        return self._corrected if weights.is_corrected else self._newest_memories
+    def _of_backward(self, weights: SavedWeights) -> list[torch.Tensor]:
+        return self._corrected if self._corrects and self._corrected else self._newest_memories
 
     def _reduce_rates(self, optimizer: torch.optim.Optimizer) -> None:
         self._rates = [group["lr"] for group in optimizer.param_groups]

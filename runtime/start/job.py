@@ -43,7 +43,7 @@ from autopar.runtime.stage.versions import CorrectedWeights, NewestWeights, Pred
 from autopar.runtime.start.workspace import check_shares
 from autopar.runtime.times import Clock, clock_of
 from autopar.runtime.update import Update, UpdateSettings
-from autopar.schedules.continuing import Repetition, lead, place_of
+from autopar.schedules.continuing import Repetition, depths_of, lead
 from autopar.schedules.expand import stages_of
 
 DEFAULTS = TrainSettings()
@@ -296,15 +296,15 @@ class Job:
             return NewestWeights()
         self._check_unflushed(graph)
         (stage,) = self.stages
-        policy, place = POLICIES[self.plan.weight_policy], place_of(self.plan, stage)
+        policy, depths = POLICIES[self.plan.weight_policy], depths_of(self.plan, stage)
         recomputes = bool(self.plan.stages[stage].recompute)
         trained, optimizer = self._local_parameters.parameters.values(), self._update.optimizer
-        if policy.PREPARES == "predict":
-            return PredictedWeights(trained, optimizer, updates_ahead(place), recomputes=recomputes)
+        if policy.prepares == "predict":
+            return PredictedWeights(trained, optimizer, updates_ahead(depths), recomputes=recomputes)
         if self.plan.anneal_steps is not None:
             steps = self.plan.anneal_steps, self.plan.synchronous_steps
-            return CorrectedWeights(trained, optimizer, delay(place), *steps, recomputes=recomputes)
-        return WeightVersions(trained, kept_versions(policy, place), recomputes=recomputes)
+            return CorrectedWeights(trained, optimizer, delay(depths), *steps, recomputes=recomputes)
+        return WeightVersions(trained, kept_versions(policy, depths), recomputes=recomputes)
 
     def finish(self) -> None:
         """Wait until everything that was sent has arrived, and all work of the device is done."""

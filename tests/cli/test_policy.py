@@ -75,9 +75,15 @@ def test_verify_and_the_rehearsal_of_memory_need_a_flush_and_steps_are_rehearsed
     assert "per mini-batch, rehearsed" in err
 
 
-def test_what_is_resumed_equals_a_run_that_was_drained_at_the_same_steps(run: Run) -> None:
+@pytest.mark.parametrize("deep", [False, True])
+def test_what_is_resumed_equals_a_run_that_was_drained_at_the_same_steps(run: Run, deep: bool) -> None:
     assert run("plan", "--gpus", "2", "--stages", "0-2:1,3-4:1", "--micro-batches", "4", "--policy", "stash")[0] == 0
-    common = ("run", "--overwrite", "--every", "4", "--checkpoint")
+    # In one of them, the first stage is further ahead than checkpoints are apart.
+    plan = Plan.load("plan.json")
+    depths = (9, 1) if deep else (2, 1)
+    stages = (stage.model_copy(update={"warmup": depth}) for stage, depth in zip(plan.stages, depths, strict=True))
+    plan.model_copy(update={"stages": tuple(stages)}).save("plan.json")
+    common = ("run", "--overwrite", "--every", "2" if deep else "4", "--checkpoint")
     assert run(*common, "whole", "--steps", "10", "--save", "one")[0] == 0
     assert run(*common, "parts", "--steps", "4")[0] == 0
     code, _, err = run(*common, "parts", "--steps", "10", "--resume", "--save", "two")

@@ -12,7 +12,7 @@ from autopar.formats.program import BACKWARD, FORWARD, UPDATE
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.simulator.simulate import skeleton
 from autopar.policies import POLICIES, kept_versions
-from autopar.schedules.continuing import Repetition, lead, place_of, repetition
+from autopar.schedules.continuing import Repetition, depths_of, lead, repetition
 from oracles.unflushed import RULES, SAME_BACKWARD, Question
 
 
@@ -50,4 +50,4 @@ def test_every_forward_and_backward_sees_the_rules_version(seed: int, policy: st
                     assert kind == BACKWARD
                     assert seen.pop((step, index)) == version
         assert (updates, seen) == (12, {})
-        assert most + 1 == kept_versions(POLICIES[policy], place_of(plan, stage))
+        assert most + 1 == kept_versions(POLICIES[policy], depths_of(plan, stage))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -20,6 +21,7 @@ from autopar.runtime.settings import (
     check_offload,
     check_scope,
     check_sharing,
+    check_unflushed,
     known_steps,
 )
 from autopar.schedules.expand import expand
@@ -76,3 +78,10 @@ def test_what_a_run_cannot_do_of_a_plan_is_refused() -> None:
         check_compiling(sharded, expand(sharded))
     with pytest.raises(UsageError, match=r"`compile`: the program \(schedule zb-v\) runs backwards in halves"):
         check_compiling(halves, expand(halves))
+
+
+def test_bf16_is_refused_where_backwards_see_other_weights_than_forwards() -> None:
+    for policy, precision, refused in (("predict", "bf16", True), ("predict", "fp32", False), ("stash", "bf16", False)):
+        plan = _plan((1, 1)).model_copy(update={"weight_policy": policy, "precision": precision})
+        with pytest.raises(UsageError, match="bf16 keeps weights as forwards have cast") if refused else nullcontext():
+            check_unflushed(plan, TrainSettings())

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from autopar.capture.export import capture
 from autopar.capture.source import load
-from autopar.errors import UsageError
+from autopar.errors import AutoparError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.start.job import Job
@@ -178,3 +178,15 @@ def test_an_optimizer_whose_steps_are_not_known_is_refused(tmp_path: Path, optim
         UsageError, match=r"predict knows the next steps of .*, and not of this SGD; plan with `policy="
     ):
         differs(tmp_path, planned(tmp_path, optimizer, "predict", [3, 2, 1], 2))
+
+
+def test_a_parameter_that_is_read_conjugated_is_refused_by_name(tmp_path: Path) -> None:
+    text = (MODELS / "conjugated.py").read_text()
+    (tmp_path / "conjugated.py").write_text(text.replace("z @ self.weight ", "z @ self.weight.conj() "))
+    user = load(str(tmp_path / "conjugated.py"))
+    graph = capture(user, user.build(0))
+    plan = dictate(graph, user, [1], 2, ROWS).model_copy(update={"weight_policy": "stash"})
+    module = user.build(0)
+    state = {name: each.detach().clone() for name, each in (*module.named_parameters(), *module.named_buffers())}
+    with pytest.raises(AutoparError, match=r"conjugated or negated .*; plan with `policy='sync'`"):
+        train_in_threads(plan, graph, user, state, tmp_path, 2)
