@@ -59,3 +59,9 @@ def test_a_bug_in_a_copy_of_the_tree_is_found(bug: str, tmp_path: Path) -> None:
 def test_every_bug_that_is_kept_has_a_case() -> None:
     kept = {patch.stem for patch in (Path(__file__).parent / "bugs").glob("*.patch")}
     assert kept == FOUND_BY.keys()
+
+
+@pytest.mark.parametrize("bug", sorted(FOUND_BY))
+def test_the_patch_of_a_bug_fits_the_tree(bug: str) -> None:
+    patch = Path(__file__).parent / "bugs" / f"{bug}.patch"
+    subprocess.run(["git", "apply", "--check", str(patch)], cwd=BENCHMARKS.parent, check=True)
