@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -66,6 +67,10 @@ def sync_folder(folder: Path) -> None:
 
 MAX_FILE_BYTES = 256 * 2**20
 MAX_DEPTH = 64
+SAFE_RECURSION = 3000
+"""Python's limit of recursion, up to which its JSON parser gives up before its stack is used up: it ends the process
+where a module, as some of torch's do, has raised the limit."""
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|(?P<open>[\[{])|(?P<close>[\]}])', re.DOTALL)
 MAX_DIGITS = 1000
 MAX_OBJECTS, MAX_KEYS = 2_000_000, 20_000
 """Of a file, and of one object: what holds more is no file of autopar, and takes long to refuse otherwise."""
@@ -203,6 +208,8 @@ def parse_json(text: str, path: Path, keys: int = MAX_KEYS) -> object:
     Raises:
         FileError: the text is not strict JSON.
     """
+    if sys.getrecursionlimit() > SAFE_RECURSION and _deepest(text) > MAX_DEPTH:
+        raise FileError(f"{path}: $: nested deeper than {MAX_DEPTH} levels")
     try:
         try:
             content = _loads(text, path, keys, int)
@@ -219,6 +226,22 @@ def parse_json(text: str, path: Path, keys: int = MAX_KEYS) -> object:
     if refusal is not None:
         raise FileError(f"{path}: {refusal}")
     return content
+
+
+def _deepest(text: str) -> int:
+    """Return how many brackets are open at a time, at most.
+
+    >>> _deepest('{"[[[": [[], []]}')
+    3
+    """
+    depth = deepest = 0
+    for match in _BRACKETS.finditer(text):
+        if match["open"]:
+            depth += 1
+            deepest = max(deepest, depth)
+        elif match["close"]:
+            depth -= 1
+    return deepest
 
 
 def _loads(text: str, path: Path, keys: int, integer: Callable[[str], object]) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -83,6 +84,16 @@ def test_a_document_written_and_read_is_the_same_to_the_byte(tmp_path: Path) -> 
 @pytest.mark.reliability(53, 54, 56)
 def test_what_is_not_strictly_the_schema_is_refused_with_its_path(tmp_path: Path, text: str, message: str) -> None:
     assert message in _refusal(tmp_path, text)
+
+
+def test_nesting_ends_no_process_whose_limit_of_recursion_somebody_has_raised(tmp_path: Path) -> None:
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(10**6)
+    try:
+        assert ": $: nested deeper" in _refusal(tmp_path, "[" * 100_000)
+        assert ": not JSON: " not in _refusal(tmp_path, _text(version=2))
+    finally:
+        sys.setrecursionlimit(before)
 
 
 @pytest.mark.reliability(57)
