@@ -8,8 +8,10 @@ step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Protocol
 
 import torch
 
@@ -18,6 +20,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import (
     BACKWARD,
     BACKWARDS,
+    BEGIN_SUM,
     CORRECT,
     FORWARD,
     INPUT_BACKWARD,
@@ -33,6 +36,7 @@ from autopar.formats.program import (
     Action,
     RankProgram,
 )
+from autopar.policies import POLICIES
 from autopar.ranks.failure import PeerLostError, is_of_connection
 from autopar.runtime.gradients.loss import LossScale, LossTally
 from autopar.runtime.gradients.reducer import Reducer
@@ -51,7 +55,7 @@ class ProgramAnalysis:
     """Positions of actions in the program, and what actions there are."""
 
     last_backward: Mapping[int, int]
-    """Stage -> position of its last backward, or half of one."""
+    """Stage -> position of a mini-batch's last backward, or half of one."""
     split_backwards: Collection[tuple[int, int]]
     """(stage, micro-batch) of every backward that comes in halves."""
     early: Mapping[int, Action]
@@ -64,11 +68,18 @@ class ProgramAnalysis:
     """(kind, stage) of the messages that go between ranks."""
 
 
-def analyze_program(actions: Sequence[Action], recomputing: Collection[int]) -> ProgramAnalysis:
-    """Return what the actions of a rank tell; ``recomputing`` are the stages that recompute layers."""
+def analyze_program(actions: Sequence[Action], recomputing: Collection[int], shift: int = 0) -> ProgramAnalysis:
+    """Return what the actions of a rank tell.
+
+    Args:
+        actions: of a step, or of a repetition.
+        recomputing: the stages that recompute layers.
+        shift: micro-batches of a mini-batch, where the pipeline is never flushed; else 0.
+    """
+    ends = [at for at, each in enumerate(actions) if each.kind in BACKWARDS and _ends_mini_batch(each, shift)]
     sends = {position: action for position, action in enumerate(actions) if action.kind in (SEND, SEND_GRADIENT)}
     return ProgramAnalysis(
-        last_backward={action.stage: position for position, action in enumerate(actions) if action.kind in BACKWARDS},
+        last_backward={actions[position].stage: position for position in ends},
         split_backwards={(action.stage, action.micro_batch) for action in actions if action.kind == INPUT_BACKWARD},
         early={
             position: action
@@ -79,6 +90,11 @@ def analyze_program(actions: Sequence[Action], recomputing: Collection[int]) -> 
         last_send={action[:3]: position for position, action in sends.items()},
         remote_messages={(action.kind, action.stage) for action in actions if action.peer >= 0},
     )
+
+
+def _ends_mini_batch(backward: Action, shift: int) -> bool:
+    """Whether a backward may be its mini-batch's last; in a step with a flush, a later one takes its place."""
+    return not shift or backward.micro_batch % shift == shift - 1
 
 
 def _receives_before_backward(actions: Sequence[Action]) -> dict[int, Action]:
@@ -112,8 +128,12 @@ class StepRecord:
     """The mini-batch's loss, where all ranks had to know it."""
     gradient_norm: float | None = None
     """Of all gradients of the model before clipping, where it was asked for."""
+    scale: float = 1.0
+    """What its losses were multiplied by before their backward."""
     overflow: bool = False
     """Whether scaled gradients were not finite: nothing was updated."""
+    settled: bool = False
+    """Whether ``loss`` and ``count`` are there."""
     untold: Callable[[], list[tuple[float, float]]] | None = None
     """Tells ``times_s``, where nobody has asked yet."""
 
@@ -146,6 +166,16 @@ class Surroundings:
     """Whether sends are noted, too, where they take no while."""
 
 
+class StepEnd(Protocol):
+    """What becomes of a mini-batch's gradients."""
+
+    def begin(self, record: StepRecord) -> None:
+        """Begin what ranks add up for the update, its losses being settled."""
+
+    def __call__(self, record: StepRecord) -> None:
+        """Step the optimizer, gradients being complete."""
+
+
 class Executor:
     """Runs the steps of one rank."""
 
@@ -156,7 +186,7 @@ class Executor:
         mailbox: Mailbox,
         reducer: Reducer,
         tally: LossTally,
-        update: Callable[[StepRecord], None],
+        update: StepEnd,
         versions: WeightVersions | NewestWeights,
     ) -> None:
         """Prepare to run.
@@ -167,7 +197,7 @@ class Executor:
             mailbox: its messages.
             reducer: its gradients.
             tally: its losses.
-            update: steps the optimizer, gradients being complete.
+            update: steps the optimizer.
             versions: of its weights.
         """
         plan, device = surroundings.plan, surroundings.device
@@ -178,7 +208,9 @@ class Executor:
         placed = plan.stages[chunks[0]]
         self._rows = placed.rows[replica]
         self._share = replica if placed.division == "split" else 0
-        self._analysis = analyze_program(self._actions, {index for index in chunks if plan.stages[index].recompute})
+        self._flushes = plan.weight_policy == "sync"
+        recomputing = {index for index in chunks if plan.stages[index].recompute}
+        self._analysis = analyze_program(self._actions, recomputing, 0 if self._flushes else plan.micro_batches)
         # On gloo, a rank cannot hang in a send, and notes nothing of it.
         passing = device.type == "cpu" and not surroundings.notes_sends
         self._passing = self._analysis.sends if passing else frozenset()
@@ -190,7 +222,8 @@ class Executor:
         self._inputs: Mapping[int, list[dict[str, torch.Tensor]]] = {}
         self._began: dict[int, object] = {}
         self._repetition, self._record = Repetition(0, plan.micro_batches, 1), StepRecord()
-        self._flushes = plan.weight_policy == "sync"
+        self._begun_records: dict[int, StepRecord] = {}
+        """Of mini-batches whose forwards have begun, and whose repetition is still to come."""
         self._ahead = [self._repetition.step_of(each) for each in self._actions]
         """By position, how many mini-batches ahead of the repetition's own its action is."""
         self._performs = [self._bind(position, action) for position, action in enumerate(self._actions)]
@@ -206,10 +239,12 @@ class Executor:
             TrainingError: an action failed; names it.
         """
         step = repetition.number
-        self._repetition, self._inputs, self._record = repetition, inputs, StepRecord(step)
+        self._repetition, self._inputs = repetition, inputs
+        self._record = self._begun_records.pop(step, StepRecord(step))
         self._tally.begin_step(step)
         self._clock.start()
-        self._reducer.begin_step()
+        if self._flushes:
+            self._reducer.begin_step(step)
         self._mailbox.begin_step(repetition)
         self._began.clear()
         marks = self._perform(repetition)
@@ -269,6 +304,8 @@ class Executor:
             return partial(self._forward, stage, micro_batch, action.version)
         if kind in BACKWARDS:
             run = self._last_backward if position == self._analysis.last_backward[stage] else self._backward
+            if not self._flushes and micro_batch % self._surroundings.plan.micro_batches == 0:
+                run = partial(self._first_backward, run)
             return partial(run, kind, stage, micro_batch, action.version)
         if position in self._analysis.early:
             return partial(self._recompute_and_receive, position, self._analysis.early[position])
@@ -279,7 +316,9 @@ class Executor:
         if kind == REDUCE:
             return partial(self._finish_reduction, position, stage)
         if kind == REDUCE_TIED:
-            return partial(self._reducer.reduce_shared, micro_batch)
+            return partial(self._finish_shared_reduction, micro_batch)
+        if kind == BEGIN_SUM:
+            return partial(self._begin_sum, micro_batch)
         return {UPDATE: self._close, PREDICT: self._versions.predict, CORRECT: self._versions.correct}[kind]
 
     def _forward(self, index: int, micro_batch: int, distance: int) -> None:
@@ -303,7 +342,10 @@ class Executor:
         # A mean over the share counts for as much as the share's part of the mini-batch.
         weight = self._rows / self._surroundings.plan.batch if len(stage.loss) == 1 else 1.0
         scale = self._surroundings.scale
-        weight *= scale.value if scale is not None else 1.0
+        if scale is not None:
+            record = self._record_of(step)
+            record.scale = scale.value
+            weight *= record.scale
         flight = InFlightMicroBatch(stage, passes, received, outputs, weight)
         self._flights[index, step, number] = flight, saved
 
@@ -325,9 +367,16 @@ class Executor:
             given = run(gradients)
         self._hand_out(SEND_GRADIENT, index, micro_batch, given)
 
+    def _first_backward(self, run: Callable[..., None], kind: str, index: int, micro_batch: int, distance: int) -> None:
+        self._reducer.begin_step(self._repetition.place(micro_batch)[0])
+        run(kind, index, micro_batch, distance)
+
     def _last_backward(self, kind: str, index: int, micro_batch: int, distance: int) -> None:
         self._reducer.begin_last_backward(index)
         self._backward(kind, index, micro_batch, distance)
+        if not self._flushes:
+            # Others' gradients come between this and the end of the reductions.
+            self._reducer.begin_reductions(index)
 
     def _send(self, position: int, key: tuple[str, int, int], last: bool) -> None:
         """Send one peer's part of some tensors, and let go of them after the last peer's."""
@@ -344,9 +393,12 @@ class Executor:
 
     def _finish_reduction(self, position: int, index: int) -> None:
         # It began while the last backward ran.
-        began = self._reducer.finish(index)
+        began = self._reducer.finish(index, self._record.step)
         if began is not None:
             self._began[position] = began
+
+    def _finish_shared_reduction(self, index: int) -> None:
+        self._reducer.finish_shared(index, self._record.step)
 
     def _hand_out(self, kind: str, index: int, micro_batch: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Give tensors to the other stages of this rank, and keep them for those of others."""
@@ -364,15 +416,36 @@ class Executor:
                 total = gradient if total is None else total + gradient
         return total
 
-    def _close(self) -> None:
-        """Settle the loss, and step the optimizer unless the loss is not a number.
+    def _record_of(self, step: int) -> StepRecord:
+        """Return the record of a mini-batch that has begun."""
+        if step == self._record.step:
+            return self._record
+        return self._begun_records.setdefault(step, StepRecord(step))
+
+    def _begin_sum(self, micro_batch: int) -> None:
+        record = self._record_of(self._repetition.place(micro_batch)[0])
+        self._settle_loss(record)
+        # Where no gradients are added up, there may be none yet.
+        summed = POLICIES[self._surroundings.plan.weight_policy].sums_gradients
+        with self._reducer.gradients_of(record.step) if summed else nullcontext():
+            self._update.begin(record)
+
+    def _settle_loss(self, record: StepRecord) -> None:
+        """Note a mini-batch's loss, which has to be a number.
 
         Of scaled losses, one that is not is an overflow like those of gradients, which the update makes out.
         """
         finite = self._surroundings.scale is None
-        self._record.loss, self._record.count = self._tally.settle(self._record.step, finite=finite)
-        with self._versions.updating(self._record.step):
-            self._update(self._record)
+        record.loss, record.count = self._tally.settle(record.step, finite=finite)
+        record.settled = True
+
+    def _close(self) -> None:
+        """Settle the loss, and step the optimizer unless the loss is not a number."""
+        record = self._record
+        if not record.settled:
+            self._settle_loss(record)
+        with self._versions.updating(record.step), self._reducer.gradients_of(record.step):
+            self._update(record)
 
 
 def _check_gradients(stage: Stage, outputs: Mapping[str, torch.Tensor]) -> None:

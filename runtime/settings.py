@@ -93,17 +93,22 @@ def check_unflushed(plan: Plan, settings: TrainSettings) -> None:
     Raises:
         UsageError: names it, and what to do.
     """
+    sums = POLICIES[plan.weight_policy].sums_gradients
     asked = {
-        "clip_norm": settings.clip_norm is not None,
+        "clip_norm": settings.clip_norm is not None and not sums,
         "deferred_batch_norm": settings.deferred_batch_norm,
         "sync_batch_norm": settings.sync_batch_norm,
         "compile": settings.compile,
     }
     of_policy = f"weight policy {plan.weight_policy}"
     for name in (name for name, wanted in asked.items() if wanted):
-        raise UsageError(f"`{name}` takes a flush, which {of_policy} has none of; leave it out, or plan another")
-    if plan.precision == "fp16":
-        raise UsageError(f"fp16 scales losses for all stages alike, which {of_policy} does not; profile with bf16")
+        remedy = "plan with `policy='2bw'`" if name == "clip_norm" else "plan with `policy='sync'`"
+        raise UsageError(f"`{name}` takes a flush, which {of_policy} has none of; leave it out, or {remedy}")
+    if plan.precision == "fp16" and not sums:
+        raise UsageError(
+            f"fp16 scales losses for all stages alike, which {of_policy} does not; plan with `policy='2bw'`, or "
+            "profile with bf16"
+        )
     if plan.precision == "bf16" and POLICIES[plan.weight_policy].prepares:
         raise UsageError(
             f"bf16 keeps weights as forwards have cast them for backwards, which see others under {of_policy}; plan "

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,12 +23,13 @@ from autopar.capture.optimizer import Settings, group_settings, needs_all, setti
 from autopar.capture.source import UserModel
 from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Plan
+from autopar.policies import POLICIES
 from autopar.ranks.failure import PeerLostError
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.gradients.loss import LossScale, all_finite, first_not_finite
 from autopar.runtime.gradients.reducer import Reducer
 from autopar.runtime.messages.copies import value_of
-from autopar.runtime.messages.transport import Transport
+from autopar.runtime.messages.transport import Pending, Transport
 from autopar.runtime.stage.layers import seed_optimizer
 from autopar.runtime.stage.parameters import OptimizerParameters, local
 
@@ -204,8 +206,13 @@ class Update:
         if self.optimizer is not None:
             _check_steps(self.optimizer, user)
             self._check_parameters(self.optimizer, twins.optimizer_parameters)
-        self._watches: bool | None = None if user.schedules and settings.plan.weight_policy == "sync" else False
+        flushes = settings.plan.weight_policy == "sync"
+        self._watches: bool | None = None if user.schedules and flushes else False
         """Whether a scheduler of some rank watches the loss; what all ranks find out in the first step."""
+        self._apart, self._sums_gradients = not flushes, flushes or POLICIES[settings.plan.weight_policy].sums_gradients
+        """Whether sums over all ranks run beside others, and whether they have gradients in them."""
+        self._begun_sums: dict[int, _BegunSum] = {}
+        """By mini-batch."""
 
     def _check_parameters(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         user, whole = self._settings.user, self._settings.whole
@@ -215,6 +222,11 @@ class Update:
             self.notes.append(f"the optimizer leaves out {left[0]}{more}: they stay as they are")
         if whole is not None:
             check_settings(user, parameters, whole, self._settings.rank)
+
+    def begin(self, record: StepRecord) -> None:
+        """Begin the sum over all ranks that the update of a mini-batch waits for, if it waits for any."""
+        if self._sums:
+            self._begun_sums[record.step] = self._begin_sum([record.loss, record.count, self._own_squares()])
 
     def __call__(self, record: StepRecord) -> None:
         """Step the optimizer; note the gradients' norm, and whether they overflowed.
@@ -242,14 +254,16 @@ class Update:
         counts, clip_norm, scale = self._settings.counts, self._settings.clip_norm, self._settings.scale
         if self._watches is None:
             # A rank without parameters has no scheduler, and takes part all the same.
-            self._watches = bool(self._sum([float(isinstance(self.scheduler, ReduceLROnPlateau))])[0])
-        normed = clip_norm is not None or scale is not None
-        squares = self._squares() if normed else self._unless_finite()
-        if counts or normed or self._watches:
-            loss, count, squares = self._sum([record.loss, record.count, squares])
+            self._watches = bool(self._begin_sum([float(isinstance(self.scheduler, ReduceLROnPlateau))]).wait()[0])
+        if self._sums:
+            if record.step not in self._begun_sums:
+                self.begin(record)
+            loss, count, squares = self._begun_sums.pop(record.step).wait()
+        if not (self._sums and self._sums_gradients):
+            squares = self._unless_finite()
         if scale is None and not math.isfinite(squares):
             raise self._not_finite()
-        if not (counts or normed or self._watches):
+        if not self._sums:
             return 1.0, True
         if counts and not count:
             raise TrainingError("loss() returned a count of 0 for the whole mini-batch; nothing was updated")
@@ -257,14 +271,30 @@ class Update:
         record.total_loss = loss / divisor
         factor = 1.0 / divisor
         if scale is not None:
-            factor /= scale.value
+            factor /= record.scale
             record.overflow = not math.isfinite(squares)
             scale.settle(record.overflow)
-        if normed and not record.overflow:
+        if self._normed and not record.overflow:
             record.gradient_norm = math.sqrt(squares) * factor
         if clip_norm is not None and record.gradient_norm is not None:
             factor *= min(1.0, clip_norm / (record.gradient_norm + TINY))
         return factor, not record.overflow
+
+    @property
+    def _normed(self) -> bool:
+        """Whether the norm of all gradients is wanted."""
+        return self._settings.clip_norm is not None or self.scale is not None
+
+    @property
+    def _sums(self) -> bool:
+        """Whether an update takes what only all ranks know together."""
+        return self._settings.counts or self._normed or bool(self._watches)
+
+    def _own_squares(self) -> float:
+        """Return this rank's part of the sum of squares of all gradients, or what tells whether they are finite."""
+        if not self._sums_gradients:
+            return 0.0
+        return self._squares() if self._normed else self._unless_finite()
 
     def _unless_finite(self) -> float:
         """Return 0, or what no sum makes finite if a gradient is not: ranks that add up anyway all see it."""
@@ -288,17 +318,28 @@ class Update:
         norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in owned]
         return value_of(torch.stack(norms).square().sum()) if norms else 0.0
 
-    def _sum(self, values: list[float]) -> list[float]:
+    def _begin_sum(self, values: list[float]) -> _BegunSum:
         # In the hosts' memory, where they are known and wanted: GPUs go on meanwhile.
         total = torch.tensor(values, dtype=torch.float64)
-        self._transport.all_reduce(total, self._everyone).wait()
-        return [float(each) for each in total.tolist()]
+        return _BegunSum(total, self._transport.all_reduce(total, self._everyone, apart=self._apart))
 
     def _step_scheduler(self, record: StepRecord) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(record.total_loss or 0.0)
         elif isinstance(self.scheduler, LRScheduler):
             self.scheduler.step()
+
+
+class _BegunSum(NamedTuple):
+    """A sum over all ranks that is under way."""
+
+    total: torch.Tensor
+    pending: Pending
+
+    def wait(self) -> list[float]:
+        """Return it, once it is there."""
+        self.pending.wait()
+        return [float(each) for each in self.total.tolist()]
 
 
 @contextmanager

@@ -391,8 +391,9 @@ class Plan(Document):
                 return f"replicas of stage {index} take turns, which only flushed pipelines can be run with"
             if stage.shard != "none":
                 return f"replicas of stage {index} divide {stage.shard}, of which no versions are kept"
-        if self.tied:
-            return f"{self.tied[0].parameter} is shared between stages, which keep different versions"
+        if self.tied and not POLICIES[self.weight_policy].shares_parameters:
+            name = self.tied[0].parameter
+            return f"{name} is shared between stages, whose rates differ under weight policy {self.weight_policy}"
         return None
 
     @property
@@ -480,10 +481,10 @@ class Plan(Document):
             return self
         if self.schedule != "1f1b":
             fault("weight_policy", f"a pipeline that is never flushed runs by 1f1b, found {self.schedule}")
-        depth = self.stages[0].warmup
+        depth = max(stage.warmup for stage in self.stages)
         least = POLICIES[self.weight_policy].least_micro_batches(depth)
         if self.micro_batches < least:
-            deep = f"with {depth} in flight on the first stage"
+            deep = f"with {depth} in flight on a stage"
             fault("micro_batches", f"{self.weight_policy} needs {least} {deep}, found {self.micro_batches}")
         return self
 

@@ -30,6 +30,9 @@ PREDICT = "P"
 """What the forwards of a mini-batch see, made of the newest weights (:mod:`autopar.policies.predict`)."""
 CORRECT = "C"
 """What backwards see until the next update (:mod:`autopar.policies.pipemare`)."""
+BEGIN_SUM = "N"
+"""Where a pipeline that is never flushed begins the sum over all ranks, of losses, counts and norms, that the update of
+the micro-batch's mini-batch waits for."""
 KINDS = (
     FORWARD,
     BACKWARD,
@@ -44,13 +47,14 @@ KINDS = (
     WEIGHT_BACKWARD,
     PREDICT,
     CORRECT,
+    BEGIN_SUM,
 )
 BACKWARDS = (BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD)
 SENDS, RECEIVES, REDUCTIONS = (SEND, SEND_GRADIENT), (RECEIVE, RECEIVE_GRADIENT), (REDUCE, REDUCE_TIED)
 
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
 _TEXT = re.compile(
-    r"(?P<kind>SG|RG|[FBIWSRATUPC])(?P<index>\d*)@(?P<stage>\d+)"
+    r"(?P<kind>SG|RG|[FBIWSRATUPCN])(?P<index>\d*)@(?P<stage>\d+)"
     r"(?:[<>](?P<peer>\d+)@(?P<peer_stage>\d+))?(?:v(?P<version>\d+))?"
 )
 
@@ -70,8 +74,8 @@ class Action(NamedTuple):
     kind: str
     stage: int
     micro_batch: int = -1
-    """The micro-batch; of a ``P``, the first of its mini-batch; of a ``T``, the index of the shared parameter in the
-    plan; -1 where none applies."""
+    """The micro-batch; of a ``P``, the first of its mini-batch, and of an ``N`` the last; of a ``T``, the index of the
+    shared parameter in the plan; -1 where none applies."""
     peer: int = -1
     """Rank at the other end of a message."""
     peer_stage: int = -1

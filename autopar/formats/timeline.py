@@ -20,6 +20,7 @@ from autopar.errors import FileError
 from autopar.formats.document import MOST_RANKS, parse_json, read_text, value_text, write_text
 from autopar.formats.program import (
     BACKWARDS,
+    BEGIN_SUM,
     CORRECT,
     FORWARD,
     KINDS,
@@ -36,7 +37,7 @@ Origin = Literal["simulated", "measured", "rehearsed"]
 """Predicted; or recorded by ranks, of a model's layers or of stand-ins in virtual time."""
 LONGEST_US = 1e18
 TRACKS = ("compute", "send", "receive", "reduce")
-_COMPUTATIONS = (FORWARD, *BACKWARDS, UPDATE, PREDICT, CORRECT)
+_COMPUTATIONS = (FORWARD, *BACKWARDS, UPDATE, PREDICT, CORRECT, BEGIN_SUM)
 _KINDS_OF_TRACKS = (_COMPUTATIONS, SENDS, RECEIVES, REDUCTIONS)
 _TRACK = {kind: track for track, kinds in zip(TRACKS, _KINDS_OF_TRACKS, strict=True) for kind in kinds}
 
@@ -223,7 +224,7 @@ def _microseconds(entry: dict[str, object], key: str, at: str) -> float:
 _COMPUTE, _UPDATE, _REDUCE, _WAITING, _TRANSFER = range(5)
 _PLAIN = {
     **dict.fromkeys(_COMPUTATIONS, _COMPUTE),
-    **dict.fromkeys((UPDATE, PREDICT, CORRECT), _UPDATE),
+    **dict.fromkeys((UPDATE, PREDICT, CORRECT, BEGIN_SUM), _UPDATE),
     **dict.fromkeys(REDUCTIONS, _REDUCE),
 }
 _SENT_AS = dict(zip(RECEIVES, SENDS, strict=True))
@@ -392,7 +393,7 @@ _CAUSE = {
     **dict.fromkeys(BACKWARDS, BACKWARDS_WITH_RECOMPUTATION),
     **dict.fromkeys((*SENDS, *RECEIVES), MESSAGES),
     **dict.fromkeys(REDUCTIONS, REDUCTIONS_OF_GRADIENTS),
-    **dict.fromkeys((UPDATE, PREDICT, CORRECT), UPDATES),
+    **dict.fromkeys((UPDATE, PREDICT, CORRECT, BEGIN_SUM), UPDATES),
 }
 
 

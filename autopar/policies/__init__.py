@@ -6,6 +6,7 @@ version v has v updates. Read ``policy.py`` first; :func:`distances` is what pro
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from autopar.policies.pipemare import PipeMare
@@ -23,6 +24,32 @@ POLICIES: dict[str, Policy] = {
     "pipemare": PipeMare(),
 }
 """By the name in a plan."""
+
+
+def stage_depths(
+    policy: Policy, depths: Sequence[int], micro_batches: int, shared: Iterable[Sequence[int]] = ()
+) -> list[StageDepths]:
+    """Return how deep every stage is, and how late its updates come.
+
+    Stages that share a parameter add up its gradients, which are there when the first of them has its own. Until then,
+    the others do not wait: they go on for as many micro-batches as backwards are apart.
+
+    Args:
+        policy: of the pipeline.
+        depths: micro-batches in flight of every stage.
+        micro_batches: of a mini-batch.
+        shared: of every parameter that stages share, these stages.
+
+    >>> [each.lag for each in stage_depths(POLICIES["stash"], [4, 3, 2, 1], 1, [[0, 3]])]
+    [0, 0, 0, 2]
+    """
+    found = [StageDepths(depth, depths[0], micro_batches) for depth in depths]
+    lags = [policy.lag(each) for each in found]
+    # Where updates are late anyway, the sums have ended by then.
+    for first, *others in shared if not policy.sums_gradients else ():
+        for stage in others:
+            lags[stage] = max(lags[stage], -(-(depths[first] - depths[stage]) // 2))
+    return [each._replace(lag=lag) for each, lag in zip(found, lags, strict=True)]
 
 
 class Distances(NamedTuple):

@@ -20,6 +20,8 @@ class PipeMare(Policy):
     """See above."""
 
     prepares = "correct"
+    # Each stage's rate is its own.
+    shares_parameters = False
 
     def buffers(self, stage: StageDepths) -> int:
         """See :class:`.policy.Policy`."""
@@ -33,7 +35,7 @@ def delay(stage: StageDepths) -> float:
     [1.0, 0.5, 0.0]
     """
     every = range(stage.micro_batches)
-    return sum(stage.newest_at_backward(each) - stage.newest_at_forward(each) for each in every) / len(every)
+    return sum(-stage.newest_at_forward(each) for each in every) / len(every)
 
 
 def rate_factor(tau: float, step: int, anneal_steps: int) -> float:

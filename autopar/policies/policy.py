@@ -14,17 +14,24 @@ class StageDepths(NamedTuple):
     """The first stage's, K_0."""
     micro_batches: int
     """Of a mini-batch, T: there is an update for every T of them."""
+    lag: int = 0
+    """Micro-batches whose backwards come between a mini-batch's last one and its update."""
+
+    @property
+    def gradients(self) -> int:
+        """Of how many mini-batches gradients are kept at a time."""
+        return 1 - (-self.lag // self.micro_batches)
 
     def newest_at_forward(self, micro_batch: int) -> int:
         """Return how many updates there have been when the forward of a micro-batch comes; below 0 stands for 0.
 
         It comes behind the backward of ``depth`` micro-batches before.
         """
-        return (micro_batch - self.depth + 1) // self.micro_batches
+        return (micro_batch - self.depth - self.lag + 1) // self.micro_batches
 
     def newest_at_backward(self, micro_batch: int) -> int:
-        """Return how many there have been when its backward comes: those of the mini-batches before."""
-        return micro_batch // self.micro_batches
+        """Return how many there have been when its backward comes: without a lag, those of the mini-batches before."""
+        return (micro_batch - self.lag) // self.micro_batches
 
 
 class Policy:
@@ -35,6 +42,10 @@ class Policy:
 
     prepares: ClassVar[Literal["", "predict", "correct"]] = ""
     """Makes ready weights that are no version: ``predict``, those of forwards; ``correct``, of backwards; or none."""
+    sums_gradients: ClassVar[bool] = False
+    """Whether updates come so late that all ranks can add up what they know of a mini-batch's gradients before."""
+    shares_parameters: ClassVar[bool] = True
+    """Whether stages that share a parameter update it alike."""
 
     def forward_version(self, stage: StageDepths, micro_batch: int) -> int:
         """Return the version that the forward of a micro-batch sees; below 0 stands for 0."""
@@ -47,6 +58,10 @@ class Policy:
     def least_micro_batches(self, first_depth: int) -> int:
         """Return the fewest micro-batches of a mini-batch with which the rule holds."""
         return 1
+
+    def lag(self, stage: StageDepths) -> int:
+        """Return how many micro-batches later than it could be an update is; ``stage`` has none yet."""
+        return 0
 
     def buffers(self, stage: StageDepths) -> int:
         """Return how often a stage keeps as much as its weights, beside their versions."""

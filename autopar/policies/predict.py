@@ -27,4 +27,4 @@ class Predict(Policy):
 
 def updates_ahead(stage: StageDepths) -> int:
     """Return d, the updates that a prediction is ahead."""
-    return -(-(stage.depth - 1) // stage.micro_batches)
+    return -(-(stage.depth + stage.lag - 1) // stage.micro_batches)

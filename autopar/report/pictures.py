@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from autopar.formats.program import (
     BACKWARD,
     BACKWARDS,
+    BEGIN_SUM,
     CORRECT,
     FORWARD,
     INPUT_BACKWARD,
@@ -50,6 +51,7 @@ _COLOURS = {
     UPDATE: "#8b93a1",
     PREDICT: "#aab1bd",
     CORRECT: "#aab1bd",
+    BEGIN_SUM: "#aab1bd",
     "send": "#3a9d7c",
     "receive": "#9a6fb8",
     "reduce": "#d1495b",
@@ -62,8 +64,9 @@ _NAMES = {
     UPDATE: "update",
     PREDICT: "prediction of weights",
     CORRECT: "correction of weights",
+    BEGIN_SUM: "sum over all ranks",
 }
-_SPENT = ((FORWARD,), BACKWARDS, (UPDATE, PREDICT, CORRECT))
+_SPENT = ((FORWARD,), BACKWARDS, (UPDATE, PREDICT, CORRECT, BEGIN_SUM))
 """Kinds whose times make a column of the table."""
 _STRIPS = ("send", "receive", "reduce")
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from autopar.formats.program import (
     BACKWARD,
+    BEGIN_SUM,
     CORRECT,
     FORWARD,
     INPUT_BACKWARD,
@@ -40,6 +41,7 @@ _KINDS = {
     UPDATE: "update",
     PREDICT: "prediction of weights",
     CORRECT: "correction of weights",
+    BEGIN_SUM: "sum over all ranks",
 }
 _COMPARABLE = {
     "resident": "a process grows by more than tensors: by what allocators and libraries keep",

@@ -1,9 +1,10 @@
 """Continuing: pipelines that are never flushed repeat one list of actions, each time some micro-batches further on.
 
-With K_s micro-batches in flight on stage s and T of them for an update, repetition i has the backwards of micro-batches
-iT to iT + T - 1, each followed by the forward K_s micro-batches ahead, and behind the last backward the update of
-mini-batch i. Repetitions begin before the first mini-batch: an action of a micro-batch that there is none of is left
-out, which fills the pipeline, and drains it in the end. A drained pipeline is filled again the same way.
+With K_s micro-batches in flight on stage s, T of them for an update, and updates that come L_s micro-batches late,
+repetition i has the backwards of micro-batches iT + L_s to iT + L_s + T - 1, each followed by the forward K_s
+micro-batches ahead, and behind the last backward the update of mini-batch i. Repetitions begin before the first
+mini-batch: an action of a micro-batch that there is none of is left out, which fills the pipeline, and drains it in the
+end. A drained pipeline is filled again the same way.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from autopar.formats.plan import Plan
 from autopar.formats.program import (
     BACKWARD,
+    BEGIN_SUM,
     CORRECT,
     FORWARD,
     PREDICT,
@@ -23,8 +25,9 @@ from autopar.formats.program import (
     Program,
     RankProgram,
 )
-from autopar.policies import POLICIES, distances
+from autopar.policies import POLICIES, distances, stage_depths
 from autopar.policies.policy import StageDepths
+from autopar.policies.two_buffers import sum_lag
 
 
 class RepetitionEntry(NamedTuple):
@@ -39,7 +42,12 @@ class RepetitionEntry(NamedTuple):
 
 def depths_of(plan: Plan, stage: int) -> StageDepths:
     """Return how deep a stage is, for the weight policy."""
-    return StageDepths(plan.stages[stage].warmup, plan.stages[0].warmup, plan.micro_batches)
+    return _all_depths(plan)[stage]
+
+
+def _all_depths(plan: Plan) -> list[StageDepths]:
+    depths, shared = [stage.warmup for stage in plan.stages], [tied.stages for tied in plan.tied]
+    return stage_depths(POLICIES[plan.weight_policy], depths, plan.micro_batches, shared)
 
 
 def repetition(plan: Plan, stage: int) -> Iterator[RepetitionEntry]:
@@ -47,22 +55,28 @@ def repetition(plan: Plan, stage: int) -> Iterator[RepetitionEntry]:
     depths = depths_of(plan, stage)
     depth, micro_batches, policy = depths.depth, depths.micro_batches, POLICIES[plan.weight_policy]
     behind = [distances(policy, depths, index) for index in range(micro_batches)]
-    for index in range(micro_batches):
-        yield RepetitionEntry(BACKWARD, index, behind[index].backward)
-        if index == micro_batches - 1:
+    last = micro_batches - 1
+    for index in range(depths.lag, depths.lag + micro_batches):
+        yield RepetitionEntry(BACKWARD, index, behind[index % micro_batches].backward)
+        if policy.sums_gradients and (index - sum_lag(depths)) % micro_batches == last:
+            yield RepetitionEntry(BEGIN_SUM, index - sum_lag(depths), 0)
+        if index == last + depths.lag:
             yield RepetitionEntry(UPDATE, -1, 0)
             if policy.prepares == "correct" and policy.buffers(depths):
                 yield RepetitionEntry(CORRECT, -1, 0)
         if policy.prepares == "predict" and policy.buffers(depths) and (depth + index) % micro_batches == 0:
             yield RepetitionEntry(PREDICT, depth + index, 0)
         yield RepetitionEntry(FORWARD, depth + index, behind[(depth + index) % micro_batches].forward)
+        if not policy.sums_gradients and (depth + index) % micro_batches == last:
+            # Nothing but losses and what they counted, which is known once the forwards are done.
+            yield RepetitionEntry(BEGIN_SUM, depth + index, 0)
 
 
 def lead(plan: Plan) -> int:
     """Return how many repetitions the first forward of a plan is before the first backward; 0 of one with flushes."""
     if plan.weight_policy == "sync":
         return 0
-    return -(-max(stage.warmup for stage in plan.stages) // plan.micro_batches)
+    return -(-max(stage.depth + stage.lag for stage in _all_depths(plan)) // plan.micro_batches)
 
 
 class Repetition(NamedTuple):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from autopar.formats.plan import Plan, layout_of, turns
 from autopar.formats.program import (
+    BEGIN_SUM,
     CORRECT,
     FORWARD,
     PREDICT,
@@ -26,6 +27,7 @@ from autopar.formats.program import (
     Program,
     RankProgram,
 )
+from autopar.policies import POLICIES
 from autopar.schedules import SCHEDULES
 from autopar.schedules.continuing import repetition
 from autopar.schedules.order import Entry, RankPlace, in_order
@@ -217,13 +219,24 @@ def _entries(plan: Plan, place: RankPlace, replica: int, flows: dict[int, _Stage
 
 
 def _repeated_entries(plan: Plan, stage: int, flows: dict[int, _StageMessages]) -> Iterator[Entry]:
+    closing, early = list(closing_of(plan, (stage,))), list[Entry]()
+    if POLICIES[plan.weight_policy].sums_gradients:
+        # What the first holder of a shared parameter has of it counts for the norm of all.
+        early = [each for each in closing if each[0] == REDUCE or (each[0] == REDUCE_TIED and _is_first(plan, each))]
     for kind, micro_batch, version in repetition(plan, stage):
         if kind == UPDATE:
-            yield from closing_of(plan, (stage,))
-        elif kind in (PREDICT, CORRECT):
+            yield from (each for each in closing if each not in early)
+        elif kind in (PREDICT, CORRECT, BEGIN_SUM):
+            yield from early if kind == BEGIN_SUM else ()
             yield kind, stage, micro_batch, -1, -1
         else:
             yield from _with_messages((kind, stage, micro_batch, -1, -1, version), flows[stage])
+
+
+def _is_first(plan: Plan, reduction: Entry) -> bool:
+    """Whether the stage of a reduction is the first that holds the shared parameter."""
+    _, stage, index, *_ = reduction
+    return plan.tied[index].stages[0] == stage
 
 
 def _with_messages(computation: Entry, flows: _StageMessages) -> Iterator[Entry]:

@@ -5,6 +5,7 @@ than its own work of a mini-batch, its backwards, forwards, reduction and update
 
     busy(stage) = T (forward + backward) + reduction behind the last backward + update
 
+where an update that comes late has the reduction beside other micro-batches, which then takes no longer than a period;
 and with micro-batches enough in flight the busiest rank has nothing to wait for. Partitions are therefore gone through
 in the order of their busiest stage, best first: a table holds the least that is possible from each layer on with each
 number of devices left. Each is simulated from fill to drain, with depths as deep as PA, PB and memory say; the first
@@ -35,8 +36,7 @@ from autopar.planner.objectives.throughput import parameter_bytes, recompute_set
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.simulate import Simulator, skeleton
 from autopar.planner.simulator.unflushed import PipelineTimes, pipeline_times, trace_unflushed
-from autopar.policies import POLICIES, kept_versions
-from autopar.policies.policy import StageDepths
+from autopar.policies import POLICIES, kept_versions, stage_depths
 from autopar.schedules.expand import expand
 from autopar.schedules.one_forward_one_backward import warmups
 
@@ -71,14 +71,18 @@ class PolicyJudge:
         alone = len(stage.devices) == 1
         exposed = 0.0 if alone else max(costs.replica_exposed_s(stage, at) for at in replicas)
         updating = costs.update_s(stage) + costs.profile.step_overhead_s
+        if self.policy.sums_gradients or costs.flows.tied:
+            return max(micro_batches * computing + updating, exposed)
         return micro_batches * computing + exposed + updating
 
     def peak_bytes(self, candidate: Candidate) -> list[int]:
         """Return the most that a replica of every stage holds, versions of its weights included."""
         found, before = [], 0
-        for stage in candidate.stages:
-            depths = StageDepths(stage.warmup, candidate.stages[0].warmup, candidate.micro_batches)
-            versions = kept_versions(self.policy, depths) - 1 + self.policy.buffers(depths)
+        shared = [holders for _, holders in self.costs.tied_between(candidate.stages)]
+        in_flight = [stage.warmup for stage in candidate.stages]
+        every = stage_depths(self.policy, in_flight, candidate.micro_batches, shared)
+        for stage, depths in zip(candidate.stages, every, strict=True):
+            versions = kept_versions(self.policy, depths) - 1 + self.policy.buffers(depths) + depths.gradients - 1
             most = 0
             for rows, device in set(zip(stage.shares, stage.devices, strict=True)):
                 parts = self.costs.memory[self.costs.kind_of[device]].parts(
@@ -113,7 +117,8 @@ class PolicyJudge:
             (producer, consumer, flow.gradients > 0)
             for producer, consumer, flow in self.costs.flows.exchanges(candidate.cuts)
         )
-        plan = skeleton(candidate, flows, ()).model_copy(update={"weight_policy": self.options.policy})
+        tied = [holders for _, holders in self.costs.tied_between(candidate.stages)]
+        plan = skeleton(candidate, flows, tied).model_copy(update={"weight_policy": self.options.policy})
         traffic = Traffic(self.costs.sharing, candidate.devices) if self.costs.sharing else None
         return pipeline_times(trace_unflushed(plan, expand(plan), times, traffic), plan)
 
@@ -241,7 +246,8 @@ class _BusyTable:
             if stage is None:
                 return None
             found.append(stage)
-        return None if self.costs.replicated_single(found) or self.costs.tied_between(found) else tuple(found)
+        shared = self.costs.tied_between(found) and not self._judge.policy.shares_parameters
+        return None if self.costs.replicated_single(found) or shared else tuple(found)
 
     def in_order(self, most_stages: int | None) -> Iterator[tuple[float, tuple[int, ...], tuple[int, ...]]]:
         """Yield the busiest stage's seconds, cuts and widths of partitions, those of the least busy first.
@@ -327,8 +333,8 @@ def _nothing(judge: PolicyJudge, count: int) -> Exception:
             "fewer stages"
         )
     return UsageError(
-        f"no pipeline of policy {policy} obeys the options: its stages share no parameters, and their replicas split "
-        "micro-batches; plan with `policy='sync'`"
+        f"no pipeline of policy {policy} obeys the options: replicas of its stages split micro-batches"
+        f"{'' if judge.policy.shares_parameters else ', and stages share no parameters'}; plan with `policy='sync'`"
     )
 
 

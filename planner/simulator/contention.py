@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from heapq import heappop, heappush
 from math import inf
 
@@ -38,15 +39,61 @@ class _Computation:
         """0 until the changes of this instant are settled."""
 
 
+class _SharedSum:
+    """The sums of a shared parameter's gradients, mini-batch by mini-batch, where pipelines are never flushed.
+
+    Each begins when the last of its holders has them, and not before the one before has ended; holders go on until
+    their updates need it.
+    """
+
+    def __init__(self, seconds: float, members: list[int]) -> None:
+        self._seconds = seconds
+        self._begun, self._asked = dict.fromkeys(members, 0), dict.fromkeys(members, 0)
+        """By rank, of how many mini-batches it has its gradients, and has asked for the sums."""
+        self._latest_s: list[float] = []
+        self._ends_s: list[float] = []
+        self._waiting: dict[int, list[int]] = {}
+
+    def begin(self, rank: int, moment_s: float) -> list[int]:
+        """Note that a rank has its gradient of the next mini-batch; return the ranks that waited for it."""
+        number = self._begun[rank]
+        self._begun[rank] += 1
+        if number == len(self._latest_s):
+            self._latest_s.append(-inf)
+        self._latest_s[number] = max(self._latest_s[number], moment_s)
+        if min(self._begun.values()) <= number:
+            return []
+        before_s = self._ends_s[-1] if self._ends_s else -inf
+        self._ends_s.append(max(self._latest_s[number], before_s) + self._seconds)
+        return self._waiting.pop(number, [])
+
+    def ask(self, rank: int) -> bool:
+        """Note that a rank needs the next sum; return whether its end is known."""
+        number = self._asked[rank]
+        self._asked[rank] += 1
+        if number < len(self._ends_s):
+            return True
+        self._waiting.setdefault(number, []).append(rank)
+        return False
+
+    def span(self, rank: int) -> Span:
+        """Return when the sum that a rank has asked for last began and ended."""
+        end_s = self._ends_s[self._asked[rank] - 1]
+        return (end_s - self._seconds, end_s)
+
+
 class ContentionSimulation:
     """One simulation, event by event.
 
     A rank runs ahead of the clock until it does what others may feel: begin a transfer on a lane, or compute while a
     lane may slow it. All changes of one instant are settled together, so that their order does not matter. Without
-    ``traffic`` there are no lanes, and ranks only wait for each other.
+    ``traffic`` there are no lanes, and ranks only wait for each other. Sums of shared parameters of pipelines that are
+    never flushed have none, either.
     """
 
-    def __init__(self, rows: Rows, times: Durations, traffic: Traffic | None, tracing: bool = False) -> None:
+    def __init__(
+        self, rows: Rows, times: Durations, traffic: Traffic | None, tracing: bool = False, shift: int = 0
+    ) -> None:
         count = len(rows)
         self.rows, self.times = rows, times
         self.traffic = traffic if traffic and traffic.sharing else None
@@ -58,11 +105,21 @@ class ContentionSimulation:
         for lane in self.wiring.lanes:
             for rank in lane.ranks:
                 self.touching[rank].append(lane)
-        self.views = views(rows, times, self.wiring)
-        for replica in self.wiring.parts:
-            self.meetings[REDUCE_CODE, times.stage[replica]].expect()
-        self.backward_end_s: dict[int, float] = {}
-        """When the last backwards of replicas that are reduced ended."""
+        self.views = views(rows, times, self.wiring, shift)
+        self.sums = {at: _SharedSum(times.tied_s[at], members) for at, members in tied.items()} if shift else {}
+        self.sums_of: list[list[_SharedSum]] = [[] for _ in rows]
+        """By rank."""
+        for index, own_sum in self.sums.items():
+            for rank in tied[index]:
+                self.sums_of[rank].append(own_sum)
+        self.backward_ends_s: dict[int, deque[float]] = defaultdict(deque)
+        """When the last backwards of replicas ended, as long as their reductions have not."""
+        self.part_ends_s: dict[int, deque[float]] = defaultdict(deque)
+        """The same of what replicas have in reductions on lanes."""
+        self.awaiting: set[int] = set()
+        """Replicas that wait for the end of their part."""
+        self.reduced_s: dict[int, float] = {}
+        """When the last backwards ended of what is being reduced."""
         self.reduction_end_s = [-inf] * count
         """The end of every rank's latest reduction."""
         self.clock, self.position = [times.overhead_s] * count, [0] * count
@@ -123,7 +180,7 @@ class ContentionSimulation:
             return False
         own = self.views[rank].ends.get(self.position[rank])
         if own is not None:
-            self.backward_end_s[own] = now_s
+            self._note_end(rank, own, now_s)
         self.work[rank] = None
         if self.spans is not None:
             self.spans[rank][self.position[rank]] = (work.begun_s, now_s)
@@ -149,7 +206,7 @@ class ContentionSimulation:
                     return
                 clock += seconds[at]
                 if at in ends:
-                    self.backward_end_s[ends[at]] = clock
+                    self._note_end(rank, ends[at], clock)
             elif code in RECEIVES:
                 if not queue.arrivals:
                     queue.blocking = True
@@ -234,7 +291,7 @@ class ContentionSimulation:
                 if owner.waiting:
                     self._send(owner, lane, owner.waiting.popleft())
             elif isinstance(owner, ReductionPart):
-                self._token(self.meetings[REDUCE_CODE, self.times.stage[owner.replica]], self.now_s)
+                self._end_part(owner.replica)
             elif isinstance(owner, JointReduction):
                 self._part(owner, self.now_s)
 
@@ -299,13 +356,44 @@ class ContentionSimulation:
     def _meet(self, rank: int, code: int, index: int, own: int) -> None:
         clock = self.clock[rank]
         if code == REDUCE_CODE:
-            ended = self.backward_end_s[own]
-            ends = ended if own in self.wiring.parts else ended + self.times.exposed_s[own]
-            self._token(self.meetings[code, self.times.stage[own]], ends)
+            ended = self.reduced_s[own] = self.backward_ends_s[own].popleft()
+            if own not in self.wiring.parts:
+                self._token(self.meetings[code, self.times.stage[own]], ended + self.times.exposed_s[own])
+            elif self.part_ends_s[own]:
+                self._token(self.meetings[code, self.times.stage[own]], self.part_ends_s[own].popleft())
+            else:
+                self.awaiting.add(own)
+        elif self.sums:
+            if self.sums[index].ask(rank):
+                self._end_sum(rank, self.sums[index])
         elif self.wiring.tied_lanes[index] is not None and clock > self.now_s:
             self._call(rank, clock)
         else:
             self._token(self.meetings[code, index], clock)
+
+    def _note_end(self, rank: int, own: int, clock: float) -> None:
+        """Note that a replica has its gradients of a mini-batch."""
+        self.backward_ends_s[own].append(clock)
+        for shared in self.sums_of[rank]:
+            for waiting in shared.begin(rank, clock):
+                self._end_sum(waiting, shared)
+
+    def _end_sum(self, rank: int, shared: _SharedSum) -> None:
+        """Let a rank go on that has asked for a sum, the end of which is known."""
+        begun_s, end_s = shared.span(rank)
+        self.clock[rank] = max(self.clock[rank], end_s)
+        if self.spans is not None:
+            self.spans[rank][self.position[rank]] = (begun_s, self.clock[rank])
+        self.position[rank] += 1
+        self.ready.append(rank)
+
+    def _end_part(self, own: int) -> None:
+        """Note that what a replica has in a reduction has passed its lane."""
+        if own in self.awaiting:
+            self.awaiting.remove(own)
+            self._token(self.meetings[REDUCE_CODE, self.times.stage[own]], self.now_s)
+        else:
+            self.part_ends_s[own].append(self.now_s)
 
     def _token(self, meeting: JointReduction, time_s: float) -> None:
         """Count what a meeting has waited for."""
@@ -328,9 +416,10 @@ class ContentionSimulation:
     def _part(self, meeting: JointReduction, end_s: float) -> None:
         """Let the ranks of a meeting go on."""
         for rank in meeting.members:
-            if self.spans is not None:
-                self.spans[rank][self.position[rank]] = self._reduction(meeting, rank, end_s)
             self.clock[rank] = max(self.clock[rank], end_s)
+            if self.spans is not None:
+                begun_s, _ = self._reduction(meeting, rank, end_s)
+                self.spans[rank][self.position[rank]] = (begun_s, self.clock[rank])
             if meeting.code == REDUCE_CODE:
                 self.reduction_end_s[rank] = end_s
             self.position[rank] += 1
@@ -349,5 +438,5 @@ class ContentionSimulation:
             if part is not None:
                 return (part.begun_s, end_s)
             last_s = times.last_s or times.backward_s
-            length_s, earliest_s = times.reduce_s[own], self.backward_end_s[own] - last_s[own]
+            length_s, earliest_s = times.reduce_s[own], self.reduced_s[own] - last_s[own]
         return (min(end_s, max(end_s - length_s, earliest_s)), end_s)

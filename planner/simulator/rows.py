@@ -113,8 +113,10 @@ def joint_reductions(rows: Rows, stages: Sequence[int]) -> dict[tuple[int, int],
     found: dict[tuple[int, int], JointReduction] = {}
     for rank, actions in enumerate(rows):
         # Of several mini-batches, all have the reductions of the last.
+        updates = 0
         for code, index, _, own in reversed(actions):
-            if code in COMPUTED:
+            updates += code == UPDATE_CODE
+            if code in COMPUTED or updates > 1:
                 break
             if code in (REDUCE_CODE, TIED_CODE):
                 key = (code, index if code == TIED_CODE else stages[own])
@@ -280,13 +282,13 @@ class View(NamedTuple):
     seconds: list[float]
     """Of every computation and every send."""
     ends: dict[int, int]
-    """Replicas that are reduced, by the positions of their last backwards."""
+    """Replicas whose gradients others wait for, by the positions of the last backwards of mini-batches."""
     first_event: int
     """Position from which on computations are events: before it, nothing slows them and nothing runs beside."""
 
 
-def views(rows: Rows, times: Durations, wiring: Lanes) -> list[View]:
-    """Return the view of every rank."""
+def views(rows: Rows, times: Durations, wiring: Lanes, shift: int = 0) -> list[View]:
+    """Return the view of every rank; ``shift`` as of :func:`.simulate.trace`."""
     slowed = {rank for lane in wiring.lanes for rank in lane.ranks}
     compute_s = {
         FORWARD_CODE: times.forward_s,
@@ -298,7 +300,7 @@ def views(rows: Rows, times: Durations, wiring: Lanes) -> list[View]:
     }
     ranks, found = times.ranks, []
     for rank, actions in enumerate(rows):
-        codes, _, peers, owns = zip(*actions, strict=True)
+        codes, micro_batches, peers, owns = zip(*actions, strict=True)
         keys = list(zip(codes, peers, owns, strict=True))
         seconds = dict.fromkeys(keys, 0.0)
         queues: dict[tuple[int, int, int], Queue] = {}
@@ -310,7 +312,7 @@ def views(rows: Rows, times: Durations, wiring: Lanes) -> list[View]:
                 queues[key] = wiring.queues[ranks[peer], rank]
             elif code in compute_s:
                 seconds[key] = compute_s[code][own]
-        ends = _ends(codes, owns)
+        ends = _ends_of_mini_batches(codes, micro_batches, owns, shift) if shift else _ends(codes, owns)
         felt = 0 if rank in slowed else min((at for at in ends if ends[at] in wiring.parts), default=len(codes))
         view = View(bytes(codes), list(map(queues.get, keys)), list(map(seconds.__getitem__, keys)), ends, felt)
         found.append(view)
@@ -320,7 +322,6 @@ def views(rows: Rows, times: Durations, wiring: Lanes) -> list[View]:
 def _ends(codes: Sequence[int], owns: Sequence[int]) -> dict[int, int]:
     found: dict[int, int] = {}
     wanted: set[int] = set()
-    repeats = codes.count(UPDATE_CODE) > 1
     for at in range(len(codes) - 1, -1, -1):
         code, own = codes[at], owns[at]
         if code == REDUCE_CODE:
@@ -328,6 +329,19 @@ def _ends(codes: Sequence[int], owns: Sequence[int]) -> dict[int, int]:
         elif code in LAST and own in wanted:
             found[at] = own
             wanted.remove(own)
-        elif code in COMPUTED and not wanted and not repeats:
+        elif code in COMPUTED and not wanted:
             break
     return found
+
+
+def _ends_of_mini_batches(
+    codes: Sequence[int], micro_batches: Sequence[int], owns: Sequence[int], shift: int
+) -> dict[int, int]:
+    """Return the positions of the last backwards of all mini-batches, if they are reduced at all."""
+    if REDUCE_CODE not in codes and TIED_CODE not in codes:
+        return {}
+    return {
+        at: owns[at]
+        for at, (code, micro_batch) in enumerate(zip(codes, micro_batches, strict=True))
+        if code in LAST and micro_batch % shift == shift - 1
+    }

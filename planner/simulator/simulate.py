@@ -36,9 +36,16 @@ def run(rows: Rows, times: Durations, traffic: Traffic | None = None) -> float:
     return ContentionSimulation(rows, times, traffic).go()
 
 
-def trace(program: Program, times: Durations, traffic: Traffic | None = None) -> Timeline:
-    """Return the timeline of one step; ``traffic`` as of :func:`run`."""
-    simulation = ContentionSimulation(compile_rows(program, times), times, traffic, tracing=True)
+def trace(program: Program, times: Durations, traffic: Traffic | None = None, shift: int = 0) -> Timeline:
+    """Return the timeline of one step, or of many mini-batches that follow each other without a flush.
+
+    Args:
+        program: of all of it.
+        times: its durations.
+        traffic: as of :func:`run`.
+        shift: micro-batches of a mini-batch, where there are many of them; else 0.
+    """
+    simulation = ContentionSimulation(compile_rows(program, times), times, traffic, tracing=True, shift=shift)
     simulation.go()
     timeline = Timeline("simulated")
     for rank, (actions, spans) in enumerate(zip(program.ranks, simulation.spans or (), strict=True)):

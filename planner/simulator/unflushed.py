@@ -37,7 +37,7 @@ def mini_batches(plan: Plan) -> int:
 def trace_unflushed(plan: Plan, program: Program, times: Durations, traffic: Traffic | None = None) -> Timeline:
     """Return the timeline of a plan with a weight policy, from its fill to its drain; micro-batches count through."""
     written = written_out(program, plan.micro_batches, -lead(plan), mini_batches(plan))
-    return trace(written, without_flushes(times), traffic)
+    return trace(written, without_flushes(times), traffic, plan.micro_batches)
 
 
 def without_flushes(times: Durations) -> Durations:

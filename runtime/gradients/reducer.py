@@ -7,8 +7,8 @@ as the plan asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, cast
 from weakref import ref
@@ -21,6 +21,7 @@ from autopar.runtime.messages.transport import Pending, Transport, replica_ranks
 from autopar.runtime.stage.layers import used_by_several
 from autopar.runtime.stage.parameters import LocalParameters
 from autopar.runtime.stage.stage import Stage
+from autopar.schedules.continuing import depths_of
 from autopar.schedules.route import buckets
 
 if TYPE_CHECKING:
@@ -85,6 +86,50 @@ class _StageBuckets:
         return self.buckets[len(self.pending) :]
 
 
+class _Gradients:
+    """The gradients of one mini-batch, and how far their reductions are."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, Sequence[Sequence[torch.nn.Parameter]]],
+        shared_parameters: Mapping[int, tuple[torch.nn.Parameter, tuple[int, ...]]],
+        plain: list[torch.nn.Parameter],
+    ) -> None:
+        """Lay them out: of the layers of stages, of what is shared between stages, and what no other rank holds."""
+        self.stages = {index: _StageBuckets(_fill(layers)) for index, layers in stages.items()}
+        self.shared_buckets = {
+            index: (_Bucket([parameter]), ranks) for index, (parameter, ranks) in shared_parameters.items()
+        }
+        self.shared_pending: dict[int, Pending] = {}
+        self.reached_ids: set[int] = set()
+        own = [bucket for stage in self.stages.values() for bucket in stage.buckets]
+        self.buckets = own + [bucket for bucket, _ in self.shared_buckets.values()]
+        self._plain = plain
+        self._parameters = [*plain, *(each for bucket in self.buckets for each in bucket.parameters)]
+        self._kept: list[torch.Tensor | None] = []
+
+    def begin(self) -> None:
+        """Clear them, and let backwards add to them."""
+        self._kept.clear()
+        for parameter in self._plain:
+            parameter.grad = None
+        for bucket in self.buckets:
+            bucket.attach()
+        self.reached_ids.clear()
+        self.shared_pending.clear()
+        for stage in self.stages.values():
+            stage.begin()
+
+    def detach(self) -> None:
+        """Keep what is there, before parameters are given the gradients of another mini-batch."""
+        self._kept = [parameter.grad for parameter in self._parameters]
+
+    def attach(self) -> None:
+        """Give parameters what was kept."""
+        for parameter, gradient in zip(self._parameters, self._kept, strict=True):
+            parameter.grad = gradient
+
+
 class Reducer:
     """Keeps a rank's gradients, and adds those of other ranks to them.
 
@@ -92,6 +137,9 @@ class Reducer:
     reduced in reverse layer order as the last backward completes them. A parameter shared between stages on several
     ranks has a bucket of its own, reduced among all ranks that hold it. Stages whose replicas divide parameters reduce
     the gradients of these themselves.
+
+    Where updates come late, there are gradients of several mini-batches. Those that backwards add to are the
+    parameters'; others are so while their update runs (:meth:`gradients_of`).
     """
 
     def __init__(
@@ -103,6 +151,7 @@ class Reducer:
         transport: Transport,
         mark: Callable[[], object],
         rank: int,
+        mini_batches: int = 1,
     ) -> None:
         """Lay the gradients out.
 
@@ -114,36 +163,54 @@ class Reducer:
             transport: carries the sums.
             mark: marks the present moment, for :meth:`finish` to return.
             rank: which rank this is.
+            mini_batches: of how many there are gradients at a time.
         """
         self._rank = rank
         self._replicas, self._sharded_stages, self._transport, self._mark = replicas, sharded_stages, transport, mark
         groups = _group_by_layer(stages, {id(parameter) for parameter, _ in shared_parameters.values()})
         alone = len(replicas) == 1
         self._plain = [each for layers in groups.values() for layer in layers for each in layer] if alone else []
-        self._stages = {index: _StageBuckets([] if alone else _fill(layers)) for index, layers in groups.items()}
-        self._shared_buckets = {
-            index: (_Bucket([parameter]), ranks) for index, (parameter, ranks) in shared_parameters.items()
-        }
-        self._reached_ids: set[int] = set()
+        reduced = {index: [] if alone else layers for index, layers in groups.items()}
+        self._gradients = [_Gradients(reduced, shared_parameters, self._plain) for _ in range(mini_batches)]
+        self._current = self._updated = self._gradients[0]
+        """Those that backwards add to, and those that are asked for."""
         # Layers that share one may each run a backward of their own: its gradient is complete when all have.
         self._used_by_several = {id(each) for layers in stages.values() for each in used_by_several(layers)}
-        for index, stage in self._stages.items():
+        for index, stage in self._current.stages.items():
             for at, bucket in enumerate(stage.buckets):
                 self._hook(bucket.parameters, partial(Reducer._note_bucket, index=index, at=at))
-        for bucket, _ in self._shared_buckets.values():
+        for bucket, _ in self._current.shared_buckets.values():
             self._hook(bucket.parameters, Reducer._note)
 
-    def begin_step(self) -> None:
-        """Clear all gradients."""
-        for parameter in self._plain:
-            parameter.grad = None
-        for bucket in self._all_buckets():
-            bucket.attach()
-        self._reached_ids.clear()
-        for stage in self._stages.values():
-            stage.begin()
+    def begin_step(self, step: int = 0) -> None:
+        """Clear the gradients of a mini-batch, for its backwards to add to."""
+        before, self._current = self._current, self._of(step)
+        if before is not self._current:
+            before.detach()
+        self._updated = self._current
+        self._current.begin()
         for sharded in self._sharded_stages.values():
             sharded.begin_step()
+
+    @contextmanager
+    def gradients_of(self, step: int) -> Iterator[None]:
+        """Return the context in which parameters have the gradients of a mini-batch, maybe not that of backwards."""
+        asked = self._of(step)
+        if asked is self._current:
+            yield
+            return
+        self._current.detach()
+        asked.attach()
+        self._updated = asked
+        try:
+            yield
+        finally:
+            asked.detach()
+            self._current.attach()
+            self._updated = self._current
+
+    def _of(self, step: int) -> _Gradients:
+        return self._gradients[step % len(self._gradients)]
 
     def begin_last_backward(self, index: int) -> None:
         """Say that the next backward completes a stage's gradients: buckets are reduced as they fill."""
@@ -151,28 +218,43 @@ class Reducer:
             # What it reduces, and what is reduced here, would meet in another order on each replica.
             self._sharded_stages[index].begin_last_backward()
         else:
-            self._stages[index].last_backward = True
+            self._current.stages[index].last_backward = True
 
     def weight_backward(self, index: int) -> AbstractContextManager[None]:
         """Return the context of the second half of a backward."""
         return self._sharded_stages[index].weight_backward() if index in self._sharded_stages else nullcontext()
 
-    def finish(self, index: int) -> object:
+    def begin_reductions(self, index: int) -> None:
+        """Begin whatever is to be reduced of the gradients that a stage's last backward has completed."""
+        stage = self._current.stages[index]
+        while stage.remaining_buckets:
+            self._launch(self._current, stage)
+        for shared in self._current.shared_buckets:
+            self._begin_shared(self._current, shared)
+
+    def finish(self, index: int, step: int = 0) -> object:
         """Wait until a stage's replicas have each other's gradients; return the mark of the first one's beginning."""
         if index in self._sharded_stages:
             self._sharded_stages[index].finish()
-        stage = self._stages[index]
+        gradients = self._of(step)
+        stage = gradients.stages[index]
         while stage.remaining_buckets:
-            self._launch(stage)
+            self._launch(gradients, stage)
         for pending in stage.pending:
             pending.wait()
         return None if index in self._sharded_stages else stage.began
 
-    def reduce_shared(self, index: int) -> None:
-        """Sum one shared parameter's gradient over all ranks that hold it."""
-        bucket, ranks = self._shared_buckets[index]
-        bucket.mark(self._reached_ids)
-        self._transport.all_reduce(bucket.buffer, ranks).wait()
+    def finish_shared(self, index: int, step: int = 0) -> None:
+        """Wait until one shared parameter's gradient is summed over all ranks that hold it."""
+        gradients = self._of(step)
+        if index not in gradients.shared_pending:
+            self._begin_shared(gradients, index)
+        gradients.shared_pending[index].wait()
+
+    def _begin_shared(self, gradients: _Gradients, index: int) -> None:
+        bucket, ranks = gradients.shared_buckets[index]
+        bucket.mark(gradients.reached_ids)
+        gradients.shared_pending[index] = self._transport.all_reduce(bucket.buffer, ranks)
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
@@ -182,13 +264,13 @@ class Reducer:
     def complete(self) -> list[torch.Tensor]:
         """Return what holds all gradients of this rank, those that it shares with others included."""
         plain = [parameter.grad for parameter in self._plain if parameter.grad is not None]
-        return [*plain, *(bucket.buffer for bucket in self._all_buckets()), *self._divided_gradients()]
+        return [*plain, *(bucket.buffer for bucket in self._updated.buckets), *self._divided_gradients()]
 
     def owned_gradients(self) -> list[torch.Tensor]:
         """Return gradients for a norm over all ranks: every element of the model's is owned by one rank."""
-        owned = [bucket for bucket, ranks in self._shared_buckets.values() if self._rank == ranks[0]]
+        owned = [bucket for bucket, ranks in self._updated.shared_buckets.values() if self._rank == ranks[0]]
         if self._rank == self._replicas[0]:
-            owned += [bucket for stage in self._stages.values() for bucket in stage.buckets]
+            owned += [bucket for stage in self._updated.stages.values() for bucket in stage.buckets]
         parameters = [*self._plain, *(parameter for bucket in owned for parameter in bucket.parameters)]
         whole = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return [*whole, *self._divided_gradients()]
@@ -198,15 +280,11 @@ class Reducer:
 
         All ranks decide alike, whichever of them reached a parameter, or its copies would differ from then on.
         """
-        for bucket in self._all_buckets():
+        for bucket in self._updated.buckets:
             bucket.release_untouched()
 
     def _divided_gradients(self) -> list[torch.Tensor]:
         return [each for sharded in self._sharded_stages.values() for each in sharded.gradients()]
-
-    def _all_buckets(self) -> list[_Bucket]:
-        own = [bucket for stage in self._stages.values() for bucket in stage.buckets]
-        return own + [bucket for bucket, _ in self._shared_buckets.values()]
 
     def _hook(self, parameters: Sequence[torch.nn.Parameter], note: Callable[[Reducer, torch.Tensor], None]) -> None:
         """Have gradients noted; a hook that held the reducer would keep both for good: no collector sees into it."""
@@ -221,22 +299,22 @@ class Reducer:
             parameter.register_post_accumulate_grad_hook(noting)  # type: ignore[no-untyped-call]
 
     def _note(self, parameter: torch.Tensor) -> None:
-        self._reached_ids.add(id(parameter))
+        self._current.reached_ids.add(id(parameter))
 
     def _note_bucket(self, parameter: torch.Tensor, index: int, at: int) -> None:
         self._note(parameter)
-        stage = self._stages[index]
+        stage = self._current.stages[index]
         if stage.last_backward and id(parameter) not in self._used_by_several:
             stage.buckets[at].missing -= 1
             # In order, so that all replicas begin the same reductions in the same order.
             while stage.remaining_buckets and not stage.remaining_buckets[0].missing:
-                self._launch(stage)
+                self._launch(self._current, stage)
 
-    def _launch(self, stage: _StageBuckets) -> None:
+    def _launch(self, gradients: _Gradients, stage: _StageBuckets) -> None:
         if stage.began is None:
             stage.began = self._mark()
         bucket = stage.remaining_buckets[0]
-        bucket.mark(self._reached_ids)
+        bucket.mark(gradients.reached_ids)
         stage.pending.append(self._transport.all_reduce(bucket.buffer, self._replicas))
 
 
@@ -297,7 +375,8 @@ def reducer_of(
         if stages.keys() & set(tied.stages) and len(ranks) > 1:
             shared[i] = local_parameters.parameters[tied.parameter], ranks
     replicas = replica_ranks(plan, stages)
-    return Reducer(layers, sharded, replicas, shared, transport, mark, rank)
+    kept = 1 if plan.weight_policy == "sync" else max(depths_of(plan, index).gradients for index in stages)
+    return Reducer(layers, sharded, replicas, shared, transport, mark, rank, kept)
 
 
 class ReplicatedBuffers:

@@ -112,6 +112,10 @@ def connect(
     ``apart`` are ranks that reduce in an order of their own, too, beside those whose settings want it.
     """
     apart = [*apart, *(synced_groups(plan) if settings.sync_batch_norm else ())]
+    if plan.weight_policy != "sync":
+        # Sums over all ranks are under way beside those of gradients.
+        apart.append(tuple(range(len(plan.devices))))
+    apart = list(dict.fromkeys(apart))
     pairs = directions(plan)
     # What GPUs tell each other over NCCL never is in a host's memory.
     channels = {} if context.nccl else open_channels(context, pairs)

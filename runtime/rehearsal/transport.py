@@ -8,7 +8,7 @@ each other when they came. Ranks decide nothing together but this, so that no or
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from itertools import cycle
 from typing import TYPE_CHECKING
 
@@ -95,8 +95,12 @@ class PricedTransport:
         """When the last message to a peer is through."""
         self._arrival_s = -math.inf
         """Of the message that is being sent."""
-        self._backward_end_s: dict[int, float] = {}
-        """Of the last backward so far that made a stage's gradients."""
+        self._backward_ends_s: dict[int, deque[float]] = defaultdict(deque)
+        """By stage, of the last backwards of mini-batches whose gradients are not reduced yet."""
+        self._shared_ends_s: dict[int, float] = {}
+        """By shared parameter, when the sum before ended."""
+        self._shared_moments: dict[int, deque[tuple[torch.Tensor, Pending]]] = defaultdict(deque)
+        """By shared parameter, when each holder had its gradient of mini-batches whose sums are under way."""
         self._reduced_s = -math.inf
         """When the reduction before ended."""
 
@@ -114,16 +118,38 @@ class PricedTransport:
         elif action.kind == REDUCE:
             clock.wait_until(self._reduction_end_s(action, seconds))
         elif action.kind == REDUCE_TIED:
-            stages = self._plan.tied[action.micro_batch].stages
-            clock.wait_until(self._latest_s(replica_ranks(self._plan, stages), clock.now_s) + seconds)
+            clock.wait_until(self._shared_end_s(action.micro_batch, seconds))
         elif action.kind not in RECEIVES:
             clock.spend(seconds)
             if action.kind in (BACKWARD, WEIGHT_BACKWARD):
-                self._backward_end_s[action.stage] = clock.now_s
+                self._end_backward(action)
+
+    def _end_backward(self, action: Action) -> None:
+        """Note the end of a backward that may be its mini-batch's last, where sums begin of what is never flushed."""
+        ends_s, moment_s = self._backward_ends_s[action.stage], self._clock.now_s
+        if self._plan.weight_policy == "sync":
+            ends_s.clear()
+            ends_s.append(moment_s)
+        elif action.micro_batch % self._plan.micro_batches == self._plan.micro_batches - 1:
+            ends_s.append(moment_s)
+            for index, tied in enumerate(self._plan.tied):
+                if action.stage in tied.stages:
+                    self._shared_moments[index].append(self._say(replica_ranks(self._plan, tied.stages), moment_s))
+
+    def _shared_end_s(self, index: int, seconds: float) -> float:
+        """Return when the next sum of a shared parameter's gradients ends."""
+        if self._plan.weight_policy == "sync":
+            return self._latest_s(replica_ranks(self._plan, self._plan.tied[index].stages), self._clock.now_s) + seconds
+        moments, pending = self._shared_moments[index].popleft()
+        pending.wait()
+        begun_s = max(float(moments.max()), self._shared_ends_s.get(index, -math.inf))
+        self._shared_ends_s[index] = begun_s + seconds
+        return begun_s + seconds
 
     def _reduction_end_s(self, action: Action, seconds: float) -> float:
         """Return when a stage's gradients are reduced; its replicas ask for that together."""
-        own_s = self._backward_end_s.get(action.stage, self._clock.now_s)
+        ends_s = self._backward_ends_s[action.stage]
+        own_s = ends_s.popleft() if ends_s else self._clock.now_s
         own_s += self._prices.exposed_s.get(price_key(action), 0.0)
         latest_s = self._latest_s(replica_ranks(self._plan, [action.stage]), own_s)
         self._reduced_s = max(latest_s, self._reduced_s + seconds)
@@ -133,11 +159,16 @@ class PricedTransport:
         """Return the latest moment of some ranks, which say one each."""
         if len(ranks) == 1:
             return moment_s
+        moments, pending = self._say(ranks, moment_s)
+        pending.wait()
+        return float(moments.max())
+
+    def _say(self, ranks: tuple[int, ...], moment_s: float) -> tuple[torch.Tensor, Pending]:
+        """Begin to tell some ranks a moment, and to be told theirs."""
         moments = torch.zeros(len(ranks), dtype=torch.float64)
         moments[ranks.index(self._rank)] = moment_s
         # Backwards begin to reduce gradients in an order that may be another than that of their ends.
-        self._inner.all_reduce(moments, ranks, apart=True).wait()
-        return float(moments.max())
+        return moments, self._inner.all_reduce(moments, ranks, apart=True)
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`autopar.runtime.messages.transport.Transport`."""

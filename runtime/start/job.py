@@ -109,7 +109,7 @@ class Job:
         surroundings = Surroundings(plan, self.actions, rank, device, clock, note, scale, self.notes_sends)
         self.versions = self._weight_versions(graph)
         """Of its parameters."""
-        parts = self._mailbox, reducer, self._tally(), self._complete, self.versions
+        parts = self._mailbox, reducer, self._tally(), _StepEnd(self._settle, self._update, self._alike), self.versions
         self._executor = Executor(surroundings, self.stages, *parts)
         self._inputs: dict[int, Batch] = {}
 
@@ -273,8 +273,9 @@ class Job:
         """How many mini-batches ahead of a step its forwards are."""
         if self.plan.weight_policy == "sync":
             return range(1)
-        depth, micro_batches = self.plan.stages[min(self.stages)].warmup, self.plan.micro_batches
-        return range(depth // micro_batches, (depth + micro_batches - 1) // micro_batches + 1)
+        depths = depths_of(self.plan, min(self.stages))
+        ahead = depths.depth + depths.lag
+        return range(ahead // depths.micro_batches, (ahead + depths.micro_batches - 1) // depths.micro_batches + 1)
 
     def _check_unflushed(self, graph: LayerGraph) -> None:
         """Refuse a model that no pipeline without flushes trains.
@@ -283,8 +284,6 @@ class Job:
             UsageError: says what to do.
         """
         instead = f"weight policy {self.plan.weight_policy}; plan with `policy='sync'`"
-        if graph.loss == "sum_count":
-            raise UsageError(f"loss() counts, and all stages would wait for the mini-batch's count under {instead}")
         if isinstance(self._update.scheduler, ReduceLROnPlateau):
             raise UsageError(f"a scheduler watches the loss, which stages do not see in step under {instead}")
         for layer in (layer for stage in self.stages.values() for layer in stage.layers):
@@ -348,8 +347,17 @@ class Job:
             return LossTally(self.rows, self.plan.batch)
         return BroughtLossTally(self.rows, self.plan.batch, self._copies, self._batches.look_ahead)
 
-    def _complete(self, record: StepRecord) -> None:
-        """End a step: losses and gradients are there."""
+
+class _StepEnd:
+    """What becomes of a mini-batch's gradients, and of buffers beside them."""
+
+    def __init__(self, settle: Callable[[], None], update: Update, alike: ReplicatedBuffers) -> None:
+        self._settle, self._update, self._alike = settle, update, alike
+
+    def begin(self, record: StepRecord) -> None:
+        self._update.begin(record)
+
+    def __call__(self, record: StepRecord) -> None:
         self._settle()
         self._update(record)
         self._alike.settle()

@@ -1,7 +1,9 @@
 """When the actions of ranks run that never flush: written down from the rule of the order alone, without programs.
 
-Rank s performs B(m) and then F(m + K_s), m counting through; its update follows the last backward of a mini-batch. A
-message takes its link from the end of what made it, in the order of making; nothing else holds anybody up.
+Rank s performs B(m) and then F(m + K_s), m counting through; its update follows the last backward of a mini-batch, or
+that of some micro-batches later. A message takes its link from the end of what made it, in the order of making. Stages
+that share a parameter wait, before their updates, for the sum of its gradients, which takes its time from the last of
+their last backwards on. Nothing else holds anybody up.
 """
 
 from __future__ import annotations
@@ -22,17 +24,25 @@ class StageTimes(NamedTuple):
 
 
 def update_ends(
-    stages: Sequence[StageTimes], depths: Sequence[int], micro_batches: int, count: int
+    stages: Sequence[StageTimes],
+    depths: Sequence[int],
+    micro_batches: int,
+    count: int,
+    lags: Sequence[int],
+    shared: Sequence[int] = (),
+    sum_s: float = 0.0,
 ) -> list[list[float]]:
     """Return when every stage's updates end; stages have one replica each, and gradients flow back everywhere."""
     total = count * micro_batches
 
     def order(stage: int) -> list[tuple[str, int]]:
         found = [("F", number) for number in range(min(depths[stage], total))]
-        for number in range(total):
-            found.append(("B", number))
-            if number % micro_batches == micro_batches - 1:
-                found.append(("U", number // micro_batches))
+        for number in range(total + lags[stage]):
+            if number < total:
+                found.append(("B", number))
+            late = number - lags[stage]
+            if late >= 0 and late % micro_batches == micro_batches - 1:
+                found.append(("U", late // micro_batches))
             if number + depths[stage] < total:
                 found.append(("F", number + depths[stage]))
         return found
@@ -50,6 +60,8 @@ def update_ends(
             ready = max(ready, arrived(stage - 1, stage, "F", number))
         if kind == "B" and stage + 1 < len(stages):
             ready = max(ready, arrived(stage + 1, stage, "B", number))
+        if kind == "U" and stage in shared:
+            ready = max(ready, summed(number))
         return ready + {"F": times.forward_s, "B": times.backward_s, "U": times.update_s}[kind]
 
     @cache
@@ -57,6 +69,12 @@ def update_ends(
         takes_s = stages[sender].forth_s if kind == "F" else stages[sender].back_s
         begins = end(sender, place[sender][kind, number])
         return takes_s + (max(begins, arrived(sender, receiver, kind, number - 1)) if number else begins)
+
+    @cache
+    def summed(step: int) -> float:
+        last = (step + 1) * micro_batches - 1
+        begins = max(end(stage, place[stage]["B", last]) for stage in shared)
+        return sum_s + (max(begins, summed(step - 1)) if step else begins)
 
     # Each action is asked for in turn, so that recursion stays shallow.
     for number in range(total):

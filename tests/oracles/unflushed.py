@@ -2,7 +2,8 @@
 
 Nothing here knows of programs, ranks or depths in time: for micro-batch j of mini-batch t on stage s the rule says by
 closed forms which weights its forward and its backward see. Between the two, weights are replaced behind autograd's
-back, as PipeDream's code does.
+back, as PipeDream's code does. A parameter that stages share is as many parameters here as stages hold it, whose
+gradients are added up; an update that comes some micro-batches late makes all that a stage sees older.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Rule = Callable[[Question], int]
 
 
 def stash(depths: Sequence[int], micro_batches: int) -> Rule:
-    """PipeDream: max(0, floor((tT + j - K_s + 1) / T))."""
+    """PipeDream: max(0, floor((tT + j - K_s + 1) / T)); depths have in them by how much updates are late."""
 
     def rule(asked: Question) -> int:
         number = asked.mini_batch * micro_batches + asked.micro_batch
@@ -81,13 +82,25 @@ class Asked(NamedTuple):
     synchronous_steps: int = 0
     recomputes: bool = False
     """Whether each layer of a sequence runs forward again, under the weights of its backward."""
+    lags: Sequence[int] = ()
+    """By how many micro-batches each stage's updates are late; empty where none is."""
+    shared: Sequence[tuple[str, str]] = ()
+    """Parameters that are one, on two stages."""
+    clip_norm: float | None = None
+    """Of all gradients, those of shared parameters counted once."""
+    skips: bool = False
+    """Whether gradients that are not finite are no error: nothing is updated then."""
+
+    def late(self, stage: int) -> int:
+        return self.lags[stage] if self.lags else 0
 
 
 class _Histories:
     """Weights by the number of their updates, and what is made of them."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], asked: Asked) -> None:
-        self._asked, self._rule = asked, RULES[asked.policy](asked.depths, asked.micro_batches)
+        depths = [depth + asked.late(stage) for stage, depth in enumerate(asked.depths)]
+        self._asked, self._rule = asked, RULES[asked.policy](depths, asked.micro_batches)
         self.weights = [_copies(parameters)]
         self._predicted, self._corrected = [_copies(parameters)], [_copies(parameters)]
         self._differences = {name: torch.zeros_like(each) for name, each in parameters.items()}
@@ -102,7 +115,8 @@ class _Histories:
         if self._asked.policy in SAME_BACKWARD:
             return self.forward(name, question)
         every = self._corrected if self._asked.policy == "pipemare" else self.weights
-        return every[question.mini_batch][name]
+        number = question.mini_batch * self._asked.micro_batches + question.micro_batch
+        return every[max(0, (number - self._asked.late(question.stage)) // self._asked.micro_batches)][name]
 
     def _version(self, question: Question) -> int:
         first = self._asked.synchronous_steps
@@ -148,22 +162,27 @@ def train(
     histories, losses = _Histories(parameters, asked), []
     for step, parts in enumerate(batches):
         total, mean_loss = {name: torch.zeros_like(each) for name, each in parameters.items()}, 0.0
+        counted = 0.0
         for micro_batch, batch in enumerate(parts):
             questions = {name: Question(step, micro_batch, stage) for name, stage in asked.stage_of.items()}
             for name, question in questions.items():
                 parameters[name].data.copy_(histories.forward(name, question))
-            inputs, mean = _forward(module, batch, loss, apart=asked.recomputes)
+            inputs, value, count = _forward(module, batch, loss, len(parts), apart=asked.recomputes)
             for name, question in questions.items():
                 parameters[name].data.copy_(histories.backward(name, question))
-            gradients = _gradients(module, inputs, mean / len(parts), list(parameters.values()))
+            gradients = _gradients(module, inputs, value, list(parameters.values()))
             for name, gradient in zip(parameters, gradients, strict=True):
                 total[name] += gradient
-            mean_loss += float(mean.detach()) / len(parts)
+            mean_loss += float(value.detach())
+            counted += float(count)
         for name, parameter in parameters.items():
             parameter.data.copy_(histories.weights[-1][name])
-            parameter.grad = total[name]
-        for stage, stepper in steppers.items():
-            _step(stepper, _rate_factor(asked, stage, step))
+            parameter.grad = total[name] / (counted or 1.0)
+        _share(parameters, asked)
+        _clip(parameters, asked)
+        if not asked.skips or all(bool(each.grad.isfinite().all()) for each in parameters.values()):
+            for stage, stepper in steppers.items():
+                _step(stepper, _rate_factor(asked, stage, step))
         for each in schedulers:
             each.step()
         losses.append(mean_loss)
@@ -172,16 +191,45 @@ def train(
 
 
 def _forward(
-    module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], loss: Callable[..., torch.Tensor], *, apart: bool
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return the inputs of all layers, if they are run apart, and of the loss; and the mean loss."""
+    module: nn.Module,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    loss: Callable[..., Any],
+    micro_batches: int,
+    *,
+    apart: bool,
+) -> tuple[list[torch.Tensor], torch.Tensor, float]:
+    """Return the inputs of all layers, if they are run apart, and of the loss; the part of its mean, or sum and count.
+
+    Of a mean there is no count: it has its part of the mini-batch's.
+    """
     if not apart:
-        return [], loss(module(batch[0]), batch)
+        return [], *_counted(loss(module(batch[0]), batch), micro_batches)
     assert isinstance(module, nn.Sequential)
     inputs = [batch[0]]
     for layer in module:
         inputs.append(layer(inputs[-1]).detach().requires_grad_())
-    return inputs, loss(inputs[-1], batch)
+    return inputs, *_counted(loss(inputs[-1], batch), micro_batches)
+
+
+def _counted(made: torch.Tensor | tuple[torch.Tensor, torch.Tensor], micro_batches: int) -> tuple[torch.Tensor, float]:
+    return (made[0], float(made[1])) if isinstance(made, tuple) else (made / micro_batches, 0.0)
+
+
+def _share(parameters: Mapping[str, nn.Parameter], asked: Asked) -> None:
+    """Give parameters that are one the sum of their gradients."""
+    for one, other in asked.shared:
+        total = parameters[one].grad + parameters[other].grad
+        parameters[one].grad, parameters[other].grad = total, total.clone()
+
+
+def _clip(parameters: Mapping[str, nn.Parameter], asked: Asked) -> None:
+    if asked.clip_norm is None:
+        return
+    again = {other for _, other in asked.shared}
+    squares = sum(float((each.grad**2).sum()) for name, each in parameters.items() if name not in again)
+    factor = min(1.0, asked.clip_norm / (squares**0.5 + 1e-6))
+    for each in parameters.values():
+        each.grad.mul_(factor)
 
 
 def _gradients(
@@ -231,7 +279,7 @@ def _predict(
     asked: Asked, parameter: nn.Parameter, name: str, steppers: Mapping[int, torch.optim.Optimizer]
 ) -> torch.Tensor:
     stage = asked.stage_of[name]
-    ahead = ceil((asked.depths[stage] - 1) / asked.micro_batches)
+    ahead = ceil((asked.depths[stage] + asked.late(stage) - 1) / asked.micro_batches)
     state, group = steppers[stage].state[parameter], steppers[stage].param_groups[0]
     move: Any = 0.0
     if state.get("momentum_buffer") is not None:

@@ -1,4 +1,4 @@
-"""Five layers with a tanh each, in double precision; tests choose the optimizer and the scheduler."""
+"""Five layers with a tanh each, in double precision; tests choose the optimizer, and what else is special."""
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
 }
 OPTIMIZER = "sgd"
+SHARED = False  # whether the first and the last layer share their weight
+COUNTS = False  # whether the loss is a sum and a count
+SPOILED = ()  # samples of which gradients are not finite
 
 
 class Points(torch.utils.data.Dataset):
@@ -24,11 +27,14 @@ class Points(torch.utils.data.Dataset):
         return SAMPLES
 
     def __getitem__(self, index):
-        return self.inputs[index], self.targets[index]
+        spoiled = float("inf") if index in SPOILED else 1.0
+        return self.inputs[index], self.targets[index] * spoiled
 
 
 def model():
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(5)]
+    if SHARED:
+        layers[4][0].weight = layers[0][0].weight
     return nn.Sequential(*layers).double()
 
 
@@ -37,6 +43,9 @@ def dataset():
 
 
 def loss(output, batch):
+    if COUNTS:
+        counted = batch[1] > -0.5
+        return (((output - batch[1]) * counted) ** 2).sum(), counted.sum()
     return ((output - batch[1]) ** 2).mean()
 
 

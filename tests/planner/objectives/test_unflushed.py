@@ -97,9 +97,15 @@ def test_what_no_pipeline_without_flushes_has_is_refused_by_name(options: dict[s
         plan(gpt_profile(), local_cluster(2), PlanOptions(**({"policy": "stash"} | options)))  # type: ignore[arg-type]
 
 
-def test_stages_that_share_a_parameter_are_not_planned() -> None:
-    with pytest.raises(UsageError, match=r"no pipeline of policy stash obeys the options: .*`policy='sync'`"):
-        plan(gpt_profile(), local_cluster(2), PlanOptions(policy="stash", min_stages=2))
+def test_stages_that_share_a_parameter_are_not_planned_where_their_rates_differ() -> None:
+    with pytest.raises(UsageError, match=r"no pipeline of policy pipemare obeys the options: .*`policy='sync'`"):
+        plan(gpt_profile(), local_cluster(2), PlanOptions(policy="pipemare", anneal_steps=9, min_stages=2))
+
+
+@pytest.mark.parametrize("policy", ["stash", "2bw", "predict"])
+def test_stages_that_share_a_parameter_are_planned(policy: str) -> None:
+    found = plan(gpt_profile(), local_cluster(2), PlanOptions(policy=policy, min_stages=2))
+    assert (len(found.stages), len(found.tied), found.refusal) == (2, 1, None)
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:

@@ -104,7 +104,7 @@ def test_a_parameter_of_several_stages_has_the_sum_over_all_that_hold_it() -> No
         reducer.begin_step()
         (layer(x).square().sum() if rank == 0 else layer(x).sum()).backward()
         assert reducer.finish(rank) is None
-        reducer.reduce_shared(7)
+        reducer.finish_shared(7)
         reducer.release_untouched()
         seen[rank] = reducer.owned_gradients()
 

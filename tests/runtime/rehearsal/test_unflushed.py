@@ -21,7 +21,7 @@ POLICIES = ("stash", "vertical-sync", "2bw", "predict", "pipemare")
 
 def ends(timeline: Timeline) -> list[tuple[int, str, float]]:
     """Return when what ranks compute and reduce ended, in their order."""
-    found = [(each.rank, each.end_s, str(each.action)) for each in timeline if each.action.kind in "FBUPCA"]
+    found = [(each.rank, each.end_s, str(each.action)) for each in timeline if each.action.kind in "FBUPCATN"]
     return [(rank, text, end_s) for rank, end_s, text in sorted(found)]
 
 
