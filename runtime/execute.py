@@ -335,6 +335,7 @@ class Executor:
             outputs, passes = stage.forward(self._rows, values, seed, split=split)
         if self._mailbox.with_marks:
             _check_gradients(stage, outputs)
+            self._versions.check_kept(node for each in passes for node in each.nodes)
         sent = stage.sendable(self._rows, outputs)
         self._hand_out(SEND, index, micro_batch, sent)
         if stage.loss:

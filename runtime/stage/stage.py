@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
 from autopar.capture.graph import Layer, TensorSpec
 from autopar.capture.split_backward import SplitBackward
@@ -255,6 +255,11 @@ class Pass:
             self._keep(made)
         self._outputs = {name: each.detach().requires_grad_(each.requires_grad) for name, each in made.items()}
         return self._outputs
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Where its backward begins; none before it is recomputed."""
+        return [edge.node for edge in (self._edges or {}).values()]
 
     def recompute(self) -> None:
         """Run a segment that keeps its inputs only forward again, unless that is done."""

@@ -15,7 +15,8 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node, saved_tensors_hooks
 
 from autopar.errors import UsageError
 from autopar.policies.pipemare import DECAY, rate_factor
@@ -55,6 +56,9 @@ class NewestWeights:
     def refill(self, start: int) -> None:
         """See :class:`WeightVersions`."""
 
+    def check_kept(self, nodes: Iterable[Node]) -> None:
+        """See :class:`WeightVersions`."""
+
 
 class _Place(NamedTuple):
     """A view of a parameter's memory."""
@@ -82,7 +86,7 @@ class WeightVersions:
         Args:
             parameters: those that are trained.
             version_count: how many versions are needed at a time, the newest among them.
-            recomputes: whether layers run forward again in their backward.
+            recomputes: whether layers run forward again in their backward, or may read parameters there.
         """
         self._parameters = [each for each in parameters if each.requires_grad]
         self._recomputes, self._slots = recomputes, version_count - 1
@@ -108,6 +112,36 @@ class WeightVersions:
     def refill(self, start: int) -> None:
         """Count versions from the parameters as they are, the pipeline being empty before mini-batch ``start``."""
         self.newest = 0
+
+    def check_kept(self, nodes: Iterable[Node]) -> None:
+        """Refuse a function of the user's own that keeps a part of a parameter for its backward, by itself.
+
+        What autograd saves is packed, and parameters have the version due: of anything else nobody knows.
+
+        Args:
+            nodes: where the backward of a forward begins.
+
+        Raises:
+            UsageError: names the function.
+        """
+        ahead = list(nodes)
+        seen = set(ahead)
+        while ahead:
+            node = ahead.pop()
+            if isinstance(cast(object, node), BackwardCFunction) and any(map(self._is_part, vars(node).values())):
+                raise UsageError(
+                    f"function {type(node).__name__.removesuffix('Backward')} keeps a part of a parameter in its "
+                    "context, of which there are versions; hand it to save_for_backward(), or plan with `policy='sync'`"
+                )
+            following = [each for each, _ in node.next_functions if each is not None and each not in seen]
+            seen.update(following)
+            ahead += following
+
+    def _is_part(self, value: object) -> bool:
+        """Whether something is a view of a parameter, and no parameter."""
+        if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+            return False
+        return value.layout == torch.strided and value.untyped_storage().data_ptr() in self._memory_at
 
     @contextmanager
     def forward(self, distance: int) -> Iterator[SavedWeights]:
@@ -227,7 +261,7 @@ class PredictedWeights(WeightVersions):
             parameters: those that are trained.
             optimizer: theirs; None without any.
             updates_ahead: how many updates a prediction is ahead; 0: forwards see the newest weights.
-            recomputes: whether layers run forward again in their backward.
+            recomputes: whether layers run forward again in their backward, or may read parameters there.
 
         Raises:
             UsageError: no rule is known for the optimizer.
@@ -318,7 +352,7 @@ class CorrectedWeights(WeightVersions):
             tau: the mean of updates from a forward to its own update.
             anneal_steps: mini-batches for which rates are reduced.
             synchronous_steps: mini-batches before, which see one version.
-            recomputes: whether layers run forward again in their backward.
+            recomputes: whether layers run forward again in their backward, or may read parameters there.
         """
         super().__init__(parameters, 1, recomputes=recomputes)
         self._tau, self._anneal_steps, self._synchronous_steps = tau, anneal_steps, synchronous_steps

@@ -296,7 +296,8 @@ class Job:
         self._check_unflushed(graph)
         (stage,) = self.stages
         policy, depths = POLICIES[self.plan.weight_policy], depths_of(self.plan, stage)
-        recomputes = bool(self.plan.stages[stage].recompute)
+        # Modules that are listed, and not captured, may read their parameters in their backward.
+        recomputes = bool(self.plan.stages[stage].recompute) or not graph.portable
         trained, optimizer = self._local_parameters.parameters.values(), self._update.optimizer
         if policy.prepares == "predict":
             return PredictedWeights(trained, optimizer, updates_ahead(depths), recomputes=recomputes)

@@ -38,13 +38,14 @@ def planned(
     synchronous_steps: int = 0,
     special: Mapping[str, object] | None = None,
     precision: str = "fp64",
+    model: str = "tanh_chain",
     **more: object,
 ) -> Plan:
-    text = (MODELS / "tanh_chain.py").read_text().replace('OPTIMIZER = "sgd"', f'OPTIMIZER = "{optimizer}"')
+    text = (MODELS / f"{model}.py").read_text().replace('OPTIMIZER = "sgd"', f'OPTIMIZER = "{optimizer}"')
     for name, value in (special or {}).items():
         text = re.sub(f"(?m)^{name} = [^#]*", f"{name} = {value}  ", text)
-    (folder / "tanh_chain.py").write_text(text)
-    user = load(str(folder / "tanh_chain.py"))
+    (folder / "model.py").write_text(text)
+    user = load(str(folder / "model.py"))
     graph = capture(user, user.build(0))
     widths = more.pop("widths", [1] * len(depths))
     plan = dictate(graph, user, widths, micro_batches, ROWS, warmup=[1] * len(depths), **more)  # type: ignore[arg-type]
@@ -61,7 +62,7 @@ def differs(
     folder: Path, plan: Plan, *, losses: bool = True, lags: Sequence[int] = (), clip_norm: float | None = None
 ) -> float:
     """Return how far parameters are from the rule's, relative to the largest; ``losses`` are to be the rule's, too."""
-    user = load(str(folder / "tanh_chain.py"))
+    user = load(str(folder / "model.py"))
     module = user.build(0)
     graph = capture(user, user.build(0))
     state = {name: each.detach().clone() for name, each in user.build(0).named_parameters()}
@@ -171,7 +172,7 @@ def test_versions_take_what_is_kept_and_no_more(tmp_path: Path, policy: str) -> 
 
     # The last stage updates when all that see the version before are done.
     kept = {"stash": [1, 1, 0], "vertical-sync": [1, 1, 1], "2bw": [1, 1, 0]}[policy]
-    user = load(str(tmp_path / "tanh_chain.py"))
+    user = load(str(tmp_path / "model.py"))
     state = {name: each.detach().clone() for name, each in user.build(0).named_parameters()}
     act_in_threads(plan, capture(user, user.build(0)), user, state, train)
 
@@ -280,3 +281,18 @@ def test_a_norm_that_counts_replicas_is_found(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Reducer, "owned_gradients", Reducer.complete)
     plan = planned(tmp_path, "momentum", "2bw", [3, 2, 1], 2, widths=[2, 1, 1])
     assert differs(tmp_path, plan, clip_norm=0.02, losses=False) > 1e-4
+
+
+@pytest.mark.parametrize("policy", SAME_BACKWARD)
+@pytest.mark.parametrize(("depths", "micro_batches"), [([3, 2, 1], 2), ([5, 3, 1], 4)])
+def test_listed_modules_may_keep_weights_themselves_or_run_again(
+    tmp_path: Path, policy: str, depths: list[int], micro_batches: int
+) -> None:
+    plan = planned(tmp_path, "momentum", policy, depths, micro_batches, model="keeping")
+    assert differs(tmp_path, plan) < 1e-12
+
+
+def test_a_function_that_keeps_a_part_of_a_weight_itself_is_refused_by_name(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "momentum", "stash", [3, 2, 1], 2, model="keeping", special={"PART": True})
+    with pytest.raises(AutoparError, match=r"function Product keeps a part of a parameter .*save_for_backward\(\)"):
+        differs(tmp_path, plan)
