@@ -4,7 +4,7 @@
 
 A small GPT (AdamW) and a residual network (SGD with momentum) on four stages, with five seeds each, of the weights and
 of the order of samples: all contestants of a seed begin alike and read the same mini-batches. With one micro-batch of a
-mini-batch, delays are up to three updates, and with four of them one. `2bw` needs three micro-batches. PipeMare
+mini-batch, delays are up to three updates, and with four of them one or two. `2bw` needs three micro-batches. PipeMare
 reduces its rates for a hundred mini-batches.
 
 A row gives, of a contestant, the mean over seeds of the mean loss of the last fifty mini-batches, their least and

@@ -10,7 +10,9 @@
 Nothing is captured, cut or sent here: the model's own forward runs, on the micro-batches and shares of the plan, with
 the seeds of ``docs/seeds.md``, and an optimizer of the user steps all parameters. Of autopar it imports how a model
 file and its batches are read, the plan's format, and how stages divide micro-batches
-(:mod:`autopar.capture.division`). In float64, parameters, buffers and inputs are cast, so that rounding hides nothing.
+(:mod:`autopar.capture.division`). Of a plan that is never flushed, every micro-batch sees the weights that its policy's
+rule says (:mod:`autopar.capture.histories`); which parameters are a stage's is what is captured. In float64,
+parameters, buffers and inputs are cast, so that rounding hides nothing.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from autopar.capture.division import (
     result_share,
     shares_of,
 )
+from autopar.capture.histories import WeightHistories, stages_of_parameters
 from autopar.capture.source import UserModel
 from autopar.errors import FileError, ModelError, TrainingError
 from autopar.formats.plan import Plan
@@ -263,13 +266,14 @@ def train_plainly(
 
     Args:
         user: the model file.
-        plan: its stages, shares, micro-batches and seed count, its schedule and devices do not.
+        plan: its stages, shares, micro-batches, seed and weight policy count, its schedule and devices do not.
         steps: how many mini-batches are trained.
         double: whether parameters, buffers and inputs are cast to float64 first.
         clip_norm: largest norm of all gradients together.
 
     Raises:
-        UsageError: stages divide micro-batches differently, and the model cannot be divided so; names the layer.
+        UsageError: stages divide micro-batches differently, and the model cannot be divided so; names the layer. Or no
+            single process can follow the rule of the weight policy.
         ModelError: the user's code raises, or batch, output and loss do not fit together.
         FileError: the dataset has fewer samples than a mini-batch.
         TrainingError: nothing was counted in a whole mini-batch.
@@ -288,17 +292,23 @@ class _PlainTraining:
         self._samples = _Samples(user, plan)
         division = divide(lambda: _build_model(user, plan), plan, user, next(self._samples.load(0)))
         self._model = _build_model(user, plan)
-        self._optimizer = user.make_optimizer(self._model.named_parameters())
-        self._scheduler = user.make_scheduler(self._optimizer)
+        self._histories: WeightHistories | None = None
+        if plan.weight_policy == "sync":
+            self._optimizers = [user.make_optimizer(self._model.named_parameters())]
+        else:
+            self._histories, self._optimizers = _versioned(self._model, user, plan)
+        self._schedulers = [user.make_scheduler(each) for each in self._optimizers]
         self._forward = DividedForward(self._model, plan, user, division)
         self._losses: list[float] = []
         self._gradients: dict[str, torch.Tensor | None] = {}
 
     def step(self, step: int) -> None:
-        self._optimizer.zero_grad()
+        for each in self._optimizers:
+            each.zero_grad()
         tally = _LossAccumulator(self._plan)
         for micro_batch, batch in enumerate(self._samples.load(step)):
-            tally.add(self._forward.run(step, micro_batch, batch))
+            parts = self._forward.run(step, micro_batch, batch)
+            tally.add(parts if self._histories is None else self._histories.seen(step, micro_batch, parts))
         self._losses.append(tally.settle(self._model))
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
@@ -306,18 +316,35 @@ class _PlainTraining:
             grads = {name: value.grad for name, value in self._model.named_parameters()}
             self._gradients = {name: None if grad is None else grad.detach().clone() for name, grad in grads.items()}
         _seed(self._plan.seed, "optimizer", step)
-        self._optimizer.step()
+        if self._histories is None:
+            self._optimizers[0].step()
+        else:
+            self._histories.step(step)
         self._forward.end_step()
-        if isinstance(self._scheduler, ReduceLROnPlateau):
-            self._scheduler.step(self._losses[-1])
-        elif self._scheduler is not None:
-            self._scheduler.step()
+        for scheduler in self._schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(self._losses[-1])
+            elif scheduler is not None:
+                scheduler.step()
+        if self._histories is not None:
+            self._histories.add(step)
 
     def result(self) -> PlainRun:
         self._forward.close()
         parameters = {name: value.detach().clone() for name, value in self._model.named_parameters()}
         buffers = {name: value.clone() for name, value in self._model.named_buffers()}
         return PlainRun(self._losses, self._gradients, parameters, buffers)
+
+
+def _versioned(model: nn.Module, user: UserModel, plan: Plan) -> tuple[WeightHistories, list[torch.optim.Optimizer]]:
+    """Return the histories of a model's weights, and an optimizer of every stage that has any."""
+    stage_of, named = stages_of_parameters(user, plan), dict(model.named_parameters())
+    optimizers = {}
+    for stage in range(len(plan.stages)):
+        own = [(name, each) for name, each in named.items() if stage_of.get(name) == stage and each.requires_grad]
+        if own:
+            optimizers[stage] = user.make_optimizer(own)
+    return WeightHistories(named, stage_of, optimizers, plan), list(optimizers.values())
 
 
 def _build_model(user: UserModel, plan: Plan) -> nn.Module:

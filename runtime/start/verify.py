@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.capture.histories import most_versions
 from autopar.capture.plain import PlainRun, in_double, train_plainly
 from autopar.capture.source import UserModel, load
 from autopar.errors import AutoparError, CaptureError, ModelError, UsageError
@@ -199,13 +200,15 @@ def check_memory(plan: Plan, model_bytes: Mapping[str, int], wider: float) -> No
         UsageError: says what is needed, and what is there.
     """
     there, whole = available_bytes(), sum(model_bytes.values())
+    # Of each version, there may be another that is made of it.
+    copies = COPIES + 2 * most_versions(plan)
     peaks = [chunks[0] for chunks in plan.groups]
     ranks = sum(
         plan.stages[stage].replicas * (RANK_BYTES + round(wider * plan.predicted.peak_bytes[stage])) for stage in peaks
     )
     for needed, what in (
-        (COPIES * whole, f"the plain loop of a model of {_text(whole)}"),
-        (ranks + COPIES * whole, f"{len(plan.devices)} ranks beside the plain loop"),
+        (copies * whole, f"the plain loop of a model of {_text(whole)}"),
+        (ranks + copies * whole, f"{len(plan.devices)} ranks beside the plain loop"),
     ):
         if needed > there:
             raise UsageError(
@@ -249,7 +252,7 @@ def verify(
         UsageError: the plan cannot be run, or not on this host, or not be compared; says why.
         AutoparError: the model does not fit the plan, or a rank failed.
     """
-    check_scope(plan)
+    check_scope(plan, needs_flush=False)
     user = load(model, data, plan.model)
     exact, own = (_Attempt(plan, model, data, steps, timeout_s, double) for double in (True, False))
     exact.check(user)

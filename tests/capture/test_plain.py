@@ -17,6 +17,7 @@ from autopar.capture.plain import PlainRun, float64_model, train_plainly
 from autopar.capture.source import UserModel, load
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
+from autopar.policies import POLICIES
 from dictated import dictate
 from paths import MODELS
 from threads import train_in_threads
@@ -163,3 +164,24 @@ def test_a_dataset_smaller_than_a_mini_batch_is_refused(tmp_path: Path) -> None:
     large = plan.model_copy(update={"batch": 128, "micro_batches": 1, "micro_batch_size": 128})
     with pytest.raises(FileError, match="the dataset has 64 samples, a mini-batch takes 128"):
         train_plainly(user, large, 1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("widths", [(1, 1, 1), (2, 1, 2)])
+def test_a_plan_without_flushes_trains_by_its_rule(policy: str, widths: Sequence[int], tmp_path: Path) -> None:
+    text = (MODELS / "tanh_chain.py").read_text().replace('OPTIMIZER = "sgd"', 'OPTIMIZER = "adamw"')
+    (tmp_path / "chain.py").write_text(text)
+    user = load(str(tmp_path / "chain.py"))
+    module = user.build(0)
+    graph = capture(user, module)
+    plan = dictate(graph, user, widths, 2, 2, warmup=[1, 1, 1])
+    stages = [each.model_copy(update={"warmup": depth}) for each, depth in zip(plan.stages, (3, 2, 1), strict=True)]
+    more: dict[str, object] = {"anneal_steps": 4, "synchronous_steps": 2} if policy == "pipemare" else {}
+    plan = plan.model_copy(update={"weight_policy": policy, "stages": tuple(stages), **more})
+    state = {name: value.detach().clone() for name, value in module.named_parameters()}
+    train_in_threads(plan, graph, user, state, tmp_path, 8)
+    truth = train_plainly(user, plan, 8)
+    _check_ranks(plan, truth, tmp_path)
+    # Every version is another.
+    other = train_plainly(user, plan.model_copy(update={"weight_policy": "sync"}), 8)
+    assert other.losses != pytest.approx(truth.losses, rel=1e-6)

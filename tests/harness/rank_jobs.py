@@ -181,16 +181,22 @@ def _loaded(model: str, workspace: str) -> tuple[UserModel, LayerGraph]:
 def keep(job: Job, rank: int, steps: int, folder: Path) -> list[StepRecord]:
     records = []
     first = job.plan.synchronous_steps
+    optimizer, gradients = job.update.optimizer, dict[str, torch.Tensor]()
+
+    def note(*_: object) -> None:
+        if not gradients:
+            gradients.update({name: whole(p.grad).clone() for name, p in job.parameters.items() if p.grad is not None})
+
+    if optimizer is not None:
+        optimizer.register_step_pre_hook(note)
     windows = [*((step, step + 1) for step in range(first)), (first, steps)]
     for start, stop, step in ((*each, step) for each in windows for step in range(each[0] - lead(job.plan), each[1])):
         record = job.step(step, stop, start)
         if step < start:
             continue
         records.append(record)
-        if step == 0:
-            gradients = {name: whole(p.grad) for name, p in job.parameters.items() if p.grad is not None}
-            _write(folder / f"gradients-{rank}", gradients)
     job.finish()
+    _write(folder / f"gradients-{rank}", gradients)
     _write(folder / f"parameters-{rank}", {name: whole(p) for name, p in job.parameters.items()})
     _write(folder / f"buffers-{rank}", job.buffers)
     return records

@@ -233,3 +233,59 @@ def test_equal_runs_differ_in_nothing() -> None:
     run = _run(buffers={"n": torch.tensor(3), "x": torch.tensor([math.nan, math.inf])})
     found = compare(run.losses, [Holder("", run.gradients, run.parameters, run.buffers)], run, PROMISED)
     assert all(each.equal and each.largest == 0 for each in found)
+
+
+UNFLUSHED: list[tuple[str, str, Sequence[int], Sequence[int], dict[str, Any]]] = [
+    ("gpt", "2bw", (1, 2, 1), (3, 2, 1), {"recompute": True}),
+    ("gpt", "2bw", (2, 1), (2, 1), {}),
+    ("resnet", "stash", (1, 1, 1), (3, 2, 1), {}),
+    ("resnet", "predict", (1, 1, 1), (5, 3, 1), {}),
+    ("resnet", "vertical-sync", (1, 1), (3, 1), {"recompute": True}),
+    ("mlp", "stash", (2, 1, 3), (3, 2, 1), {"recompute": True}),
+    ("mlp", "pipemare", (1, 2, 1), (5, 3, 1), {}),
+    ("llama", "stash", (1, 2, 1), (4, 3, 1), {}),
+    ("llama", "predict", (2, 1, 1), (3, 2, 1), {}),
+    ("gpt2", "2bw", (1, 1, 2), (3, 2, 1), {}),
+]
+
+
+@pytest.mark.parametrize(("name", "policy", "widths", "depths", "options"), UNFLUSHED)
+def test_without_flushes_the_rule_is_trained(
+    name: str,
+    policy: str,
+    widths: Sequence[int],
+    depths: Sequence[int],
+    options: dict[str, Any],
+    tmp_path: Path,
+    pool: RankPool,
+) -> None:
+    source = str(tmp_path / "model.py")
+    if name in EXAMPLES:
+        text = NARROW.format(path=str(ROOT / "examples" / f"{name}.py"), narrow=EXAMPLES[name])
+        Path(source).write_text(text)
+    else:
+        pytest.importorskip("transformers", reason="needs the extra autopar[hf]")
+        (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+        source = f"hf:{tmp_path / 'config.json'}"
+    plan = unflushed(planned(tmp_path, source, widths, warmup=[1] * len(widths), **options), policy, depths)
+    found = verified(plan, pool, steps=4)
+    assert found.equal, found
+    assert found.computed == "float64"
+
+
+def unflushed(plan: Plan, policy: str, depths: Sequence[int]) -> Plan:
+    stages = [each.model_copy(update={"warmup": depth}) for each, depth in zip(plan.stages, depths, strict=True)]
+    more = {"anneal_steps": 3, "synchronous_steps": 1} if policy == "pipemare" else {}
+    return plan.model_copy(update={"stages": tuple(stages), "weight_policy": policy, **more})
+
+
+def test_what_one_process_does_not_see_is_refused_by_name(tmp_path: Path, pool: RankPool) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(NARROW.format(path=str(ROOT / "examples" / "gpt.py"), narrow=EXAMPLES["gpt"]))
+    plan = unflushed(planned(tmp_path, str(file), (1, 1), warmup=[1, 1]), "stash", (2, 1))
+    with pytest.raises(UsageError, match=r"wte.weight is shared between stages .*`policy='2bw'`"):
+        verified(plan, pool)
+    file.write_text(NARROW.format(path=str(ROOT / "examples" / "resnet.py"), narrow=EXAMPLES["resnet"]))
+    plan = unflushed(planned(tmp_path, str(file), (1, 1), warmup=[1, 1], recompute=True), "predict", (2, 1))
+    with pytest.raises(UsageError, match=r"numbers depend on what is recomputed.*`recompute='none'`"):
+        verified(plan, pool)

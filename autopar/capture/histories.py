@@ -1,0 +1,179 @@
+"""Histories: every version of the weights of a plain loop that trains by a weight policy's rule.
+
+In come a plan without flushes and the parameters of the whole model; out comes, for every micro-batch, which weights
+its forward and its backward see on each stage. Nothing is known of programs or of time: versions are counted by the
+policy's own rule (:mod:`autopar.policies`), and parameters are overwritten in place, so that backwards read whatever is
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from autopar.capture.source import UserModel
+from autopar.errors import UsageError
+from autopar.formats.plan import Plan
+from autopar.policies import POLICIES, stage_depths
+from autopar.policies.pipemare import DECAY, delay, rate_factor
+from autopar.policies.policy import StageDepths
+from autopar.policies.predict import updates_ahead
+
+Tensors = dict[str, torch.Tensor]
+
+
+def stages_of_parameters(user: UserModel, plan: Plan) -> dict[str, int]:
+    """Return the stage of every parameter that a layer reads.
+
+    Raises:
+        UsageError: two stages see different versions of one at a time, which no single process does.
+    """
+    from autopar.capture.export import outline
+
+    stage_of = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
+    graph = outline(user, plan.seed)[1]
+    found: dict[str, int] = {}
+    for layer in graph.layers:
+        for name in layer.parameters.values():
+            found.setdefault(name, stage_of[layer.name])
+    # By its rule, 2BW has all stages see one version.
+    if plan.tied and not POLICIES[plan.weight_policy].sums_gradients:
+        raise UsageError(
+            f"{plan.tied[0].parameter} is shared between stages that see different versions of it, which one process "
+            "does not; plan with `policy='2bw'` or `policy='sync'` to compare"
+        )
+    if POLICIES[plan.weight_policy].prepares and any(stage.recompute for stage in plan.stages):
+        raise UsageError(
+            f"under weight policy {plan.weight_policy}, numbers depend on what is recomputed, and the plain loop "
+            "recomputes nothing; plan with `recompute='none'` to compare"
+        )
+    return found
+
+
+def most_versions(plan: Plan) -> int:
+    """Return how many versions of a model's weights are kept at a time, at most."""
+    if plan.weight_policy == "sync":
+        return 0
+    return 2 + max(-(-(each.depth + each.lag) // each.micro_batches) for each in _depths_of(plan))
+
+
+def _depths_of(plan: Plan) -> list[StageDepths]:
+    depths, shared = [stage.warmup for stage in plan.stages], [tied.stages for tied in plan.tied]
+    return stage_depths(POLICIES[plan.weight_policy], depths, plan.micro_batches, shared)
+
+
+class _Version(NamedTuple):
+    """The weights after some updates, and what is made of them."""
+
+    weights: Tensors
+    predicted: Tensors
+    corrected: Tensors
+
+
+class WeightHistories:
+    """The versions of a model's trained parameters, counted from 0."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        stage_of: Mapping[str, int],
+        optimizers: Mapping[int, torch.optim.Optimizer],
+        plan: Plan,
+    ) -> None:
+        """Begin with the parameters as they are; ``optimizers`` are those of stages."""
+        self._optimizers = optimizers
+        self._plan, self._policy = plan, POLICIES[plan.weight_policy]
+        self._parameters = {name: each for name, each in parameters.items() if name in stage_of and each.requires_grad}
+        self._stage_of = stage_of
+        self._depths = _depths_of(plan)
+        first = self._copies()
+        self._versions = {0: _Version(first, first, first)}
+        self._differences = {name: torch.zeros_like(each) for name, each in first.items()}
+        self._kept = most_versions(plan)
+
+    def seen(self, step: int, micro_batch: int, parts: Iterator[Any]) -> Iterator[Any]:
+        """Yield what ``parts`` does: each is made under the weights of forwards, and used under those of backwards."""
+        while True:
+            for name, parameter in self._parameters.items():
+                parameter.data.copy_(self._of_forward(name, step, micro_batch))
+            part = next(parts, None)
+            if part is None:
+                break
+            for name, parameter in self._parameters.items():
+                parameter.data.copy_(self._of_backward(name, step, micro_batch))
+            yield part
+        for name, parameter in self._parameters.items():
+            parameter.data.copy_(self._versions[step].weights[name])
+
+    def step(self, step: int) -> None:
+        """Update all stages for a mini-batch."""
+        for stage, optimizer in self._optimizers.items():
+            rates = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * self._rate_factor(self._depths[stage], step)
+            optimizer.step()
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    def add(self, step: int) -> None:
+        """Take in the weights after the update of a mini-batch, rates being those of the next one."""
+        weights, prepares = self._copies(), self._policy.prepares
+        predicted = {name: self._predict(name) for name in weights} if prepares == "predict" else weights
+        corrected = {name: self._correct(name, step) for name in weights} if prepares == "correct" else weights
+        self._versions[step + 1] = _Version(weights, predicted, corrected)
+        self._versions.pop(step + 1 - self._kept, None)
+
+    def _copies(self) -> Tensors:
+        return {name: each.detach().clone() for name, each in self._parameters.items()}
+
+    def _place(self, step: int, micro_batch: int) -> tuple[int, int]:
+        """Return the mini-batch from which versions are counted, and the micro-batch counted from there."""
+        first = self._plan.synchronous_steps if step >= self._plan.synchronous_steps else step
+        return first, (step - first) * self._plan.micro_batches + micro_batch
+
+    def _of_forward(self, name: str, step: int, micro_batch: int) -> torch.Tensor:
+        depths = self._depths[self._stage_of[name]]
+        predicts = self._policy.prepares == "predict"
+        first, number = self._place(step, 0 if predicts else micro_batch)
+        version = self._versions[first + max(0, self._policy.forward_version(depths, number))]
+        return (version.predicted if predicts else version.weights)[name]
+
+    def _of_backward(self, name: str, step: int, micro_batch: int) -> torch.Tensor:
+        depths = self._depths[self._stage_of[name]]
+        first, number = self._place(step, micro_batch)
+        version = self._versions[first + max(0, self._policy.backward_version(depths, number))]
+        return (version.corrected if self._policy.prepares == "correct" else version.weights)[name]
+
+    def _rate_factor(self, depths: StageDepths, step: int) -> float:
+        counted = step - self._plan.synchronous_steps
+        if self._plan.anneal_steps is None or counted < 0:
+            return 1.0
+        return rate_factor(delay(depths), counted, self._plan.anneal_steps)
+
+    def _predict(self, name: str) -> torch.Tensor:
+        """Return a parameter as the next updates are expected to leave it, all alike."""
+        parameter, stage = self._parameters[name], self._stage_of[name]
+        state = self._optimizers[stage].state.get(parameter, {})
+        if not state:
+            return parameter.detach().clone()
+        groups = self._optimizers[stage].param_groups
+        group = next(each for each in groups if any(own is parameter for own in each["params"]))
+        if "exp_avg" in state:
+            count, (first, second) = float(state["step"]), group["betas"]
+            mean, square = state["exp_avg"] / (1 - first**count), state["exp_avg_sq"] / (1 - second**count)
+            move: torch.Tensor = mean / (square.sqrt() + group["eps"])
+        else:
+            move = state["momentum_buffer"]
+        rate: float | torch.Tensor = group["lr"]
+        return parameter.detach() - updates_ahead(self._depths[stage]) * rate * move
+
+    def _correct(self, name: str, step: int) -> torch.Tensor:
+        """Return a parameter less what it has changed by, after the update of a mini-batch."""
+        tau, newest = delay(self._depths[self._stage_of[name]]), self._parameters[name].detach()
+        if tau and step >= self._plan.synchronous_steps:
+            keep, change = DECAY ** (1 / tau), newest - self._versions[step].weights[name]
+            self._differences[name] = keep * self._differences[name] + (1 - keep) * change
+        return newest - tau * self._differences[name]
