@@ -82,8 +82,9 @@ def check_scope(plan: Plan, *, needs_flush: bool = True) -> None:
         raise UsageError("the plan divides micro-batches freely, as no run can; plan without `divisible`")
     if needs_flush and plan.weight_policy != "sync":
         raise UsageError(
-            f"the plan is never flushed (weight policy {plan.weight_policy}), and is carried out by `autopar run` and "
-            "`autopar worker` alone; plan with `policy='sync'`, and no other objective than `objective='step'`"
+            f"the plan is never flushed (weight policy {plan.weight_policy}), and is carried out by `autopar run`, "
+            "`autopar worker` and `autopar verify` alone; plan with `policy='sync'`, and no other objective than "
+            "`objective='step'`"
         )
 
 

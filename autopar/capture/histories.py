@@ -161,12 +161,15 @@ class WeightHistories:
             return parameter.detach().clone()
         groups = self._optimizers[stage].param_groups
         group = next(each for each in groups if any(own is parameter for own in each["params"]))
-        if "exp_avg" in state:
+        if {"exp_avg", "exp_avg_sq", "step"} <= state.keys():
             count, (first, second) = float(state["step"]), group["betas"]
             mean, square = state["exp_avg"] / (1 - first**count), state["exp_avg_sq"] / (1 - second**count)
             move: torch.Tensor = mean / (square.sqrt() + group["eps"])
-        else:
+        elif state.get("momentum_buffer") is not None:
             move = state["momentum_buffer"]
+        else:
+            # Of another optimizer, whose ranks refuse it.
+            return parameter.detach().clone()
         rate: float | torch.Tensor = group["lr"]
         return parameter.detach() - updates_ahead(self._depths[stage]) * rate * move
 

@@ -388,12 +388,12 @@ class Plan(Document):
     def _unflushed_refusal(self) -> str | None:
         for index, stage in enumerate(self.stages):
             if stage.division == "round-robin" and stage.replicas > 1:
-                return f"replicas of stage {index} take turns, which only flushed pipelines can be run with"
+                return f"replicas of stage {index} take turns, which takes a flush; plan with `policy='sync'`"
             if stage.shard != "none":
                 return f"replicas of stage {index} divide {stage.shard}, of which no versions are kept"
         if self.tied and not POLICIES[self.weight_policy].shares_parameters:
             name = self.tied[0].parameter
-            return f"{name} is shared between stages, whose rates differ under weight policy {self.weight_policy}"
+            return f"{name} is shared between stages, whose rates differ; plan with `policy='stash'`"
         return None
 
     @property

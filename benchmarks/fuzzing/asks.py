@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from autopar.formats.plan import Plan, ReplicatedState, Shard, Stage, chunks_of, group_of, layout_of
+from autopar.formats.plan import Plan, ReplicatedState, Shard, Stage, WeightPolicy, chunks_of, group_of, layout_of
 from autopar.formats.profile import Profile
 from autopar.hardware.kinds import estimated_cluster
 from autopar.planner import PlanOptions
 from autopar.planner import plan as search
+from autopar.policies import POLICIES
+from autopar.runtime.settings import check_scope
 from autopar.schedules import SCHEDULES
 
-__all__ = ["Ask", "draw_ask", "edited", "planned"]
+__all__ = ["Ask", "draw_ask", "edited", "planned", "unflushed"]
 
 MOST_RANKS, MOST_ROWS, MOST_MICRO_BATCHES = 6, 6, 5
 SHARDED = 0.22
@@ -41,6 +43,9 @@ class Ask:
     """Seeds what is changed of the plan's shares, divisions, depths and recomputed layers; 0: nothing."""
     replicate_state: ReplicatedState | None
     """What replicas are told to make of the buffers that their forwards write."""
+    policy: WeightPolicy = "sync"
+    depths: tuple[int, ...] = ()
+    """Of the stages of a pipeline that is never flushed."""
 
     @property
     def ranks(self) -> int:
@@ -58,6 +63,7 @@ class Ask:
         flags = f"--schedule {self.schedule} --stages {self.stages} --micro-batches {self.micro_batches}"
         flags += f" --batch {self.rows * self.micro_batches} --recompute {self.recompute} --shard {self.shard}"
         flags += f" --replicate-state {self.replicate_state}" if self.replicate_state else ""
+        flags += f" --policy {self.policy} in flight {self.depths}" if self.depths else ""
         return f"{flags} --seed {self.seed}" + (f" edited {self.edits}" if self.edits else "")
 
 
@@ -98,6 +104,30 @@ def _shards(chance: random.Random, widths: Sequence[int]) -> bool:
     return max(widths) > 1 and chance.random() < SHARDED
 
 
+def unflushed(chance: random.Random, ask: Ask) -> Ask:
+    """Return what is asked of a plan that is never flushed in place of one that is."""
+    policy = chance.choice(list(POLICIES))
+    widths = ask.widths
+    cuts = (*ask.cuts[: len(widths) - 1], ask.cuts[-1])
+    depths = [chance.randint(1, 2)]
+    for _ in widths[1:]:
+        depths.insert(0, depths[0] + chance.randint(0, 2))
+    least = POLICIES[policy].least_micro_batches(depths[0])
+    return replace(
+        ask,
+        schedule="1f1b",
+        chunks=1,
+        cuts=cuts,
+        micro_batches=max(ask.micro_batches, least),
+        recompute="none" if POLICIES[policy].prepares else ask.recompute,
+        shard="none",
+        edits=0,
+        replicate_state=None,
+        policy=policy,
+        depths=tuple(depths),
+    )
+
+
 def planned(ask: Ask, profile: Profile) -> Plan:
     """Have the planner make the plan.
 
@@ -121,6 +151,16 @@ def planned(ask: Ask, profile: Profile) -> Plan:
 
 def edited(plan: Plan, ask: Ask, least_rows: int) -> Plan:
     """Return a plan with other shares, divisions, depths and recomputed layers, as its file might have been edited."""
+    if ask.depths:
+        chance, stages = random.Random(str(ask)), []
+        for stage, depth in zip(plan.stages, ask.depths, strict=True):
+            shares = _divided(chance, plan.micro_batch_size, stage.replicas, least_rows)
+            stages.append(stage.model_dump() | {"warmup": depth, "division": "split", "shares": shares})
+        more = {"anneal_steps": 3, "synchronous_steps": 1} if ask.policy == "pipemare" else {}
+        content = plan.model_dump() | {"stages": tuple(stages), "weight_policy": ask.policy, **more}
+        changed = Plan.model_validate(content | {"schedule": "1f1b"})
+        check_scope(changed, needs_flush=False)
+        return changed
     if not ask.edits:
         return plan
     chance = random.Random(ask.edits)

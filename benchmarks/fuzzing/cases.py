@@ -23,7 +23,7 @@ from autopar.profiler import ProfileOptions
 from autopar.profiler import profile as measure
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.workspace import Workspace
-from fuzzing.asks import Ask, draw_ask, edited, planned
+from fuzzing.asks import Ask, draw_ask, edited, planned, unflushed
 from fuzzing.compare import Difference, worst
 from fuzzing.grammar import Recipe, draw, parts_of, write
 from fuzzing.ranks import HungError, Kept, in_processes, in_threads
@@ -43,6 +43,14 @@ MOVED, ROUNDING = 1e-15, 100.0
 """By how much weights are moved to see what rounding makes of a model, and how many times that is let pass."""
 WRAPPED = re.compile(r"\b(?!ModuleNotFound)[A-Z]\w*(Error|Exception)\b: ")
 """An error that nobody foresaw, within a message."""
+UNFLUSHED = 1_000_000
+"""Cases from this number on have plans that are never flushed."""
+OF_POLICIES = (
+    r"`policy='(sync|stash|2bw)'`",
+    r"which weight policy \w+ has none of",
+    r"layers write buffers that replicas",
+)
+"""By what plans without flushes are refused, whatever the model is made of."""
 COUNTLESS = "count of 0 for the whole mini-batch"
 """What mini-batches without any label are refused by, as the plain loop refuses them."""
 
@@ -132,17 +140,19 @@ def attempt(case: Case, model: Model, folder: Path, pool: Callable[[], RankPool]
     with _silent():
         try:
             layers = len(model.profile.layers)
-            ask = case.ask or _drawn(random.Random(case.chance), model.recipe, layers)
+            ask = case.ask or _drawn(case, model.recipe, layers)
             result = _trained(case, ask, model, folder, pool)
         except _EndedError as ended:
             result = ended.result
     return ask, _judged(result, case.recipe, ask)
 
 
-def _drawn(chance: random.Random, recipe: Recipe, layers: int) -> Ask:
+def _drawn(case: Case, recipe: Recipe, layers: int) -> Ask:
     """Draw a plan; seldom one with replicas where they would be refused."""
+    chance = random.Random(case.chance)
     replicas = recipe.replicas and (not recipe.writes or chance.random() < REPLICATED)
-    return draw_ask(chance, layers, recipe.least_rows, replicas=replicas, writes=recipe.writes)
+    ask = draw_ask(chance, layers, recipe.least_rows, replicas=replicas, writes=recipe.writes)
+    return unflushed(chance, ask) if case.number >= UNFLUSHED else ask
 
 
 def _trained(case: Case, ask: Ask, model: Model, folder: Path, pool: Callable[[], RankPool]) -> Result:
@@ -210,9 +220,8 @@ def _judged(result: Result, recipe: Recipe, ask: Ask | None) -> Result:
     """Tell refusals that a part of the model accounts for from false ones, and what should have been refused."""
     parts = parts_of(recipe)
     if result.outcome == "refused":
-        allowed = any(
-            re.search(pattern, result.said) for pattern in (COUNTLESS, *(p.refusal for p in parts if p.refusal))
-        )
+        patterns = [COUNTLESS, *(p.refusal for p in parts if p.refusal), *(OF_POLICIES if ask and ask.depths else ())]
+        allowed = any(re.search(pattern, result.said) for pattern in patterns)
         return result if allowed else Result("false refusal", result.where, result.said)
     several = ask is not None and (ask.micro_batches > 1 or ask.ranks > 1)
     if result.outcome == "equal" and several and any(part.must for part in parts):

@@ -26,6 +26,7 @@ from autopar.runtime.start.job import Job
 from autopar.runtime.start.worker import build
 from autopar.runtime.start.workspace import Workspace
 from autopar.runtime.update import Update
+from autopar.schedules.continuing import lead
 
 __all__ = ["HungError", "Kept", "in_processes", "in_threads", "train"]
 
@@ -145,12 +146,37 @@ def _loaded(model: str) -> UserModel:
 
 
 def _trained(job: Job, steps: int) -> Kept:
+    if job.plan.weight_policy != "sync":
+        return _trained_unflushed(job, steps)
     losses, gradients = list[tuple[float, float]](), dict[str, torch.Tensor | None]()
     for step in range(steps):
         record = job.step(step)
         losses.append((record.loss, record.count))
         if step == 0:
             gradients = {name: _copied(parameter.grad) for name, parameter in job.parameters.items()}
+    return _kept(job, losses, gradients)
+
+
+def _trained_unflushed(job: Job, steps: int) -> Kept:
+    """Train from a fill to a drain, behind what is to be synchronous; gradients are those that are updated with."""
+    losses, first = list[tuple[float, float]](), job.plan.synchronous_steps
+    gradients = dict[str, torch.Tensor | None]()
+
+    def note(*_: object) -> None:
+        if not gradients:
+            gradients.update({name: _copied(parameter.grad) for name, parameter in job.parameters.items()})
+
+    if job.update.optimizer is not None:
+        job.update.optimizer.register_step_pre_hook(note)
+    for start, stop in [*((step, step + 1) for step in range(first)), (first, steps)]:
+        for step in range(start - lead(job.plan), stop):
+            record = job.step(step, stop, start)
+            if step >= start:
+                losses.append((record.loss, record.count))
+    return _kept(job, losses, gradients)
+
+
+def _kept(job: Job, losses: list[tuple[float, float]], gradients: dict[str, torch.Tensor | None]) -> Kept:
     job.finish()
     parameters = {name: job.whole(name).clone() for name in job.parameters}
     return Kept(losses, gradients, parameters, {n: b.clone() for n, b in job.buffers.items()}, job.replica)
