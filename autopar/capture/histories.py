@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autopar.capture.source import UserModel
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.policies import POLICIES, stage_depths
@@ -25,20 +24,12 @@ from autopar.policies.predict import updates_ahead
 Tensors = dict[str, torch.Tensor]
 
 
-def stages_of_parameters(user: UserModel, plan: Plan) -> dict[str, int]:
-    """Return the stage of every parameter that a layer reads.
+def check_comparable(plan: Plan) -> None:
+    """Refuse a plan whose rule no single process can follow.
 
     Raises:
-        UsageError: two stages see different versions of one at a time, which no single process does.
+        UsageError: says what to do.
     """
-    from autopar.capture.export import outline
-
-    stage_of = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
-    graph = outline(user, plan.seed)[1]
-    found: dict[str, int] = {}
-    for layer in graph.layers:
-        for name in layer.parameters.values():
-            found.setdefault(name, stage_of[layer.name])
     # By its rule, 2BW has all stages see one version.
     if plan.tied and not POLICIES[plan.weight_policy].sums_gradients:
         raise UsageError(
@@ -50,7 +41,6 @@ def stages_of_parameters(user: UserModel, plan: Plan) -> dict[str, int]:
             f"under weight policy {plan.weight_policy}, numbers depend on what is recomputed, and the plain loop "
             "recomputes nothing; plan with `recompute='none'` to compare"
         )
-    return found
 
 
 def most_versions(plan: Plan) -> int:

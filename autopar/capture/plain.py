@@ -11,15 +11,15 @@ Nothing is captured, cut or sent here: the model's own forward runs, on the micr
 the seeds of ``docs/seeds.md``, and an optimizer of the user steps all parameters. Of autopar it imports how a model
 file and its batches are read, the plan's format, and how stages divide micro-batches
 (:mod:`autopar.capture.division`). Of a plan that is never flushed, every micro-batch sees the weights that its policy's
-rule says (:mod:`autopar.capture.histories`); which parameters are a stage's is what is captured. In float64,
-parameters, buffers and inputs are cast, so that rounding hides nothing.
+rule says (:mod:`autopar.capture.histories`). In float64, parameters, buffers and inputs are cast, so that rounding
+hides nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +42,7 @@ from autopar.capture.division import (
     result_share,
     shares_of,
 )
-from autopar.capture.histories import WeightHistories, stages_of_parameters
+from autopar.capture.histories import WeightHistories, check_comparable
 from autopar.capture.source import UserModel
 from autopar.errors import FileError, ModelError, TrainingError
 from autopar.formats.plan import Plan
@@ -260,7 +260,13 @@ class PlainRun:
 
 
 def train_plainly(
-    user: UserModel, plan: Plan, steps: int, *, double: bool = False, clip_norm: float | None = None
+    user: UserModel,
+    plan: Plan,
+    steps: int,
+    *,
+    double: bool = False,
+    clip_norm: float | None = None,
+    stage_of: Mapping[str, int] | None = None,
 ) -> PlainRun:
     """Train some steps in this process, on the CPU, in the types that the model has; never under autocast.
 
@@ -270,6 +276,7 @@ def train_plainly(
         steps: how many mini-batches are trained.
         double: whether parameters, buffers and inputs are cast to float64 first.
         clip_norm: largest norm of all gradients together.
+        stage_of: of a plan that is never flushed, the stage of every parameter that a layer reads.
 
     Raises:
         UsageError: stages divide micro-batches differently, and the model cannot be divided so; names the layer. Or no
@@ -278,7 +285,7 @@ def train_plainly(
         FileError: the dataset has fewer samples than a mini-batch.
         TrainingError: nothing was counted in a whole mini-batch.
     """
-    training = _PlainTraining(float64_model(user) if double else user, plan, clip_norm)
+    training = _PlainTraining(float64_model(user) if double else user, plan, clip_norm, stage_of or {})
     for step in range(steps):
         training.step(step)
     return training.result()
@@ -287,7 +294,7 @@ def train_plainly(
 class _PlainTraining:
     """A model and its optimizer, and what their steps gave."""
 
-    def __init__(self, user: UserModel, plan: Plan, clip_norm: float | None) -> None:
+    def __init__(self, user: UserModel, plan: Plan, clip_norm: float | None, stage_of: Mapping[str, int]) -> None:
         self._plan, self._clip_norm = plan, clip_norm
         self._samples = _Samples(user, plan)
         division = divide(lambda: _build_model(user, plan), plan, user, next(self._samples.load(0)))
@@ -296,7 +303,7 @@ class _PlainTraining:
         if plan.weight_policy == "sync":
             self._optimizers = [user.make_optimizer(self._model.named_parameters())]
         else:
-            self._histories, self._optimizers = _versioned(self._model, user, plan)
+            self._histories, self._optimizers = _versioned(self._model, user, plan, stage_of)
         self._schedulers = [user.make_scheduler(each) for each in self._optimizers]
         self._forward = DividedForward(self._model, plan, user, division)
         self._losses: list[float] = []
@@ -336,10 +343,12 @@ class _PlainTraining:
         return PlainRun(self._losses, self._gradients, parameters, buffers)
 
 
-def _versioned(model: nn.Module, user: UserModel, plan: Plan) -> tuple[WeightHistories, list[torch.optim.Optimizer]]:
+def _versioned(
+    model: nn.Module, user: UserModel, plan: Plan, stage_of: Mapping[str, int]
+) -> tuple[WeightHistories, list[torch.optim.Optimizer]]:
     """Return the histories of a model's weights, and an optimizer of every stage that has any."""
-    stage_of, named = stages_of_parameters(user, plan), dict(model.named_parameters())
-    optimizers = {}
+    check_comparable(plan)
+    named, optimizers = dict(model.named_parameters()), {}
     for stage in range(len(plan.stages)):
         own = [(name, each) for name, each in named.items() if stage_of.get(name) == stage and each.requires_grad]
         if own:

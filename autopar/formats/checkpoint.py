@@ -20,7 +20,7 @@ from autopar.formats.document import Bytes, Count, Digest, Document, Index, Name
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Precision
 
-Kind = Literal["parameter", "buffer", "optimizer", "generator"]
+Kind = Literal["parameter", "buffer", "optimizer", "generator", "difference"]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
 """Of a file in the checkpoint's own folder."""
 _UNSIGNED = "0" * 64

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.export import outline
 from autopar.capture.plain import PlainRun, train_plainly
 from autopar.capture.source import load
 from autopar.formats.plan import Plan
+from autopar.runtime.stage.parameters import stages_of_parameters
 
 __all__ = ["trains", "truth_of"]
 
@@ -30,7 +32,11 @@ def truth_of(path: Path, plan: Plan, steps: int, moved: float = 0.0) -> PlainRun
         UsageError: the loop does not know what the shares of a layer would be.
     """
     user = load(str(path))
-    return train_plainly(replace(user, factory=lambda: _moved(user.build(plan.seed), moved)), plan, steps)
+    stage_of = None
+    if plan.weight_policy != "sync":
+        stage_of = stages_of_parameters(outline(user, plan.seed)[1], plan)
+    same = replace(user, factory=lambda: _moved(user.build(plan.seed), moved))
+    return train_plainly(same, plan, steps, stage_of=stage_of)
 
 
 def _moved(model: nn.Module, share: float) -> nn.Module:

@@ -131,6 +131,7 @@ class JobState:
         optimizer = self._job.update.optimizer
         yield from self._job.parameters.values()
         yield from self._job.buffers.values()
+        yield from self._job.versions.differences.values()
         for kept in () if optimizer is None else optimizer.state.values():
             yield from kept.values()
 
@@ -139,6 +140,12 @@ class JobState:
             ("parameter", name, None, parameter) for name, parameter in self._job.parameters.items()
         ]
         every += (("buffer", name, None, buffer) for name, buffer in self._job.buffers.items())
+        differences = self._job.versions.differences
+        every += (
+            ("difference", name, None, differences[parameter])
+            for name, parameter in self._job.parameters.items()
+            if parameter in differences
+        )
         numbers = []
         for name, state, value in self._optimizer_values():
             if isinstance(value, torch.Tensor):
@@ -227,6 +234,13 @@ def restore_tensors(job: Job, source: CheckpointReader) -> None:
             record = source.checkpoint.tensor(piece.kind, piece.name)
             if record is not None and record.shape == piece.shape and piece.tensor.numel():
                 piece.tensor.copy_(source.read(record, piece.ranges))
+    names = {parameter: name for name, parameter in job.parameters.items()}
+
+    def difference(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        record = source.checkpoint.tensor("difference", names[parameter])
+        return None if record is None or record.shape != tuple(parameter.shape) else source.read(record)
+
+    job.versions.resume(difference)
 
 
 def restore_optimizer(job: Job, source: CheckpointReader) -> None:

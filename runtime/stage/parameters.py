@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autopar.capture.graph import Layer
+from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.meta import materialize
 from autopar.errors import FileError
 from autopar.formats.plan import Plan
@@ -101,6 +101,16 @@ def sharded_parameter_names(plan: Plan, stage: int, layers: Iterable[Layer]) -> 
     found = {name: layer.parameter(attribute) for layer in layers for attribute, name in layer.parameters.items()}
     parts = {name for name, each in found.items() if each.dim() and each.numel() and not each.is_complex()}
     return parts - {tied.parameter for tied in plan.tied}
+
+
+def stages_of_parameters(graph: LayerGraph, plan: Plan) -> dict[str, int]:
+    """Return the first stage that reads each parameter of a model."""
+    stage_of = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
+    found: dict[str, int] = {}
+    for layer in graph.layers:
+        for name in layer.parameters.values():
+            found[name] = min(stage_of[layer.name], found.get(name, len(plan.stages)))
+    return found
 
 
 class OptimizerParameters:

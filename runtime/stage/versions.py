@@ -9,9 +9,10 @@ are kept at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -32,6 +33,8 @@ class NewestWeights:
     """Of a pipeline with flushes: all that are in flight see the newest weights, which autograd saves itself."""
 
     bytes = 0
+    differences: Mapping[torch.nn.Parameter, torch.Tensor] = MappingProxyType({})
+    """See :class:`WeightVersions`."""
 
     def __init__(self) -> None:
         self._nothing = nullcontext(SavedWeights())
@@ -59,6 +62,9 @@ class NewestWeights:
     def check_kept(self, nodes: Iterable[Node]) -> None:
         """See :class:`WeightVersions`."""
 
+    def resume(self, read: Callable[[torch.nn.Parameter], torch.Tensor | None]) -> None:
+        """See :class:`WeightVersions`."""
+
 
 class _Place(NamedTuple):
     """A view of a parameter's memory."""
@@ -79,6 +85,9 @@ class _OtherTensor(NamedTuple):
 
 class WeightVersions:
     """The versions of one rank's trained parameters; version v has v updates since the pipeline was filled."""
+
+    differences: Mapping[torch.nn.Parameter, torch.Tensor] = MappingProxyType({})
+    """What a run that goes on needs of each parameter beside it; empty as long as there is nothing."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], version_count: int, *, recomputes: bool) -> None:
         """Begin with the parameters as they are.
@@ -178,6 +187,9 @@ class WeightVersions:
     def correct(self) -> None:
         """Make what backwards see until the next update."""
         raise AssertionError("versions are not corrected")
+
+    def resume(self, read: Callable[[torch.nn.Parameter], torch.Tensor | None]) -> None:
+        """Go on with ``differences`` as they were; ``read`` gives that of a parameter, if there was one."""
 
     def _new_memories(self) -> list[torch.Tensor]:
         """Return copies of what parameters lie in, whose places are known from then on."""
@@ -383,10 +395,27 @@ class CorrectedWeights(WeightVersions):
             if self._corrected:
                 _copy(self._corrected, self._newest_memories)
             else:
-                self._corrected = self._new_memories()
-                self._differences = [torch.zeros_like(each) for each in self._corrected]
+                self._begin()
         with super().updating(step):
             yield
+
+    def _begin(self) -> None:
+        self._corrected = self._new_memories()
+        self._differences = [torch.zeros_like(each) for each in self._corrected]
+        self.differences = {each: self._view(each, self._differences) for each in self._parameters}
+
+    @torch.no_grad()
+    def resume(self, read: Callable[[torch.nn.Parameter], torch.Tensor | None]) -> None:
+        """See :class:`WeightVersions`."""
+        found = {each: read(each) for each in self._parameters} if self._tau else {}
+        if all(each is None for each in found.values()):
+            return
+        self._begin()
+        for parameter, difference in found.items():
+            if difference is not None:
+                self.differences[parameter].copy_(difference)
+        for corrected, difference in zip(self._corrected, self._differences, strict=True):
+            corrected.sub_(difference, alpha=self._tau)
 
     @torch.no_grad()
     def correct(self) -> None:

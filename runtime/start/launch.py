@@ -316,8 +316,6 @@ def _program(plan: Plan, options: RunOptions) -> Program:
     check_scope(plan, needs_flush=False)
     if plan.weight_policy != "sync":
         check_unflushed(plan, options.settings)
-        if options.checkpoint is not None and plan.weight_policy == "pipemare":
-            raise UsageError("`checkpoint`: what pipemare corrects weights by is not saved; leave it out")
         if options.checkpoint is not None and options.every == "auto":
             raise UsageError(
                 "`every='auto'` does not know what it costs to drain a pipeline for a checkpoint; pass a number of "

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.capture.export import outline
 from autopar.capture.histories import most_versions
 from autopar.capture.plain import PlainRun, in_double, train_plainly
 from autopar.capture.source import UserModel, load
@@ -30,6 +31,7 @@ from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
 from autopar.runtime.result import weights
 from autopar.runtime.settings import TrainSettings, check_scope
+from autopar.runtime.stage.parameters import stages_of_parameters
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.start.worker import BUFFERS, GRADIENTS, PARAMETERS, UNREAD, kept_folder, load_for
 from autopar.runtime.start.workspace import host_memory_bytes
@@ -354,12 +356,18 @@ class _Attempt:
         if bits is not None:
             user = replace(user, factory=lambda: _perturb_weights(built(), bits))
         try:
-            return train_plainly(user, self._plan, self.steps)
+            return train_plainly(user, self._plan, self.steps, stage_of=self._stage_of(user))
         except (AutoparError, MemoryError):
             raise
         except Exception as error:
             said = (str(error).strip().splitlines() or ["(no message)"])[0]
             raise ModelError(f"{user.path}: plain training raised {type(error).__name__}: {said}") from error
+
+    def _stage_of(self, user: UserModel) -> dict[str, int]:
+        """Return the stage of every parameter, where stages see versions of their own."""
+        if self._plan.weight_policy == "sync":
+            return {}
+        return stages_of_parameters(outline(user, self._plan.seed)[1], self._plan)
 
     def _rounding_tolerances(self, truth: PlainRun, progress: Progress) -> tuple[Allowed, str]:
         """Return what rounding may change: a multiple of what it does where every weight is moved by its last bit."""

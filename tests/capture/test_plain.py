@@ -18,6 +18,7 @@ from autopar.capture.source import UserModel, load
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
 from autopar.policies import POLICIES
+from autopar.runtime.stage.parameters import stages_of_parameters
 from dictated import dictate
 from paths import MODELS
 from threads import train_in_threads
@@ -180,7 +181,7 @@ def test_a_plan_without_flushes_trains_by_its_rule(policy: str, widths: Sequence
     plan = plan.model_copy(update={"weight_policy": policy, "stages": tuple(stages), **more})
     state = {name: value.detach().clone() for name, value in module.named_parameters()}
     train_in_threads(plan, graph, user, state, tmp_path, 8)
-    truth = train_plainly(user, plan, 8)
+    truth = train_plainly(user, plan, 8, stage_of=stages_of_parameters(graph, plan))
     _check_ranks(plan, truth, tmp_path)
     # Every version is another.
     other = train_plainly(user, plan.model_copy(update={"weight_policy": "sync"}), 8)

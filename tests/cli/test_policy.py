@@ -77,9 +77,11 @@ def test_the_rehearsal_of_memory_needs_a_flush_and_steps_are_rehearsed_and_verif
     assert "per mini-batch, rehearsed" in err
 
 
-@pytest.mark.parametrize("deep", [False, True])
-def test_what_is_resumed_equals_a_run_that_was_drained_at_the_same_steps(run: Run, deep: bool) -> None:
-    assert run("plan", "--gpus", "2", "--stages", "0-2:1,3-4:1", "--micro-batches", "4", "--policy", "stash")[0] == 0
+@pytest.mark.parametrize(("policy", "deep"), [("stash", False), ("stash", True), ("2bw", False), ("pipemare", True)])
+def test_what_is_resumed_equals_a_run_that_was_drained_at_the_same_steps(run: Run, policy: str, deep: bool) -> None:
+    more = ("--anneal-steps", "5", "--synchronous-steps", "1") if policy == "pipemare" else ()
+    dictated = ("--gpus", "2", "--stages", "0-2:1,3-4:1", "--micro-batches", "4")
+    assert run("plan", *dictated, "--policy", policy, *more)[0] == 0
     # In one of them, the first stage is further ahead than checkpoints are apart.
     plan = Plan.load("plan.json")
     depths = (9, 1) if deep else (2, 1)
