@@ -35,7 +35,8 @@ class Cadence:
     """Says when a checkpoint is due: after so many steps, or as often as a share of the time allows.
 
     What a checkpoint takes is how long training waits for it, and what writing it takes of a processor: ranks that
-    compute on the host's processors may wait for that, too.
+    compute on the host's processors may wait for that, too. Pipelines that are never flushed are drained for one, and
+    ask before they are filled: :meth:`next_after`.
     """
 
     def __init__(self, every: Every, first_step: int, most: Callable[[float], float]) -> None:
@@ -50,15 +51,28 @@ class Cadence:
         self._next = first_step + FIRST
         self._newest = first_step
         self._lengths_s: list[float] = []
+        self._drains = False
 
     def add(self, step_s: float) -> None:
         """Take note of how long a step took."""
         self._lengths_s.append(step_s)
 
-    def next_after(self, done: int) -> int:
-        """Return after how many steps the next checkpoint is due, given a number of steps between two."""
-        assert self._every != "auto"
-        return (done // self._every + 1) * self._every
+    def next_after(self, done: int, cost_s: float | None) -> int:
+        """Return after how many steps the next checkpoint is due; all ranks ask at once, and are told the same.
+
+        Args:
+            done: steps since the run's first.
+            cost_s: what the checkpoint before took, the draining and filling of the pipeline included; None if there
+                was none.
+        """
+        if self._every != "auto":
+            return (done // self._every + 1) * self._every
+        count, self._drains = FIRST, True
+        if cost_s is not None and self._lengths_s:
+            longest, cost = self._most(median(self._lengths_s)), self._most(cost_s)
+            count = max(1, math.ceil(cost / (SHARE * longest))) if longest else FIRST
+        self._next = done + count
+        return self._next
 
     def due(self, done: int, cost_s: Callable[[], float | None]) -> bool:
         """Tell whether a checkpoint is due after so many steps; all ranks ask at once, and are told the same.
@@ -69,8 +83,8 @@ class Cadence:
         """
         if self._every != "auto":
             return done % self._every == 0
-        if done < self._next:
-            return False
+        if done < self._next or self._drains:
+            return done == self._next
         cost = cost_s()
         if cost is not None:
             # The first step also sets up.

@@ -143,9 +143,15 @@ class RunCheckpoints:
         """What copies take of the host's memory on this rank."""
         return self._writer.buffers_bytes
 
-    def next_after(self, done: int) -> int:
-        """Return after how many steps the next is saved, where a number says how often."""
-        return self._cadence.next_after(done)
+    def next_after(self, done: int, drain_s: float) -> int:
+        """Return after how many steps the next is saved, for which the pipeline is drained; all ranks ask at once.
+
+        Args:
+            done: steps since the run's first.
+            drain_s: what draining and filling took last time, beyond its mini-batches.
+        """
+        cost_s = self._cost_s()
+        return self._cadence.next_after(done, None if cost_s is None else cost_s + drain_s)
 
     def end_step(self, done: int, step_s: float) -> None:
         """Save the state after so many steps, if that is due; all ranks do so at once."""

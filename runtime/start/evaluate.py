@@ -149,7 +149,9 @@ class Evaluation:
         Raises:
             ModelError: a layer reads a parameter or buffer that its stage does not train with.
         """
-        self._job, self._plan, self._transport, self._device = job, job.plan, transport, device
+        # Nothing is updated meanwhile: there is one version of the weights, and every round ends by itself.
+        self._plan = job.plan.model_copy(update={"weight_policy": "sync"})
+        self._job, self._transport, self._device = job, transport, device
         self.graph = graph
         stage_of = {layer: index for index, stage in enumerate(job.plan.stages) for layer in stage.layers}
         self._last = stage_of[graph.layers[-1].name]

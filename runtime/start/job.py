@@ -6,7 +6,7 @@ stepped, they give the records of steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -255,18 +255,25 @@ class Job:
             start: the first with which the pipeline is filled.
         """
         ahead, stop = self._ahead, step + 1 if stop is None else stop
-        if step == start - lead(self.plan):
-            self.versions.refill(start)
         for done in [each for each in self._inputs if each < step + ahead.start]:
             del self._inputs[done]
         for later in range(max(start, step + ahead.start), min(stop, step + ahead.stop)):
             if later not in self._inputs:
                 self._inputs[later] = self._batches.load(later, more=later + 1 < stop)
-        return self._executor.run(Repetition(step, self.plan.micro_batches, stop, start), self._inputs)
+        return self.train(step, self._inputs, stop, start)
 
-    def train(self, step: int, inputs: Batch) -> StepRecord:
-        """Train one mini-batch, given this rank's rows of the model's inputs in every micro-batch."""
-        return self._executor.run(Repetition(step, self.plan.micro_batches, step + 1, step), {step: inputs})
+    def train(self, step: int, inputs: Mapping[int, Batch], stop: int, start: int) -> StepRecord:
+        """Train as :meth:`step` does, given this rank's rows of the model's inputs in every micro-batch.
+
+        Args:
+            step: which.
+            inputs: by mini-batch, of all that begin.
+            stop: the first that is not to be trained any more, or not yet.
+            start: the first with which the pipeline is filled.
+        """
+        if step == start - lead(self.plan):
+            self.versions.refill(start)
+        return self._executor.run(Repetition(step, self.plan.micro_batches, stop, start), inputs)
 
     @property
     def _ahead(self) -> range:

@@ -316,11 +316,6 @@ def _program(plan: Plan, options: RunOptions) -> Program:
     check_scope(plan, needs_flush=False)
     if plan.weight_policy != "sync":
         check_unflushed(plan, options.settings)
-        if options.checkpoint is not None and options.every == "auto":
-            raise UsageError(
-                "`every='auto'` does not know what it costs to drain a pipeline for a checkpoint; pass a number of "
-                "mini-batches, such as `every=1000`"
-            )
     for fault in options.faults:
         if fault.rank >= len(plan.devices):
             raise UsageError(f"`inject_fault='{fault}'`: the plan has {len(plan.devices)} ranks, which count from 0")

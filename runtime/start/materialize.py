@@ -15,7 +15,7 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.ranks.script import join_in_script
-from autopar.runtime.settings import TrainSettings, check_scope, check_sharing
+from autopar.runtime.settings import TrainSettings, check_scope, check_sharing, check_unflushed
 from autopar.runtime.start.script import ScriptJob
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
@@ -61,11 +61,13 @@ def materialize(
         ModelError: its loss depends on how a mini-batch is divided, or it is no model.
     """
     check_module(model)
-    check_scope(plan)
+    settings = TrainSettings(clip_norm=clip_norm)
+    check_scope(plan, needs_flush=False)
+    if plan.weight_policy != "sync":
+        check_unflushed(plan, settings)
     check(expand(plan), plan)
     if share_gpus:
         check_sharing(plan)
-    settings = TrainSettings(clip_norm=clip_norm)
     functions = {"loss": loss, "optimizer": optimizer, "scheduler": scheduler, "layers": layers}
     joining = ExitStack()
     with ExitStack() as failing:

@@ -33,12 +33,14 @@ from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import Failure
 from autopar.runtime.checkpoint.script import ScriptCheckpoints
-from autopar.runtime.data import Batch, Loader, check_inputs, split_rows
+from autopar.runtime.data import Batch, Loader, split_rows
+from autopar.runtime.execute import StepRecord
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import Transport, sendable
 from autopar.runtime.result import weights
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.evaluate import Evaluation
+from autopar.runtime.start.feed import Feed, Metrics, check_given
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.saving import holders, make_folder, new_set, set_of, write_stages
 from autopar.runtime.start.workspace import fit_to_plan
@@ -273,20 +275,6 @@ def _spread(
     return lambda names: {name: kept[name] for name in names if name in kept}
 
 
-@dataclass(frozen=True)
-class Metrics:
-    """What one step gave, on every rank alike."""
-
-    step: int
-    """Counts from 0."""
-    loss: float
-    """Of the whole mini-batch."""
-    gradient_norm: float | None
-    """Of all gradients of the model before clipping, where it was asked for."""
-    overflow: bool
-    """Whether scaled gradients were not finite: nothing was updated."""
-
-
 class ScriptJob:
     """One rank of a plan, stepped by a script; every rank calls the same methods in the same order.
 
@@ -321,7 +309,8 @@ class ScriptJob:
         self._built_job: BuiltJob | None = None
         self._evaluations: dict[str, Evaluation] = {}
         self._compared_kinds: set[str] = set()
-        self._step, self._has_failed, self._closed = 0, False, False
+        self._first, self._has_failed, self._closed = 0, False, False
+        self._feed: Feed | None = None
         self._checkpoints: ScriptCheckpoints | None = None
         self.notes: list[str] = []
         """What a reader should know of the checkpoint that was loaded."""
@@ -331,8 +320,11 @@ class ScriptJob:
         """Which rank this is."""
         return self._context.rank
 
-    def step(self, batch: object) -> Metrics:
-        """Train one mini-batch, of as many samples as the plan says.
+    def step(self, batch: object) -> Metrics | None:
+        """Train one mini-batch, of as many samples as the plan says; return what it gave.
+
+        Of a plan that is never flushed, that is what the mini-batch gave that has ended, some before this one; None as
+        long as none has. :meth:`drain` ends those that are under way.
 
         Raises:
             UsageError: the batch is not as planned; on all ranks.
@@ -342,14 +334,34 @@ class ScriptJob:
         specs = [built.graph.tensor(name) for name in built.job.inputs]
         values, _ = self._agree_on_batch(built, batch, "step", specs)
         inputs = split_rows(self.plan, self.rank, values, built.job.inputs, self._context.device)
+        if self._feed is None:
+            self._feed = Feed(built.job, self._first)
         with self._failing():
-            record = built.job.train(self._step, inputs)
-            loss = record.total_loss
-            if loss is None:
-                total, count = built.agreement.sum([record.loss, record.count])
-                loss = total / count if count else total
-        self._step += 1
-        return Metrics(self._step - 1, loss, record.gradient_norm, record.overflow)
+            ended = [self._metrics(built, record) for record in self._feed.step(inputs)]
+        return ended[-1] if ended else None
+
+    def drain(self) -> list[Metrics]:
+        """End the mini-batches that are under way, and return what they gave; the next one fills the pipeline again.
+
+        Evaluating, saving and closing do so, too. With a flush after every step, there are never any.
+        """
+        if self._feed is None or not self._feed.under_way or self._has_failed:
+            return []
+        built = self._require_built_job()
+        with self._failing():
+            return [self._metrics(built, record) for record in self._feed.drain()]
+
+    @property
+    def _step(self) -> int:
+        """How many mini-batches there have been."""
+        return self._first if self._feed is None else self._feed.given
+
+    def _metrics(self, built: BuiltJob, record: StepRecord) -> Metrics:
+        loss = record.total_loss
+        if loss is None:
+            total, count = built.agreement.sum([record.loss, record.count])
+            loss = total / count if count else total
+        return Metrics(record.step, loss, record.gradient_norm, record.overflow)
 
     def evaluate(self, batch: object) -> float:
         """Return the loss of a batch of any size in evaluation mode, on every rank.
@@ -383,6 +395,7 @@ class ScriptJob:
 
         ``model.load_state_dict`` takes it.
         """
+        self.drain()
         built = self._require_built_job()
         first = holders(self.plan, built.graph)
         known = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
@@ -412,6 +425,7 @@ class ScriptJob:
             UsageError: the folder has checkpoints that this job was not loaded from.
             FileError: it cannot be written.
         """
+        self.drain()
         self._require_built_job()
         with self._failing():
             self._opened_checkpoints().save(Path(folder), self._step, wait=wait)
@@ -432,8 +446,8 @@ class ScriptJob:
         self._require_built_job()
         if self._step:
             raise UsageError(f"the job has trained {self._step} steps already; load before the first one")
-        self._step, self.notes = self._opened_checkpoints().load(Path(folder), accept_changes=accept_changes)
-        return self._step
+        self._first, self.notes = self._opened_checkpoints().load(Path(folder), accept_changes=accept_changes)
+        return self._first
 
     def _opened_checkpoints(self) -> ScriptCheckpoints:
         built = self._require_built_job()
@@ -443,6 +457,7 @@ class ScriptJob:
 
     def save_weights(self, folder: str | Path) -> None:
         """Write the model's parameters and buffers, a safetensors file a stage and an index; all hosts must see it."""
+        self.drain()
         built, path = self._require_built_job(), Path(folder)
         known = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
 
@@ -462,6 +477,7 @@ class ScriptJob:
 
     def close(self) -> None:
         """Wait until everything that was sent has arrived, and leave the other ranks."""
+        self.drain()
         if self._built_job is not None:
             self._built_job.job.finish()
         if self._checkpoints is not None:
@@ -483,7 +499,7 @@ class ScriptJob:
     def _close(self) -> None:
         if self._checkpoints is not None:
             self._checkpoints.abandon()
-        self._built_job, self._checkpoints, self._closed = None, None, True
+        self._built_job, self._feed, self._checkpoints, self._closed = None, None, None, True
         self._evaluations.clear()
         self._leave()
 
@@ -519,6 +535,7 @@ class ScriptJob:
         self, batch: object, what: str
     ) -> tuple[BuiltJob, Evaluation, dict[str, torch.Tensor], int]:
         built = self._ready(batch)
+        self.drain()
         if what not in self._evaluations:
             captured = capture_evaluation if what == "evaluate" else capture_prediction
 
@@ -546,7 +563,7 @@ class ScriptJob:
                 values = named_tensors(batch)
                 rows = row_count(values)
                 digest = digest_of(values) if what not in self._compared_kinds else 0.0
-            _check_given(self.rank, values, rows, specs, self.plan.batch if what == "step" else None)
+            check_given(self.rank, values, rows, specs, self.plan.batch if what == "step" else None)
         except AutoparError as caught:
             error = caught
         rows = built_job.agreement.rows(rows, digest, error)
@@ -566,20 +583,3 @@ class ScriptJob:
             built_job.transport.receive(buffer, sender).wait()
             return buffer.cpu()
         return None
-
-
-def _check_given(
-    rank: int, values: Mapping[str, torch.Tensor], rows: int | None, specs: list[TensorSpec], expected_rows: int | None
-) -> None:
-    if rows is None:
-        if specs:
-            raise UsageError(f"was given no batch, and its stages read {', '.join(spec.name for spec in specs)}")
-        return
-    if expected_rows is not None and rows != expected_rows:
-        raise UsageError(
-            f"a batch of {rows} samples, the plan is for {expected_rows}; drop or fill up what is incomplete "
-            "(DataLoader(drop_last=True)), or plan for another batch"
-        )
-    if rows == 0:
-        raise UsageError("a batch without samples")
-    check_inputs(values, specs)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, TypedDict
 
 import torch
@@ -195,6 +196,9 @@ class TrainingRun:
         self._laps = StepClock(self._origin_s, lags=self._lags)
         self._slowness = slowness(job.plan, job.actions)
         self._records: list[StepRecord] = []
+        self._took_s: list[float] = []
+        """What steps have taken since the pipeline was filled last."""
+        self._ended_s = 0.0
 
     def perform(self) -> None:
         """Train.
@@ -202,15 +206,19 @@ class TrainingRun:
         Raises:
             AutoparError: an action failed; names it.
         """
-        done, stop = self._first, self._steps
+        done, stop, drain_s = self._first, self._steps, 0.0
         while done < stop:
             before, end = done, stop
             if done < self._job.plan.synchronous_steps:
                 end = done + 1
             elif lead(self._job.plan) and self._checkpoints is not None:
                 # A checkpoint is of one version: the pipeline is drained for it.
-                end = min(stop, self._checkpoints.next_after(done))
+                end = min(stop, self._checkpoints.next_after(done, drain_s))
+            self._took_s.clear()
+            began_s = time.perf_counter()
             done, stop = self._perform(done, end, stop)
+            if self._took_s:
+                drain_s = max(0.0, self._ended_s - began_s - len(self._took_s) * median(self._took_s))
             if done == before:
                 break
         self._job.finish()
@@ -232,9 +240,10 @@ class TrainingRun:
                 self._job.step(step, min(end, stop), first)
                 continue
             self._step(step, min(end, stop), first)
-            done = step + 1
+            done, self._ended_s = step + 1, time.perf_counter()
+            self._took_s.append(self._ended_s - began_s)
             if self._checkpoints is not None:
-                self._checkpoints.end_step(done, time.perf_counter() - began_s)
+                self._checkpoints.end_step(done, self._took_s[-1])
         return done, stop
 
     def results(self) -> StepResults:

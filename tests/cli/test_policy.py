@@ -51,7 +51,6 @@ def test_a_policy_is_planned_simulated_and_run(run: Run, policy: str) -> None:
     [
         (("--clip-norm", "1"), "--clip-norm takes a flush, which weight policy stash has none of"),
         (("--compile",), "--compile takes a flush"),
-        (("--checkpoint", "parts"), "--every auto does not know what it costs to drain a pipeline"),
         (("--update-profile",), "--update-profile: what a run under weight policy stash measures is not taken over"),
     ],
 )
@@ -129,3 +128,13 @@ def test_prediction_refuses_an_optimizer_that_it_does_not_know(run: Run) -> None
     assert run("plan", "--gpus", "2", "--stages", "0-2:1,3-4:1", "--policy", "predict", "--overwrite")[0] == 0
     code, _, err = run("run", "--steps", "8")
     assert code == 0, err
+
+
+def test_checkpoints_are_as_many_as_cost_a_share_of_the_time(run: Run) -> None:
+    assert run("plan", "--gpus", "2", "--stages", "0-2:1,3-4:1", "--micro-batches", "4", "--policy", "stash")[0] == 0
+    code, _, err = run("run", "--checkpoint", "parts", "--steps", "40")
+    assert code == 0, err
+    assert len(Report.load("report.json").loss) == 40
+    code, out, _ = run("checkpoint", "list", "parts")
+    assert code == 0
+    assert "40" in out

@@ -106,3 +106,26 @@ def train_between(context: RankContext, arguments: dict[str, Any]) -> dict[str, 
         except AutoparError as error:
             said = str(error)
         return {"begun": begun, "losses": losses, "drawn": drawn, "said": said, "notes": job.notes}
+
+
+def train_unflushed(context: RankContext, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Train without flushes, and evaluate in between; return (step, loss) of what ended in steps and in drains."""
+    plan, folder = autopar.Plan.parse(arguments["plan"], Path("plan.json")), Path(arguments["folder"])
+    steps = batches(arguments["steps"])
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:  # noqa: ANN401
+        return torch.optim.SGD(parameters, lr=LEARNING_RATE)
+
+    with autopar.materialize(make_model(), plan, steps[0], loss=loss, optimizer=optimizer) as job:
+        ended, drained = [], []
+        for step, batch in enumerate(steps):
+            if step == arguments["drains_at"]:
+                drained += [(each.step, each.loss) for each in job.drain()]
+                job.evaluate(steps[0])
+            made = job.step(batch)
+            ended += [] if made is None else [(made.step, made.loss)]
+        drained += [(each.step, each.loss) for each in job.drain()]
+        state = job.state_dict()
+        if state is not None:
+            save_file(state, folder / "state.safetensors")
+    return {"ended": ended, "drained": drained}

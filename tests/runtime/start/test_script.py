@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime.result import weights
 from dictated import dictate
+from oracles.unflushed import Asked, train
 from paths import EXAMPLES, HARNESS
 from script_jobs import LEARNING_RATE, batches, described, loss, make_model
 
@@ -300,3 +302,38 @@ def test_a_transformers_model_counts_its_labels_as_a_plain_loop_over_whole_mini_
             optimizer.step()
             optimizer.zero_grad()
             assert job.step(batch).loss == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("policy", "widths", "depths"), [("stash", (1, 1, 1), (3, 2, 1)), ("2bw", (2, 1), (2, 1)), ("2bw", (1,), (1,))]
+)
+def test_without_flushes_a_step_gives_what_has_ended(
+    policy: str, widths: Sequence[int], depths: Sequence[int], tmp_path: Path, pool: RankPool
+) -> None:
+    count, drains_at = 12, 7
+    plan = planned(list(widths))
+    stages = [each.model_copy(update={"warmup": depth}) for each, depth in zip(plan.stages, depths, strict=True)]
+    plan = plan.model_copy(update={"weight_policy": policy, "stages": tuple(stages)})
+    arguments = {"plan": plan.dumps(), "steps": count, "drains_at": drains_at, "folder": str(tmp_path)}
+    results = pool.run("script_jobs:train_unflushed", arguments, ranks=sum(widths), timeout_s=60)
+    assert all(result == results[0] for result in results)
+    user = described()
+    graph = capture(user, user.build())
+    layers = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
+    stage_of = {name: layers[layer.name] for layer in graph.layers for name in layer.parameters.values()}
+    model, asked, losses = make_model(), Asked(policy, depths, 2, stage_of), []
+    every = [[(inputs[:6], targets[:6]), (inputs[6:], targets[6:])] for inputs, targets in batches(count)]
+    for part in (every[:drains_at], every[drains_at:]):
+        found = train(model, asked, part, loss, lambda own: torch.optim.SGD(own, lr=LEARNING_RATE), _unscheduled)
+        model.load_state_dict(found.parameters)
+        losses += found.losses
+    ended = dict((*results[0]["ended"], *results[0]["drained"]))
+    assert results[0]["drained"]
+    assert [step for step, _ in results[0]["ended"]] == sorted(step for step, _ in results[0]["ended"])
+    assert [ended[step] for step in range(count)] == pytest.approx(losses, rel=1e-12)
+    for name, value in load_file(tmp_path / "state.safetensors").items():
+        torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-12, atol=1e-12)
+
+
+def _unscheduled(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
