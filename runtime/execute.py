@@ -132,7 +132,7 @@ class StepRecord:
     """What its losses were multiplied by before their backward."""
     overflow: bool = False
     """Whether scaled gradients were not finite: nothing was updated."""
-    settled: bool = False
+    has_loss: bool = False
     """Whether ``loss`` and ``count`` are there."""
     untold: Callable[[], list[tuple[float, float]]] | None = None
     """Tells ``times_s``, where nobody has asked yet."""
@@ -438,12 +438,12 @@ class Executor:
         """
         finite = self._surroundings.scale is None
         record.loss, record.count = self._tally.settle(record.step, finite=finite)
-        record.settled = True
+        record.has_loss = True
 
     def _close(self) -> None:
         """Settle the loss, and step the optimizer unless the loss is not a number."""
         record = self._record
-        if not record.settled:
+        if not record.has_loss:
             self._settle_loss(record)
         with self._versions.updating(record.step), self._reducer.gradients_of(record.step):
             self._update(record)

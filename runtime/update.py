@@ -191,7 +191,6 @@ class Update:
         self._settings, user = settings, settings.user
         self._reducer, self._transport, self._everyone = reducer, transport, tuple(range(len(settings.plan.devices)))
         self._trainable_parameters = twins.trainable_parameters
-        self._device = next((each.device for each in self._trainable_parameters.values()), torch.device("cpu"))
         self.optimizer_parameters = twins.optimizer_parameters
         """What the optimizer is given, by the model's own names."""
         self.optimizer = user.make_optimizer(twins.optimizer_parameters.items()) if self._trainable_parameters else None
@@ -246,21 +245,14 @@ class Update:
             self._step_scheduler(record)
 
     def _apply(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        seed_optimizer(self._device, self._settings.plan.seed, step)
+        device = next((each.device for each in self._trainable_parameters.values()), torch.device("cpu"))
+        seed_optimizer(device, self._settings.plan.seed, step)
         optimizer.step()
 
     def _agree(self, record: StepRecord) -> tuple[float, bool]:
         """Return what all gradients are to be multiplied by, and whether they are to be applied."""
         counts, clip_norm, scale = self._settings.counts, self._settings.clip_norm, self._settings.scale
-        if self._watches is None:
-            # A rank without parameters has no scheduler, and takes part all the same.
-            self._watches = bool(self._begin_sum([float(isinstance(self.scheduler, ReduceLROnPlateau))]).wait()[0])
-        if self._sums:
-            if record.step not in self._begun_sums:
-                self.begin(record)
-            loss, count, squares = self._begun_sums.pop(record.step).wait()
-        if not (self._sums and self._sums_gradients):
-            squares = self._unless_finite()
+        loss, count, squares = self._totals(record)
         if scale is None and not math.isfinite(squares):
             raise self._not_finite()
         if not self._sums:
@@ -274,27 +266,39 @@ class Update:
             factor /= record.scale
             record.overflow = not math.isfinite(squares)
             scale.settle(record.overflow)
-        if self._normed and not record.overflow:
+        if self._wants_norm and not record.overflow:
             record.gradient_norm = math.sqrt(squares) * factor
         if clip_norm is not None and record.gradient_norm is not None:
             factor *= min(1.0, clip_norm / (record.gradient_norm + TINY))
         return factor, not record.overflow
 
+    def _totals(self, record: StepRecord) -> tuple[float, float, float]:
+        """Return loss, count and squares of all ranks; where nothing is added up, squares only say if all is finite."""
+        if self._watches is None:
+            # A rank without parameters has no scheduler, and takes part all the same.
+            self._watches = bool(self._begin_sum([float(isinstance(self.scheduler, ReduceLROnPlateau))]).wait()[0])
+        if not self._sums:
+            return 0.0, 0.0, self._unless_finite()
+        if record.step not in self._begun_sums:
+            self.begin(record)
+        loss, count, squares = self._begun_sums.pop(record.step).wait()
+        return loss, count, squares if self._sums_gradients else self._unless_finite()
+
     @property
-    def _normed(self) -> bool:
+    def _wants_norm(self) -> bool:
         """Whether the norm of all gradients is wanted."""
         return self._settings.clip_norm is not None or self.scale is not None
 
     @property
     def _sums(self) -> bool:
         """Whether an update takes what only all ranks know together."""
-        return self._settings.counts or self._normed or bool(self._watches)
+        return self._settings.counts or self._wants_norm or bool(self._watches)
 
     def _own_squares(self) -> float:
         """Return this rank's part of the sum of squares of all gradients, or what tells whether they are finite."""
         if not self._sums_gradients:
             return 0.0
-        return self._squares() if self._normed else self._unless_finite()
+        return self._squares() if self._wants_norm else self._unless_finite()
 
     def _unless_finite(self) -> float:
         """Return 0, or what no sum makes finite if a gradient is not: ranks that add up anyway all see it."""

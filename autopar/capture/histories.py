@@ -59,8 +59,8 @@ class _Version(NamedTuple):
     """The weights after some updates, and what is made of them."""
 
     weights: Tensors
-    predicted: Tensors
-    corrected: Tensors
+    prediction: Tensors
+    correction: Tensors
 
 
 class WeightHistories:
@@ -84,7 +84,7 @@ class WeightHistories:
         self._differences = {name: torch.zeros_like(each) for name, each in first.items()}
         self._kept = most_versions(plan)
 
-    def seen(self, step: int, micro_batch: int, parts: Iterator[Any]) -> Iterator[Any]:
+    def under_versions(self, step: int, micro_batch: int, parts: Iterator[Any]) -> Iterator[Any]:
         """Yield what ``parts`` does: each is made under the weights of forwards, and used under those of backwards."""
         while True:
             for name, parameter in self._parameters.items():
@@ -111,9 +111,9 @@ class WeightHistories:
     def add(self, step: int) -> None:
         """Take in the weights after the update of a mini-batch, rates being those of the next one."""
         weights, prepares = self._copies(), self._policy.prepares
-        predicted = {name: self._predict(name) for name in weights} if prepares == "predict" else weights
-        corrected = {name: self._correct(name, step) for name in weights} if prepares == "correct" else weights
-        self._versions[step + 1] = _Version(weights, predicted, corrected)
+        prediction = {name: self._predict(name) for name in weights} if prepares == "predict" else weights
+        correction = {name: self._correct(name, step) for name in weights} if prepares == "correct" else weights
+        self._versions[step + 1] = _Version(weights, prediction, correction)
         self._versions.pop(step + 1 - self._kept, None)
 
     def _copies(self) -> Tensors:
@@ -129,13 +129,13 @@ class WeightHistories:
         predicts = self._policy.prepares == "predict"
         first, number = self._place(step, 0 if predicts else micro_batch)
         version = self._versions[first + max(0, self._policy.forward_version(depths, number))]
-        return (version.predicted if predicts else version.weights)[name]
+        return (version.prediction if predicts else version.weights)[name]
 
     def _of_backward(self, name: str, step: int, micro_batch: int) -> torch.Tensor:
         depths = self._depths[self._stage_of[name]]
         first, number = self._place(step, micro_batch)
         version = self._versions[first + max(0, self._policy.backward_version(depths, number))]
-        return (version.corrected if self._policy.prepares == "correct" else version.weights)[name]
+        return (version.correction if self._policy.prepares == "correct" else version.weights)[name]
 
     def _rate_factor(self, depths: StageDepths, step: int) -> float:
         counted = step - self._plan.synchronous_steps

@@ -303,7 +303,7 @@ class _PlainTraining:
         if plan.weight_policy == "sync":
             self._optimizers = [user.make_optimizer(self._model.named_parameters())]
         else:
-            self._histories, self._optimizers = _versioned(self._model, user, plan, stage_of)
+            self._histories, self._optimizers = _of_stages(self._model, user, plan, stage_of)
         self._schedulers = [user.make_scheduler(each) for each in self._optimizers]
         self._forward = DividedForward(self._model, plan, user, division)
         self._losses: list[float] = []
@@ -315,7 +315,7 @@ class _PlainTraining:
         tally = _LossAccumulator(self._plan)
         for micro_batch, batch in enumerate(self._samples.load(step)):
             parts = self._forward.run(step, micro_batch, batch)
-            tally.add(parts if self._histories is None else self._histories.seen(step, micro_batch, parts))
+            tally.add(parts if self._histories is None else self._histories.under_versions(step, micro_batch, parts))
         self._losses.append(tally.settle(self._model))
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
@@ -343,7 +343,7 @@ class _PlainTraining:
         return PlainRun(self._losses, self._gradients, parameters, buffers)
 
 
-def _versioned(
+def _of_stages(
     model: nn.Module, user: UserModel, plan: Plan, stage_of: Mapping[str, int]
 ) -> tuple[WeightHistories, list[torch.optim.Optimizer]]:
     """Return the histories of a model's weights, and an optimizer of every stage that has any."""

@@ -27,7 +27,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def stage_depths(
-    policy: Policy, depths: Sequence[int], micro_batches: int, shared: Iterable[Sequence[int]] = ()
+    policy: Policy, depths: Sequence[int], micro_batches: int, shared_by: Iterable[Sequence[int]] = ()
 ) -> list[StageDepths]:
     """Return how deep every stage is, and how late its updates come.
 
@@ -38,7 +38,7 @@ def stage_depths(
         policy: of the pipeline.
         depths: micro-batches in flight of every stage.
         micro_batches: of a mini-batch.
-        shared: of every parameter that stages share, these stages.
+        shared_by: of every parameter that stages share, these stages.
 
     >>> [each.lag for each in stage_depths(POLICIES["stash"], [4, 3, 2, 1], 1, [[0, 3]])]
     [0, 0, 0, 2]
@@ -46,7 +46,7 @@ def stage_depths(
     found = [StageDepths(depth, depths[0], micro_batches) for depth in depths]
     lags = [policy.lag(each) for each in found]
     # Where updates are late anyway, the sums have ended by then.
-    for first, *others in shared if not policy.sums_gradients else ():
+    for first, *others in shared_by if not policy.sums_gradients else ():
         for stage in others:
             lags[stage] = max(lags[stage], -(-(depths[first] - depths[stage]) // 2))
     return [each._replace(lag=lag) for each, lag in zip(found, lags, strict=True)]

@@ -378,9 +378,9 @@ class ContentionSimulation:
             for waiting in shared.begin(rank, clock):
                 self._end_sum(waiting, shared)
 
-    def _end_sum(self, rank: int, shared: _SharedSum) -> None:
+    def _end_sum(self, rank: int, own_sum: _SharedSum) -> None:
         """Let a rank go on that has asked for a sum, the end of which is known."""
-        begun_s, end_s = shared.span(rank)
+        begun_s, end_s = own_sum.span(rank)
         self.clock[rank] = max(self.clock[rank], end_s)
         if self.spans is not None:
             self.spans[rank][self.position[rank]] = (begun_s, self.clock[rank])

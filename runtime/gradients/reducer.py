@@ -176,6 +176,10 @@ class Reducer:
         """Those that backwards add to, and those that are asked for."""
         # Layers that share one may each run a backward of their own: its gradient is complete when all have.
         self._used_by_several = {id(each) for layers in stages.values() for each in used_by_several(layers)}
+        self._hook_all()
+
+    def _hook_all(self) -> None:
+        """Note what backwards reach, and which buckets they complete."""
         for index, stage in self._current.stages.items():
             for at, bucket in enumerate(stage.buckets):
                 self._hook(bucket.parameters, partial(Reducer._note_bucket, index=index, at=at))

@@ -356,10 +356,10 @@ class ScriptJob:
         """How many mini-batches there have been."""
         return self._first if self._feed is None else self._feed.given
 
-    def _metrics(self, built: BuiltJob, record: StepRecord) -> Metrics:
+    def _metrics(self, built_job: BuiltJob, record: StepRecord) -> Metrics:
         loss = record.total_loss
         if loss is None:
-            total, count = built.agreement.sum([record.loss, record.count])
+            total, count = built_job.agreement.sum([record.loss, record.count])
             loss = total / count if count else total
         return Metrics(record.step, loss, record.gradient_norm, record.overflow)
 
