@@ -111,16 +111,14 @@ def connect(
 
     ``apart`` are ranks that reduce in an order of their own, too, beside those whose settings want it.
     """
-    apart = [*apart, *(synced_groups(plan) if settings.sync_batch_norm else ())]
-    if plan.weight_policy != "sync":
-        # Sums over all ranks are under way beside those of gradients.
-        apart.append(tuple(range(len(plan.devices))))
-    apart = list(dict.fromkeys(apart))
+    apart = list(dict.fromkeys([*apart, *(synced_groups(plan) if settings.sync_batch_norm else ())]))
+    # Without flushes, sums over all ranks are under way beside those of gradients; hosts add them up.
+    hosts = [] if plan.weight_policy == "sync" else [tuple(range(len(plan.devices)))]
     pairs = directions(plan)
     # What GPUs tell each other over NCCL never is in a host's memory.
     channels = {} if context.nccl else open_channels(context, pairs)
     grouped = context.nccl or _any_without(context, pairs, channels)
-    transport = GroupTransport(context, reduction_groups(plan), apart, channels, with_message_group=grouped)
+    transport = GroupTransport(context, reduction_groups(plan), [*apart, *hosts], channels, with_message_group=grouped)
     if context.device.type == "cpu":
         return transport
     if not context.nccl:

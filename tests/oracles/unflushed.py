@@ -8,6 +8,7 @@ gradients are added up; an update that comes some micro-batches late makes all t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil, floor
 from typing import Any, NamedTuple
@@ -90,6 +91,8 @@ class Asked(NamedTuple):
     """Of all gradients, those of shared parameters counted once."""
     skips: bool = False
     """Whether gradients that are not finite are no error: nothing is updated then."""
+    seed: int | None = None
+    """Of the run; None where no layer draws."""
 
     def late(self, stage: int) -> int:
         return self.lags[stage] if self.lags else 0
@@ -160,10 +163,12 @@ def train(
     }
     schedulers = [scheduler(each) for each in steppers.values()]
     histories, losses = _Histories(parameters, asked), []
+    moment = _seeded(module, asked)
     for step, parts in enumerate(batches):
         total, mean_loss = {name: torch.zeros_like(each) for name, each in parameters.items()}, 0.0
         counted = 0.0
         for micro_batch, batch in enumerate(parts):
+            moment[:] = [step, micro_batch]
             questions = {name: Question(step, micro_batch, stage) for name, stage in asked.stage_of.items()}
             for name, question in questions.items():
                 parameters[name].data.copy_(histories.forward(name, question))
@@ -188,6 +193,22 @@ def train(
         losses.append(mean_loss)
         histories.add(parameters, steppers)
     return Trained(losses, histories.weights[-1])
+
+
+def _seeded(module: nn.Module, asked: Asked) -> list[int]:
+    """Seed every layer as docs/seeds.md says when it runs in the step and micro-batch that the result is set to."""
+    moment = [0, 0]
+
+    def seeding(name: str) -> Callable[..., None]:
+        def seed(*_: object) -> None:
+            digest = hashlib.sha256(f"{asked.seed}/{name}/{moment[0]}/{moment[1]}/0".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+        return seed
+
+    for name, layer in module.named_children() if asked.seed is not None else ():
+        layer.register_forward_pre_hook(seeding(name))
+    return moment
 
 
 def _forward(

@@ -2,111 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.errors import AutoparError, UsageError
-from autopar.formats.plan import Plan
-from autopar.runtime.execute import StepRecord
 from autopar.runtime.gradients.reducer import Reducer
 from autopar.runtime.messages.transport import Transport
-from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.job import Job
 from autopar.schedules.continuing import lead
 from dictated import dictate
-from oracles.unflushed import RULES, SAME_BACKWARD, Asked, Rule, train
+from oracles.unflushed import RULES, SAME_BACKWARD, Rule
 from paths import MODELS
+from policy_cases import ROWS, differs, planned
 from threads import act_in_threads, train_in_threads
-
-ROWS, STEPS = 2, 20
-
-
-def planned(
-    folder: Path,
-    optimizer: str,
-    policy: str,
-    depths: Sequence[int],
-    micro_batches: int,
-    synchronous_steps: int = 0,
-    special: Mapping[str, object] | None = None,
-    precision: str = "fp64",
-    model: str = "tanh_chain",
-    **more: object,
-) -> Plan:
-    text = (MODELS / f"{model}.py").read_text().replace('OPTIMIZER = "sgd"', f'OPTIMIZER = "{optimizer}"')
-    for name, value in (special or {}).items():
-        text = re.sub(f"(?m)^{name} = [^#]*", f"{name} = {value}  ", text)
-    (folder / "model.py").write_text(text)
-    user = load(str(folder / "model.py"))
-    graph = capture(user, user.build(0))
-    widths = more.pop("widths", [1] * len(depths))
-    plan = dictate(graph, user, widths, micro_batches, ROWS, warmup=[1] * len(depths), **more)  # type: ignore[arg-type]
-    stages = [stage.model_copy(update={"warmup": depth}) for stage, depth in zip(plan.stages, depths, strict=True)]
-    settings: dict[str, object] = {}
-    if policy == "pipemare":
-        settings = {"anneal_steps": 8, "synchronous_steps": synchronous_steps}
-    settings |= {"stages": tuple(stages), "weight_policy": policy, "precision": precision}
-    content = plan.model_copy(update=settings)
-    return Plan.parse(content.dumps(), Path("plan.json"))
-
-
-def differs(
-    folder: Path, plan: Plan, *, losses: bool = True, lags: Sequence[int] = (), clip_norm: float | None = None
-) -> float:
-    """Return how far parameters are from the rule's, relative to the largest; ``losses`` are to be the rule's, too."""
-    user = load(str(folder / "model.py"))
-    module = user.build(0)
-    graph = capture(user, user.build(0))
-    state = {name: each.detach().clone() for name, each in user.build(0).named_parameters()}
-    records: dict[int, list[StepRecord]] = {}
-    settings = TrainSettings(clip_norm=clip_norm)
-    found_losses = train_in_threads(plan, graph, user, state, folder, STEPS, settings, records)
-    counts = [sum(each.count for each in parts) for parts in zip(*records.values(), strict=True)]
-    found_losses = [total / (count or 1.0) for total, count in zip(found_losses, counts, strict=True)]
-    layers = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
-    stage_of = {name: layers[layer.name] for layer in graph.layers for name in layer.parameters.values()}
-    shared = [("0.0.weight", "4.0.weight")] if plan.tied else []
-    if shared:
-        module[4][0].weight = torch.nn.Parameter(module[0][0].weight.detach().clone())
-        stage_of |= {"0.0.weight": 0, "4.0.weight": len(plan.stages) - 1}
-    functions = user.functions
-    data = functions["dataset"]()
-    # As docs/seeds.md has it; no test gets to the end of the first epoch.
-    order, batches = torch.randperm(len(data), generator=torch.Generator().manual_seed(plan.seed)), []
-    for step in range(STEPS):
-        samples = [data[int(row)] for row in order[step * plan.batch : (step + 1) * plan.batch]]
-        parts = [samples[at : at + ROWS] for at in range(0, plan.batch, ROWS)]
-        batches.append([tuple(torch.stack(each) for each in zip(*part, strict=True)) for part in parts])
-    depths = [stage.warmup for stage in plan.stages]
-    steps = plan.anneal_steps or 1, plan.synchronous_steps
-    recomputes = any(stage.recompute for stage in plan.stages)
-    skips = plan.precision == "fp16"
-    asked = Asked(
-        plan.weight_policy, depths, plan.micro_batches, stage_of, *steps, recomputes, lags, shared, clip_norm, skips
-    )
-    own: list[Any] = [functions[name] for name in ("loss", "optimizer", "scheduler")]
-    truth = train(module, asked, batches, *own)
-    mean_losses = [loss / (count or 1.0) for loss, count in zip(truth.losses, counts, strict=True)]
-    assert not losses or found_losses == pytest.approx(mean_losses, rel=1e-12, nan_ok=True)
-    found = {}
-    for rank in range(len(plan.devices)):
-        own = load_file(folder / f"parameters-{rank}")
-        found |= own
-        if rank == len(plan.devices) - 1 and shared:
-            found["4.0.weight"] = own["0.0.weight"]
-    if shared:
-        found["0.0.weight"] = load_file(folder / "parameters-0")["0.0.weight"]
-    largest = max(float(each.abs().max()) for each in truth.parameters.values())
-    return max(float((found[name] - each).abs().max()) for name, each in truth.parameters.items()) / largest
-
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
 DEPTHS = [([3, 2, 1], 2), ([5, 3, 1], 4), ([2, 1], 1), ([1], 1), ([4, 4, 2, 1], 3), ([7, 5, 3, 1], 6), ([2, 2, 2], 2)]
@@ -125,6 +37,13 @@ def test_training_equals_the_rule(tmp_path: Path, policy: str, depths: list[int]
 def test_layers_that_run_again_see_the_weights_of_their_backward(tmp_path: Path, policy: str) -> None:
     plan = planned(tmp_path, "adam", policy, [3, 2, 1], 2, recompute=True)
     assert all(len(stage.recompute) == len(stage.layers) for stage in plan.stages)
+    assert differs(tmp_path, plan) < 1e-12
+
+
+@pytest.mark.parametrize("policy", RULES)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_layers_draw_by_the_mini_batch_of_their_micro_batch(tmp_path: Path, policy: str, recompute: bool) -> None:
+    plan = planned(tmp_path, "adam", policy, [5, 3, 1], 4, special={"DROPS": 0.3}, recompute=recompute)
     assert differs(tmp_path, plan) < 1e-12
 
 

@@ -13,6 +13,7 @@ OPTIMIZERS = {
 }
 OPTIMIZER = "sgd"
 SHARED = False  # whether the first and the last layer share their weight
+DROPS = 0.0  # share of what layers drop
 COUNTS = False  # whether the loss is a sum and a count
 SPOILED = ()  # samples of which gradients are not finite
 
@@ -32,7 +33,8 @@ class Points(torch.utils.data.Dataset):
 
 
 def model():
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(5)]
+    drops = [nn.Dropout(DROPS)] if DROPS else []
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), *drops) for _ in range(5)]
     if SHARED:
         layers[4][0].weight = layers[0][0].weight
     return nn.Sequential(*layers).double()

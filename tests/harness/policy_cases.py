@@ -1,0 +1,114 @@
+"""Cases of training without flushes: a chain of layers under some policy, and how far it is from the policy's rule."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from autopar.capture.export import capture
+from autopar.capture.source import load
+from autopar.formats.plan import Plan
+from autopar.runtime.execute import StepRecord
+from autopar.runtime.settings import TrainSettings
+from dictated import dictate
+from oracles.unflushed import Asked, train
+from paths import MODELS
+from threads import train_in_threads
+
+ROWS, STEPS = 2, 20
+
+
+def planned(
+    folder: Path,
+    optimizer: str,
+    policy: str,
+    depths: Sequence[int],
+    micro_batches: int,
+    synchronous_steps: int = 0,
+    special: Mapping[str, object] | None = None,
+    precision: str = "fp64",
+    model: str = "tanh_chain",
+    **more: object,
+) -> Plan:
+    text = (MODELS / f"{model}.py").read_text().replace('OPTIMIZER = "sgd"', f'OPTIMIZER = "{optimizer}"')
+    for name, value in (special or {}).items():
+        text = re.sub(f"(?m)^{name} = [^#]*", f"{name} = {value}  ", text)
+    (folder / "model.py").write_text(text)
+    user = load(str(folder / "model.py"))
+    graph = capture(user, user.build(0))
+    widths = more.pop("widths", [1] * len(depths))
+    plan = dictate(graph, user, widths, micro_batches, ROWS, warmup=[1] * len(depths), **more)  # type: ignore[arg-type]
+    stages = [stage.model_copy(update={"warmup": depth}) for stage, depth in zip(plan.stages, depths, strict=True)]
+    settings: dict[str, object] = {}
+    if policy == "pipemare":
+        settings = {"anneal_steps": 8, "synchronous_steps": synchronous_steps}
+    settings |= {"stages": tuple(stages), "weight_policy": policy, "precision": precision}
+    content = plan.model_copy(update=settings)
+    return Plan.parse(content.dumps(), Path("plan.json"))
+
+
+def differs(
+    folder: Path, plan: Plan, *, losses: bool = True, lags: Sequence[int] = (), clip_norm: float | None = None
+) -> float:
+    """Return how far parameters are from the rule's, relative to the largest; ``losses`` are to be the rule's, too."""
+    user = load(str(folder / "model.py"))
+    module = user.build(0)
+    graph = capture(user, user.build(0))
+    state = {name: each.detach().clone() for name, each in user.build(0).named_parameters()}
+    records: dict[int, list[StepRecord]] = {}
+    settings = TrainSettings(clip_norm=clip_norm)
+    found_losses = train_in_threads(plan, graph, user, state, folder, STEPS, settings, records)
+    counts = [sum(each.count for each in parts) for parts in zip(*records.values(), strict=True)]
+    found_losses = [total / (count or 1.0) for total, count in zip(found_losses, counts, strict=True)]
+    layers = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
+    stage_of = {name: layers[layer.name] for layer in graph.layers for name in layer.parameters.values()}
+    shared = [("0.0.weight", "4.0.weight")] if plan.tied else []
+    if shared:
+        module[4][0].weight = torch.nn.Parameter(module[0][0].weight.detach().clone())
+        stage_of |= {"0.0.weight": 0, "4.0.weight": len(plan.stages) - 1}
+    functions = user.functions
+    data = functions["dataset"]()
+    # As docs/seeds.md has it; no test gets to the end of the first epoch.
+    order, batches = torch.randperm(len(data), generator=torch.Generator().manual_seed(plan.seed)), []
+    for step in range(STEPS):
+        samples = [data[int(row)] for row in order[step * plan.batch : (step + 1) * plan.batch]]
+        parts = [samples[at : at + ROWS] for at in range(0, plan.batch, ROWS)]
+        batches.append([tuple(torch.stack(each) for each in zip(*part, strict=True)) for part in parts])
+    depths = [stage.warmup for stage in plan.stages]
+    steps = plan.anneal_steps or 1, plan.synchronous_steps
+    recomputes = any(stage.recompute for stage in plan.stages)
+    skips = plan.precision == "fp16"
+    seed = plan.seed if any(layer.random for layer in graph.layers) else None
+    asked = Asked(
+        plan.weight_policy,
+        depths,
+        plan.micro_batches,
+        stage_of,
+        *steps,
+        recomputes,
+        lags,
+        shared,
+        clip_norm,
+        skips,
+        seed,
+    )
+    own: list[Any] = [functions[name] for name in ("loss", "optimizer", "scheduler")]
+    truth = train(module, asked, batches, *own)
+    mean_losses = [loss / (count or 1.0) for loss, count in zip(truth.losses, counts, strict=True)]
+    assert not losses or found_losses == pytest.approx(mean_losses, rel=1e-12, nan_ok=True)
+    found = {}
+    for rank in range(len(plan.devices)):
+        own = load_file(folder / f"parameters-{rank}")
+        found |= own
+        if rank == len(plan.devices) - 1 and shared:
+            found["4.0.weight"] = own["0.0.weight"]
+    if shared:
+        found["0.0.weight"] = load_file(folder / "parameters-0")["0.0.weight"]
+    largest = max(float(each.abs().max()) for each in truth.parameters.values())
+    return max(float((found[name] - each).abs().max()) for name, each in truth.parameters.items()) / largest
