@@ -8,8 +8,8 @@ pack what autograd saves. All three make a step each, round after round; a row g
 10th and 90th percentile of the ratio to `sync` in the same round. Micro-batches in flight change no work. Wants an
 otherwise idle machine.
 
-`soak` is the small network of examples/mlp.py on three ranks under every policy, for 200 and for 2,000 mini-batches: the
-most memory that each rank held, and the actions of all ranks' programs.
+`soak` is the small network of examples/mlp.py on three ranks under every policy, for 200 and for 2,000 mini-batches:
+the most memory that each rank held, and the actions of all ranks' programs.
 """
 
 from __future__ import annotations
