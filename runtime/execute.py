@@ -169,6 +169,10 @@ class Surroundings:
 class StepEnd(Protocol):
     """What becomes of a mini-batch's gradients."""
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether an update takes what only all ranks know together."""
+
     def begin(self, record: StepRecord) -> None:
         """Begin what ranks add up for the update, its losses being settled."""
 
@@ -424,6 +428,9 @@ class Executor:
         return self._begun_records.setdefault(step, StepRecord(step))
 
     def _begin_sum(self, micro_batch: int) -> None:
+        if not self._update.adds_up:
+            # A loss need not be waited for yet.
+            return
         record = self._record_of(self._repetition.place(micro_batch)[0])
         self._settle_loss(record)
         # Where no gradients are added up, there may be none yet.

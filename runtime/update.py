@@ -223,9 +223,8 @@ class Update:
             check_settings(user, parameters, whole, self._settings.rank)
 
     def begin(self, record: StepRecord) -> None:
-        """Begin the sum over all ranks that the update of a mini-batch waits for, if it waits for any."""
-        if self._sums:
-            self._begun_sums[record.step] = self._begin_sum([record.loss, record.count, self._own_squares()])
+        """Begin the sum over all ranks that the update of a mini-batch waits for."""
+        self._begun_sums[record.step] = self._begin_sum([record.loss, record.count, self._own_squares()])
 
     def __call__(self, record: StepRecord) -> None:
         """Step the optimizer; note the gradients' norm, and whether they overflowed.
@@ -255,7 +254,7 @@ class Update:
         loss, count, squares = self._totals(record)
         if scale is None and not math.isfinite(squares):
             raise self._not_finite()
-        if not self._sums:
+        if not self.adds_up:
             return 1.0, True
         if counts and not count:
             raise TrainingError("loss() returned a count of 0 for the whole mini-batch; nothing was updated")
@@ -277,7 +276,7 @@ class Update:
         if self._watches is None:
             # A rank without parameters has no scheduler, and takes part all the same.
             self._watches = bool(self._begin_sum([float(isinstance(self.scheduler, ReduceLROnPlateau))]).wait()[0])
-        if not self._sums:
+        if not self.adds_up:
             return 0.0, 0.0, self._unless_finite()
         if record.step not in self._begun_sums:
             self.begin(record)
@@ -290,7 +289,7 @@ class Update:
         return self._settings.clip_norm is not None or self.scale is not None
 
     @property
-    def _sums(self) -> bool:
+    def adds_up(self) -> bool:
         """Whether an update takes what only all ranks know together."""
         return self._settings.counts or self._wants_norm or bool(self._watches)
 

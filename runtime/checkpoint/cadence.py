@@ -57,20 +57,20 @@ class Cadence:
         """Take note of how long a step took."""
         self._lengths_s.append(step_s)
 
-    def next_after(self, done: int, cost_s: float | None) -> int:
+    def next_after(self, done: int, cost_s: Callable[[], float | None]) -> int:
         """Return after how many steps the next checkpoint is due; all ranks ask at once, and are told the same.
 
         Args:
             done: steps since the run's first.
-            cost_s: what the checkpoint before took, the draining and filling of the pipeline included; None if there
-                was none.
+            cost_s: returns what the checkpoint before took, the draining and filling of the pipeline included, once
+                that is known; None if there was none.
         """
         if self._every != "auto":
             return (done // self._every + 1) * self._every
-        count, self._drains = FIRST, True
-        if cost_s is not None and self._lengths_s:
-            longest, cost = self._most(median(self._lengths_s)), self._most(cost_s)
-            count = max(1, math.ceil(cost / (SHARE * longest))) if longest else FIRST
+        count, self._drains, cost = FIRST, True, cost_s()
+        if cost is not None and self._lengths_s:
+            longest, most = self._most(median(self._lengths_s)), self._most(cost)
+            count = max(1, math.ceil(most / (SHARE * longest))) if longest else FIRST
         self._next = done + count
         return self._next
 

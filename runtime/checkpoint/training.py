@@ -150,8 +150,12 @@ class RunCheckpoints:
             done: steps since the run's first.
             drain_s: what draining and filling took last time, beyond its mini-batches.
         """
-        cost_s = self._cost_s()
-        return self._cadence.next_after(done, None if cost_s is None else cost_s + drain_s)
+
+        def cost_s() -> float | None:
+            saved_s = self._cost_s()
+            return None if saved_s is None else saved_s + drain_s
+
+        return self._cadence.next_after(done, cost_s)
 
     def end_step(self, done: int, step_s: float) -> None:
         """Save the state after so many steps, if that is due; all ranks do so at once."""

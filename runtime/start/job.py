@@ -362,6 +362,10 @@ class _StepEnd:
     def __init__(self, settle: Callable[[], None], update: Update, alike: ReplicatedBuffers) -> None:
         self._settle, self._update, self._alike = settle, update, alike
 
+    @property
+    def adds_up(self) -> bool:
+        return self._update.adds_up
+
     def begin(self, record: StepRecord) -> None:
         self._update.begin(record)
 

@@ -41,7 +41,7 @@ def test_by_itself_it_takes_as_much_of_the_time_as_is_allowed(step_s: float, cos
 def test_a_pipeline_that_is_drained_for_them_asks_before_it_is_filled(step_s: float, cost_s: float) -> None:
     cadence, found, done = Cadence("auto", 0, float), list[int](), 0
     while done < 5000:
-        end = cadence.next_after(done, cost_s if found else None)
+        end = cadence.next_after(done, lambda: cost_s if found else None)
         for step in range(done, end):
             cadence.add(step_s)
             if cadence.due(step + 1, lambda: cost_s):
@@ -50,7 +50,7 @@ def test_a_pipeline_that_is_drained_for_them_asks_before_it_is_filled(step_s: fl
         done = end
     assert found[0] == 5
     assert len(found) * cost_s / (done * step_s) == pytest.approx(0.03, rel=0.4) or len(found) == done // 5
-    assert Cadence(4, 0, float).next_after(5, None) == 8
+    assert Cadence(4, 0, float).next_after(5, lambda: None) == 8
 
 
 def test_ranks_go_by_what_the_slowest_takes() -> None:
