@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import ceil, floor
 from typing import Any, NamedTuple
 
@@ -175,7 +176,8 @@ def train(
             inputs, value, count = _forward(module, batch, loss, len(parts), apart=asked.recomputes)
             for name, question in questions.items():
                 parameters[name].data.copy_(histories.backward(name, question))
-            gradients = _gradients(module, inputs, value, list(parameters.values()))
+            again = partial(_loss_part, batch, loss, len(parts))
+            gradients = _gradients(module, inputs, value, again, list(parameters.values()))
             for name, gradient in zip(parameters, gradients, strict=True):
                 total[name] += gradient
             mean_loss += float(value.detach())
@@ -236,6 +238,12 @@ def _counted(made: torch.Tensor | tuple[torch.Tensor, torch.Tensor], micro_batch
     return (made[0], float(made[1])) if isinstance(made, tuple) else (made / micro_batches, 0.0)
 
 
+def _loss_part(
+    batch: tuple[torch.Tensor, torch.Tensor], loss: Callable[..., Any], micro_batches: int, output: torch.Tensor
+) -> torch.Tensor:
+    return _counted(loss(output, batch), micro_batches)[0]
+
+
 def _share(parameters: Mapping[str, nn.Parameter], asked: Asked) -> None:
     """Give parameters that are one the sum of their gradients."""
     for one, other in asked.shared:
@@ -254,18 +262,25 @@ def _clip(parameters: Mapping[str, nn.Parameter], asked: Asked) -> None:
 
 
 def _gradients(
-    module: nn.Module, inputs: list[torch.Tensor], mean: torch.Tensor, parameters: list[nn.Parameter]
+    module: nn.Module,
+    inputs: list[torch.Tensor],
+    value: torch.Tensor,
+    of_output: Callable[[torch.Tensor], torch.Tensor],
+    parameters: list[nn.Parameter],
 ) -> Sequence[torch.Tensor]:
-    """Return the parameters' gradients; layers that were run apart run again, under the weights that are there."""
+    """Return the parameters' gradients; layers that were run apart run again, under the weights that are there.
+
+    The last one does so together with the loss, ``of_output``.
+    """
     if not inputs:
-        return torch.autograd.grad(mean, parameters)
+        return torch.autograd.grad(value, parameters)
     assert isinstance(module, nn.Sequential)
     found: list[torch.Tensor] = []
-    (gradient,) = torch.autograd.grad(mean, [inputs[-1]])
+    gradient: torch.Tensor | None = None
     for layer, given in zip(reversed(module), reversed(inputs[:-1]), strict=True):
-        own = list(layer.parameters())
-        leaf = given.detach().requires_grad_()
-        gradient, *gradients = torch.autograd.grad(layer(leaf), [leaf, *own], gradient)
+        own, leaf = list(layer.parameters()), given.detach().requires_grad_()
+        made = layer(leaf) if found else of_output(layer(leaf))
+        gradient, *gradients = torch.autograd.grad(made, [leaf, *own], gradient)
         found = [*gradients, *found]
     return found
 

@@ -34,8 +34,11 @@ def test_training_equals_the_rule(tmp_path: Path, policy: str, depths: list[int]
 
 
 @pytest.mark.parametrize("policy", RULES)
-def test_layers_that_run_again_see_the_weights_of_their_backward(tmp_path: Path, policy: str) -> None:
-    plan = planned(tmp_path, "adam", policy, [3, 2, 1], 2, recompute=True)
+@pytest.mark.parametrize("depths", [[3, 2, 1], [3, 3, 2]])
+def test_layers_that_run_again_see_the_weights_of_their_backward(
+    tmp_path: Path, policy: str, depths: list[int]
+) -> None:
+    plan = planned(tmp_path, "adam", policy, depths, 2, recompute=True)
     assert all(len(stage.recompute) == len(stage.layers) for stage in plan.stages)
     assert differs(tmp_path, plan) < 1e-12
 
