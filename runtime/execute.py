@@ -8,7 +8,6 @@ step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Protocol
@@ -36,7 +35,6 @@ from autopar.formats.program import (
     Action,
     RankProgram,
 )
-from autopar.policies import POLICIES
 from autopar.ranks.failure import PeerLostError, is_of_connection
 from autopar.runtime.gradients.loss import LossScale, LossTally
 from autopar.runtime.gradients.reducer import Reducer
@@ -433,10 +431,7 @@ class Executor:
             return
         record = self._record_of(self._repetition.place(micro_batch)[0])
         self._settle_loss(record)
-        # Where no gradients are added up, there may be none yet.
-        summed = POLICIES[self._surroundings.plan.weight_policy].sums_gradients
-        with self._reducer.gradients_of(record.step) if summed else nullcontext():
-            self._update.begin(record)
+        self._update.begin(record)
 
     def _settle_loss(self, record: StepRecord) -> None:
         """Note a mini-batch's loss, which has to be a number.

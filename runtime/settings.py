@@ -89,11 +89,13 @@ def check_scope(plan: Plan, *, needs_flush: bool = True) -> None:
 
 
 def check_unflushed(plan: Plan, settings: TrainSettings) -> None:
-    """Refuse what no pipeline without flushes is trained with.
+    """Refuse what no pipeline without flushes is trained with, if the plan is one.
 
     Raises:
         UsageError: names it, and what to do.
     """
+    if plan.weight_policy == "sync":
+        return
     sums = POLICIES[plan.weight_policy].sums_gradients
     asked = {
         "clip_norm": settings.clip_norm is not None and not sums,

@@ -224,7 +224,7 @@ class Update:
 
     def begin(self, record: StepRecord) -> None:
         """Begin the sum over all ranks that the update of a mini-batch waits for."""
-        self._begun_sums[record.step] = self._begin_sum([record.loss, record.count, self._own_squares()])
+        self._begun_sums[record.step] = self._begin_sum([record.loss, record.count, self._own_squares(record.step)])
 
     def __call__(self, record: StepRecord) -> None:
         """Step the optimizer; note the gradients' norm, and whether they overflowed.
@@ -293,11 +293,13 @@ class Update:
         """Whether an update takes what only all ranks know together."""
         return self._settings.counts or self._wants_norm or bool(self._watches)
 
-    def _own_squares(self) -> float:
+    def _own_squares(self, step: int) -> float:
         """Return this rank's part of the sum of squares of all gradients, or what tells whether they are finite."""
         if not self._sums_gradients:
+            # There may be none yet.
             return 0.0
-        return self._squares() if self._wants_norm else self._unless_finite()
+        with self._reducer.gradients_of(step):
+            return self._squares() if self._wants_norm else self._unless_finite()
 
     def _unless_finite(self) -> float:
         """Return 0, or what no sum makes finite if a gradient is not: ranks that add up anyway all see it."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
-from autopar.policies import POLICIES, stage_depths
+from autopar.policies import POLICIES
 from autopar.policies.pipemare import DECAY, delay, rate_factor
 from autopar.policies.policy import StageDepths
 from autopar.policies.predict import updates_ahead
@@ -47,12 +47,7 @@ def most_versions(plan: Plan) -> int:
     """Return how many versions of a model's weights are kept at a time, at most."""
     if plan.weight_policy == "sync":
         return 0
-    return 2 + max(-(-(each.depth + each.lag) // each.micro_batches) for each in _depths_of(plan))
-
-
-def _depths_of(plan: Plan) -> list[StageDepths]:
-    depths, shared = [stage.warmup for stage in plan.stages], [tied.stages for tied in plan.tied]
-    return stage_depths(POLICIES[plan.weight_policy], depths, plan.micro_batches, shared)
+    return 2 + max(-(-(each.depth + each.lag) // each.micro_batches) for each in plan.depths)
 
 
 class _Version(NamedTuple):
@@ -78,7 +73,7 @@ class WeightHistories:
         self._plan, self._policy = plan, POLICIES[plan.weight_policy]
         self._parameters = {name: each for name, each in parameters.items() if name in stage_of and each.requires_grad}
         self._stage_of = stage_of
-        self._depths = _depths_of(plan)
+        self._depths = plan.depths
         first = self._copies()
         self._versions = {0: _Version(first, first, first)}
         self._differences = {name: torch.zeros_like(each) for name, each in first.items()}

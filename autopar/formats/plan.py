@@ -28,7 +28,8 @@ from autopar.formats.document import (
     fault,
 )
 from autopar.formats.profile import DeviceType, ModelSource, Precision, Threads
-from autopar.policies import POLICIES
+from autopar.policies import POLICIES, stage_depths
+from autopar.policies.policy import StageDepths
 
 Layout = Literal["line", "loop", "vee"]
 LAYOUTS: dict[str, Layout] = {
@@ -395,6 +396,12 @@ class Plan(Document):
             name = self.tied[0].parameter
             return f"{name} is shared between stages, whose rates differ; plan with `policy='stash'`"
         return None
+
+    @property
+    def depths(self) -> list[StageDepths]:
+        """Of a plan with a weight policy, how deep every stage is, and how late its updates come."""
+        in_flight, shared = [stage.warmup for stage in self.stages], [tied.stages for tied in self.tied]
+        return stage_depths(POLICIES[self.weight_policy], in_flight, self.micro_batches, shared)
 
     @property
     def caveats(self) -> tuple[str, ...]:

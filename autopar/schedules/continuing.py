@@ -25,7 +25,7 @@ from autopar.formats.program import (
     Program,
     RankProgram,
 )
-from autopar.policies import POLICIES, distances, stage_depths
+from autopar.policies import POLICIES, distances
 from autopar.policies.policy import StageDepths
 from autopar.policies.two_buffers import sum_lag
 
@@ -42,12 +42,7 @@ class RepetitionEntry(NamedTuple):
 
 def depths_of(plan: Plan, stage: int) -> StageDepths:
     """Return how deep a stage is, for the weight policy."""
-    return _all_depths(plan)[stage]
-
-
-def _all_depths(plan: Plan) -> list[StageDepths]:
-    depths, shared = [stage.warmup for stage in plan.stages], [tied.stages for tied in plan.tied]
-    return stage_depths(POLICIES[plan.weight_policy], depths, plan.micro_batches, shared)
+    return plan.depths[stage]
 
 
 def repetition(plan: Plan, stage: int) -> Iterator[RepetitionEntry]:
@@ -76,7 +71,7 @@ def lead(plan: Plan) -> int:
     """Return how many repetitions the first forward of a plan is before the first backward; 0 of one with flushes."""
     if plan.weight_policy == "sync":
         return 0
-    return -(-max(stage.depth + stage.lag for stage in _all_depths(plan)) // plan.micro_batches)
+    return -(-max(stage.depth + stage.lag for stage in plan.depths) // plan.micro_batches)
 
 
 class Repetition(NamedTuple):

@@ -11,7 +11,7 @@ BLOCKS, WIDTH, HEADS, CONTEXT, BYTES = 4, 64, 4, 64, 256
 TEXT_BYTES = 4_000_000
 
 
-class Block(nn.Module):
+class SmallBlock(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
@@ -30,7 +30,7 @@ class GPT(nn.Module):
     def __init__(self):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(BYTES, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(SmallBlock() for _ in range(BLOCKS))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, BYTES, bias=False)
         for each in self.modules():
             if isinstance(each, (nn.Linear, nn.Embedding)):

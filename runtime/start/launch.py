@@ -314,8 +314,7 @@ class RunFacts(NamedTuple):
 def _program(plan: Plan, options: RunOptions) -> Program:
     """Return what is run, the plan and what is asked for being within the runtime's scope."""
     check_scope(plan, needs_flush=False)
-    if plan.weight_policy != "sync":
-        check_unflushed(plan, options.settings)
+    check_unflushed(plan, options.settings)
     for fault in options.faults:
         if fault.rank >= len(plan.devices):
             raise UsageError(f"`inject_fault='{fault}'`: the plan has {len(plan.devices)} ranks, which count from 0")

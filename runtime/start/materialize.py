@@ -63,8 +63,7 @@ def materialize(
     check_module(model)
     settings = TrainSettings(clip_norm=clip_norm)
     check_scope(plan, needs_flush=False)
-    if plan.weight_policy != "sync":
-        check_unflushed(plan, settings)
+    check_unflushed(plan, settings)
     check(expand(plan), plan)
     if share_gpus:
         check_sharing(plan)

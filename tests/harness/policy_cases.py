@@ -68,6 +68,8 @@ def differs(
     found_losses = [total / (count or 1.0) for total, count in zip(found_losses, counts, strict=True)]
     layers = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
     stage_of = {name: layers[layer.name] for layer in graph.layers for name in layer.parameters.values()}
+    frozen = [name for name, each in module.named_parameters() if not each.requires_grad]
+    stage_of = {name: stage for name, stage in stage_of.items() if name not in frozen}
     shared = [("0.0.weight", "4.0.weight")] if plan.tied else []
     if shared:
         module[4][0].weight = torch.nn.Parameter(module[0][0].weight.detach().clone())

@@ -156,7 +156,7 @@ def train(
     scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler],
 ) -> Trained:
     """Train on mini-batches of micro-batches."""
-    parameters = dict(module.named_parameters())
+    parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
     # Rates are of stages.
     steppers = {
         stage: optimizer([parameters[name] for name, at in asked.stage_of.items() if at == stage])

@@ -218,3 +218,12 @@ def test_a_function_that_keeps_a_part_of_a_weight_itself_is_refused_by_name(tmp_
     plan = planned(tmp_path, "momentum", "stash", [3, 2, 1], 2, model="keeping", special={"PART": True})
     with pytest.raises(AutoparError, match=r"function Product keeps a part of a parameter .*save_for_backward\(\)"):
         differs(tmp_path, plan)
+
+
+@pytest.mark.parametrize("policy", RULES)
+@pytest.mark.parametrize("frozen", [(0,), (1, 2), (4,)])
+def test_stages_may_have_nothing_to_train(tmp_path: Path, policy: str, frozen: tuple[int, ...]) -> None:
+    plan = planned(tmp_path, "momentum", policy, [3, 2, 1], 2, special={"FROZEN": frozen}, widths=[1, 2, 1])
+    trained = [layer for stage in plan.stages for layer in stage.layers if int(layer) not in frozen]
+    assert len(trained) == 5 - len(frozen)
+    assert differs(tmp_path, plan, clip_norm=0.02 if policy == "2bw" else None) < 1e-12

@@ -14,6 +14,7 @@ OPTIMIZERS = {
 OPTIMIZER = "sgd"
 SHARED = False  # whether the first and the last layer share their weight
 DROPS = 0.0  # share of what layers drop
+FROZEN = ()  # layers that are not trained
 COUNTS = False  # whether the loss is a sum and a count
 SPOILED = ()  # samples of which gradients are not finite
 
@@ -35,6 +36,8 @@ class Points(torch.utils.data.Dataset):
 def model():
     drops = [nn.Dropout(DROPS)] if DROPS else []
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), *drops) for _ in range(5)]
+    for index in FROZEN:
+        layers[index].requires_grad_(False)
     if SHARED:
         layers[4][0].weight = layers[0][0].weight
     return nn.Sequential(*layers).double()
