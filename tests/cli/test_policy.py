@@ -135,6 +135,6 @@ def test_checkpoints_are_as_many_as_cost_a_share_of_the_time(run: Run) -> None:
     code, _, err = run("run", "--checkpoint", "parts", "--steps", "40")
     assert code == 0, err
     assert len(Report.load("report.json").loss) == 40
-    code, out, _ = run("checkpoint", "list", "parts")
-    assert code == 0
+    code, out, err = run("checkpoint", "list", "parts", "--json")
+    assert code == 0, err
     assert "40" in out
