@@ -190,9 +190,9 @@ class Batches:
         self._next: int | None = None
         self._ahead: tuple[int, Batch] | None = None
 
-    def load(self, step: int, *, more: bool) -> Batch:
-        """Return a step's, on the device, whose work from now on waits for it; ``more``: another step follows."""
-        self._next = step + 1 if more else None
+    def load(self, step: int, following: int | None) -> Batch:
+        """Return a step's, on the device, whose work from now on waits for it; and say which is loaded next, if any."""
+        self._next = following
         if self._copies is None:
             return self._loader.load(step)
         ahead, self._ahead = self._ahead, None

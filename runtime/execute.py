@@ -39,6 +39,7 @@ from autopar.ranks.failure import PeerLostError, is_of_connection
 from autopar.runtime.gradients.loss import LossScale, LossTally
 from autopar.runtime.gradients.reducer import Reducer
 from autopar.runtime.memory import is_out_of_memory, out_of_memory
+from autopar.runtime.messages.copies import value_of
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.stage.layers import seed_generator, seed_of
 from autopar.runtime.stage.stage import InFlightMicroBatch, Stage
@@ -52,8 +53,8 @@ from autopar.schedules.expand import stages_of
 class ProgramAnalysis:
     """Positions of actions in the program, and what actions there are."""
 
-    last_backward: Mapping[int, int]
-    """Stage -> position of a mini-batch's last backward, or half of one."""
+    last_backwards: Collection[int]
+    """Positions of mini-batches' last backwards, or halves of one."""
     split_backwards: Collection[tuple[int, int]]
     """(stage, micro-batch) of every backward that comes in halves."""
     early: Mapping[int, Action]
@@ -75,9 +76,10 @@ def analyze_program(actions: Sequence[Action], recomputing: Collection[int], shi
         shift: micro-batches of a mini-batch, where the pipeline is never flushed; else 0.
     """
     ends = [at for at, each in enumerate(actions) if each.kind in BACKWARDS and _ends_mini_batch(each, shift)]
+    last = ends if shift else {actions[position].stage: position for position in ends}.values()
     sends = {position: action for position, action in enumerate(actions) if action.kind in (SEND, SEND_GRADIENT)}
     return ProgramAnalysis(
-        last_backward={actions[position].stage: position for position in ends},
+        last_backwards=set(last),
         split_backwards={(action.stage, action.micro_batch) for action in actions if action.kind == INPUT_BACKWARD},
         early={
             position: action
@@ -134,6 +136,13 @@ class StepRecord:
     """Whether ``loss`` and ``count`` are there."""
     untold: Callable[[], list[tuple[float, float]]] | None = None
     """Tells ``times_s``, where nobody has asked yet."""
+    others: tuple[StepRecord, ...] = ()
+    """Of further mini-batches of the same repetition, which have no times of their own."""
+
+    @property
+    def ended(self) -> tuple[StepRecord, ...]:
+        """This one and ``others``."""
+        return (self, *self.others)
 
     @cached_property
     def times_s(self) -> list[tuple[float, float]]:
@@ -174,8 +183,8 @@ class StepEnd(Protocol):
     def begin(self, record: StepRecord) -> None:
         """Begin what ranks add up for the update, its losses being settled."""
 
-    def __call__(self, record: StepRecord) -> None:
-        """Step the optimizer, gradients being complete."""
+    def __call__(self, record: StepRecord, mini_batches: int) -> None:
+        """Step the optimizer, the sum of the gradients of so many mini-batches from the record's on being complete."""
 
 
 class Executor:
@@ -211,6 +220,9 @@ class Executor:
         self._rows = placed.rows[replica]
         self._share = replica if placed.division == "split" else 0
         self._flushes = plan.weight_policy == "sync"
+        self._turning = 1 if self._flushes else placed.turning
+        """How many mini-batches an update is of, replicas taking turns."""
+        self._turn = replica if self._turning > 1 else 0
         recomputing = {index for index in chunks if plan.stages[index].recompute}
         self._analysis = analyze_program(self._actions, recomputing, 0 if self._flushes else plan.micro_batches)
         # On gloo, a rank cannot hang in a send, and notes nothing of it.
@@ -223,15 +235,15 @@ class Executor:
         self._outgoing: dict[tuple[str, int, int], Mapping[str, torch.Tensor | None]] = {}
         self._inputs: Mapping[int, list[dict[str, torch.Tensor]]] = {}
         self._began: dict[int, object] = {}
-        self._repetition, self._record = Repetition(0, plan.micro_batches, 1), StepRecord()
-        self._begun_records: dict[int, StepRecord] = {}
-        """Of mini-batches whose forwards have begun, and whose repetition is still to come."""
+        self._repetition = Repetition(0, plan.micro_batches, 1)
+        self._records: dict[int, StepRecord] = {}
+        """By mini-batch, of those that have begun and not ended."""
         self._ahead = [self._repetition.step_of(each) for each in self._actions]
         """By position, how many mini-batches ahead of the repetition's own its action is."""
         self._performs = [self._bind(position, action) for position, action in enumerate(self._actions)]
 
     def run(self, repetition: Repetition, inputs: Mapping[int, list[dict[str, torch.Tensor]]]) -> StepRecord:
-        """Perform one step; without flushes, one repetition, whose record is that of the mini-batch which ends in it.
+        """Perform one step; without flushes, one repetition, whose record is that of the first that ends in it.
 
         Args:
             repetition: its number, and which mini-batches there are; random layers are seeded with theirs.
@@ -242,7 +254,6 @@ class Executor:
         """
         step = repetition.number
         self._repetition, self._inputs = repetition, inputs
-        self._record = self._begun_records.pop(step, StepRecord(step))
         self._tally.begin_step(step)
         self._clock.start()
         if self._flushes:
@@ -250,10 +261,15 @@ class Executor:
         self._mailbox.begin_step(repetition)
         self._began.clear()
         marks = self._perform(repetition)
-        self._record.untold = partial(self._times_s, dict(self._began), marks)
+        ended = [self._record_of(each) for each in repetition.ending] or [StepRecord(step)]
+        for each in ended:
+            self._records.pop(each.step, None)
+        record = ended[0]
+        record.others = tuple(ended[1:])
+        record.untold = partial(self._times_s, dict(self._began), marks)
         if not self._clock.lags:
-            _ = self._record.times_s
-        return self._record
+            _ = record.times_s
+        return record
 
     def _perform(self, repetition: Repetition) -> list[object]:
         """Perform all actions; return a mark of the beginning, and of the end of each."""
@@ -305,7 +321,7 @@ class Executor:
         if kind == FORWARD:
             return partial(self._forward, stage, micro_batch, action.version)
         if kind in BACKWARDS:
-            run = self._last_backward if position == self._analysis.last_backward[stage] else self._backward
+            run = self._last_backward if position in self._analysis.last_backwards else self._backward
             if not self._flushes and micro_batch % self._surroundings.plan.micro_batches == 0:
                 run = partial(self._first_backward, run)
             return partial(run, kind, stage, micro_batch, action.version)
@@ -316,12 +332,14 @@ class Executor:
         if kind in (SEND, SEND_GRADIENT):
             return partial(self._send, position, action[:3], position == self._analysis.last_send[action[:3]])
         if kind == REDUCE:
-            return partial(self._finish_reduction, position, stage)
+            return partial(self._finish_reduction, position, action)
         if kind == REDUCE_TIED:
             return partial(self._finish_shared_reduction, micro_batch)
         if kind == BEGIN_SUM:
             return partial(self._begin_sum, micro_batch)
-        return {UPDATE: self._close, PREDICT: self._versions.predict, CORRECT: self._versions.correct}[kind]
+        if kind == UPDATE:
+            return partial(self._close, action)
+        return {PREDICT: self._versions.predict, CORRECT: self._versions.correct}[kind]
 
     def _forward(self, index: int, micro_batch: int, distance: int) -> None:
         """Run a forward, which sees the weights so many updates before the newest."""
@@ -342,8 +360,7 @@ class Executor:
         self._hand_out(SEND, index, micro_batch, sent)
         if stage.loss:
             self._tally.add(step, [outputs[name] for name in stage.loss])
-        # A mean over the share counts for as much as the share's part of the mini-batch.
-        weight = self._rows / self._surroundings.plan.batch if len(stage.loss) == 1 else 1.0
+        weight = self._weight([outputs[name] for name in stage.loss])
         scale = self._surroundings.scale
         if scale is not None:
             record = self._record_of(step)
@@ -351,6 +368,21 @@ class Executor:
             weight *= record.scale
         flight = InFlightMicroBatch(stage, passes, received, outputs, weight)
         self._flights[index, step, number] = flight, saved
+
+    def _weight(self, losses: Sequence[torch.Tensor]) -> float:
+        """Return what a micro-batch's losses are multiplied by before their backward."""
+        plan = self._surroundings.plan
+        if len(losses) != 2:
+            # A mean over the share counts for as much as the share's part of the mini-batch.
+            return self._rows / plan.batch
+        if plan.span == 1:
+            # Gradients of a sum are divided by the count of all ranks when that is known.
+            return 1.0
+        # Ranks of other stages add up gradients of several mini-batches, each of which has a count of its own.
+        count = value_of(losses[1])
+        if not count:
+            raise TrainingError("loss() returned a count of 0 for the whole mini-batch; nothing was updated")
+        return 1.0 / count
 
     def _seed(self, step: int, micro_batch: int, layer: str) -> None:
         number = seed_of(self._surroundings.plan.seed, layer, step, micro_batch, self._share)
@@ -394,14 +426,18 @@ class Executor:
         self._began[position] = self._clock.mark()
         self._mailbox.receive(position)
 
-    def _finish_reduction(self, position: int, index: int) -> None:
+    def _finish_reduction(self, position: int, reduction: Action) -> None:
+        step = self._repetition.step_of(reduction)
+        if step + self._turn >= self._repetition.stop:
+            # The others have had a last mini-batch, and this replica has none.
+            self._reducer.begin_step(step)
         # It began while the last backward ran.
-        began = self._reducer.finish(index, self._record.step)
+        began = self._reducer.finish(reduction.stage, step)
         if began is not None:
             self._began[position] = began
 
     def _finish_shared_reduction(self, index: int) -> None:
-        self._reducer.finish_shared(index, self._record.step)
+        self._reducer.finish_shared(index, self._repetition.number)
 
     def _hand_out(self, kind: str, index: int, micro_batch: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Give tensors to the other stages of this rank, and keep them for those of others."""
@@ -421,9 +457,7 @@ class Executor:
 
     def _record_of(self, step: int) -> StepRecord:
         """Return the record of a mini-batch that has begun."""
-        if step == self._record.step:
-            return self._record
-        return self._begun_records.setdefault(step, StepRecord(step))
+        return self._records.setdefault(step, StepRecord(step))
 
     def _begin_sum(self, micro_batch: int) -> None:
         if not self._update.adds_up:
@@ -442,13 +476,15 @@ class Executor:
         record.loss, record.count = self._tally.settle(record.step, finite=finite)
         record.has_loss = True
 
-    def _close(self) -> None:
-        """Settle the loss, and step the optimizer unless the loss is not a number."""
-        record = self._record
-        if not record.has_loss:
-            self._settle_loss(record)
-        with self._versions.updating(record.step), self._reducer.gradients_of(record.step):
-            self._update(record)
+    def _close(self, update: Action) -> None:
+        """Settle the losses, and step the optimizer unless one is not a number."""
+        mini_batches = self._repetition.updated(update, self._turning)
+        for record in map(self._record_of, mini_batches):
+            if not record.has_loss:
+                self._settle_loss(record)
+        first = self._record_of(mini_batches[0])
+        with self._versions.updating(first.step), self._reducer.gradients_of(first.step):
+            self._update(first, len(mini_batches))
 
 
 def _check_gradients(stage: Stage, outputs: Mapping[str, torch.Tensor]) -> None:

@@ -226,14 +226,19 @@ class Update:
         """Begin the sum over all ranks that the update of a mini-batch waits for."""
         self._begun_sums[record.step] = self._begin_sum([record.loss, record.count, self._own_squares(record.step)])
 
-    def __call__(self, record: StepRecord) -> None:
+    def __call__(self, record: StepRecord, mini_batches: int = 1) -> None:
         """Step the optimizer; note the gradients' norm, and whether they overflowed.
+
+        Args:
+            record: of the mini-batch, or the first of several.
+            mini_batches: of how many gradients are the sum; their mean is applied, and schedulers go on by as many.
 
         Raises:
             TrainingError: a gradient is not finite, and its loss was not scaled; or nothing was counted in the whole
                 mini-batch.
         """
         factor, applies = self._agree(record)
+        factor /= mini_batches
         if factor != 1.0:
             self._reducer.scale(factor)
         self._reducer.release_untouched()
@@ -241,7 +246,8 @@ class Update:
             with _stepping("optimizer"):
                 self._apply(self.optimizer, record.step)
         with _stepping("scheduler"):
-            self._step_scheduler(record)
+            for _ in range(mini_batches):
+                self._step_scheduler(record)
 
     def _apply(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         device = next((each.device for each in self._trainable_parameters.values()), torch.device("cpu"))

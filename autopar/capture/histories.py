@@ -8,7 +8,7 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +47,8 @@ def most_versions(plan: Plan) -> int:
     """Return how many versions of a model's weights are kept at a time, at most."""
     if plan.weight_policy == "sync":
         return 0
-    return 2 + max(-(-(each.depth + each.lag) // each.micro_batches) for each in plan.depths)
+    every = zip(plan.stages, plan.depths, strict=True)
+    return 2 + max(-(-(each.depth + each.lag) // each.micro_batches) * stage.turning for stage, each in every)
 
 
 class _Version(NamedTuple):
@@ -59,7 +60,10 @@ class _Version(NamedTuple):
 
 
 class WeightHistories:
-    """The versions of a model's trained parameters, counted from 0."""
+    """The versions of a model's trained parameters, counted from 0.
+
+    Where replicas of a stage take turns, its weights change after as many mini-batches.
+    """
 
     def __init__(
         self,
@@ -73,7 +77,7 @@ class WeightHistories:
         self._plan, self._policy = plan, POLICIES[plan.weight_policy]
         self._parameters = {name: each for name, each in parameters.items() if name in stage_of and each.requires_grad}
         self._stage_of = stage_of
-        self._depths = plan.depths
+        self._depths, self._turning = plan.depths, [stage.turning for stage in plan.stages]
         first = self._copies()
         self._versions = {0: _Version(first, first, first)}
         self._differences = {name: torch.zeros_like(each) for name, each in first.items()}
@@ -93,9 +97,10 @@ class WeightHistories:
         for name, parameter in self._parameters.items():
             parameter.data.copy_(self._versions[step].weights[name])
 
-    def step(self, step: int) -> None:
-        """Update all stages for a mini-batch."""
-        for stage, optimizer in self._optimizers.items():
+    def step(self, step: int, stages: Iterable[int]) -> None:
+        """Update some stages for a mini-batch."""
+        for stage in stages:
+            optimizer = self._optimizers[stage]
             rates = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * self._rate_factor(self._depths[stage], step)
@@ -120,16 +125,18 @@ class WeightHistories:
         return first, (step - first) * self._plan.micro_batches + micro_batch
 
     def _of_forward(self, name: str, step: int, micro_batch: int) -> torch.Tensor:
-        depths = self._depths[self._stage_of[name]]
+        depths, turning = self._depths[self._stage_of[name]], self._turning[self._stage_of[name]]
         predicts = self._policy.prepares == "predict"
         first, number = self._place(step, 0 if predicts else micro_batch)
-        version = self._versions[first + max(0, self._policy.forward_version(depths, number))]
+        updates = max(0, self._policy.forward_version(depths, number // turning))
+        version = self._versions[first + updates * turning]
         return (version.prediction if predicts else version.weights)[name]
 
     def _of_backward(self, name: str, step: int, micro_batch: int) -> torch.Tensor:
-        depths = self._depths[self._stage_of[name]]
+        depths, turning = self._depths[self._stage_of[name]], self._turning[self._stage_of[name]]
         first, number = self._place(step, micro_batch)
-        version = self._versions[first + max(0, self._policy.backward_version(depths, number))]
+        updates = max(0, self._policy.backward_version(depths, number // turning))
+        version = self._versions[first + updates * turning]
         return (version.correction if self._policy.prepares == "correct" else version.weights)[name]
 
     def _rate_factor(self, depths: StageDepths, step: int) -> float:

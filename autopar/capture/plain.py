@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autopar.capture.batch import loss_outputs, named_tensors, rebuild
@@ -107,7 +107,9 @@ class DividedForward(LayerTracer):
         """Yield the losses of a micro-batch, part by part; each is to be run backward before the next."""
         self._moment = (step, micro_batch)
         self._states.clear()
-        self._shares = [shares_of(stage, micro_batch, batch.rows) for stage in self._plan.stages]
+        # Without flushes, replicas take whole mini-batches in turn.
+        turn = step if self._plan.span > 1 else micro_batch
+        self._shares = [shares_of(stage, turn, batch.rows) for stage in self._plan.stages]
         aligned, last = self._division.share_stage, self._shares[-1]
         base = (Share(0, 0, 0, batch.rows),) if aligned is None else self._shares[aligned]
         ranges = [(share.start, share.stop) for share in base]
@@ -287,7 +289,7 @@ def train_plainly(
     """
     training = _PlainTraining(float64_model(user) if double else user, plan, clip_norm, stage_of or {})
     for step in range(steps):
-        training.step(step)
+        training.step(step, last=step == steps - 1)
     return training.result()
 
 
@@ -295,23 +297,24 @@ class _PlainTraining:
     """A model and its optimizer, and what their steps gave."""
 
     def __init__(self, user: UserModel, plan: Plan, clip_norm: float | None, stage_of: Mapping[str, int]) -> None:
-        self._plan, self._clip_norm = plan, clip_norm
+        self._plan, self._clip_norm, self._stage_of = plan, clip_norm, stage_of
         self._samples = _Samples(user, plan)
         division = divide(lambda: _build_model(user, plan), plan, user, next(self._samples.load(0)))
         self._model = _build_model(user, plan)
         self._histories: WeightHistories | None = None
         if plan.weight_policy == "sync":
-            self._optimizers = [user.make_optimizer(self._model.named_parameters())]
+            self._optimizers = {0: user.make_optimizer(self._model.named_parameters())}
         else:
             self._histories, self._optimizers = _of_stages(self._model, user, plan, stage_of)
-        self._schedulers = [user.make_scheduler(each) for each in self._optimizers]
+        self._schedulers = {stage: user.make_scheduler(each) for stage, each in self._optimizers.items()}
         self._forward = DividedForward(self._model, plan, user, division)
         self._losses: list[float] = []
         self._gradients: dict[str, torch.Tensor | None] = {}
 
-    def step(self, step: int) -> None:
-        for each in self._optimizers:
-            each.zero_grad()
+    def step(self, step: int, *, last: bool) -> None:
+        for stage, optimizer in self._optimizers.items():
+            if step % self._turning(stage) == 0:
+                optimizer.zero_grad()
         tally = _LossAccumulator(self._plan)
         for micro_batch, batch in enumerate(self._samples.load(step)):
             parts = self._forward.run(step, micro_batch, batch)
@@ -319,25 +322,47 @@ class _PlainTraining:
         self._losses.append(tally.settle(self._model))
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
-        if step == 0:
-            grads = {name: value.grad for name, value in self._model.named_parameters()}
-            self._gradients = {name: None if grad is None else grad.detach().clone() for name, grad in grads.items()}
+        # Of stages whose replicas take turns, as many mini-batches as have been since the update before.
+        ended = {stage: step % self._turning(stage) + 1 for stage in self._optimizers}
+        ended = {stage: count for stage, count in ended.items() if last or count == self._turning(stage)}
+        for stage, count in ended.items():
+            self._complete(stage, count)
         _seed(self._plan.seed, "optimizer", step)
         if self._histories is None:
             self._optimizers[0].step()
         else:
-            self._histories.step(step)
+            self._histories.step(step, ended)
         self._forward.end_step()
-        for scheduler in self._schedulers:
-            if isinstance(scheduler, ReduceLROnPlateau):
-                scheduler.step(self._losses[-1])
-            elif scheduler is not None:
-                scheduler.step()
+        for stage, count in ended.items():
+            for _ in range(count):
+                self._step_scheduler(self._schedulers[stage])
         if self._histories is not None:
             self._histories.add(step)
 
+    def _turning(self, stage: int) -> int:
+        """Return how many mini-batches an update is of."""
+        return 1 if self._histories is None else self._plan.stages[stage].turning
+
+    def _complete(self, stage: int, count: int) -> None:
+        """Make the mean of gradients of so many mini-batches, and keep those of the first update."""
+        for name, parameter in self._model.named_parameters():
+            if self._histories is not None and self._stage_of.get(name) != stage:
+                continue
+            if count > 1 and parameter.grad is not None:
+                parameter.grad /= count
+            if name not in self._gradients:
+                self._gradients[name] = None if parameter.grad is None else parameter.grad.detach().clone()
+
+    def _step_scheduler(self, scheduler: object) -> None:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step(self._losses[-1])
+        elif isinstance(scheduler, LRScheduler):
+            scheduler.step()
+
     def result(self) -> PlainRun:
         self._forward.close()
+        for name, _ in self._model.named_parameters():
+            self._gradients.setdefault(name, None)
         parameters = {name: value.detach().clone() for name, value in self._model.named_parameters()}
         buffers = {name: value.clone() for name, value in self._model.named_buffers()}
         return PlainRun(self._losses, self._gradients, parameters, buffers)
@@ -345,7 +370,7 @@ class _PlainTraining:
 
 def _of_stages(
     model: nn.Module, user: UserModel, plan: Plan, stage_of: Mapping[str, int]
-) -> tuple[WeightHistories, list[torch.optim.Optimizer]]:
+) -> tuple[WeightHistories, dict[int, torch.optim.Optimizer]]:
     """Return the histories of a model's weights, and an optimizer of every stage that has any."""
     check_comparable(plan)
     named, optimizers = dict(model.named_parameters()), {}
@@ -353,7 +378,7 @@ def _of_stages(
         own = [(name, each) for name, each in named.items() if stage_of.get(name) == stage and each.requires_grad]
         if own:
             optimizers[stage] = user.make_optimizer(own)
-    return WeightHistories(named, stage_of, optimizers, plan), list(optimizers.values())
+    return WeightHistories(named, stage_of, optimizers, plan), optimizers
 
 
 def _build_model(user: UserModel, plan: Plan) -> nn.Module:
@@ -364,7 +389,7 @@ class _LossAccumulator:
     """Runs the backward of every part's loss, and adds the losses up."""
 
     def __init__(self, plan: Plan) -> None:
-        self._batch = plan.batch
+        self._batch, self._apart = plan.batch, plan.span > 1
         self._total, self._count = 0.0, 0.0
         self._counts = False
 
@@ -388,10 +413,15 @@ class _LossAccumulator:
 
     def _weigh(self, rows: int, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Return what is run backward: a sum, or a share's mean for as much as its part of the mini-batch."""
+        weight = rows / self._batch
         if len(outputs) == 2:
-            self._counts = True
-            self._count += float(outputs[1].detach())
-        weight = 1.0 if len(outputs) == 2 else rows / self._batch
+            count, weight = float(outputs[1].detach()), 1.0
+            if self._apart and count:
+                # Gradients of several mini-batches are added up, each of which has a count of its own.
+                weight = 1.0 / count
+            else:
+                self._counts = True
+                self._count += count
         # As Python's numbers: some losses are of fewer bits than the gradients.
         self._total += float(outputs[0].detach()) * weight
         return outputs[0] * weight

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
+from math import lcm
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -287,9 +288,14 @@ class Stage(Record):
         return tuple(accumulate(self.rows[:-1], initial=0))
 
     @property
+    def turning(self) -> int:
+        """How many replicas take turns: all of them, or, where they split every micro-batch, they are as one."""
+        return self.replicas if self.division == "round-robin" else 1
+
+    @property
     def in_flight(self) -> int:
         """Most micro-batches in flight on all replicas together."""
-        return self.warmup * (self.replicas if self.division == "round-robin" else 1)
+        return self.warmup * self.turning
 
 
 class Crossing(Record):
@@ -388,8 +394,10 @@ class Plan(Document):
 
     def _unflushed_refusal(self) -> str | None:
         for index, stage in enumerate(self.stages):
-            if stage.division == "round-robin" and stage.replicas > 1:
-                return f"replicas of stage {index} take turns, which takes a flush; plan with `policy='sync'`"
+            if stage.turning > 1:
+                why = self._turns_refusal(index)
+                if why is not None:
+                    return why
             if stage.shard != "none":
                 return f"replicas of stage {index} divide {stage.shard}, of which no versions are kept"
         if self.tied and not POLICIES[self.weight_policy].shares_parameters:
@@ -397,11 +405,27 @@ class Plan(Document):
             return f"{name} is shared between stages, whose rates differ; plan with `policy='stash'`"
         return None
 
+    def _turns_refusal(self, index: int) -> str | None:
+        """Return why replicas of a stage cannot take turns without flushes."""
+        turning = f"replicas of stage {index} take turns"
+        if not POLICIES[self.weight_policy].takes_turns:
+            return f"{turning}, of which only stash has a rule; plan with `policy='stash'`"
+        if self.micro_batches > 1:
+            return f"{turning}, which have whole mini-batches; plan with `micro_batches=1`"
+        if self.tied:
+            return f"{turning}, and {self.tied[0].parameter} is shared between stages; plan with `policy='sync'`"
+        return None
+
     @property
     def depths(self) -> list[StageDepths]:
         """Of a plan with a weight policy, how deep every stage is, and how late its updates come."""
         in_flight, shared = [stage.warmup for stage in self.stages], [tied.stages for tied in self.tied]
         return stage_depths(POLICIES[self.weight_policy], in_flight, self.micro_batches, shared)
+
+    @property
+    def span(self) -> int:
+        """Mini-batches after which replicas that take turns without flushes have had equally many; else 1."""
+        return 1 if self.weight_policy == "sync" else lcm(*(stage.turning for stage in self.stages))
 
     @property
     def caveats(self) -> tuple[str, ...]:

@@ -75,7 +75,8 @@ class Action(NamedTuple):
     stage: int
     micro_batch: int = -1
     """The micro-batch; of a ``P``, the first of its mini-batch, and of an ``N`` the last; of a ``T``, the index of the
-    shared parameter in the plan; -1 where none applies."""
+    shared parameter in the plan; of a ``U`` and its ``A``, where a repetition has several, the first that it is of; -1
+    where none applies."""
     peer: int = -1
     """Rank at the other end of a message."""
     peer_stage: int = -1
@@ -108,9 +109,9 @@ class Action(NamedTuple):
 
     def _is_sound(self) -> bool:
         """Whether it has a micro-batch and a peer where its kind asks for them, and numbers that columns hold."""
-        counted = self.kind not in (REDUCE, UPDATE, CORRECT)
+        counted = self.kind in (REDUCE, UPDATE) or (self.kind != CORRECT) == (self.micro_batch >= 0)
         carried = self.kind in (*SENDS, *RECEIVES)
-        return counted == (self.micro_batch >= 0) and carried == (self.peer >= 0) and max(self[1:]) < 2**31
+        return counted and carried == (self.peer >= 0) and max(self[1:]) < 2**31
 
 
 @dataclass(frozen=True, eq=True)
@@ -157,7 +158,7 @@ class Program:
     """Micro-batches by which each repetition is ahead of the one before; 0 where every step ends with a flush."""
 
     def text_of(self, action: Action) -> str:
-        """Return the text of one of its actions, with the micro-batch's number within its mini-batch."""
+        """Return the text of one of its actions, with the micro-batch's number within the step or repetition."""
         if self.shift and action.micro_batch >= 0 and action.kind != REDUCE_TIED:
             action = action._replace(micro_batch=action.micro_batch % self.shift)
         return str(action)

@@ -46,6 +46,8 @@ class Policy:
     """Whether updates come so late that all ranks can add up what they know of a mini-batch's gradients before."""
     shares_parameters: ClassVar[bool] = True
     """Whether stages that share a parameter update it alike."""
+    takes_turns: ClassVar[bool] = False
+    """Whether replicas may take whole mini-batches in turn; each then counts its own micro-batches."""
 
     def forward_version(self, stage: StageDepths, micro_batch: int) -> int:
         """Return the version that the forward of a micro-batch sees; below 0 stands for 0."""

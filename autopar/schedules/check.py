@@ -76,7 +76,7 @@ def _check_repeated(program: Program, plan: Plan) -> None:
     if program != expand(plan):
         raise ProgramError(f"the program of a plan of weight policy {plan.weight_policy} must be the plan's own")
     first = -lead(plan)
-    written = written_out(program, program.shift, first, 2 - 2 * first)
+    written = written_out(program, plan.micro_batches, first, 2 * plan.span - 2 * first)
     # The sum of a shared parameter begins with each holder's last backward: its end waits for nothing behind these.
     ranks = (RankProgram.of(each for each in actions if each.kind != REDUCE_TIED) for actions in written.ranks)
     _check_flow(Program(tuple(ranks)))

@@ -5,6 +5,11 @@ repetition i has the backwards of micro-batches iT + L_s to iT + L_s + T - 1, ea
 micro-batches ahead, and behind the last backward the update of mini-batch i. Repetitions begin before the first
 mini-batch: an action of a micro-batch that there is none of is left out, which fills the pipeline, and drains it in the
 end. A drained pipeline is filled again the same way.
+
+Where n replicas of a stage take turns (T = 1), replica r has mini-batches r, n + r, 2n + r and so on, counted from the
+fill, and as many in flight as its stage's K_s says. Their gradients are added up, and update all n, once each has had
+one more; behind the last mini-batch, with those that there are. A repetition then has several mini-batches: the least
+number that all such n divide.
 """
 
 from __future__ import annotations
@@ -19,7 +24,8 @@ from autopar.formats.program import (
     CORRECT,
     FORWARD,
     PREDICT,
-    REDUCTIONS,
+    REDUCE,
+    REDUCE_TIED,
     UPDATE,
     Action,
     Program,
@@ -45,8 +51,23 @@ def depths_of(plan: Plan, stage: int) -> StageDepths:
     return plan.depths[stage]
 
 
-def repetition(plan: Plan, stage: int) -> Iterator[RepetitionEntry]:
-    """Yield what a stage of a plan with a weight policy computes in one repetition, its update included."""
+def repetition(plan: Plan, stage: int, replica: int = 0) -> Iterator[RepetitionEntry]:
+    """Yield what a replica of a stage of a plan with a weight policy computes in one repetition, updates included."""
+    count, turning = plan.span, plan.stages[stage].turning
+    if count == 1:
+        yield from _one_mini_batch(plan, stage)
+        return
+    # Of a mini-batch that is a single micro-batch; an update is named by the first one that it is of.
+    depth = plan.stages[stage].warmup * turning
+    behind = distances(POLICIES[plan.weight_policy], depths_of(plan, stage), 0)
+    for first in range(0, count, turning):
+        yield RepetitionEntry(BACKWARD, first + replica % turning, behind.backward)
+        yield RepetitionEntry(UPDATE, first, 0)
+        yield RepetitionEntry(FORWARD, first + replica % turning + depth, behind.forward)
+
+
+def _one_mini_batch(plan: Plan, stage: int) -> Iterator[RepetitionEntry]:
+    """Yield a repetition in which all replicas have a part of every micro-batch."""
     depths = depths_of(plan, stage)
     depth, micro_batches, policy = depths.depth, depths.micro_batches, POLICIES[plan.weight_policy]
     behind = [distances(policy, depths, index) for index in range(micro_batches)]
@@ -68,23 +89,38 @@ def repetition(plan: Plan, stage: int) -> Iterator[RepetitionEntry]:
 
 
 def lead(plan: Plan) -> int:
-    """Return how many repetitions the first forward of a plan is before the first backward; 0 of one with flushes."""
+    """Return how many mini-batches before the first backward repetitions begin; 0 of a plan with flushes."""
     if plan.weight_policy == "sync":
         return 0
-    return -(-max(stage.depth + stage.lag for stage in plan.depths) // plan.micro_batches)
+    each = zip(plan.stages, plan.depths, strict=True)
+    ahead = max(placed.turning * (depths.depth + depths.lag) for placed, depths in each)
+    repeated = plan.micro_batches * plan.span
+    return -(-ahead // repeated) * plan.span
 
 
 class Repetition(NamedTuple):
     """One repetition of a program, or one step with a flush, and which mini-batches there are."""
 
     number: int
-    """From the first mini-batch's backwards on; the pipeline is filled in negative ones."""
+    """The mini-batch of its first backward; the pipeline is filled in negative ones."""
     micro_batches: int
     """Of a mini-batch."""
     stop: int
     """The first mini-batch that there is none of."""
     start: int = 0
     """The first that there is."""
+    span: int = 1
+    """How many mini-batches end in it."""
+
+    @property
+    def ending(self) -> range:
+        """The mini-batches whose backwards it has."""
+        return range(max(self.number, self.start), min(self.number + self.span, self.stop))
+
+    def updated(self, update: Action, turning: int) -> range:
+        """Return the mini-batches that an update is of, where so many replicas take turns."""
+        first = self.step_of(update)
+        return range(first, min(first + turning, self.stop))
 
     def place(self, micro_batch: int) -> tuple[int, int]:
         """Return mini-batch and micro-batch within it of an action's ``micro_batch``."""
@@ -101,8 +137,12 @@ class Repetition(NamedTuple):
 
     def step_of(self, action: Action) -> int:
         """Return the mini-batch of an action."""
-        of_update = action.kind in REDUCTIONS or action.kind in (UPDATE, CORRECT)
-        return self.number if of_update else self.place(action.micro_batch)[0]
+        return self.number if _is_of_one(action) else self.place(action.micro_batch)[0]
+
+
+def _is_of_one(action: Action) -> bool:
+    """Whether an action has no micro-batch, the mini-batch that it is of being the repetition's only one."""
+    return action.kind == REDUCE_TIED or action.micro_batch < 0
 
 
 def repetition_positions(
@@ -116,7 +156,8 @@ def repetition_positions(
         first: number of the first repetition.
         mini_batches: how many there are.
     """
-    repetitions = [Repetition(number, micro_batches, mini_batches) for number in range(first, mini_batches)]
+    numbers = range(first, mini_batches, program.shift // micro_batches)
+    repetitions = [Repetition(number, micro_batches, mini_batches) for number in numbers]
     return [
         [(each.number, position) for each in repetitions for position, action in enumerate(actions) if each.has(action)]
         for actions in program.ranks
@@ -137,6 +178,6 @@ def written_out(program: Program, micro_batches: int, first: int, mini_batches: 
 
 
 def _shift(action: Action, micro_batches: int) -> Action:
-    if action.kind in REDUCTIONS or action.kind in (UPDATE, CORRECT):
-        return action
-    return action._replace(micro_batch=action.micro_batch + micro_batches)
+    if action.kind in (REDUCE, UPDATE):
+        return action._replace(micro_batch=-1)
+    return action if _is_of_one(action) else action._replace(micro_batch=action.micro_batch + micro_batches)

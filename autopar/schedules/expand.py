@@ -81,8 +81,10 @@ def stages_of(plan: Plan, rank: int) -> tuple[tuple[int, ...], int]:
 
 
 def mine(plan: Plan, rank: int) -> range:
-    """Return the micro-batches that a rank takes part in."""
+    """Return the micro-batches that a rank takes part in; without flushes, of every mini-batch that it has."""
     (stage, *_), replica = stages_of(plan, rank)
+    if plan.weight_policy != "sync":
+        return range(plan.micro_batches)
     return turns(plan.stages[stage].division, plan.stages[stage].replicas, replica, plan.micro_batches)
 
 
@@ -126,7 +128,7 @@ def expand(plan: Plan) -> Program:
     backward come the reductions among the stages' replicas, those of parameters shared between stages, and the update.
     """
     ranks = tuple(RankProgram.of(Action(*entry) for entry in entries) for entries in entries_of(plan))
-    return Program(ranks, shift=0 if plan.weight_policy == "sync" else plan.micro_batches)
+    return Program(ranks, shift=0 if plan.weight_policy == "sync" else plan.micro_batches * plan.span)
 
 
 def action_count(plan: Plan) -> int:
@@ -209,7 +211,7 @@ class _StageMessages(NamedTuple):
 
 def _entries(plan: Plan, place: RankPlace, replica: int, flows: dict[int, _StageMessages]) -> Iterator[Entry]:
     if plan.weight_policy != "sync":
-        yield from _repeated_entries(plan, place.stages[0], flows)
+        yield from _repeated_entries(plan, place.stages[0], replica, flows)
         return
     first = plan.stages[place.stages[0]]
     own = turns(first.division, first.replicas, replica, plan.micro_batches)
@@ -218,14 +220,15 @@ def _entries(plan: Plan, place: RankPlace, replica: int, flows: dict[int, _Stage
     yield from closing_of(plan, place.stages)
 
 
-def _repeated_entries(plan: Plan, stage: int, flows: dict[int, _StageMessages]) -> Iterator[Entry]:
+def _repeated_entries(plan: Plan, stage: int, replica: int, flows: dict[int, _StageMessages]) -> Iterator[Entry]:
     closing, early = list(closing_of(plan, (stage,))), list[Entry]()
     if POLICIES[plan.weight_policy].sums_gradients:
         # What the first holder of a shared parameter has of it counts for the norm of all.
         early = [each for each in closing if each[0] == REDUCE or (each[0] == REDUCE_TIED and _is_first(plan, each))]
-    for kind, micro_batch, version in repetition(plan, stage):
+    for kind, micro_batch, version in repetition(plan, stage, replica):
         if kind == UPDATE:
-            yield from (each for each in closing if each not in early)
+            for own in (each for each in closing if each not in early):
+                yield own if micro_batch < 0 else (*own[:2], micro_batch, *own[3:])
         elif kind in (PREDICT, CORRECT, BEGIN_SUM):
             yield from early if kind == BEGIN_SUM else ()
             yield kind, stage, micro_batch, -1, -1

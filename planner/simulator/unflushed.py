@@ -15,7 +15,7 @@ from autopar.planner.simulator.simulate import trace
 from autopar.schedules.continuing import lead, written_out
 
 CYCLE = 12
-"""Mini-batches that the period is the mean of; what repeats after 2, 3, 4 or 6 of them is met."""
+"""Mini-batches that the period is the mean of, at least; what repeats after 2, 3, 4 or 6 of them is met."""
 
 
 class PipelineTimes(NamedTuple):
@@ -29,9 +29,14 @@ class PipelineTimes(NamedTuple):
     """From the end of the first stage's last forward to the end."""
 
 
+def cycle(plan: Plan) -> int:
+    """Return how many mini-batches the period of a plan is the mean of: whole repetitions."""
+    return -(-CYCLE // plan.span) * plan.span
+
+
 def mini_batches(plan: Plan) -> int:
     """Return how many mini-batches are simulated: the pipeline fills, goes on for two cycles, and drains."""
-    return 2 * lead(plan) + 2 * CYCLE
+    return 2 * lead(plan) + 2 * cycle(plan)
 
 
 def trace_unflushed(plan: Plan, program: Program, times: Durations, traffic: Traffic | None = None) -> Timeline:
@@ -48,15 +53,23 @@ def without_flushes(times: Durations) -> Durations:
 
 def pipeline_times(timeline: Timeline, plan: Plan) -> PipelineTimes:
     """Return the period, fill and drain of what :func:`trace_unflushed` has made."""
-    last_stage, updates = len(plan.stages) - 1, defaultdict[int, list[float]](list)
+    last_stage, updates = len(plan.stages) - 1, defaultdict[tuple[int, int], list[float]](list)
     for event in timeline:
         if event.action.kind == UPDATE:
-            updates[event.rank].append(event.end_s)
+            updates[event.action.stage, event.rank].append(event.end_s)
     # Behind it, the first stage has fewer forwards than a full pipeline's. Without gradients that go back, a stage may
     # be faster than those behind it for as long as there are samples: the slowest sets the pace.
-    last = mini_batches(plan) - 1 - lead(plan)
-    period_s = max((sorted(ends)[last] - sorted(ends)[last - CYCLE]) / CYCLE for ends in updates.values())
+    ended, several = mini_batches(plan) - lead(plan), cycle(plan)
+    period_s = max(
+        _between(sorted(ends), ended, several, plan.stages[stage].turning) / several
+        for (stage, _), ends in updates.items()
+    )
     places = [(event.action.kind, event.action.stage, event) for event in timeline]
     fill_s = min(event.start_s for kind, stage, event in places if (kind, stage) == (BACKWARD, last_stage))
     drained_s = max(event.end_s for kind, stage, event in places if (kind, stage) == (FORWARD, 0))
     return PipelineTimes(period_s, fill_s, timeline.end_s - drained_s)
+
+
+def _between(updates_s: list[float], ended: int, several: int, turning: int) -> float:
+    """Return what the last ``several`` of all ``ended`` mini-batches took, given when updates of ``turning`` ended."""
+    return updates_s[ended // turning - 1] - updates_s[(ended - several) // turning - 1]

@@ -51,7 +51,7 @@ def retirements(program: Program, rank: int) -> dict[int, list[int]]:
 
 
 def retirements_by_repetition(program: Program, rank: int, plan: Plan) -> dict[int, list[tuple[int, int]]]:
-    """Return what :func:`retirements` does, each send with the number of repetitions that it is before the receive.
+    """Return what :func:`retirements` does, each send with by how many mini-batches its repetition is an earlier one.
 
     Of a pipeline that is never flushed, a proof may come some repetitions later: they are those of a full pipeline, and
     those of one that fills or drains are among them, since messages that are left out change no order.
@@ -60,9 +60,9 @@ def retirements_by_repetition(program: Program, rank: int, plan: Plan) -> dict[i
         return {proof: [(0, position) for position in done] for proof, done in retirements(program, rank).items()}
     first = -lead(plan)
     # As many full repetitions as a message may take, and one more.
-    count = 2 - 2 * first
-    order = repetition_positions(program, program.shift, first, count)[rank]
-    found = retirements(written_out(program, program.shift, first, count), rank)
+    count = 2 * plan.span - 2 * first
+    order = repetition_positions(program, plan.micro_batches, first, count)[rank]
+    found = retirements(written_out(program, plan.micro_batches, first, count), rank)
     last = max(number for number, _ in order if number < count + first)
     return {
         order[proof][1]: [(order[proof][0] - order[each][0], order[each][1]) for each in done]
@@ -171,7 +171,7 @@ class Mailbox:
         self.due = receives_ahead(program, rank)
         """Receives to post before an action, by their positions."""
         self._retire = retirements_by_repetition(program, rank, plan)
-        self._flushes = not program.shift
+        self._flushes, self._patience = not program.shift, lead(plan) + plan.span
         self._repetition = Repetition(0, plan.micro_batches, 1)
         self._share_start = plan.stages[stages[0]].row_starts[replica]
         self._share_rows = plan.stages[stages[0]].rows[replica]
@@ -263,8 +263,9 @@ class Mailbox:
         """Begin the send at ``position``: the rows of this rank's tensors that the peer needs, zeros for None."""
         action = self._actions[position]
         try:
-            # To a peer that never sends anything, the same message of the step before.
-            self._wait_for_send(self._repetition.number - 1, position)
+            if position in self._unanswered:
+                # The same message of the step before; without flushes, of one by which its receiver is surely done.
+                self._wait_for_send(self._repetition.number - self._patience, position)
             carried = self._carried_by(position, tensors)
             sent = [self._transport.send(each, action.peer) for each in carried]
             self._sending[self._repetition.number, position] = sent

@@ -174,7 +174,7 @@ def _peak_bytes(plan: Plan, rank: int, graph: LayerGraph, model: UserModel) -> i
 class _UnreadUpdate(Update):
     """An update that asks for no number."""
 
-    def __call__(self, record: StepRecord) -> None:
+    def __call__(self, record: StepRecord, mini_batches: int = 1) -> None:
         if self.optimizer is not None:
             self.optimizer.step()
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -18,7 +19,7 @@ from autopar.formats.faults import Fault
 from autopar.formats.plan import Plan
 from autopar.formats.prices import ActionPrices, LayerBytes, RankBytes, RankPrices
 from autopar.formats.profile import Profile
-from autopar.formats.program import KINDS, UPDATE, Program
+from autopar.formats.program import KINDS, UPDATE, Action, Program
 from autopar.formats.timeline import Timeline
 from autopar.progress import Progress, no_progress
 from autopar.ranks.context import RankContext
@@ -147,7 +148,7 @@ def _rehearsal(
     if program.shift:
         # Without flushes a step lasts from the end of the one before; what was recorded is from fill to drain.
         began_s = [began_s[0], *ended_s[:-1]]
-        program = written_out(program, program.shift, -lead(task.plan), task.steps)
+        program = written_out(program, task.plan.micro_batches, -lead(task.plan), task.steps)
         origin_s = min(rank["times_s"][0][0] for rank in ranks)
     for rank, (actions, own) in enumerate(zip(program.ranks, ranks, strict=True)):
         for action, (start_s, end_s) in zip(actions, own["times_s"], strict=True):
@@ -339,7 +340,7 @@ def _perform(
     befalling = FaultMoments(what.faults, rank, what.program.ranks[rank], clock)
     job = _stand_in_job(what, rank, transport, befalling.noting(note), clock, ledger)
     spans, times_s = [], list[tuple[float, float]]()
-    for step in range(-ahead, what.steps):
+    for step in range(-ahead, what.steps, what.plan.span):
         if not ahead or step == -ahead:
             # Steps are told apart: none begins before the one before has ended everywhere.
             meet()
@@ -347,14 +348,33 @@ def _perform(
             if ledger is not None:
                 ledger.begin_step()
         began_s = clock.now_s if what.real_time else 0.0
-        absent = Repetition(step, what.plan.micro_batches, what.steps).absent(own) if ahead else ()
+        here = Repetition(step, what.plan.micro_batches, what.steps, span=what.plan.span)
+        absent = here.absent(own) if ahead else ()
         spent_s = job.step(step, what.steps).times_s
         times_s += [each for position, each in enumerate(spent_s) if position not in absent]
         if step >= 0:
-            spans.append((began_s, clock.now_s))
-            done(step + 1)
+            spans += _spans(here, own, began_s, spent_s, clock.now_s)
+            done(len(spans))
     meet()
     job.finish()
     moments = [] if ledger is None else ledger.moments
     faults = [(each.fault, each.step, each.after_s) for each in befalling.moments]
     return _RankRecord(spans=spans, times_s=times_s, moments=moments, faults=faults)
+
+
+def _spans(
+    repetition: Repetition,
+    actions: Sequence[Action],
+    began_s: float,
+    times_s: Sequence[tuple[float, float]],
+    now_s: float,
+) -> list[tuple[float, float]]:
+    """Return begin and end of every mini-batch that ends in a repetition: of several, each with its update."""
+    if repetition.span == 1:
+        return [(began_s, now_s)]
+    updates = [position for position, each in enumerate(actions) if each.kind == UPDATE and repetition.has(each)]
+    firsts = [*(repetition.step_of(actions[position]) for position in updates), repetition.ending.stop]
+    counts = [after - first for first, after in pairwise(firsts)]
+    return [
+        (began_s, times_s[position][1]) for position, count in zip(updates, counts, strict=True) for _ in range(count)
+    ]

@@ -30,7 +30,7 @@ from autopar.schedules.order import in_flight
 
 
 class StepResults(TypedDict):
-    """What its steps gave; lists are by step."""
+    """What its steps gave; lists are by step. Times are of repetitions, where these have several mini-batches."""
 
     loss: list[float]
     count: list[float]
@@ -75,11 +75,12 @@ class Steps:
     The first step, which allocates memory and opens connections, counts for nothing where there are others.
     """
 
-    def __init__(self, program: Program, results: Sequence[RankResult]) -> None:
-        self._program, self._results = program, results
+    def __init__(self, program: Program, results: Sequence[RankResult], span: int = 1) -> None:
+        """Take them in; ``span`` is how many mini-batches end at a time."""
+        self._program, self._results, self._span = program, results, span
         ends = [max(moments) for moments in zip(*(result["ends_s"] for result in results), strict=True)]
         begin = min(result["starts_s"][0] for result in results)
-        self.lengths_s: list[float] = [end - before for before, end in zip([begin, *ends], ends, strict=False)]
+        self.lengths_s: list[float] = [(end - before) / span for before, end in zip([begin, *ends], ends, strict=False)]
         """A step lasts from the end of the one before it, on the slowest rank, to its own end there."""
         self._steady = self.lengths_s[1:] or self.lengths_s
         recorded = [int(step) for step in results[0]["times_s"]]
@@ -114,7 +115,8 @@ class Steps:
     def time_use(self, step: int) -> list[TimeUse]:
         """Return where the ranks' time went in a recorded step."""
         steps = [self._timeline(each, 0.0) for each in self._recorded_steps if each in (step, step + 1)]
-        return time_use_between(steps, self._ends_s[step], self._ends_s[step + 1])
+        found = time_use_between(steps, self._ends_s[step], self._ends_s[step + 1])
+        return [TimeUse(*(seconds / self._span for seconds in each)) for each in found]
 
     def _timeline(self, step: int, begin: float) -> Timeline:
         times = [result["times_s"][str(step)] for result in self._results]
@@ -165,7 +167,7 @@ def outcome_of(
     first_step: int = 0,
 ) -> Outcome:
     """Put the ranks' results, in rank order, together; ``first_step`` is the number of their first."""
-    steps = Steps(program, results)
+    steps = Steps(program, results, plan.span)
     report = _report(plan, program, results, steps, initial_weights, notes, first_step)
     layers_s = tuple(result["layers_s"] for result in results)
     return Outcome(report, steps.timeline(steps.typical), steps.own_times(), steps.overhead_s(), layers_s)
@@ -200,7 +202,7 @@ def _report(
         backend=results[0]["backend"],
         torch=torch.__version__,
         ranks=len(results),
-        steps=len(steps.lengths_s),
+        steps=len(results[0]["loss"]),
         first_step=first_step,
         loss=tuple(map(loss_of, zip(*losses, strict=True))),
         step_s=times,
@@ -253,7 +255,7 @@ def _rank_times(
 ) -> tuple[RankTimes, ...]:
     found, whole = [], program
     if program.shift:
-        whole = written_out(program, program.shift, -lead(plan), lead(plan) + 2)
+        whole = written_out(program, plan.micro_batches, -lead(plan), lead(plan) + 2 * plan.span)
     for result, actions, each in zip(results, whole.ranks, where, strict=True):
         stages, depths = tuple(result["stages"]), in_flight(actions)
         found.append(

@@ -38,9 +38,11 @@ class Feed:
 
     def __init__(self, job: Job, first: int) -> None:
         """Begin with mini-batch ``first``, the pipeline being empty."""
-        self._job, self._lead = job, lead(job.plan)
+        self._job, self._lead, self._span = job, lead(job.plan), job.plan.span
         self._start = self.given = first
         """Of ``given``: how many mini-batches there have been, counted from the run's first."""
+        self._next = first - self._lead
+        """The repetition that comes next."""
         self._inputs: dict[int, Batch] = {}
 
     @property
@@ -53,24 +55,30 @@ class Feed:
         step = self.given
         self._inputs[step] = inputs
         self.given += 1
-        ended = self._perform(step - self._lead)
+        ended = self._perform_until(self.given - self._span)
         return ended + self.drain() if step < self._job.plan.synchronous_steps else ended
 
     def drain(self) -> list[StepRecord]:
         """End all that have begun; return their records."""
         if not self.under_way:
             return []
-        ended = [record for step in range(self.given - self._lead, self.given) for record in self._perform(step)]
-        self._start = self.given
+        ended = self._perform_until(self.given + self._lead - 1)
+        self._start, self._next = self.given, self.given - self._lead
         return ended
 
-    def _perform(self, step: int) -> list[StepRecord]:
-        """Perform one step, or one repetition, whose record is there unless the pipeline only fills."""
-        record = self._job.train(step, self._inputs, self.given, self._start)
-        self._inputs.pop(step, None)
+    def _perform_until(self, first: int) -> list[StepRecord]:
+        """Perform the steps, or repetitions, whose first forward is of mini-batch ``first`` or one before."""
+        ended = list[StepRecord]()
+        while self._next + self._lead <= first:
+            record = self._job.train(self._next, self._inputs, self.given, self._start)
+            for step in range(self._next, self._next + self._span):
+                self._inputs.pop(step, None)
+            # There is none while the pipeline only fills.
+            ended += record.ended if self._next >= self._start else ()
+            self._next += self._span
         if not self._lead:
             self._start = self.given
-        return [record] if step >= self._start or not self._lead else []
+        return ended
 
 
 def check_given(

@@ -94,6 +94,7 @@ class Job:
         self.plan, self.actions, self.rank, self._device = plan, program.ranks[rank], rank, device
         self._user = model
         indices, self.replica = stages_of(plan, rank)
+        self._turning = 1 if plan.weight_policy == "sync" else plan.stages[indices[0]].turning
         self._specs = {tensor.name: tensor for tensor in graph.tensors}
         layers = {index: [graph.layer(name) for name in plan.stages[index].layers] for index in indices}
         self._local_parameters = hold(plan, layers, weights, device)
@@ -246,8 +247,9 @@ class Job:
     def step(self, step: int, stop: int | None = None, start: int = 0) -> StepRecord:
         """Train one mini-batch; steps count from 0 and choose their samples.
 
-        Without flushes this is one repetition: its backwards are of that mini-batch, its forwards of later ones. The
-        pipeline is filled in the steps from ``-lead`` to 0, of which there is no record.
+        Without flushes this is one repetition: its backwards are of that mini-batch, and of as many as follow in its
+        span, its forwards of later ones. The pipeline is filled in the steps from ``-lead`` to 0, of which there is no
+        record.
 
         Args:
             step: which.
@@ -258,8 +260,10 @@ class Job:
         for done in [each for each in self._inputs if each < step + ahead.start]:
             del self._inputs[done]
         for later in range(max(start, step + ahead.start), min(stop, step + ahead.stop)):
-            if later not in self._inputs:
-                self._inputs[later] = self._batches.load(later, more=later + 1 < stop)
+            # The others are other replicas'.
+            if later not in self._inputs and (later - start - self.replica) % self._turning == 0:
+                following = later + self._turning
+                self._inputs[later] = self._batches.load(later, following if following < stop else None)
         return self.train(step, self._inputs, stop, start)
 
     def train(self, step: int, inputs: Mapping[int, Batch], stop: int, start: int) -> StepRecord:
@@ -273,7 +277,7 @@ class Job:
         """
         if step == start - lead(self.plan):
             self.versions.refill(start)
-        return self._executor.run(Repetition(step, self.plan.micro_batches, stop, start), inputs)
+        return self._executor.run(Repetition(step, self.plan.micro_batches, stop, start, self.plan.span), inputs)
 
     @property
     def _ahead(self) -> range:
@@ -281,8 +285,9 @@ class Job:
         if self.plan.weight_policy == "sync":
             return range(1)
         depths = depths_of(self.plan, min(self.stages))
-        ahead = depths.depth + depths.lag
-        return range(ahead // depths.micro_batches, (ahead + depths.micro_batches - 1) // depths.micro_batches + 1)
+        ahead = self._turning * (depths.depth + depths.lag)
+        last = ahead + self.plan.span * depths.micro_batches - 1
+        return range(ahead // depths.micro_batches, last // depths.micro_batches + 1)
 
     def _check_unflushed(self, graph: LayerGraph) -> None:
         """Refuse a model that no pipeline without flushes trains.
@@ -291,6 +296,12 @@ class Job:
             UsageError: says what to do.
         """
         instead = f"weight policy {self.plan.weight_policy}; plan with `policy='sync'`"
+        last = self.plan.stages[-1]
+        if self.plan.span > 1 and graph.loss == "sum_count" and last.replicas > last.turning:
+            raise UsageError(
+                "loss() returns a sum and a count, which replicas of the last stage that split mini-batches add up too "
+                f"late where others take turns under {instead}"
+            )
         if isinstance(self._update.scheduler, ReduceLROnPlateau):
             raise UsageError(f"a scheduler watches the loss, which stages do not see in step under {instead}")
         for layer in (layer for stage in self.stages.values() for layer in stage.layers):
@@ -334,7 +345,8 @@ class Job:
         for index, stage in self.stages.items():
             for name in (name for layer in stage.layers for name in layer.parameters.values()):
                 stage_of.setdefault(name, index)
-        counts = graph.loss == "sum_count"
+        # Replicas that take turns divide the sum of each mini-batch by its own count.
+        counts = graph.loss == "sum_count" and self.plan.span == 1
         how = UpdateSettings(self.plan, self.rank, self._user, stage_of, whole, counts, settings.clip_norm, scale)
         update = self.update_of(how, twins, reducer, transport)
         if update.optimizer is not None:
@@ -369,7 +381,7 @@ class _StepEnd:
     def begin(self, record: StepRecord) -> None:
         self._update.begin(record)
 
-    def __call__(self, record: StepRecord) -> None:
+    def __call__(self, record: StepRecord, mini_batches: int) -> None:
         self._settle()
-        self._update(record)
+        self._update(record, mini_batches)
         self._alike.settle()

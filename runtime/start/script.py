@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -311,6 +312,8 @@ class ScriptJob:
         self._compared_kinds: set[str] = set()
         self._first, self._has_failed, self._closed = 0, False, False
         self._feed: Feed | None = None
+        self._ended: deque[Metrics] = deque()
+        """Mini-batches that have ended, and of which nobody has been told."""
         self._checkpoints: ScriptCheckpoints | None = None
         self.notes: list[str] = []
         """What a reader should know of the checkpoint that was loaded."""
@@ -337,19 +340,25 @@ class ScriptJob:
         if self._feed is None:
             self._feed = Feed(built.job, self._first)
         with self._failing():
-            ended = [self._metrics(built, record) for record in self._feed.step(inputs)]
-        return ended[-1] if ended else None
+            self._ended += [self._metrics(built, record) for record in self._feed.step(inputs)]
+        return self._ended.popleft() if self._ended else None
 
     def drain(self) -> list[Metrics]:
         """End the mini-batches that are under way, and return what they gave; the next one fills the pipeline again.
 
-        Evaluating, saving and closing do so, too. With a flush after every step, there are never any.
+        Evaluating, saving and closing end them, too; :meth:`step` then returns what they gave, one by one. With a flush
+        after every step, there are never any.
         """
-        if self._feed is None or not self._feed.under_way or self._has_failed:
-            return []
-        built = self._require_built_job()
-        with self._failing():
-            return [self._metrics(built, record) for record in self._feed.drain()]
+        self._drain()
+        ended = list(self._ended)
+        self._ended.clear()
+        return ended
+
+    def _drain(self) -> None:
+        if self._feed is not None and self._feed.under_way and not self._has_failed:
+            built = self._require_built_job()
+            with self._failing():
+                self._ended += [self._metrics(built, record) for record in self._feed.drain()]
 
     @property
     def _step(self) -> int:
@@ -395,7 +404,7 @@ class ScriptJob:
 
         ``model.load_state_dict`` takes it.
         """
-        self.drain()
+        self._drain()
         built = self._require_built_job()
         first = holders(self.plan, built.graph)
         known = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
@@ -425,7 +434,7 @@ class ScriptJob:
             UsageError: the folder has checkpoints that this job was not loaded from.
             FileError: it cannot be written.
         """
-        self.drain()
+        self._drain()
         self._require_built_job()
         with self._failing():
             self._opened_checkpoints().save(Path(folder), self._step, wait=wait)
@@ -457,7 +466,7 @@ class ScriptJob:
 
     def save_weights(self, folder: str | Path) -> None:
         """Write the model's parameters and buffers, a safetensors file a stage and an index; all hosts must see it."""
-        self.drain()
+        self._drain()
         built, path = self._require_built_job(), Path(folder)
         known = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
 
@@ -477,7 +486,7 @@ class ScriptJob:
 
     def close(self) -> None:
         """Wait until everything that was sent has arrived, and leave the other ranks."""
-        self.drain()
+        self._drain()
         if self._built_job is not None:
             self._built_job.job.finish()
         if self._checkpoints is not None:
@@ -535,7 +544,7 @@ class ScriptJob:
         self, batch: object, what: str
     ) -> tuple[BuiltJob, Evaluation, dict[str, torch.Tensor], int]:
         built = self._ready(batch)
-        self.drain()
+        self._drain()
         if what not in self._evaluations:
             captured = capture_evaluation if what == "evaluate" else capture_prediction
 

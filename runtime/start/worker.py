@@ -229,28 +229,30 @@ class TrainingRun:
     def _perform(self, first: int, end: int, stop: int) -> tuple[int, int]:
         """Train mini-batches from a fill to a drain; return how many are trained by then, and how many are to be."""
         board, rank, done, ahead = self._context.board, self._context.rank, first, lead(self._job.plan)
-        for step in range(first - ahead, end):
+        several = self._job.plan.span
+        for step in range(first - ahead, end, several):
             if board is not None and board.ends_before(rank, max(step, 0)) and board.last_step is not None:
                 # Mini-batches that some rank has begun are trained.
-                stop = min(stop, board.last_step + 1 + ahead)
+                stop = min(stop, board.last_step + several + ahead)
             if step >= min(end, stop):
                 break
             began_s = time.perf_counter()
             if step < first:
                 self._job.step(step, min(end, stop), first)
                 continue
-            self._step(step, min(end, stop), first)
-            done, self._ended_s = step + 1, time.perf_counter()
-            self._took_s.append(self._ended_s - began_s)
+            done += self._step(step, min(end, stop), first)
+            self._ended_s = time.perf_counter()
+            self._took_s.append((self._ended_s - began_s) / several)
             if self._checkpoints is not None:
                 self._checkpoints.end_step(done, self._took_s[-1])
         return done, stop
 
     def results(self) -> StepResults:
         """Return what the steps gave."""
+        ended = [each for record in self._records for each in record.ended]
         return StepResults(
-            loss=[record.loss for record in self._records],
-            count=[record.count for record in self._records],
+            loss=[record.loss for record in ended],
+            count=[record.count for record in ended],
             starts_s=self._laps.starts_s,
             ends_s=self._laps.ends_s,
             times_s={
@@ -258,15 +260,16 @@ class TrainingRun:
                 for step, record in enumerate(self._records)
                 if record.times_s
             },
-            gradient_norm=[record.gradient_norm for record in self._records],
-            overflow=[record.overflow for record in self._records],
+            gradient_norm=[record.gradient_norm for record in ended],
+            overflow=[record.overflow for record in ended],
             layers_s=self._watches.layers_s(),
             forward_flops=self._watches.forward_flops(),
             peak_flops_per_s=self._watches.peak_flops_per_s,
         )
 
-    def _step(self, step: int, stop: int, start: int) -> None:
-        done = step - self._first
+    def _step(self, step: int, stop: int, start: int) -> int:
+        """Perform a step, or a repetition; return how many mini-batches have ended in it."""
+        done = len(self._laps.starts_s)
         self._watches.begin_step(done)
         self._laps.begin()
         record = self._job.step(step, stop, start)
@@ -277,7 +280,9 @@ class TrainingRun:
         if done >= RECORDED_STEPS:
             self._records[done - RECORDED_STEPS].times_s.clear()
         if any(stage.loss for stage in self._job.stages.values()):
-            self._context.report({"step": step, "loss": record.loss, "count": record.count})
+            for each in record.ended:
+                self._context.report({"step": each.step, "loss": each.loss, "count": each.count})
+        return len(record.ended)
 
     def _note_slowness(self) -> None:
         """Note how long the last step took that the device is known to be done with."""

@@ -100,6 +100,33 @@ def test_what_is_resumed_equals_a_run_that_was_drained_at_the_same_steps(run: Ru
     assert not all(torch.equal(each, saved("three")[name]) for name, each in one.items())
 
 
+def test_replicas_in_turn_are_planned_rehearsed_run_resumed_and_verified(run: Run) -> None:
+    dictated = ("--gpus", "4", "--batch", "2", "--stages", "0-2:3,3-4:1", "--micro-batches", "1")
+    code, _, err = run("plan", *dictated, "--policy", "stash")
+    assert code == 0, err
+    plan = Plan.load("plan.json")
+    # Two samples are not for three replicas to split.
+    assert [stage.turning for stage in plan.stages] == [3, 1]
+    assert "in turns" in err
+    # As many as no whole turn ends with.
+    code, out, err = run("rehearse", "--steps", "31", "--json")
+    assert code == 0, err
+    assert len(json.loads(out)["steps_s"]) == 31
+    assert sum(json.loads(out)["steps_s"]) == pytest.approx(plan.predicted.step_s * 31, rel=0.5)
+    assert json.loads(run("verify", "--json", "--steps", "5")[1])["equal"]
+    common = ("run", "--overwrite", "--every", "4", "--checkpoint")
+    code, _, err = run(*common, "whole", "--steps", "13", "--save", "one")
+    assert code == 0, err
+    report = Report.load("report.json")
+    assert len(report.loss) == report.steps == 13
+    assert [times.in_flight for times in report.rank_times] == [(2,), (2,), (2,), (1,)]
+    assert run(*common, "parts", "--steps", "4")[0] == 0
+    code, _, err = run(*common, "parts", "--steps", "13", "--resume", "--save", "two")
+    assert code == 0, err
+    one, two = saved("one"), saved("two")
+    assert all(torch.equal(each, two[name]) for name, each in one.items())
+
+
 def saved(folder: str) -> dict[str, torch.Tensor]:
     return {name: each for file in Path(folder).glob("*.safetensors") for name, each in load_file(file).items()}
 

@@ -17,6 +17,7 @@ from autopar.formats.plan import Plan
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.settings import TrainSettings
 from dictated import dictate
+from oracles.turns import train_in_turns
 from oracles.unflushed import Asked, train
 from paths import MODELS
 from threads import train_in_threads
@@ -101,7 +102,11 @@ def differs(
         seed,
     )
     own: list[Any] = [functions[name] for name in ("loss", "optimizer", "scheduler")]
-    truth = train(module, asked, batches, *own)
+    turning = [stage.turning for stage in plan.stages]
+    if max(turning) > 1:
+        truth = train_in_turns(module, depths, turning, stage_of, [each[0] for each in batches], *own, seed)
+    else:
+        truth = train(module, asked, batches, *own)
     mean_losses = [loss / (count or 1.0) for loss, count in zip(truth.losses, counts, strict=True)]
     assert not losses or found_losses == pytest.approx(mean_losses, rel=1e-12, nan_ok=True)
     found = {}

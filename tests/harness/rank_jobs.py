@@ -190,11 +190,11 @@ def keep(job: Job, rank: int, steps: int, folder: Path) -> list[StepRecord]:
     if optimizer is not None:
         optimizer.register_step_pre_hook(note)
     windows = [*((step, step + 1) for step in range(first)), (first, steps)]
-    for start, stop, step in ((*each, step) for each in windows for step in range(each[0] - lead(job.plan), each[1])):
-        record = job.step(step, stop, start)
-        if step < start:
-            continue
-        records.append(record)
+    for start, stop in windows:
+        for step in range(start - lead(job.plan), stop, job.plan.span):
+            record = job.step(step, stop, start)
+            if step >= start:
+                records += record.ended
     job.finish()
     _write(folder / f"gradients-{rank}", gradients)
     _write(folder / f"parameters-{rank}", {name: whole(p) for name, p in job.parameters.items()})

@@ -164,7 +164,7 @@ def train(
     }
     schedulers = [scheduler(each) for each in steppers.values()]
     histories, losses = _Histories(parameters, asked), []
-    moment = _seeded(module, asked)
+    moment = seeded(module, asked.seed)
     for step, parts in enumerate(batches):
         total, mean_loss = {name: torch.zeros_like(each) for name, each in parameters.items()}, 0.0
         counted = 0.0
@@ -197,18 +197,18 @@ def train(
     return Trained(losses, histories.weights[-1])
 
 
-def _seeded(module: nn.Module, asked: Asked) -> list[int]:
+def seeded(module: nn.Module, seed_of_run: int | None) -> list[int]:
     """Seed every layer as docs/seeds.md says when it runs in the step and micro-batch that the result is set to."""
     moment = [0, 0]
 
     def seeding(name: str) -> Callable[..., None]:
         def seed(*_: object) -> None:
-            digest = hashlib.sha256(f"{asked.seed}/{name}/{moment[0]}/{moment[1]}/0".encode()).digest()
+            digest = hashlib.sha256(f"{seed_of_run}/{name}/{moment[0]}/{moment[1]}/0".encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
         return seed
 
-    for name, layer in module.named_children() if asked.seed is not None else ():
+    for name, layer in module.named_children() if seed_of_run is not None else ():
         layer.register_forward_pre_hook(seeding(name))
     return moment
 

@@ -71,16 +71,16 @@ def test_a_mini_batch_is_loaded_once_and_what_is_wrong_with_it_is_said_when_its_
     loader, copies = Loader(refused=3), FakeCopies()
     batches = Batches(loader, copies)
     for step in range(3):
-        loaded = batches.load(step, more=True)
+        loaded = batches.load(step, step + 1)
         assert [inputs["x"].tolist() for inputs in loaded] == [[step, 0], [step, 1]]
         assert copies.admitted == 2 * (step + 1)
         batches.look_ahead()
     assert loader.loaded == [0, 1, 2, 3]
     with pytest.raises(TrainingError, match="step 3 has no samples"):
-        batches.load(3, more=True)
+        batches.load(3, 4)
     # Another step than was expected is loaded in its own right.
     batches.look_ahead()
-    assert batches.load(5, more=False)[1]["x"].tolist() == [5, 1]
+    assert batches.load(5, None)[1]["x"].tolist() == [5, 1]
     batches.look_ahead()
     assert loader.loaded == [0, 1, 2, 3, 3, 4, 5]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from autopar.capture.export import capture
 from autopar.capture.source import load
@@ -15,7 +17,8 @@ from autopar.runtime.messages.transport import Transport
 from autopar.runtime.start.job import Job
 from autopar.schedules.continuing import lead
 from dictated import dictate
-from oracles.unflushed import RULES, SAME_BACKWARD, Rule
+from oracles.turns import train_in_turns
+from oracles.unflushed import RULES, SAME_BACKWARD, Rule, Trained
 from paths import MODELS
 from policy_cases import ROWS, differs, planned
 from threads import act_in_threads, train_in_threads
@@ -61,6 +64,60 @@ def test_some_layers_run_again_where_that_changes_nothing(tmp_path: Path, policy
 def test_replicas_that_split_micro_batches_are_as_one(tmp_path: Path, policy: str) -> None:
     plan = planned(tmp_path, "momentum", policy, [3, 2, 1], 2, widths=[2, 1, 2])
     assert differs(tmp_path, plan) < 1e-12
+
+
+TURNS: list[tuple[list[int], list[int], list[int]]] = [
+    ([3, 1], [0], [2, 1]),
+    ([2, 1, 1], [0], [2, 2, 1]),
+    ([2, 3], [0, 1], [3, 1]),
+    ([2, 2, 2], [1, 2], [4, 2, 1]),
+    ([1, 2], [1], [3, 1]),
+    ([3], [0], [2]),
+]
+"""Replicas, stages whose take turns, and micro-batches in flight on each."""
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("widths", "turns", "depths"), TURNS)
+def test_replicas_that_take_turns_are_updated_by_the_mean_of_their_mini_batches(
+    tmp_path: Path, optimizer: str, widths: list[int], turns: list[int], depths: list[int]
+) -> None:
+    plan = planned(tmp_path, optimizer, "stash", depths, 1, widths=widths, turns=turns)
+    assert differs(tmp_path, plan) < 1e-12
+
+
+@pytest.mark.parametrize("special", [{"COUNTS": True}, {"DROPS": 0.3}, {"FROZEN": (0, 4)}])
+def test_replicas_that_take_turns_count_draw_and_freeze_as_one_would(
+    tmp_path: Path, special: dict[str, object]
+) -> None:
+    more = {"recompute": True} if "DROPS" in special else {}
+    plan = planned(tmp_path, "momentum", "stash", [2, 1], 1, special=special, widths=[3, 1], turns=[0], **more)
+    assert differs(tmp_path, plan) < 1e-12
+
+
+@pytest.mark.parametrize("part", ["depth", "replicas"])
+def test_other_turns_are_found(tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(tmp_path, "momentum", "stash", [2, 1], 1, widths=[3, 1], turns=[0])
+
+    def other(module: torch.nn.Module, depths: list[int], replicas: list[int], *more: Any) -> Trained:  # noqa: ANN401
+        if part == "depth":
+            return train_in_turns(module, [depths[0] + 1, *depths[1:]], replicas, *more)
+        return train_in_turns(module, depths, [replicas[0] - 1, *replicas[1:]], *more)
+
+    monkeypatch.setattr("policy_cases.train_in_turns", other)
+    assert differs(tmp_path, plan, losses=False) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("policy", "micro_batches", "said"),
+    [
+        ("vertical-sync", 1, "of which only stash has a rule; plan with `policy='stash'`"),
+        ("stash", 2, "which have whole mini-batches; plan with `micro_batches=1`"),
+    ],
+)
+def test_turns_that_no_rule_knows_are_refused(tmp_path: Path, policy: str, micro_batches: int, said: str) -> None:
+    plan = planned(tmp_path, "sgd", policy, [2, 1], micro_batches, widths=[2, 1], turns=[0])
+    assert plan.refusal == f"weight policy {policy}: replicas of stage 0 take turns, {said}"
 
 
 @pytest.mark.parametrize("policy", RULES)

@@ -30,7 +30,10 @@ def drawn(seed: int) -> tuple[Plan, object, object] | None:
     draw = random.Random(seed)
     profile, cluster = random_profile(seed, batches=(2, 4, 6)), random_cluster(seed, 4)
     policy = POLICIES[seed % len(POLICIES)]
-    more = {"anneal_steps": 5} if policy == "pipemare" else {}
+    more: dict[str, int] = {"anneal_steps": 5} if policy == "pipemare" else {}
+    if policy == "stash" and seed % 2:
+        # Replicas may take turns.
+        more["micro_batches"] = 1
     options = PlanOptions(policy=policy, min_stages=draw.choice([1, 2]), **more)  # type: ignore[arg-type]
     try:
         made = plan(profile, cluster, options)
@@ -58,6 +61,28 @@ def test_what_is_rehearsed_is_what_was_simulated(first: int) -> None:
             assert one[2] == pytest.approx(two[2], rel=1e-9, abs=1e-9 * simulated.end_s)
         cases += 1
     assert cases >= 3
+
+
+def test_rehearsed_replicas_in_turn_take_what_was_simulated() -> None:
+    spans = set()
+    for seed in range(40):
+        profile, cluster = random_profile(seed, batches=(1, 2, 4)), random_cluster(seed, 5)
+        try:
+            made = plan(profile, cluster, PlanOptions(policy="stash", micro_batches=1))
+        except AutoparError:
+            continue
+        if made.span == 1:
+            continue
+        spans.add(made.span)
+        simulated, prices = simulate(made, profile, cluster), action_prices(made, profile, cluster)
+        rehearsed = rehearse_steps(made, profile, prices, mini_batches(made), threads=True)
+        assert ends(rehearsed.timeline) == [
+            (rank, text, pytest.approx(end_s, rel=1e-9, abs=1e-9 * simulated.end_s))
+            for rank, text, end_s in ends(simulated)
+        ]
+        # A mini-batch ends with the last update that has it.
+        assert sum(rehearsed.steps_s) == pytest.approx(simulated.end_s, rel=1e-9)
+    assert len(spans) >= 3
 
 
 def test_an_action_of_another_price_is_found() -> None:

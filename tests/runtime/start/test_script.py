@@ -25,6 +25,7 @@ from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime.result import weights
 from dictated import dictate
+from oracles.turns import train_in_turns
 from oracles.unflushed import Asked, train
 from paths import EXAMPLES, HARNESS
 from script_jobs import LEARNING_RATE, batches, described, loss, make_model
@@ -32,9 +33,9 @@ from script_jobs import LEARNING_RATE, batches, described, loss, make_model
 STEPS = 3
 
 
-def planned(widths: list[int], shard: Shard = "none") -> autopar.Plan:
-    user = described()
-    plan = dictate(capture(user, user.build()), user, widths, 2, 6, shard=shard)
+def planned(widths: list[int], shard: Shard = "none", turns: Sequence[int] = ()) -> autopar.Plan:
+    user, count = described(), 1 if turns else 2
+    plan = dictate(capture(user, user.build()), user, widths, count, 12 // count, shard=shard, turns=turns)
     return autopar.Plan.parse(plan.dumps(), Path("plan.json"))
 
 
@@ -305,13 +306,21 @@ def test_a_transformers_model_counts_its_labels_as_a_plain_loop_over_whole_mini_
 
 
 @pytest.mark.parametrize(
-    ("policy", "widths", "depths"), [("stash", (1, 1, 1), (3, 2, 1)), ("2bw", (2, 1), (2, 1)), ("2bw", (1,), (1,))]
+    ("policy", "widths", "depths", "turns"),
+    [
+        ("stash", (1, 1, 1), (3, 2, 1), ()),
+        ("2bw", (2, 1), (2, 1), ()),
+        ("2bw", (1,), (1,), ()),
+        ("stash", (1, 1), (9, 1), ()),
+        ("stash", (2, 1), (2, 1), (0,)),
+        ("stash", (1, 3), (3, 1), (1,)),
+    ],
 )
 def test_without_flushes_a_step_gives_what_has_ended(
-    policy: str, widths: Sequence[int], depths: Sequence[int], tmp_path: Path, pool: RankPool
+    policy: str, widths: Sequence[int], depths: Sequence[int], turns: Sequence[int], tmp_path: Path, pool: RankPool
 ) -> None:
     count, drains_at = 12, 7
-    plan = planned(list(widths))
+    plan = planned(list(widths), turns=turns)
     stages = [each.model_copy(update={"warmup": depth}) for each, depth in zip(plan.stages, depths, strict=True)]
     plan = plan.model_copy(update={"weight_policy": policy, "stages": tuple(stages)})
     arguments = {"plan": plan.dumps(), "steps": count, "drains_at": drains_at, "folder": str(tmp_path)}
@@ -324,7 +333,13 @@ def test_without_flushes_a_step_gives_what_has_ended(
     model, asked, losses = make_model(), Asked(policy, depths, 2, stage_of), []
     every = [[(inputs[:6], targets[:6]), (inputs[6:], targets[6:])] for inputs, targets in batches(count)]
     for part in (every[:drains_at], every[drains_at:]):
-        found = train(model, asked, part, loss, lambda own: torch.optim.SGD(own, lr=LEARNING_RATE), _unscheduled)
+        own = loss, lambda own: torch.optim.SGD(own, lr=LEARNING_RATE), _unscheduled
+        if turns:
+            whole = [tuple(map(torch.cat, zip(*each, strict=True))) for each in part]
+            turning = [stage.turning for stage in plan.stages]
+            found = train_in_turns(model, depths, turning, stage_of, whole, *own)  # type: ignore[arg-type]
+        else:
+            found = train(model, asked, part, *own)
         model.load_state_dict(found.parameters)
         losses += found.losses
     ended = dict((*results[0]["ended"], *results[0]["drained"]))

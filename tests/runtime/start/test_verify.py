@@ -61,7 +61,7 @@ WIDTHS, SHARDS = (1, 3, 2), ("none", "parameters", "optimizer")
 
 def planned(folder: Path, source: str, widths: Sequence[int] = WIDTHS, **options: Any) -> Plan:  # noqa: ANN401
     model = load(source)
-    plan = dictate(capture(model, model.build(0)), model, widths, 2, 6, **options)
+    plan = dictate(capture(model, model.build(0)), model, widths, options.pop("micro_batches", 2), 6, **options)
     plan = plan.model_copy(update={"model": plan.model.model_copy(update={"source": source})})
     plan.save(folder / "plan.json")
     return plan
@@ -246,6 +246,9 @@ UNFLUSHED: list[tuple[str, str, Sequence[int], Sequence[int], dict[str, Any]]] =
     ("llama", "stash", (1, 2, 1), (4, 3, 1), {}),
     ("llama", "predict", (2, 1, 1), (3, 2, 1), {}),
     ("gpt2", "2bw", (1, 1, 2), (3, 2, 1), {}),
+    ("mlp", "stash", (2, 1), (2, 1), {"turns": [0], "micro_batches": 1}),
+    ("llama", "stash", (1, 3), (3, 1), {"turns": [1], "micro_batches": 1, "recompute": True}),
+    ("resnet", "stash", (1, 1, 2), (4, 3, 1), {"turns": [2], "micro_batches": 1}),
 ]
 
 
