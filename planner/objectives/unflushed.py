@@ -1,15 +1,11 @@
 """PolicyJudge: the pipeline of a weight policy whose mini-batches follow each other soonest.
 
 A pipeline that is never flushed has a period, from one mini-batch to the next once it is filled. No rank does with less
-than its own work of a mini-batch, its backwards, forwards, reduction and update:
-
-    busy(stage) = T (forward + backward) + reduction behind the last backward + update
-
-where an update that comes late has the reduction beside other micro-batches, which then takes no longer than a period;
-and with micro-batches enough in flight the busiest rank has nothing to wait for. Partitions are therefore gone through
-in the order of their busiest stage, best first: a table holds the least that is possible from each layer on with each
-number of devices left. Each is simulated from fill to drain, with depths as deep as PA, PB and memory say; the first
-one behind whose busiest stage no period is left to be won ends the search.
+than its own work, and with micro-batches enough in flight the busiest one has nothing to wait for. Partitions are
+therefore gone through in the order of their busiest stage, best first (:mod:`.partitions`). Each is simulated from fill
+to drain, with depths as deep as PA, PB and memory say; the first one behind whose busiest stage no period is left to be
+won ends the search. An update that comes late has its reduction beside other micro-batches, and it then takes no longer
+than a period.
 """
 
 from __future__ import annotations
@@ -17,14 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from heapq import heappop, heappush
-from itertools import accumulate
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.formats.plan import Plan
+from autopar.formats.plan import Division, Plan
 from autopar.planner.assemble import plan_of, prediction, stage_record
 from autopar.planner.candidate import Candidate, CandidateStage, Family, within
 from autopar.planner.constraints import Constraints, FixedStages
@@ -32,13 +27,14 @@ from autopar.planner.costs.durations import durations
 from autopar.planner.costs.links import Traffic
 from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.infeasible import size
+from autopar.planner.objectives.partitions import PartitionTable
 from autopar.planner.objectives.throughput import parameter_bytes, recompute_sets
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.simulate import Simulator, skeleton
 from autopar.planner.simulator.unflushed import PipelineTimes, pipeline_times, trace_unflushed
 from autopar.policies import POLICIES, kept_versions, stage_depths
+from autopar.schedules.check import ProgramError, check
 from autopar.schedules.expand import expand
-from autopar.schedules.one_forward_one_backward import warmups
 
 MOST_TRIED = 60
 """Partitions that are simulated, times the effort."""
@@ -66,18 +62,21 @@ class PolicyJudge:
 
     def busy_s(self, stage: CandidateStage, micro_batches: int) -> float:
         """Return what a stage's busiest replica does of every mini-batch, by itself."""
-        costs, replicas = self.costs, range(len(stage.devices))
+        costs = self.costs
+        # Replicas on alike devices with as many rows are alike.
+        kinds = map(costs.kind_of.__getitem__, stage.devices)
+        replicas = {key: at for at, key in enumerate(zip(stage.shares, kinds, strict=True))}.values()
         computing = max(costs.forward_s(stage, at) + costs.backward_s(stage, at, micro_batches) for at in replicas)
         alone = len(stage.devices) == 1
         exposed = 0.0 if alone else max(costs.replica_exposed_s(stage, at) for at in replicas)
         updating = costs.update_s(stage) + costs.profile.step_overhead_s
         if self.policy.sums_gradients or costs.flows.tied:
             return max(micro_batches * computing + updating, exposed)
-        return micro_batches * computing + exposed + updating
+        return (micro_batches * computing + exposed + updating) / stage.turning
 
     def peak_bytes(self, candidate: Candidate) -> list[int]:
         """Return the most that a replica of every stage holds, versions of its weights included."""
-        found, before = [], 0
+        found, before = [], candidate.stages[0]
         shared = [holders for _, holders in self.costs.tied_between(candidate.stages)]
         in_flight = [stage.warmup for stage in candidate.stages]
         every = stage_depths(self.policy, in_flight, candidate.micro_batches, shared)
@@ -92,12 +91,12 @@ class PolicyJudge:
                 steady = parts._replace(peak=np.maximum(parts.peak, parts.update), update=0)
                 # The mini-batches of all that is in flight are loaded, and one more.
                 loaded = stage.warmup + 2 * candidate.micro_batches
-                lead = max(0, before - stage.warmup)
+                lead = stage.lead(before, before.in_flight)
                 terms = PeakTerms(rows, stage.warmup, loaded, len(stage.devices), lead, frozenset(stage.recompute))
                 own = int(peak_of(steady, terms)) + versions * int(self.trained_bytes[stage.first, stage.stop])
                 most = max(most, own)
             found.append(most)
-            before = stage.warmup
+            before = stage
         return found
 
     def judge(self, family: Family, frame: Sequence[CandidateStage], below_s: float = math.inf) -> _Verdict | None:
@@ -111,7 +110,7 @@ class PolicyJudge:
         return best
 
     def simulate(self, candidate: Candidate) -> PipelineTimes:
-        """Return how a candidate goes on."""
+        """Return how a candidate goes on; for ever, where replicas that take turns wait for each other."""
         times = durations(self.costs, candidate)
         flows = tuple(
             (producer, consumer, flow.gradients > 0)
@@ -120,11 +119,30 @@ class PolicyJudge:
         tied = [holders for _, holders in self.costs.tied_between(candidate.stages)]
         plan = skeleton(candidate, flows, tied).model_copy(update={"weight_policy": self.options.policy})
         traffic = Traffic(self.costs.sharing, candidate.devices) if self.costs.sharing else None
-        return pipeline_times(trace_unflushed(plan, expand(plan), times, traffic), plan)
+        program = expand(plan)
+        if any(stage.turning > 1 for stage in candidate.stages):
+            try:
+                check(program, plan)
+            except ProgramError:
+                return PipelineTimes(math.inf, math.inf, math.inf)
+        return pipeline_times(trace_unflushed(plan, program, times, traffic), plan)
+
+    def divisions(self, family: Family, width: int) -> list[Division]:
+        """Return how so many replicas may divide micro-batches."""
+        found: list[Division] = ["split"] if width <= family.micro_batch_size or self.costs.divisible else []
+        if self.policy.takes_turns and width > 1 and family.micro_batches == 1 and not self.costs.flows.tied:
+            found.append("round-robin")
+        return found
 
     def _candidates(self, family: Family, frame: Sequence[CandidateStage]) -> Iterator[Candidate]:
-        """Yield a partition with depths that fit, the shallowest first: PA, PB, twice as deep."""
-        shallow, deep = warmups(len(frame), 1, 2 * len(frame)).values()
+        """Yield a partition with depths that fit, the shallowest first: PA, PB, twice as deep.
+
+        Replicas that take turns count as so many stages, and divide among them what is in flight.
+        """
+        turning = [stage.turning for stage in frame]
+        behind = [sum(turning[at:]) for at in range(len(turning))]
+        shallow = tuple(-(-most // own) for most, own in zip(behind, turning, strict=True))
+        deep = tuple(-(-(2 * most - turning[-1]) // own) for most, own in zip(behind, turning, strict=True))
         tried = set()
         for depths in (shallow, deep, tuple(2 * depth for depth in deep)):
             fitting = self._fitting(family, frame, depths)
@@ -134,7 +152,7 @@ class PolicyJudge:
 
     def _fitting(self, family: Family, frame: Sequence[CandidateStage], depths: Sequence[int]) -> Candidate | None:
         """Return a partition so deep, or as deep as its policy and memory admit; none where one in flight does not."""
-        most = next((depth for depth in range(depths[0], 0, -1) if self._least(depth) <= family.micro_batches), 0)
+        most = next((depth for depth in range(max(depths), 0, -1) if self._least(depth) <= family.micro_batches), 0)
         found = [min(depth, most) for depth in depths]
         while most:
             for recompute in recompute_sets(self.costs, family.micro_batch_size, self.options):
@@ -157,8 +175,12 @@ class PolicyJudge:
                 if self.shortest is None or shorts[worst] < self.shortest[0]:
                     self.shortest = shorts[worst], f"stage {worst} of {candidate.text()}"
                 return None
-            # Those behind may not be deeper.
-            found = [min(depth, found[worst] - 1) if at >= worst else depth for at, depth in enumerate(found)]
+            # Those behind may not have more in flight.
+            most_in_flight = (found[worst] - 1) * frame[worst].turning
+            fewer = [
+                max(1, min(depth, most_in_flight // stage.turning)) for depth, stage in zip(found, frame, strict=True)
+            ]
+            found = [*found[:worst], *fewer[worst:]]
         return None
 
     def _least(self, depth: int) -> int:
@@ -207,90 +229,18 @@ def _partitions(
     fixed_stages: FixedStages | None,
 ) -> Iterator[tuple[float, tuple[CandidateStage, ...]]]:
     """Yield partitions and the seconds of their busiest stage, those of the least busy first."""
-    table = _BusyTable(judge, family)
-    if fixed_stages is not None:
-        frame = table.frame(fixed_stages.cuts, fixed_stages.widths)
-        if frame is not None:
-            yield max(judge.busy_s(stage, family.micro_batches) for stage in frame), frame
-        return
-    for busiest_s, cuts, widths in table.in_order(options.max_stages):
-        frame = table.frame(cuts, widths)
-        if frame is None or (options.use_all and sum(widths) < len(judge.costs.devices)):
+    costs = judge.costs
+    divisions, busy_s = partial(judge.divisions, family), partial(judge.busy_s, micro_batches=family.micro_batches)
+    table = PartitionTable(costs, family, divisions, busy_s, fixed_stages)
+    for partition in table.in_order(options.max_stages):
+        if options.use_all and partition.width < len(costs.devices):
             continue
-        if constraints.broken(frame, judge.costs.kind_of) is None:
-            yield busiest_s, frame
-
-
-class _BusyTable:
-    """What stages of a family are busy with, and the least that is possible from a layer on."""
-
-    def __init__(self, judge: PolicyJudge, family: Family) -> None:
-        self._judge, self._family, self.costs = judge, family, judge.costs
-        self._layers, self._devices = judge.costs.layer_count, len(judge.costs.devices)
-        self._busy: dict[tuple[int, int, int, int], float] = {}
-        # From a layer on, with so many devices used before it.
-        self._least = np.full((self._layers + 1, self._devices + 1), np.inf)
-        self._least[self._layers] = 0.0
-        for first in reversed(range(self._layers)):
-            for start in range(self._devices):
-                self._least[first, start] = min(
-                    max(busy_s, self._least[stop, start + width]) for stop, width, busy_s in self._stages(first, start)
-                )
-
-    def frame(self, cuts: Sequence[int], widths: Sequence[int]) -> tuple[CandidateStage, ...] | None:
-        """Return stages of one micro-batch in flight; none where replicas have no rows, or may not be."""
-        starts = [0, *accumulate(widths)]
-        found = []
-        for first, stop, start, width in zip([0, *cuts[:-1]], cuts, starts, widths, strict=False):
-            stage = self._stage(first, stop, start, width)
-            if stage is None:
-                return None
-            found.append(stage)
-        shared = self.costs.tied_between(found) and not self._judge.policy.shares_parameters
-        return None if self.costs.replicated_single(found) or shared else tuple(found)
-
-    def in_order(self, most_stages: int | None) -> Iterator[tuple[float, tuple[int, ...], tuple[int, ...]]]:
-        """Yield the busiest stage's seconds, cuts and widths of partitions, those of the least busy first.
-
-        Of those alike, such with fewer stages and devices come first.
-        """
-        serial = 0
-        ahead: list[tuple[float, int, int, int, tuple[int, ...], tuple[int, ...], float]] = []
-        heappush(ahead, (float(self._least[0, 0]), 0, 0, serial, (), (), 0.0))
-        while ahead:
-            bound_s, count, start, _, cuts, widths, busiest_s = heappop(ahead)
-            first = cuts[-1] if cuts else 0
-            if math.isinf(bound_s):
-                return
-            if first == self._layers:
-                yield bound_s, cuts, widths
-                continue
-            if count == most_stages or start == self._devices:
-                continue
-            for stop, width, busy_s in self._stages(first, start):
-                worst_s = max(busiest_s, busy_s)
-                bound = max(worst_s, float(self._least[stop, start + width]))
-                serial += 1
-                heappush(ahead, (bound, count + 1, start + width, serial, (*cuts, stop), (*widths, width), worst_s))
-
-    def _stages(self, first: int, start: int) -> Iterator[tuple[int, int, float]]:
-        """Yield (stop, width, seconds) of the stages from a layer on, behind so many devices."""
-        for stop in range(first + 1, self._layers + 1):
-            for width in range(1, self._devices - start + 1):
-                yield stop, width, self._busy_s(first, stop, start, width)
-
-    def _busy_s(self, first: int, stop: int, start: int, width: int) -> float:
-        key = first, stop, start, width
-        if key not in self._busy:
-            stage = self._stage(*key)
-            self._busy[key] = math.inf if stage is None else self._judge.busy_s(stage, self._family.micro_batches)
-        return self._busy[key]
-
-    def _stage(self, first: int, stop: int, start: int, width: int) -> CandidateStage | None:
-        if width > self._family.micro_batch_size and not self.costs.divisible:
-            return None
-        shares = self.costs.shares(self._family.micro_batch_size, width)
-        return CandidateStage(first, stop, tuple(range(start, start + width)), shares, 1)
+        stages = table.stages(partition)
+        shares_parameter = costs.tied_between(stages) and not judge.policy.shares_parameters
+        if shares_parameter or costs.replicated_single(stages):
+            continue
+        if fixed_stages is not None or constraints.broken(stages, costs.kind_of) is None:
+            yield partition.busiest_s, stages
 
 
 def _plan_of(judge: PolicyJudge, best: _Verdict, least_s: float, *, is_partial: bool) -> Plan:
@@ -298,7 +248,9 @@ def _plan_of(judge: PolicyJudge, best: _Verdict, least_s: float, *, is_partial: 
     predicted = prediction(costs, candidate, judge.peak_bytes(candidate))
     seconds = zip(predicted.forward_s, predicted.backward_s, candidate.stages, strict=True)
     computed = sum(
-        len(stage.devices) * (candidate.micro_batches * (forward_s + backward_s) + costs.update_s(stage))
+        len(stage.devices)
+        / stage.turning
+        * (candidate.micro_batches * (forward_s + backward_s) + costs.update_s(stage))
         for forward_s, backward_s, stage in seconds
     )
     bubble = max(0.0, 1 - computed / (len(candidate.devices) * how.period_s)) if how.period_s > 0 else 0.0

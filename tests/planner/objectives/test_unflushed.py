@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import AutoparError, InfeasibleError, UsageError
-from autopar.formats.plan import Plan
+from autopar.formats.plan import Division, Plan
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import CostModel
@@ -23,29 +23,40 @@ POLICIES = ("stash", "vertical-sync", "2bw")
 
 
 def every(judge: PolicyJudge, devices: int, micro_batches: int) -> Iterator[Candidate]:
-    """Yield all partitions into consecutive devices, in all depths that get no deeper behind and fit."""
+    """Yield all partitions into consecutive devices, of replicas that split or take turns, in all depths.
+
+    Where no replicas take turns, that is those that get no deeper behind: others stand still for ever.
+    """
     costs, rows = judge.costs, judge.costs.batch // micro_batches
     layers = costs.layer_count
     for count in range(1, min(layers, devices) + 1):
         for cuts in combinations(range(1, layers), count - 1):
-            for widths in product(range(1, devices + 1), repeat=count):
-                if sum(widths) > devices or max(widths) > rows:
+            for ways in product(ways_of(judge, devices, micro_batches), repeat=count):
+                if sum(width for width, _ in ways) > devices:
                     continue
                 edges, first, stages = [0, *cuts, layers], 0, []
-                for (start, stop), width in zip(pairwise(edges), widths, strict=True):
-                    stages.append(
-                        CandidateStage(start, stop, tuple(range(first, first + width)), costs.shares(rows, width), 1)
-                    )
+                for (start, stop), (width, division) in zip(pairwise(edges), ways, strict=True):
+                    placed, shares = tuple(range(first, first + width)), costs.shares(rows, width, division)
+                    stages.append(CandidateStage(start, stop, placed, shares, 1, division=division))
                     first += width
                 if costs.tied_between(stages) or costs.replicated_single(stages):
                     continue
+                turning = any(stage.turning > 1 for stage in stages)
                 for depths in product(range(2 * count, 0, -1), repeat=count):
-                    if list(depths) != sorted(depths, reverse=True):
+                    if not turning and list(depths) != sorted(depths, reverse=True):
                         continue
                     if judge.policy.least_micro_batches(depths[0]) > micro_batches:
                         continue
                     deep = tuple(each._replace(warmup=depth) for each, depth in zip(stages, depths, strict=True))
                     yield Candidate(micro_batches, rows, "1f1b", deep)
+
+
+def ways_of(judge: PolicyJudge, devices: int, micro_batches: int) -> list[tuple[int, Division]]:
+    rows = judge.costs.batch // micro_batches
+    ways: list[tuple[int, Division]] = [(width, "split") for width in range(1, min(devices, rows) + 1)]
+    if judge.options.policy == "stash" and micro_batches == 1 and not judge.costs.flows.tied:
+        ways += [(width, "round-robin") for width in range(2, devices + 1)]
+    return ways
 
 
 @pytest.mark.parametrize("policy", POLICIES)
