@@ -79,18 +79,20 @@ def schedule_remedies(costs: CostModel, options: PlanOptions, fits: Fits, short:
     return _with_or_without(_alone(changes, options, fits), sizes, costs, options, fits)
 
 
-def throughput_remedies(costs: CostModel, options: PlanOptions, fits: Fits, ample_bytes: int | None) -> list[str]:
-    """Return what lets an asynchronous pipeline fit, or a synchronous one in its place.
+def policy_remedies(costs: CostModel, options: PlanOptions, fits: Fits, ample_bytes: int) -> list[str]:
+    """Return what lets a pipeline without flushes fit, or one with flushes in its place.
 
-    ``ample_bytes`` is the memory of a device with which one does; none if none does with any.
+    ``ample_bytes`` is the memory of a device with which one does.
     """
+    other: Changes = {"objective": ["step"]} if options.policy == "sync" else {"policy": ["sync"]}
+    counts = (len(costs.devices) * times for times in (2, 4) if options.stages is None)
     changes: Changes = {
         "recompute": ["auto"] if options.recompute == "none" else [],
+        **other,
+        "gpus": [count for count in counts if count <= MOST_DEVICES],
         "batch": _halves(costs.batch, options),
-        "objective": ["step"],
     }
-    found = _alone(changes, options, fits) + _gpus_text(_devices(costs, options, fits))
-    return _with_or_without(found, None if ample_bytes is None else [ample_bytes], costs, options, fits)
+    return [*_alone(changes, options, fits), *_memory_texts([ample_bytes, 2 * ample_bytes], options, fits)]
 
 
 def constraint_remedies(costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:

@@ -189,6 +189,11 @@ class PlanOptions:
         return cls(**parsed) if options is None else replace(options, **parsed)
 
     @property
+    def weight_policy(self) -> WeightPolicy:
+        """The weight policy of the plan: stashing, where the quickest pipeline is asked for, and no other is named."""
+        return "stash" if self.policy == "sync" and self.objective == "throughput" else self.policy
+
+    @property
     def simple(self) -> bool:
         """Whether the simplest of the plans that are about as fast is wanted."""
         return not self.exact and self.gap > 0
@@ -234,18 +239,17 @@ def admissible_options(options: PlanOptions, profile: Profile) -> PlanOptions:
     return replace(options, shard="none")
 
 
-_STAGES = ("schedule", "chunks", "micro_batches", "stages", "min_stages", "max_stages", "forbid_cut", "pin", "shard")
 _SEARCH = ("effort", "exact", "equal_widths", "solver", "solver_seconds")
 _FOREIGN: dict[Objective, tuple[str, ...]] = {
     "step": ("deadline_s",),
     "cost": ("stages", *_SEARCH),
-    "throughput": (*_STAGES, *_SEARCH, "deadline_s"),
+    "throughput": ("chunks", "divisible", "exact", "equal_widths", "solver", "solver_seconds", "deadline_s"),
 }
 """Options that an objective does not know."""
 _WHY: dict[Objective, str] = {
     "step": "finds the fastest plan, and not the cheapest one that meets it (`objective='cost'`)",
     "cost": "searches every set of devices",
-    "throughput": "is of mini-batches that flow whole, one after the other",
+    "throughput": "is of pipelines that are never flushed",
 }
 
 

@@ -37,8 +37,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import advice, any_plan_fits, infeasible, remedies
 from autopar.planner.milp.solve import search_by_milp
 from autopar.planner.objectives.cost import cheapest_plan
-from autopar.planner.objectives.throughput import throughput_plan
-from autopar.planner.objectives.unflushed import check_policy, policy_plan
+from autopar.planner.objectives.unflushed import check_policy, policy_fits, policy_plan
 from autopar.planner.options import PlanOptions, admissible_options, check_flags
 from autopar.planner.peers import Peer, peers
 from autopar.planner.placement.places import pool_of
@@ -184,14 +183,12 @@ def plan(
     check_flags(options)
     check_times_of(profile, cluster, options.times_of, options.gpus)
     options = admissible_options(options, profile)
-    if options.policy != "sync":
+    if options.weight_policy != "sync":
         options = check_policy(options)
-    if options.objective == "throughput":
-        return throughput_plan(profile, cluster, options)
     with _without_collection():
         question = Question.of(profile, cluster, options, progress)
-        if options.policy != "sync":
-            own = question.constraints, question.options, question.fixed_stages
+        if options.weight_policy != "sync":
+            own = question.constraints, question.options, question.fixed_stages, partial(_policy_fits, question)
             return policy_plan(question.simulator, question.families, *own)
         if options.schedule != "auto" and not plain(options.schedule):
             return _plan_schedule(question)
@@ -336,6 +333,14 @@ def _even_splits(question: Question) -> Best:
     best = Best()
     judge_even_splits(question.simulator, question.families, question.options, best)
     return best
+
+
+def _policy_fits(question: Question, options: PlanOptions) -> bool:
+    """Whether there is a plan with other options, with flushes or without."""
+    if options.weight_policy == "sync":
+        return _plan_fits(question, options)
+    other = Question.of(question.costs.profile, question.costs.cluster, options)
+    return policy_fits(other.simulator, other.families, other.constraints, other.options, other.fixed_stages)
 
 
 def _plan_fits(question: Question, options: PlanOptions) -> bool:

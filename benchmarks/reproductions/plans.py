@@ -13,11 +13,11 @@ from autopar.planner.assemble import assemble, plan_of
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import size
-from autopar.planner.objectives.throughput import StashCosts, depths, stash_plan
 from autopar.planner.options import PlanOptions
 from reproductions.pipedream import pipedream_plan
 from reproductions.pipedream_graph import mini_batch
 from reproductions.piper import PiperPlan, PiperStage, piper_plan
+from reproductions.stash import StashCosts, depths, stash_plan
 
 __all__ = ["planned_by_pipedream", "planned_by_piper"]
 

@@ -1,7 +1,7 @@
 """Partitions of a pipeline that is never flushed, those whose busiest stage does least first.
 
 A partition says which layers are a stage, how many replicas it has, and how these divide micro-batches; devices are
-taken in the cluster's order. No replica takes less for a mini-batch than its own backwards, forwards, reduction and
+taken in a given order. No replica takes less for a mini-batch than its own backwards, forwards, reduction and
 update:
 
     busy(stage) = (T (forward + backward) + reduction behind the last backward + update) / n
@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count
+from math import lcm
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +39,11 @@ class StageWay(NamedTuple):
     width: int
     division: Division
 
+    @property
+    def turning(self) -> int:
+        """How many replicas take turns; those that split micro-batches are as one."""
+        return self.width if self.division == "round-robin" else 1
+
 
 class Partition(NamedTuple):
     """Stages by their stops and ways, and the seconds of the busiest one per mini-batch."""
@@ -53,10 +59,11 @@ class Partition(NamedTuple):
 
 
 class _Site(NamedTuple):
-    """What prices know of a stage's devices: what connects them, and the kind of each."""
+    """What prices know of a stage's devices: what connects them, the kind of each, and the smallest memory."""
 
     level: Level
     kinds: tuple[int, ...]
+    limit_bytes: int
 
 
 class _Next(NamedTuple):
@@ -76,6 +83,7 @@ class PartitionTable:
         self,
         costs: CostModel,
         family: Family,
+        devices: Sequence[int],
         divisions: Callable[[int], Sequence[Division]],
         busy_s: Callable[[CandidateStage], float],
         fixed_stages: FixedStages | None = None,
@@ -85,12 +93,13 @@ class PartitionTable:
         Args:
             costs: prices.
             family: micro-batches, and their samples.
+            devices: in the order in which stages take them.
             divisions: returns how so many replicas may divide micro-batches.
             busy_s: returns what a stage's busiest replica does per mini-batch.
             fixed_stages: the only stages that are wanted, if some are.
         """
         self._costs, self._family, self._divisions, self._busy_of = costs, family, divisions, busy_s
-        self._layers, self._devices = costs.layer_count, len(costs.devices)
+        self._layers, self._order, self._devices = costs.layer_count, tuple(devices), len(devices)
         self._fixed = _by_first(fixed_stages)
         self._known_s: dict[tuple[int, int, StageWay, _Site], float] = {}
         self._sites: dict[tuple[int, int], _Site] = {}
@@ -113,17 +122,20 @@ class PartitionTable:
             first, start = stop, start + way.width
         return tuple(found)
 
-    def in_order(self, most_stages: int | None) -> Iterator[Partition]:
+    def in_order(self, most_stages: int | None, most_in_span: int) -> Iterator[Partition]:
         """Yield all partitions of at most so many stages, those whose busiest stage does least first.
 
-        Of those alike, such come first as have more layers in their first stages, and fewer devices.
+        Where replicas take turns, all have had equally many after at most ``most_in_span`` mini-batches. Of partitions
+        alike, such come first as have more layers in their first stages, and fewer devices.
         """
         serial = count()
         ahead: list[tuple[float, int, int, int, Partition, Partition, Iterator[_Next]]] = []
 
         def put(before: Partition, followers: Iterator[_Next]) -> None:
             """Add the next stage to a partition's beginning."""
-            found = next(followers, None)
+            span = lcm(*(way.turning for way in before.ways))
+            within = (each for each in followers if lcm(span, each.way.turning) <= most_in_span)
+            found = next(within, None)
             if found is not None:
                 stops, ways = (*before.stops, self._layers - found.layers_left), (*before.ways, found.way)
                 after = Partition(max(before.busiest_s, found.busy_s), stops, ways)
@@ -185,9 +197,8 @@ class PartitionTable:
                 for rows, kind in set(zip(shares, site.kinds, strict=True))
             ]
             least_s = family.micro_batches * np.maximum.reduce([sums[first + 1 :] - sums[first] for sums in computing])
-            turning = way.width if way.division == "round-robin" else 1
             # Sums from the first layer on are rounded.
-            self._bounds[key] = np.asarray(least_s * (1 - _ROUNDING) / turning)
+            self._bounds[key] = np.asarray(least_s * (1 - _ROUNDING) / way.turning)
         return self._bounds[key]
 
     def _both_sums(self, rows: float, kind: int, adding: float) -> Numbers:
@@ -206,14 +217,14 @@ class PartitionTable:
 
     def _site(self, start: int, width: int) -> _Site:
         if (start, width) not in self._sites:
-            devices = range(start, start + width)
-            kinds = tuple(self._costs.kind_of[each] for each in devices)
-            self._sites[start, width] = _Site(self._costs.links.level(devices), kinds)
+            devices, costs = self._order[start : start + width], self._costs
+            kinds = tuple(costs.kind_of[each] for each in devices)
+            self._sites[start, width] = _Site(costs.links.level(devices), kinds, costs.limit_bytes(devices))
         return self._sites[start, width]
 
     def _stage(self, first: int, stop: int, start: int, way: StageWay) -> CandidateStage:
         shares = self._costs.shares(self._family.micro_batch_size, way.width, way.division)
-        return CandidateStage(first, stop, tuple(range(start, start + way.width)), shares, 1, division=way.division)
+        return CandidateStage(first, stop, self._order[start : start + way.width], shares, 1, division=way.division)
 
 
 _ROUNDING = 1e-9

@@ -14,30 +14,39 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice, permutations, product
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.formats.plan import Division, Plan
+from autopar.formats.plan import Alternative, Division, Plan
 from autopar.planner.assemble import plan_of, prediction, stage_record
 from autopar.planner.candidate import Candidate, CandidateStage, Family, within
 from autopar.planner.constraints import Constraints, FixedStages
+from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.durations import durations
 from autopar.planner.costs.links import Traffic
 from autopar.planner.costs.memory import PeakTerms, peak_of
-from autopar.planner.infeasible import size
+from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
+from autopar.planner.infeasible import Fits, advice, policy_remedies, size
 from autopar.planner.objectives.partitions import PartitionTable
-from autopar.planner.objectives.throughput import parameter_bytes, recompute_sets
 from autopar.planner.options import PlanOptions
+from autopar.planner.simulator.contention import DeadlockError
 from autopar.planner.simulator.simulate import Simulator, skeleton
 from autopar.planner.simulator.unflushed import PipelineTimes, pipeline_times, trace_unflushed
 from autopar.policies import POLICIES, kept_versions, stage_depths
-from autopar.schedules.check import ProgramError, check
 from autopar.schedules.expand import expand
 
 MOST_TRIED = 60
 """Partitions that are simulated, times the effort."""
+MOST_SEEN = 10_000
+"""Partitions that are held against the options, times the effort."""
+MOST_IN_SPAN = 64
+"""Mini-batches after which replicas that take turns on several stages have had equally many; programs are as long."""
+MOST_ORDERS = 6
+"""Of kinds of devices that are tried."""
 ENOUGH = 1e-9
 """What the busiest stage may be below a period, relative, that is as good as its own."""
 
@@ -55,14 +64,16 @@ class PolicyJudge:
     def __init__(self, simulator: Simulator, options: PlanOptions) -> None:
         """Judge by a simulator's cost model, under the options' policy."""
         self.simulator, self.costs, self.options = simulator, simulator.costs, options
-        self.policy = POLICIES[options.policy]
+        self.policy = POLICIES[options.weight_policy]
         _, self.trained_bytes = parameter_bytes(self.costs)
-        self.shortest: tuple[int, str] | None = None
-        """By how many bytes the closest candidate does not fit, and where."""
 
-    def busy_s(self, stage: CandidateStage, micro_batches: int) -> float:
-        """Return what a stage's busiest replica does of every mini-batch, by itself."""
-        costs = self.costs
+    def busy_s(self, family: Family, stage: CandidateStage) -> float:
+        """Return what a stage's busiest replica does of every mini-batch; infinity where it fits in no way."""
+        ways = [stage._replace(recompute=each) for each in self._recomputed(family, stage)]
+        limit_bytes = self.costs.limit_bytes(stage.devices)
+        if all(self.peak_bytes(Candidate(*family, (way,)))[0] > limit_bytes for way in ways):
+            return math.inf
+        costs, micro_batches = self.costs, family.micro_batches
         # Replicas on alike devices with as many rows are alike.
         kinds = map(costs.kind_of.__getitem__, stage.devices)
         replicas = {key: at for at, key in enumerate(zip(stage.shares, kinds, strict=True))}.values()
@@ -99,10 +110,16 @@ class PolicyJudge:
             before = stage
         return found
 
+    def _recomputed(self, family: Family, stage: CandidateStage) -> Iterator[tuple[int, ...]]:
+        """Yield the layers that a stage may recompute, fewest first."""
+        kind = self.costs.kind_of[stage.devices[0]]
+        for every in recompute_sets(self.costs, family.micro_batch_size, self.options):
+            yield within(every[kind], stage.first, stage.stop)
+
     def judge(self, family: Family, frame: Sequence[CandidateStage], below_s: float = math.inf) -> _Verdict | None:
         """Return the best depths of a partition that fit and take less than ``below_s``; none if none do."""
         best: _Verdict | None = None
-        for candidate in self._candidates(family, frame):
+        for candidate in self.candidates(family, frame):
             limit = below_s if best is None else best.times.period_s * (1 - ENOUGH)
             judged = self.simulate(candidate)
             if judged.period_s < limit:
@@ -117,15 +134,12 @@ class PolicyJudge:
             for producer, consumer, flow in self.costs.flows.exchanges(candidate.cuts)
         )
         tied = [holders for _, holders in self.costs.tied_between(candidate.stages)]
-        plan = skeleton(candidate, flows, tied).model_copy(update={"weight_policy": self.options.policy})
+        plan = skeleton(candidate, flows, tied).model_copy(update={"weight_policy": self.options.weight_policy})
         traffic = Traffic(self.costs.sharing, candidate.devices) if self.costs.sharing else None
-        program = expand(plan)
-        if any(stage.turning > 1 for stage in candidate.stages):
-            try:
-                check(program, plan)
-            except ProgramError:
-                return PipelineTimes(math.inf, math.inf, math.inf)
-        return pipeline_times(trace_unflushed(plan, program, times, traffic), plan)
+        try:
+            return pipeline_times(trace_unflushed(plan, expand(plan), times, traffic), plan)
+        except DeadlockError:
+            return PipelineTimes(math.inf, math.inf, math.inf)
 
     def divisions(self, family: Family, width: int) -> list[Division]:
         """Return how so many replicas may divide micro-batches."""
@@ -134,7 +148,7 @@ class PolicyJudge:
             found.append("round-robin")
         return found
 
-    def _candidates(self, family: Family, frame: Sequence[CandidateStage]) -> Iterator[Candidate]:
+    def candidates(self, family: Family, frame: Sequence[CandidateStage]) -> Iterator[Candidate]:
         """Yield a partition with depths that fit, the shallowest first: PA, PB, twice as deep.
 
         Replicas that take turns count as so many stages, and divide among them what is in flight.
@@ -155,14 +169,10 @@ class PolicyJudge:
         most = next((depth for depth in range(max(depths), 0, -1) if self._least(depth) <= family.micro_batches), 0)
         found = [min(depth, most) for depth in depths]
         while most:
-            for recompute in recompute_sets(self.costs, family.micro_batch_size, self.options):
-                stages = tuple(
-                    stage._replace(
-                        warmup=depth,
-                        recompute=within(recompute[self.costs.kind_of[stage.devices[0]]], stage.first, stage.stop),
-                    )
-                    for stage, depth in zip(frame, found, strict=True)
-                )
+            ways = [tuple(self._recomputed(family, stage)) for stage in frame]
+            for again in zip(*ways, strict=True):
+                placed = zip(frame, found, again, strict=True)
+                stages = tuple(stage._replace(warmup=depth, recompute=each) for stage, depth, each in placed)
                 candidate = Candidate(*family, stages)
                 shorts = [
                     peak - self.costs.limit_bytes(stage.devices)
@@ -172,8 +182,6 @@ class PolicyJudge:
                     return candidate
             worst = max(range(len(shorts)), key=shorts.__getitem__)
             if found[worst] == 1:
-                if self.shortest is None or shorts[worst] < self.shortest[0]:
-                    self.shortest = shorts[worst], f"stage {worst} of {candidate.text()}"
                 return None
             # Those behind may not have more in flight.
             most_in_flight = (found[worst] - 1) * frame[worst].turning
@@ -187,52 +195,112 @@ class PolicyJudge:
         return self.policy.least_micro_batches(depth)
 
 
+class _Search(NamedTuple):
+    """What a search has found."""
+
+    best: _Verdict | None
+    least_s: float
+    """No partition's busiest stage does less."""
+    tried: int
+    """Partitions that were simulated, or whose micro-batches were too few."""
+    is_partial: bool
+
+
 def policy_plan(
     simulator: Simulator,
     families: Sequence[Family],
     constraints: Constraints,
     options: PlanOptions,
     fixed_stages: FixedStages | None,
+    fits: Fits,
 ) -> Plan:
     """Return the plan of the options' weight policy with the least period, or the one of dictated stages.
+
+    Args:
+        simulator: judges candidates.
+        families: micro-batches, and their samples.
+        constraints: what the options forbid of stages.
+        options: what the user asks.
+        fixed_stages: the only stages that are wanted, if some are.
+        fits: whether there is a plan with other options.
 
     Raises:
         UsageError: no partition obeys the options.
         InfeasibleError: none fits the memory.
     """
     judge = PolicyJudge(simulator, options)
+    found = _search(judge, families, constraints, fixed_stages)
+    if found.best is None:
+        ample = CostModel(judge.costs.profile, judge.costs.cluster, replace(options, memory_bytes=UNLIMITED_BYTES))
+        without_limit = PolicyJudge(Simulator(ample, progress=simulator.progress), options)
+        raise _nothing(without_limit, _search(without_limit, families, constraints, fixed_stages), fits)
+    return _plan_of(judge, found)
+
+
+def policy_fits(
+    simulator: Simulator,
+    families: Sequence[Family],
+    constraints: Constraints,
+    options: PlanOptions,
+    fixed_stages: FixedStages | None,
+) -> bool:
+    """Whether some pipeline of the options' weight policy fits the memory."""
+    judge = PolicyJudge(simulator, options)
+    parts = (
+        (family, frame)
+        for family, devices in product(families, device_orders(judge.costs))
+        for _, frame in islice(_partitions(judge, family, devices, constraints, fixed_stages), MOST_TRIED)
+    )
+    return any(next(judge.candidates(family, frame), None) is not None for family, frame in parts)
+
+
+def _search(
+    judge: PolicyJudge, families: Sequence[Family], constraints: Constraints, fixed_stages: FixedStages | None
+) -> _Search:
     best: _Verdict | None = None
     tried, is_partial, least_s = 0, False, math.inf
-    for position, family in enumerate(families):
-        simulator.progress(f"searching {options.policy}", position / len(families))
-        parts = _partitions(judge, family, constraints, options, fixed_stages)
+    asked = list(product(families, device_orders(judge.costs)))
+    for position, (family, devices) in enumerate(asked):
+        judge.simulator.progress(f"searching {judge.options.weight_policy}", position / len(asked))
+        parts = _partitions(judge, family, devices, constraints, fixed_stages)
         for number, (busiest_s, frame) in enumerate(parts):
             if not number:
                 least_s = min(least_s, busiest_s)
             if best is not None and busiest_s >= best.times.period_s * (1 - ENOUGH):
                 break
-            if number == MOST_TRIED * options.effort:
+            if number == MOST_TRIED * judge.options.effort:
                 is_partial = True
                 break
             tried += 1
             best = judge.judge(family, frame, math.inf if best is None else best.times.period_s) or best
-    if best is None:
-        raise _nothing(judge, tried)
-    return _plan_of(judge, best, min(least_s, best.times.period_s), is_partial=is_partial)
+    return _Search(best, least_s, tried, is_partial)
+
+
+def device_orders(costs: CostModel) -> list[tuple[int, ...]]:
+    """Return the orders in which stages take devices: the cluster's, and kind by kind, each kind in its own order.
+
+    Of four devices, A, B, A and B, these are 0123, 0213 and 1302.
+    """
+    every, kinds = range(len(costs.devices)), sorted(set(costs.kind_of))
+    by_kind = (
+        tuple(device for kind in order for device in every if costs.kind_of[device] == kind)
+        for order in islice(permutations(kinds), MOST_ORDERS)
+    )
+    return list(dict.fromkeys([tuple(every), *by_kind]))
 
 
 def _partitions(
     judge: PolicyJudge,
     family: Family,
+    devices: Sequence[int],
     constraints: Constraints,
-    options: PlanOptions,
     fixed_stages: FixedStages | None,
 ) -> Iterator[tuple[float, tuple[CandidateStage, ...]]]:
     """Yield partitions and the seconds of their busiest stage, those of the least busy first."""
-    costs = judge.costs
-    divisions, busy_s = partial(judge.divisions, family), partial(judge.busy_s, micro_batches=family.micro_batches)
-    table = PartitionTable(costs, family, divisions, busy_s, fixed_stages)
-    for partition in table.in_order(options.max_stages):
+    costs, options = judge.costs, judge.options
+    divisions, busy_s = partial(judge.divisions, family), partial(judge.busy_s, family)
+    table = PartitionTable(costs, family, devices, divisions, busy_s, fixed_stages)
+    for partition in islice(table.in_order(options.max_stages, MOST_IN_SPAN), MOST_SEEN * options.effort):
         if options.use_all and partition.width < len(costs.devices):
             continue
         stages = table.stages(partition)
@@ -243,8 +311,10 @@ def _partitions(
             yield partition.busiest_s, stages
 
 
-def _plan_of(judge: PolicyJudge, best: _Verdict, least_s: float, *, is_partial: bool) -> Plan:
-    costs, candidate, how = judge.costs, best.candidate, best.times
+def _plan_of(judge: PolicyJudge, found: _Search) -> Plan:
+    assert found.best is not None
+    costs, candidate, how = judge.costs, found.best.candidate, found.best.times
+    least_s = min(found.least_s, how.period_s)
     predicted = prediction(costs, candidate, judge.peak_bytes(candidate))
     seconds = zip(predicted.forward_s, predicted.backward_s, candidate.stages, strict=True)
     computed = sum(
@@ -255,9 +325,9 @@ def _plan_of(judge: PolicyJudge, best: _Verdict, least_s: float, *, is_partial: 
     )
     bubble = max(0.0, 1 - computed / (len(candidate.devices) * how.period_s)) if how.period_s > 0 else 0.0
     notes = [f"the pipeline fills in {how.fill_s:.3g} s and drains in {how.drain_s:.3g} s, once"]
-    if is_partial:
+    if found.is_partial:
         notes.append("not all partitions were simulated; `effort=10` goes on")
-    return plan_of(
+    made = plan_of(
         costs,
         candidate,
         judge.options,
@@ -265,28 +335,53 @@ def _plan_of(judge: PolicyJudge, best: _Verdict, least_s: float, *, is_partial: 
         predicted.model_copy(update={"step_s": how.period_s, "lower_bound_s": least_s, "bubble": bubble}),
         notes,
         schedule="1f1b",
-        weight_policy=judge.options.policy,
+        objective=judge.options.objective,
+        weight_policy=judge.options.weight_policy,
         anneal_steps=judge.options.anneal_steps,
         synchronous_steps=judge.options.synchronous_steps,
     )
+    return made.model_copy(update={"alternatives": tuple(_data_parallelism(judge, candidate))})
 
 
-def _nothing(judge: PolicyJudge, count: int) -> Exception:
-    policy = judge.options.policy
-    if judge.shortest is not None:
-        short, where = judge.shortest
+def _data_parallelism(judge: PolicyJudge, candidate: Candidate) -> Iterator[Alternative]:
+    """Yield one stage on all devices, with as many micro-batches, for comparison."""
+    costs, family = judge.costs, Family(*candidate[:3])
+    width = len(costs.devices)
+    for division in judge.divisions(family, width):
+        shares = costs.shares(family.micro_batch_size, width, division)
+        stage = CandidateStage(0, costs.layer_count, tuple(range(width)), shares, 1, division=division)
+        if costs.replicated_single([stage]):
+            continue
+        name = f"pure data parallelism{', in turns' if division == 'round-robin' else ''}"
+        best = judge.judge(family, [stage])
+        if best is None:
+            short = judge.peak_bytes(Candidate(*family, (stage,)))[0] - costs.limit_bytes(stage.devices)
+            yield Alternative(name=name, infeasible=f"needs {size(short)} more")
+        else:
+            step_s, text = best.times.period_s, best.candidate.text()
+            yield Alternative(name=name, step_s=step_s, stages=text, micro_batches=family.micro_batches)
+
+
+def _nothing(judge: PolicyJudge, found: _Search, fits: Fits) -> Exception:
+    """Return why there is no plan, given what there would be without a limit of memory."""
+    options, costs, policy = judge.options, judge.costs, judge.options.weight_policy
+    if found.best is not None:
+        stages, peaks = found.best.candidate.stages, judge.peak_bytes(found.best.candidate)
+        reserved = (max(costs.kinds[costs.kind_of[each]].reserved_bytes for each in stage.devices) for stage in stages)
+        needed = max(map(add, peaks, reserved))
+        every = " on all of them" if options.use_all else ""
         return InfeasibleError(
-            f"no pipeline of policy {policy} fits, with the weight versions that it keeps: {where} needs "
-            f"{size(short)} more; plan with `policy='sync'`, or with more `memory_bytes`"
+            f"no pipeline of policy {policy} of {costs.layer_count} layers fits {len(costs.devices)} devices{every}, "
+            f"with the weight versions that it keeps; {advice(policy_remedies(costs, options, fits, needed))}"
         )
-    if count:
+    if found.tried:
         return UsageError(
             f"policy {policy} needs more micro-batches than the options admit; leave out `micro_batches`, or plan with "
             "fewer stages"
         )
     return UsageError(
-        f"no pipeline of policy {policy} obeys the options: replicas of its stages split micro-batches"
-        f"{'' if judge.policy.shares_parameters else ', and stages share no parameters'}; plan with `policy='sync'`"
+        f"no pipeline of policy {policy} obeys the options"
+        f"{'' if judge.policy.shares_parameters else ': its stages share no parameters'}; plan with `policy='sync'`"
     )
 
 
@@ -300,13 +395,38 @@ def check_policy(options: PlanOptions) -> PlanOptions:
         UsageError: they ask for what no pipeline without flushes has.
     """
     usual = PlanOptions()
+    asked = f"`policy={options.policy!r}`" if options.policy != "sync" else f"`objective={options.objective!r}`"
     for name in _UNKNOWN:
         value = getattr(options, name)
         if value != getattr(usual, name) and (name, value) != ("schedule", "1f1b"):
-            raise UsageError(f"`{name}` does not go with `policy={options.policy!r}`; leave out one of them")
-    if options.objective != "step":
-        other = f"`objective={options.objective!r}`"
-        raise UsageError(f"`policy={options.policy!r}` does not go with {other}; leave out one of them")
+            raise UsageError(f"`{name}` does not go with {asked}; leave out one of them")
+    if options.objective == "cost":
+        raise UsageError(f"{asked} does not go with `objective='cost'`; leave out one of them")
     if options.shard not in ("auto", "none"):
         raise UsageError(f"`shard={options.shard!r}`: no versions are kept of what replicas divide; leave out `shard`")
     return replace(options, shard="none", schedule="1f1b")
+
+
+def parameter_bytes(costs: CostModel) -> tuple[Numbers, Numbers]:
+    """Return reduced and trained bytes, ``[first, stop]``."""
+    sums = np.concatenate([[0.0], np.cumsum([float(layer.trainable_bytes) for layer in costs.profile.layers])])
+    reduced = np.subtract.outer(sums, sums).T[:-1].copy()
+    trained = reduced.copy()
+    for tied in costs.flows.tied:
+        if tied.trainable:
+            held = np.zeros(costs.layer_count + 1)
+            held[np.array(tied.layers) + 1] = 1
+            counts = np.cumsum(held)
+            within = np.maximum(0.0, np.subtract.outer(counts, counts).T[:-1])
+            again = np.maximum(0.0, within - 1)
+            trained -= tied.bytes * again
+            # What other stages hold, too, is reduced with them.
+            reduced -= tied.bytes * np.where(within < len(tied.layers), within, again)
+    return np.maximum(0.0, reduced), np.maximum(0.0, trained)
+
+
+def recompute_sets(costs: CostModel, rows: int, options: PlanOptions) -> list[dict[int, frozenset[int]]]:
+    """Return the sets of layers to recompute, by kind: none, all that free memory, or both."""
+    every = {kind: costs.recompute_levels(rows, kind) for kind in sorted(set(costs.kind_of))}
+    ends = {"none": (0,), "full": (-1,), "auto": (0, -1)}[options.recompute]
+    return [{kind: levels[end] for kind, levels in every.items()} for end in ends]

@@ -82,6 +82,10 @@ class _SharedSum:
         return (end_s - self._seconds, end_s)
 
 
+class DeadlockError(AssertionError):
+    """Ranks wait for each other for ever: whoever had the program simulated should have checked it."""
+
+
 class ContentionSimulation:
     """One simulation, event by event.
 
@@ -161,7 +165,7 @@ class ContentionSimulation:
                     advance(subject)
         stuck = [rank for rank, actions in enumerate(self.rows) if self.position[rank] < len(actions)]
         if stuck:
-            raise AssertionError(f"deadlock in a program that was not checked: ranks {stuck}")
+            raise DeadlockError(f"deadlock in a program that was not checked: ranks {stuck}")
         return max(self.clock)
 
     def _call(self, rank: int, time_s: float) -> None:

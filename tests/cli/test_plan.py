@@ -104,7 +104,7 @@ def test_an_assumed_bandwidth_is_recorded_and_simulated(run: Run) -> None:
         (("--stages", "0-6:1,8-13:1"), 2, "h.6 is in no stage"),
         (("--stages", "wte-hed:1"), 2, "no layer is called 'hed'"),
         (("--objective", "speed"), 2, "--objective must be one of step, throughput, cost;"),
-        (("--objective", "throughput", "--shard", "none"), 2, "--shard does not go with --objective throughput"),
+        (("--objective", "throughput", "--exact"), 2, "--exact does not go with --objective throughput"),
         (("--gpus", "2", "--solver", "magic"), 2, "--solver must be dp or milp"),
         (("--gpus", "2", "--pin", "wte,head same stage", "--min-stages", "2"), 2, "and --min-stages 2 at once"),
         (("--gpus", "2", "--forbid-cut", "h.33"), 2, "no layer is called 'h.33'"),
@@ -179,7 +179,7 @@ def test_an_objective_is_planned_shown_and_recorded(run: Run) -> None:
     cluster.model_copy(update={"devices": devices}).save("cluster.json")
     for objective, said, then in (
         ("cost", ("cost of a million samples", "least that a step may cost"), "carries it out"),
-        ("throughput", ("without flushes (weight policy stash)", "per mini-batch"), "but not run"),
+        ("throughput", ("without flushes (weight policy stash)", "per mini-batch"), "carries it out"),
     ):
         code, out, err = run("plan", "--objective", objective, "--json")
         assert code == 0
@@ -187,10 +187,7 @@ def test_an_objective_is_planned_shown_and_recorded(run: Run) -> None:
         shown = " ".join(err.split())
         assert all(each in shown for each in (f"(objective {objective})", *said, then))
         assert run("show", "plan.json")[0] == 0
-    code, _, err = run("simulate")
-    assert (code, err.count("\n")) == (2, 1)
-    assert "weight policy stash: " in err
-    assert "the simulator has no programs of such plans" in err
+    assert run("simulate")[0] == 0
     assert run("plan", "--objective", "cost")[0] == run("simulate")[0] == 0
 
 

@@ -21,7 +21,6 @@ from autopar.interop.piper import piper_profile
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.assemble import candidate_of
 from autopar.planner.costs.model import CostModel
-from autopar.planner.objectives.throughput import StashCosts
 from autopar.planner.simulator.simulate import Simulator
 from autopar.report.plan import plan_text
 from autopar.runtime.settings import check_scope
@@ -29,6 +28,7 @@ from random_problems import gpt_profile, local_cluster
 from reproductions.pipedream import pipedream_plan
 from reproductions.piper import PiperPlan, PiperStage, piper_plan
 from reproductions.plans import _candidate, _shallower, planned_by_pipedream, planned_by_piper
+from reproductions.stash import StashCosts
 
 
 def _cluster(devices: int, memory_bytes: int, bytes_per_s: float) -> Cluster:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 from pathlib import Path
 
@@ -14,10 +16,10 @@ from autopar.formats.plan import Division, Plan
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import CostModel
-from autopar.planner.objectives.unflushed import PolicyJudge
+from autopar.planner.objectives.unflushed import PolicyJudge, device_orders
 from autopar.planner.simulator.simulate import Simulator
 from autopar.planner.simulator.unflushed import pipeline_times
-from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
+from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 POLICIES = ("stash", "vertical-sync", "2bw")
 
@@ -119,10 +121,40 @@ def test_stages_that_share_a_parameter_are_planned(policy: str) -> None:
     assert (len(found.stages), len(found.tied), found.refusal) == (2, 1, None)
 
 
-def test_what_does_not_fit_says_by_how_much() -> None:
+@pytest.mark.parametrize("asked", [{"policy": "stash"}, {"objective": "throughput"}])
+def test_what_does_not_fit_says_with_what_it_would(asked: dict[str, str]) -> None:
     profile = random_profile(10)
-    with pytest.raises(InfeasibleError, match=r"with the weight versions that it keeps: stage \d of .* needs .* more"):
-        plan(profile, local_cluster(4), PlanOptions(policy="stash", memory_bytes=1000))
+    options = PlanOptions(memory_bytes=1000, **asked)  # type: ignore[arg-type]
+    with pytest.raises(InfeasibleError, match="with the weight versions that it keeps; a plan fits with") as error:
+        plan(profile, local_cluster(4), options)
+    (size,) = re.findall(r"memory_bytes='(\d+)MiB'", str(error.value))
+    assert plan(profile, local_cluster(4), replace(options, memory_bytes=int(size) * 2**20)).weight_policy == "stash"
+
+
+def test_the_quickest_pipeline_is_one_of_stashing_but_where_another_policy_is_named() -> None:
+    profile, cluster = random_profile(10), local_cluster(4)
+    quickest = plan(profile, cluster, PlanOptions(objective="throughput"))
+    stash = plan(profile, cluster, PlanOptions(policy="stash"))
+    assert (quickest.objective, quickest.weight_policy) == ("throughput", "stash")
+    assert quickest.predicted == stash.predicted
+    assert {each.name for each in quickest.alternatives} <= {
+        "pure data parallelism",
+        "pure data parallelism, in turns",
+    }
+    other = plan(profile, cluster, PlanOptions(objective="throughput", policy="2bw"))
+    assert (other.objective, other.weight_policy) == ("throughput", "2bw")
+
+
+def test_kinds_of_devices_are_taken_in_every_order() -> None:
+    """The slow device is the first of the cluster, and is better off with the small stage behind."""
+    profile, cluster = two_kinds(random_profile(3).model_copy(update={"tied": ()}), local_cluster(2), 3)
+    costs = CostModel(profile, cluster, PlanOptions())
+    assert device_orders(costs) == [(0, 1), (1, 0)]
+    best_s = plan(profile, cluster, PlanOptions(policy="stash", min_stages=2, use_all=True)).predicted.step_s
+    for first in range(2):
+        ordered = cluster.model_copy(update={"devices": (cluster.devices[first], cluster.devices[1 - first])})
+        judged = plan(profile, ordered, PlanOptions(policy="stash", min_stages=2, use_all=True)).predicted.step_s
+        assert best_s == pytest.approx(judged, rel=1e-9)
 
 
 def test_versions_are_charged() -> None:

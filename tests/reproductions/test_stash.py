@@ -1,0 +1,49 @@
+"""What planners in papers price an asynchronous pipeline at, beside the same pipeline simulated action by action."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.errors import AutoparError
+from autopar.planner import PlanOptions, plan
+from autopar.planner.assemble import candidate_of
+from autopar.planner.costs.model import CostModel
+from random_problems import random_cluster, random_profile
+from reproductions.stash import StashCosts, depths
+
+
+def test_no_pipeline_runs_quicker_than_its_stages_compute_and_with_free_links_none_slower() -> None:
+    equal = turns = 0
+    for seed in range(60):
+        profile = random_profile(seed).model_copy(update={"tied": ()})
+        options = PlanOptions(policy="stash", micro_batches=1, bytes_per_s=1e18, recompute="none")
+        cluster = random_cluster(seed, 4)
+        links = [each.model_copy(update={"latency_s": 0.0}) for each in cluster.links]
+        cluster = cluster.model_copy(update={"links": tuple(links), "curves": ()})
+        try:
+            made = plan(profile, cluster, options)
+        except AutoparError:
+            continue
+        candidate, prices = candidate_of(made, profile), StashCosts(CostModel(profile, cluster, options))
+        busiest_s = max(prices.busy(candidate).values())
+        assert made.predicted.step_s >= busiest_s * (1 - 1e-6), seed
+        equal += made.predicted.step_s == pytest.approx(busiest_s, rel=1e-6)
+        turns += made.span > 1
+    assert min(equal, turns) >= 15
+
+
+def test_pipedreams_micro_batches_in_flight_keep_all_replicas_busy() -> None:
+    assert depths([15, 1]) == [2, 1]
+    assert depths([1, 1, 1, 1]) == [4, 3, 2, 1]
+    assert depths([3, 1, 2]) == [2, 3, 1]
+
+
+def test_reductions_are_those_of_the_cost_models_buckets() -> None:
+    for seed in range(40):
+        profile = random_profile(seed)
+        costs = CostModel(profile, random_cluster(seed, 2), PlanOptions(gpus=2))
+        prices = StashCosts(costs)
+        for first in range(costs.layer_count):
+            for stop in range(first + 1, costs.layer_count + 1):
+                buckets = sum(size for _, size in costs.reductions.buckets(first, stop))
+                assert prices.reduced_bytes[first, stop] == buckets, seed
