@@ -4,9 +4,9 @@
 
 The folder is that of ``published.py``: V100 profiles with mini-batches of 64 samples a device. Of 4 x 4 devices of
 64 GB with 10 GB/s within nodes, and less and less between them, every row compares samples per second: plain data
-parallelism, flushed after every step of all 16 devices' samples; and PipeDream's 15 replicas of the layers before the
-first fully connected one, and one device with the rest, whose replicas split a micro-batch that has 64 samples for
-each, under ``stash``. Both are rehearsed by the executor in virtual time, and hold what was simulated to 1e-6.
+parallelism, flushed after every step of all 16 devices' samples; PipeDream's 15 replicas of the layers before the first
+fully connected one, which take mini-batches of 64 samples in turn, and one device with the rest, under ``stash``; and
+what autopar plans instead. All are rehearsed by the executor in virtual time, and hold what was simulated to 1e-6.
 PipeDream's paper has 5.3 times data parallelism for 4 x 4 V100 with 25 Gbps between nodes.
 """
 
@@ -55,9 +55,13 @@ def main() -> None:
 def _row(profile: Profile, cluster: Cluster) -> dict[str, Any]:
     parallel = PlanOptions(batch=16 * SAMPLES, max_stages=1, micro_batches=1, use_all=True)
     stages = f"0-{CUT - 1}:15,{CUT}-{len(profile.layers) - 1}:1"
-    piped = PlanOptions(batch=15 * SAMPLES, micro_batches=1, stages=stages, policy="stash")
-    one, other = (_samples_per_s(plan(profile, cluster, each), profile, cluster) for each in (parallel, piped))
-    return {"data_parallel": one, "15-1": other, "ratio": round(other / one, 3)}
+    piped = PlanOptions(batch=SAMPLES, micro_batches=1, stages=stages, policy="stash")
+    best = PlanOptions(batch=SAMPLES, policy="stash")
+    plans = [plan(profile, cluster, each) for each in (parallel, piped, best)]
+    assert [stage.turning for stage in plans[1].stages] == [15, 1]
+    one, other, own = (_samples_per_s(each, profile, cluster) for each in plans)
+    widths = "-".join(f"{stage.replicas}" for stage in plans[2].stages)
+    return {"data_parallel": one, "15-1": other, "ratio": round(other / one, 3), "best": own, "best_stages": widths}
 
 
 def _samples_per_s(made: Plan, profile: Profile, cluster: Cluster) -> float:

@@ -256,7 +256,7 @@ _WHY: dict[Objective, str] = {
 def check_flags(options: PlanOptions) -> None:
     """Refuse an option that the objective does not know.
 
-    Devices, bandwidth, gap and seed apply to all; those objectives that are found exactly keep any gap.
+    Devices, bandwidth, gap and seed apply to all.
 
     Raises:
         UsageError: names the option.
