@@ -1,14 +1,14 @@
 """Update: a rank's gradients, complete, become a step of its optimizer.
 
-In come gradients; they are scaled, clipped by the norm of all ranks' together, and applied. The user's optimizer is
-checked first: that ranks, each with its own, step as one for all parameters would.
+In come gradients; they are scaled, clipped by the norm of all ranks' together or of each stage's, and applied. The
+user's optimizer is checked first: that ranks, each with its own, step as one for all parameters would.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ from autopar.runtime.messages.copies import value_of
 from autopar.runtime.messages.transport import Pending, Transport
 from autopar.runtime.stage.layers import seed_optimizer
 from autopar.runtime.stage.parameters import OptimizerParameters, local
+from autopar.schedules.expand import stages_of
 
 
 def whole_settings(user: UserModel, module: nn.Module) -> Settings | None:
@@ -165,9 +166,21 @@ class UpdateSettings:
     counts: bool
     """Whether losses are a sum and a count, and gradients are to be divided by the latter."""
     clip_norm: float | None
-    """Largest norm of all gradients together."""
+    """Largest norm of gradients."""
+    clips_stages: bool
+    """Whether that is of each stage's gradients, and not of all together."""
     scale: LossScale | None
     """What losses were multiplied by."""
+
+    @property
+    def parts(self) -> Sequence[int | None]:
+        """What gradients have a norm of: every stage, or the whole model."""
+        return range(len(self.plan.stages)) if self.clips_stages else (None,)
+
+    @property
+    def own_parts(self) -> Sequence[int | None]:
+        """Those that the rank has some of."""
+        return stages_of(self.plan, self.rank)[0] if self.clips_stages else (None,)
 
 
 class Update:
@@ -224,7 +237,7 @@ class Update:
 
     def begin(self, record: StepRecord) -> None:
         """Begin the sum over all ranks that the update of a mini-batch waits for."""
-        self._begun_sums[record.step] = self._begin_sum([record.loss, record.count, self._own_squares(record.step)])
+        self._begun_sums[record.step] = self._begin_sum([record.loss, record.count, *self._own_squares(record.step)])
 
     def __call__(self, record: StepRecord) -> None:
         """Step the optimizer; note the gradients' norm, and whether they overflowed.
@@ -233,9 +246,10 @@ class Update:
             TrainingError: a gradient is not finite, and its loss was not scaled; or nothing was counted in the whole
                 mini-batch.
         """
-        factor, applies = self._agree(record)
-        if factor != 1.0:
-            self._reducer.scale(factor)
+        factors, applies = self._agree(record)
+        for part, factor in factors.items():
+            if factor != 1.0:
+                self._reducer.scale(factor, part)
         self._reducer.release_untouched()
         if self.optimizer is not None and applies:
             with _stepping("optimizer"):
@@ -248,62 +262,72 @@ class Update:
         seed_optimizer(device, self._settings.plan.seed, step)
         optimizer.step()
 
-    def _agree(self, record: StepRecord) -> tuple[float, bool]:
-        """Return what all gradients are to be multiplied by, and whether they are to be applied."""
-        counts, clip_norm, scale = self._settings.counts, self._settings.clip_norm, self._settings.scale
-        loss, count, squares = self._totals(record)
-        if scale is None and not math.isfinite(squares):
+    def _agree(self, record: StepRecord) -> tuple[dict[int | None, float], bool]:
+        """Return what gradients are to be multiplied by, part by part, and whether they are to be applied."""
+        loss, count, *squares = self._totals(record)
+        finite = math.isfinite(sum(squares))
+        if self.scale is None and not finite:
             raise self._not_finite()
-        if not self.adds_up:
-            return 1.0, True
+        factor = self._common_factor(record, loss, count, finite=finite) if self.adds_up else 1.0
+        if record.overflow or not self._wants_norm:
+            return dict.fromkeys(self._settings.own_parts, factor), not record.overflow
+        norms = {part: math.sqrt(found) * factor for part, found in zip(self._settings.parts, squares, strict=True)}
+        record.gradient_norm = norms.get(None)
+        most = math.inf if self._settings.clip_norm is None else self._settings.clip_norm
+        return {part: factor * min(1.0, most / (norms[part] + TINY)) for part in self._settings.own_parts}, True
+
+    def _common_factor(self, record: StepRecord, loss: float, count: float, *, finite: bool) -> float:
+        """Return what all gradients are to be multiplied by, clipped or not; note the loss, and an overflow."""
+        counts = self._settings.counts
         if counts and not count:
             raise TrainingError("loss() returned a count of 0 for the whole mini-batch; nothing was updated")
         divisor = count if counts else 1.0
         record.total_loss = loss / divisor
-        factor = 1.0 / divisor
-        if scale is not None:
-            factor /= record.scale
-            record.overflow = not math.isfinite(squares)
-            scale.settle(record.overflow)
-        if self._wants_norm and not record.overflow:
-            record.gradient_norm = math.sqrt(squares) * factor
-        if clip_norm is not None and record.gradient_norm is not None:
-            factor *= min(1.0, clip_norm / (record.gradient_norm + TINY))
-        return factor, not record.overflow
+        if self.scale is None:
+            return 1.0 / divisor
+        record.overflow = not finite
+        self.scale.settle(record.overflow)
+        return 1.0 / divisor / record.scale
 
-    def _totals(self, record: StepRecord) -> tuple[float, float, float]:
-        """Return loss, count and squares of all ranks; where nothing is added up, squares only say if all is finite."""
+    def _totals(self, record: StepRecord) -> Sequence[float]:
+        """Return loss, count and squares, part by part; where no norm is wanted, these only say if all is finite."""
         if self._watches is None:
             # A rank without parameters has no scheduler, and takes part all the same.
             self._watches = bool(self._begin_sum([float(isinstance(self.scheduler, ReduceLROnPlateau))]).wait()[0])
         if not self.adds_up:
-            return 0.0, 0.0, self._unless_finite()
+            return 0.0, 0.0, *self._squares_or_finite()
         if record.step not in self._begun_sums:
             self.begin(record)
-        loss, count, squares = self._begun_sums.pop(record.step).wait()
-        return loss, count, squares if self._sums_gradients else self._unless_finite()
+        loss, count, *squares = self._begun_sums.pop(record.step).wait()
+        return loss, count, *(squares if self._sums_gradients else self._squares_or_finite())
 
     @property
     def _wants_norm(self) -> bool:
-        """Whether the norm of all gradients is wanted."""
+        """Whether norms are wanted."""
         return self._settings.clip_norm is not None or self.scale is not None
 
     @property
     def adds_up(self) -> bool:
         """Whether an update takes what only all ranks know together."""
-        return self._settings.counts or self._wants_norm or bool(self._watches)
+        wants_sum = self._wants_norm and self._sums_gradients
+        return self._settings.counts or wants_sum or bool(self._watches)
 
-    def _own_squares(self, step: int) -> float:
-        """Return this rank's part of the sum of squares of all gradients, or what tells whether they are finite."""
+    def _own_squares(self, step: int) -> list[float]:
+        """Return this rank's part of the sums of squares, or what tells whether gradients are finite."""
         if not self._sums_gradients:
             # There may be none yet.
-            return 0.0
+            return [0.0] * len(self._settings.parts)
         with self._reducer.gradients_of(step):
-            return self._squares() if self._wants_norm else self._unless_finite()
+            return self._squares_or_finite()
 
-    def _unless_finite(self) -> float:
-        """Return 0, or what no sum makes finite if a gradient is not: ranks that add up anyway all see it."""
-        return 0.0 if all_finite(self._reducer.complete()) else math.nan
+    def _squares_or_finite(self) -> list[float]:
+        """Return squares where norms are wanted; else 0, or what no sum makes finite if a gradient is not.
+
+        Ranks that add up anyway then all see it.
+        """
+        if self._wants_norm:
+            return self._squares()
+        return [0.0 if all_finite(self._reducer.complete()) else math.nan] * len(self._settings.parts)
 
     def _not_finite(self) -> TrainingError:
         """Return what to say of gradients that are not finite."""
@@ -313,15 +337,22 @@ class Update:
             single = self._settings.plan.micro_batches == 1
             place = f"stage {self._settings.stage_of[name]}" + (", micro-batch 0" if single else "")
             return TrainingError(f"the gradient of {name} ({place}) is not finite; nothing was updated")
-        if len(self._everyone) > 1 and math.isfinite(self._squares()):
+        if len(self._everyone) > 1 and math.isfinite(sum(self._squares())):
             return PeerLostError("the gradients of another rank are not finite; nothing was updated")
         return TrainingError("the norm of all gradients is too large for a number; nothing was updated")
 
-    def _squares(self) -> float:
-        """Return the sum of squares of the gradients that this rank answers for: of all ranks', the model's."""
-        owned = (torch.view_as_real(each) if each.is_complex() else each for each in self._reducer.owned_gradients())
-        norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in owned]
-        return value_of(torch.stack(norms).square().sum()) if norms else 0.0
+    def _squares(self) -> list[float]:
+        """Return sums of squares, part by part: of what this rank answers for; of all it has, if ranks add up none."""
+        return [
+            _sum_of_squares(self._gradients_of(part)) if part in self._settings.own_parts else 0.0
+            for part in self._settings.parts
+        ]
+
+    def _gradients_of(self, part: int | None) -> list[torch.Tensor]:
+        if part is None:
+            return self._reducer.owned_gradients()
+        reducer = self._reducer
+        return reducer.owned_gradients_of(part) if self._sums_gradients else reducer.gradients_of_stage(part)
 
     def _begin_sum(self, values: list[float]) -> _BegunSum:
         # In the hosts' memory, where they are known and wanted: GPUs go on meanwhile.
@@ -333,6 +364,12 @@ class Update:
             self.scheduler.step(record.total_loss or 0.0)
         elif isinstance(self.scheduler, LRScheduler):
             self.scheduler.step()
+
+
+def _sum_of_squares(gradients: Sequence[torch.Tensor]) -> float:
+    real = (torch.view_as_real(each) if each.is_complex() else each for each in gradients)
+    norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in real]
+    return value_of(torch.stack(norms).square().sum()) if norms else 0.0
 
 
 class _BegunSum(NamedTuple):

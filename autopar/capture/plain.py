@@ -266,6 +266,7 @@ def train_plainly(
     *,
     double: bool = False,
     clip_norm: float | None = None,
+    clips_stages: bool = False,
     stage_of: Mapping[str, int] | None = None,
 ) -> PlainRun:
     """Train some steps in this process, on the CPU, in the types that the model has; never under autocast.
@@ -275,8 +276,9 @@ def train_plainly(
         plan: its stages, shares, micro-batches, seed and weight policy count, its schedule and devices do not.
         steps: how many mini-batches are trained.
         double: whether parameters, buffers and inputs are cast to float64 first.
-        clip_norm: largest norm of all gradients together.
-        stage_of: of a plan that is never flushed, the stage of every parameter that a layer reads.
+        clip_norm: largest norm of gradients.
+        clips_stages: whether that is of each stage's gradients, and not of all together.
+        stage_of: the stage of every parameter that a layer reads; asked where stages are clipped, or never flushed.
 
     Raises:
         UsageError: stages divide micro-batches differently, and the model cannot be divided so; names the layer. Or no
@@ -285,7 +287,7 @@ def train_plainly(
         FileError: the dataset has fewer samples than a mini-batch.
         TrainingError: nothing was counted in a whole mini-batch.
     """
-    training = _PlainTraining(float64_model(user) if double else user, plan, clip_norm, stage_of or {})
+    training = _PlainTraining(float64_model(user) if double else user, plan, clip_norm, clips_stages, stage_of or {})
     for step in range(steps):
         training.step(step)
     return training.result()
@@ -294,7 +296,14 @@ def train_plainly(
 class _PlainTraining:
     """A model and its optimizer, and what their steps gave."""
 
-    def __init__(self, user: UserModel, plan: Plan, clip_norm: float | None, stage_of: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        user: UserModel,
+        plan: Plan,
+        clip_norm: float | None,
+        clips_stages: bool,
+        stage_of: Mapping[str, int],
+    ) -> None:
         self._plan, self._clip_norm = plan, clip_norm
         self._samples = _Samples(user, plan)
         division = divide(lambda: _build_model(user, plan), plan, user, next(self._samples.load(0)))
@@ -305,6 +314,12 @@ class _PlainTraining:
         else:
             self._histories, self._optimizers = _of_stages(self._model, user, plan, stage_of)
         self._schedulers = [user.make_scheduler(each) for each in self._optimizers]
+        self._clipped = [list(self._model.parameters())]
+        """What is clipped by one norm."""
+        if clips_stages:
+            named = self._model.named_parameters()
+            by_stage = [(stage_of.get(name), each) for name, each in named]
+            self._clipped = [[each for at, each in by_stage if at == stage] for stage in range(len(plan.stages))]
         self._forward = DividedForward(self._model, plan, user, division)
         self._losses: list[float] = []
         self._gradients: dict[str, torch.Tensor | None] = {}
@@ -317,8 +332,7 @@ class _PlainTraining:
             parts = self._forward.run(step, micro_batch, batch)
             tally.add(parts if self._histories is None else self._histories.under_versions(step, micro_batch, parts))
         self._losses.append(tally.settle(self._model))
-        if self._clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
+        self._clip()
         if step == 0:
             grads = {name: value.grad for name, value in self._model.named_parameters()}
             self._gradients = {name: None if grad is None else grad.detach().clone() for name, grad in grads.items()}
@@ -335,6 +349,12 @@ class _PlainTraining:
                 scheduler.step()
         if self._histories is not None:
             self._histories.add(step)
+
+    def _clip(self) -> None:
+        if self._clip_norm is None:
+            return
+        for parameters in self._clipped:
+            nn.utils.clip_grad_norm_(parameters, self._clip_norm)
 
     def result(self) -> PlainRun:
         self._forward.close()

@@ -35,7 +35,7 @@ _OWN = {
 """Flags that are not called like their arguments, which have units."""
 ARGUMENTS = frozenset(
     (
-        *("accept_changes", "accept_loss", "batch", "calibrate_with", "checkpoint", "chunks", "clip_norm"),
+        *("accept_changes", "accept_loss", "batch", "calibrate_with", "checkpoint", "chunks", "clip", "clip_norm"),
         *("cluster", "compile", "cpu_offload", "data", "deferred_batch_norm", "device", "divisible"),
         *("effort", "epochs", "equal_widths", "every", "exact", "forbid_cut", "gap", "gpus", "inject_fault"),
         *("last", "max_stages", "micro_batches", "min_stages", "objective", "over", "overwrite", "pin"),

@@ -335,7 +335,8 @@ class Job:
             for name in (name for layer in stage.layers for name in layer.parameters.values()):
                 stage_of.setdefault(name, index)
         counts = graph.loss == "sum_count"
-        how = UpdateSettings(self.plan, self.rank, self._user, stage_of, whole, counts, settings.clip_norm, scale)
+        clipping = settings.clip_norm, settings.clip == "stage"
+        how = UpdateSettings(self.plan, self.rank, self._user, stage_of, whole, counts, *clipping, scale)
         update = self.update_of(how, twins, reducer, transport)
         if update.optimizer is not None:
             update.optimizer.register_step_pre_hook(lambda *_: twins.set_gradients())

@@ -50,6 +50,8 @@ def test_a_policy_is_planned_simulated_and_run(run: Run, policy: str) -> None:
     ("options", "said"),
     [
         (("--clip-norm", "1"), "--clip-norm takes a flush, which weight policy stash has none of"),
+        (("--clip-norm", "1"), "clip each stage by its own norm (--clip stage), or plan with --policy 2bw"),
+        (("--clip", "stage"), "--clip stage says whose norm is bounded; say by what, too: --clip-norm"),
         (("--compile",), "--compile takes a flush"),
         (("--update-profile",), "--update-profile: what a run under weight policy stash measures is not taken over"),
     ],
@@ -98,6 +100,18 @@ def test_what_is_resumed_equals_a_run_that_was_drained_at_the_same_steps(run: Ru
     # And a drain changes numbers.
     assert run("run", "--overwrite", "--steps", "10", "--save", "three")[0] == 0
     assert not all(torch.equal(each, saved("three")[name]) for name, each in one.items())
+
+
+def test_stages_are_clipped_by_norms_of_their_own(run: Run) -> None:
+    assert run("plan", "--gpus", "2", "--stages", "0-2:1,3-4:1", "--micro-batches", "4", "--policy", "stash")[0] == 0
+    common = ("run", "--overwrite", "--steps", "6", "--save")
+    for name, options in {"none": (), "huge": ("--clip-norm", "1e9"), "tight": ("--clip-norm", "0.01")}.items():
+        code, _, err = run(*common, name, *options, *(("--clip", "stage") if options else ()))
+        assert code == 0, err
+        assert not Report.load("report.json").gradient_norm
+    none, huge, tight = saved("none"), saved("huge"), saved("tight")
+    assert all(torch.equal(each, huge[name]) for name, each in none.items())
+    assert not any(torch.equal(each, tight[name]) for name, each in none.items())
 
 
 def saved(folder: str) -> dict[str, torch.Tensor]:

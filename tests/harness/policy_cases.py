@@ -53,16 +53,28 @@ def planned(
     return Plan.parse(content.dumps(), Path("plan.json"))
 
 
-def differs(
-    folder: Path, plan: Plan, *, losses: bool = True, lags: Sequence[int] = (), clip_norm: float | None = None
-) -> float:
-    """Return how far parameters are from the rule's, relative to the largest; ``losses`` are to be the rule's, too."""
+def trained(folder: Path, plan: Plan, **settings: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
+    """Return the parameters that ranks have in the end, by rank and name."""
+    user = load(str(folder / "model.py"))
+    module = user.build(0)
+    state = {name: each.detach().clone() for name, each in module.named_parameters()}
+    train_in_threads(plan, capture(user, module), user, state, folder, STEPS, TrainSettings(**settings))
+    ranks = range(len(plan.devices))
+    files = {rank: load_file(folder / f"parameters-{rank}") for rank in ranks}
+    return {f"{rank}: {name}": each for rank, found in files.items() for name, each in found.items()}
+
+
+def differs(folder: Path, plan: Plan, *, losses: bool = True, lags: Sequence[int] = (), **clipping: Any) -> float:  # noqa: ANN401
+    """Return how far parameters are from the rule's, relative to the largest; ``losses`` are to be the rule's, too.
+
+    Gradients are clipped as settings say.
+    """
     user = load(str(folder / "model.py"))
     module = user.build(0)
     graph = capture(user, user.build(0))
     state = {name: each.detach().clone() for name, each in user.build(0).named_parameters()}
     records: dict[int, list[StepRecord]] = {}
-    settings = TrainSettings(clip_norm=clip_norm)
+    settings = TrainSettings(**clipping)
     found_losses = train_in_threads(plan, graph, user, state, folder, STEPS, settings, records)
     counts = [sum(each.count for each in parts) for parts in zip(*records.values(), strict=True)]
     found_losses = [total / (count or 1.0) for total, count in zip(found_losses, counts, strict=True)]
@@ -96,9 +108,10 @@ def differs(
         recomputes,
         lags,
         shared,
-        clip_norm,
+        settings.clip_norm,
         skips,
         seed,
+        settings.clip == "stage",
     )
     own: list[Any] = [functions[name] for name in ("loss", "optimizer", "scheduler")]
     truth = train(module, asked, batches, *own)

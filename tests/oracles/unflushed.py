@@ -94,6 +94,8 @@ class Asked(NamedTuple):
     """Whether gradients that are not finite are no error: nothing is updated then."""
     seed: int | None = None
     """Of the run; None where no layer draws."""
+    clips_stages: bool = False
+    """Whether ``clip_norm`` bounds each stage's norm, by its own gradients."""
 
     def late(self, stage: int) -> int:
         return self.lags[stage] if self.lags else 0
@@ -255,10 +257,13 @@ def _clip(parameters: Mapping[str, nn.Parameter], asked: Asked) -> None:
     if asked.clip_norm is None:
         return
     again = {other for _, other in asked.shared}
-    squares = sum(float((each.grad**2).sum()) for name, each in parameters.items() if name not in again)
-    factor = min(1.0, asked.clip_norm / (squares**0.5 + 1e-6))
-    for each in parameters.values():
-        each.grad.mul_(factor)
+    stages = sorted(set(asked.stage_of.values())) if asked.clips_stages else [None]
+    for stage in stages:
+        own = {name: each for name, each in parameters.items() if stage in (None, asked.stage_of[name])}
+        squares = sum(float((each.grad**2).sum()) for name, each in own.items() if name not in again)
+        factor = min(1.0, asked.clip_norm / (squares**0.5 + 1e-6))
+        for each in own.values():
+            each.grad.mul_(factor)
 
 
 def _gradients(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from autopar.capture.export import capture
 from autopar.capture.source import load
@@ -17,7 +18,7 @@ from autopar.schedules.continuing import lead
 from dictated import dictate
 from oracles.unflushed import RULES, SAME_BACKWARD, Rule
 from paths import MODELS
-from policy_cases import ROWS, differs, planned
+from policy_cases import ROWS, differs, planned, trained
 from threads import act_in_threads, train_in_threads
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
@@ -184,6 +185,40 @@ def test_two_buffers_clip_by_the_norm_of_all_gradients(
     assert differs(tmp_path, plan, clip_norm=0.02) < 1e-12
 
 
+@pytest.mark.parametrize("policy", RULES)
+@pytest.mark.parametrize(("depths", "micro_batches"), DEPTHS)
+@pytest.mark.parametrize("counts", [False, True])
+def test_stages_clip_by_norms_of_their_own(
+    tmp_path: Path, policy: str, depths: list[int], micro_batches: int, counts: bool
+) -> None:
+    widths = [2 if at % 2 else 1 for at in range(len(depths))]
+    plan = planned(
+        tmp_path, "momentum", policy, depths, micro_batches, special={"COUNTS": counts}, widths=widths, recompute=counts
+    )
+    assert differs(tmp_path, plan, clip_norm=0.02, clip="stage") < 1e-12
+
+
+@pytest.mark.parametrize("policy", RULES)
+def test_a_bound_that_no_norm_reaches_changes_no_bit(tmp_path: Path, policy: str) -> None:
+    plan = planned(tmp_path, "momentum", policy, [3, 2, 1], 2, special={"COUNTS": True}, widths=[1, 2, 1])
+    found = [trained(tmp_path, plan, **each) for each in ({}, {"clip_norm": 1e9, "clip": "stage"})]
+    assert all(torch.equal(each, found[1][name]) for name, each in found[0].items())
+
+
+@pytest.mark.parametrize("policy", ["sync", "2bw"])
+def test_the_norm_of_the_one_stage_is_the_models(tmp_path: Path, policy: str) -> None:
+    plan = planned(tmp_path, "momentum", policy, [1], 2, widths=[2])
+    found = [trained(tmp_path, plan, clip_norm=0.02, clip=each) for each in ("model", "stage")]
+    assert all(torch.equal(each, found[1][name]) for name, each in found[0].items())
+
+
+def test_a_norm_that_lacks_a_gradient_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = Reducer.gradients_of_stage
+    monkeypatch.setattr(Reducer, "gradients_of_stage", lambda reducer, index: every(reducer, index)[1:])
+    plan = planned(tmp_path, "momentum", "stash", [3, 2, 1], 2, widths=[2, 1, 1])
+    assert differs(tmp_path, plan, clip_norm=0.02, clip="stage", losses=False) > 1e-4
+
+
 @pytest.mark.parametrize(("depths", "micro_batches"), [([3, 2, 1], 2), ([2, 1], 3)])
 @pytest.mark.parametrize("clip_norm", [None, 0.02])
 def test_two_buffers_skip_updates_of_scaled_losses_that_overflow(
@@ -224,6 +259,6 @@ def test_a_function_that_keeps_a_part_of_a_weight_itself_is_refused_by_name(tmp_
 @pytest.mark.parametrize("frozen", [(0,), (1, 2), (4,)])
 def test_stages_may_have_nothing_to_train(tmp_path: Path, policy: str, frozen: tuple[int, ...]) -> None:
     plan = planned(tmp_path, "momentum", policy, [3, 2, 1], 2, special={"FROZEN": frozen}, widths=[1, 2, 1])
-    trained = [layer for stage in plan.stages for layer in stage.layers if int(layer) not in frozen]
-    assert len(trained) == 5 - len(frozen)
-    assert differs(tmp_path, plan, clip_norm=0.02 if policy == "2bw" else None) < 1e-12
+    learning = [layer for stage in plan.stages for layer in stage.layers if int(layer) not in frozen]
+    assert len(learning) == 5 - len(frozen)
+    assert differs(tmp_path, plan, clip_norm=0.02, clip="model" if policy == "2bw" else "stage") < 1e-12
