@@ -80,7 +80,7 @@ class PolicyJudge:
         found, before = [], 0
         shared = [holders for _, holders in self.costs.tied_between(candidate.stages)]
         in_flight = [stage.warmup for stage in candidate.stages]
-        every = stage_depths(self.policy, in_flight, candidate.micro_batches, shared)
+        every = stage_depths(self.policy, in_flight, candidate.micro_batches, shared, self.options.ahead or "counted")
         for stage, depths in zip(candidate.stages, every, strict=True):
             versions = kept_versions(self.policy, depths) - 1 + self.policy.buffers(depths) + depths.gradients - 1
             most = 0
@@ -118,7 +118,8 @@ class PolicyJudge:
             for producer, consumer, flow in self.costs.flows.exchanges(candidate.cuts)
         )
         tied = [holders for _, holders in self.costs.tied_between(candidate.stages)]
-        plan = skeleton(candidate, flows, tied).model_copy(update={"weight_policy": self.options.policy})
+        how = {"weight_policy": self.options.policy, "ahead": self.options.ahead or "counted"}
+        plan = skeleton(candidate, flows, tied).model_copy(update=how)
         traffic = Traffic(self.costs.sharing, candidate.devices) if self.costs.sharing else None
         return pipeline_times(trace_unflushed(plan, expand(plan), times, traffic), plan)
 
@@ -316,6 +317,7 @@ def _plan_of(judge: PolicyJudge, best: _Verdict, least_s: float, *, is_partial: 
         weight_policy=judge.options.policy,
         anneal_steps=judge.options.anneal_steps,
         synchronous_steps=judge.options.synchronous_steps,
+        ahead=judge.options.ahead or "counted",
     )
 
 

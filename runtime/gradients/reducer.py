@@ -168,11 +168,9 @@ class Reducer:
         self._rank = rank
         self._replicas, self._sharded_stages, self._transport, self._mark = replicas, sharded_stages, transport, mark
         groups = _group_by_layer(stages, {id(parameter) for parameter, _ in shared_parameters.values()})
-        alone = len(replicas) == 1
-        self._plain_of = {
-            index: [each for layer in layers if alone for each in layer] for index, layers in groups.items()
-        }
-        reduced = {index: [] if alone else layers for index, layers in groups.items()}
+        alone, none = len(replicas) == 1, {index: list[list[torch.nn.Parameter]]() for index in groups}
+        plain, reduced = (groups, none) if alone else (none, groups)
+        self._plain_of = {index: [each for layer in layers for each in layer] for index, layers in plain.items()}
         self._gradients = [_Gradients(reduced, shared_parameters, self._plain) for _ in range(mini_batches)]
         self._current = self._updated = self._gradients[0]
         """Those that backwards add to, and those that are asked for."""

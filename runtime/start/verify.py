@@ -202,8 +202,8 @@ def check_memory(plan: Plan, model_bytes: Mapping[str, int], wider: float) -> No
         UsageError: says what is needed, and what is there.
     """
     there, whole = available_bytes(), sum(model_bytes.values())
-    # Of each version, there may be another that is made of it.
-    copies = COPIES + 2 * most_versions(plan)
+    # Of each version, there may be another that is made of it, or two.
+    copies = COPIES + (2 if plan.ahead == "counted" else 3) * most_versions(plan)
     peaks = [chunks[0] for chunks in plan.groups]
     ranks = sum(
         plan.stages[stage].replicas * (RANK_BYTES + round(wider * plan.predicted.peak_bytes[stage])) for stage in peaks

@@ -34,6 +34,7 @@ def planned(
     special: Mapping[str, object] | None = None,
     precision: str = "fp64",
     model: str = "tanh_chain",
+    ahead: str = "counted",
     **more: object,
 ) -> Plan:
     text = (MODELS / f"{model}.py").read_text().replace('OPTIMIZER = "sgd"', f'OPTIMIZER = "{optimizer}"')
@@ -49,7 +50,7 @@ def planned(
     if policy == "pipemare":
         settings = {"anneal_steps": 8, "synchronous_steps": synchronous_steps}
     settings |= {"stages": tuple(stages), "weight_policy": policy, "precision": precision}
-    content = plan.model_copy(update=settings)
+    content = plan.model_copy(update=settings | ({"ahead": ahead} if policy == "predict" else {}))
     return Plan.parse(content.dumps(), Path("plan.json"))
 
 
@@ -112,6 +113,7 @@ def differs(folder: Path, plan: Plan, *, losses: bool = True, lags: Sequence[int
         skips,
         seed,
         settings.clip == "stage",
+        plan.ahead == "xpipe",
     )
     own: list[Any] = [functions[name] for name in ("loss", "optimizer", "scheduler")]
     truth = train(module, asked, batches, *own)

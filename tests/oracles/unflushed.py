@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from functools import partial
 from math import ceil, floor
 from typing import Any, NamedTuple
@@ -96,6 +97,8 @@ class Asked(NamedTuple):
     """Of the run; None where no layer draws."""
     clips_stages: bool = False
     """Whether ``clip_norm`` bounds each stage's norm, by its own gradients."""
+    xpipe: bool = False
+    """Whether predictions are as many updates ahead as XPipe says."""
 
     def late(self, stage: int) -> int:
         return self.lags[stage] if self.lags else 0
@@ -120,7 +123,8 @@ class _Histories:
         """Return what its backward sees."""
         if self._asked.policy in SAME_BACKWARD:
             return self.forward(name, question)
-        every = self._corrected if self._asked.policy == "pipemare" else self.weights
+        made = self._asked.policy == "pipemare" or self._asked.xpipe
+        every = self._corrected if made else self.weights
         number = question.mini_batch * self._asked.micro_batches + question.micro_batch
         return every[max(0, (number - self._asked.late(question.stage)) // self._asked.micro_batches)][name]
 
@@ -133,8 +137,16 @@ class _Histories:
     def add(self, parameters: Mapping[str, nn.Parameter], steppers: Mapping[int, torch.optim.Optimizer]) -> None:
         """Take in the weights after another update."""
         self.weights.append(_copies(parameters))
-        self._predicted.append({name: _predict(self._asked, each, name, steppers) for name, each in parameters.items()})
-        self._corrected.append(self._correct(len(self.weights) - 2))
+        ahead = {name: _ahead(self._asked, self._asked.stage_of[name]) for name in parameters}
+        forward, backward = (
+            {
+                name: each.detach() - ahead[name][at] * _move(self._asked, each, name, steppers)
+                for name, each in parameters.items()
+            }
+            for at in range(2)
+        )
+        self._predicted.append(forward)
+        self._corrected.append(backward if self._asked.xpipe else self._correct(len(self.weights) - 2))
 
     def _correct(self, step: int) -> dict[str, torch.Tensor]:
         """PipeMare's T2, after the update of a step."""
@@ -316,11 +328,20 @@ def _rate_factor(asked: Asked, stage: int, step: int) -> float:
     return float(max(1.0, _delay(asked, stage)) ** -(1 - share))
 
 
-def _predict(
-    asked: Asked, parameter: nn.Parameter, name: str, steppers: Mapping[int, torch.optim.Optimizer]
-) -> torch.Tensor:
+def _ahead(asked: Asked, stage: int) -> tuple[int, int]:
+    """Return how many updates ahead forwards and backwards are predicted."""
+    count, stages = asked.micro_batches, len(asked.depths)
+    if not asked.xpipe:
+        return ceil((asked.depths[stage] + asked.late(stage) - 1) / count), 0
+    exact = (stages + count - Fraction(stage, 2) - 2) / count, Fraction(count + stage // 2 - 1, count)
+    # Halves are rounded up.
+    forward, backward = (floor(each + Fraction(1, 2)) for each in exact)
+    return forward, backward
+
+
+def _move(asked: Asked, parameter: nn.Parameter, name: str, steppers: Mapping[int, torch.optim.Optimizer]) -> Any:  # noqa: ANN401
+    """Return what an update is expected to take from a parameter."""
     stage = asked.stage_of[name]
-    ahead = ceil((asked.depths[stage] + asked.late(stage) - 1) / asked.micro_batches)
     state, group = steppers[stage].state[parameter], steppers[stage].param_groups[0]
     move: Any = 0.0
     if state.get("momentum_buffer") is not None:
@@ -329,4 +350,4 @@ def _predict(
         count, (one, two) = float(state["step"]), group["betas"]
         move = group["lr"] * (state["exp_avg"] / (1 - one**count))
         move = move / ((state["exp_avg_sq"] / (1 - two**count)).sqrt() + group["eps"])
-    return parameter.detach() - ahead * move
+    return move

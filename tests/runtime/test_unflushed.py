@@ -11,10 +11,13 @@ import torch
 from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.errors import AutoparError, UsageError
+from autopar.policies import POLICIES
+from autopar.policies.policy import StageDepths, UpdatesAhead
+from autopar.policies.predict import updates_ahead
 from autopar.runtime.gradients.reducer import Reducer
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.start.job import Job
-from autopar.schedules.continuing import lead
+from autopar.schedules.continuing import depths_of, lead
 from dictated import dictate
 from oracles.unflushed import RULES, SAME_BACKWARD, Rule
 from paths import MODELS
@@ -23,6 +26,8 @@ from threads import act_in_threads, train_in_threads
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
 DEPTHS = [([3, 2, 1], 2), ([5, 3, 1], 4), ([2, 1], 1), ([1], 1), ([4, 4, 2, 1], 3), ([7, 5, 3, 1], 6), ([2, 2, 2], 2)]
+LAGS = [([3, 2, 1], 2, 1), ([2, 1], 1, 1), ([4, 3, 2, 1], 1, 2), ([5, 3, 1], 4, 2), ([4, 3, 2, 1], 3, 2)]
+"""Depths, micro-batches, and how many of them later the last stage knows the gradient of what it shares."""
 
 
 @pytest.mark.parametrize("policy", RULES)
@@ -120,9 +125,62 @@ def test_a_part_of_pipemare_that_is_left_out_is_found(
 def test_a_prediction_by_another_number_of_updates_is_found(
     tmp_path: Path, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopar.runtime.start.job.updates_ahead", lambda place: ahead * (place.depth > 1))
+    off = UpdatesAhead(ahead, 0)
+    monkeypatch.setattr("autopar.runtime.start.job.updates_ahead", lambda at: off if at.depth > 1 else at.ahead or off)
     plan = planned(tmp_path, "momentum", "predict", [3, 2, 1], 2)
     assert differs(tmp_path, plan, losses=False) > 1e-4
+
+
+@pytest.mark.parametrize(("depths", "micro_batches"), [*DEPTHS, ([5, 4, 3, 2, 1], 1)])
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_xpipe_predicts_as_far_ahead_as_its_constants_say(
+    tmp_path: Path, optimizer: str, depths: list[int], micro_batches: int
+) -> None:
+    widths = [2 if at % 2 else 1 for at in range(len(depths))]
+    plan = planned(tmp_path, optimizer, "predict", depths, micro_batches, widths=widths, ahead="xpipe")
+    assert differs(tmp_path, plan) < 1e-12
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_xpipes_backwards_see_predictions_when_layers_run_again_and_draw(tmp_path: Path, recompute: bool) -> None:
+    special = {"DROPS": 0.3, "COUNTS": True}
+    plan = planned(tmp_path, "adam", "predict", [5, 3, 1], 4, special=special, recompute=recompute, ahead="xpipe")
+    assert differs(tmp_path, plan) < 1e-12
+
+
+@pytest.mark.parametrize(("depths", "micro_batches", "lag"), LAGS)
+def test_xpipe_predicts_what_stages_share(tmp_path: Path, depths: list[int], micro_batches: int, lag: int) -> None:
+    plan = planned(tmp_path, "adam", "predict", depths, micro_batches, special={"SHARED": True}, ahead="xpipe")
+    assert differs(tmp_path, plan, lags=[*[0] * (len(depths) - 1), lag]) < 1e-12
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_an_xpipe_constant_off_by_one_is_found(tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def off(place: StageDepths) -> UpdatesAhead:
+        right = updates_ahead(place)
+        return right._replace(**{which: getattr(right, which) + (place.depth == 2)})
+
+    monkeypatch.setattr("autopar.runtime.start.job.updates_ahead", off)
+    plan = planned(tmp_path, "momentum", "predict", [3, 2, 1], 2, ahead="xpipe")
+    assert differs(tmp_path, plan, losses=False) > 1e-4
+
+
+def test_predictions_take_the_memory_that_is_planned_for(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "momentum", "predict", [3, 2, 1], 1, ahead="xpipe")
+    taken: dict[int, list[float]] = {}
+
+    def train(job: Job, transport: Transport) -> None:
+        for step in range(-lead(plan), 9):
+            job.step(step, 9)
+        job.finish()
+        buffers = POLICIES["predict"].buffers(depths_of(plan, job.rank))
+        taken[job.rank] = [job.versions.bytes / sum(each.nbytes for each in job.parameters.values()), buffers]
+
+    user = load(str(tmp_path / "model.py"))
+    state = {name: each.detach().clone() for name, each in user.build(0).named_parameters()}
+    act_in_threads(plan, capture(user, user.build(0)), user, state, train)
+    # The first stages' backwards see the newest.
+    assert taken == {0: [1, 1], 1: [1, 1], 2: [2, 2]}
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "nesterov"])
@@ -143,10 +201,6 @@ def test_a_parameter_that_is_read_conjugated_is_refused_by_name(tmp_path: Path) 
     state = {name: each.detach().clone() for name, each in (*module.named_parameters(), *module.named_buffers())}
     with pytest.raises(AutoparError, match=r"conjugated or negated .*; plan with `policy='sync'`"):
         train_in_threads(plan, graph, user, state, tmp_path, 2)
-
-
-LAGS = [([3, 2, 1], 2, 1), ([2, 1], 1, 1), ([4, 3, 2, 1], 1, 2), ([5, 3, 1], 4, 2), ([4, 3, 2, 1], 3, 2)]
-"""Depths, micro-batches, and how many of them later the last stage knows the gradient of what it shares."""
 
 
 @pytest.mark.parametrize("policy", [policy for policy in RULES if policy != "pipemare"])
