@@ -20,7 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autopar.capture.graph import LayerGraph
 from autopar.capture.optimizer import Settings, group_settings, needs_all, settings_of
-from autopar.capture.source import UserModel
+from autopar.capture.source import ALONE, UserModel
+from autopar.capture.traits import StageTraits, stage_traits
 from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.policies import POLICIES
@@ -31,21 +32,26 @@ from autopar.runtime.gradients.reducer import Reducer
 from autopar.runtime.messages.copies import value_of
 from autopar.runtime.messages.transport import Pending, Transport
 from autopar.runtime.stage.layers import seed_optimizer
-from autopar.runtime.stage.parameters import OptimizerParameters, local
+from autopar.runtime.stage.parameters import OptimizerParameters, local, stages_of_parameters
 from autopar.schedules.expand import stages_of
 
 
-def whole_settings(user: UserModel, module: nn.Module) -> Settings | None:
+def whole_settings(user: UserModel, module: nn.Module, graph: LayerGraph, plan: Plan) -> Settings | None:
     """Return what the user's optimizer gives every parameter when it is given all of the model's.
 
-    None of a model without values, where the optimizer does not take parameters without.
+    It is told of a parameter's stage what it is told on the ranks. None of a model without values, where the optimizer
+    does not take parameters without.
 
     Raises:
+        UsageError: stages that share a parameter are told different things.
         ModelError: ``optimizer()`` raises.
     """
-    trained = _trainable_parameters(module)
+    trained, stage_of = _trainable_parameters(module), stages_of_parameters(graph, plan)
+    told = stage_traits(plan, user.optimizer_options)
     try:
-        found = settings_of(user, trained)
+        every = {traits: settings_of(user, trained, traits) for traits in dict.fromkeys(told)}
+        of_name = {name: every[told[stage_of.get(name, 0)]] for name, _ in trained}
+        found = {name: settings[name] for name, settings in of_name.items() if name in settings}
         first = {id(each): name for name, each in trained}
         # Under any of its names, a tied parameter is found.
         names = [(name, first.get(id(each))) for name, each in module.named_parameters(remove_duplicate=False)]
@@ -108,13 +114,22 @@ def left_out(
     return [name for name in parameters if name not in found and (whole is None or name not in whole)]
 
 
-def check_settings(user: UserModel, parameters: Mapping[str, nn.Parameter], whole: Settings, rank: int) -> None:
+def check_settings(
+    user: UserModel, parameters: Mapping[str, nn.Parameter], whole: Settings, rank: int, traits: StageTraits = ALONE
+) -> None:
     """Hold what a rank's optimizer gives its parameters against what one for all of the model's parameters does.
+
+    Args:
+        user: whose it is.
+        parameters: the rank's.
+        whole: what it gives every parameter of the model.
+        rank: which rank this is.
+        traits: what it is told of the rank's stages.
 
     Raises:
         ModelError: a parameter gets something else; names it and the setting.
     """
-    own = settings_of(user, list(parameters.items()))
+    own = settings_of(user, list(parameters.items()), traits)
     for name in parameters:
         said = _difference(own.get(name), whole.get(name))
         if said is not None:
@@ -173,6 +188,12 @@ class UpdateSettings:
     """What losses were multiplied by."""
 
     @property
+    def traits(self) -> StageTraits:
+        """What the optimizer is told of the rank's stages."""
+        told = stage_traits(self.plan, self.user.optimizer_options)
+        return told[stages_of(self.plan, self.rank)[0][0]]
+
+    @property
     def parts(self) -> Sequence[int | None]:
         """What gradients have a norm of: every stage, or the whole model."""
         return range(len(self.plan.stages)) if self.clips_stages else (None,)
@@ -206,7 +227,8 @@ class Update:
         self._trainable_parameters = twins.trainable_parameters
         self.optimizer_parameters = twins.optimizer_parameters
         """What the optimizer is given, by the model's own names."""
-        self.optimizer = user.make_optimizer(twins.optimizer_parameters.items()) if self._trainable_parameters else None
+        given = twins.optimizer_parameters.items()
+        self.optimizer = user.make_optimizer(given, settings.traits) if self._trainable_parameters else None
         groups = () if self.optimizer is None else self.optimizer.param_groups
         self.fresh_groups = [deepcopy(group_settings(group)) for group in groups]
         """The settings of the optimizer's groups, before any scheduler."""
@@ -233,7 +255,7 @@ class Update:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             self.notes.append(f"the optimizer leaves out {left[0]}{more}: they stay as they are")
         if whole is not None:
-            check_settings(user, parameters, whole, self._settings.rank)
+            check_settings(user, parameters, whole, self._settings.rank, self._settings.traits)
 
     def begin(self, record: StepRecord) -> None:
         """Begin the sum over all ranks that the update of a mini-batch waits for."""

@@ -44,6 +44,7 @@ from autopar.capture.division import (
 )
 from autopar.capture.histories import WeightHistories, check_comparable
 from autopar.capture.source import UserModel
+from autopar.capture.traits import stage_traits
 from autopar.errors import FileError, ModelError, TrainingError
 from autopar.formats.plan import Plan
 
@@ -278,7 +279,8 @@ def train_plainly(
         double: whether parameters, buffers and inputs are cast to float64 first.
         clip_norm: largest norm of gradients.
         clips_stages: whether that is of each stage's gradients, and not of all together.
-        stage_of: the stage of every parameter that a layer reads; asked where stages are clipped, or never flushed.
+        stage_of: the stage of every parameter that a layer reads; asked where stages are clipped, never flushed, or
+            have optimizers that are told of them.
 
     Raises:
         UsageError: stages divide micro-batches differently, and the model cannot be divided so; names the layer. Or no
@@ -309,10 +311,15 @@ class _PlainTraining:
         division = divide(lambda: _build_model(user, plan), plan, user, next(self._samples.load(0)))
         self._model = _build_model(user, plan)
         self._histories: WeightHistories | None = None
-        if plan.weight_policy == "sync":
-            self._optimizers = [user.make_optimizer(self._model.named_parameters())]
+        if plan.weight_policy != "sync":
+            check_comparable(plan)
+            found = _stage_optimizers(self._model, user, plan, stage_of)
+            self._histories = WeightHistories(dict(self._model.named_parameters()), stage_of, found, plan)
+            self._optimizers = list(found.values())
+        elif stage_of and user.optimizer_options:
+            self._optimizers = list(_stage_optimizers(self._model, user, plan, stage_of).values())
         else:
-            self._histories, self._optimizers = _of_stages(self._model, user, plan, stage_of)
+            self._optimizers = [user.make_optimizer(self._model.named_parameters())]
         self._schedulers = [user.make_scheduler(each) for each in self._optimizers]
         self._clipped = [list(self._model.parameters())]
         """What is clipped by one norm."""
@@ -338,7 +345,8 @@ class _PlainTraining:
             self._gradients = {name: None if grad is None else grad.detach().clone() for name, grad in grads.items()}
         _seed(self._plan.seed, "optimizer", step)
         if self._histories is None:
-            self._optimizers[0].step()
+            for each in self._optimizers:
+                each.step()
         else:
             self._histories.step(step)
         self._forward.end_step()
@@ -363,17 +371,16 @@ class _PlainTraining:
         return PlainRun(self._losses, self._gradients, parameters, buffers)
 
 
-def _of_stages(
+def _stage_optimizers(
     model: nn.Module, user: UserModel, plan: Plan, stage_of: Mapping[str, int]
-) -> tuple[WeightHistories, list[torch.optim.Optimizer]]:
-    """Return the histories of a model's weights, and an optimizer of every stage that has any."""
-    check_comparable(plan)
-    named, optimizers = dict(model.named_parameters()), {}
-    for stage in range(len(plan.stages)):
+) -> dict[int, torch.optim.Optimizer]:
+    """Return an optimizer of every stage that has parameters, which is told of the stage what it asks for."""
+    found, named = {}, dict(model.named_parameters())
+    for stage, traits in enumerate(stage_traits(plan, user.optimizer_options)):
         own = [(name, each) for name, each in named.items() if stage_of.get(name) == stage and each.requires_grad]
         if own:
-            optimizers[stage] = user.make_optimizer(own)
-    return WeightHistories(named, stage_of, optimizers, plan), list(optimizers.values())
+            found[stage] = user.make_optimizer(own, traits)
+    return found
 
 
 def _build_model(user: UserModel, plan: Plan) -> nn.Module:

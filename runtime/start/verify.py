@@ -364,8 +364,8 @@ class _Attempt:
             raise ModelError(f"{user.path}: plain training raised {type(error).__name__}: {said}") from error
 
     def _stage_of(self, user: UserModel) -> dict[str, int]:
-        """Return the stage of every parameter, where stages see versions of their own."""
-        if self._plan.weight_policy == "sync":
+        """Return the stage of every parameter, where stages have versions or optimizers of their own."""
+        if self._plan.weight_policy == "sync" and not user.optimizer_options:
             return {}
         return stages_of_parameters(outline(user, self._plan.seed)[1], self._plan)
 

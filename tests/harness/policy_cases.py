@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,25 @@ from autopar.formats.plan import Plan
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.settings import TrainSettings
 from dictated import dictate
-from oracles.unflushed import Asked, train
+from oracles.unflushed import Asked, delay_of, train
 from paths import MODELS
 from threads import train_in_threads
 
 ROWS, STEPS = 2, 20
+
+
+TOLD = """
+
+untold = optimizer
+
+
+def optimizer(parameters, *, delay, replicas):
+    made = untold(parameters)
+    for group in made.param_groups:
+        group["lr"] *= replicas / (1 + delay)
+    return made
+"""
+"""An optimizer whose rates go by the stage."""
 
 
 def planned(
@@ -35,12 +50,13 @@ def planned(
     precision: str = "fp64",
     model: str = "tanh_chain",
     ahead: str = "counted",
+    told: bool = False,
     **more: object,
 ) -> Plan:
     text = (MODELS / f"{model}.py").read_text().replace('OPTIMIZER = "sgd"', f'OPTIMIZER = "{optimizer}"')
     for name, value in (special or {}).items():
         text = re.sub(f"(?m)^{name} = [^#]*", f"{name} = {value}  ", text)
-    (folder / "model.py").write_text(text)
+    (folder / "model.py").write_text(text + (TOLD if told else ""))
     user = load(str(folder / "model.py"))
     graph = capture(user, user.build(0))
     widths = more.pop("widths", [1] * len(depths))
@@ -115,6 +131,10 @@ def differs(folder: Path, plan: Plan, *, losses: bool = True, lags: Sequence[int
         settings.clip == "stage",
         plan.ahead == "xpipe",
     )
+    if user.optimizer_options:
+        factors = [stage.replicas / (1 + delay_of(asked, at)) for at, stage in enumerate(plan.stages)]
+        asked = asked._replace(rate_factors=factors)
+        functions = functions | {"optimizer": partial(functions["optimizer"], delay=0.0, replicas=1)}
     own: list[Any] = [functions[name] for name in ("loss", "optimizer", "scheduler")]
     truth = train(module, asked, batches, *own)
     mean_losses = [loss / (count or 1.0) for loss, count in zip(truth.losses, counts, strict=True)]

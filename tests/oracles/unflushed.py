@@ -99,6 +99,8 @@ class Asked(NamedTuple):
     """Whether ``clip_norm`` bounds each stage's norm, by its own gradients."""
     xpipe: bool = False
     """Whether predictions are as many updates ahead as XPipe says."""
+    rate_factors: Sequence[float] = ()
+    """What each stage's rates are multiplied by from the start; empty: nothing."""
 
     def late(self, stage: int) -> int:
         return self.lags[stage] if self.lags else 0
@@ -152,7 +154,7 @@ class _Histories:
         """PipeMare's T2, after the update of a step."""
         found = {}
         for name, stage in self._asked.stage_of.items():
-            tau, newest = _delay(self._asked, stage), self.weights[-1][name]
+            tau, newest = delay_of(self._asked, stage), self.weights[-1][name]
             if tau and step >= self._asked.synchronous_steps:
                 keep = 0.135 ** (1 / tau)
                 change = newest - self.weights[-2][name]
@@ -176,6 +178,9 @@ def train(
         stage: optimizer([parameters[name] for name, at in asked.stage_of.items() if at == stage])
         for stage in sorted(set(asked.stage_of.values()))
     }
+    for stage, stepper in steppers.items() if asked.rate_factors else ():
+        for group in stepper.param_groups:
+            group["lr"] *= asked.rate_factors[stage]
     schedulers = [scheduler(each) for each in steppers.values()]
     histories, losses = _Histories(parameters, asked), []
     moment = _seeded(module, asked)
@@ -315,9 +320,12 @@ def _step(stepper: torch.optim.Optimizer, factor: float) -> None:
         group["lr"] = rate
 
 
-def _delay(asked: Asked, stage: int) -> float:
+def delay_of(asked: Asked, stage: int) -> float:
     """PipeMare's tau: the mean of updates between a forward and its own update."""
     count = asked.micro_batches
+    if asked.policy == "2bw":
+        # Every update is as late as that.
+        return 1.0
     return sum(max(0, ceil((asked.depths[stage] - 1 - index) / count)) for index in range(count)) / count
 
 
@@ -325,7 +333,7 @@ def _rate_factor(asked: Asked, stage: int, step: int) -> float:
     if asked.policy != "pipemare" or step < asked.synchronous_steps:
         return 1.0
     share = min((step - asked.synchronous_steps) / asked.anneal_steps, 1.0)
-    return float(max(1.0, _delay(asked, stage)) ** -(1 - share))
+    return float(max(1.0, delay_of(asked, stage)) ** -(1 - share))
 
 
 def _ahead(asked: Asked, stage: int) -> tuple[int, int]:

@@ -10,7 +10,9 @@ import torch
 
 from autopar.capture.export import capture
 from autopar.capture.source import load
+from autopar.capture.traits import StageTraits, stage_traits
 from autopar.errors import AutoparError, UsageError
+from autopar.formats.plan import Plan
 from autopar.policies import POLICIES
 from autopar.policies.policy import StageDepths, UpdatesAhead
 from autopar.policies.predict import updates_ahead
@@ -292,6 +294,34 @@ def test_a_norm_that_counts_replicas_is_found(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Reducer, "owned_gradients", Reducer.complete)
     plan = planned(tmp_path, "momentum", "2bw", [3, 2, 1], 2, widths=[2, 1, 1])
     assert differs(tmp_path, plan, clip_norm=0.02, losses=False) > 1e-4
+
+
+TELLING = [(policy, *each) for policy in RULES for each in DEPTHS if each[1] > 1 or policy != "2bw"]
+"""Of 2BW, those whose updates are all one behind; test_traits.py counts others."""
+
+
+@pytest.mark.parametrize(("policy", "depths", "micro_batches"), TELLING)
+def test_an_optimizer_is_told_the_delay_and_the_replicas_of_its_stage(
+    tmp_path: Path, policy: str, depths: list[int], micro_batches: int
+) -> None:
+    widths = [2 if at % 2 else 1 for at in range(len(depths))]
+    plan = planned(tmp_path, "momentum", policy, depths, micro_batches, widths=widths, told=True)
+    assert differs(tmp_path, plan) < 1e-12
+
+
+@pytest.mark.parametrize("off", [{"delay": 0.25}, {"replicas": 2}])
+def test_another_delay_or_number_of_replicas_is_found(
+    tmp_path: Path, off: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = stage_traits
+
+    def wrong(plan: Plan, options: tuple[str, ...]) -> list[StageTraits]:
+        first, *others = right(plan, options)
+        return [first._replace(**off), *others]  # type: ignore[arg-type]
+
+    monkeypatch.setattr("autopar.runtime.update.stage_traits", wrong)
+    plan = planned(tmp_path, "momentum", "stash", [3, 2, 1], 2, told=True)
+    assert differs(tmp_path, plan, losses=False) > 1e-4
 
 
 @pytest.mark.parametrize("policy", SAME_BACKWARD)
