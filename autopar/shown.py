@@ -135,11 +135,11 @@ def _draw_plan(file: Path, progress: Progress) -> Figure:
 
 def _timelines(kind: str, file: Path, over: Path | None, progress: Progress) -> FileView:
     """Return what there is to be seen of one timeline, or of a measured and a predicted one."""
-    from autopar.report.pictures import draw_over, draw_timeline, render
+    from autopar.report.pictures import draw_over, draw_timeline, extent, render
 
     timeline = _timeline(file, progress)
     if over is None:
-        title = f"step of {file.name}"
+        title = f"{extent(timeline)} of {file.name}"
         return FileView(
             kind, title, _to_json(_summary(timeline)), partial(render, timeline), partial(draw_timeline, timeline)
         )

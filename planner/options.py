@@ -10,6 +10,7 @@ from autopar.errors import UsageError
 from autopar.formats.document import MOST_RANKS, parse_bandwidth, parse_bytes
 from autopar.formats.plan import SHARDS, ReplicatedState, Shard, WeightPolicy, layout_of
 from autopar.formats.profile import Profile
+from autopar.policies.predict import Ahead
 from autopar.schedules import SCHEDULES
 from autopar.schedules.spelling import schedule_named
 
@@ -47,6 +48,8 @@ class PlanOptions:
     """Mini-batches after which ``pipemare`` reduces rates no longer; it needs them."""
     synchronous_steps: int = 0
     """Mini-batches that ``pipemare`` trains with a flush each, before all others."""
+    ahead: Ahead | None = None
+    """How many updates ahead ``predict`` predicts: ``counted`` ones, or ``xpipe``'s; None: counted ones."""
     schedule: str = "auto"
     """A name of :data:`autopar.schedules.SCHEDULES`, or torch's for it; autopar's from then on."""
     chunks: int | None = None
@@ -154,6 +157,7 @@ class PlanOptions:
         if self.policy != "pipemare" and (self.anneal_steps is not None or self.synchronous_steps):
             name = "synchronous_steps" if self.anneal_steps is None else "anneal_steps"
             raise UsageError(f"`{name}` is of `policy='pipemare'`; leave it out")
+        self._check_ahead()
         if self.solver not in ("dp", "milp"):
             raise UsageError(f"`solver` must be dp or milp, found {self.solver!r}")
         if not 0 < self.solver_seconds < float("inf"):
@@ -164,6 +168,12 @@ class PlanOptions:
             raise UsageError(f"`shard` must be one of auto, {', '.join(SHARDS)}; found {self.shard!r}")
         if self.replicate_state not in (None, *get_args(ReplicatedState)):
             raise UsageError(f"`replicate_state` must be first or average, found {self.replicate_state!r}")
+
+    def _check_ahead(self) -> None:
+        if self.ahead is not None and self.ahead not in get_args(Ahead):
+            raise UsageError(f"`ahead` must be one of {', '.join(get_args(Ahead))}; found {self.ahead!r}")
+        if self.ahead is not None and self.policy != "predict":
+            raise UsageError("`ahead` is of `policy='predict'`; leave it out")
 
     def _check_stages(self) -> None:
         if self.max_stages is not None and self.min_stages > self.max_stages:

@@ -16,6 +16,9 @@ Last = Literal["drop", "pad"]
 """What becomes of an epoch's last mini-batch where samples do not fill it: it is left out, or filled up with the
 epoch's first samples."""
 
+Clip = Literal["model", "stage"]
+"""Whose norm is bounded: that of all gradients, or of each stage's by itself."""
+
 
 def known_steps(steps: int | None, epochs: int | None) -> int | None:
     """Return the optimizer steps to train; None where the dataset decides, by ``epochs``.
@@ -39,7 +42,9 @@ class TrainSettings:
     """
 
     clip_norm: float | None = None
-    """Largest norm of all gradients together; larger ones are scaled down to it."""
+    """Largest norm of gradients; larger ones are scaled down to it."""
+    clip: Clip | None = None
+    """Whose norm that is; None: all gradients'."""
     cpu_offload: bool = False
     """Whether what replicas divide waits in the host's memory."""
 
@@ -59,6 +64,10 @@ class TrainSettings:
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UsageError(f"`clip_norm` must be positive, found {self.clip_norm}")
+        if self.clip is not None and self.clip not in get_args(Clip):
+            raise UsageError(f"`clip` must be one of {', '.join(get_args(Clip))}; found {self.clip!r}")
+        if self.clip is not None and self.clip_norm is None:
+            raise UsageError(f"`clip={self.clip!r}` says whose norm is bounded; say by what, too: `clip_norm`")
         if self.deferred_batch_norm and self.sync_batch_norm:
             raise UsageError("`deferred_batch_norm` and `sync_batch_norm` exclude each other; choose one")
 
@@ -88,6 +97,9 @@ def check_scope(plan: Plan, *, needs_flush: bool = True) -> None:
         )
 
 
+_INSTEAD = {"clip_norm": "clip each stage by its own norm (`clip='stage'`), or plan with `policy='2bw'`"}
+
+
 def check_unflushed(plan: Plan, settings: TrainSettings) -> None:
     """Refuse what no pipeline without flushes is trained with, if the plan is one.
 
@@ -98,14 +110,14 @@ def check_unflushed(plan: Plan, settings: TrainSettings) -> None:
         return
     sums = POLICIES[plan.weight_policy].sums_gradients
     asked = {
-        "clip_norm": settings.clip_norm is not None and not sums,
+        "clip_norm": settings.clip_norm is not None and settings.clip != "stage" and not sums,
         "deferred_batch_norm": settings.deferred_batch_norm,
         "sync_batch_norm": settings.sync_batch_norm,
         "compile": settings.compile,
     }
     of_policy = f"weight policy {plan.weight_policy}"
     for name in (name for name, wanted in asked.items() if wanted):
-        remedy = "plan with `policy='2bw'`" if name == "clip_norm" else "plan with `policy='sync'`"
+        remedy = _INSTEAD.get(name, "plan with `policy='sync'`")
         raise UsageError(f"`{name}` takes a flush, which {of_policy} has none of; leave it out, or {remedy}")
     if plan.precision == "fp16" and not sums:
         raise UsageError(
@@ -121,6 +133,21 @@ def check_unflushed(plan: Plan, settings: TrainSettings) -> None:
         raise UsageError(
             f"layers write buffers that replicas make alike after a step, which {of_policy} has none of; plan with "
             "`max_stages`, or stages, whose replicas write none"
+        )
+
+
+def check_clipping(plan: Plan, settings: TrainSettings) -> None:
+    """Refuse to clip stages by norms of their own where they share a parameter, whose copies these would part.
+
+    Raises:
+        UsageError: names the parameter, and what to do.
+    """
+    if settings.clip == "stage" and plan.tied:
+        shared = plan.tied[0]
+        stages = " and ".join(map(str, shared.stages))
+        raise UsageError(
+            f"`clip='stage'`: stages {stages} share {shared.parameter}, and would scale its gradient by norms of their "
+            "own; clip by the norm of all gradients (`clip='model'`), for which no flush is needed with `policy='2bw'`"
         )
 
 

@@ -1,14 +1,14 @@
 """Update: a rank's gradients, complete, become a step of its optimizer.
 
-In come gradients; they are scaled, clipped by the norm of all ranks' together, and applied. The user's optimizer is
-checked first: that ranks, each with its own, step as one for all parameters would.
+In come gradients; they are scaled, clipped by the norm of all ranks' together or of each stage's, and applied. The
+user's optimizer is checked first: that ranks, each with its own, step as one for all parameters would.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,7 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autopar.capture.graph import LayerGraph
 from autopar.capture.optimizer import Settings, group_settings, needs_all, settings_of
-from autopar.capture.source import UserModel
+from autopar.capture.source import ALONE, UserModel
+from autopar.capture.traits import StageTraits, stage_traits
 from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.policies import POLICIES
@@ -31,20 +32,26 @@ from autopar.runtime.gradients.reducer import Reducer
 from autopar.runtime.messages.copies import value_of
 from autopar.runtime.messages.transport import Pending, Transport
 from autopar.runtime.stage.layers import seed_optimizer
-from autopar.runtime.stage.parameters import OptimizerParameters, local
+from autopar.runtime.stage.parameters import OptimizerParameters, local, stages_of_parameters
+from autopar.schedules.expand import stages_of
 
 
-def whole_settings(user: UserModel, module: nn.Module) -> Settings | None:
+def whole_settings(user: UserModel, module: nn.Module, graph: LayerGraph, plan: Plan) -> Settings | None:
     """Return what the user's optimizer gives every parameter when it is given all of the model's.
 
-    None of a model without values, where the optimizer does not take parameters without.
+    It is told of a parameter's stage what it is told on the ranks. None of a model without values, where the optimizer
+    does not take parameters without.
 
     Raises:
+        UsageError: stages that share a parameter are told different things.
         ModelError: ``optimizer()`` raises.
     """
-    trained = _trainable_parameters(module)
+    trained, stage_of = _trainable_parameters(module), stages_of_parameters(graph, plan)
+    told = stage_traits(plan, user.optimizer_options)
     try:
-        found = settings_of(user, trained)
+        every = {traits: settings_of(user, trained, traits) for traits in dict.fromkeys(told)}
+        of_name = {name: every[told[stage_of.get(name, 0)]] for name, _ in trained}
+        found = {name: settings[name] for name, settings in of_name.items() if name in settings}
         first = {id(each): name for name, each in trained}
         # Under any of its names, a tied parameter is found.
         names = [(name, first.get(id(each))) for name, each in module.named_parameters(remove_duplicate=False)]
@@ -107,13 +114,22 @@ def left_out(
     return [name for name in parameters if name not in found and (whole is None or name not in whole)]
 
 
-def check_settings(user: UserModel, parameters: Mapping[str, nn.Parameter], whole: Settings, rank: int) -> None:
+def check_settings(
+    user: UserModel, parameters: Mapping[str, nn.Parameter], whole: Settings, rank: int, traits: StageTraits = ALONE
+) -> None:
     """Hold what a rank's optimizer gives its parameters against what one for all of the model's parameters does.
+
+    Args:
+        user: whose it is.
+        parameters: the rank's.
+        whole: what it gives every parameter of the model.
+        rank: which rank this is.
+        traits: what it is told of the rank's stages.
 
     Raises:
         ModelError: a parameter gets something else; names it and the setting.
     """
-    own = settings_of(user, list(parameters.items()))
+    own = settings_of(user, list(parameters.items()), traits)
     for name in parameters:
         said = _difference(own.get(name), whole.get(name))
         if said is not None:
@@ -165,9 +181,27 @@ class UpdateSettings:
     counts: bool
     """Whether losses are a sum and a count, and gradients are to be divided by the latter."""
     clip_norm: float | None
-    """Largest norm of all gradients together."""
+    """Largest norm of gradients."""
+    clips_stages: bool
+    """Whether that is of each stage's gradients, and not of all together."""
     scale: LossScale | None
     """What losses were multiplied by."""
+
+    @property
+    def traits(self) -> StageTraits:
+        """What the optimizer is told of the rank's stages."""
+        told = stage_traits(self.plan, self.user.optimizer_options)
+        return told[stages_of(self.plan, self.rank)[0][0]]
+
+    @property
+    def parts(self) -> Sequence[int | None]:
+        """What gradients have a norm of: every stage, or the whole model."""
+        return range(len(self.plan.stages)) if self.clips_stages else (None,)
+
+    @property
+    def own_parts(self) -> Sequence[int | None]:
+        """Those that the rank has some of."""
+        return stages_of(self.plan, self.rank)[0] if self.clips_stages else (None,)
 
 
 class Update:
@@ -193,7 +227,8 @@ class Update:
         self._trainable_parameters = twins.trainable_parameters
         self.optimizer_parameters = twins.optimizer_parameters
         """What the optimizer is given, by the model's own names."""
-        self.optimizer = user.make_optimizer(twins.optimizer_parameters.items()) if self._trainable_parameters else None
+        given = twins.optimizer_parameters.items()
+        self.optimizer = user.make_optimizer(given, settings.traits) if self._trainable_parameters else None
         groups = () if self.optimizer is None else self.optimizer.param_groups
         self.fresh_groups = [deepcopy(group_settings(group)) for group in groups]
         """The settings of the optimizer's groups, before any scheduler."""
@@ -220,11 +255,11 @@ class Update:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             self.notes.append(f"the optimizer leaves out {left[0]}{more}: they stay as they are")
         if whole is not None:
-            check_settings(user, parameters, whole, self._settings.rank)
+            check_settings(user, parameters, whole, self._settings.rank, self._settings.traits)
 
     def begin(self, record: StepRecord) -> None:
         """Begin the sum over all ranks that the update of a mini-batch waits for."""
-        self._begun_sums[record.step] = self._begin_sum([record.loss, record.count, self._own_squares(record.step)])
+        self._begun_sums[record.step] = self._begin_sum([record.loss, record.count, *self._own_squares(record.step)])
 
     def __call__(self, record: StepRecord, mini_batches: int = 1) -> None:
         """Step the optimizer; note the gradients' norm, and whether they overflowed.
@@ -237,10 +272,12 @@ class Update:
             TrainingError: a gradient is not finite, and its loss was not scaled; or nothing was counted in the whole
                 mini-batch.
         """
-        factor, applies = self._agree(record)
-        factor /= mini_batches
-        if factor != 1.0:
-            self._reducer.scale(factor)
+        if mini_batches > 1:
+            self._reducer.scale(1.0 / mini_batches)
+        factors, applies = self._agree(record)
+        for part, factor in factors.items():
+            if factor != 1.0:
+                self._reducer.scale(factor, part)
         self._reducer.release_untouched()
         if self.optimizer is not None and applies:
             with _stepping("optimizer"):
@@ -254,62 +291,72 @@ class Update:
         seed_optimizer(device, self._settings.plan.seed, step)
         optimizer.step()
 
-    def _agree(self, record: StepRecord) -> tuple[float, bool]:
-        """Return what all gradients are to be multiplied by, and whether they are to be applied."""
-        counts, clip_norm, scale = self._settings.counts, self._settings.clip_norm, self._settings.scale
-        loss, count, squares = self._totals(record)
-        if scale is None and not math.isfinite(squares):
+    def _agree(self, record: StepRecord) -> tuple[dict[int | None, float], bool]:
+        """Return what gradients are to be multiplied by, part by part, and whether they are to be applied."""
+        loss, count, *squares = self._totals(record)
+        finite = math.isfinite(sum(squares))
+        if self.scale is None and not finite:
             raise self._not_finite()
-        if not self.adds_up:
-            return 1.0, True
+        factor = self._common_factor(record, loss, count, finite=finite) if self.adds_up else 1.0
+        if record.overflow or not self._wants_norm:
+            return dict.fromkeys(self._settings.own_parts, factor), not record.overflow
+        norms = {part: math.sqrt(found) * factor for part, found in zip(self._settings.parts, squares, strict=True)}
+        record.gradient_norm = norms.get(None)
+        most = math.inf if self._settings.clip_norm is None else self._settings.clip_norm
+        return {part: factor * min(1.0, most / (norms[part] + TINY)) for part in self._settings.own_parts}, True
+
+    def _common_factor(self, record: StepRecord, loss: float, count: float, *, finite: bool) -> float:
+        """Return what all gradients are to be multiplied by, clipped or not; note the loss, and an overflow."""
+        counts = self._settings.counts
         if counts and not count:
             raise TrainingError("loss() returned a count of 0 for the whole mini-batch; nothing was updated")
         divisor = count if counts else 1.0
         record.total_loss = loss / divisor
-        factor = 1.0 / divisor
-        if scale is not None:
-            factor /= record.scale
-            record.overflow = not math.isfinite(squares)
-            scale.settle(record.overflow)
-        if self._wants_norm and not record.overflow:
-            record.gradient_norm = math.sqrt(squares) * factor
-        if clip_norm is not None and record.gradient_norm is not None:
-            factor *= min(1.0, clip_norm / (record.gradient_norm + TINY))
-        return factor, not record.overflow
+        if self.scale is None:
+            return 1.0 / divisor
+        record.overflow = not finite
+        self.scale.settle(record.overflow)
+        return 1.0 / divisor / record.scale
 
-    def _totals(self, record: StepRecord) -> tuple[float, float, float]:
-        """Return loss, count and squares of all ranks; where nothing is added up, squares only say if all is finite."""
+    def _totals(self, record: StepRecord) -> Sequence[float]:
+        """Return loss, count and squares, part by part; where no norm is wanted, these only say if all is finite."""
         if self._watches is None:
             # A rank without parameters has no scheduler, and takes part all the same.
             self._watches = bool(self._begin_sum([float(isinstance(self.scheduler, ReduceLROnPlateau))]).wait()[0])
         if not self.adds_up:
-            return 0.0, 0.0, self._unless_finite()
+            return 0.0, 0.0, *self._squares_or_finite()
         if record.step not in self._begun_sums:
             self.begin(record)
-        loss, count, squares = self._begun_sums.pop(record.step).wait()
-        return loss, count, squares if self._sums_gradients else self._unless_finite()
+        loss, count, *squares = self._begun_sums.pop(record.step).wait()
+        return loss, count, *(squares if self._sums_gradients else self._squares_or_finite())
 
     @property
     def _wants_norm(self) -> bool:
-        """Whether the norm of all gradients is wanted."""
+        """Whether norms are wanted."""
         return self._settings.clip_norm is not None or self.scale is not None
 
     @property
     def adds_up(self) -> bool:
         """Whether an update takes what only all ranks know together."""
-        return self._settings.counts or self._wants_norm or bool(self._watches)
+        wants_sum = self._wants_norm and self._sums_gradients
+        return self._settings.counts or wants_sum or bool(self._watches)
 
-    def _own_squares(self, step: int) -> float:
-        """Return this rank's part of the sum of squares of all gradients, or what tells whether they are finite."""
+    def _own_squares(self, step: int) -> list[float]:
+        """Return this rank's part of the sums of squares, or what tells whether gradients are finite."""
         if not self._sums_gradients:
             # There may be none yet.
-            return 0.0
+            return [0.0] * len(self._settings.parts)
         with self._reducer.gradients_of(step):
-            return self._squares() if self._wants_norm else self._unless_finite()
+            return self._squares_or_finite()
 
-    def _unless_finite(self) -> float:
-        """Return 0, or what no sum makes finite if a gradient is not: ranks that add up anyway all see it."""
-        return 0.0 if all_finite(self._reducer.complete()) else math.nan
+    def _squares_or_finite(self) -> list[float]:
+        """Return squares where norms are wanted; else 0, or what no sum makes finite if a gradient is not.
+
+        Ranks that add up anyway then all see it.
+        """
+        if self._wants_norm:
+            return self._squares()
+        return [0.0 if all_finite(self._reducer.complete()) else math.nan] * len(self._settings.parts)
 
     def _not_finite(self) -> TrainingError:
         """Return what to say of gradients that are not finite."""
@@ -319,15 +366,22 @@ class Update:
             single = self._settings.plan.micro_batches == 1
             place = f"stage {self._settings.stage_of[name]}" + (", micro-batch 0" if single else "")
             return TrainingError(f"the gradient of {name} ({place}) is not finite; nothing was updated")
-        if len(self._everyone) > 1 and math.isfinite(self._squares()):
+        if len(self._everyone) > 1 and math.isfinite(sum(self._squares())):
             return PeerLostError("the gradients of another rank are not finite; nothing was updated")
         return TrainingError("the norm of all gradients is too large for a number; nothing was updated")
 
-    def _squares(self) -> float:
-        """Return the sum of squares of the gradients that this rank answers for: of all ranks', the model's."""
-        owned = (torch.view_as_real(each) if each.is_complex() else each for each in self._reducer.owned_gradients())
-        norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in owned]
-        return value_of(torch.stack(norms).square().sum()) if norms else 0.0
+    def _squares(self) -> list[float]:
+        """Return sums of squares, part by part: of what this rank answers for; of all it has, if ranks add up none."""
+        return [
+            _sum_of_squares(self._gradients_of(part)) if part in self._settings.own_parts else 0.0
+            for part in self._settings.parts
+        ]
+
+    def _gradients_of(self, part: int | None) -> list[torch.Tensor]:
+        if part is None:
+            return self._reducer.owned_gradients()
+        reducer = self._reducer
+        return reducer.owned_gradients_of(part) if self._sums_gradients else reducer.gradients_of_stage(part)
 
     def _begin_sum(self, values: list[float]) -> _BegunSum:
         # In the hosts' memory, where they are known and wanted: GPUs go on meanwhile.
@@ -339,6 +393,12 @@ class Update:
             self.scheduler.step(record.total_loss or 0.0)
         elif isinstance(self.scheduler, LRScheduler):
             self.scheduler.step()
+
+
+def _sum_of_squares(gradients: Sequence[torch.Tensor]) -> float:
+    real = (torch.view_as_real(each) if each.is_complex() else each for each in gradients)
+    norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in real]
+    return value_of(torch.stack(norms).square().sum()) if norms else 0.0
 
 
 class _BegunSum(NamedTuple):

@@ -18,7 +18,7 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.policies import POLICIES
 from autopar.policies.pipemare import DECAY, delay, rate_factor
-from autopar.policies.policy import StageDepths
+from autopar.policies.policy import StageDepths, UpdatesAhead
 from autopar.policies.predict import updates_ahead
 
 Tensors = dict[str, torch.Tensor]
@@ -111,8 +111,12 @@ class WeightHistories:
     def add(self, step: int) -> None:
         """Take in the weights after the update of a mini-batch, rates being those of the next one."""
         weights, prepares = self._copies(), self._policy.prepares
-        prediction = {name: self._predict(name) for name in weights} if prepares == "predict" else weights
-        correction = {name: self._correct(name, step) for name in weights} if prepares == "correct" else weights
+        prediction = correction = weights
+        if prepares == "predict":
+            prediction = {name: self._predict(name, self._ahead(name).forward) for name in weights}
+            correction = {name: self._predict(name, self._ahead(name).backward) for name in weights}
+        elif prepares == "correct":
+            correction = {name: self._correct(name, step) for name in weights}
         self._versions[step + 1] = _Version(weights, prediction, correction)
         self._versions.pop(step + 1 - self._kept, None)
 
@@ -136,8 +140,7 @@ class WeightHistories:
         depths, turning = self._depths[self._stage_of[name]], self._turning[self._stage_of[name]]
         first, number = self._place(step, micro_batch)
         updates = max(0, self._policy.backward_version(depths, number // turning))
-        version = self._versions[first + updates * turning]
-        return (version.correction if self._policy.prepares == "correct" else version.weights)[name]
+        return self._versions[first + updates * turning].correction[name]
 
     def _rate_factor(self, depths: StageDepths, step: int) -> float:
         counted = step - self._plan.synchronous_steps
@@ -145,11 +148,14 @@ class WeightHistories:
             return 1.0
         return rate_factor(delay(depths), counted, self._plan.anneal_steps)
 
-    def _predict(self, name: str) -> torch.Tensor:
-        """Return a parameter as the next updates are expected to leave it, all alike."""
+    def _ahead(self, name: str) -> UpdatesAhead:
+        return updates_ahead(self._depths[self._stage_of[name]])
+
+    def _predict(self, name: str, ahead: int) -> torch.Tensor:
+        """Return a parameter as so many updates are expected to leave it, all alike."""
         parameter, stage = self._parameters[name], self._stage_of[name]
         state = self._optimizers[stage].state.get(parameter, {})
-        if not state:
+        if not state or not ahead:
             return parameter.detach().clone()
         groups = self._optimizers[stage].param_groups
         group = next(each for each in groups if any(own is parameter for own in each["params"]))
@@ -163,7 +169,7 @@ class WeightHistories:
             # Of another optimizer, whose ranks refuse it.
             return parameter.detach().clone()
         rate: float | torch.Tensor = group["lr"]
-        return parameter.detach() - updates_ahead(self._depths[stage]) * rate * move
+        return parameter.detach() - ahead * rate * move
 
     def _correct(self, name: str, step: int) -> torch.Tensor:
         """Return a parameter less what it has changed by, after the update of a mini-batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ class Hook(NamedTuple):
     """What it may return."""
     argument_text: str = "nothing"
     """What it is given, in words."""
+    options: tuple[str, ...] = ()
+    """What it is given by name, if it asks for it."""
 
     def call(self, name: str) -> str:
         return f"{name}({', '.join(self.parameters)})"
@@ -42,7 +45,9 @@ HOOKS = {
         "nn.functional.cross_entropy(output, batch[1])",
         "the model's output and the whole batch, as collate makes it",
     ),
-    "optimizer": Hook(("parameters",), "torch.optim.AdamW(parameters, lr=1e-3)", "a list of parameters"),
+    "optimizer": Hook(
+        ("parameters",), "torch.optim.AdamW(parameters, lr=1e-3)", "a list of parameters", ("delay", "replicas")
+    ),
     "scheduler": Hook(("optimizer",), "torch.optim.lr_scheduler.StepLR(optimizer, 100)", "the optimizer"),
     "collate": Hook(("samples",), "torch.utils.data.default_collate(samples)", "a list of samples"),
     "layers": Hook(("model",), "[model.embedding, *model.blocks, model.head]", "the model"),
@@ -76,13 +81,38 @@ def check_hook(path: Path, source: bytes, name: str, value: object, hook: Hook) 
         raise ModelError(f"{place}: {name} is an async function; write `def {hook.call(name)}:` without async")
     if name == "loss" and _is_module_class(value):
         raise ModelError(f"{place}: loss is {a(value)}, which takes no outputs; write {LOSS}")
-    wrong = unlike(value, hook.parameters)
+    wrong = unlike(value, hook.parameters, dict.fromkeys(options_of(value, hook)))
     if wrong:
         raise ModelError(
             f"{place}: {_signature_text(name, value)} is called as {hook.call(name)}: {wrong}; "
             f"{_fix(hook, name, value)}"
         )
     return value
+
+
+def options_of(value: Callable[..., Any], hook: Hook) -> tuple[str, ...]:
+    """Return the hook's options that a function asks for: it has parameters of these names, which are not bound.
+
+    >>> options_of(lambda parameters, delay: None, HOOKS["optimizer"])
+    ('delay',)
+    >>> options_of(functools.partial(lambda parameters, delay: None, delay=3), HOOKS["optimizer"])
+    ()
+    """
+    try:
+        parameters = list(inspect.signature(value).parameters.values())
+    except (TypeError, ValueError):
+        # Of some built-in functions nobody knows.
+        return ()
+    bound = value.keywords if isinstance(value, functools.partial) else {}
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    # Those before are given by place.
+    others = {each.name for at, each in enumerate(parameters) if each.kind in named and at >= _by_place(hook, each)}
+    return tuple(each for each in hook.options if each in others and each not in bound)
+
+
+def _by_place(hook: Hook, parameter: inspect.Parameter) -> int:
+    """Return how many parameters are given by place before one that is given by name."""
+    return 0 if parameter.kind is inspect.Parameter.KEYWORD_ONLY else len(hook.parameters)
 
 
 def missing_model(path: Path, name: str, module: ModuleType) -> ModelError:

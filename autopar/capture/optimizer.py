@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from autopar.capture.source import NamedParameters, UserModel
+from autopar.capture.source import ALONE, NamedParameters, UserModel
+from autopar.capture.traits import StageTraits
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,13 +34,18 @@ AHEAD = 8
 _NOT_SETTINGS = {"params", "param_names"}
 
 
-def settings_of(user: UserModel, named_parameters: NamedParameters) -> Settings:
+def settings_of(user: UserModel, named_parameters: NamedParameters, traits: StageTraits = ALONE) -> Settings:
     """Return what an optimizer of these parameters, made for this purpose alone, gives each of them.
+
+    Args:
+        user: whose it is.
+        named_parameters: what it is given.
+        traits: what it is told of their stage.
 
     Raises:
         ModelError: ``optimizer()`` or ``scheduler()`` raises.
     """
-    optimizer = user.make_optimizer(named_parameters)
+    optimizer = user.make_optimizer(named_parameters, traits)
     scheduler = user.make_scheduler(optimizer)
     names = {id(parameter): name for name, parameter in named_parameters}
     found: Settings = {}

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +44,7 @@ from autopar.capture.division import (
 )
 from autopar.capture.histories import WeightHistories, check_comparable
 from autopar.capture.source import UserModel
+from autopar.capture.traits import stage_traits
 from autopar.errors import FileError, ModelError, TrainingError
 from autopar.formats.plan import Plan
 
@@ -268,6 +269,7 @@ def train_plainly(
     *,
     double: bool = False,
     clip_norm: float | None = None,
+    clips_stages: bool = False,
     stage_of: Mapping[str, int] | None = None,
 ) -> PlainRun:
     """Train some steps in this process, on the CPU, in the types that the model has; never under autocast.
@@ -277,8 +279,10 @@ def train_plainly(
         plan: its stages, shares, micro-batches, seed and weight policy count, its schedule and devices do not.
         steps: how many mini-batches are trained.
         double: whether parameters, buffers and inputs are cast to float64 first.
-        clip_norm: largest norm of all gradients together.
-        stage_of: of a plan that is never flushed, the stage of every parameter that a layer reads.
+        clip_norm: largest norm of gradients.
+        clips_stages: whether that is of each stage's gradients, and not of all together.
+        stage_of: the stage of every parameter that a layer reads; asked where stages are clipped, never flushed, or
+            have optimizers that are told of them.
 
     Raises:
         UsageError: stages divide micro-batches differently, and the model cannot be divided so; names the layer. Or no
@@ -287,7 +291,7 @@ def train_plainly(
         FileError: the dataset has fewer samples than a mini-batch.
         TrainingError: nothing was counted in a whole mini-batch.
     """
-    training = _PlainTraining(float64_model(user) if double else user, plan, clip_norm, stage_of or {})
+    training = _PlainTraining(float64_model(user) if double else user, plan, clip_norm, clips_stages, stage_of or {})
     for step in range(steps):
         training.step(step, last=step == steps - 1)
     return training.result()
@@ -296,17 +300,30 @@ def train_plainly(
 class _PlainTraining:
     """A model and its optimizer, and what their steps gave."""
 
-    def __init__(self, user: UserModel, plan: Plan, clip_norm: float | None, stage_of: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        user: UserModel,
+        plan: Plan,
+        clip_norm: float | None,
+        clips_stages: bool,
+        stage_of: Mapping[str, int],
+    ) -> None:
         self._plan, self._clip_norm, self._stage_of = plan, clip_norm, stage_of
         self._samples = _Samples(user, plan)
         division = divide(lambda: _build_model(user, plan), plan, user, next(self._samples.load(0)))
         self._model = _build_model(user, plan)
         self._histories: WeightHistories | None = None
-        if plan.weight_policy == "sync":
-            self._optimizers = {0: user.make_optimizer(self._model.named_parameters())}
+        if plan.weight_policy != "sync":
+            check_comparable(plan)
+            self._optimizers = _stage_optimizers(self._model, user, plan, stage_of)
+            named = dict(self._model.named_parameters())
+            self._histories = WeightHistories(named, stage_of, self._optimizers, plan)
+        elif stage_of and user.optimizer_options:
+            self._optimizers = _stage_optimizers(self._model, user, plan, stage_of)
         else:
-            self._histories, self._optimizers = _of_stages(self._model, user, plan, stage_of)
+            self._optimizers = {0: user.make_optimizer(self._model.named_parameters())}
         self._schedulers = {stage: user.make_scheduler(each) for stage, each in self._optimizers.items()}
+        self._clips_stages = clips_stages
         self._forward = DividedForward(self._model, plan, user, division)
         self._losses: list[float] = []
         self._gradients: dict[str, torch.Tensor | None] = {}
@@ -320,16 +337,16 @@ class _PlainTraining:
             parts = self._forward.run(step, micro_batch, batch)
             tally.add(parts if self._histories is None else self._histories.under_versions(step, micro_batch, parts))
         self._losses.append(tally.settle(self._model))
-        if self._clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
         # Of stages whose replicas take turns, as many mini-batches as have been since the update before.
         ended = {stage: step % self._turning(stage) + 1 for stage in self._optimizers}
         ended = {stage: count for stage, count in ended.items() if last or count == self._turning(stage)}
-        for stage, count in ended.items():
-            self._complete(stage, count)
+        self._average(ended)
+        self._clip(ended)
+        self._keep_first(ended)
         _seed(self._plan.seed, "optimizer", step)
         if self._histories is None:
-            self._optimizers[0].step()
+            for each in self._optimizers.values():
+                each.step()
         else:
             self._histories.step(step, ended)
         self._forward.end_step()
@@ -343,14 +360,29 @@ class _PlainTraining:
         """Return how many mini-batches an update is of."""
         return 1 if self._histories is None else self._plan.stages[stage].turning
 
-    def _complete(self, stage: int, count: int) -> None:
-        """Make the mean of gradients of so many mini-batches, and keep those of the first update."""
+    def _parameters_of(self, stage: int) -> list[tuple[str, nn.Parameter]]:
+        return [each for each in self._model.named_parameters() if self._stage_of.get(each[0]) == stage]
+
+    def _average(self, ended: Mapping[int, int]) -> None:
+        """Make means of gradients that are of several mini-batches."""
+        for stage, count in ended.items():
+            for _, parameter in self._parameters_of(stage) if count > 1 else ():
+                if parameter.grad is not None:
+                    parameter.grad /= count
+
+    def _clip(self, ended: Collection[int]) -> None:
+        if self._clip_norm is None:
+            return
+        if not self._clips_stages:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
+            return
+        for stage in range(len(self._plan.stages)) if self._histories is None else ended:
+            nn.utils.clip_grad_norm_([each for _, each in self._parameters_of(stage)], self._clip_norm)
+
+    def _keep_first(self, ended: Collection[int]) -> None:
+        """Keep the gradients of every parameter's first update."""
         for name, parameter in self._model.named_parameters():
-            if self._histories is not None and self._stage_of.get(name) != stage:
-                continue
-            if count > 1 and parameter.grad is not None:
-                parameter.grad /= count
-            if name not in self._gradients:
+            if name not in self._gradients and (self._histories is None or self._stage_of.get(name) in ended):
                 self._gradients[name] = None if parameter.grad is None else parameter.grad.detach().clone()
 
     def _step_scheduler(self, scheduler: object) -> None:
@@ -368,17 +400,16 @@ class _PlainTraining:
         return PlainRun(self._losses, self._gradients, parameters, buffers)
 
 
-def _of_stages(
+def _stage_optimizers(
     model: nn.Module, user: UserModel, plan: Plan, stage_of: Mapping[str, int]
-) -> tuple[WeightHistories, dict[int, torch.optim.Optimizer]]:
-    """Return the histories of a model's weights, and an optimizer of every stage that has any."""
-    check_comparable(plan)
-    named, optimizers = dict(model.named_parameters()), {}
-    for stage in range(len(plan.stages)):
+) -> dict[int, torch.optim.Optimizer]:
+    """Return an optimizer of every stage that has parameters, which is told of the stage what it asks for."""
+    found, named = {}, dict(model.named_parameters())
+    for stage, traits in enumerate(stage_traits(plan, user.optimizer_options)):
         own = [(name, each) for name, each in named.items() if stage_of.get(name) == stage and each.requires_grad]
         if own:
-            optimizers[stage] = user.make_optimizer(own)
-    return WeightHistories(named, stage_of, optimizers, plan), optimizers
+            found[stage] = user.make_optimizer(own, traits)
+    return found
 
 
 def _build_model(user: UserModel, plan: Plan) -> nn.Module:

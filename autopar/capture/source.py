@@ -29,9 +29,10 @@ from torch import nn
 from torch.utils.data import Dataset, default_collate
 
 from autopar.capture.effects import first_line, user_line
-from autopar.capture.hooks import HOOKS, a, check_hook, given_to, missing_model
+from autopar.capture.hooks import HOOKS, a, check_hook, given_to, missing_model, options_of
 from autopar.capture.huggingface import PREFIX, SYNTHETIC, read_configured
 from autopar.capture.meta import hollow_parameters
+from autopar.capture.traits import StageTraits
 from autopar.errors import AutoparError, CaptureError, FileError, ModelError, UsageError
 from autopar.formats.profile import ModelSource, path_of
 
@@ -182,6 +183,8 @@ def _read(path: Path) -> bytes:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
 
 
+ALONE = StageTraits()
+"""The only stage there is."""
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 """Parameters with the model's own names."""
 
@@ -281,17 +284,26 @@ class UserModel:
         """``layers(model)``, the fallback for a model that cannot be captured."""
         return self.functions.get("layers")
 
-    def make_optimizer(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    @property
+    def optimizer_options(self) -> tuple[str, ...]:
+        """What ``optimizer`` asks to be told of the stage whose parameters it is given."""
+        return options_of(self.functions["optimizer"], HOOKS["optimizer"]) if "optimizer" in self.functions else ()
+
+    def make_optimizer(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], traits: StageTraits = ALONE
+    ) -> torch.optim.Optimizer:
         """Return ``optimizer(parameters)``; a file without one gets ``torch.optim.AdamW(parameters, lr=1e-3)``.
 
-        A function whose argument is called ``named_parameters`` is given pairs, with the model's own names.
+        A function whose argument is called ``named_parameters`` is given pairs, with the model's own names; one that
+        has parameters called like the ``traits`` of the stage is told these.
         """
         pairs = list(named_parameters)
         parameters = [parameter for _, parameter in pairs]
         if "optimizer" not in self.functions:
             return torch.optim.AdamW(parameters, lr=1e-3)
         function = self.functions["optimizer"]
-        made = self._call("optimizer", function, pairs if _wants_names(function) else parameters)
+        told = {name: getattr(traits, name) for name in self.optimizer_options}
+        made = self._call("optimizer", partial(function, **told), pairs if _wants_names(function) else parameters)
         if not isinstance(made, torch.optim.Optimizer):
             raise ModelError(
                 f"{self._file_of('optimizer')}: optimizer() returned {a(made)}; it must return a torch.optim.Optimizer"

@@ -64,6 +64,13 @@ def command(
     synchronous_steps: Annotated[
         int, typer.Option(help="Mini-batches that --policy pipemare trains with a flush each, before all others.")
     ] = 0,
+    ahead: Annotated[
+        str | None,
+        typer.Option(
+            help="How many updates ahead --policy predict predicts: counted (for forwards, the updates until the "
+            "mini-batch's own; the default), or xpipe (XPipe's constants, for backwards, too)."
+        ),
+    ] = None,
     deadline: Annotated[
         float | None,
         typer.Option(help="Seconds that a step may take, of --objective cost: the cheapest plan of those that do."),
@@ -168,6 +175,7 @@ def command(
         policy=policy,  # type: ignore[arg-type]
         anneal_steps=anneal_steps,
         synchronous_steps=synchronous_steps,
+        ahead=ahead,  # type: ignore[arg-type]
         deadline_s=deadline,
         gap=gap,
         effort=effort,

@@ -34,7 +34,7 @@ def command(
     from autopar.cli.progress import long_simulation, slow_phases
     from autopar.hardware.kinds import kinds_of
     from autopar.inputs import read_inputs
-    from autopar.planner.simulator.unflushed import mini_batches, pipeline_times
+    from autopar.planner.simulator.unflushed import pipeline_times
     from autopar.report.pictures import render
     from autopar.report.table import duration
     from autopar.schedules.check import read_program
@@ -46,10 +46,9 @@ def command(
         timeline = api.simulate(planned, measured, machines, program=program)
     console = screen()
     echo(cluster, machines, console)
-    flushed = planned.weight_policy == "sync"
-    render(timeline, console, "step" if flushed else f"{mini_batches(planned)} mini-batches")
+    render(timeline, console)
     figures = {"step_s": timeline.end_s, "bubble": timeline.bubble(), "busy_s": timeline.busy_s()}
-    if not flushed:
+    if planned.weight_policy != "sync":
         how = pipeline_times(timeline, planned)
         say(console, f"filled in {duration(how.fill_s)}, then {duration(how.period_s)} per mini-batch")
         figures |= {"step_s": how.period_s, "fill_s": how.fill_s, "drain_s": how.drain_s}

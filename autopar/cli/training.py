@@ -87,7 +87,15 @@ class TrainingArguments:
     ] = False
     clip_norm: Annotated[
         float | None,
-        typer.Option("--clip-norm", help="Scale all gradients down to at most this norm, over all stages."),
+        typer.Option("--clip-norm", help="Scale gradients down to at most this norm, over all stages; see --clip."),
+    ] = None
+    clip: Annotated[
+        str | None,
+        typer.Option(
+            "--clip",
+            help="Whose norm --clip-norm bounds: model, that of all gradients; stage, each stage's own, which no stage "
+            "waits for. Default: model.",
+        ),
     ] = None
     cpu_offload: Annotated[
         bool,
@@ -214,6 +222,7 @@ class TrainingArguments:
             "save",
             "program",
             "clip_norm",
+            "clip",
             "last",
             "timeout_s",
             "checkpoint",

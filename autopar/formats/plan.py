@@ -31,6 +31,7 @@ from autopar.formats.document import (
 from autopar.formats.profile import DeviceType, ModelSource, Precision, Threads
 from autopar.policies import POLICIES, stage_depths
 from autopar.policies.policy import StageDepths
+from autopar.policies.predict import Ahead
 
 Layout = Literal["line", "loop", "vee"]
 LAYOUTS: dict[str, Layout] = {
@@ -353,6 +354,8 @@ class Plan(Document):
     """Of ``pipemare``: mini-batches after which rates are no longer reduced."""
     synchronous_steps: int = Field(default=0, ge=0)
     """Of ``pipemare``: mini-batches that are trained with a flush each, before all others."""
+    ahead: Ahead = "counted"
+    """Of ``predict``: how many updates ahead weights are predicted."""
     micro_batches: Count
     micro_batch_size: Count
     stages: tuple[Stage, ...] = Field(min_length=1)
@@ -387,8 +390,8 @@ class Plan(Document):
     @model_serializer(mode="wrap")
     def _without_what_other_policies_have(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         content: dict[str, Any] = serialize(self)
-        for name in ("anneal_steps", "synchronous_steps"):
-            if not content[name]:
+        for name in ("anneal_steps", "synchronous_steps", "ahead"):
+            if content[name] == type(self).model_fields[name].default:
                 del content[name]
         return content
 
@@ -420,7 +423,7 @@ class Plan(Document):
     def depths(self) -> list[StageDepths]:
         """Of a plan with a weight policy, how deep every stage is, and how late its updates come."""
         in_flight, shared = [stage.warmup for stage in self.stages], [tied.stages for tied in self.tied]
-        return stage_depths(POLICIES[self.weight_policy], in_flight, self.micro_batches, shared)
+        return stage_depths(POLICIES[self.weight_policy], in_flight, self.micro_batches, shared, self.ahead)
 
     @property
     def span(self) -> int:
@@ -508,6 +511,8 @@ class Plan(Document):
             fault("anneal_steps", "pipemare reduces rates for a number of mini-batches, and no other policy does")
         if self.synchronous_steps and self.weight_policy != "pipemare":
             fault("synchronous_steps", "only pipemare begins with synchronous steps")
+        if self.ahead != "counted" and self.weight_policy != "predict":
+            fault("ahead", "only predict sees weights ahead of the newest")
         if self.weight_policy == "sync":
             return self
         if self.schedule != "1f1b":

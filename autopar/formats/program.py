@@ -29,7 +29,8 @@ WEIGHT_BACKWARD = "W"
 PREDICT = "P"
 """What the forwards of a mini-batch see, made of the newest weights (:mod:`autopar.policies.predict`)."""
 CORRECT = "C"
-"""What backwards see until the next update (:mod:`autopar.policies.pipemare`)."""
+"""What backwards see until the next update, made of the newest weights (:mod:`autopar.policies.pipemare`, and
+``xpipe`` in :mod:`autopar.policies.predict`)."""
 BEGIN_SUM = "N"
 """Where a pipeline that is never flushed begins the sum over all ranks, of losses, counts and norms, that the update of
 the micro-batch's mini-batch waits for."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from autopar.policies.pipemare import PipeMare
 from autopar.policies.policy import Policy, StageDepths
-from autopar.policies.predict import Predict
+from autopar.policies.predict import Ahead, Predict, xpipe_constants
 from autopar.policies.stash import Stash
 from autopar.policies.two_buffers import TwoBuffers
 from autopar.policies.vertical_sync import VerticalSync
@@ -27,7 +27,11 @@ POLICIES: dict[str, Policy] = {
 
 
 def stage_depths(
-    policy: Policy, depths: Sequence[int], micro_batches: int, shared_by: Iterable[Sequence[int]] = ()
+    policy: Policy,
+    depths: Sequence[int],
+    micro_batches: int,
+    shared_by: Iterable[Sequence[int]] = (),
+    ahead: Ahead = "counted",
 ) -> list[StageDepths]:
     """Return how deep every stage is, and how late its updates come.
 
@@ -39,11 +43,15 @@ def stage_depths(
         depths: micro-batches in flight of every stage.
         micro_batches: of a mini-batch.
         shared_by: of every parameter that stages share, these stages.
+        ahead: how far ``predict`` predicts.
 
     >>> [each.lag for each in stage_depths(POLICIES["stash"], [4, 3, 2, 1], 1, [[0, 3]])]
     [0, 0, 0, 2]
     """
     found = [StageDepths(depth, depths[0], micro_batches) for depth in depths]
+    if ahead == "xpipe":
+        count = len(depths)
+        found = [each._replace(ahead=xpipe_constants(at, count, micro_batches)) for at, each in enumerate(found)]
     lags = [policy.lag(each) for each in found]
     # Where updates are late anyway, the sums have ended by then.
     for first, *others in shared_by if not policy.sums_gradients else ():

@@ -23,6 +23,10 @@ class PipeMare(Policy):
     # Each stage's rate is its own.
     shares_parameters = False
 
+    def prepares_backwards(self, stage: StageDepths) -> bool:
+        """See :class:`.policy.Policy`."""
+        return delay(stage) > 0
+
     def buffers(self, stage: StageDepths) -> int:
         """See :class:`.policy.Policy`."""
         return 2 if delay(stage) else 0

@@ -5,6 +5,13 @@ from __future__ import annotations
 from typing import ClassVar, Literal, NamedTuple
 
 
+class UpdatesAhead(NamedTuple):
+    """How many updates ahead weights are predicted; 0: the newest are seen."""
+
+    forward: int
+    backward: int
+
+
 class StageDepths(NamedTuple):
     """How deep a stage of a pipeline that is never flushed is."""
 
@@ -16,6 +23,8 @@ class StageDepths(NamedTuple):
     """Of a mini-batch, T: there is an update for every T of them."""
     lag: int = 0
     """Micro-batches whose backwards come between a mini-batch's last one and its update."""
+    ahead: UpdatesAhead | None = None
+    """Of ``predict``: how far predictions are ahead; None: as far as is counted."""
 
     @property
     def gradients(self) -> int:
@@ -41,7 +50,7 @@ class Policy:
     """
 
     prepares: ClassVar[Literal["", "predict", "correct"]] = ""
-    """Makes ready weights that are no version: ``predict``, those of forwards; ``correct``, of backwards; or none."""
+    """What it makes of the newest weights, for forwards, backwards or both to see; or nothing."""
     sums_gradients: ClassVar[bool] = False
     """Whether updates come so late that all ranks can add up what they know of a mini-batch's gradients before."""
     shares_parameters: ClassVar[bool] = True
@@ -64,6 +73,14 @@ class Policy:
     def lag(self, stage: StageDepths) -> int:
         """Return how many micro-batches later than it could be an update is; ``stage`` has none yet."""
         return 0
+
+    def prepares_forwards(self, stage: StageDepths) -> bool:
+        """Whether forwards see weights that are no version; made before the first forward of a mini-batch."""
+        return False
+
+    def prepares_backwards(self, stage: StageDepths) -> bool:
+        """Whether backwards do; made behind an update, until the next one."""
+        return False
 
     def buffers(self, stage: StageDepths) -> int:
         """Return how often a stage keeps as much as its weights, beside their versions."""

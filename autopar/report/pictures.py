@@ -7,6 +7,7 @@ bars of time, activations and parameters along the model, and what a cut behind 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -112,10 +113,17 @@ def draw_timeline(timeline: Timeline, head: Callable[[Axes], None] | None = None
     """Return a picture of one timeline, with what ``head`` draws above it, in so many inches."""
     kind = "Predicted" if timeline.origin == "simulated" else timeline.origin.capitalize()
     bubble = f"{timeline.bubble():.0%} of the ranks' time is bubble"
-    rows, title = _rows([timeline], [""]), f"{kind} step: {_milliseconds(timeline.end_s)} ms, {bubble}"
+    rows, title = _rows([timeline], [""]), f"{kind} {extent(timeline)}: {_milliseconds(timeline.end_s)} ms, {bubble}"
     if head is None and timeline.memory:
         head, head_inches = partial(_draw_memory, timeline, timeline.end_s), _MEMORY_INCHES
     return _draw_rows(rows, _sheet(rows, timeline.end_s, head, head_inches), title)
+
+
+def extent(timeline: Timeline) -> str:
+    """Return what a timeline is of, in words: a step, or mini-batches that follow each other without flushes."""
+    updates = Counter(event.rank for event in timeline if event.action.kind == UPDATE)
+    most = max(updates.values(), default=0)
+    return f"{most} mini-batches from fill to drain" if most > 1 else "step"
 
 
 def draw_over(measured_timeline: Timeline, predicted_timeline: Timeline) -> Figure:
@@ -123,7 +131,7 @@ def draw_over(measured_timeline: Timeline, predicted_timeline: Timeline) -> Figu
     kind = measured_timeline.origin
     rows = _rows([measured_timeline, predicted_timeline], [kind, "predicted"])
     measured_ms, predicted_ms = _milliseconds(measured_timeline.end_s), _milliseconds(predicted_timeline.end_s)
-    title = f"{kind.capitalize()} step: {measured_ms} ms, predicted: {predicted_ms} ms"
+    title = f"{kind.capitalize()} {extent(measured_timeline)}: {measured_ms} ms, predicted: {predicted_ms} ms"
     if measured_timeline.end_s > 0:
         title += f" ({predicted_timeline.end_s / measured_timeline.end_s - 1:+.1%})"
     end_s = max(measured_timeline.end_s, predicted_timeline.end_s)
@@ -162,10 +170,10 @@ def _span_s(end_s: float) -> float:
     return end_s * 1.02 or 1.0
 
 
-def render(timeline: Timeline, console: Console, what: str = "step") -> None:
+def render(timeline: Timeline, console: Console) -> None:
     """Print what every rank does with the step, or with what it is a timeline of."""
     columns = (">rank", ">stage", ">forward", ">backward", ">update", ">reduce", ">waiting", ">transfer", ">idle")
-    table = Table(f"{timeline.origin.capitalize()} {what}: {duration(timeline.end_s)}", columns)
+    table = Table(f"{timeline.origin.capitalize()} {extent(timeline)}: {duration(timeline.end_s)}", columns)
     rows = []
     for row, where in zip(_rows([timeline], [""]), time_use(timeline), strict=True):
         computed = [sum(e.end_s - e.start_s for e in row.events if e.action.kind in kinds) for kinds in _SPENT]

@@ -95,7 +95,8 @@ def render(plan: Plan, console: Console) -> None:
     wanted = "" if plan.objective == "step" else f" (objective {plan.objective})"
     chunks = len(plan.groups[0])
     shared = f", {chunks} on each" if chunks > 1 else ""
-    policy = "" if plan.weight_policy == "sync" else f" without flushes (weight policy {plan.weight_policy})"
+    named = plan.weight_policy if plan.ahead == "counted" else f"{plan.weight_policy}, {plan.ahead}"
+    policy = "" if plan.weight_policy == "sync" else f" without flushes (weight policy {named})"
     title = (
         f"plan of {plan.model.source}{wanted}: {count} stage{'s' if count > 1 else ''} on {devices} "
         f"device{'s' if devices > 1 else ''}{shared}, {plan.schedule}{policy}, "

@@ -78,9 +78,9 @@ def _one_mini_batch(plan: Plan, stage: int) -> Iterator[RepetitionEntry]:
             yield RepetitionEntry(BEGIN_SUM, index - sum_lag(depths), 0)
         if index == last + depths.lag:
             yield RepetitionEntry(UPDATE, -1, 0)
-            if policy.prepares == "correct" and policy.buffers(depths):
+            if policy.prepares_backwards(depths):
                 yield RepetitionEntry(CORRECT, -1, 0)
-        if policy.prepares == "predict" and policy.buffers(depths) and (depth + index) % micro_batches == 0:
+        if policy.prepares_forwards(depths) and (depth + index) % micro_batches == 0:
             yield RepetitionEntry(PREDICT, depth + index, 0)
         yield RepetitionEntry(FORWARD, depth + index, behind[(depth + index) % micro_batches].forward)
         if not policy.sums_gradients and (depth + index) % micro_batches == last:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import get_args
 
 from autopar.formats.plan import Plan, ReplicatedState, Shard, Stage, WeightPolicy, chunks_of, group_of, layout_of
 from autopar.formats.profile import Profile
@@ -13,6 +14,7 @@ from autopar.hardware.kinds import estimated_cluster
 from autopar.planner import PlanOptions
 from autopar.planner import plan as search
 from autopar.policies import POLICIES
+from autopar.policies.predict import Ahead
 from autopar.runtime.settings import check_scope
 from autopar.schedules import SCHEDULES
 
@@ -156,7 +158,10 @@ def edited(plan: Plan, ask: Ask, least_rows: int) -> Plan:
         for stage, depth in zip(plan.stages, ask.depths, strict=True):
             shares = _divided(chance, plan.micro_batch_size, stage.replicas, least_rows)
             stages.append(stage.model_dump() | {"warmup": depth, "division": "split", "shares": shares})
-        more = {"anneal_steps": 3, "synchronous_steps": 1} if ask.policy == "pipemare" else {}
+        more = {
+            "pipemare": {"anneal_steps": 3, "synchronous_steps": 1},
+            "predict": {"ahead": chance.choice(get_args(Ahead))},
+        }.get(ask.policy, {})
         content = plan.model_dump() | {"stages": tuple(stages), "weight_policy": ask.policy, **more}
         changed = Plan.model_validate(content | {"schedule": "1f1b"})
         check_scope(changed, needs_flush=False)

@@ -90,7 +90,7 @@ class PolicyJudge:
         found, before = [], candidate.stages[0]
         shared = [holders for _, holders in self.costs.tied_between(candidate.stages)]
         in_flight = [stage.warmup for stage in candidate.stages]
-        every = stage_depths(self.policy, in_flight, candidate.micro_batches, shared)
+        every = stage_depths(self.policy, in_flight, candidate.micro_batches, shared, self.options.ahead or "counted")
         for stage, depths in zip(candidate.stages, every, strict=True):
             versions = kept_versions(self.policy, depths) - 1 + self.policy.buffers(depths) + depths.gradients - 1
             most = 0
@@ -134,7 +134,8 @@ class PolicyJudge:
             for producer, consumer, flow in self.costs.flows.exchanges(candidate.cuts)
         )
         tied = [holders for _, holders in self.costs.tied_between(candidate.stages)]
-        plan = skeleton(candidate, flows, tied).model_copy(update={"weight_policy": self.options.weight_policy})
+        settings = {"weight_policy": self.options.weight_policy, "ahead": self.options.ahead or "counted"}
+        plan = skeleton(candidate, flows, tied).model_copy(update=settings)
         traffic = Traffic(self.costs.sharing, candidate.devices) if self.costs.sharing else None
         try:
             return pipeline_times(trace_unflushed(plan, expand(plan), times, traffic), plan)
@@ -339,6 +340,7 @@ def _plan_of(judge: PolicyJudge, found: _Search) -> Plan:
         weight_policy=judge.options.weight_policy,
         anneal_steps=judge.options.anneal_steps,
         synchronous_steps=judge.options.synchronous_steps,
+        ahead=judge.options.ahead or "counted",
     )
     return made.model_copy(update={"alternatives": tuple(_data_parallelism(judge, candidate))})
 

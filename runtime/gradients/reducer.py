@@ -168,15 +168,20 @@ class Reducer:
         self._rank = rank
         self._replicas, self._sharded_stages, self._transport, self._mark = replicas, sharded_stages, transport, mark
         groups = _group_by_layer(stages, {id(parameter) for parameter, _ in shared_parameters.values()})
-        alone = len(replicas) == 1
-        self._plain = [each for layers in groups.values() for layer in layers for each in layer] if alone else []
-        reduced = {index: [] if alone else layers for index, layers in groups.items()}
+        alone, none = len(replicas) == 1, {index: list[list[torch.nn.Parameter]]() for index in groups}
+        plain, reduced = (groups, none) if alone else (none, groups)
+        self._plain_of = {index: [each for layer in layers for each in layer] for index, layers in plain.items()}
         self._gradients = [_Gradients(reduced, shared_parameters, self._plain) for _ in range(mini_batches)]
         self._current = self._updated = self._gradients[0]
         """Those that backwards add to, and those that are asked for."""
         # Layers that share one may each run a backward of their own: its gradient is complete when all have.
         self._used_by_several = {id(each) for layers in stages.values() for each in used_by_several(layers)}
         self._hook_all()
+
+    @property
+    def _plain(self) -> list[torch.nn.Parameter]:
+        """Parameters that no other rank holds."""
+        return [each for parameters in self._plain_of.values() for each in parameters]
 
     def _hook_all(self) -> None:
         """Note what backwards reach, and which buckets they complete."""
@@ -260,24 +265,33 @@ class Reducer:
         bucket.mark(gradients.reached_ids)
         gradients.shared_pending[index] = self._transport.all_reduce(bucket.buffer, ranks)
 
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
-        for gradient in self.complete():
+    def scale(self, factor: float, index: int | None = None) -> None:
+        """Multiply all gradients, or those of one stage."""
+        for gradient in self.complete(index):
             gradient.mul_(factor)
 
-    def complete(self) -> list[torch.Tensor]:
-        """Return what holds all gradients of this rank, those that it shares with others included."""
-        plain = [parameter.grad for parameter in self._plain if parameter.grad is not None]
-        return [*plain, *(bucket.buffer for bucket in self._updated.buckets), *self._divided_gradients()]
+    def complete(self, index: int | None = None) -> list[torch.Tensor]:
+        """Return what holds all gradients of this rank, or of one of its stages, which then shares none with others."""
+        plain, buckets = self._plain, self._updated.buckets
+        if index is not None:
+            plain, buckets = self._plain_of[index], self._updated.stages[index].buckets
+        return [*_gradients_in(plain), *(bucket.buffer for bucket in buckets), *self._divided_gradients(index)]
 
     def owned_gradients(self) -> list[torch.Tensor]:
         """Return gradients for a norm over all ranks: every element of the model's is owned by one rank."""
-        owned = [bucket for bucket, ranks in self._updated.shared_buckets.values() if self._rank == ranks[0]]
-        if self._rank == self._replicas[0]:
-            owned += [bucket for stage in self._updated.stages.values() for bucket in stage.buckets]
-        parameters = [*self._plain, *(parameter for bucket in owned for parameter in bucket.parameters)]
-        whole = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return [*whole, *self._divided_gradients()]
+        shared = [bucket for bucket, ranks in self._updated.shared_buckets.values() if self._rank == ranks[0]]
+        own = [each for index in self._updated.stages for each in self.owned_gradients_of(index)]
+        return [*_gradients_in(parameter for bucket in shared for parameter in bucket.parameters), *own]
+
+    def owned_gradients_of(self, index: int) -> list[torch.Tensor]:
+        """Return those of one stage, for a norm over its replicas."""
+        first = self._rank == self._replicas[0]
+        return self.gradients_of_stage(index) if first else self._divided_gradients(index)
+
+    def gradients_of_stage(self, index: int) -> list[torch.Tensor]:
+        """Return all gradients of one stage that this replica has, those included that the others have, too."""
+        parameters = [each for bucket in self._updated.stages[index].buckets for each in bucket.parameters]
+        return [*_gradients_in((*self._plain_of[index], *parameters)), *self._divided_gradients(index)]
 
     def release_untouched(self) -> None:
         """Take the gradient from parameters that no backward reached: plain training would not update them.
@@ -287,8 +301,9 @@ class Reducer:
         for bucket in self._updated.buckets:
             bucket.release_untouched()
 
-    def _divided_gradients(self) -> list[torch.Tensor]:
-        return [each for sharded in self._sharded_stages.values() for each in sharded.gradients()]
+    def _divided_gradients(self, index: int | None = None) -> list[torch.Tensor]:
+        asked = [sharded for at, sharded in self._sharded_stages.items() if index in (None, at)]
+        return [each for sharded in asked for each in sharded.gradients()]
 
     def _hook(self, parameters: Sequence[torch.nn.Parameter], note: Callable[[Reducer, torch.Tensor], None]) -> None:
         """Have gradients noted; a hook that held the reducer would keep both for good: no collector sees into it."""
@@ -320,6 +335,10 @@ class Reducer:
         bucket = stage.remaining_buckets[0]
         bucket.mark(gradients.reached_ids)
         stage.pending.append(self._transport.all_reduce(bucket.buffer, self._replicas))
+
+
+def _gradients_in(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _group_by_layer(

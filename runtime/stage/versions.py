@@ -21,6 +21,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 
 from autopar.errors import UsageError
 from autopar.policies.pipemare import DECAY, rate_factor
+from autopar.policies.policy import UpdatesAhead
 
 
 class SavedWeights:
@@ -254,7 +255,7 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 class PredictedWeights(WeightVersions):
-    """Forwards see weights that are predicted from the newest and the optimizer's state; backwards, the newest.
+    """Forwards and backwards see weights that are predicted from the newest and the optimizer's state, or the newest.
 
     See :mod:`autopar.policies.predict`.
     """
@@ -263,7 +264,7 @@ class PredictedWeights(WeightVersions):
         self,
         parameters: Iterable[torch.nn.Parameter],
         optimizer: torch.optim.Optimizer | None,
-        updates_ahead: int,
+        ahead: UpdatesAhead,
         *,
         recomputes: bool,
     ) -> None:
@@ -272,40 +273,62 @@ class PredictedWeights(WeightVersions):
         Args:
             parameters: those that are trained.
             optimizer: theirs; None without any.
-            updates_ahead: how many updates a prediction is ahead; 0: forwards see the newest weights.
+            ahead: how many updates predictions are ahead.
             recomputes: whether layers run forward again in their backward, or may read parameters there.
 
         Raises:
             UsageError: no rule is known for the optimizer.
         """
         super().__init__(parameters, 1, recomputes=recomputes)
-        self._optimizer, self._updates_ahead = optimizer, updates_ahead
-        if optimizer is not None and updates_ahead:
+        self._optimizer, self._ahead = optimizer, ahead
+        if optimizer is not None and any(ahead):
             check_predictable(optimizer)
         self._predicted: list[torch.Tensor] = []
+        """What forwards see; empty: the newest weights."""
+        self._corrected: list[torch.Tensor] = []
+        """What backwards see."""
 
     @property
     def bytes(self) -> int:
         """What predictions take."""
-        return sum(each.nbytes for each in self._predicted)
+        return sum(each.nbytes for each in (*self._predicted, *self._corrected))
+
+    def refill(self, start: int) -> None:
+        """See :class:`WeightVersions`."""
+        super().refill(start)
+        if self._ahead.backward:
+            # No update of this process may have been yet.
+            self.correct()
 
     def _of_forward(self, weights: SavedWeights) -> list[torch.Tensor]:
         return self._predicted or self._newest_memories
 
-    @torch.no_grad()
+    def _of_backward(self, weights: SavedWeights) -> list[torch.Tensor]:
+        return self._corrected or self._newest_memories
+
     def predict(self) -> None:
         """See :class:`WeightVersions`."""
+        self._predicted = self._make(self._predicted, self._ahead.forward)
+
+    def correct(self) -> None:
+        """See :class:`WeightVersions`."""
+        self._corrected = self._make(self._corrected, self._ahead.backward)
+
+    @torch.no_grad()
+    def _make(self, memories: list[torch.Tensor], ahead: int) -> list[torch.Tensor]:
+        """Return a prediction, in the memories of the one before, if there are some."""
         if self._optimizer is None:
-            return
-        if self._predicted:
-            _copy(self._predicted, self._newest_memories)
+            return memories
+        if memories:
+            _copy(memories, self._newest_memories)
         else:
-            self._predicted = self._new_memories()
+            memories = self._new_memories()
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 move = _next_step(group, self._optimizer.state.get(parameter, {}))
                 if move is not None and parameter in self._memory_of:
-                    self._view(parameter, self._predicted).sub_(move, alpha=self._updates_ahead)
+                    self._view(parameter, memories).sub_(move, alpha=ahead)
+        return memories
 
 
 def check_predictable(optimizer: torch.optim.Optimizer) -> None:

@@ -347,7 +347,8 @@ class Job:
                 stage_of.setdefault(name, index)
         # Replicas that take turns divide the sum of each mini-batch by its own count.
         counts = graph.loss == "sum_count" and self.plan.span == 1
-        how = UpdateSettings(self.plan, self.rank, self._user, stage_of, whole, counts, settings.clip_norm, scale)
+        clipping = settings.clip_norm, settings.clip == "stage"
+        how = UpdateSettings(self.plan, self.rank, self._user, stage_of, whole, counts, *clipping, scale)
         update = self.update_of(how, twins, reducer, transport)
         if update.optimizer is not None:
             update.optimizer.register_step_pre_hook(lambda *_: twins.set_gradients())

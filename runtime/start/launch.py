@@ -38,6 +38,7 @@ from autopar.runtime.settings import (
     DEFAULT_STEPS,
     Last,
     TrainSettings,
+    check_clipping,
     check_offload,
     check_scope,
     check_sharing,
@@ -315,6 +316,7 @@ def _program(plan: Plan, options: RunOptions) -> Program:
     """Return what is run, the plan and what is asked for being within the runtime's scope."""
     check_scope(plan, needs_flush=False)
     check_unflushed(plan, options.settings)
+    check_clipping(plan, options.settings)
     for fault in options.faults:
         if fault.rank >= len(plan.devices):
             raise UsageError(f"`inject_fault='{fault}'`: the plan has {len(plan.devices)} ranks, which count from 0")

@@ -15,7 +15,14 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.ranks.script import join_in_script
-from autopar.runtime.settings import TrainSettings, check_scope, check_sharing, check_unflushed
+from autopar.runtime.settings import (
+    Clip,
+    TrainSettings,
+    check_clipping,
+    check_scope,
+    check_sharing,
+    check_unflushed,
+)
 from autopar.runtime.start.script import ScriptJob
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
@@ -32,6 +39,7 @@ def materialize(
     layers: Callable[[nn.Module], list[nn.Module]] | None = None,
     accept_loss: bool = False,
     clip_norm: float | None = None,
+    clip: Clip | None = None,
     share_gpus: bool = False,
     timeout_s: float = 300.0,
 ) -> ScriptJob:
@@ -50,7 +58,8 @@ def materialize(
         layers: the model's layers, where it cannot be captured.
         accept_loss: whether a loss is taken that depends on how a mini-batch is divided; one that was accepted when it
             was profiled is.
-        clip_norm: largest norm of all gradients together.
+        clip_norm: largest norm of gradients.
+        clip: whose norm that is: ``"stage"``, each stage's own; None, or ``"model"``: that of all together.
         share_gpus: whether several ranks may have the same GPU.
         timeout_s: longest that a rank waits for another.
 
@@ -61,9 +70,10 @@ def materialize(
         ModelError: its loss depends on how a mini-batch is divided, or it is no model.
     """
     check_module(model)
-    settings = TrainSettings(clip_norm=clip_norm)
+    settings = TrainSettings(clip_norm=clip_norm, clip=clip)
     check_scope(plan, needs_flush=False)
     check_unflushed(plan, settings)
+    check_clipping(plan, settings)
     check(expand(plan), plan)
     if share_gpus:
         check_sharing(plan)

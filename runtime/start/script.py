@@ -243,7 +243,7 @@ def _whole_settings(
     if context.rank == 0:
         try:
             check_together(user, model, graph, plan)
-            said = {"settings": whole_settings(user, model)}
+            said = {"settings": whole_settings(user, model, graph, plan)}
         except Exception as error:
             said = {"failure": Failure.of(error).as_dict()}
     heard = json.loads(context.gather(json.dumps(said))[0])

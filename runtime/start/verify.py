@@ -202,8 +202,8 @@ def check_memory(plan: Plan, model_bytes: Mapping[str, int], wider: float) -> No
         UsageError: says what is needed, and what is there.
     """
     there, whole = available_bytes(), sum(model_bytes.values())
-    # Of each version, there may be another that is made of it.
-    copies = COPIES + 2 * most_versions(plan)
+    # Of each version, there may be another that is made of it, or two.
+    copies = COPIES + (2 if plan.ahead == "counted" else 3) * most_versions(plan)
     peaks = [chunks[0] for chunks in plan.groups]
     ranks = sum(
         plan.stages[stage].replicas * (RANK_BYTES + round(wider * plan.predicted.peak_bytes[stage])) for stage in peaks
@@ -364,8 +364,8 @@ class _Attempt:
             raise ModelError(f"{user.path}: plain training raised {type(error).__name__}: {said}") from error
 
     def _stage_of(self, user: UserModel) -> dict[str, int]:
-        """Return the stage of every parameter, where stages see versions of their own."""
-        if self._plan.weight_policy == "sync":
+        """Return the stage of every parameter, where stages have versions or optimizers of their own."""
+        if self._plan.weight_policy == "sync" and not user.optimizer_options:
             return {}
         return stages_of_parameters(outline(user, self._plan.seed)[1], self._plan)
 

@@ -283,7 +283,7 @@ class Workspace:
         (self.folder / NOTES).write_text(json.dumps([*graph.notes, *missing_hash_notes(model, plan)]), encoding="utf-8")
         graph = fit_to_plan(graph, plan, model)
         check_together(model, module, graph, plan)
-        settings = whole_settings(model, module)
+        settings = whole_settings(model, module, graph, plan)
         if settings is not None:
             (self.folder / SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
         (self.folder / KEYS).write_text(json.dumps(state_keys(module)), encoding="utf-8")

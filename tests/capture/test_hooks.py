@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from autopar.capture import capture, load
+from autopar.capture.traits import StageTraits
 from autopar.errors import AutoparError, ModelError, UsageError
 
 
@@ -83,6 +84,50 @@ def test_a_model_file_prints_to_standard_error_and_finds_its_neighbours(tmp_path
     assert capsys.readouterr().out == ""
     assert isinstance(user.make_optimizer(one.named_parameters()), torch.optim.AdamW)
     assert user.make_scheduler(user.make_optimizer(one.named_parameters())) is None
+
+
+TELLING = """
+import torch
+
+
+class Told(torch.optim.SGD):
+    def __init__(self, parameters, delay=0.0, replicas=1):
+        super().__init__(parameters, lr=0.1)
+        self.told = {"delay": delay, "replicas": replicas}
+
+
+make = Told
+"""
+BOTH, ONE, HALF = {"delay": 0.5, "replicas": 4}, {"delay": 0, "replicas": 4}, {"delay": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("def optimizer(parameters): return make(parameters)", {}),
+        ("def optimizer(parameters, delay): return make(parameters, delay=delay)", {"delay": 0.5}),
+        ("def optimizer(parameters, *, replicas, delay=9): return make(parameters, delay, replicas)", BOTH),
+        (
+            "def optimizer(named_parameters, replicas=3): return make([p for _, p in named_parameters], 0, replicas)",
+            ONE,
+        ),
+        ("def optimizer(parameters, **more): return make(parameters, **more)", {}),
+        ("def optimizer(delay): return make(delay)", {}),
+        ("import functools; optimizer = functools.partial(make, delay=7)", {"delay": 7, "replicas": 4}),
+        (
+            "class optimizer(Told):\n    def __init__(self, parameters, delay): super().__init__(parameters, delay)",
+            HALF,
+        ),
+    ],
+)
+def test_an_optimizer_is_told_of_its_stage_what_it_asks_for(tmp_path, text, told):
+    path = tmp_path / "model.py"
+    path.write_text(GOOD + TELLING + text)
+    user = load(str(path))
+    found = user.make_optimizer(user.build().named_parameters(), StageTraits(0.5, 4))
+    assert found.told == {"delay": 0.0, "replicas": 1} | told
+    assert set(user.optimizer_options) <= {"delay", "replicas"}
+    assert user.make_optimizer(user.build().named_parameters()).told["replicas"] == 1
 
 
 def test_a_factory_is_found_by_its_module(tmp_path, monkeypatch):

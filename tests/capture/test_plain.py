@@ -178,6 +178,8 @@ def test_a_plan_without_flushes_trains_by_its_rule(policy: str, widths: Sequence
     plan = dictate(graph, user, widths, 2, 2, warmup=[1, 1, 1])
     stages = [each.model_copy(update={"warmup": depth}) for each, depth in zip(plan.stages, (3, 2, 1), strict=True)]
     more: dict[str, object] = {"anneal_steps": 4, "synchronous_steps": 2} if policy == "pipemare" else {}
+    if policy == "predict":
+        more = {"ahead": "xpipe" if widths[0] > 1 else "counted"}
     plan = plan.model_copy(update={"weight_policy": policy, "stages": tuple(stages), **more})
     state = {name: value.detach().clone() for name, value in module.named_parameters()}
     train_in_threads(plan, graph, user, state, tmp_path, 8)

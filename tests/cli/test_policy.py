@@ -50,6 +50,8 @@ def test_a_policy_is_planned_simulated_and_run(run: Run, policy: str) -> None:
     ("options", "said"),
     [
         (("--clip-norm", "1"), "--clip-norm takes a flush, which weight policy stash has none of"),
+        (("--clip-norm", "1"), "clip each stage by its own norm (--clip stage), or plan with --policy 2bw"),
+        (("--clip", "stage"), "--clip stage says whose norm is bounded; say by what, too: --clip-norm"),
         (("--compile",), "--compile takes a flush"),
         (("--update-profile",), "--update-profile: what a run under weight policy stash measures is not taken over"),
     ],
@@ -76,11 +78,16 @@ def test_the_rehearsal_of_memory_needs_a_flush_and_steps_are_rehearsed_and_verif
     assert "per mini-batch, rehearsed" in err
 
 
-@pytest.mark.parametrize(("policy", "deep"), [("stash", False), ("stash", True), ("2bw", False), ("pipemare", True)])
+RESUMED = [("stash", False), ("stash", True), ("2bw", False), ("pipemare", True), ("predict", True)]
+MORE = {"pipemare": ("--anneal-steps", "5", "--synchronous-steps", "1"), "predict": ("--ahead", "xpipe")}
+
+
+@pytest.mark.parametrize(("policy", "deep"), RESUMED)
 def test_what_is_resumed_equals_a_run_that_was_drained_at_the_same_steps(run: Run, policy: str, deep: bool) -> None:
-    more = ("--anneal-steps", "5", "--synchronous-steps", "1") if policy == "pipemare" else ()
+    if policy == "predict":
+        change_optimizer(run, "momentum")
     dictated = ("--gpus", "2", "--stages", "0-2:1,3-4:1", "--micro-batches", "4")
-    assert run("plan", *dictated, "--policy", policy, *more)[0] == 0
+    assert run("plan", *dictated, "--policy", policy, *MORE.get(policy, ()))[0] == 0
     # In one of them, the first stage is further ahead than checkpoints are apart.
     plan = Plan.load("plan.json")
     depths = (9, 1) if deep else (2, 1)
@@ -127,6 +134,18 @@ def test_replicas_in_turn_are_planned_rehearsed_run_resumed_and_verified(run: Ru
     assert all(torch.equal(each, two[name]) for name, each in one.items())
 
 
+def test_stages_are_clipped_by_norms_of_their_own(run: Run) -> None:
+    assert run("plan", "--gpus", "2", "--stages", "0-2:1,3-4:1", "--micro-batches", "4", "--policy", "stash")[0] == 0
+    common = ("run", "--overwrite", "--steps", "6", "--save")
+    for name, options in {"none": (), "huge": ("--clip-norm", "1e9"), "tight": ("--clip-norm", "0.01")}.items():
+        code, _, err = run(*common, name, *options, *(("--clip", "stage") if options else ()))
+        assert code == 0, err
+        assert not Report.load("report.json").gradient_norm
+    none, huge, tight = saved("none"), saved("huge"), saved("tight")
+    assert all(torch.equal(each, huge[name]) for name, each in none.items())
+    assert not any(torch.equal(each, tight[name]) for name, each in none.items())
+
+
 def saved(folder: str) -> dict[str, torch.Tensor]:
     return {name: each for file in Path(folder).glob("*.safetensors") for name, each in load_file(file).items()}
 
@@ -149,12 +168,40 @@ def test_prediction_refuses_an_optimizer_that_it_does_not_know(run: Run) -> None
     assert code == 2
     assert "predict knows the next steps of Adam, AdamW and SGD with momentum" in err
     assert "Traceback" not in err
-    text = Path("tanh_chain.py").read_text().replace('OPTIMIZER = "sgd"', 'OPTIMIZER = "adam"')
-    Path("tanh_chain.py").write_text(text)
-    assert run("profile", "tanh_chain.py", "--batch", "8", "--overwrite")[0] == 0
+    change_optimizer(run, "adam")
     assert run("plan", "--gpus", "2", "--stages", "0-2:1,3-4:1", "--policy", "predict", "--overwrite")[0] == 0
     code, _, err = run("run", "--steps", "8")
     assert code == 0, err
+
+
+def change_optimizer(run: Run, name: str) -> None:
+    text = Path("tanh_chain.py").read_text().replace('OPTIMIZER = "sgd"', f'OPTIMIZER = "{name}"')
+    Path("tanh_chain.py").write_text(text)
+    assert run("profile", "tanh_chain.py", "--batch", "8", "--overwrite")[0] == 0
+
+
+def test_xpipes_constants_are_planned_recorded_and_run(run: Run) -> None:
+    change_optimizer(run, "adam")
+    dictated = ("--gpus", "2", "--stages", "0-2:1,3-4:1", "--micro-batches", "4", "--overwrite")
+    files = {}
+    for name, options in {"default": (), "counted": ("--ahead", "counted"), "xpipe": ("--ahead", "xpipe")}.items():
+        code, _, err = run("plan", *dictated, "--policy", "predict", *options)
+        assert code == 0, err
+        assert ("(weight policy predict, xpipe)" in err.replace("\n", " ")) == (name == "xpipe")
+        files[name] = Path("plan.json").read_text()
+    assert files["default"] == files["counted"]
+    assert "ahead" not in files["counted"]
+    assert Plan.load("plan.json").ahead == "xpipe"
+    assert run("simulate", "--write-program", "p.json")[0] == 0
+    assert all(f"{kind}@0" in Path("p.json").read_text() for kind in ("P4", "C"))
+    code, out, err = run("verify", "--json")
+    assert code == 0, err
+    assert json.loads(out)["equal"]
+    code, _, err = run("run", "--steps", "8")
+    assert code == 0, err
+    code, _, err = run("plan", *dictated, "--policy", "stash", "--ahead", "xpipe")
+    assert code == 2
+    assert "--ahead is of --policy predict; leave it out" in err
 
 
 def test_checkpoints_are_as_many_as_cost_a_share_of_the_time(run: Run) -> None:

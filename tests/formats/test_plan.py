@@ -55,6 +55,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"batch": 7}, "must be the batch 7, found 2 x 3"),
+        ({"ahead": "xpipe", "weight_policy": "stash"}, "only predict sees weights ahead of the newest"),
         ({"predicted": Prediction(step_s=1, lower_bound_s=1, bubble=0, peak_bytes=(1,))}, "1 numbers for 2 stages"),
         (
             {"predicted": Prediction(step_s=1, lower_bound_s=1, bubble=0, peak_bytes=(1, 1), limit_bytes=(1,))},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,25 @@ from autopar.runtime.execute import StepRecord
 from autopar.runtime.settings import TrainSettings
 from dictated import dictate
 from oracles.turns import train_in_turns
-from oracles.unflushed import Asked, train
+from oracles.unflushed import Asked, delay_of, train
 from paths import MODELS
 from threads import train_in_threads
 
 ROWS, STEPS = 2, 20
+
+
+TOLD = """
+
+untold = optimizer
+
+
+def optimizer(parameters, *, delay, replicas):
+    made = untold(parameters)
+    for group in made.param_groups:
+        group["lr"] *= replicas / (1 + delay)
+    return made
+"""
+"""An optimizer whose rates go by the stage."""
 
 
 def planned(
@@ -35,12 +50,14 @@ def planned(
     special: Mapping[str, object] | None = None,
     precision: str = "fp64",
     model: str = "tanh_chain",
+    ahead: str = "counted",
+    told: bool = False,
     **more: object,
 ) -> Plan:
     text = (MODELS / f"{model}.py").read_text().replace('OPTIMIZER = "sgd"', f'OPTIMIZER = "{optimizer}"')
     for name, value in (special or {}).items():
         text = re.sub(f"(?m)^{name} = [^#]*", f"{name} = {value}  ", text)
-    (folder / "model.py").write_text(text)
+    (folder / "model.py").write_text(text + (TOLD if told else ""))
     user = load(str(folder / "model.py"))
     graph = capture(user, user.build(0))
     widths = more.pop("widths", [1] * len(depths))
@@ -50,20 +67,32 @@ def planned(
     if policy == "pipemare":
         settings = {"anneal_steps": 8, "synchronous_steps": synchronous_steps}
     settings |= {"stages": tuple(stages), "weight_policy": policy, "precision": precision}
-    content = plan.model_copy(update=settings)
+    content = plan.model_copy(update=settings | ({"ahead": ahead} if policy == "predict" else {}))
     return Plan.parse(content.dumps(), Path("plan.json"))
 
 
-def differs(
-    folder: Path, plan: Plan, *, losses: bool = True, lags: Sequence[int] = (), clip_norm: float | None = None
-) -> float:
-    """Return how far parameters are from the rule's, relative to the largest; ``losses`` are to be the rule's, too."""
+def trained(folder: Path, plan: Plan, **settings: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
+    """Return the parameters that ranks have in the end, by rank and name."""
+    user = load(str(folder / "model.py"))
+    module = user.build(0)
+    state = {name: each.detach().clone() for name, each in module.named_parameters()}
+    train_in_threads(plan, capture(user, module), user, state, folder, STEPS, TrainSettings(**settings))
+    ranks = range(len(plan.devices))
+    files = {rank: load_file(folder / f"parameters-{rank}") for rank in ranks}
+    return {f"{rank}: {name}": each for rank, found in files.items() for name, each in found.items()}
+
+
+def differs(folder: Path, plan: Plan, *, losses: bool = True, lags: Sequence[int] = (), **clipping: Any) -> float:  # noqa: ANN401
+    """Return how far parameters are from the rule's, relative to the largest; ``losses`` are to be the rule's, too.
+
+    Gradients are clipped as settings say.
+    """
     user = load(str(folder / "model.py"))
     module = user.build(0)
     graph = capture(user, user.build(0))
     state = {name: each.detach().clone() for name, each in user.build(0).named_parameters()}
     records: dict[int, list[StepRecord]] = {}
-    settings = TrainSettings(clip_norm=clip_norm)
+    settings = TrainSettings(**clipping)
     found_losses = train_in_threads(plan, graph, user, state, folder, STEPS, settings, records)
     counts = [sum(each.count for each in parts) for parts in zip(*records.values(), strict=True)]
     found_losses = [total / (count or 1.0) for total, count in zip(found_losses, counts, strict=True)]
@@ -97,14 +126,21 @@ def differs(
         recomputes,
         lags,
         shared,
-        clip_norm,
+        settings.clip_norm,
         skips,
         seed,
+        settings.clip == "stage",
+        plan.ahead == "xpipe",
     )
+    if user.optimizer_options:
+        factors = [stage.replicas / (1 + delay_of(asked, at)) for at, stage in enumerate(plan.stages)]
+        asked = asked._replace(rate_factors=factors)
+        functions = functions | {"optimizer": partial(functions["optimizer"], delay=0.0, replicas=1)}
     own: list[Any] = [functions[name] for name in ("loss", "optimizer", "scheduler")]
     turning = [stage.turning for stage in plan.stages]
     if max(turning) > 1:
-        truth = train_in_turns(module, depths, turning, stage_of, [each[0] for each in batches], *own, seed)
+        whole = [each[0] for each in batches]
+        truth = train_in_turns(module, depths, turning, stage_of, whole, *own, seed, settings.clip_norm)
     else:
         truth = train(module, asked, batches, *own)
     mean_losses = [loss / (count or 1.0) for loss, count in zip(truth.losses, counts, strict=True)]

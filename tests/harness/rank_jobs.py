@@ -42,7 +42,8 @@ def train_and_keep(context: RankContext, arguments: dict[str, Any]) -> list[floa
     """Train, and write ``gradients-R``, ``parameters-R`` and ``buffers-R`` files; return this rank's losses."""
     plan = Plan.parse(arguments["plan"], Path("plan.json"))
     model, graph = _loaded(arguments["model"], arguments["workspace"])
-    job = build(context, plan, model, graph, Workspace(Path(arguments["workspace"])))
+    settings = TrainSettings(**arguments.get("settings", {}))
+    job = build(context, plan, model, graph, Workspace(Path(arguments["workspace"])), settings)
     return [record.loss for record in keep(job, context.rank, arguments["steps"], Path(arguments["folder"]))]
 
 

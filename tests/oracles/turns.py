@@ -25,9 +25,11 @@ def train_in_turns(
     optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
     scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler],
     seed: int | None = None,
+    clip_norm: float | None = None,
 ) -> Trained:
     """Train on mini-batches of one micro-batch; ``replicas`` take turns, 1 for a stage whose replicas do not.
 
+    Each stage clips the mean by its own norm.
     Losses are means, or the sums that counts go with.
     """
     parameters = {name: each for name, each in module.named_parameters() if name in stage_of}
@@ -55,6 +57,10 @@ def train_in_turns(
                 parameters[name].data.copy_(versions[name][-1])
                 parameters[name].grad = sums[name] / count
                 sums[name] = torch.zeros_like(sums[name])
+            if clip_norm is not None:
+                squares = sum(float((parameters[name].grad ** 2).sum()) for name in names[stage])
+                for name in names[stage]:
+                    parameters[name].grad *= min(1.0, clip_norm / (squares**0.5 + 1e-6))
             stepper.step()
             for _ in range(count):
                 schedulers[stage].step()

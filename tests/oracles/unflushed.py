@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from functools import partial
 from math import ceil, floor
 from typing import Any, NamedTuple
@@ -94,6 +95,12 @@ class Asked(NamedTuple):
     """Whether gradients that are not finite are no error: nothing is updated then."""
     seed: int | None = None
     """Of the run; None where no layer draws."""
+    clips_stages: bool = False
+    """Whether ``clip_norm`` bounds each stage's norm, by its own gradients."""
+    xpipe: bool = False
+    """Whether predictions are as many updates ahead as XPipe says."""
+    rate_factors: Sequence[float] = ()
+    """What each stage's rates are multiplied by from the start; empty: nothing."""
 
     def late(self, stage: int) -> int:
         return self.lags[stage] if self.lags else 0
@@ -118,7 +125,8 @@ class _Histories:
         """Return what its backward sees."""
         if self._asked.policy in SAME_BACKWARD:
             return self.forward(name, question)
-        every = self._corrected if self._asked.policy == "pipemare" else self.weights
+        made = self._asked.policy == "pipemare" or self._asked.xpipe
+        every = self._corrected if made else self.weights
         number = question.mini_batch * self._asked.micro_batches + question.micro_batch
         return every[max(0, (number - self._asked.late(question.stage)) // self._asked.micro_batches)][name]
 
@@ -131,14 +139,22 @@ class _Histories:
     def add(self, parameters: Mapping[str, nn.Parameter], steppers: Mapping[int, torch.optim.Optimizer]) -> None:
         """Take in the weights after another update."""
         self.weights.append(_copies(parameters))
-        self._predicted.append({name: _predict(self._asked, each, name, steppers) for name, each in parameters.items()})
-        self._corrected.append(self._correct(len(self.weights) - 2))
+        ahead = {name: _ahead(self._asked, self._asked.stage_of[name]) for name in parameters}
+        forward, backward = (
+            {
+                name: each.detach() - ahead[name][at] * _move(self._asked, each, name, steppers)
+                for name, each in parameters.items()
+            }
+            for at in range(2)
+        )
+        self._predicted.append(forward)
+        self._corrected.append(backward if self._asked.xpipe else self._correct(len(self.weights) - 2))
 
     def _correct(self, step: int) -> dict[str, torch.Tensor]:
         """PipeMare's T2, after the update of a step."""
         found = {}
         for name, stage in self._asked.stage_of.items():
-            tau, newest = _delay(self._asked, stage), self.weights[-1][name]
+            tau, newest = delay_of(self._asked, stage), self.weights[-1][name]
             if tau and step >= self._asked.synchronous_steps:
                 keep = 0.135 ** (1 / tau)
                 change = newest - self.weights[-2][name]
@@ -162,6 +178,9 @@ def train(
         stage: optimizer([parameters[name] for name, at in asked.stage_of.items() if at == stage])
         for stage in sorted(set(asked.stage_of.values()))
     }
+    for stage, stepper in steppers.items() if asked.rate_factors else ():
+        for group in stepper.param_groups:
+            group["lr"] *= asked.rate_factors[stage]
     schedulers = [scheduler(each) for each in steppers.values()]
     histories, losses = _Histories(parameters, asked), []
     moment = seeded(module, asked.seed)
@@ -255,10 +274,13 @@ def _clip(parameters: Mapping[str, nn.Parameter], asked: Asked) -> None:
     if asked.clip_norm is None:
         return
     again = {other for _, other in asked.shared}
-    squares = sum(float((each.grad**2).sum()) for name, each in parameters.items() if name not in again)
-    factor = min(1.0, asked.clip_norm / (squares**0.5 + 1e-6))
-    for each in parameters.values():
-        each.grad.mul_(factor)
+    stages = sorted(set(asked.stage_of.values())) if asked.clips_stages else [None]
+    for stage in stages:
+        own = {name: each for name, each in parameters.items() if stage in (None, asked.stage_of[name])}
+        squares = sum(float((each.grad**2).sum()) for name, each in own.items() if name not in again)
+        factor = min(1.0, asked.clip_norm / (squares**0.5 + 1e-6))
+        for each in own.values():
+            each.grad.mul_(factor)
 
 
 def _gradients(
@@ -298,9 +320,12 @@ def _step(stepper: torch.optim.Optimizer, factor: float) -> None:
         group["lr"] = rate
 
 
-def _delay(asked: Asked, stage: int) -> float:
+def delay_of(asked: Asked, stage: int) -> float:
     """PipeMare's tau: the mean of updates between a forward and its own update."""
     count = asked.micro_batches
+    if asked.policy == "2bw":
+        # Every update is as late as that.
+        return 1.0
     return sum(max(0, ceil((asked.depths[stage] - 1 - index) / count)) for index in range(count)) / count
 
 
@@ -308,14 +333,23 @@ def _rate_factor(asked: Asked, stage: int, step: int) -> float:
     if asked.policy != "pipemare" or step < asked.synchronous_steps:
         return 1.0
     share = min((step - asked.synchronous_steps) / asked.anneal_steps, 1.0)
-    return float(max(1.0, _delay(asked, stage)) ** -(1 - share))
+    return float(max(1.0, delay_of(asked, stage)) ** -(1 - share))
 
 
-def _predict(
-    asked: Asked, parameter: nn.Parameter, name: str, steppers: Mapping[int, torch.optim.Optimizer]
-) -> torch.Tensor:
+def _ahead(asked: Asked, stage: int) -> tuple[int, int]:
+    """Return how many updates ahead forwards and backwards are predicted."""
+    count, stages = asked.micro_batches, len(asked.depths)
+    if not asked.xpipe:
+        return ceil((asked.depths[stage] + asked.late(stage) - 1) / count), 0
+    exact = (stages + count - Fraction(stage, 2) - 2) / count, Fraction(count + stage // 2 - 1, count)
+    # Halves are rounded up.
+    forward, backward = (floor(each + Fraction(1, 2)) for each in exact)
+    return forward, backward
+
+
+def _move(asked: Asked, parameter: nn.Parameter, name: str, steppers: Mapping[int, torch.optim.Optimizer]) -> Any:  # noqa: ANN401
+    """Return what an update is expected to take from a parameter."""
     stage = asked.stage_of[name]
-    ahead = ceil((asked.depths[stage] + asked.late(stage) - 1) / asked.micro_batches)
     state, group = steppers[stage].state[parameter], steppers[stage].param_groups[0]
     move: Any = 0.0
     if state.get("momentum_buffer") is not None:
@@ -324,4 +358,4 @@ def _predict(
         count, (one, two) = float(state["step"]), group["betas"]
         move = group["lr"] * (state["exp_avg"] / (1 - one**count))
         move = move / ((state["exp_avg_sq"] / (1 - two**count)).sqrt() + group["eps"])
-    return parameter.detach() - ahead * move
+    return move

@@ -12,8 +12,10 @@ from rich.console import Console
 
 from autopar.formats.program import Action
 from autopar.formats.timeline import Timeline
-from autopar.report.pictures import draw_over, draw_timeline, render
+from autopar.planner import PlanOptions, plan, simulate
+from autopar.report.pictures import draw_over, draw_timeline, extent, render
 from played import play, small_plan
+from random_problems import local_cluster, random_profile
 
 SHAPES = [
     ((1,), 1, "gpipe"),
@@ -45,8 +47,8 @@ def test_blocks_lie_at_their_times_in_milliseconds() -> None:
     found = set()
     for collection in draw_timeline(timeline).axes[0].collections:
         for path in collection.get_paths():
-            extent = path.get_extents()
-            found.add((round(extent.x0, 6), round(extent.x1, 6)))
+            box = path.get_extents()
+            found.add((round(box.x0, 6), round(box.x1, 6)))
     assert expected <= found
 
 
@@ -117,3 +119,18 @@ def test_a_table_of_a_thousand_ranks_shows_the_first_and_the_last_ones() -> None
     lines = [line.split() for line in stream.getvalue().splitlines()]
     assert [int(line[0]) for line in lines if line and line[0].isdigit()] == [*range(30), *range(1014, 1024)]
     assert ["...", "984", "more"] in lines
+
+
+def test_a_timeline_without_flushes_is_said_to_be_of_mini_batches() -> None:
+    profile, cluster = random_profile(10), local_cluster(2)
+    flushed, unflushed = (
+        simulate(plan(profile, cluster, PlanOptions(policy=policy, min_stages=2)), profile, cluster)  # type: ignore[arg-type]
+        for policy in ("sync", "stash")
+    )
+    assert extent(flushed) == "step"
+    assert draw_timeline(flushed).axes[0].get_title(loc="left").startswith("Predicted step: ")
+    updates = sum(event.action.kind == "U" for event in unflushed) // 2
+    assert updates > 20
+    assert extent(unflushed) == f"{updates} mini-batches from fill to drain"
+    title = draw_timeline(unflushed).axes[0].get_title(loc="left")
+    assert title.startswith(f"Predicted {updates} mini-batches from fill to drain: ")

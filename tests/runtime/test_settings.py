@@ -13,10 +13,12 @@ import pytest
 from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.errors import UsageError
-from autopar.formats.plan import Plan, Shard
+from autopar.formats.plan import Plan, Shard, SharedParameter
+from autopar.policies import POLICIES
 from autopar.runtime.settings import (
     DEFAULT_STEPS,
     TrainSettings,
+    check_clipping,
     check_compiling,
     check_offload,
     check_scope,
@@ -44,13 +46,15 @@ def test_the_two_ways_of_batch_normalisation_exclude_each_other() -> None:
     [
         ({"clip_norm": 0.0}, "`clip_norm` must be positive, found 0.0"),
         ({"clip_norm": math.nan}, "`clip_norm` must be positive, found nan"),
+        ({"clip_norm": 1.0, "clip": "rank"}, "`clip` must be one of model, stage; found 'rank'"),
+        ({"clip": "stage"}, "`clip='stage'` says whose norm is bounded; say by what, too: `clip_norm`"),
         ({"last": "keep"}, "`last` must be one of drop, pad; found 'keep'"),
     ],
 )
 def test_values_out_of_range_are_refused_and_others_come_back_from_json(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         TrainSettings(**settings)
-    some = TrainSettings(clip_norm=2.5, last="pad", sync_batch_norm=True, time_layers=True)
+    some = TrainSettings(clip_norm=2.5, clip="stage", last="pad", sync_batch_norm=True, time_layers=True)
     assert TrainSettings(**json.loads(json.dumps(asdict(some)))) == some
 
 
@@ -78,6 +82,25 @@ def test_what_a_run_cannot_do_of_a_plan_is_refused() -> None:
         check_compiling(sharded, expand(sharded))
     with pytest.raises(UsageError, match=r"`compile`: the program \(schedule zb-v\) runs backwards in halves"):
         check_compiling(halves, expand(halves))
+
+
+def test_stages_that_share_a_parameter_are_not_clipped_by_norms_of_their_own() -> None:
+    plan = _plan((1, 1))
+    shared = SharedParameter(parameter="weight", stages=(0, 1), bytes=8)
+    tied, asked = plan.model_copy(update={"tied": (shared,)}), TrainSettings(clip_norm=1.0, clip="stage")
+    check_clipping(plan, asked)
+    check_clipping(tied, TrainSettings(clip_norm=1.0))
+    with pytest.raises(UsageError, match=r"`clip='stage'`: stages 0 and 1 share weight, .* \(`clip='model'`\)"):
+        check_clipping(tied, asked)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_flushes_stages_are_clipped_by_norms_of_their_own_alone(policy: str) -> None:
+    plan = _plan((1, 1)).model_copy(update={"weight_policy": policy})
+    check_unflushed(plan, TrainSettings(clip_norm=1.0, clip="stage"))
+    refused = pytest.raises(UsageError, match=r"`clip_norm` takes a flush, .* \(`clip='stage'`\), or .*`policy='2bw'`")
+    with nullcontext() if policy == "2bw" else refused:
+        check_unflushed(plan, TrainSettings(clip_norm=1.0))
 
 
 def test_bf16_is_refused_where_backwards_see_other_weights_than_forwards() -> None:

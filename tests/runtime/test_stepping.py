@@ -16,6 +16,7 @@ import plain
 from autopar.capture.data import seed_data
 from autopar.capture.export import capture
 from autopar.capture.source import load
+from autopar.capture.traits import stage_traits
 from autopar.errors import AutoparError, FileError, ModelError, UsageError
 from autopar.formats.plan import Plan, Shard
 from autopar.ranks.pool import RankPool
@@ -44,6 +45,11 @@ BY_COUNT = """
 def optimizer(parameters):
     parameters = list(parameters)
     return torch.optim.SGD(parameters, lr=0.1 / len(parameters))
+"""
+BY_COUNT_AND_DELAY = """
+def optimizer(parameters, delay):
+    parameters = list(parameters)
+    return torch.optim.SGD(parameters, lr=0.1 / len(parameters) ** delay)
 """
 SCHEDULED_BY_PLACE = """
 def optimizer(parameters):
@@ -183,6 +189,10 @@ def test_groups_by_name_or_shape_train_as_the_plain_loop(
             r"gives \S+ weight_decay=0.\d when it is given the parameters of rank \d, and weight",
         ),
         (BY_COUNT, r"gives \S+ lr=\S+ when it is given the parameters of rank \d, and lr=0.00\d+ when it is given all"),
+        (
+            BY_COUNT_AND_DELAY,
+            r"gives \S+ lr=\S+ when it is given the parameters of rank \d, and lr=\S+ when it is given all",
+        ),
         (SCHEDULED_BY_PLACE, r"gives \S+ lr=\S+ in step 1 when it is given the parameters of rank \d, and lr=\S+ when"),
         (OTHERS, r"optimizer\(\) steps \d+ parameters that it was not given, the first of shape \(6, 6\)"),
         (LEAVES_OUT_BY_PLACE, r"does not step \S+ when it is given the parameters of rank \d, and does when it is"),
@@ -192,17 +202,20 @@ def test_what_a_rank_would_do_otherwise_is_refused_by_name(text: str, said: str,
     file = tmp_path / "model.py"
     file.write_text(FILE.read_text() + text)
     user = load(str(file))
+    graph = capture(user, user.build(0))
     module = user.build(0)
     trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
-    whole = whole_settings(user, module)
+    plan = dictate(graph, user, [1, 1], 2, 2, warmup=[2, 1]).model_copy(update={"weight_policy": "stash"})
+    whole = whole_settings(user, module, graph, plan)
     assert whole is not None
     refusals = []
     for rank, part in enumerate((trained[:9], trained[9:])):
         # As ranks have them: of the same names and values, and no others' objects.
         given = {name: nn.Parameter(each.detach().clone()) for name, each in part}
         try:
-            left_out(user.make_optimizer(given.items()), given, user, whole)
-            check_settings(user, given, whole, rank)
+            traits = stage_traits(plan, user.optimizer_options)[rank]
+            left_out(user.make_optimizer(given.items(), traits), given, user, whole)
+            check_settings(user, given, whole, rank, traits)
         except ModelError as error:
             refusals.append(str(error))
     assert refusals

@@ -11,20 +11,27 @@ import torch
 
 from autopar.capture.export import capture
 from autopar.capture.source import load
+from autopar.capture.traits import StageTraits, stage_traits
 from autopar.errors import AutoparError, UsageError
+from autopar.formats.plan import Plan
+from autopar.policies import POLICIES
+from autopar.policies.policy import StageDepths, UpdatesAhead
+from autopar.policies.predict import updates_ahead
 from autopar.runtime.gradients.reducer import Reducer
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.start.job import Job
-from autopar.schedules.continuing import lead
+from autopar.schedules.continuing import depths_of, lead
 from dictated import dictate
 from oracles.turns import train_in_turns
 from oracles.unflushed import RULES, SAME_BACKWARD, Rule, Trained
 from paths import MODELS
-from policy_cases import ROWS, differs, planned
+from policy_cases import ROWS, differs, planned, trained
 from threads import act_in_threads, train_in_threads
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
 DEPTHS = [([3, 2, 1], 2), ([5, 3, 1], 4), ([2, 1], 1), ([1], 1), ([4, 4, 2, 1], 3), ([7, 5, 3, 1], 6), ([2, 2, 2], 2)]
+LAGS = [([3, 2, 1], 2, 1), ([2, 1], 1, 1), ([4, 3, 2, 1], 1, 2), ([5, 3, 1], 4, 2), ([4, 3, 2, 1], 3, 2)]
+"""Depths, micro-batches, and how many of them later the last stage knows the gradient of what it shares."""
 
 
 @pytest.mark.parametrize("policy", RULES)
@@ -93,6 +100,11 @@ def test_replicas_that_take_turns_count_draw_and_freeze_as_one_would(
     more = {"recompute": True} if "DROPS" in special else {}
     plan = planned(tmp_path, "momentum", "stash", [2, 1], 1, special=special, widths=[3, 1], turns=[0], **more)
     assert differs(tmp_path, plan) < 1e-12
+
+
+def test_replicas_that_take_turns_clip_the_mean(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "momentum", "stash", [2, 1], 1, widths=[3, 1], turns=[0])
+    assert differs(tmp_path, plan, clip_norm=0.02, clip="stage") < 1e-12
 
 
 @pytest.mark.parametrize("part", ["depth", "replicas"])
@@ -176,9 +188,62 @@ def test_a_part_of_pipemare_that_is_left_out_is_found(
 def test_a_prediction_by_another_number_of_updates_is_found(
     tmp_path: Path, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopar.runtime.start.job.updates_ahead", lambda place: ahead * (place.depth > 1))
+    off = UpdatesAhead(ahead, 0)
+    monkeypatch.setattr("autopar.runtime.start.job.updates_ahead", lambda at: off if at.depth > 1 else at.ahead or off)
     plan = planned(tmp_path, "momentum", "predict", [3, 2, 1], 2)
     assert differs(tmp_path, plan, losses=False) > 1e-4
+
+
+@pytest.mark.parametrize(("depths", "micro_batches"), [*DEPTHS, ([5, 4, 3, 2, 1], 1)])
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_xpipe_predicts_as_far_ahead_as_its_constants_say(
+    tmp_path: Path, optimizer: str, depths: list[int], micro_batches: int
+) -> None:
+    widths = [2 if at % 2 else 1 for at in range(len(depths))]
+    plan = planned(tmp_path, optimizer, "predict", depths, micro_batches, widths=widths, ahead="xpipe")
+    assert differs(tmp_path, plan) < 1e-12
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_xpipes_backwards_see_predictions_when_layers_run_again_and_draw(tmp_path: Path, recompute: bool) -> None:
+    special = {"DROPS": 0.3, "COUNTS": True}
+    plan = planned(tmp_path, "adam", "predict", [5, 3, 1], 4, special=special, recompute=recompute, ahead="xpipe")
+    assert differs(tmp_path, plan) < 1e-12
+
+
+@pytest.mark.parametrize(("depths", "micro_batches", "lag"), LAGS)
+def test_xpipe_predicts_what_stages_share(tmp_path: Path, depths: list[int], micro_batches: int, lag: int) -> None:
+    plan = planned(tmp_path, "adam", "predict", depths, micro_batches, special={"SHARED": True}, ahead="xpipe")
+    assert differs(tmp_path, plan, lags=[*[0] * (len(depths) - 1), lag]) < 1e-12
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_an_xpipe_constant_off_by_one_is_found(tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def off(place: StageDepths) -> UpdatesAhead:
+        right = updates_ahead(place)
+        return right._replace(**{which: getattr(right, which) + (place.depth == 2)})
+
+    monkeypatch.setattr("autopar.runtime.start.job.updates_ahead", off)
+    plan = planned(tmp_path, "momentum", "predict", [3, 2, 1], 2, ahead="xpipe")
+    assert differs(tmp_path, plan, losses=False) > 1e-4
+
+
+def test_predictions_take_the_memory_that_is_planned_for(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "momentum", "predict", [3, 2, 1], 1, ahead="xpipe")
+    taken: dict[int, list[float]] = {}
+
+    def train(job: Job, transport: Transport) -> None:
+        for step in range(-lead(plan), 9):
+            job.step(step, 9)
+        job.finish()
+        buffers = POLICIES["predict"].buffers(depths_of(plan, job.rank))
+        taken[job.rank] = [job.versions.bytes / sum(each.nbytes for each in job.parameters.values()), buffers]
+
+    user = load(str(tmp_path / "model.py"))
+    state = {name: each.detach().clone() for name, each in user.build(0).named_parameters()}
+    act_in_threads(plan, capture(user, user.build(0)), user, state, train)
+    # The first stages' backwards see the newest.
+    assert taken == {0: [1, 1], 1: [1, 1], 2: [2, 2]}
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "nesterov"])
@@ -199,10 +264,6 @@ def test_a_parameter_that_is_read_conjugated_is_refused_by_name(tmp_path: Path) 
     state = {name: each.detach().clone() for name, each in (*module.named_parameters(), *module.named_buffers())}
     with pytest.raises(AutoparError, match=r"conjugated or negated .*; plan with `policy='sync'`"):
         train_in_threads(plan, graph, user, state, tmp_path, 2)
-
-
-LAGS = [([3, 2, 1], 2, 1), ([2, 1], 1, 1), ([4, 3, 2, 1], 1, 2), ([5, 3, 1], 4, 2), ([4, 3, 2, 1], 3, 2)]
-"""Depths, micro-batches, and how many of them later the last stage knows the gradient of what it shares."""
 
 
 @pytest.mark.parametrize("policy", [policy for policy in RULES if policy != "pipemare"])
@@ -241,6 +302,40 @@ def test_two_buffers_clip_by_the_norm_of_all_gradients(
     assert differs(tmp_path, plan, clip_norm=0.02) < 1e-12
 
 
+@pytest.mark.parametrize("policy", RULES)
+@pytest.mark.parametrize(("depths", "micro_batches"), DEPTHS)
+@pytest.mark.parametrize("counts", [False, True])
+def test_stages_clip_by_norms_of_their_own(
+    tmp_path: Path, policy: str, depths: list[int], micro_batches: int, counts: bool
+) -> None:
+    widths = [2 if at % 2 else 1 for at in range(len(depths))]
+    plan = planned(
+        tmp_path, "momentum", policy, depths, micro_batches, special={"COUNTS": counts}, widths=widths, recompute=counts
+    )
+    assert differs(tmp_path, plan, clip_norm=0.02, clip="stage") < 1e-12
+
+
+@pytest.mark.parametrize("policy", RULES)
+def test_a_bound_that_no_norm_reaches_changes_no_bit(tmp_path: Path, policy: str) -> None:
+    plan = planned(tmp_path, "momentum", policy, [3, 2, 1], 2, special={"COUNTS": True}, widths=[1, 2, 1])
+    found = [trained(tmp_path, plan, **each) for each in ({}, {"clip_norm": 1e9, "clip": "stage"})]
+    assert all(torch.equal(each, found[1][name]) for name, each in found[0].items())
+
+
+@pytest.mark.parametrize("policy", ["sync", "2bw"])
+def test_the_norm_of_the_one_stage_is_the_models(tmp_path: Path, policy: str) -> None:
+    plan = planned(tmp_path, "momentum", policy, [1], 2, widths=[2])
+    found = [trained(tmp_path, plan, clip_norm=0.02, clip=each) for each in ("model", "stage")]
+    assert all(torch.equal(each, found[1][name]) for name, each in found[0].items())
+
+
+def test_a_norm_that_lacks_a_gradient_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = Reducer.gradients_of_stage
+    monkeypatch.setattr(Reducer, "gradients_of_stage", lambda reducer, index: every(reducer, index)[1:])
+    plan = planned(tmp_path, "momentum", "stash", [3, 2, 1], 2, widths=[2, 1, 1])
+    assert differs(tmp_path, plan, clip_norm=0.02, clip="stage", losses=False) > 1e-4
+
+
 @pytest.mark.parametrize(("depths", "micro_batches"), [([3, 2, 1], 2), ([2, 1], 3)])
 @pytest.mark.parametrize("clip_norm", [None, 0.02])
 def test_two_buffers_skip_updates_of_scaled_losses_that_overflow(
@@ -262,6 +357,34 @@ def test_a_norm_that_counts_replicas_is_found(tmp_path: Path, monkeypatch: pytes
     assert differs(tmp_path, plan, clip_norm=0.02, losses=False) > 1e-4
 
 
+TELLING = [(policy, *each) for policy in RULES for each in DEPTHS if each[1] > 1 or policy != "2bw"]
+"""Of 2BW, those whose updates are all one behind; test_traits.py counts others."""
+
+
+@pytest.mark.parametrize(("policy", "depths", "micro_batches"), TELLING)
+def test_an_optimizer_is_told_the_delay_and_the_replicas_of_its_stage(
+    tmp_path: Path, policy: str, depths: list[int], micro_batches: int
+) -> None:
+    widths = [2 if at % 2 else 1 for at in range(len(depths))]
+    plan = planned(tmp_path, "momentum", policy, depths, micro_batches, widths=widths, told=True)
+    assert differs(tmp_path, plan) < 1e-12
+
+
+@pytest.mark.parametrize("off", [{"delay": 0.25}, {"replicas": 2}])
+def test_another_delay_or_number_of_replicas_is_found(
+    tmp_path: Path, off: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = stage_traits
+
+    def wrong(plan: Plan, options: tuple[str, ...]) -> list[StageTraits]:
+        first, *others = right(plan, options)
+        return [first._replace(**off), *others]  # type: ignore[arg-type]
+
+    monkeypatch.setattr("autopar.runtime.update.stage_traits", wrong)
+    plan = planned(tmp_path, "momentum", "stash", [3, 2, 1], 2, told=True)
+    assert differs(tmp_path, plan, losses=False) > 1e-4
+
+
 @pytest.mark.parametrize("policy", SAME_BACKWARD)
 @pytest.mark.parametrize(("depths", "micro_batches"), [([3, 2, 1], 2), ([5, 3, 1], 4)])
 def test_listed_modules_may_keep_weights_themselves_or_run_again(
@@ -281,6 +404,6 @@ def test_a_function_that_keeps_a_part_of_a_weight_itself_is_refused_by_name(tmp_
 @pytest.mark.parametrize("frozen", [(0,), (1, 2), (4,)])
 def test_stages_may_have_nothing_to_train(tmp_path: Path, policy: str, frozen: tuple[int, ...]) -> None:
     plan = planned(tmp_path, "momentum", policy, [3, 2, 1], 2, special={"FROZEN": frozen}, widths=[1, 2, 1])
-    trained = [layer for stage in plan.stages for layer in stage.layers if int(layer) not in frozen]
-    assert len(trained) == 5 - len(frozen)
-    assert differs(tmp_path, plan, clip_norm=0.02 if policy == "2bw" else None) < 1e-12
+    learning = [layer for stage in plan.stages for layer in stage.layers if int(layer) not in frozen]
+    assert len(learning) == 5 - len(frozen)
+    assert differs(tmp_path, plan, clip_norm=0.02, clip="model" if policy == "2bw" else "stage") < 1e-12

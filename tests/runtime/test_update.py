@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,8 +13,10 @@ from torch import nn
 
 import plain
 from autopar.capture.export import capture
+from autopar.capture.graph import LayerGraph
 from autopar.capture.source import load
 from autopar.errors import ModelError, TrainingError, UsageError
+from autopar.formats.plan import Plan
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.gradients.loss import LossScale
 from autopar.runtime.settings import TrainSettings
@@ -33,8 +35,13 @@ class Truth(NamedTuple):
     scale: float
 
 
-def _plain(file: Path, autocast: torch.dtype | None = None, clip_norm: float | None = None) -> Truth:
-    """Train as one would by hand, with torch's own scaler and clipping."""
+def _plain(
+    file: Path,
+    autocast: torch.dtype | None = None,
+    clip_norm: float | None = None,
+    stages: Sequence[Collection[str]] = (),
+) -> Truth:
+    """Train as one would by hand, with torch's own scaler and clipping: of all gradients, or stage by stage."""
     source = plain.load_file(file)
     torch.manual_seed(0)
     model = source.model()
@@ -54,7 +61,10 @@ def _plain(file: Path, autocast: torch.dtype | None = None, clip_norm: float | N
             scaler.scale(loss).backward()
             total += loss.item()
         scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm or float("inf"))
+        norm = nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
+        for names in stages or [dict(model.named_parameters())]:
+            own = [each for name, each in model.named_parameters() if name in names]
+            nn.utils.clip_grad_norm_(own, clip_norm or float("inf"))
         norms.append(norm.item() if norm.isfinite() else None)
         scaler.step(optimizer)
         scaler.update()
@@ -62,15 +72,25 @@ def _plain(file: Path, autocast: torch.dtype | None = None, clip_norm: float | N
     return Truth(model, norms, scaler.get_scale())
 
 
+def _planned(file: Path, widths: Sequence[int], precision: str, **how: Any) -> tuple[Plan, LayerGraph]:  # noqa: ANN401
+    model = load(str(file))
+    graph = capture(model, model.build(0))
+    plan = dictate(graph, model, widths, MICRO_BATCHES, ROWS, **how).model_copy(update={"precision": precision})
+    return plan, graph
+
+
 def _train(
-    file: Path, widths: Sequence[int], precision: str, settings: TrainSettings, folder: Path
+    file: Path,
+    widths: Sequence[int],
+    precision: str,
+    settings: TrainSettings,
+    folder: Path,
+    **how: Any,  # noqa: ANN401
 ) -> list[list[StepRecord]]:
     """Train with a thread per rank; return every rank's records."""
-    model = load(str(file))
+    model, (plan, graph) = load(str(file)), _planned(file, widths, precision, **how)
     module = model.build(0)
-    graph = capture(model, module)
     state = {name: each.detach() for name, each in [*module.named_parameters(), *module.named_buffers()]}
-    plan = dictate(graph, model, widths, MICRO_BATCHES, ROWS).model_copy(update={"precision": precision})
     records: dict[int, list[StepRecord]] = {}
     train_in_threads(plan, graph, model, state, folder, STEPS, settings, records)
     return [records[rank] for rank in range(len(plan.devices))]
@@ -104,6 +124,37 @@ def test_one_norm_over_all_stages_clips_all_gradients(
     for records in _train(double, widths, "fp64", TrainSettings(clip_norm=clip_norm), tmp_path):
         assert [record.gradient_norm for record in records] == pytest.approx(truth.norms, rel=1e-10)
     _assert_equal(truth.model, tmp_path, sum(widths), 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("precision", "widths", "how"),
+    [
+        ("fp64", (1,), {}),
+        ("fp64", (2, 1, 3), {}),
+        ("fp64", (2, 1), {"turns": [0]}),
+        ("fp64", (2, 1), {"schedule": "interleaved", "chunks": 2}),
+        ("fp64", (1, 1), {"schedule": "zb-v", "chunks": 2}),
+        ("fp16", (1, 1, 1), {}),
+        ("fp16", (1, 1), {"schedule": "zb-v", "chunks": 2}),
+    ],
+)
+def test_every_stage_is_clipped_by_the_norm_of_its_own_gradients(
+    double: Path, precision: str, widths: tuple[int, ...], how: dict[str, Any], tmp_path: Path
+) -> None:
+    text = (double if precision == "fp64" else MODELS / "steep.py").read_text()
+    file = tmp_path / "untied.py"
+    file.write_text(text.replace("self.again.weight = self.first.weight", "pass"))
+    plan, graph = _planned(file, widths, precision, **how)
+    stages = [
+        {name for layer in stage.layers for name in graph.layer(layer).parameters.values()} for stage in plan.stages
+    ]
+    clip_norm, tolerance = (1e-3, 1e-10) if precision == "fp64" else (5.0, 2e-3)
+    truth = _plain(file, torch.float16 if precision == "fp16" else None, clip_norm, stages)
+    settings = TrainSettings(clip_norm=clip_norm, clip="stage")
+    for records in _train(file, widths, precision, settings, tmp_path, **how):
+        assert [record.overflow for record in records] == [norm is None for norm in truth.norms]
+        assert {record.gradient_norm for record in records} == {None}
+    _assert_equal(truth.model, tmp_path, sum(widths), tolerance)
 
 
 @pytest.mark.parametrize("clip_norm", [None, 5.0])

@@ -19,6 +19,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives.unflushed import PolicyJudge, device_orders
 from autopar.planner.simulator.simulate import Simulator
 from autopar.planner.simulator.unflushed import pipeline_times
+from autopar.policies.predict import xpipe_constants
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 POLICIES = ("stash", "vertical-sync", "2bw")
@@ -102,6 +103,8 @@ def test_dictated_stages_are_kept_and_micro_batches_too() -> None:
         ({"objective": "cost"}, "`policy='stash'` does not go with `objective='cost'`"),
         ({"exact": True}, "`exact` does not go with `policy='stash'`"),
         ({"policy": "2bw", "stages": "0-6:1,7-13:1", "micro_batches": 5}, "`micro_batches=5` does not divide"),
+        ({"ahead": "counted"}, "`ahead` is of `policy='predict'`; leave it out"),
+        ({"policy": "predict", "ahead": "far"}, "`ahead` must be one of counted, xpipe; found 'far'"),
         ({"policy": "sometimes"}, "`policy` must be one of sync, stash"),
     ],
 )
@@ -167,3 +170,20 @@ def test_versions_are_charged() -> None:
     assert trained
     # The last stage keeps one version under stashing, and as many as the first under vertical sync.
     assert peaks["vertical-sync"].peak_bytes[1] - peaks["stash"].peak_bytes[1] >= trained
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_predictions_of_forwards_and_backwards_are_charged(micro_batches: int) -> None:
+    profile, cluster = random_profile(10, batches=(4,)), local_cluster(4)
+    options = PlanOptions(policy="predict", stages="0:1,1-2:1,3-4:1", micro_batches=micro_batches, recompute="none")
+    plans = {each: plan(profile, cluster, replace(options, ahead=each)) for each in ("counted", "xpipe")}  # type: ignore[arg-type]
+    trained = [
+        sum(layer.trainable_bytes for layer in profile.layers[first:stop]) for first, stop in ((0, 1), (1, 3), (3, 5))
+    ]
+    counted, xpipe = (plans[each].predicted.peak_bytes for each in ("counted", "xpipe"))
+    stages = [[stage.warmup for stage in each.stages] for each in plans.values()]
+    assert stages[0] == stages[1]
+    for at, depth in enumerate(stages[0]):
+        constants = xpipe_constants(at, 3, micro_batches)
+        more = sum(each > 0 for each in constants) - (depth > 1)
+        assert xpipe[at] - counted[at] == more * trained[at]

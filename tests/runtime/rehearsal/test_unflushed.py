@@ -30,7 +30,9 @@ def drawn(seed: int) -> tuple[Plan, object, object] | None:
     draw = random.Random(seed)
     profile, cluster = random_profile(seed, batches=(2, 4, 6)), random_cluster(seed, 4)
     policy = POLICIES[seed % len(POLICIES)]
-    more: dict[str, int] = {"anneal_steps": 5} if policy == "pipemare" else {}
+    more: dict[str, object] = {"anneal_steps": 5} if policy == "pipemare" else {}
+    if policy == "predict":
+        more = {"ahead": ("counted", "xpipe")[seed // len(POLICIES) % 2]}
     if policy == "stash" and seed % 2:
         # Replicas may take turns.
         more["micro_batches"] = 1

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import plain
 from autopar.capture.batch import model_arguments, named_outputs
 from autopar.capture.export import capture
+from autopar.capture.plain import train_plainly
 from autopar.capture.source import load
 from autopar.errors import UsageError
 from autopar.formats.plan import Shard
@@ -21,11 +22,13 @@ from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.ranks.pool import RankPool
 from autopar.runtime.result.weights import names, read
 from autopar.runtime.settings import TrainSettings
+from autopar.runtime.stage.parameters import stages_of_parameters
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.expand import expand
 from dictated import dictate
 from paths import MODELS
+from rank_jobs import real
 from sharded_cases import Case, make_case, trains_as_plain
 from training_cases import EXAMPLES, FILE, NARROW, OPTIMIZERS
 
@@ -217,6 +220,27 @@ def test_clipping_counts_every_part_of_a_gradient_once(
         found = pool.run("rank_jobs:train_and_clip", {**arguments, "clip_norm": clip_norm}, ranks=5)
         norms |= {f"{norm:.9e}" for norm in found}  # type: ignore[str-bytes-safe]
     assert len(norms) == 1
+
+
+@pytest.mark.parametrize("level", ["none", *LEVELS])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb-v", 2)])
+def test_a_stages_norm_is_of_all_parts_that_its_replicas_hold(
+    level: Shard, schedule: str, chunks: int, cases: dict[str, Case], pool: RankPool, tmp_path: Path
+) -> None:
+    case = cases["uneven"]
+    plan = dictate(case.graph, case.model, (1, 2), 3, 6, schedule, chunks=chunks, shard=level)
+    arguments = {"plan": plan.dumps(), "model": str(case.file), "workspace": str(case.workspace), "steps": 3}
+    settings = {"clip_norm": 1e-3, "clip": "stage"}
+    pool.run("rank_jobs:train_and_keep", {**arguments, "folder": str(tmp_path), "settings": settings}, ranks=3)
+    stage_of = stages_of_parameters(case.graph, plan)
+    truths = [
+        train_plainly(case.model, plan, 3, clip_norm=1e-3, clips_stages=each, stage_of=stage_of)
+        for each in (True, False)
+    ]
+    for rank in range(3):
+        for name, parameter in load_file(tmp_path / f"parameters-{rank}").items():
+            torch.testing.assert_close(parameter, real(truths[0].parameters[name]), rtol=1e-10, atol=1e-12, msg=name)
+    assert any(not each.allclose(truths[1].parameters[name]) for name, each in truths[0].parameters.items())
 
 
 def test_a_sharded_stage_holds_what_the_planner_says(pool: RankPool, tmp_path: Path) -> None:

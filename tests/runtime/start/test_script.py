@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,24 @@ def test_one_process_trains_as_a_plain_loop_and_leaves_the_scripts_model_alone(t
     assert all(torch.equal(saved[name], state[name]) for name, _ in truth.named_parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.training
+
+
+def test_a_script_clips_stages_and_has_its_optimizer_told_of_them() -> None:
+    def told(parameters: list[torch.nn.Parameter], delay: float, replicas: int) -> torch.optim.Optimizer:
+        assert (delay, replicas) == (0.0, 1)
+        return make_optimizer(parameters)
+
+    found: dict[str, list[float]] = {}
+    for clip in ("model", "stage"):
+        asked: dict[str, Any] = {"clip_norm": 1e-2, "clip": clip}
+        with autopar.materialize(make_model(), planned([1]), loss=loss, optimizer=told, **asked) as job:
+            metrics = [job.step(batch) for batch in batches(3)]
+        found[clip] = [each.loss for each in metrics]
+        assert [each.gradient_norm is None for each in metrics] == [clip == "stage"] * 3
+    assert found["model"] == found["stage"]
+    assert found["model"] != pytest.approx(trained_plainly()[0][:3], rel=1e-6)
+    with pytest.raises(UsageError, match="`clip='stage'` says whose norm is bounded"):
+        autopar.materialize(make_model(), planned([1]), loss=loss, clip="stage")
 
 
 def test_a_model_that_changes_python_state_is_held_to_what_the_plan_ignores() -> None:

@@ -26,6 +26,7 @@ from autopar.runtime.start import verify as room
 from autopar.runtime.start.verify import PROMISED, Holder, compare, verify
 from dictated import dictate
 from paths import MODELS, ROOT
+from policy_cases import TOLD
 
 NARROW = """
 import importlib.util
@@ -274,6 +275,30 @@ def test_without_flushes_the_rule_is_trained(
     found = verified(plan, pool, steps=4)
     assert found.equal, found
     assert found.computed == "float64"
+
+
+def told(folder: Path, example: str) -> str:
+    """Write an example whose rates go by the stage."""
+    text = NARROW.format(path=str(ROOT / "examples" / f"{example}.py"), narrow=EXAMPLES[example])
+    (folder / "model.py").write_text(text + TOLD)
+    return str(folder / "model.py")
+
+
+@pytest.mark.parametrize("policy", ["stash", "pipemare", "sync"])
+def test_an_optimizer_is_told_of_its_stage_on_both_sides(policy: str, tmp_path: Path, pool: RankPool) -> None:
+    plan = planned(tmp_path, told(tmp_path, "mlp"), (2, 1, 3), warmup=[1, 1, 1])
+    found = verified(plan if policy == "sync" else unflushed(plan, policy, (3, 2, 1)), pool, steps=4)
+    assert found.equal, found
+
+
+@pytest.mark.parametrize(("policy", "asked"), [("2bw", "delay"), ("sync", "replicas")])
+def test_copies_of_a_parameter_are_not_told_apart(policy: str, asked: str, tmp_path: Path, pool: RankPool) -> None:
+    plan = planned(tmp_path, told(tmp_path, "gpt"), (1, 2), warmup=[1, 1])
+    plan = plan if policy == "sync" else unflushed(plan, policy, (2, 1))
+    with pytest.raises(
+        UsageError, match=rf"optimizer\(\) asks for {asked}, which is .* that share .*wte.weight, whose"
+    ):
+        verified(plan, pool)
 
 
 def unflushed(plan: Plan, policy: str, depths: Sequence[int]) -> Plan:
