@@ -126,6 +126,9 @@ def program_of(path: str | Path | None, plan: Plan) -> Program | None:
     if path is None:
         return None
     program = read_program(Path(path), plan)
+    if program.shift:
+        # Their order is kept.
+        return program
     for rank, (actions, planned) in enumerate(zip(program.ranks, expand(plan).ranks, strict=True)):
         if _closing(actions) != _closing(planned):
             raise ProgramError(

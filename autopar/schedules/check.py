@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from autopar.errors import FileError
@@ -11,9 +12,11 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import (
     BACKWARD,
     BACKWARDS,
+    BEGIN_SUM,
     FORWARD,
     INPUT_BACKWARD,
     KINDS,
+    PREDICT,
     RECEIVE,
     RECEIVE_GRADIENT,
     RECEIVES,
@@ -23,11 +26,13 @@ from autopar.formats.program import (
     SEND,
     SEND_GRADIENT,
     SENDS,
+    UPDATE,
     WEIGHT_BACKWARD,
     Action,
     Program,
     RankProgram,
 )
+from autopar.policies import POLICIES
 from autopar.schedules.continuing import lead, written_out
 from autopar.schedules.expand import Message, closing_of, expand, messages, mine, stages_of
 from autopar.schedules.order import holdings, in_flight
@@ -63,32 +68,99 @@ def check(program: Program, plan: Plan, kinds: Collection[str] = KINDS) -> None:
             own[rank].append(message)
     for rank, actions in enumerate(program.ranks):
         _check_complete(rank, actions, plan, own[rank], kinds)
-        for stage, depth in in_flight(actions).items() if BACKWARD in kinds else ():
-            allowed = plan.stages[stage].warmup
-            if depth > allowed:
-                where = f"rank {rank} (stage {stage})"
-                raise ProgramError(f"{where} keeps {depth} micro-batches in flight, allowed {allowed}")
+        for stage in in_flight(actions) if BACKWARD in kinds else ():
+            _check_depth(rank, stage, actions, plan)
     _check_flow(program)
 
 
 def _check_repeated(program: Program, plan: Plan) -> None:
-    """The program of a pipeline without flushes is the plan's own, and free of deadlock from its fill to its drain."""
-    if program != expand(plan):
-        raise ProgramError(f"the program of a plan of weight policy {plan.weight_policy} must be the plan's own")
-    first = -lead(plan)
-    written = written_out(program, plan.micro_batches, first, 2 * plan.span - 2 * first)
+    """A pipeline without flushes trains by its policy's rule, from its fill to its drain, and is free of deadlock.
+
+    Of an edited program, forwards and messages may stand elsewhere; backwards, sums and updates keep their order.
+    """
+    own, count = expand(plan), 2 * plan.span + 2 * lead(plan)
+    written = written_out(program, plan.micro_batches, -lead(plan), count)
+    if program != own:
+        if program.shift != own.shift:
+            raise ProgramError(f"$.shift: the plan's repetitions have {own.shift} micro-batches, found {program.shift}")
+        for rank in range(len(plan.devices)):
+            _check_kept_order(rank, program.ranks[rank], own.ranks[rank])
+            _check_repeated_rank(rank, written.ranks[rank], plan, count)
     # The sum of a shared parameter begins with each holder's last backward: its end waits for nothing behind these.
     ranks = (RankProgram.of(each for each in actions if each.kind != REDUCE_TIED) for actions in written.ranks)
     _check_flow(Program(tuple(ranks)))
+
+
+_MOVABLE = (FORWARD, *SENDS, *RECEIVES)
+
+
+def _check_kept_order(rank: int, actions: RankProgram, own: RankProgram) -> None:
+    """Backwards, sums and updates are in the order of the plan's own repetition."""
+    found, expected = ([each for each in some if each.kind not in _MOVABLE] for some in (actions, own))
+    for one, other in zip_longest(found, expected):
+        if one != other:
+            at = one or other
+            assert at is not None
+            raise ProgramError(
+                f"rank {rank} (stage {at.stage}): {one or 'nothing'} stands where the plan's own program has "
+                f"{other or 'nothing'}; without flushes, only forwards and messages may stand elsewhere"
+            )
+
+
+def _check_repeated_rank(rank: int, actions: RankProgram, plan: Plan, mini_batches: int) -> None:
+    """All of a rank's forwards are there once, where they have what they need, and see the version that is due."""
+    (stage, *_), replica = stages_of(plan, rank)
+    placed, depths, policy = plan.stages[stage], plan.depths[stage], POLICIES[plan.weight_policy]
+    first = replica if placed.turning > 1 else 0
+    numbers = range(first, mini_batches * plan.micro_batches, placed.turning)
+    flowing = [each for each in messages(plan) if rank in (each.sender, each.receiver)]
+    _check_order(rank, _numbered(actions), _flow(rank, plan, flowing, (), numbers), (*_MOVABLE, BACKWARD))
+    updates, begun, prepared, predicts = 0, -1, -1, any(each.kind == PREDICT for each in actions)
+    for action in actions:
+        mini_batch = action.micro_batch // plan.micro_batches
+        if action.kind == UPDATE:
+            updates += 1
+        elif action.kind == PREDICT:
+            prepared = mini_batch
+        elif action.kind == BEGIN_SUM:
+            begun = mini_batch
+        elif action.kind == FORWARD:
+            due = policy.forward_version(depths, action.micro_batch // placed.turning)
+            late = mini_batch <= begun and not policy.sums_gradients
+            unprepared = predicts and mini_batch != prepared
+            if late or unprepared or max(0, updates - action.version) != max(0, due):
+                raise ProgramError(
+                    f"rank {rank} (stage {stage}): {action}, counted through all mini-batches, stands where it would "
+                    f"not see version {max(0, due)} of the weights, as {plan.weight_policy} has it"
+                )
+    _check_depth(rank, stage, actions, plan)
+
+
+def _check_depth(rank: int, stage: int, actions: RankProgram, plan: Plan) -> None:
+    depth, allowed = in_flight(actions)[stage], plan.stages[stage].warmup
+    if depth > allowed:
+        raise ProgramError(f"rank {rank} (stage {stage}) keeps {depth} micro-batches in flight, allowed {allowed}")
+
+
+def _numbered(actions: RankProgram) -> RankProgram:
+    """Return what has a micro-batch, all of it seeing the newest weights."""
+    kinds = (*_MOVABLE, BACKWARD)
+    return RankProgram.of(each._replace(version=0) for each in actions if each.kind in kinds)
 
 
 def _check_complete(
     rank: int, actions: RankProgram, plan: Plan, flowing: list[Message], kinds: Collection[str]
 ) -> None:
     """Every action that the plan asks of the rank, ``flowing`` messages included, is there once, and in sound order."""
+    _check_order(rank, actions, _prerequisites(rank, plan, flowing, Counter(actions)), kinds)
+
+
+def _check_order(
+    rank: int, actions: RankProgram, prerequisites: Mapping[Action, list[Action]], kinds: Collection[str]
+) -> None:
+    """Every action is there once that has prerequisites and is of these kinds, and behind all of them."""
     found = Counter(actions)
-    asked = _prerequisites(rank, plan, flowing, found).items()
-    before = {after: earlier for after, earlier in asked if after.kind in kinds}
+    before = {after: earlier for after, earlier in prerequisites.items() if after.kind in kinds}
     expected = before.keys() | {action for earlier in before.values() for action in earlier}
     wrong = [action for action in expected | found.keys() if found[action] != 1 or action not in expected]
     if wrong:
@@ -108,21 +180,11 @@ def _prerequisites(
 ) -> dict[Action, list[Action]]:
     """Return what the rank has to do, each with what must stand before it; backwards in halves as the program has."""
     stages, _ = stages_of(plan, rank)
-    before: dict[Action, list[Action]] = {}
+    before = _flow(rank, plan, flowing, program_actions, mine(plan, rank))
     last: dict[int, list[Action]] = {stage: [] for stage in stages}
-    for stage in stages:
-        for micro_batch in mine(plan, rank):
-            forward, backward = Action(FORWARD, stage, micro_batch), _backward(stage, micro_batch, program_actions)
-            before[forward], before[backward] = [], [forward]
-            last[stage].append(backward)
-            if backward.kind == INPUT_BACKWARD:
-                weight = Action(WEIGHT_BACKWARD, stage, micro_batch)
-                before[weight] = [backward]
-                last[stage].append(weight)
-    for message in flowing:
-        for micro_batch in mine(plan, rank):
-            if message.carries(micro_batch):
-                _add_message(before, rank, message, micro_batch, program_actions)
+    for action in before:
+        if action.kind in BACKWARDS:
+            last[action.stage].append(action)
     closing = [Action(kind, stage, index) for kind, stage, index, *_ in closing_of(plan, stages)]
     *reductions, update = closing
     for reduction in reductions:
@@ -130,6 +192,24 @@ def _prerequisites(
         before[reduction] = [action for stage in stages if stage in tied for action in last[stage]]
     # Ranks may meet in their updates, over the loss or the gradients' norm: nobody can wait for what follows one.
     before[update] = list(before)
+    return before
+
+
+def _flow(
+    rank: int, plan: Plan, flowing: list[Message], program_actions: Container[Action], micro_batches: Sequence[int]
+) -> dict[Action, list[Action]]:
+    """Return forwards, backwards and messages of a rank's micro-batches, each with what must stand before it."""
+    before: dict[Action, list[Action]] = {}
+    for stage in stages_of(plan, rank)[0]:
+        for micro_batch in micro_batches:
+            forward, backward = Action(FORWARD, stage, micro_batch), _backward(stage, micro_batch, program_actions)
+            before[forward], before[backward] = [], [forward]
+            if backward.kind == INPUT_BACKWARD:
+                before[Action(WEIGHT_BACKWARD, stage, micro_batch)] = [backward]
+    for message in flowing:
+        for micro_batch in micro_batches:
+            if message.carries(micro_batch):
+                _add_message(before, rank, message, micro_batch, program_actions)
     return before
 
 
@@ -278,7 +358,11 @@ def check_bounds(program: Program, plan: Plan) -> None:
     Raises:
         ProgramError: names the rank and the stage.
     """
-    for rank, (actions, planned) in enumerate(zip(program.ranks, expand(plan).ranks, strict=True)):
+    own = expand(plan)
+    if program.shift:
+        first, count = -lead(plan), 2 * plan.span + 2 * lead(plan)
+        program, own = (written_out(each, plan.micro_batches, first, count) for each in (program, own))
+    for rank, (actions, planned) in enumerate(zip(program.ranks, own.ranks, strict=True)):
         allowed = holdings(planned)
         for stage, holding in holdings(actions).items():
             for name, noun in _NOUNS.items():

@@ -7,6 +7,7 @@ stepped, they give the records of steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from autopar.capture.optimizer import Settings
 from autopar.capture.source import UserModel
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
-from autopar.formats.program import Program
+from autopar.formats.program import FORWARD, Program
 from autopar.policies import POLICIES, kept_versions
 from autopar.policies.pipemare import delay
 from autopar.policies.predict import updates_ahead
@@ -279,15 +280,12 @@ class Job:
             self.versions.refill(start)
         return self._executor.run(Repetition(step, self.plan.micro_batches, stop, start, self.plan.span), inputs)
 
-    @property
+    @cached_property
     def _ahead(self) -> range:
         """How many mini-batches ahead of a step its forwards are."""
-        if self.plan.weight_policy == "sync":
-            return range(1)
-        depths = depths_of(self.plan, min(self.stages))
-        ahead = self._turning * (depths.depth + depths.lag)
-        last = ahead + self.plan.span * depths.micro_batches - 1
-        return range(ahead // depths.micro_batches, last // depths.micro_batches + 1)
+        count = self.plan.micro_batches
+        forwards = [action.micro_batch // count for action in self.actions if action.kind == FORWARD]
+        return range(min(forwards, default=0), max(forwards, default=0) + 1)
 
     def _check_unflushed(self, graph: LayerGraph) -> None:
         """Refuse a model that no pipeline without flushes trains.

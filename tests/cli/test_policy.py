@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -144,6 +145,28 @@ def test_stages_are_clipped_by_norms_of_their_own(run: Run) -> None:
     none, huge, tight = saved("none"), saved("huge"), saved("tight")
     assert all(torch.equal(each, huge[name]) for name, each in none.items())
     assert not any(torch.equal(each, tight[name]) for name, each in none.items())
+
+
+def test_an_edited_repetition_is_simulated_rehearsed_and_run(run: Run) -> None:
+    dictated = ("--gpus", "2", "--stages", "0-2:1,3-4:1", "--micro-batches", "2")
+    assert run("plan", *dictated, "--policy", "stash")[0] == 0
+    plan = Plan.load("plan.json")
+    stages = (stage.model_copy(update={"warmup": depth}) for stage, depth in zip(plan.stages, (3, 3), strict=True))
+    plan.model_copy(update={"stages": tuple(stages)}).save("plan.json")
+    assert run("simulate", "--write-program", "own.json")[0] == 0
+    # The second of two micro-batches before the first, on both ranks.
+    other = re.sub(r"\b([FSR])(\d+)@", lambda each: f"{each[1]}{int(each[2]) ^ 1}@", Path("own.json").read_text())
+    Path("other.json").write_text(other)
+    for command in (("simulate",), ("rehearse", "--steps", "20"), ("run", "--steps", "12", "--save", "two")):
+        code, _, err = run(*command, "--program", "other.json")
+        assert code == 0, err
+    assert run("run", "--steps", "12", "--save", "one", "--overwrite")[0] == 0
+    one, two = saved("one"), saved("two")
+    assert all(torch.equal(each, two[name]) for name, each in one.items())
+    Path("other.json").write_text(other.replace(" U@0", "", 1))
+    code, _, err = run("run", "--program", "other.json", "--overwrite")
+    assert code == 4
+    assert "without flushes, only forwards and messages may stand elsewhere" in err.splitlines()[-1]
 
 
 def saved(folder: str) -> dict[str, torch.Tensor]:

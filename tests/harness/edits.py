@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program, RankProgram
@@ -18,7 +19,7 @@ def edited(plan: Plan, seed: int, attempts: int = 40) -> Program:
         actions = list(program.ranks[rank])
         moved = actions.pop(draw.randrange(len(actions)))
         actions.insert(draw.randrange(len(actions) + 1), moved)
-        changed = Program((*program.ranks[:rank], RankProgram.of(actions), *program.ranks[rank + 1 :]))
+        changed = replace(program, ranks=(*program.ranks[:rank], RankProgram.of(actions), *program.ranks[rank + 1 :]))
         try:
             check(changed, plan)
             check_bounds(changed, plan)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.formats.plan import Plan
+from autopar.formats.program import Program
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.settings import TrainSettings
 from dictated import dictate
@@ -82,10 +83,18 @@ def trained(folder: Path, plan: Plan, **settings: Any) -> dict[str, torch.Tensor
     return {f"{rank}: {name}": each for rank, found in files.items() for name, each in found.items()}
 
 
-def differs(folder: Path, plan: Plan, *, losses: bool = True, lags: Sequence[int] = (), **clipping: Any) -> float:  # noqa: ANN401
+def differs(
+    folder: Path,
+    plan: Plan,
+    *,
+    losses: bool = True,
+    lags: Sequence[int] = (),
+    program: Program | None = None,
+    **clipping: Any,  # noqa: ANN401
+) -> float:
     """Return how far parameters are from the rule's, relative to the largest; ``losses`` are to be the rule's, too.
 
-    Gradients are clipped as settings say.
+    Gradients are clipped as settings say; ``program`` is run in place of the plan's own.
     """
     user = load(str(folder / "model.py"))
     module = user.build(0)
@@ -93,7 +102,7 @@ def differs(folder: Path, plan: Plan, *, losses: bool = True, lags: Sequence[int
     state = {name: each.detach().clone() for name, each in user.build(0).named_parameters()}
     records: dict[int, list[StepRecord]] = {}
     settings = TrainSettings(**clipping)
-    found_losses = train_in_threads(plan, graph, user, state, folder, STEPS, settings, records)
+    found_losses = train_in_threads(plan, graph, user, state, folder, STEPS, settings, records, program)
     counts = [sum(each.count for each in parts) for parts in zip(*records.values(), strict=True)]
     found_losses = [total / (count or 1.0) for total, count in zip(found_losses, counts, strict=True)]
     layers = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}

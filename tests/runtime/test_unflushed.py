@@ -21,7 +21,9 @@ from autopar.runtime.gradients.reducer import Reducer
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.start.job import Job
 from autopar.schedules.continuing import depths_of, lead
+from autopar.schedules.expand import expand
 from dictated import dictate
+from edits import edited
 from oracles.turns import train_in_turns
 from oracles.unflushed import RULES, SAME_BACKWARD, Rule, Trained
 from paths import MODELS
@@ -71,6 +73,17 @@ def test_some_layers_run_again_where_that_changes_nothing(tmp_path: Path, policy
 def test_replicas_that_split_micro_batches_are_as_one(tmp_path: Path, policy: str) -> None:
     plan = planned(tmp_path, "momentum", policy, [3, 2, 1], 2, widths=[2, 1, 2])
     assert differs(tmp_path, plan) < 1e-12
+
+
+@pytest.mark.parametrize("policy", RULES)
+@pytest.mark.parametrize("seed", range(4))
+def test_edited_programs_train_by_the_rule(tmp_path: Path, policy: str, seed: int) -> None:
+    turns: dict[str, Any] = {"widths": [2, 1, 2], "turns": [0, 2]} if policy == "stash" and seed % 2 else {}
+    depths, micro_batches = ([3, 2, 1], 1) if turns else ([5, 3, 3], 4)
+    plan = planned(tmp_path, "adam", policy, depths, micro_batches, **turns)
+    program = edited(plan, seed, attempts=300)
+    assert program != expand(plan)
+    assert differs(tmp_path, plan, program=program) < 1e-12
 
 
 TURNS: list[tuple[list[int], list[int], list[int]]] = [

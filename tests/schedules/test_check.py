@@ -102,6 +102,24 @@ def test_a_weight_half_that_comes_later_than_planned_is_refused(tmp_path: Path) 
     _refused(tmp_path, plan, 1, _moved("W0@1", "F2@1"), message)
 
 
+@pytest.mark.parametrize(
+    ("rank", "edit", "message"),
+    [
+        (0, _moved("F4@0", "B1@0v1"), r"F4@0, counted through .* stands where it would not see version 1"),
+        (0, _moved("B0@0v1", "U@0"), r"N3@0 stands where the plan's own program has B0@0v1; without flushes, only"),
+        (1, lambda actions: [each for each in actions if each != "F1@1"], r"rank 1 \(stage 1\): F\d@1 is missing"),
+        (1, _moved("R1@1<0@0", "F2@1"), r"F\d@1 stands before R\d@1<0@0, which it needs"),
+        (0, lambda actions: [actions[-2], actions[-1], *actions[:-2]], r"would not see version|keeps 4 micro-batches"),
+    ],
+)
+def test_an_edit_that_breaks_the_rule_of_a_policy_is_refused(
+    tmp_path: Path, rank: int, edit: Edit, message: str
+) -> None:
+    plan = make("1f1b", 2, [(1,), (1,)], [2, 1], chain(2))
+    stages = (stage.model_copy(update={"warmup": depth}) for stage, depth in zip(plan.stages, (3, 1), strict=True))
+    _refused(tmp_path, plan.model_copy(update={"weight_policy": "stash", "stages": tuple(stages)}), rank, edit, message)
+
+
 def test_replicas_that_complete_their_stages_in_different_orders_are_refused(tmp_path: Path) -> None:
     plan = make("zb-v", 2, [(1, 1)], [2, 1], chain(2))
     message = r"rank 1 begins to reduce stage 0 where rank 0 begins with stage 1; they must keep one order"

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from autopar.errors import AutoparError, UsageError
 from autopar.formats.faults import Fault
 from autopar.formats.plan import Plan
+from autopar.formats.program import FORWARD, RECEIVE, SEND, Program, RankProgram
 from autopar.formats.timeline import Timeline
 from autopar.planner import PlanOptions, action_prices, plan, simulate
 from autopar.planner.simulator.unflushed import mini_batches
 from autopar.runtime.rehearsal.steps import rehearse_steps
+from autopar.schedules.check import check, check_bounds
 from autopar.schedules.continuing import lead
-from random_problems import random_cluster, random_profile
+from autopar.schedules.expand import expand
+from edits import edited
+from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
 
 POLICIES = ("stash", "vertical-sync", "2bw", "predict", "pipemare")
 
@@ -85,6 +90,57 @@ def test_rehearsed_replicas_in_turn_take_what_was_simulated() -> None:
         # A mini-batch ends with the last update that has it.
         assert sum(rehearsed.steps_s) == pytest.approx(simulated.end_s, rel=1e-9)
     assert len(spans) >= 3
+
+
+def swapped(program: Program) -> Program:
+    """Return a program that takes the second of every two micro-batches forward before the first, on all ranks."""
+    ranks = []
+    for actions in program.ranks:
+        forth = (FORWARD, SEND, RECEIVE)
+        other = [each._replace(micro_batch=each.micro_batch ^ 1) if each.kind in forth else each for each in actions]
+        ranks.append(RankProgram.of(other))
+    return replace(program, ranks=tuple(ranks))
+
+
+@pytest.mark.parametrize("policy", ["stash", "vertical-sync", "2bw", "pipemare"])
+def test_another_order_of_forwards_changes_what_is_rehearsed_and_simulated_alike(policy: str) -> None:
+    profile, cluster = gpt_profile(blocks=6), local_cluster(3)
+    profile = profile.model_copy(update={"tied": ()})
+    more: dict[str, int] = {"anneal_steps": 5} if policy == "pipemare" else {}
+    micro_batches = 4 if policy == "2bw" else 2
+    options = PlanOptions(policy=policy, stages="0-3:1,4-6:1,7-7:1", micro_batches=micro_batches, **more)  # type: ignore[arg-type]
+    made = plan(profile, cluster, options)
+    depths = zip(made.stages, (5, 3, 3), strict=True)
+    stages = tuple(stage.model_copy(update={"warmup": depth}) for stage, depth in depths)
+    made = made.model_copy(update={"stages": stages})
+    program = swapped(expand(made))
+    check(program, made)
+    check_bounds(program, made)
+    steps = mini_batches(made)
+    prices = action_prices(made, profile, cluster, program)
+    rehearsed = rehearse_steps(made, profile, prices, steps, program=program, threads=True)
+    simulated, usual = simulate(made, profile, cluster, program), simulate(made, profile, cluster)
+    for one, two in zip(ends(rehearsed.timeline), ends(simulated), strict=True):
+        assert one[:2] == two[:2]
+        assert one[2] == pytest.approx(two[2], rel=1e-9, abs=1e-9 * simulated.end_s)
+    assert ends(simulated) != ends(usual)
+
+
+def test_programs_edited_at_random_take_as_long_as_simulated() -> None:
+    moved = 0
+    for seed in range(60):
+        found = drawn(seed)
+        if found is None:
+            continue
+        made, *inputs = found
+        program = edited(made, seed)
+        moved += program != expand(made)
+        prices = action_prices(made, *inputs, program)  # type: ignore[arg-type]
+        rehearsed = rehearse_steps(made, inputs[0], prices, mini_batches(made), program=program, threads=True)  # type: ignore[arg-type]
+        for one, two in zip(ends(rehearsed.timeline), ends(simulate(made, *inputs, program)), strict=True):  # type: ignore[arg-type]
+            assert one[:2] == two[:2]
+            assert one[2] == pytest.approx(two[2], rel=1e-9, abs=1e-12), seed
+    assert moved >= 15
 
 
 def test_an_action_of_another_price_is_found() -> None:
