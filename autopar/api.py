@@ -28,6 +28,7 @@ __all__ = [
     "checkpoints",
     "compare",
     "estimate",
+    "export",
     "export_checkpoint",
     "import_pipedream",
     "import_piper",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from autopar.exports import Export
     from autopar.formats.checkpoint import CheckpointView
     from autopar.formats.report import Verification
     from autopar.planner import PlanOptions
@@ -535,6 +537,34 @@ def show(file: str | Path, over: str | Path | None = None, *, progress: Progress
     from autopar.shown import view_file
 
     return view_file(Path(file), None if over is None else Path(over), progress)
+
+
+def export(
+    plan: PlanFile,
+    target: str,
+    *,
+    output: str | Path | None = None,
+    profile: Profile | str | Path | None = None,
+    cluster: clusters.Cluster | str | None = None,
+) -> Export:
+    """Return a plan as the files of another trainer; nothing is written.
+
+    Args:
+        plan: a plan, or its file.
+        target: the format, such as ``torch``; :data:`autopar.exports.TARGETS` has all.
+        output: where the main file is to be, which what it names is relative to; None: beside the plan.
+        profile: what the plan was made of, in place of what it knows or its file records.
+        cluster: likewise.
+
+    Raises:
+        UsageError: there is no such format, or it cannot express the plan; says why.
+        FileError: a file is missing, malformed, or no longer what it was when the plan was made.
+    """
+    from autopar.exports import export_plan
+    from autopar.inputs import planned_file
+
+    resolved = _resolve_inputs(plan, profile, cluster)
+    return export_plan(target, resolved, planned_file(plan), None if output is None else Path(output))
 
 
 def import_pipedream(file: str | Path, profiled_batch: int = 1) -> Profile:

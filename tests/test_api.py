@@ -34,7 +34,7 @@ COMMANDS = {
     "import": ("import_pipedream", "import_piper", "import_profiles"),
     "probe": ("probe",),
     "list": ("checkpoints",),
-    "export": ("export_checkpoint",),
+    "export": ("export", "export_checkpoint"),
 }
 """Functions by command; `worker` is a part of `run`, `demo` a sequence of others, and `cluster list` lists tables."""
 

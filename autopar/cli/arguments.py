@@ -176,6 +176,13 @@ def formats(incomplete: str) -> list[str]:
     return _beginning(incomplete, ("pipedream", "piper", "profiles"))
 
 
+def targets(incomplete: str) -> list[str]:
+    """Return what `autopar export` writes."""
+    from autopar.exports import TARGETS
+
+    return _beginning(incomplete, TARGETS)
+
+
 ProfileFile = Annotated[Path, typer.Argument(help="What `autopar profile` measured.")]
 Gpus = Annotated[int | None, typer.Option("--gpus", help="Use at most this many devices; default: all of the cluster.")]
 ClusterName = Annotated[

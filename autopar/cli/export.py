@@ -1,0 +1,48 @@
+"""``autopar export``: a plan in the words of another trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopar.cli import arguments
+from autopar.cli.output import say, screen
+
+
+def command(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="FORMAT",
+            help="torch: a schedule file of torch's pipelining, and its stages.",
+            autocompletion=arguments.targets,
+        ),
+    ],
+    plan: Annotated[Path, typer.Argument(help="What `autopar plan` wrote.")] = Path("plan.json"),
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Where to write the main file; others go beside it. Default: its own name."
+        ),
+    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="Profile to use in place of the one the plan records.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Cluster, a file or a name, to use in place of the one the plan records.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")] = False,
+) -> None:
+    """Write a plan as the configuration of another trainer, or as the launch of autopar's own ranks."""
+    from autopar import api
+    from autopar.cli.output import check_outputs
+    from autopar.exports import target_of
+    from autopar.formats.document import write_text
+
+    output = Path(target_of(target).file) if output is None else output
+    made = api.export(plan, target, output=output, profile=profile, cluster=cluster)
+    paths = [output, *(output.parent / file.name for file in made.files[1:])]
+    check_outputs(plan, (profile, cluster, None), paths, overwrite=overwrite)
+    for path, file in zip(paths, made.files, strict=True):
+        write_text(path, file.text)
+    say(screen(), f"Written: {', '.join(map(str, paths))}")

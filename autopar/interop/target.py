@@ -1,0 +1,112 @@
+"""Target: another trainer that plans are exported to, what is exported, and what every export says of its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from autopar.errors import UsageError
+from autopar.formats.cluster import Cluster
+from autopar.formats.expressible import Expressible, grid_of
+from autopar.formats.plan import Plan, chunks_of, layout_of
+from autopar.formats.profile import Profile
+from autopar.interop.names import parts_of
+from autopar.schedules import SCHEDULES
+
+
+class ExportFile(NamedTuple):
+    """A file of an export."""
+
+    name: str
+    text: str
+
+
+class Subject(NamedTuple):
+    """A plan that is exported, and what it was made of."""
+
+    plan: Plan
+    profile: Profile
+    cluster: Cluster
+    plan_file: str
+    """What launches call the plan."""
+    architecture: str | None = None
+    """The class of a Transformers model, as its configuration names it."""
+    schedule_file: str | None = None
+    """What a schedule is written to, where the trainer takes one from a file."""
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The layers that are blocks."""
+        parts = parts_of(self.profile)
+        return () if parts is None else parts.names(self.profile)
+
+
+class Target(NamedTuple):
+    """What plans are exported to."""
+
+    version: str
+    """That exports are written for and were tried with, such as ``torchtitan 0.3.0``."""
+    file: str
+    """Name of the main file, where none is asked for."""
+    write: Callable[[Subject, Target], Iterator[ExportFile]]
+    """Makes the files, the main one first, which is called as the target says."""
+    expressible: Expressible | None = None
+    """What the trainer can express; None: any plan that autopar itself can run."""
+    takes_schedule_file: bool = False
+
+    def limits(self, subject: Subject) -> Expressible | None:
+        """Return what can be expressed: with a schedule in a file, any depth that a schedule may have."""
+        if self.expressible is None or subject.schedule_file is None:
+            return self.expressible
+        every = tuple(SCHEDULES)
+        return self.expressible._replace(schedules=every, any_depth=True, any_count=True)
+
+    def refusal(self, subject: Subject) -> str | None:
+        """Return why the plan cannot be exported, in one line; None where it can."""
+        limits = self.limits(subject)
+        if limits is None:
+            return subject.plan.refusal
+        return limits.refusal(subject.plan, subject.blocks, usual_depths(subject.plan))
+
+
+def usual_depths(plan: Plan) -> list[tuple[int, ...]]:
+    """Return how many micro-batches every stage has in flight by the schedule itself, as other trainers run it."""
+    grid, chunks = grid_of(plan), len(plan.groups[0])
+    depths = SCHEDULES[plan.schedule].warmups(grid.groups, chunks, grid.micro_batches)
+    return [next(iter(depths.values()))]
+
+
+def heading(subject: Subject, target: Target) -> list[str]:
+    """Return what every export says first, as lines without marks of a comment."""
+    plan, grid = subject.plan, grid_of(subject.plan)
+    peaks = ", ".join(f"{each / 2**30:.3g} GiB" for each in plan.predicted.peak_bytes)
+    chunks = chunks_of(layout_of(plan.schedule)) != 1 and f", {len(plan.groups[0])} of them a device"
+    return [
+        f"{plan.model.source}, planned by autopar. Written for {target.version}, and tried with it.",
+        f"stages: {len(plan.stages)}{chunks or ''}; replicas: {grid.pipelines}; schedule: {plan.schedule}; "
+        f"micro-batches: {grid.micro_batches} of {grid.rows}; batch: {plan.batch}",
+        f"predicted: step {plan.predicted.step_s:.4g} s, bubble {plan.predicted.bubble:.1%}, peak memory {peaks}",
+    ]
+
+
+def comment(lines: Sequence[str]) -> str:
+    """Return lines as a comment of Python, shells and YAML, each at most 120 characters where words allow it."""
+    import textwrap
+
+    return "".join(f"{each}\n" for line in lines for each in textwrap.wrap(f"# {line}", 120, subsequent_indent="#   "))
+
+
+def modules_of_stage(subject: Subject, stage: int) -> tuple[str, ...]:
+    """Return the modules of a stage's layers, in their order.
+
+    Raises:
+        UsageError: a module is called several times, so that it has no one stage.
+    """
+    position = {layer.name: layer for layer in subject.profile.layers}
+    found = [module for name in subject.plan.stages[stage].layers for module in position[name].modules]
+    for module in found:
+        if "@" in module:
+            raise UsageError(
+                f"stage {stage} begins or holds call {module!r}: a module that is called twice has no name"
+            )
+    return tuple(found)

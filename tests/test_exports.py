@@ -1,0 +1,89 @@
+"""Exports of plans: what every target's files say, and what is refused, in one line."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar.errors import FileError, UsageError
+from autopar.exports import TARGETS, architecture_of, export_plan
+from equal_plans import equal_plan, llama_profile
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+
+
+def folder_with_llama(folder: Path, **content: object) -> Path:
+    (folder / "llama").mkdir()
+    (folder / "llama" / "config.json").write_text(json.dumps({**LLAMA, **content}))
+    return folder / "plan.json"
+
+
+def planned(schedule: str = "1f1b", groups: int = 2, **options: object):  # noqa: ANN201
+    profile = llama_profile()
+    source = profile.model.model_copy(update={"source": "hf:llama", "sequence": 128})
+    profile = profile.model_copy(update={"model": source})
+    plan, cluster = equal_plan(profile, schedule, groups, **options)  # type: ignore[arg-type]
+    return plan, profile, cluster
+
+
+def test_every_head_says_version_prediction_memory_and_bubble(tmp_path: Path) -> None:
+    path = folder_with_llama(tmp_path)
+    for name, target in TARGETS.items():
+        inputs = planned(groups=1 if target.expressible and target.expressible.most_stages == 1 else 2)
+        text = "".join(file.text for file in export_plan(name, inputs, path).files)
+        step = f"{inputs[0].predicted.step_s:.4g} s"
+        for words in (target.version, step, "peak memory", "bubble", "Written for"):
+            assert words in text, (name, words)
+
+
+def test_stages_of_torch_are_python_with_the_plans_cuts(tmp_path: Path) -> None:
+    main, stages = export_plan("torch", planned("zb-v"), folder_with_llama(tmp_path)).files
+    assert (main.name, stages.name) == ("schedule.csv", "stages.py")
+    values = {
+        node.targets[0].id: node.value  # type: ignore[attr-defined]
+        for node in ast.parse(stages.text).body
+        if isinstance(node, ast.Assign)
+    }
+    assert ast.literal_eval(values["CUTS"]) == [0, 3, 7, 10, 14]
+    assert ast.literal_eval(values["STAGES"]) == [[0, 3], [1, 2]]
+    assert "load('hf:' + str(FOLDER / 'llama'), sequence=128)" in stages.text
+
+
+def test_what_a_plan_names_is_relative_to_the_file_that_is_written(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    made = export_plan("torch", planned(), folder_with_llama(tmp_path), tmp_path / "there" / "own.csv")
+    assert "FOLDER / '../llama'" in made.files[1].text
+    assert "FOLDER / 'own.csv'" in made.files[1].text
+    assert made.files[0].name == "own.csv"
+
+
+def test_a_refusal_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
+    path = folder_with_llama(tmp_path)
+    with pytest.raises(UsageError, match="recomputes 1 of 7 layers") as error:
+        export_plan("torch", planned(recompute=(1,)), path)
+    assert "\n" not in str(error.value)
+    with pytest.raises(UsageError, match="FORMAT must be one of torch"):
+        export_plan("word", planned(), path)
+
+
+def test_the_class_of_a_model_is_that_of_its_configuration(tmp_path: Path) -> None:
+    plan, path = planned()[0], folder_with_llama(tmp_path)
+    assert architecture_of(plan, path) == "LlamaForCausalLM"
+    own = plan.model.model_copy(update={"source": "gpt.py"})
+    assert architecture_of(plan.model_copy(update={"model": own}), path) is None
+    (tmp_path / "llama" / "config.json").write_text('{"architectures": ["not a name"]}')
+    with pytest.raises(FileError, match=r"\$\.architectures"):
+        architecture_of(plan, path)
+
+
+def test_a_script_exports_what_it_has_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder_with_llama(tmp_path)
+    plan, profile, cluster = planned()
+    made = autopar.export(autopar.Plan.of(plan, profile, cluster), "torch")
+    assert made.text.startswith("0F0,0SEND_F0,")
+    assert made.plan.predicted == plan.predicted
