@@ -30,6 +30,7 @@ __all__ = [
     "estimate",
     "export",
     "export_checkpoint",
+    "import_layout",
     "import_pipedream",
     "import_piper",
     "import_profiles",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from autopar.exports import Export
     from autopar.formats.checkpoint import CheckpointView
     from autopar.formats.report import Verification
+    from autopar.interop.layout import DictatedStages
     from autopar.planner import PlanOptions
     from autopar.planner.compare import Comparison
     from autopar.runtime.rehearsal.steps import Rehearsal
@@ -565,6 +567,30 @@ def export(
 
     resolved = _resolve_inputs(plan, profile, cluster)
     return export_plan(target, resolved, planned_file(plan), None if output is None else Path(output))
+
+
+def import_layout(
+    text: str, profile: Profile | str | Path, *, replicas: int = 1, pipeline_size: int | None = None
+) -> DictatedStages:
+    """Return the stages that a layout of Megatron's means of a profile's layers; its ``options`` are the planner's.
+
+    Args:
+        text: the layout, such as ``"Et*7|t*9L"``.
+        profile: of the model.
+        replicas: pipelines beside each other (Megatron's data-parallel size).
+        pipeline_size: devices of a pipeline; None: one for every stage.
+
+    Raises:
+        UsageError: the text is no layout, or not of so many layers, or the devices do not divide its stages.
+        FileError: the profile is missing or malformed.
+    """
+    from autopar.interop.layout import import_layout as stages_of
+
+    for name, value in (("replicas", replicas), ("pipeline_size", pipeline_size)):
+        if value is not None and value < 1:
+            raise UsageError(f"`{name}` must be at least 1, found {value}")
+    measured = profile if isinstance(profile, Profile) else Profile.load(Path(profile))
+    return stages_of(text, measured, replicas, pipeline_size)
 
 
 def import_pipedream(file: str | Path, profiled_batch: int = 1) -> Profile:

@@ -11,10 +11,10 @@ from autopar.formats.document import parse_json, read_text
 from autopar.formats.plan import Plan
 from autopar.formats.profile import TRANSFORMERS, Profile, path_of
 from autopar.formats.references import named_file, rebase_paths
-from autopar.interop import torch_pipelining
+from autopar.interop import megatron, torch_pipelining
 from autopar.interop.target import ExportFile, Subject, Target
 
-TARGETS: dict[str, Target] = {"torch": torch_pipelining.TARGET}
+TARGETS: dict[str, Target] = {"torch": torch_pipelining.TARGET, "megatron": megatron.TARGET}
 """By the format's name."""
 
 

@@ -1,4 +1,4 @@
-"""``autopar import``: profiles that another system, or other machines, measured, as one of this machine's."""
+"""``autopar import``: profiles that another system, or other machines, measured; and other trainers' stages."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.cli import arguments
+from autopar.cli.arguments import as_flags
 from autopar.cli.output import say, screen
 from autopar.errors import FileError, UsageError
 
 if TYPE_CHECKING:
     from autopar.formats.profile import Profile
+    from autopar.interop.layout import DictatedStages
 
 
 _OUTPUT = Path("profile.json")
 _KINDS = "profiles"
-_FORMATS = ("pipedream", "piper", _KINDS)
+_STAGES = ("layout",)
+_FORMATS = ("pipedream", "piper", _KINDS, *_STAGES)
 
 
 def command(
@@ -27,32 +30,53 @@ def command(
         typer.Argument(
             metavar="FORMAT",
             help="pipedream: the text graph of PipeDream and DAPPLE; piper: Piper's JSON; profiles: autopar's own, of "
-            "one model on several kinds of devices.",
+            "one model on several kinds of devices; layout: Megatron's text of stages, such as 'Et*7|t*9L'.",
             autocompletion=arguments.formats,
         ),
     ],
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE...", help="The file to read; of profiles, one for each kind."),
+        typer.Argument(
+            metavar="FILE...", help="The file to read; of profiles, one for each kind; of layout, the text."
+        ),
     ],
     profiled_batch: Annotated[
         int | None,
         typer.Option(help="Samples of the mini-batch that was profiled (pipedream); default: it counts as 1."),
     ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Profile whose layers stages are of (layout); default: profile.json.")
+    ] = None,
+    replicas: Annotated[int | None, typer.Option(help="Pipelines beside each other (layout); default: 1.")] = None,
+    pipeline_size: Annotated[
+        int | None, typer.Option(help="Devices of a pipeline (layout); default: as many as there are stages.")
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile.")] = _OUTPUT,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Put the profile on stdout as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Put the profile, or the stages, on stdout as JSON.")] = False,
 ) -> None:
-    """Read another system's profile, or autopar's own of several kinds of devices, and write it as one profile."""
-    from autopar.cli.arguments import with_flags
-    from autopar.cli.output import check_output
-    from autopar.formats.references import rebase_paths
-
+    """Read another system's profile, or several of autopar's, as one profile; or another trainer's stages."""
     if system not in _FORMATS:
         raise UsageError(f"FORMAT must be one of {', '.join(_FORMATS)}; found {system!r}")
     if profiled_batch is not None and system != "pipedream":
         raise UsageError("--profiled-batch is for pipedream: Piper's files state how many micro-batches they are for")
     _check_count(system, files)
+    if system in _STAGES:
+        _say_stages(_read_stages(system, files[0], profile, replicas, pipeline_size), as_json)
+        return
+    for name, value in (("profile", profile), ("replicas", replicas), ("pipeline_size", pipeline_size)):
+        if value is not None:
+            raise UsageError(f"`{name}` is of layout; {system} has none")
+    _import_profile(system, files, profiled_batch, output, overwrite=overwrite, as_json=as_json)
+
+
+def _import_profile(
+    system: str, files: list[Path], profiled_batch: int | None, output: Path, *, overwrite: bool, as_json: bool
+) -> None:
+    from autopar.cli.arguments import with_flags
+    from autopar.cli.output import check_output
+    from autopar.formats.references import rebase_paths
+
     for file in files:
         if not file.exists():
             wrote = "`autopar profile`" if system == _KINDS else system
@@ -67,6 +91,25 @@ def command(
     say(console, f"Written: {output}, {_content(profile)}; `autopar plan {output}` plans for it")
     if as_json:
         sys.stdout.write(profile.dumps())
+
+
+def _read_stages(
+    system: str, file: Path, profile: Path | None, replicas: int | None, pipeline_size: int | None
+) -> DictatedStages:
+    from autopar import api
+
+    measured = profile or _OUTPUT
+    return api.import_layout(str(file), measured, replicas=replicas or 1, pipeline_size=pipeline_size)
+
+
+def _say_stages(found: DictatedStages, as_json: bool) -> None:
+    """Put the stages on standard output, and say what plans and compares them."""
+    import json
+
+    options = ", ".join(f"{name}={value!r}" for name, value in found.options.items())
+    flags = as_flags(f"`{options}`")
+    say(screen(), f"`autopar plan {flags}` plans them and says how far from the best they are, `autopar compare` too")
+    sys.stdout.write(f"{json.dumps(found.options) if as_json else found.stages}\n")
 
 
 def _check_count(system: str, files: list[Path]) -> None:

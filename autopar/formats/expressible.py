@@ -115,15 +115,16 @@ def recomputation_of(plan: Plan, blocks: Sequence[str]) -> Recomputation | None:
 
 
 def first_blocks(plan: Plan, blocks: Sequence[str]) -> int | None:
-    """Return how many blocks every stage recomputes, where these are its first ones, and as many of every stage."""
-    own, counts = set(blocks), set[int]()
+    """Return how many blocks every stage recomputes, where these are its first ones, and as many of every stage.
+
+    A stage that has fewer recomputes all that it has. None: it is not so.
+    """
+    own, most = set(blocks), max(len(stage.recompute) for stage in plan.stages)
     for stage in plan.stages:
         inside = [name for name in stage.layers if name in own]
-        count = len(stage.recompute)
-        if sorted(inside[:count]) != sorted(stage.recompute):
+        if sorted(inside[:most]) != sorted(stage.recompute):
             return None
-        counts.add(count)
-    return counts.pop() if len(counts) == 1 else None
+    return most
 
 
 def _recompute_refusal(plan: Plan, blocks: Sequence[str], trainer: str) -> str:

@@ -41,6 +41,10 @@ class Subject(NamedTuple):
         return () if parts is None else parts.names(self.profile)
 
 
+def _no_refusal(_: Subject) -> str | None:
+    return None
+
+
 class Target(NamedTuple):
     """What plans are exported to."""
 
@@ -53,6 +57,8 @@ class Target(NamedTuple):
     expressible: Expressible | None = None
     """What the trainer can express; None: any plan that autopar itself can run."""
     takes_schedule_file: bool = False
+    names_refusal: Callable[[Subject], str | None] = _no_refusal
+    """Why the trainer has no names for the plan's cuts; None where it has."""
 
     def limits(self, subject: Subject) -> Expressible | None:
         """Return what can be expressed: with a schedule in a file, any depth that a schedule may have."""
@@ -66,7 +72,8 @@ class Target(NamedTuple):
         limits = self.limits(subject)
         if limits is None:
             return subject.plan.refusal
-        return limits.refusal(subject.plan, subject.blocks, usual_depths(subject.plan))
+        why = limits.refusal(subject.plan, subject.blocks, usual_depths(subject.plan))
+        return why or self.names_refusal(subject)
 
 
 def usual_depths(plan: Plan) -> list[tuple[int, ...]]:
@@ -84,9 +91,13 @@ def heading(subject: Subject, target: Target) -> list[str]:
     return [
         f"{plan.model.source}, planned by autopar. Written for {target.version}, and tried with it.",
         f"stages: {len(plan.stages)}{chunks or ''}; replicas: {grid.pipelines}; schedule: {plan.schedule}; "
-        f"micro-batches: {grid.micro_batches} of {grid.rows}; batch: {plan.batch}",
+        f"micro-batches: {grid.micro_batches} of {grid.rows}; batch: {plan.batch}{_sequence(plan)}",
         f"predicted: step {plan.predicted.step_s:.4g} s, bubble {plan.predicted.bubble:.1%}, peak memory {peaks}",
     ]
+
+
+def _sequence(plan: Plan) -> str:
+    return "" if plan.model.sequence is None else f"; tokens of a sample: {plan.model.sequence}"
 
 
 def comment(lines: Sequence[str]) -> str:

@@ -1,0 +1,118 @@
+"""Layouts: texts and letters, against a plain reading, and plans there and back."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import UsageError
+from autopar.exports import export_plan
+from autopar.interop.layout import fold, import_layout, unfold
+from autopar.interop.names import parts_of
+from autopar.planner.constraints import parse
+from equal_plans import equal_plan, llama_profile, random_equal, stops
+
+
+def plain(text: str) -> list[str]:
+    """Return what a layout means, read from left to right, a character at a time."""
+    text, found = text.replace(",", ""), ""
+    while text:
+        end = text.index(")") + 1 if text[0] == "(" else 1
+        once, text = text[:end], text[end:]
+        once = "|".join(plain(once[1:-1])) if end > 1 else once
+        digits = len(text[1:]) - len(text[1:].lstrip("0123456789")) if text[:1] == "*" else 0
+        found += once * int(text[1 : 1 + digits] or 1)
+        text = text[1 + digits :] if digits else text
+    return found.split("|")
+
+
+def test_texts_mean_what_a_plain_reading_finds() -> None:
+    for text in ("Et*7|(t*8|)*2t*9L", "Ettt|(tt|)*3,t|L", "E|(t|)*12tL", "EtL", "E|t|L", "E,t*3|(t*2|t|)*2tL"):
+        assert unfold(text) == plain(text), text
+
+
+def test_any_stages_fold_and_unfold() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        stages = ["t" * rng.randint(0, 4) for _ in range(rng.randint(1, 9))]
+        stages.insert(rng.randrange(len(stages) + 1), "t" * rng.randint(1, 3))
+        stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}L"
+        assert unfold(fold(stages)) == stages
+        assert plain(fold(stages)) == stages
+
+
+@pytest.mark.parametrize("text", ["", "tttL", "Ett", "EtmL", "Et*|L", "LtE", "EtE|tL", "(Et", "E(t*9999)*9999L", "EL"])
+def test_what_is_no_layout_is_refused_in_a_line(text: str) -> None:
+    with pytest.raises(UsageError, match="layout") as error:
+        unfold(text)
+    assert "\n" not in str(error.value)
+
+
+def test_200_random_plans_are_the_same_stages_after_export_and_import(tmp_path: Path) -> None:
+    seen = set()
+    for seed in range(200):
+        plan, profile, cluster = random_equal(seed, ("1f1b", "interleaved"))
+        text = export_plan("megatron", (plan, profile, cluster), tmp_path / "plan.json").text
+        replicas, groups = plan.stages[0].replicas, len(plan.groups)
+        if len(plan.stages) == 1:
+            assert "layout" not in text
+            continue
+        layout = text.partition("--pipeline-model-parallel-layout ")[2].partition("\n")[0].strip("'")
+        found = import_layout(layout, profile, replicas, groups)
+        stages = parse(found.stages, [layer.name for layer in profile.layers])
+        assert list(stages.cuts) == stops(plan)
+        assert set(stages.widths) == {replicas}
+        assert (found.schedule, found.chunks) == (plan.schedule, len(plan.groups[0]))
+        seen.add((found.schedule, found.chunks, replicas, plan.stages[0].division))
+    assert len(seen) >= 10
+
+
+def test_a_layout_of_other_layers_or_devices_is_refused() -> None:
+    profile = llama_profile(4)
+    assert parts_of(profile) is not None
+    for text, groups, words in (
+        ("Ettt|L", None, "3 blocks, and the profile 4"),
+        ("Ett|t|tL", 2, "2 devices do not divide the layout's 3 stages"),
+        ("Ett||ttL", None, "stage 1 has no layers"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            import_layout(text, profile, 1, groups)
+
+
+def test_megatron_says_recomputation_shards_and_precision(tmp_path: Path) -> None:
+    def text(**options: object) -> str:
+        profile = llama_profile()
+        plan, cluster = equal_plan(profile, "1f1b", 2, 2, **options)  # type: ignore[arg-type]
+        return export_plan("megatron", (plan, profile, cluster), tmp_path / "plan.json").text
+
+    assert "recompute" not in text()
+    assert "--recompute-method block --recompute-num-layers 2" in text(recompute=(1, 2, 7, 8))
+    assert "--recompute-method uniform --recompute-num-layers 1" in text(recompute=range(1, 13))
+    sharded = text(shard="optimizer", micro_batches=4)
+    for line in ("--use-distributed-optimizer", "--micro-batch-size 2", "--global-batch-size 16", "--num-layers 12"):
+        assert f"    {line}\n" in sharded
+    with pytest.raises(UsageError, match="no replicas of a pipeline's stages that divide parameters"):
+        text(shard="parameters")
+
+
+def test_a_cut_among_what_stands_around_the_blocks_has_no_name(tmp_path: Path) -> None:
+    profile = llama_profile(3)
+    split = profile.layers[-1].model_copy(update={"name": "lm_head", "modules": ("lm_head",)})
+    norm = profile.layers[-1].model_copy(update={"name": "model.norm", "modules": ("model.norm",)})
+    tensor = profile.tensors[-1]
+    tensors = (
+        *profile.tensors[:-1],
+        tensor.model_copy(update={"consumers": ("model.norm",)}),
+        tensor.model_copy(update={"name": "last", "producer": "model.norm", "consumers": ("lm_head",)}),
+    )
+    profile = profile.model_copy(update={"layers": (*profile.layers[:-1], norm, split), "tensors": tensors})
+    plan, cluster = equal_plan(profile, "1f1b", 2, cuts=(5,))
+    with pytest.raises(UsageError, match="stage 0 ends within the layers around the blocks"):
+        export_plan("megatron", (plan, profile, cluster), tmp_path / "plan.json")
+    plan, cluster = equal_plan(profile, "1f1b", 2, cuts=(4,))
+    assert (
+        "--pipeline-model-parallel-layout 'Et*3|L'"
+        in export_plan("megatron", (plan, profile, cluster), tmp_path / "plan.json").text
+    )
