@@ -34,6 +34,7 @@ __all__ = [
     "import_pipedream",
     "import_piper",
     "import_profiles",
+    "import_torchtitan",
     "links",
     "plan",
     "probe",
@@ -546,6 +547,7 @@ def export(
     target: str,
     *,
     output: str | Path | None = None,
+    schedule_file: str | None = None,
     profile: Profile | str | Path | None = None,
     cluster: clusters.Cluster | str | None = None,
 ) -> Export:
@@ -555,6 +557,7 @@ def export(
         plan: a plan, or its file.
         target: the format, such as ``torch``; :data:`autopar.exports.TARGETS` has all.
         output: where the main file is to be, which what it names is relative to; None: beside the plan.
+        schedule_file: of torchtitan, the file that is to hold the plan's own schedule; None: one of torch's.
         profile: what the plan was made of, in place of what it knows or its file records.
         cluster: likewise.
 
@@ -566,7 +569,7 @@ def export(
     from autopar.inputs import planned_file
 
     resolved = _resolve_inputs(plan, profile, cluster)
-    return export_plan(target, resolved, planned_file(plan), None if output is None else Path(output))
+    return export_plan(target, resolved, planned_file(plan), None if output is None else Path(output), schedule_file)
 
 
 def import_layout(
@@ -591,6 +594,26 @@ def import_layout(
             raise UsageError(f"`{name}` must be at least 1, found {value}")
     measured = profile if isinstance(profile, Profile) else Profile.load(Path(profile))
     return stages_of(text, measured, replicas, pipeline_size)
+
+
+def import_torchtitan(
+    file: str | Path, profile: Profile | str | Path, *, replicas: int | None = None
+) -> DictatedStages:
+    """Return the stages of a torchtitan configuration, of a profile's layers; its ``options`` are the planner's.
+
+    Args:
+        file: Python with values that are written out (it is not run), TOML or JSON.
+        profile: of the model.
+        replicas: pipelines beside each other, where the file has as many as there are ranks for.
+
+    Raises:
+        FileError: a file is missing or malformed, or states no stages.
+        UsageError: the modules are not those of the profile's layers.
+    """
+    from autopar.interop.torchtitan import import_torchtitan as stages_of
+
+    measured = profile if isinstance(profile, Profile) else Profile.load(Path(profile))
+    return stages_of(read_text(Path(file), "torchtitan"), Path(file), measured, replicas)
 
 
 def import_pipedream(file: str | Path, profiled_batch: int = 1) -> Profile:

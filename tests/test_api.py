@@ -31,7 +31,7 @@ COMMANDS = {
     "verify": ("verify",),
     "run": ("train", "recalibrate"),
     "show": ("show",),
-    "import": ("import_layout", "import_pipedream", "import_piper", "import_profiles"),
+    "import": ("import_layout", "import_pipedream", "import_piper", "import_profiles", "import_torchtitan"),
     "probe": ("probe",),
     "list": ("checkpoints",),
     "export": ("export", "export_checkpoint"),

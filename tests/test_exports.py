@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from autopar.errors import FileError, UsageError
-from autopar.exports import TARGETS, architecture_of, export_plan
+from autopar.exports import TARGETS, configuration_of, export_plan
 from equal_plans import equal_plan, llama_profile
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -70,14 +70,17 @@ def test_a_refusal_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
         export_plan("word", planned(), path)
 
 
-def test_the_class_of_a_model_is_that_of_its_configuration(tmp_path: Path) -> None:
+def test_the_configuration_of_a_model_is_read_where_there_is_one(tmp_path: Path) -> None:
     plan, path = planned()[0], folder_with_llama(tmp_path)
-    assert architecture_of(plan, path) == "LlamaForCausalLM"
+    assert configuration_of(plan, path) == LLAMA
     own = plan.model.model_copy(update={"source": "gpt.py"})
-    assert architecture_of(plan.model_copy(update={"model": own}), path) is None
-    (tmp_path / "llama" / "config.json").write_text('{"architectures": ["not a name"]}')
-    with pytest.raises(FileError, match=r"\$\.architectures"):
-        architecture_of(plan, path)
+    assert configuration_of(plan.model_copy(update={"model": own}), path) == {}
+    (tmp_path / "llama" / "config.json").write_text("[]")
+    with pytest.raises(FileError, match=r"config\.json: expected a JSON object"):
+        configuration_of(plan, path)
+    (tmp_path / "llama" / "config.json").unlink()
+    with pytest.raises(FileError, match="no such"):
+        configuration_of(plan, path)
 
 
 def test_a_script_exports_what_it_has_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ ARGUMENTS = frozenset(
         *("precision", "profile", "profiled_batch", "program", "ranks", "real_time", "recompute"),
         *("replicate_state", "resume", "save", "schedule", "seed", "sequence", "shard", "share_gpus"),
         *("solver", "solver_seconds", "stages", "steps", "sync_batch_norm", "threads", "times_of", "use_all"),
-        *("weights", "replicas", "pipeline_size"),
+        *("weights", "replicas", "pipeline_size", "schedule_file"),
         *_OWN,
     )
 )
@@ -173,7 +173,7 @@ def devices(incomplete: str) -> list[str]:
 
 def formats(incomplete: str) -> list[str]:
     """Return what `autopar import` reads."""
-    return _beginning(incomplete, ("pipedream", "piper", "profiles", "layout"))
+    return _beginning(incomplete, ("pipedream", "piper", "profiles", "layout", "torchtitan"))
 
 
 def targets(incomplete: str) -> list[str]:

@@ -16,7 +16,8 @@ def command(
         str,
         typer.Argument(
             metavar="FORMAT",
-            help="torch: a schedule file of torch's pipelining, and its stages.",
+            help="torch: a schedule file of torch's pipelining, and its stages; torchtitan: a module of its "
+            "configuration; megatron: Megatron-LM's arguments.",
             autocompletion=arguments.targets,
         ),
     ],
@@ -31,6 +32,12 @@ def command(
     cluster: Annotated[
         str | None, typer.Option(help="Cluster, a file or a name, to use in place of the one the plan records.")
     ] = None,
+    schedule_file: Annotated[
+        str | None,
+        typer.Option(
+            help="Of torchtitan: write the plan's own schedule, too, under this name, and have it read there."
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")] = False,
 ) -> None:
     """Write a plan as the configuration of another trainer, or as the launch of autopar's own ranks."""
@@ -40,7 +47,7 @@ def command(
     from autopar.formats.document import write_text
 
     output = Path(target_of(target).file) if output is None else output
-    made = api.export(plan, target, output=output, profile=profile, cluster=cluster)
+    made = api.export(plan, target, output=output, schedule_file=schedule_file, profile=profile, cluster=cluster)
     paths = [output, *(output.parent / file.name for file in made.files[1:])]
     check_outputs(plan, (profile, cluster, None), paths, overwrite=overwrite)
     for path, file in zip(paths, made.files, strict=True):

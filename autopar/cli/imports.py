@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _OUTPUT = Path("profile.json")
 _KINDS = "profiles"
-_STAGES = ("layout",)
+_STAGES = ("layout", "torchtitan")
 _FORMATS = ("pipedream", "piper", _KINDS, *_STAGES)
 
 
@@ -30,7 +30,8 @@ def command(
         typer.Argument(
             metavar="FORMAT",
             help="pipedream: the text graph of PipeDream and DAPPLE; piper: Piper's JSON; profiles: autopar's own, of "
-            "one model on several kinds of devices; layout: Megatron's text of stages, such as 'Et*7|t*9L'.",
+            "one model on several kinds of devices; layout: Megatron's text of stages, such as 'Et*7|t*9L'; "
+            "torchtitan: the stages of its configuration.",
             autocompletion=arguments.formats,
         ),
     ],
@@ -45,9 +46,12 @@ def command(
         typer.Option(help="Samples of the mini-batch that was profiled (pipedream); default: it counts as 1."),
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Profile whose layers stages are of (layout); default: profile.json.")
+        Path | None,
+        typer.Option(help="Profile whose layers stages are of (layout, torchtitan); default: profile.json."),
     ] = None,
-    replicas: Annotated[int | None, typer.Option(help="Pipelines beside each other (layout); default: 1.")] = None,
+    replicas: Annotated[
+        int | None, typer.Option(help="Pipelines beside each other (layout: 1; torchtitan: as its file says).")
+    ] = None,
     pipeline_size: Annotated[
         int | None, typer.Option(help="Devices of a pipeline (layout); default: as many as there are stages.")
     ] = None,
@@ -66,7 +70,7 @@ def command(
         return
     for name, value in (("profile", profile), ("replicas", replicas), ("pipeline_size", pipeline_size)):
         if value is not None:
-            raise UsageError(f"`{name}` is of layout; {system} has none")
+            raise UsageError(f"`{name}` is of {_STAGES[0]}; {system} has none")
     _import_profile(system, files, profiled_batch, output, overwrite=overwrite, as_json=as_json)
 
 
@@ -99,6 +103,10 @@ def _read_stages(
     from autopar import api
 
     measured = profile or _OUTPUT
+    if system == "torchtitan":
+        if pipeline_size is not None:
+            raise UsageError(f"`pipeline_size` is what {file} says; leave it out")
+        return api.import_torchtitan(file, measured, replicas=replicas)
     return api.import_layout(str(file), measured, replicas=replicas or 1, pipeline_size=pipeline_size)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from autopar.errors import UsageError
@@ -29,10 +30,17 @@ class Subject(NamedTuple):
     cluster: Cluster
     plan_file: str
     """What launches call the plan."""
-    architecture: str | None = None
-    """The class of a Transformers model, as its configuration names it."""
+    configuration: Mapping[str, object] = MappingProxyType({})
+    """Of a Transformers model; empty for others."""
     schedule_file: str | None = None
     """What a schedule is written to, where the trainer takes one from a file."""
+
+    @property
+    def architecture(self) -> str | None:
+        """The class of a Transformers model, as its configuration names it."""
+        classes = self.configuration.get("architectures")
+        first = classes[0] if isinstance(classes, list) and classes else None
+        return first if isinstance(first, str) else None
 
     @property
     def blocks(self) -> tuple[str, ...]:

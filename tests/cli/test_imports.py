@@ -75,7 +75,11 @@ def test_pipers_file_becomes_a_profile_with_options(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("onnx", "theirs/graph.txt"), 2, "FORMAT must be one of pipedream, piper, profiles, layout; found 'onnx'"),
+        (
+            ("onnx", "theirs/graph.txt"),
+            2,
+            "FORMAT must be one of pipedream, piper, profiles, layout, torchtitan; found 'onnx'",
+        ),
         (("piper", "theirs/bert.json", "--profiled-batch", "4"), 2, "--profiled-batch is for pipedream"),
         (("pipedream", "theirs/graph.txt", "--profiled-batch", "0"), 2, "--profiled-batch must lie in 1.."),
         (("pipedream", "theirs/graph.txt", "-o", "theirs/graph.txt", "--overwrite"), 2, "is read by this command"),
@@ -120,3 +124,17 @@ def test_a_layout_becomes_stages_that_plan_and_compare_take(run: Run) -> None:
     assert rows["autopar"]["step_s"] < rows["dictated"]["step_s"]
     code, _, err = run("compare", "--schedule", "gpipe")
     assert (code, "--schedule is that of --stages" in err) == (2, True)
+
+
+def test_a_torchtitan_configuration_becomes_stages(run: Run) -> None:
+    llama_profile(2).save("measured.json")
+    parts = '[["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]]'
+    Path("theirs/config.py").write_text(f"config.parallelism.module_fqns_per_model_part = {parts}\n")
+    found = ("import", "torchtitan", "theirs/config.py", "--profile", "measured.json")
+    code, _, err = run(*found)
+    assert (code, "what is left of all ranks; say how many: --replicas" in err.replace("`", "")) == (2, True)
+    code, out, err = run(*found, "--replicas", "2")
+    assert (code, out) == (0, "0-1:2,2-3:2\n")
+    assert "--shard optimizer" in err.replace("\n", " ")
+    code, _, err = run(*found, "--pipeline-size", "2")
+    assert (code, "--pipeline-size is what theirs/config.py says" in err) == (2, True)
