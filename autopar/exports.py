@@ -11,13 +11,18 @@ from autopar.formats.document import parse_json, read_text
 from autopar.formats.plan import Plan
 from autopar.formats.profile import TRANSFORMERS, Profile, path_of
 from autopar.formats.references import named_file, rebase_paths
-from autopar.interop import megatron, torch_pipelining, torchtitan
+from autopar.interop import accelerate, deepspeed, kubernetes, megatron, slurm, torch_pipelining, torchrun, torchtitan
 from autopar.interop.target import ExportFile, Subject, Target
 
 TARGETS: dict[str, Target] = {
     "torch": torch_pipelining.TARGET,
     "torchtitan": torchtitan.TARGET,
     "megatron": megatron.TARGET,
+    "deepspeed": deepspeed.TARGET,
+    "accelerate": accelerate.TARGET,
+    "torchrun": torchrun.TARGET,
+    "slurm": slurm.TARGET,
+    "kubernetes": kubernetes.TARGET,
 }
 """By the format's name."""
 

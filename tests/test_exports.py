@@ -34,9 +34,9 @@ def test_every_head_says_version_prediction_memory_and_bubble(tmp_path: Path) ->
     path = folder_with_llama(tmp_path)
     for name, target in TARGETS.items():
         inputs = planned(groups=1 if target.expressible and target.expressible.most_stages == 1 else 2)
-        text = "".join(file.text for file in export_plan(name, inputs, path).files)
+        text = "".join(file.text for file in export_plan(name, inputs, path).files).replace("\n#  ", "")
         step = f"{inputs[0].predicted.step_s:.4g} s"
-        for words in (target.version, step, "peak memory", "bubble", "Written for"):
+        for words in (target.version, target.trial, step, "peak memory", "bubble", "Written for"):
             assert words in text, (name, words)
 
 

@@ -17,7 +17,8 @@ def command(
         typer.Argument(
             metavar="FORMAT",
             help="torch: a schedule file of torch's pipelining, and its stages; torchtitan: a module of its "
-            "configuration; megatron: Megatron-LM's arguments.",
+            "configuration; megatron: Megatron-LM's arguments; deepspeed: its JSON, and a pipeline's parts; "
+            "accelerate: its YAML; torchrun, slurm, kubernetes: the launch of autopar itself.",
             autocompletion=arguments.targets,
         ),
     ],

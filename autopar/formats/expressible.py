@@ -36,6 +36,8 @@ class Expressible(NamedTuple):
     shards_alone: tuple[Shard, ...] = ("none",)
     """Of a single stage."""
     recompute: tuple[Recomputation, ...] = ("none",)
+    recompute_alone: tuple[Recomputation, ...] | None = None
+    """Of a single stage; None: as of several."""
     any_depth: bool = False
     """Whether a stage may have other micro-batches in flight than its schedule has by itself."""
     any_count: bool = False
@@ -74,8 +76,8 @@ class Expressible(NamedTuple):
             yield f"tensor {skipping.name} passes {far}, and {has} messages between neighbours only"
         if plan.tied and not self.tied:
             yield f"parameter {plan.tied[0].parameter} is shared between stages, which {self.trainer} does not add up"
-        if recomputation_of(plan, blocks) not in self.recompute:
-            yield _recompute_refusal(plan, blocks, self.trainer)
+        if recomputation_of(plan, blocks) not in self.recomputations_of(len(plan.stages)):
+            yield self._recompute_refusal(plan, blocks)
 
     def _depth_refusals(self, plan: Plan, grid: Grid, depths: Sequence[Sequence[int]]) -> Iterator[str]:
         if len(plan.stages) == 1 or plan.schedule not in self.schedules:
@@ -93,9 +95,22 @@ class Expressible(NamedTuple):
                 f"{plan.schedule}"
             )
 
+    def _recompute_refusal(self, plan: Plan, blocks: Sequence[str]) -> str:
+        at, stage = next((at, stage) for at, stage in enumerate(plan.stages) if stage.recompute)
+        own = self.recomputations_of(len(plan.stages))
+        words = {"none": "no layer", "blocks": "all blocks", "all": "all layers", "first": "the first blocks of stages"}
+        what = f"stage {at} recomputes {len(stage.recompute)} of {len(stage.layers)} layers"
+        if recomputation_of(plan, blocks) in ("all", "blocks"):
+            what = f"the plan recomputes {words[recomputation_of(plan, blocks) or 'all']}"
+        return f"{what}, and {self.trainer} recomputes {' or '.join(words[each] for each in own)}"
+
     def shards_of(self, stages: int) -> tuple[Shard, ...]:
         """Return what replicas may divide where there are so many stages."""
         return self.shards if stages > 1 else self.shards_alone
+
+    def recomputations_of(self, stages: int) -> tuple[Recomputation, ...]:
+        """Return which layers may run forward again where there are so many stages."""
+        return self.recompute if stages > 1 or self.recompute_alone is None else self.recompute_alone
 
 
 def recomputation_of(plan: Plan, blocks: Sequence[str]) -> Recomputation | None:
@@ -125,14 +140,6 @@ def first_blocks(plan: Plan, blocks: Sequence[str]) -> int | None:
         if sorted(inside[:most]) != sorted(stage.recompute):
             return None
     return most
-
-
-def _recompute_refusal(plan: Plan, blocks: Sequence[str], trainer: str) -> str:
-    at, stage = next((at, stage) for at, stage in enumerate(plan.stages) if stage.recompute)
-    count = f"{len(stage.recompute)} of {len(stage.layers)} layers"
-    if recomputation_of(plan, blocks) == "all":
-        return f"the plan recomputes layers that are no blocks, too, and {trainer} blocks only"
-    return f"stage {at} recomputes {count}, and {trainer} recomputes none of the blocks, or all of them"
 
 
 def grid_of(plan: Plan) -> Grid:

@@ -62,6 +62,7 @@ def _names_refusal(subject: Subject) -> str | None:
 
 TARGET = Target(
     version="Megatron-LM core 0.16.1",
+    trial="its layout and its configuration took such arguments",
     file="megatron.sh",
     write=write,
     expressible=Expressible(

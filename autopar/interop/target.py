@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -58,6 +59,8 @@ class Target(NamedTuple):
 
     version: str
     """That exports are written for and were tried with, such as ``torchtitan 0.3.0``."""
+    trial: str
+    """What was tried with it (`make exports`)."""
     file: str
     """Name of the main file, where none is asked for."""
     write: Callable[[Subject, Target], Iterator[ExportFile]]
@@ -97,11 +100,33 @@ def heading(subject: Subject, target: Target) -> list[str]:
     peaks = ", ".join(f"{each / 2**30:.3g} GiB" for each in plan.predicted.peak_bytes)
     chunks = chunks_of(layout_of(plan.schedule)) != 1 and f", {len(plan.groups[0])} of them a device"
     return [
-        f"{plan.model.source}, planned by autopar. Written for {target.version}, and tried with it.",
+        f"{plan.model.source}, planned by autopar. Written for {target.version}: {target.trial}.",
         f"stages: {len(plan.stages)}{chunks or ''}; replicas: {grid.pipelines}; schedule: {plan.schedule}; "
         f"micro-batches: {grid.micro_batches} of {grid.rows}; batch: {plan.batch}{_sequence(plan)}",
         f"predicted: step {plan.predicted.step_s:.4g} s, bubble {plan.predicted.bubble:.1%}, peak memory {peaks}",
     ]
+
+
+def launch_heading(subject: Subject, target: Target) -> list[str]:
+    """Return what every launch of autopar's own ranks says first."""
+    plan = subject.plan
+    peaks = ", ".join(f"{each / 2**30:.3g} GiB" for each in plan.predicted.peak_bytes)
+    return [
+        f"{plan.model.source}, planned by autopar. Written for {target.version}: {target.trial}.",
+        f"predicted: step {plan.predicted.step_s:.4g} s, bubble {plan.predicted.bubble:.1%}, peak memory {peaks}",
+    ]
+
+
+def equal_nodes(subject: Subject) -> tuple[int, int]:
+    """Return how many machines there are, and the ranks of each.
+
+    Raises:
+        UsageError: they differ, or ranks of a machine do not follow each other.
+    """
+    counts = nodes_of(subject)
+    if len(set(counts)) > 1:
+        raise UsageError(f"machines have {', '.join(map(str, counts))} ranks, and this launcher starts as many on each")
+    return len(counts), counts[0]
 
 
 def _sequence(plan: Plan) -> str:
@@ -129,3 +154,16 @@ def modules_of_stage(subject: Subject, stage: int) -> tuple[str, ...]:
                 f"stage {stage} begins or holds call {module!r}: a module that is called twice has no name"
             )
     return tuple(found)
+
+
+def nodes_of(subject: Subject) -> list[int]:
+    """Return how many ranks every machine has, in the order of ranks.
+
+    Raises:
+        UsageError: ranks of a machine do not follow each other, so that no launcher numbers them so.
+    """
+    nodes = [subject.cluster.devices[device].node for device in subject.plan.devices]
+    runs = [(node, len(list(same))) for node, same in groupby(nodes)]
+    if len({node for node, _ in runs}) < len(runs):
+        raise UsageError("the plan's ranks of a machine do not follow each other; plan with another order of devices")
+    return [count for _, count in runs]

@@ -223,6 +223,7 @@ def _autocast(subject: Subject) -> Iterator[str]:
 
 TARGET = Target(
     version="torch 2.13.0",
+    trial="it trained as planned",
     file="schedule.csv",
     write=write,
     expressible=Expressible("torch", tuple(SCHEDULES), any_depth=True, any_count=True, tied=True),

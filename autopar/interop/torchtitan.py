@@ -152,6 +152,7 @@ def _names_refusal(subject: Subject) -> str | None:
 
 TARGET = Target(
     version="torchtitan 0.3.0",
+    trial="its configuration and its splitter took such files, on a CPU",
     file="autopar_torchtitan.py",
     write=write,
     expressible=Expressible(
