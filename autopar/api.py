@@ -547,6 +547,7 @@ def export(
     target: str,
     *,
     output: str | Path | None = None,
+    nearest: bool = False,
     schedule_file: str | None = None,
     profile: Profile | str | Path | None = None,
     cluster: clusters.Cluster | str | None = None,
@@ -557,6 +558,8 @@ def export(
         plan: a plan, or its file.
         target: the format, such as ``torch``; :data:`autopar.exports.TARGETS` has all.
         output: where the main file is to be, which what it names is relative to; None: beside the plan.
+        nearest: whether the nearest plan is exported where the trainer cannot express this one; ``notes`` say what
+            that costs.
         schedule_file: of torchtitan, the file that is to hold the plan's own schedule; None: one of torch's.
         profile: what the plan was made of, in place of what it knows or its file records.
         cluster: likewise.
@@ -564,12 +567,13 @@ def export(
     Raises:
         UsageError: there is no such format, or it cannot express the plan; says why.
         FileError: a file is missing, malformed, or no longer what it was when the plan was made.
+        InfeasibleError: no plan that the trainer can express fits the memory.
     """
     from autopar.exports import export_plan
     from autopar.inputs import planned_file
 
-    resolved = _resolve_inputs(plan, profile, cluster)
-    return export_plan(target, resolved, planned_file(plan), None if output is None else Path(output), schedule_file)
+    resolved, path = _resolve_inputs(plan, profile, cluster), planned_file(plan)
+    return export_plan(target, resolved, path, None if output is None else Path(output), schedule_file, nearest=nearest)
 
 
 def import_layout(

@@ -12,6 +12,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import TRANSFORMERS, Profile, path_of
 from autopar.formats.references import named_file, rebase_paths
 from autopar.interop import accelerate, deepspeed, kubernetes, megatron, slurm, torch_pipelining, torchrun, torchtitan
+from autopar.interop.names import parts_of
 from autopar.interop.target import ExportFile, Subject, Target
 
 TARGETS: dict[str, Target] = {
@@ -33,7 +34,9 @@ class Export(NamedTuple):
     files: tuple[ExportFile, ...]
     """The main one first."""
     plan: Plan
-    """That was exported."""
+    """That was exported: the nearest one, where that was asked for."""
+    notes: tuple[str, ...] = ()
+    """What the nearest plan costs, and why it was needed."""
 
     @property
     def text(self) -> str:
@@ -58,6 +61,8 @@ def export_plan(
     path: Path,
     output: Path | None = None,
     schedule_file: str | None = None,
+    *,
+    nearest: bool = False,
 ) -> Export:
     """Return a plan in another trainer's format.
 
@@ -67,10 +72,12 @@ def export_plan(
         path: the plan's file, which what it names is relative to.
         output: where the main file is to be written; None: beside the plan, as the target calls it.
         schedule_file: where torchtitan is to have its schedule from; None: it has one of the plan's name.
+        nearest: whether the nearest plan is exported where the trainer cannot express this one.
 
     Raises:
         UsageError: there is no such format, or it cannot express the plan; says why.
         FileError: the configuration of the plan's model is missing or malformed.
+        InfeasibleError: no plan that it can express fits the memory.
     """
     target = target_of(name)
     if schedule_file is not None and not target.takes_schedule_file:
@@ -81,8 +88,27 @@ def export_plan(
     subject = Subject(moved, profile, cluster, str(path), configuration_of(plan, path), schedule_file)
     why = target.refusal(subject)
     if why is not None:
-        raise UsageError(f"{path} cannot be exported to {name}: {why}")
-    return Export(tuple(target.write(subject, target._replace(file=output.name))), plan)
+        subject = _nearest(target, subject, why) if nearest else subject
+        why = target.refusal(subject)
+    if why is not None:
+        remedy = "" if nearest or target.expressible is None else "; `nearest=True` exports what it can express"
+        raise UsageError(f"{path} cannot be exported to {name}: {why}{remedy}")
+    exported = subject.plan.model_copy(update={"model": plan.model})
+    return Export(tuple(target.write(subject, target._replace(file=output.name))), exported, subject.notes)
+
+
+def _nearest(target: Target, subject: Subject, why: str) -> Subject:
+    """Return the nearest plan that a trainer can express; ``why`` it cannot the one that there is."""
+    from autopar.planner.nearest import nearest_plan
+
+    plan, limits, parts = subject.plan, target.limits(subject), parts_of(subject.profile)
+    if limits is None or plan.weight_policy != "sync":
+        return subject
+    blocks = range(0) if parts is None else parts.blocks
+    found = nearest_plan(plan, subject.profile, subject.cluster, limits, blocks, target.edges(subject))
+    more = found.predicted.step_s / plan.predicted.step_s - 1
+    note = f"not the plan itself but the nearest that {limits.trainer} can express, {more * 100:+.1f} %: {why}"
+    return subject._replace(plan=found.model_copy(update={"model": plan.model}), notes=(note,))
 
 
 def configuration_of(plan: Plan, path: Path) -> dict[str, object]:

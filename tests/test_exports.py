@@ -11,7 +11,7 @@ import pytest
 import autopar
 from autopar.errors import FileError, UsageError
 from autopar.exports import TARGETS, configuration_of, export_plan
-from equal_plans import equal_plan, llama_profile
+from equal_plans import equal_plan, llama_profile, random_equal
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
@@ -90,3 +90,31 @@ def test_a_script_exports_what_it_has_planned(tmp_path: Path, monkeypatch: pytes
     made = autopar.export(autopar.Plan.of(plan, profile, cluster), "torch")
     assert made.text.startswith("0F0,0SEND_F0,")
     assert made.plan.predicted == plan.predicted
+
+
+def test_what_is_refused_is_exported_as_the_nearest_that_can_be_and_says_what_that_costs(tmp_path: Path) -> None:
+    path, refused = tmp_path / "plan.json", 0
+    for seed in range(12):
+        plan, profile, cluster = random_equal(seed)
+        again = plan.stages[0].model_copy(update={"recompute": plan.stages[0].layers[-1:]})
+        uneven = plan.model_copy(update={"stages": (again, *plan.stages[1:])})
+        for name, target in TARGETS.items():
+            if target.expressible is None:
+                continue
+            with pytest.raises(UsageError, match=f"cannot be exported to {name}: .*; `nearest=True` exports") as error:
+                export_plan(name, (uneven, profile, cluster), path)
+            assert "\n" not in str(error.value)
+            made = export_plan(name, (uneven, profile, cluster), path, nearest=True)
+            (note,) = made.notes
+            more = made.plan.predicted.step_s / plan.predicted.step_s - 1
+            assert f"{more * 100:+.1f} %: " in note
+            assert note[:40] in made.files[-1].text or note[:40] in made.text
+            refused += 1
+    assert refused == 60
+
+
+def test_a_plan_that_can_be_exported_is_exported_as_it_is(tmp_path: Path) -> None:
+    path = folder_with_llama(tmp_path)
+    made = export_plan("megatron", planned(), path, nearest=True)
+    assert made.notes == ()
+    assert made.plan.stages == planned()[0].stages

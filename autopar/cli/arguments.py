@@ -43,7 +43,7 @@ ARGUMENTS = frozenset(
         *("precision", "profile", "profiled_batch", "program", "ranks", "real_time", "recompute"),
         *("replicate_state", "resume", "save", "schedule", "seed", "sequence", "shard", "share_gpus"),
         *("solver", "solver_seconds", "stages", "steps", "sync_batch_norm", "threads", "times_of", "use_all"),
-        *("weights", "replicas", "pipeline_size", "schedule_file"),
+        *("weights", "replicas", "pipeline_size", "schedule_file", "nearest"),
         *_OWN,
     )
 )

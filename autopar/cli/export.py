@@ -33,6 +33,10 @@ def command(
     cluster: Annotated[
         str | None, typer.Option(help="Cluster, a file or a name, to use in place of the one the plan records.")
     ] = None,
+    nearest: Annotated[
+        bool,
+        typer.Option("--nearest", help="Where the trainer cannot express the plan, export the nearest that it can."),
+    ] = False,
     schedule_file: Annotated[
         str | None,
         typer.Option(
@@ -44,13 +48,20 @@ def command(
     """Write a plan as the configuration of another trainer, or as the launch of autopar's own ranks."""
     from autopar import api
     from autopar.cli.output import check_outputs
+    from autopar.cli.progress import slow_phases
     from autopar.exports import target_of
     from autopar.formats.document import write_text
 
     output = Path(target_of(target).file) if output is None else output
-    made = api.export(plan, target, output=output, schedule_file=schedule_file, profile=profile, cluster=cluster)
+    with slow_phases("planning") as progress:
+        progress("looking at the plan", 0.0)
+        made = api.export(
+            plan, target, output=output, nearest=nearest, schedule_file=schedule_file, profile=profile, cluster=cluster
+        )
     paths = [output, *(output.parent / file.name for file in made.files[1:])]
     check_outputs(plan, (profile, cluster, None), paths, overwrite=overwrite)
     for path, file in zip(paths, made.files, strict=True):
         write_text(path, file.text)
+    for note in made.notes:
+        say(screen(), f"note: {note}")
     say(screen(), f"Written: {', '.join(map(str, paths))}")

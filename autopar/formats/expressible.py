@@ -38,6 +38,8 @@ class Expressible(NamedTuple):
     recompute: tuple[Recomputation, ...] = ("none",)
     recompute_alone: tuple[Recomputation, ...] | None = None
     """Of a single stage; None: as of several."""
+    recompute_needs_shards: bool = False
+    """Whether layers run forward again only where replicas divide something."""
     any_depth: bool = False
     """Whether a stage may have other micro-batches in flight than its schedule has by itself."""
     any_count: bool = False
@@ -76,7 +78,10 @@ class Expressible(NamedTuple):
             yield f"tensor {skipping.name} passes {far}, and {has} messages between neighbours only"
         if plan.tied and not self.tied:
             yield f"parameter {plan.tied[0].parameter} is shared between stages, which {self.trainer} does not add up"
-        if recomputation_of(plan, blocks) not in self.recomputations_of(len(plan.stages)):
+        how = recomputation_of(plan, blocks)
+        if how != "none" and grid.shard == "none" and self.recompute_needs_shards:
+            yield f"{self.trainer} recomputes layers only where replicas divide something"
+        if how not in self.recomputations_of(len(plan.stages)):
             yield self._recompute_refusal(plan, blocks)
 
     def _depth_refusals(self, plan: Plan, grid: Grid, depths: Sequence[Sequence[int]]) -> Iterator[str]:

@@ -61,13 +61,10 @@ def _wrap_note(subject: Subject) -> Iterator[str]:
     )
 
 
-def _names_refusal(subject: Subject) -> str | None:
-    grid = grid_of(subject.plan)
-    if grid.shard == "none" and recomputation_of(subject.plan, subject.blocks) != "none":
-        return "accelerate recomputes blocks of FSDP only, and replicas divide nothing"
-    if grid.shard != "none" and subject.plan.device_type == "cpu":
-        return "accelerate's FSDP is for GPUs, and the plan is for CPUs"
-    return None
+def _adjust(expressible: Expressible, subject: Subject) -> Expressible:
+    """Return what can be expressed of a plan's devices: accelerate's FSDP is for GPUs."""
+    on_gpus = subject.plan.device_type == "cuda"
+    return expressible if on_gpus else expressible._replace(shards_alone=("none",), recompute=("none",))
 
 
 TARGET = Target(
@@ -80,7 +77,8 @@ TARGET = Target(
         (),
         shards_alone=("none", "gradients", "parameters"),
         recompute=("none", "blocks"),
+        recompute_needs_shards=True,
         most_stages=1,
     ),
-    names_refusal=_names_refusal,
+    adjust=_adjust,
 )

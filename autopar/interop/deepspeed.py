@@ -78,4 +78,5 @@ TARGET = Target(
         recompute=("none", "all"),
         recompute_alone=("none",),
     ),
+    cuts_layers=True,
 )

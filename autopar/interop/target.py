@@ -35,6 +35,8 @@ class Subject(NamedTuple):
     """Of a Transformers model; empty for others."""
     schedule_file: str | None = None
     """What a schedule is written to, where the trainer takes one from a file."""
+    notes: tuple[str, ...] = ()
+    """What else is said of the plan."""
 
     @property
     def architecture(self) -> str | None:
@@ -54,6 +56,10 @@ def _no_refusal(_: Subject) -> str | None:
     return None
 
 
+def _as_it_is(expressible: Expressible, _: Subject) -> Expressible:
+    return expressible
+
+
 class Target(NamedTuple):
     """What plans are exported to."""
 
@@ -70,13 +76,27 @@ class Target(NamedTuple):
     takes_schedule_file: bool = False
     names_refusal: Callable[[Subject], str | None] = _no_refusal
     """Why the trainer has no names for the plan's cuts; None where it has."""
+    adjust: Callable[[Expressible, Subject], Expressible] = _as_it_is
+    """What can be expressed of a plan's devices."""
+    cuts_layers: bool = False
+    """Whether stages may begin with any layer, and not only with blocks and what stands behind them."""
 
     def limits(self, subject: Subject) -> Expressible | None:
         """Return what can be expressed: with a schedule in a file, any depth that a schedule may have."""
-        if self.expressible is None or subject.schedule_file is None:
-            return self.expressible
-        every = tuple(SCHEDULES)
-        return self.expressible._replace(schedules=every, any_depth=True, any_count=True)
+        if self.expressible is None:
+            return None
+        found = self.adjust(self.expressible, subject)
+        if subject.schedule_file is None:
+            return found
+        return found._replace(schedules=tuple(SCHEDULES), any_depth=True, any_count=True)
+
+    def edges(self, subject: Subject) -> tuple[int, ...]:
+        """Return the layers before which stages may begin, and how many layers there are."""
+        count, parts = len(subject.profile.layers), parts_of(subject.profile)
+        if self.cuts_layers:
+            return tuple(range(count + 1))
+        inner = () if parts is None else (*parts.blocks, parts.blocks.stop)
+        return tuple(sorted({0, *inner, count}))
 
     def refusal(self, subject: Subject) -> str | None:
         """Return why the plan cannot be exported, in one line; None where it can."""
@@ -104,6 +124,7 @@ def heading(subject: Subject, target: Target) -> list[str]:
         f"stages: {len(plan.stages)}{chunks or ''}; replicas: {grid.pipelines}; schedule: {plan.schedule}; "
         f"micro-batches: {grid.micro_batches} of {grid.rows}; batch: {plan.batch}{_sequence(plan)}",
         f"predicted: step {plan.predicted.step_s:.4g} s, bubble {plan.predicted.bubble:.1%}, peak memory {peaks}",
+        *subject.notes,
     ]
 
 

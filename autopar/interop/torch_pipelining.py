@@ -227,4 +227,5 @@ TARGET = Target(
     file="schedule.csv",
     write=write,
     expressible=Expressible("torch", tuple(SCHEDULES), any_depth=True, any_count=True, tied=True),
+    cuts_layers=True,
 )

@@ -62,8 +62,8 @@ def test_a_model_without_a_table_is_said_to_be_one(tmp_path: Path) -> None:
     [
         ({"groups": 2}, "accelerate has no pipelines, and the plan has 2 stages"),
         ({"shard": "optimizer"}, "no replicas that divide optimizer"),
-        ({"recompute": range(1, 13)}, "recomputes blocks of FSDP only"),
-        ({"shard": "parameters", "device": "cpu"}, "FSDP is for GPUs"),
+        ({"recompute": range(1, 13)}, "recomputes layers only where replicas divide something"),
+        ({"shard": "parameters", "device": "cpu"}, "no replicas that divide parameters"),
     ],
 )
 def test_what_accelerate_has_not_is_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:

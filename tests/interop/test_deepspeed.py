@@ -44,7 +44,7 @@ def test_a_pipeline_has_parts_and_recomputes_all_layers_or_none(tmp_path: Path) 
     [
         (("1f1b", 2, 2), {"shard": "gradients"}, "of a pipeline's stages that divide gradients"),
         (("1f1b", 2), {"recompute": range(1, 13)}, "all blocks, and DeepSpeed recomputes no layer or all layers"),
-        (("1f1b", 1), {"recompute": range(14)}, "all layers, and DeepSpeed recomputes no layer$"),
+        (("1f1b", 1), {"recompute": range(14)}, "all layers, and DeepSpeed recomputes no layer;"),
         (("gpipe", 2), {}, "no schedule gpipe, only 1f1b"),
     ],
 )
