@@ -13,7 +13,7 @@ from autopar.formats.profile import TRANSFORMERS, Profile, path_of
 from autopar.formats.references import named_file, rebase_paths
 from autopar.interop import accelerate, deepspeed, kubernetes, megatron, slurm, torch_pipelining, torchrun, torchtitan
 from autopar.interop.names import parts_of
-from autopar.interop.target import ExportFile, Subject, Target
+from autopar.interop.target import ExportFile, ExportSubject, Target
 
 TARGETS: dict[str, Target] = {
     "torch": torch_pipelining.TARGET,
@@ -57,7 +57,7 @@ def target_of(name: str) -> Target:
 
 def export_plan(
     name: str,
-    planned: tuple[Plan, Profile, Cluster],
+    inputs: tuple[Plan, Profile, Cluster],
     path: Path,
     output: Path | None = None,
     schedule_file: str | None = None,
@@ -66,13 +66,8 @@ def export_plan(
 ) -> Export:
     """Return a plan in another trainer's format.
 
-    Args:
-        name: of the format.
-        planned: the plan, and what it was made of.
-        path: the plan's file, which what it names is relative to.
-        output: where the main file is to be written; None: beside the plan, as the target calls it.
-        schedule_file: where torchtitan is to have its schedule from; None: it has one of the plan's name.
-        nearest: whether the nearest plan is exported where the trainer cannot express this one.
+    ``inputs`` are the plan, its profile and its cluster, and ``path`` is the plan's file; the other arguments are those
+    of :func:`autopar.api.export`.
 
     Raises:
         UsageError: there is no such format, or it cannot express the plan; says why.
@@ -83,21 +78,28 @@ def export_plan(
     if schedule_file is not None and not target.takes_schedule_file:
         raise UsageError(f"`schedule_file` is of torchtitan; leave it out of an export to {name}")
     output = path.parent / target.file if output is None else output
-    plan, profile, cluster = planned
-    moved = plan.model_copy(update={"model": rebase_paths(plan.model, path, output)})
-    subject = Subject(moved, profile, cluster, str(path), configuration_of(plan, path), schedule_file)
+    subject = _subject(inputs, path, output, schedule_file)
     why = target.refusal(subject)
-    if why is not None:
-        subject = _nearest(target, subject, why) if nearest else subject
+    if why is not None and nearest:
+        subject = _nearest(target, subject, why)
         why = target.refusal(subject)
     if why is not None:
         remedy = "" if nearest or target.expressible is None else "; `nearest=True` exports what it can express"
         raise UsageError(f"{path} cannot be exported to {name}: {why}{remedy}")
-    exported = subject.plan.model_copy(update={"model": plan.model})
+    exported = subject.plan.model_copy(update={"model": inputs[0].model})
     return Export(tuple(target.write(subject, target._replace(file=output.name))), exported, subject.notes)
 
 
-def _nearest(target: Target, subject: Subject, why: str) -> Subject:
+def _subject(
+    inputs: tuple[Plan, Profile, Cluster], path: Path, output: Path, schedule_file: str | None
+) -> ExportSubject:
+    """Return what is exported, with the model's path relative to the file that is written."""
+    plan, profile, cluster = inputs
+    moved = plan.model_copy(update={"model": rebase_paths(plan.model, path, output)})
+    return ExportSubject(moved, profile, cluster, str(path), configuration_of(plan, path), schedule_file)
+
+
+def _nearest(target: Target, subject: ExportSubject, why: str) -> ExportSubject:
     """Return the nearest plan that a trainer can express; ``why`` it cannot the one that there is."""
     from autopar.planner.nearest import nearest_plan
 

@@ -45,7 +45,7 @@ class _Form:
     recompute: Recomputation
 
 
-class _Search:
+class _NearestSearch:
     def __init__(
         self, costs: CostModel, options: PlanOptions, limits: Expressible, blocks: range, edges: Sequence[int]
     ) -> None:
@@ -58,9 +58,9 @@ class _Search:
     def run(self, cuts: Sequence[int]) -> Best:
         """Return the best candidates; ``cuts`` are those of a plan."""
         self._judge(form for family in self._families() for form in self._forms(family, self._shapes(family, cuts)))
-        tried = set[tuple[Family, Shape]]()
+        visits = set[tuple[Family, Shape]]()
         for each in sorted(self.best.near.items(), key=itemgetter(1))[:MOST_MOVED]:
-            self._climb(each[0], tried)
+            self._climb(each[0], visits)
         return self.best
 
     def _families(self) -> Iterator[Family]:
@@ -166,13 +166,13 @@ class _Search:
             self.simulated += 1
             self.best.judge(self.simulator, every[at])
 
-    def _climb(self, candidate: Candidate, tried: set[tuple[Family, Shape]]) -> None:
+    def _climb(self, candidate: Candidate, visits: set[tuple[Family, Shape]]) -> None:
         """Move a candidate's cuts as long as that is quicker than the best one."""
         family = Family(*candidate[:3])
         widths = (len(candidate.stages[0].devices),) * len(groups(candidate.stages))
         shape, step_s = Shape(candidate.cuts, widths), float("inf")
-        while (family, shape) not in tried and self.best.step_s < step_s:
-            tried.add((family, shape))
+        while (family, shape) not in visits and self.best.step_s < step_s:
+            visits.add((family, shape))
             step_s = self.best.step_s
             moved = cuts_moved(shape.cuts, self.edges, range(len(shape.cuts) - 1), REACH)
             self._judge(self._forms(family, (Shape(each, widths) for each in moved)))
@@ -203,7 +203,7 @@ def nearest_plan(
     options = admissible_options(asked, profile)
     costs = CostModel(profile, cluster, options)
     cuts = list(accumulate(len(stage.layers) for stage in plan.stages))
-    best = _Search(costs, options, limits, blocks, edges).run(cuts)
+    best = _NearestSearch(costs, options, limits, blocks, edges).run(cuts)
     if best.fastest is None:
         raise InfeasibleError(
             f"no plan that {limits.trainer} can express fits the memory of {len(costs.devices)} devices; more of them, "

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 from autopar.formats.expressible import Expressible, grid_of, recomputation_of
 from autopar.interop.names import BLOCKS, parts_of
-from autopar.interop.target import ExportFile, Subject, Target, comment, heading, nodes_of
+from autopar.interop.target import ExportFile, ExportSubject, Target, comment, heading, nodes_of
 
 
-def write(subject: Subject, target: Target) -> Iterator[ExportFile]:
+def write(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
     """Yield the YAML."""
     grid = grid_of(subject.plan)
     plugin = f"GradientAccumulationPlugin(num_steps={grid.micro_batches}, sync_each_batch={grid.shard != 'none'})"
@@ -27,7 +27,7 @@ def write(subject: Subject, target: Target) -> Iterator[ExportFile]:
     yield ExportFile(target.file, comment([*heading(subject, target), *use]) + lines)
 
 
-def _lines(subject: Subject) -> Iterator[str]:
+def _lines(subject: ExportSubject) -> Iterator[str]:
     plan, grid = subject.plan, grid_of(subject.plan)
     sharded = grid.shard != "none"
     on_cpu = plan.device_type == "cpu"
@@ -50,7 +50,7 @@ def _lines(subject: Subject) -> Iterator[str]:
         yield f"  fsdp_activation_checkpointing: {'true' if again else 'false'}"
 
 
-def _wrap_note(subject: Subject) -> Iterator[str]:
+def _wrap_note(subject: ExportSubject) -> Iterator[str]:
     if grid_of(subject.plan).shard == "none" or subject.architecture in BLOCKS:
         return
     parts = parts_of(subject.profile)
@@ -61,7 +61,7 @@ def _wrap_note(subject: Subject) -> Iterator[str]:
     )
 
 
-def _adjust(expressible: Expressible, subject: Subject) -> Expressible:
+def _adjust(expressible: Expressible, subject: ExportSubject) -> Expressible:
     """Return what can be expressed of a plan's devices: accelerate's FSDP is for GPUs."""
     on_gpus = subject.plan.device_type == "cuda"
     return expressible if on_gpus else expressible._replace(shards_alone=("none",), recompute=("none",))

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from autopar.formats.expressible import Expressible, grid_of, recomputation_of
 from autopar.formats.plan import SHARDS
-from autopar.interop.target import ExportFile, Subject, Target, comment, heading
+from autopar.interop.target import ExportFile, ExportSubject, Target, comment, heading
 
 _PARTS = """\
 from deepspeed.pipe import PipelineModule
@@ -30,14 +30,14 @@ class PlannedPipeline(PipelineModule):
 """
 
 
-def write(subject: Subject, target: Target) -> Iterator[ExportFile]:
+def write(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
     """Yield the JSON, and of a pipeline the module that cuts it."""
     yield ExportFile(target.file, json.dumps(_configuration(subject, target), indent=2) + "\n")
     if len(subject.plan.stages) > 1:
         yield ExportFile("deepspeed_parts.py", _parts(subject, target))
 
 
-def _configuration(subject: Subject, target: Target) -> dict[str, object]:
+def _configuration(subject: ExportSubject, target: Target) -> dict[str, object]:
     plan, grid = subject.plan, grid_of(subject.plan)
     found: dict[str, object] = {
         # JSON has no comments, and DeepSpeed does not read keys that it does not know.
@@ -54,7 +54,7 @@ def _configuration(subject: Subject, target: Target) -> dict[str, object]:
     return found
 
 
-def _parts(subject: Subject, target: Target) -> str:
+def _parts(subject: ExportSubject, target: Target) -> str:
     plan = subject.plan
     layers = " ".join(layer.name for layer in subject.profile.layers)
     use = [

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from autopar.interop.target import ExportFile, Subject, Target, comment, equal_nodes, launch_heading
+from autopar.interop.target import ExportFile, ExportSubject, Target, comment, equal_nodes, launch_heading
 
 
-def write(subject: Subject, target: Target) -> Iterator[ExportFile]:
+def write(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
     """Yield a manifest."""
     nodes, ranks = equal_nodes(subject)
     command = ["torchrun", "-m", "autopar", "worker", subject.plan_file]

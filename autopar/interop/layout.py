@@ -15,7 +15,7 @@ from typing import NamedTuple
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan, layout_of
 from autopar.formats.profile import Profile
-from autopar.interop.names import Parts, parts_of
+from autopar.interop.names import ModelParts, parts_of
 
 _GROUP = re.compile(r"\(([^()]+)\)\*([0-9]{1,4})")
 _REPEATED = re.compile(r"(.)\*([0-9]{1,4})")
@@ -85,7 +85,7 @@ def _short(letters: str) -> str:
     return "".join(each * count if count < 3 else f"{each}*{count}" for each, count in runs)
 
 
-def letters_of(plan: Plan, profile: Profile, parts: Parts) -> list[str]:
+def letters_of(plan: Plan, profile: Profile, parts: ModelParts) -> list[str]:
     """Return the letters of a plan's stages."""
     first = dict.fromkeys((profile.layers[index].name for index in parts.before[:1]), "E")
     last = dict.fromkeys((profile.layers[index].name for index in parts.behind[-1:]), "L")
@@ -93,7 +93,7 @@ def letters_of(plan: Plan, profile: Profile, parts: Parts) -> list[str]:
     return ["".join(letter.get(name, "") for name in stage.layers) for stage in plan.stages]
 
 
-def ends_refusal(plan: Plan, parts: Parts | None) -> str | None:
+def ends_refusal(plan: Plan, parts: ModelParts | None) -> str | None:
     """Return why a plan's cuts have no name: a model without blocks, or a cut among what stands around them."""
     if parts is None or not parts.before or not parts.behind:
         return (

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from autopar.formats.expressible import Expressible, first_blocks, grid_of, recomputation_of
 from autopar.interop.layout import ends_refusal, fold, letters_of
 from autopar.interop.names import parts_of
-from autopar.interop.target import ExportFile, Subject, Target, comment, heading
+from autopar.interop.target import ExportFile, ExportSubject, Target, comment, heading
 
 
-def write(subject: Subject, target: Target) -> Iterator[ExportFile]:
+def write(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
     """Yield a file to be sourced, which leaves the arguments in an array."""
     grid = grid_of(subject.plan)
     launch = 'torchrun ... pretrain_gpt.py "${AUTOPAR_ARGUMENTS[@]}" ...'
@@ -28,7 +28,7 @@ def write(subject: Subject, target: Target) -> Iterator[ExportFile]:
     yield ExportFile(target.file, f"{comment([*heading(subject, target), *use])}AUTOPAR_ARGUMENTS=(\n{lines})\n")
 
 
-def _arguments(subject: Subject) -> Iterator[str]:
+def _arguments(subject: ExportSubject) -> Iterator[str]:
     plan, grid = subject.plan, grid_of(subject.plan)
     parts = parts_of(subject.profile)
     assert parts is not None, "refused without parts"
@@ -46,7 +46,7 @@ def _arguments(subject: Subject) -> Iterator[str]:
     yield from _recomputation(subject)
 
 
-def _recomputation(subject: Subject) -> Iterator[str]:
+def _recomputation(subject: ExportSubject) -> Iterator[str]:
     plan, blocks = subject.plan, subject.blocks
     how = recomputation_of(plan, blocks)
     if how == "blocks":
@@ -56,7 +56,7 @@ def _recomputation(subject: Subject) -> Iterator[str]:
         yield f"--recompute-granularity full --recompute-method block --recompute-num-layers {count}"
 
 
-def _names_refusal(subject: Subject) -> str | None:
+def _names_refusal(subject: ExportSubject) -> str | None:
     return ends_refusal(subject.plan, parts_of(subject.profile))
 
 

@@ -12,7 +12,7 @@ from autopar.formats.profile import Profile
 _ELEMENT = re.compile(r"(?P<list>.+)\.(?P<index>[0-9]+)")
 
 
-class Family(NamedTuple):
+class ModelNames(NamedTuple):
     """Models whose parts go by the same names."""
 
     embedding: tuple[str, ...]
@@ -21,8 +21,8 @@ class Family(NamedTuple):
     head: str
 
 
-LLAMA_LIKE = Family(("model.embed_tokens",), "model.layers", "model.norm", "lm_head")
-GPT_LIKE = Family(("transformer.wte", "transformer.wpe"), "transformer.h", "transformer.ln_f", "lm_head")
+LLAMA_LIKE = ModelNames(("model.embed_tokens",), "model.layers", "model.norm", "lm_head")
+GPT_LIKE = ModelNames(("transformer.wte", "transformer.wpe"), "transformer.h", "transformer.ln_f", "lm_head")
 FAMILIES = {
     "LlamaForCausalLM": LLAMA_LIKE,
     "MistralForCausalLM": LLAMA_LIKE,
@@ -41,7 +41,7 @@ BLOCKS = {
 """The class of such a model's blocks."""
 
 
-class Parts(NamedTuple):
+class ModelParts(NamedTuple):
     """A model's layers, by index: what stands before its blocks, these, and what stands behind."""
 
     before: range
@@ -55,7 +55,7 @@ class Parts(NamedTuple):
         return tuple(profile.layers[index].name for index in self.blocks)
 
 
-def parts_of(profile: Profile) -> Parts | None:
+def parts_of(profile: Profile) -> ModelParts | None:
     """Return a model's parts; None where no module list makes an unbroken run of layers, one block a layer.
 
     Of several module lists the longest counts.
@@ -70,7 +70,7 @@ def parts_of(profile: Profile) -> Parts | None:
     if own != list(range(own[0], own[-1] + 1)) or numbers != list(range(len(own))):
         return None
     stop = own[-1] + 1
-    return Parts(range(own[0]), range(own[0], stop), range(stop, len(elements)), longest)
+    return ModelParts(range(own[0]), range(own[0], stop), range(stop, len(elements)), longest)
 
 
 def _element(modules: Sequence[str]) -> tuple[str, int] | None:
@@ -83,7 +83,7 @@ def _element(modules: Sequence[str]) -> tuple[str, int] | None:
     return None if match is None else (match["list"], int(match["index"]))
 
 
-def family_of(profile: Profile, architecture: str | None) -> Family | None:
+def family_of(profile: Profile, architecture: str | None) -> ModelNames | None:
     """Return the family of a model's class, if it is known and the model's layers go by its names."""
     family = FAMILIES.get(architecture or "")
     parts = parts_of(profile)
@@ -100,7 +100,7 @@ def modules_of(profile: Profile, layers: range) -> Iterator[str]:
         yield from profile.layers[index].modules
 
 
-def rename(module: str, family: Family, other: Family) -> str:
+def rename(module: str, family: ModelNames, other: ModelNames) -> str:
     """Return what another family calls a module.
 
     >>> rename("transformer.h.3", GPT_LIKE, LLAMA_LIKE), rename("lm_head", GPT_LIKE, LLAMA_LIKE)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from autopar.interop.target import ExportFile, Subject, Target, comment, equal_nodes, launch_heading
+from autopar.interop.target import ExportFile, ExportSubject, Target, comment, equal_nodes, launch_heading
 
 
-def write(subject: Subject, target: Target) -> Iterator[ExportFile]:
+def write(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
     """Yield a batch script."""
     nodes, ranks = equal_nodes(subject)
     on_gpus = subject.plan.device_type == "cuda"

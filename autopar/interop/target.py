@@ -23,7 +23,7 @@ class ExportFile(NamedTuple):
     text: str
 
 
-class Subject(NamedTuple):
+class ExportSubject(NamedTuple):
     """A plan that is exported, and what it was made of."""
 
     plan: Plan
@@ -52,11 +52,11 @@ class Subject(NamedTuple):
         return () if parts is None else parts.names(self.profile)
 
 
-def _no_refusal(_: Subject) -> str | None:
+def _no_refusal(_: ExportSubject) -> str | None:
     return None
 
 
-def _as_it_is(expressible: Expressible, _: Subject) -> Expressible:
+def _as_it_is(expressible: Expressible, _: ExportSubject) -> Expressible:
     return expressible
 
 
@@ -69,19 +69,19 @@ class Target(NamedTuple):
     """What was tried with it (`make exports`)."""
     file: str
     """Name of the main file, where none is asked for."""
-    write: Callable[[Subject, Target], Iterator[ExportFile]]
+    write: Callable[[ExportSubject, Target], Iterator[ExportFile]]
     """Makes the files, the main one first, which is called as the target says."""
     expressible: Expressible | None = None
     """What the trainer can express; None: any plan that autopar itself can run."""
     takes_schedule_file: bool = False
-    names_refusal: Callable[[Subject], str | None] = _no_refusal
+    names_refusal: Callable[[ExportSubject], str | None] = _no_refusal
     """Why the trainer has no names for the plan's cuts; None where it has."""
-    adjust: Callable[[Expressible, Subject], Expressible] = _as_it_is
+    adjust: Callable[[Expressible, ExportSubject], Expressible] = _as_it_is
     """What can be expressed of a plan's devices."""
     cuts_layers: bool = False
     """Whether stages may begin with any layer, and not only with blocks and what stands behind them."""
 
-    def limits(self, subject: Subject) -> Expressible | None:
+    def limits(self, subject: ExportSubject) -> Expressible | None:
         """Return what can be expressed: with a schedule in a file, any depth that a schedule may have."""
         if self.expressible is None:
             return None
@@ -90,7 +90,7 @@ class Target(NamedTuple):
             return found
         return found._replace(schedules=tuple(SCHEDULES), any_depth=True, any_count=True)
 
-    def edges(self, subject: Subject) -> tuple[int, ...]:
+    def edges(self, subject: ExportSubject) -> tuple[int, ...]:
         """Return the layers before which stages may begin, and how many layers there are."""
         count, parts = len(subject.profile.layers), parts_of(subject.profile)
         if self.cuts_layers:
@@ -98,7 +98,7 @@ class Target(NamedTuple):
         inner = () if parts is None else (*parts.blocks, parts.blocks.stop)
         return tuple(sorted({0, *inner, count}))
 
-    def refusal(self, subject: Subject) -> str | None:
+    def refusal(self, subject: ExportSubject) -> str | None:
         """Return why the plan cannot be exported, in one line; None where it can."""
         limits = self.limits(subject)
         if limits is None:
@@ -114,7 +114,7 @@ def usual_depths(plan: Plan) -> list[tuple[int, ...]]:
     return [next(iter(depths.values()))]
 
 
-def heading(subject: Subject, target: Target) -> list[str]:
+def heading(subject: ExportSubject, target: Target) -> list[str]:
     """Return what every export says first, as lines without marks of a comment."""
     plan, grid = subject.plan, grid_of(subject.plan)
     peaks = ", ".join(f"{each / 2**30:.3g} GiB" for each in plan.predicted.peak_bytes)
@@ -128,7 +128,7 @@ def heading(subject: Subject, target: Target) -> list[str]:
     ]
 
 
-def launch_heading(subject: Subject, target: Target) -> list[str]:
+def launch_heading(subject: ExportSubject, target: Target) -> list[str]:
     """Return what every launch of autopar's own ranks says first."""
     plan = subject.plan
     peaks = ", ".join(f"{each / 2**30:.3g} GiB" for each in plan.predicted.peak_bytes)
@@ -138,7 +138,7 @@ def launch_heading(subject: Subject, target: Target) -> list[str]:
     ]
 
 
-def equal_nodes(subject: Subject) -> tuple[int, int]:
+def equal_nodes(subject: ExportSubject) -> tuple[int, int]:
     """Return how many machines there are, and the ranks of each.
 
     Raises:
@@ -161,7 +161,7 @@ def comment(lines: Sequence[str]) -> str:
     return "".join(f"{each}\n" for line in lines for each in textwrap.wrap(f"# {line}", 120, subsequent_indent="#   "))
 
 
-def modules_of_stage(subject: Subject, stage: int) -> tuple[str, ...]:
+def modules_of_stage(subject: ExportSubject, stage: int) -> tuple[str, ...]:
     """Return the modules of a stage's layers, in their order.
 
     Raises:
@@ -177,7 +177,7 @@ def modules_of_stage(subject: Subject, stage: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def nodes_of(subject: Subject) -> list[int]:
+def nodes_of(subject: ExportSubject) -> list[int]:
     """Return how many ranks every machine has, in the order of ranks.
 
     Raises:

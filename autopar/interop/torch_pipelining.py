@@ -16,7 +16,7 @@ from autopar.formats.expressible import Expressible, grid_of
 from autopar.formats.plan import Plan
 from autopar.formats.profile import TRANSFORMERS, path_of
 from autopar.formats.program import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
-from autopar.interop.target import ExportFile, Subject, Target, comment, heading
+from autopar.interop.target import ExportFile, ExportSubject, Target, comment, heading
 from autopar.schedules import SCHEDULES
 from autopar.schedules.order import RankPlace
 
@@ -55,7 +55,7 @@ def _lines(rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"{','.join(row)}\n" for row in rows)
 
 
-class _Message(NamedTuple):
+class _Arrival(NamedTuple):
     stage: int
     kind: str
     micro_batch: int
@@ -72,7 +72,7 @@ class _Lowering:
         self._rank_of = {stage: rank for rank, own in enumerate(orders) for _, stage, _ in own}
         self._last = max(self._rank_of)
         self._rows: list[list[str]] = [[] for _ in orders]
-        self._arrived: set[_Message] = set()
+        self._arrived: set[_Arrival] = set()
         self._backwards = Counter(stage for own in orders for kind, stage, _ in own if kind in _ENDS)
 
     def run(self) -> list[list[str]]:
@@ -87,14 +87,14 @@ class _Lowering:
 
     def _ready(self, kind: str, stage: int, micro_batch: int) -> bool:
         first = stage == (0 if kind == FORWARD else self._last)
-        return first or kind == WEIGHT_BACKWARD or _Message(stage, _way(kind), micro_batch) in self._arrived
+        return first or kind == WEIGHT_BACKWARD or _Arrival(stage, _way(kind), micro_batch) in self._arrived
 
     def _compute(self, rank: int, kind: str, stage: int, micro_batch: int) -> None:
         row = self._rows[rank]
         row.append(f"{stage}{_COMPUTATIONS[kind]}{micro_batch}")
         peer = stage + (1 if kind == FORWARD else -1)
         if kind != WEIGHT_BACKWARD and 0 <= peer <= self._last:
-            self._arrived.add(_Message(peer, _way(kind), micro_batch))
+            self._arrived.add(_Arrival(peer, _way(kind), micro_batch))
             if self._rank_of[peer] != rank:
                 row.append(f"{stage}SEND_{_way(kind)}{micro_batch}")
                 self._rows[self._rank_of[peer]].append(f"{peer}RECV_{_way(kind)}{micro_batch}")
@@ -178,19 +178,19 @@ _USE = (
 )
 
 
-def write(subject: Subject, target: Target) -> Iterator[ExportFile]:
+def write(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
     """Yield the schedule file, and the stages."""
     yield ExportFile(target.file, with_messages(orders_of(subject.plan)))
     yield ExportFile("stages.py", _head(subject, target) + _stages(subject, target))
 
 
-def _head(subject: Subject, target: Target) -> str:
+def _head(subject: ExportSubject, target: Target) -> str:
     inputs = ", ".join(tensor.name for tensor in subject.profile.tensors if tensor.producer is None)
     use = [each.replace("{names}", inputs) for each in _USE]
     return comment([*heading(subject, target), *_autocast(subject), *use])
 
 
-def _stages(subject: Subject, target: Target) -> str:
+def _stages(subject: ExportSubject, target: Target) -> str:
     plan = subject.plan
     return _STAGES.format(
         load=_source(subject),
@@ -201,7 +201,7 @@ def _stages(subject: Subject, target: Target) -> str:
     )
 
 
-def _source(subject: Subject) -> str:
+def _source(subject: ExportSubject) -> str:
     """Return the arguments that load the model, as Python has them."""
     model = subject.plan.model
     path = path_of(model.source)
@@ -214,7 +214,7 @@ def _source(subject: Subject) -> str:
     return f"{TRANSFORMERS!r} + {where}{data}" + ("" if model.sequence is None else f", sequence={model.sequence}")
 
 
-def _autocast(subject: Subject) -> Iterator[str]:
+def _autocast(subject: ExportSubject) -> Iterator[str]:
     precision = {"bf16": "bfloat16", "fp16": "float16"}.get(subject.plan.precision)
     if precision is not None:
         call = f"torch.autocast({subject.plan.device_type!r}, torch.{precision})"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from autopar.interop.target import ExportFile, Subject, Target, comment, equal_nodes, launch_heading
+from autopar.interop.target import ExportFile, ExportSubject, Target, comment, equal_nodes, launch_heading
 
 PORT = 29500
 
 
-def write(subject: Subject, target: Target) -> Iterator[ExportFile]:
+def write(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
     """Yield a script."""
     nodes, ranks = equal_nodes(subject)
     plan = shlex.quote(subject.plan_file)

@@ -20,16 +20,16 @@ from autopar.formats.expressible import Expressible, Grid, grid_of, recomputatio
 from autopar.formats.plan import layout_of
 from autopar.formats.profile import Profile
 from autopar.interop.layout import DictatedStages, ends_refusal, stages_text
-from autopar.interop.names import LLAMA_LIKE, Family, family_of, modules_of, parts_of, rename
-from autopar.interop.target import ExportFile, Subject, Target, comment, heading, modules_of_stage
+from autopar.interop.names import LLAMA_LIKE, ModelNames, family_of, modules_of, parts_of, rename
+from autopar.interop.target import ExportFile, ExportSubject, Target, comment, heading, modules_of_stage
 from autopar.interop.torch_pipelining import computations, orders_of
 from autopar.schedules.spelling import TORCH_NAMES, canonical
 
-_NAMES = Family(("tok_embeddings",), "layers", "norm", "lm_head")
+_NAMES = ModelNames(("tok_embeddings",), "layers", "norm", "lm_head")
 _ROTARY = "rotary_emb"
 _NATIVE = {"LlamaForCausalLM": "llama3", "Qwen3ForCausalLM": "qwen3"}
 """torchtitan's own models, by the class of Transformers' that is the same."""
-_REGISTERED = {(32, 4096): "llama3_8b", (80, 8192): "llama3_70b", (126, 16384): "llama3_405b"}
+_REGISTRY = {(32, 4096): "llama3_8b", (80, 8192): "llama3_70b", (126, 16384): "llama3_405b"}
 """Configurations of `torchtitan.models.llama3.config_registry`, by blocks and width."""
 _BY_LAYOUT = {"line": "1F1B", "loop": "Interleaved1F1B", "vee": "ZBVZeroBubble"}
 """What says how stages lie on devices, where the schedule is that of a file."""
@@ -38,12 +38,12 @@ _BY_LAYOUT = {"line": "1F1B", "loop": "Interleaved1F1B", "vee": "ZBVZeroBubble"}
 class _Naming(NamedTuple):
     """What torchtitan calls a model's modules, and why."""
 
-    family: Family | None
+    family: ModelNames | None
     rotary: bool
     note: str
 
 
-def _naming(subject: Subject) -> _Naming:
+def _naming(subject: ExportSubject) -> _Naming:
     family, architecture = family_of(subject.profile, subject.architecture), subject.architecture
     if family is None or family != LLAMA_LIKE:
         return _Naming(None, False, "modules go by the model's own names: torchtitan has no table for it")
@@ -52,7 +52,7 @@ def _naming(subject: Subject) -> _Naming:
     return _Naming(_NAMES, True, "modules are those of torchtitan's Transformers backend")
 
 
-def module_names(subject: Subject) -> list[list[str]]:
+def module_names(subject: ExportSubject) -> list[list[str]]:
     """Return the modules of every stage, as torchtitan names them."""
     naming = _naming(subject)
     found = [list(modules_of_stage(subject, stage)) for stage in range(len(subject.plan.stages))]
@@ -62,29 +62,30 @@ def module_names(subject: Subject) -> list[list[str]]:
     return [[*stage, _ROTARY] for stage in renamed] if naming.rotary else renamed
 
 
-def write(subject: Subject, target: Target) -> Iterator[ExportFile]:
+def write(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
     """Yield the configuration, and the schedule file where one is asked for."""
     grid, naming = grid_of(subject.plan), _naming(subject)
     name = Path(target.file).stem
     ranks = f"ranks: {grid.groups * grid.pipelines}; {naming.note}"
-    use = f"torchrun ... -m torchtitan.train --module {name} --config {_registered(subject) or 'a function of yours'}"
+    function = _registry_function(subject) or "a function of yours that calls configure"
+    use = f"torchrun ... -m torchtitan.train --module {name} --config {function}"
     yield ExportFile(target.file, comment([*heading(subject, target), ranks, use]) + _module(subject, grid))
     if subject.schedule_file is not None:
         yield ExportFile(subject.schedule_file, computations(orders_of(subject.plan)))
 
 
-def _registered(subject: Subject) -> str | None:
+def _registry_function(subject: ExportSubject) -> str | None:
     """Return what the configuration of the planned model is called, if torchtitan has it."""
     parts, width = parts_of(subject.profile), subject.configuration.get("hidden_size")
     if parts is None or _NATIVE.get(subject.architecture or "") != "llama3" or _naming(subject).family is None:
         return None
-    found = _REGISTERED.get((len(parts.blocks), width if isinstance(width, int) else 0))
+    found = _REGISTRY.get((len(parts.blocks), width if isinstance(width, int) else 0))
     return None if found is None else f"planned_{found}"
 
 
-def _module(subject: Subject, grid: Grid) -> str:
+def _module(subject: ExportSubject, grid: Grid) -> str:
     again = recomputation_of(subject.plan, subject.blocks) == "blocks"
-    registered = _registered(subject)
+    registered = _registry_function(subject)
     lines = ["from dataclasses import replace", ""]
     if again:
         lines.append("from torchtitan.distributed.activation_checkpoint import FullAC")
@@ -108,7 +109,7 @@ def _value(value: object) -> str:
     return f"[\n{rows}        ]"
 
 
-def _parallelism(subject: Subject, grid: Grid) -> dict[str, object]:
+def _parallelism(subject: ExportSubject, grid: Grid) -> dict[str, object]:
     plan = subject.plan
     sharded = grid.shard != "none"
     found: dict[str, object] = {
@@ -128,7 +129,7 @@ def _parallelism(subject: Subject, grid: Grid) -> dict[str, object]:
     return found
 
 
-def _training(subject: Subject, grid: Grid) -> dict[str, object]:
+def _training(subject: ExportSubject, grid: Grid) -> dict[str, object]:
     plan = subject.plan
     found: dict[str, object] = {
         "local_batch_size": grid.rows * (grid.micro_batches if grid.groups > 1 else 1),
@@ -140,7 +141,7 @@ def _training(subject: Subject, grid: Grid) -> dict[str, object]:
     return {**found, "disable_cuda_graphs": True} if grid.groups > 1 else found
 
 
-def _names_refusal(subject: Subject) -> str | None:
+def _names_refusal(subject: ExportSubject) -> str | None:
     if subject.plan.precision == "fp16":
         return "torchtitan trains in bfloat16 or float32, and not in fp16"
     if len(subject.plan.stages) == 1:
@@ -177,26 +178,26 @@ def import_torchtitan(text: str, path: Path, profile: Profile, replicas: int | N
         FileError: the file is malformed, or states no stages.
         UsageError: its modules are not those of the profile's layers, or autopar has no such plan.
     """
-    stated = _stated(text, path)
-    parts = _checked_parts(stated.get("module_fqns_per_model_part"), path)
-    groups = _count(stated, "pipeline_parallel_degree", path, len(parts))
+    values = _values_of(text, path)
+    parts = _checked_parts(values.get("module_fqns_per_model_part"), path)
+    groups = _count(values, "pipeline_parallel_degree", path, len(parts))
     if groups < 1 or len(parts) % groups:
         raise UsageError(f"{path}: pipeline_parallel_degree {groups} does not divide {len(parts)} model parts")
-    schedule = canonical(str(stated.get("pipeline_parallel_schedule", "1F1B")))
+    schedule = canonical(str(values.get("pipeline_parallel_schedule", "1F1B")))
     if schedule is None:
-        raise UsageError(f"{path}: autopar has no schedule {str(stated['pipeline_parallel_schedule'])[:80]!r}")
-    width, shard = _replicas(stated, path, replicas)
+        raise UsageError(f"{path}: autopar has no schedule {str(values['pipeline_parallel_schedule'])[:80]!r}")
+    width, shard = _replicas(values, path, replicas)
     stages, chunks = stages_text(_sizes(parts, profile, path), width), len(parts) // groups
-    local, rows = _count(stated, "local_batch_size", path, 0), _count(stated, "pipeline_parallel_microbatch_size", path)
+    local, rows = _count(values, "local_batch_size", path, 0), _count(values, "pipeline_parallel_microbatch_size", path)
     if local < 1 or rows < 1 or local % rows:
         return DictatedStages(stages, schedule, chunks, shard=shard)
     return DictatedStages(stages, schedule, chunks, local // rows, local * width, shard)
 
 
-def _replicas(stated: Mapping[str, Any], path: Path, replicas: int | None) -> tuple[int, str | None]:
+def _replicas(values: Mapping[str, Any], path: Path, replicas: int | None) -> tuple[int, str | None]:
     """Return how many pipelines are beside each other, and what they shard."""
-    copies = _count(stated, "data_parallel_replicate_degree", path)
-    shards = _count(stated, "data_parallel_shard_degree", path, -1)
+    copies = _count(values, "data_parallel_replicate_degree", path)
+    shards = _count(values, "data_parallel_shard_degree", path, -1)
     if copies < 1 or shards == 0 or (copies > 1 and (shards > 1 or (shards < 0 and replicas not in (None, copies)))):
         raise UsageError(
             f"{path}: data_parallel_replicate_degree {copies} and data_parallel_shard_degree {shards}: autopar's "
@@ -240,14 +241,14 @@ def _checked_parts(parts: object, path: Path) -> list[list[str]]:
     return found
 
 
-def _count(stated: Mapping[str, Any], name: str, path: Path, default: int = 1) -> int:
-    value = stated.get(name, default)
+def _count(values: Mapping[str, Any], name: str, path: Path, default: int = 1) -> int:
+    value = values.get(name, default)
     if type(value) is not int or abs(value) >= 2**31:
         raise FileError(f"{path}: {name}: expected a number, found {str(value)[:80]!r}")
     return value
 
 
-def _stated(text: str, path: Path) -> dict[str, Any]:
+def _values_of(text: str, path: Path) -> dict[str, Any]:
     """Return the values of the sections for parallelism and training, by their names."""
     if path.suffix not in (".toml", ".json"):
         return _python_values(text, path)

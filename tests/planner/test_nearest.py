@@ -14,7 +14,7 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.expressible import Expressible
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
-from autopar.interop.target import Subject
+from autopar.interop.target import ExportSubject
 from autopar.planner import PlanOptions, plan
 from autopar.planner.alternatives import try_stages
 from autopar.planner.assemble import assemble
@@ -37,8 +37,8 @@ def question(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
     return profile, local_cluster(devices, memory), PlanOptions(gpus=devices)
 
 
-def subject_of(found: Plan, profile: Profile, cluster: Cluster) -> Subject:
-    return Subject(found, profile, cluster, "plan.json")
+def subject_of(found: Plan, profile: Profile, cluster: Cluster) -> ExportSubject:
+    return ExportSubject(found, profile, cluster, "plan.json")
 
 
 def equal_splits(profile: Profile, cluster: Cluster, limits: Expressible) -> Iterator[Plan]:
