@@ -35,11 +35,17 @@ def plain_gradients(file: Path) -> dict[str, torch.Tensor]:
 def step(folder: Path, file: Path, rank: int) -> None:
     """Take a step by the stages that a folder holds."""
     code, stages = runpy.run_path(str(file)), runpy.run_path(str(folder / "stages.py"))
-    batch = {f"batch.{name}": tensor for name, tensor in batch_of(code).items()}
+    groups, width = len(stages["STAGES"]), RANKS // len(stages["STAGES"])
+    # All ranks make all groups: those of every pipeline, and those of every stage's replicas.
+    pipelines = [dist.new_group([at * width + replica for at in range(groups)]) for replica in range(width)]
+    replicas = [dist.new_group([at * width + replica for replica in range(width)]) for at in range(groups)]
+    group, rows = pipelines[rank % width], SAMPLES // width
+    mine = slice(rank % width * rows, (rank % width + 1) * rows)
+    batch = {f"batch.{name}": tensor[mine] for name, tensor in batch_of(code).items()}
     torch.manual_seed(0)
-    graph, own, runtime = stages["build"](code["model"]().double(), torch.device("cpu"))
+    graph, own, runtime = stages["build"](code["model"]().double(), torch.device("cpu"), group)
     runtime.step(**batch, target=batch["batch.targets"])
-    stages["reduce"](graph, own)
+    stages["reduce"](graph, own, group, replicas[rank // width] if width > 1 else None)
     layers = [layer for stage in own for layer in stage.submod.layers]
     found = {name: each.grad for layer in layers for name, each in layer.named_parameters()}
     torch.save(found, folder / f"gradients-{rank}.pt")

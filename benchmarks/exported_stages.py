@@ -13,9 +13,11 @@ import torch
 
 import autopar
 from autopar.formats.plan import chunks_of, layout_of
+from autopar.formats.profile import Profile
 from autopar.schedules import SCHEDULES
 from exported_ranks import RANKS, SAMPLES, plain_gradients
 
+REPLICATED = "1f1b of two replicas"
 SCRIPT = Path(__file__).with_name("exported_ranks.py")
 
 
@@ -30,14 +32,10 @@ def largest_differences(
     profile = autopar.estimate(str(file), SAMPLES, device="H100")
     for schedule in schedules:
         chunks = chunks_of(layout_of(schedule)) or 2
-        cuts = [0, 4, 7, 10, 14] if chunks == 1 else [0, 2, 3, 5, 7, 9, 10, 12, 14]
-        stages = ",".join(f"{first}-{stop - 1}:1" for first, stop in pairwise(cuts))
-        plan = autopar.plan(
-            profile, f"{RANKS}xH100", schedule=schedule, stages=stages, micro_batches=4, recompute="none"
+        _export(
+            profile, folder / schedule, [0, 4, 7, 10, 14] if chunks == 1 else [0, 2, 3, 5, 7, 9, 10, 12, 14], schedule
         )
-        (folder / schedule).mkdir()
-        for each in autopar.export(plan, "torch", output=folder / schedule / "schedule.csv").files:
-            (folder / schedule / each.name).write_text(each.text)
+    _export(profile, folder / REPLICATED, [0, 6, 14], "1f1b", 2)
     arguments = [str(folder), str(folder / "store"), str(file)]
     ranks = [subprocess.Popen([sys.executable, str(SCRIPT), str(rank), *arguments]) for rank in range(RANKS)]
     try:
@@ -47,7 +45,17 @@ def largest_differences(
             rank.kill()
     assert codes == [0] * RANKS, codes
     truth = plain_gradients(file)
-    return {schedule: _difference(folder / schedule, truth) for schedule in schedules}
+    return {name: _difference(folder / name, truth) for name in (*schedules, REPLICATED)}
+
+
+def _export(profile: Profile, folder: Path, cuts: Sequence[int], schedule: str, replicas: int = 1) -> None:
+    """Plan stages and export them into a folder of their own."""
+    stages = ",".join(f"{first}-{stop - 1}:{replicas}" for first, stop in pairwise(cuts))
+    options = {"schedule": schedule, "stages": stages, "micro_batches": 4, "recompute": "none", "shard": "none"}
+    plan = autopar.plan(profile, f"{RANKS}xH100", **options)
+    folder.mkdir()
+    for each in autopar.export(plan, "torch", output=folder / "schedule.csv").files:
+        (folder / each.name).write_text(each.text)
 
 
 def _difference(folder: Path, truth: dict[str, torch.Tensor]) -> float:

@@ -50,14 +50,14 @@ def test_stages_of_torch_are_python_with_the_plans_cuts(tmp_path: Path) -> None:
     }
     assert ast.literal_eval(values["CUTS"]) == [0, 3, 7, 10, 14]
     assert ast.literal_eval(values["STAGES"]) == [[0, 3], [1, 2]]
-    assert "load('hf:' + str(FOLDER / 'llama'), sequence=128)" in stages.text
+    assert 'load("hf:" + str(FOLDER / "llama"), sequence=128)' in stages.text
 
 
 def test_what_a_plan_names_is_relative_to_the_file_that_is_written(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     made = export_plan("torch", planned(), folder_with_llama(tmp_path), tmp_path / "there" / "own.csv")
-    assert "FOLDER / '../llama'" in made.files[1].text
-    assert "FOLDER / 'own.csv'" in made.files[1].text
+    assert 'FOLDER / "../llama"' in made.files[1].text
+    assert 'FOLDER / "own.csv"' in made.files[1].text
     assert made.files[0].name == "own.csv"
 
 

@@ -19,8 +19,8 @@ from autopar.interop.names import ModelParts, parts_of
 
 _GROUP = re.compile(r"\(([^()]+)\)\*([0-9]{1,4})")
 _REPEATED = re.compile(r"(.)\*([0-9]{1,4})")
-_MOST = 100_000
-"""More letters than any layout has."""
+_MOST = 10_000
+"""More letters than any layout has, or means."""
 
 
 class DictatedStages(NamedTuple):
@@ -60,7 +60,7 @@ def unfold(text: str) -> list[str]:
     stages = plain.split("|")
     strange = next((each for each in plain if each not in "EtL|"), None)
     if strange is not None or len(plain) >= _MOST:
-        what = "is too long" if strange is None else f"has {strange!r}; autopar knows E, t and L"
+        what = "is too long" if len(plain) >= _MOST else f"has {strange!r}; autopar knows E, t and L"
         raise UsageError(f"the layout {text[:80]!r} {what}")
     whole = "".join(stages)
     if not re.fullmatch("Et+L", whole):

@@ -7,6 +7,7 @@ receives stand in one order for all, so that no two ranks wait for each other, w
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -147,7 +148,7 @@ class Stage(nn.Module):
         return tensors["loss_sum" if "loss_sum" in tensors else "loss"].reshape(1)
 
 
-def build(model, device, group=None, schedule=FOLDER / {schedule!r}):
+def build(model, device, group=None, schedule=FOLDER / {schedule}):
     graph, edges = capture(MODEL, model), list(pairwise(CUTS))
     modules = {{index: Stage(graph, *edges[index]).to(device) for index in STAGES[dist.get_rank(group)]}}
     stages = [PipelineStage(each, index, len(edges), device, group=group) for index, each in modules.items()]
@@ -197,7 +198,7 @@ def _stages(subject: ExportSubject, target: Target) -> str:
         cuts=[0, *accumulate(len(stage.layers) for stage in plan.stages)],
         stages=[list(chunks) for chunks in plan.groups],
         micro_batches=grid_of(plan).micro_batches,
-        schedule=target.file,
+        schedule=json.dumps(target.file),
     )
 
 
@@ -206,12 +207,14 @@ def _source(subject: ExportSubject) -> str:
     model = subject.plan.model
     path = path_of(model.source)
     if path is None:
-        return repr(model.source)
-    where = f"str(FOLDER / {path!r})"
+        return json.dumps(model.source)
+    where = f"str(FOLDER / {json.dumps(path)})"
     if not model.source.startswith(TRANSFORMERS):
         return where
-    data = "" if model.data is None else f", str(FOLDER / {model.data!r})"
-    return f"{TRANSFORMERS!r} + {where}{data}" + ("" if model.sequence is None else f", sequence={model.sequence}")
+    data = "" if model.data is None else f", str(FOLDER / {json.dumps(model.data)})"
+    return f"{json.dumps(TRANSFORMERS)} + {where}{data}" + (
+        "" if model.sequence is None else f", sequence={model.sequence}"
+    )
 
 
 def _autocast(subject: ExportSubject) -> Iterator[str]:

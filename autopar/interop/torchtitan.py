@@ -95,7 +95,7 @@ def _module(subject: ExportSubject, grid: Grid) -> str:
     lines += ["", "", "def configure(config):", "    config.parallelism = replace(", "        config.parallelism,"]
     lines += [f"        {name}={_value(value)}," for name, value in _parallelism(subject, grid).items()]
     lines.append("    )")
-    lines += [f"    config.training.{name} = {value!r}" for name, value in _training(subject, grid).items()]
+    lines += [f"    config.training.{name} = {_value(value)}" for name, value in _training(subject, grid).items()]
     lines += [f"    config.activation_checkpoint = {'FullAC.Config()' if again else None}", "    return config"]
     if registered is not None:
         lines += ["", "", f"def {registered}():", f"    return configure({own}())"]
@@ -104,7 +104,7 @@ def _module(subject: ExportSubject, grid: Grid) -> str:
 
 def _value(value: object) -> str:
     if not isinstance(value, list):
-        return repr(value)
+        return json.dumps(value) if isinstance(value, str) else repr(value)
     rows = "".join(f"            {json.dumps(row)},\n" for row in value)
     return f"[\n{rows}        ]"
 

@@ -31,7 +31,7 @@ def test_files_are_written_beside_each_other_and_not_over_others(run: Run) -> No
     Path("out").mkdir()
     code, _, err = run("export", "torch", *INPUTS, "-o", "out/order.csv")
     assert (code, "Written: out/order.csv, out/stages.py" in err) == (0, True)
-    assert "FOLDER / 'order.csv'" in Path("out/stages.py").read_text()
+    assert 'FOLDER / "order.csv"' in Path("out/stages.py").read_text()
     code, _, err = run("export", "torch", *INPUTS, "-o", "out/other.csv")
     assert (code, "out/stages.py exists; pass --overwrite" in err) == (2, True)
     assert not Path("out/other.csv").exists()

@@ -78,14 +78,17 @@ def equal_plan(
     return assemble(CostModel(profile, cluster, options), candidate, options, 0.0, (), ()), cluster
 
 
-def random_equal(seed: int, schedules: Sequence[str] = tuple(SCHEDULES)) -> tuple[Plan, Profile, Cluster]:
+def random_equal(
+    seed: int, schedules: Sequence[str] = tuple(SCHEDULES), blocks: int | None = None
+) -> tuple[Plan, Profile, Cluster]:
     """Return any plan of equally wide stages: schedules, cuts, replicas, turns, micro-batches and chunks."""
     rng = random.Random(seed)
     schedule = rng.choice(list(schedules))
     groups, replicas = rng.randint(1, 4), rng.choice((1, 1, 2, 3))
     chunks = chunks_of(layout_of(schedule)) or rng.randint(2, 3)
+    groups = groups if blocks is None else min(groups, (blocks + 2) // chunks)
     count = groups * chunks
-    profile = llama_profile(rng.randint(max(2, count), count + 9), batch=24 * replicas)
+    profile = llama_profile(blocks or rng.randint(max(2, count), count + 9), batch=24 * replicas)
     turning = schedule in ("1f1b", "gpipe") and replicas > 1 and rng.random() < 0.3
     counts = [groups * each for each in (1, 2, 4) if 24 % (groups * each) == 0] or [groups]
     micro_batches = rng.choice(counts) * (replicas if turning else 1)

@@ -98,7 +98,7 @@ def test_a_module_sets_degrees_batches_precision_and_recomputation(tmp_path: Pat
         "    config.training.local_batch_size = 8\n",
         "    config.training.global_batch_size = 16\n",
         "    config.training.seq_len = 64\n",
-        "    config.training.mixed_precision_param = 'float32'\n",
+        '    config.training.mixed_precision_param = "float32"\n',
         "    config.activation_checkpoint = FullAC.Config()\n",
         "def planned_llama3_8b():\n    return configure(llama3_8b())\n",
     ):
