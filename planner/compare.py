@@ -52,7 +52,7 @@ def compare(
     beside = options if options.schedule == "auto" or plain(options.schedule) else usual(options)
     compared = references(simulator, runnable(costs, beside), beside)
     rows = [_row(simulator, each) for each in peers(simulator, options, compared)]
-    dictated = [] if options.stages is None else [_dictated(plan(profile, cluster, options), profile)]
+    dictated = [] if options.stages is None else [_row_of_stages(plan(profile, cluster, options), profile)]
     options = _free(options)
     own = plan(profile, cluster, options, lambda what, share: progress(what, 0.2 + 0.7 * share))
     progress("running its stages under other schedules", 0.9)
@@ -68,7 +68,7 @@ def _free(options: PlanOptions) -> PlanOptions:
     return options if options.stages is None else replace(options, stages=None, schedule="auto", chunks=None)
 
 
-def _dictated(dictated_plan: Plan, profile: Profile) -> ComparisonRow:
+def _row_of_stages(dictated_plan: Plan, profile: Profile) -> ComparisonRow:
     """Return the row of stages that the user dictates."""
     found = dictated_plan.predicted
     return _comparison_row("dictated", candidate_of(dictated_plan, profile), found.step_s, max(found.peak_bytes), None)

@@ -24,37 +24,41 @@ _STAGES = ("layout", "torchtitan")
 _FORMATS = ("pipedream", "piper", _KINDS, *_STAGES)
 
 
+Format = Annotated[
+    str,
+    typer.Argument(
+        metavar="FORMAT",
+        help="pipedream: the text graph of PipeDream and DAPPLE; piper: Piper's JSON; profiles: autopar's own, of one "
+        "model on several kinds of devices; layout: Megatron's text of stages, such as 'Et*7|t*9L'; torchtitan: the "
+        "stages of its configuration.",
+        autocompletion=arguments.formats,
+    ),
+]
+Files = Annotated[
+    list[Path],
+    typer.Argument(metavar="FILE...", help="The file to read; of profiles, one for each kind; of layout, the text."),
+]
+ProfiledBatch = Annotated[
+    int | None, typer.Option(help="Samples of the mini-batch that was profiled (pipedream); default: it counts as 1.")
+]
+OfProfile = Annotated[
+    Path | None, typer.Option(help="Profile whose layers stages are of (layout, torchtitan); default: profile.json.")
+]
+Replicas = Annotated[
+    int | None, typer.Option(help="Pipelines beside each other (layout: 1; torchtitan: as its file says).")
+]
+PipelineSize = Annotated[
+    int | None, typer.Option(help="Devices of a pipeline (layout); default: as many as there are stages.")
+]
+
+
 def command(
-    system: Annotated[
-        str,
-        typer.Argument(
-            metavar="FORMAT",
-            help="pipedream: the text graph of PipeDream and DAPPLE; piper: Piper's JSON; profiles: autopar's own, of "
-            "one model on several kinds of devices; layout: Megatron's text of stages, such as 'Et*7|t*9L'; "
-            "torchtitan: the stages of its configuration.",
-            autocompletion=arguments.formats,
-        ),
-    ],
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FILE...", help="The file to read; of profiles, one for each kind; of layout, the text."
-        ),
-    ],
-    profiled_batch: Annotated[
-        int | None,
-        typer.Option(help="Samples of the mini-batch that was profiled (pipedream); default: it counts as 1."),
-    ] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(help="Profile whose layers stages are of (layout, torchtitan); default: profile.json."),
-    ] = None,
-    replicas: Annotated[
-        int | None, typer.Option(help="Pipelines beside each other (layout: 1; torchtitan: as its file says).")
-    ] = None,
-    pipeline_size: Annotated[
-        int | None, typer.Option(help="Devices of a pipeline (layout); default: as many as there are stages.")
-    ] = None,
+    system: Format,
+    files: Files,
+    profiled_batch: ProfiledBatch = None,
+    profile: OfProfile = None,
+    replicas: Replicas = None,
+    pipeline_size: PipelineSize = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile.")] = _OUTPUT,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Put the profile, or the stages, on stdout as JSON.")] = False,
