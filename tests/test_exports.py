@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,3 +120,16 @@ def test_a_plan_that_can_be_exported_is_exported_as_it_is(tmp_path: Path) -> Non
     made = export_plan("megatron", planned(), path, nearest=True)
     assert made.notes == ()
     assert made.plan.stages == planned()[0].stages
+
+
+def test_no_torch_is_imported(tmp_path: Path) -> None:
+    plan, profile, cluster = random_equal(3)
+    for name, each in (("plan", plan), ("profile", profile), ("cluster", cluster)):
+        each.save(tmp_path / f"{name}.json")
+    code = (
+        "import sys, autopar; from autopar.exports import TARGETS\n"
+        "for each in TARGETS:\n"
+        "    autopar.export('plan.json', each, nearest=True, profile='profile.json', cluster='cluster.json')\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
