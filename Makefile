@@ -7,7 +7,7 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 IN_RANGE := import sys, venv, ensurepip; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
-.PHONY: demo test check quick format lint types contracts notebooks coverage setup clean
+.PHONY: demo test check quick format lint types contracts notebooks coverage exports setup clean
 
 demo: $(STAMP)
 	$(BIN)/autopar demo
@@ -40,6 +40,17 @@ contracts: $(STAMP)
 notebooks: $(STAMP)
 	$(BIN)/python notebooks/execute.py build/notebooks
 
+# What other trainers make of exported plans, in an environment of theirs; slow, and no part of the tests.
+exports: $(STAMP) .exports/installed
+	$(BIN)/python benchmarks/exports.py --targets .exports/bin/python --json benchmarks/results/exports.json
+
+.exports/installed: export PIP_CONSTRAINT := benchmarks/exports.txt
+.exports/installed: benchmarks/exports.txt
+	$(BIN)/python -m venv --clear .exports
+	.exports/bin/python -m pip install "$$(grep '^torch==' benchmarks/exports.txt)" setuptools wheel ninja
+	DS_BUILD_OPS=0 .exports/bin/python -m pip install --quiet --requirement benchmarks/exports.txt
+	@touch .exports/installed
+
 coverage: $(STAMP)
 	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
 
@@ -64,6 +75,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 clean:
-	rm -rf .venv build dist autopar.egg-info autopar-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf .venv .exports build dist autopar.egg-info autopar-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 	    .import_linter_cache .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

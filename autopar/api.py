@@ -28,10 +28,13 @@ __all__ = [
     "checkpoints",
     "compare",
     "estimate",
+    "export",
     "export_checkpoint",
+    "import_layout",
     "import_pipedream",
     "import_piper",
     "import_profiles",
+    "import_torchtitan",
     "links",
     "plan",
     "probe",
@@ -48,8 +51,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from autopar.exports import Export
     from autopar.formats.checkpoint import CheckpointView
     from autopar.formats.report import Verification
+    from autopar.interop.layout import DictatedStages
     from autopar.planner import PlanOptions
     from autopar.planner.compare import Comparison
     from autopar.runtime.rehearsal.steps import Rehearsal
@@ -535,6 +540,84 @@ def show(file: str | Path, over: str | Path | None = None, *, progress: Progress
     from autopar.shown import view_file
 
     return view_file(Path(file), None if over is None else Path(over), progress)
+
+
+def export(
+    plan: PlanFile,
+    target: str,
+    *,
+    output: str | Path | None = None,
+    nearest: bool = False,
+    schedule_file: str | None = None,
+    profile: Profile | str | Path | None = None,
+    cluster: clusters.Cluster | str | None = None,
+) -> Export:
+    """Return a plan as the files of another trainer; nothing is written.
+
+    Args:
+        plan: a plan, or its file.
+        target: the format, such as ``torch``; :data:`autopar.exports.TARGETS` has all.
+        output: where the main file is to be, which what it names is relative to; None: beside the plan.
+        nearest: whether the nearest plan is exported where the trainer cannot express this one; ``notes`` say what
+            that costs.
+        schedule_file: of torchtitan, the file that is to hold the plan's own schedule; None: one of torch's.
+        profile: what the plan was made of, in place of what it knows or its file records.
+        cluster: likewise.
+
+    Raises:
+        UsageError: there is no such format, or it cannot express the plan; says why.
+        FileError: a file is missing, malformed, or no longer what it was when the plan was made.
+        InfeasibleError: no plan that the trainer can express fits the memory.
+    """
+    from autopar.exports import export_plan
+    from autopar.inputs import planned_file
+
+    resolved, path = _resolve_inputs(plan, profile, cluster), planned_file(plan)
+    return export_plan(target, resolved, path, None if output is None else Path(output), schedule_file, nearest=nearest)
+
+
+def import_layout(
+    text: str, profile: Profile | str | Path, *, replicas: int = 1, pipeline_size: int | None = None
+) -> DictatedStages:
+    """Return the stages that a layout of Megatron's means of a profile's layers; its ``options`` are the planner's.
+
+    Args:
+        text: the layout, such as ``"Et*7|t*9L"``.
+        profile: of the model.
+        replicas: pipelines beside each other (Megatron's data-parallel size).
+        pipeline_size: devices of a pipeline; None: one for every stage.
+
+    Raises:
+        UsageError: the text is no layout, or not of so many layers, or the devices do not divide its stages.
+        FileError: the profile is missing or malformed.
+    """
+    from autopar.interop.layout import import_layout as stages_of
+
+    for name, value in (("replicas", replicas), ("pipeline_size", pipeline_size)):
+        if value is not None and value < 1:
+            raise UsageError(f"`{name}` must be at least 1, found {value}")
+    measured = profile if isinstance(profile, Profile) else Profile.load(Path(profile))
+    return stages_of(text, measured, replicas, pipeline_size)
+
+
+def import_torchtitan(
+    file: str | Path, profile: Profile | str | Path, *, replicas: int | None = None
+) -> DictatedStages:
+    """Return the stages of a torchtitan configuration, of a profile's layers; its ``options`` are the planner's.
+
+    Args:
+        file: Python with values that are written out (it is not run), TOML or JSON.
+        profile: of the model.
+        replicas: pipelines beside each other, where the file has as many as there are ranks for.
+
+    Raises:
+        FileError: a file is missing or malformed, or states no stages.
+        UsageError: the modules are not those of the profile's layers.
+    """
+    from autopar.interop.torchtitan import import_torchtitan as stages_of
+
+    measured = profile if isinstance(profile, Profile) else Profile.load(Path(profile))
+    return stages_of(read_text(Path(file), "torchtitan"), Path(file), measured, replicas)
 
 
 def import_pipedream(file: str | Path, profiled_batch: int = 1) -> Profile:

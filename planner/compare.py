@@ -37,7 +37,8 @@ def compare(
     """Return autopar's plan, also under other schedules, and its peers', all judged by autopar's costs and simulator.
 
     autopar's search starts from the peers' plans, but for those that take their planners long; virtual workers that cut
-    the layers differently are no plan. ``progress`` is told what is done.
+    the layers differently are no plan. Of ``stages`` in the options, and the schedule for them, there is a row beside
+    autopar's free choice. ``progress`` is told what is done.
 
     Raises:
         UsageError: the options contradict the profile or each other.
@@ -51,13 +52,26 @@ def compare(
     beside = options if options.schedule == "auto" or plain(options.schedule) else usual(options)
     compared = references(simulator, runnable(costs, beside), beside)
     rows = [_row(simulator, each) for each in peers(simulator, options, compared)]
+    dictated = [] if options.stages is None else [_row_of_stages(plan(profile, cluster, options), profile)]
+    options = _free(options)
     own = plan(profile, cluster, options, lambda what, share: progress(what, 0.2 + 0.7 * share))
     progress("running its stages under other schedules", 0.9)
     chosen = candidate_of(own, profile)
     others = (_otherwise(costs, each) for each in otherwise(simulator, options, chosen))
     first = _comparison_row("autopar", chosen, own.predicted.step_s, max(own.predicted.peak_bytes), None)
-    every = [first, *others, *rows]
+    every = [first, *dictated, *others, *rows]
     return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)
+
+
+def _free(options: PlanOptions) -> PlanOptions:
+    """Return options without stages and the schedule that these are for."""
+    return options if options.stages is None else replace(options, stages=None, schedule="auto", chunks=None)
+
+
+def _row_of_stages(dictated_plan: Plan, profile: Profile) -> ComparisonRow:
+    """Return the row of stages that the user dictates."""
+    found = dictated_plan.predicted
+    return _comparison_row("dictated", candidate_of(dictated_plan, profile), found.step_s, max(found.peak_bytes), None)
 
 
 def _row(simulator: Simulator, peer: Peer) -> ComparisonRow:

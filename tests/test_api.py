@@ -31,10 +31,10 @@ COMMANDS = {
     "verify": ("verify",),
     "run": ("train", "recalibrate"),
     "show": ("show",),
-    "import": ("import_pipedream", "import_piper", "import_profiles"),
+    "import": ("import_layout", "import_pipedream", "import_piper", "import_profiles", "import_torchtitan"),
     "probe": ("probe",),
     "list": ("checkpoints",),
-    "export": ("export_checkpoint",),
+    "export": ("export", "export_checkpoint"),
 }
 """Functions by command; `worker` is a part of `run`, `demo` a sequence of others, and `cluster list` lists tables."""
 

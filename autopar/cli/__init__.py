@@ -17,6 +17,7 @@ from autopar.cli import (
     cluster,
     compare,
     demo,
+    export,
     imports,
     plan,
     profile,
@@ -101,6 +102,7 @@ app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(cluster.app, name="cluster")
 add(app, "demo", demo.command, "autopar demo --folder autopar-demo")
 add(app, "show", show.command, "autopar show plan.json", "autopar show trace.json --over plan.json --png steps.png")
+add(app, "export", export.command, "autopar export torch plan.json -o schedule.csv")
 add(
     app,
     "import",

@@ -43,7 +43,7 @@ ARGUMENTS = frozenset(
         *("precision", "profile", "profiled_batch", "program", "ranks", "real_time", "recompute"),
         *("replicate_state", "resume", "save", "schedule", "seed", "sequence", "shard", "share_gpus"),
         *("solver", "solver_seconds", "stages", "steps", "sync_batch_norm", "threads", "times_of", "use_all"),
-        *("weights",),
+        *("weights", "replicas", "pipeline_size", "schedule_file", "nearest"),
         *_OWN,
     )
 )
@@ -173,7 +173,14 @@ def devices(incomplete: str) -> list[str]:
 
 def formats(incomplete: str) -> list[str]:
     """Return what `autopar import` reads."""
-    return _beginning(incomplete, ("pipedream", "piper", "profiles"))
+    return _beginning(incomplete, ("pipedream", "piper", "profiles", "layout", "torchtitan"))
+
+
+def targets(incomplete: str) -> list[str]:
+    """Return what `autopar export` writes."""
+    from autopar.exports import TARGETS
+
+    return _beginning(incomplete, TARGETS)
 
 
 ProfileFile = Annotated[Path, typer.Argument(help="What `autopar profile` measured.")]

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli import arguments
 from autopar.cli.arguments import Bandwidth, Batch, ClusterName, Gpus, Memory, ProfileFile, TimesOf
 from autopar.cli.output import say, screen
+from autopar.errors import UsageError
 
 if TYPE_CHECKING:
     from autopar.formats.report import ComparisonRow
@@ -28,6 +30,11 @@ def command(
         int | None, typer.Option(help="Micro-batches per step; default: for every plan the best.")
     ] = None,
     bandwidth: Bandwidth = None,
+    stages: Annotated[
+        str | None, typer.Option(help="Show these stages, too: layers:replicas, such as 0-5:2,6-11:1.")
+    ] = None,
+    schedule: Annotated[str, typer.Option(help="Of --stages.", autocompletion=arguments.schedules)] = "auto",
+    chunks: Annotated[int | None, typer.Option(help="Of --stages, how many every device runs in turn.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Put the rows on stdout as JSON.")] = False,
 ) -> None:
     """Compare autopar's plan with those of GPipe, torchgpipe, PipeDream, DAPPLE and HetPipe, and plain parallelism."""
@@ -46,7 +53,12 @@ def command(
         bytes_per_s=None if bandwidth is None else parse_bandwidth(bandwidth, "--bandwidth"),
         times_of=times_of,
         micro_batches=micro_batches,
+        stages=stages,
+        schedule=schedule,
+        chunks=chunks,
     )
+    if stages is None and options.schedule != "auto":
+        raise UsageError("`schedule` is that of `stages`; pass these, too")
     measured = read_profile(profile)
     planned_for, _ = machines(cluster, cluster_file(cluster, profile), measured, gpus)
     with slow_phases("planning") as progress:

@@ -1,4 +1,4 @@
-"""``autopar import``: profiles that another system, or other machines, measured, as one of this machine's."""
+"""``autopar import``: profiles that another system, or other machines, measured; and other trainers' stages."""
 
 from __future__ import annotations
 
@@ -9,50 +9,82 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.cli import arguments
+from autopar.cli.arguments import as_flags
 from autopar.cli.output import say, screen
 from autopar.errors import FileError, UsageError
 
 if TYPE_CHECKING:
     from autopar.formats.profile import Profile
+    from autopar.interop.layout import DictatedStages
 
 
 _OUTPUT = Path("profile.json")
 _KINDS = "profiles"
-_FORMATS = ("pipedream", "piper", _KINDS)
+_STAGES = ("layout", "torchtitan")
+_FORMATS = ("pipedream", "piper", _KINDS, *_STAGES)
+
+
+Format = Annotated[
+    str,
+    typer.Argument(
+        metavar="FORMAT",
+        help="pipedream: the text graph of PipeDream and DAPPLE; piper: Piper's JSON; profiles: autopar's own, of one "
+        "model on several kinds of devices; layout: Megatron's text of stages, such as 'Et*7|t*9L'; torchtitan: the "
+        "stages of its configuration.",
+        autocompletion=arguments.formats,
+    ),
+]
+Files = Annotated[
+    list[Path],
+    typer.Argument(metavar="FILE...", help="The file to read; of profiles, one for each kind; of layout, the text."),
+]
+ProfiledBatch = Annotated[
+    int | None, typer.Option(help="Samples of the mini-batch that was profiled (pipedream); default: it counts as 1.")
+]
+OfProfile = Annotated[
+    Path | None, typer.Option(help="Profile whose layers stages are of (layout, torchtitan); default: profile.json.")
+]
+Replicas = Annotated[
+    int | None, typer.Option(help="Pipelines beside each other (layout: 1; torchtitan: as its file says).")
+]
+PipelineSize = Annotated[
+    int | None, typer.Option(help="Devices of a pipeline (layout); default: as many as there are stages.")
+]
 
 
 def command(
-    system: Annotated[
-        str,
-        typer.Argument(
-            metavar="FORMAT",
-            help="pipedream: the text graph of PipeDream and DAPPLE; piper: Piper's JSON; profiles: autopar's own, of "
-            "one model on several kinds of devices.",
-            autocompletion=arguments.formats,
-        ),
-    ],
-    files: Annotated[
-        list[Path],
-        typer.Argument(metavar="FILE...", help="The file to read; of profiles, one for each kind."),
-    ],
-    profiled_batch: Annotated[
-        int | None,
-        typer.Option(help="Samples of the mini-batch that was profiled (pipedream); default: it counts as 1."),
-    ] = None,
+    system: Format,
+    files: Files,
+    profiled_batch: ProfiledBatch = None,
+    profile: OfProfile = None,
+    replicas: Replicas = None,
+    pipeline_size: PipelineSize = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile.")] = _OUTPUT,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Put the profile on stdout as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Put the profile, or the stages, on stdout as JSON.")] = False,
 ) -> None:
-    """Read another system's profile, or autopar's own of several kinds of devices, and write it as one profile."""
-    from autopar.cli.arguments import with_flags
-    from autopar.cli.output import check_output
-    from autopar.formats.references import rebase_paths
-
+    """Read another system's profile, or several of autopar's, as one profile; or another trainer's stages."""
     if system not in _FORMATS:
         raise UsageError(f"FORMAT must be one of {', '.join(_FORMATS)}; found {system!r}")
     if profiled_batch is not None and system != "pipedream":
         raise UsageError("--profiled-batch is for pipedream: Piper's files state how many micro-batches they are for")
     _check_count(system, files)
+    if system in _STAGES:
+        _say_stages(_read_stages(system, files[0], profile, replicas, pipeline_size), as_json)
+        return
+    for name, value in (("profile", profile), ("replicas", replicas), ("pipeline_size", pipeline_size)):
+        if value is not None:
+            raise UsageError(f"`{name}` is of {_STAGES[0]}; {system} has none")
+    _import_profile(system, files, profiled_batch, output, overwrite=overwrite, as_json=as_json)
+
+
+def _import_profile(
+    system: str, files: list[Path], profiled_batch: int | None, output: Path, *, overwrite: bool, as_json: bool
+) -> None:
+    from autopar.cli.arguments import with_flags
+    from autopar.cli.output import check_output
+    from autopar.formats.references import rebase_paths
+
     for file in files:
         if not file.exists():
             wrote = "`autopar profile`" if system == _KINDS else system
@@ -67,6 +99,29 @@ def command(
     say(console, f"Written: {output}, {_content(profile)}; `autopar plan {output}` plans for it")
     if as_json:
         sys.stdout.write(profile.dumps())
+
+
+def _read_stages(
+    system: str, file: Path, profile: Path | None, replicas: int | None, pipeline_size: int | None
+) -> DictatedStages:
+    from autopar import api
+
+    measured = profile or _OUTPUT
+    if system == "torchtitan":
+        if pipeline_size is not None:
+            raise UsageError(f"`pipeline_size` is what {file} says; leave it out")
+        return api.import_torchtitan(file, measured, replicas=replicas)
+    return api.import_layout(str(file), measured, replicas=replicas or 1, pipeline_size=pipeline_size)
+
+
+def _say_stages(found: DictatedStages, as_json: bool) -> None:
+    """Put the stages on standard output, and say what plans and compares them."""
+    import json
+
+    options = ", ".join(f"{name}={value!r}" for name, value in found.options.items())
+    flags = as_flags(f"`{options}`")
+    say(screen(), f"`autopar plan {flags}` plans them and says how far from the best they are, `autopar compare` too")
+    sys.stdout.write(f"{json.dumps(found.options) if as_json else found.stages}\n")
 
 
 def _check_count(system: str, files: list[Path]) -> None:

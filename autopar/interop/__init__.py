@@ -1,5 +1,6 @@
-"""Interop: readers of other systems' files.
+"""Interop: readers and writers of other systems' files.
 
-In: profiles of PipeDream and Piper, and autopar's own of several kinds of devices. Out: one profile.
-Read ``pipedream.py`` first; ``order.py`` puts the nodes of any graph into the one order that layers have.
+In: profiles of PipeDream and Piper, and autopar's own of several kinds of devices; out: one profile. In: a plan; out:
+another trainer's configuration. Read ``pipedream.py`` first; ``order.py`` puts the nodes of any graph into the one
+order that layers have. ``target.py`` has what all exports share, and there is one file for every trainer.
 """

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from autopar.formats.profile import Profile
+from equal_plans import llama_profile
+from random_problems import local_cluster
 
 Run = Callable[..., tuple[int, str, str]]
 LINE = "forward_compute_time=1, backward_compute_time=2, activation_size=64, parameter_size=8"
@@ -73,11 +75,17 @@ def test_pipers_file_becomes_a_profile_with_options(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("onnx", "theirs/graph.txt"), 2, "FORMAT must be one of pipedream, piper, profiles; found 'onnx'"),
+        (
+            ("onnx", "theirs/graph.txt"),
+            2,
+            "FORMAT must be one of pipedream, piper, profiles, layout, torchtitan; found 'onnx'",
+        ),
         (("piper", "theirs/bert.json", "--profiled-batch", "4"), 2, "--profiled-batch is for pipedream"),
         (("pipedream", "theirs/graph.txt", "--profiled-batch", "0"), 2, "--profiled-batch must lie in 1.."),
         (("pipedream", "theirs/graph.txt", "-o", "theirs/graph.txt", "--overwrite"), 2, "is read by this command"),
         (("pipedream", "theirs/graph.txt", "-o", "theirs/bert.json"), 2, "theirs/bert.json exists; pass --overwrite"),
+        (("pipedream", "theirs/graph.txt", "--replicas", "2"), 2, "--replicas is of layout; pipedream has none"),
+        (("layout", "EttL", "--profile", "theirs/bert.json"), 4, "theirs/bert.json: $."),
         (("pipedream", "nowhere.txt"), 4, "nowhere.txt: no such"),
         (("pipedream", "theirs"), 4, "cannot read theirs"),
         (("pipedream", "theirs/bert.json"), 4, "theirs/bert.json:1: expected a node"),
@@ -99,3 +107,34 @@ def test_an_output_is_replaced_where_that_is_asked_for(run: Run) -> None:
     Path("old.json").write_text("{}")
     assert run("import", "pipedream", "theirs/graph.txt", "-o", "old.json", "--overwrite")[0] == 0
     assert len(Profile.load("old.json").layers) == 2
+
+
+def test_a_layout_becomes_stages_that_plan_and_compare_take(run: Run) -> None:
+    llama_profile(4).save("profile.json")
+    code, out, err = run("import", "layout", "Et|ttt|L", "--replicas", "2")
+    assert (code, out) == (0, "0-1:2,2-4:2,5:2\n")
+    assert "`autopar plan --stages 0-1:2,2-4:2,5:2 --schedule 1f1b`" in err.replace("\n", " ")
+    code, out, _ = run("import", "layout", "Et|t|t|tL", "--pipeline-size", "2", "--json")
+    assert (code, json.loads(out)) == (0, {"stages": "0-1:1,2:1,3:1,4-5:1", "schedule": "interleaved"})
+    local_cluster(6).save("cluster.json")
+    assert run("plan", "--stages", "0-1:2,2-4:2,5:2", "--schedule", "1f1b")[0] == 0
+    code, out, _ = run("compare", "--stages", "0-1:2,2-4:2,5:2", "--json")
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert rows["dictated"]["stages"] == "0-1:2,2-4:2,5:2"
+    assert rows["autopar"]["step_s"] < rows["dictated"]["step_s"]
+    code, _, err = run("compare", "--schedule", "gpipe")
+    assert (code, "--schedule is that of --stages" in err) == (2, True)
+
+
+def test_a_torchtitan_configuration_becomes_stages(run: Run) -> None:
+    llama_profile(2).save("measured.json")
+    parts = '[["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]]'
+    Path("theirs/config.py").write_text(f"config.parallelism.module_fqns_per_model_part = {parts}\n")
+    found = ("import", "torchtitan", "theirs/config.py", "--profile", "measured.json")
+    code, _, err = run(*found)
+    assert (code, "what is left of all ranks; say how many: --replicas" in err.replace("`", "")) == (2, True)
+    code, out, err = run(*found, "--replicas", "2")
+    assert (code, out) == (0, "0-1:2,2-3:2\n")
+    assert "--shard optimizer" in err.replace("\n", " ")
+    code, _, err = run(*found, "--pipeline-size", "2")
+    assert (code, "--pipeline-size is what theirs/config.py says" in err) == (2, True)

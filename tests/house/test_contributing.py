@@ -12,14 +12,17 @@ import pytest
 import torch
 from torch import library
 
-from autopar import schedules
+from autopar import exports, schedules
 from autopar.formats import plan as formats_plan
+from autopar.formats.expressible import Expressible
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.formats.program import BACKWARD, FORWARD
 from autopar.formats.timeline import Timeline
 from autopar.hardware import gpus
 from autopar.hardware.clusters import cluster_named
+from autopar.interop import accelerate
+from autopar.interop.target import ExportFile, ExportSubject, Target, heading
 from autopar.planner import PlanOptions, peers, plan
 from autopar.planner.peers import PeerPlanner
 from autopar.planner.peers.prices import Prices, Proposal, in_order
@@ -64,7 +67,7 @@ def test_recipes_name_files_and_tables_that_are_there() -> None:
     assert len(files) > 8
     assert [file for file in files if not (ROOT / file).is_file()] == []
     tables = re.findall(r"`([A-Z_]{3,})`", RECIPES)
-    places = [schedules, formats_plan, gpus, peers, kernels]
+    places = [schedules, formats_plan, gpus, peers, kernels, exports, accelerate]
     assert {"SCHEDULES", "LAYOUTS", "GPUS", "PLANNERS", "PRODUCTS", "GATHERS", "FREE"} <= set(tables)
     assert [table for table in tables if not any(hasattr(place, table) for place in places)] == []
 
@@ -122,6 +125,22 @@ def test_an_order_costs_the_same_under_a_new_name(monkeypatch: pytest.MonkeyPatc
     assert new.stages == known.stages
     for name in ("step_s", "lower_bound_s", "peak_bytes"):
         assert getattr(new.predicted, name) == getattr(known.predicted, name)
+
+
+def _write(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
+    yield ExportFile(target.file, "\n".join([*heading(subject, target), *(str(each) for each in subject.plan.stages)]))
+
+
+def test_a_new_trainer_is_exported_to_within_what_it_can_express(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Target(
+        "Y 1", "it read such files", "y.txt", _write, Expressible("Y", ("gpipe",), tied=True), cuts_layers=True
+    )
+    monkeypatch.setitem(exports.TARGETS, "y", own)
+    assert run("plan", "--stages", "0-6:1,7-13:1", "--micro-batches", "4", "--schedule", "1f1b")[0] == 0
+    code, _, err = run("export", "y")
+    assert (code, "Y has no schedule 1f1b, only gpipe" in err) == (2, True)
+    assert run("export", "y", "--nearest")[0] == 0
+    assert "schedule: gpipe" in Path("y.txt").read_text()
 
 
 def test_a_new_gpu_is_listed_estimated_and_planned_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

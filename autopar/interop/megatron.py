@@ -1,0 +1,77 @@
+"""megatron: a plan as Megatron-LM's arguments.
+
+Data-parallel ranks are what the pipeline leaves of all; a step has ``--global-batch-size`` samples, of which every
+pipeline runs ``--micro-batch-size`` at a time (`megatron/training/arguments.py`, `megatron.core.transformer`).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from autopar.formats.expressible import Expressible, first_blocks, grid_of, recomputation_of
+from autopar.interop.layout import ends_refusal, fold, letters_of
+from autopar.interop.names import parts_of
+from autopar.interop.target import ExportFile, ExportSubject, Target, comment, heading
+
+
+def write(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
+    """Yield a file to be sourced, which leaves the arguments in an array."""
+    grid = grid_of(subject.plan)
+    launch = 'torchrun ... pretrain_gpt.py "${AUTOPAR_ARGUMENTS[@]}" ...'
+    use = [
+        f"ranks: {grid.groups * grid.pipelines}, data-parallel size {grid.pipelines}. The model's own arguments, such "
+        f"as its width, are yours.",
+        f"source this file, then {launch}",
+    ]
+    lines = "".join(f"    {each}\n" for each in _arguments(subject))
+    yield ExportFile(target.file, f"{comment([*heading(subject, target), *use])}AUTOPAR_ARGUMENTS=(\n{lines})\n")
+
+
+def _arguments(subject: ExportSubject) -> Iterator[str]:
+    plan, grid = subject.plan, grid_of(subject.plan)
+    parts = parts_of(subject.profile)
+    assert parts is not None, "refused without parts"
+    yield f"--num-layers {len(parts.blocks)}"
+    yield f"--pipeline-model-parallel-size {grid.groups}"
+    if len(plan.stages) > 1:
+        layout = fold(letters_of(plan, subject.profile, parts))
+        yield f"--pipeline-model-parallel-layout {shlex.quote(layout)}"
+    yield f"--micro-batch-size {grid.rows}"
+    yield f"--global-batch-size {plan.batch}"
+    if plan.precision != "fp32":
+        yield f"--{plan.precision}"
+    if grid.shard == "optimizer":
+        yield "--use-distributed-optimizer"
+    yield from _recomputation(subject)
+
+
+def _recomputation(subject: ExportSubject) -> Iterator[str]:
+    plan, blocks = subject.plan, subject.blocks
+    how = recomputation_of(plan, blocks)
+    if how == "blocks":
+        yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    if how == "first":
+        count = first_blocks(plan, blocks)
+        yield f"--recompute-granularity full --recompute-method block --recompute-num-layers {count}"
+
+
+def _names_refusal(subject: ExportSubject) -> str | None:
+    return ends_refusal(subject.plan, parts_of(subject.profile))
+
+
+TARGET = Target(
+    version="Megatron-LM core 0.16.1",
+    trial="its layout and its configuration took such arguments",
+    file="megatron.sh",
+    write=write,
+    expressible=Expressible(
+        "Megatron-LM",
+        ("1f1b", "interleaved"),
+        shards=("none", "optimizer"),
+        shards_alone=("none", "optimizer"),
+        recompute=("none", "blocks", "first"),
+        tied=True,
+    ),
+    names_refusal=_names_refusal,
+)

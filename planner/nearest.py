@@ -1,0 +1,223 @@
+"""Nearest: the fastest plan found that another trainer can express: pipelines that are alike, beside each other.
+
+Tried are all numbers of pipelines and micro-batches, stages cut evenly by time and by layers, and where a plan cuts
+that is to be exported; with every schedule, sharding and recomputation that the trainer has. Candidates are simulated
+in the order of their lower bounds, and of the best ones cuts are moved as long as that helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product
+from operator import itemgetter
+
+from autopar.errors import InfeasibleError
+from autopar.formats.cluster import Cluster
+from autopar.formats.expressible import Expressible, Recomputation
+from autopar.formats.plan import Plan, Shard, layout_of
+from autopar.formats.profile import Profile
+from autopar.planner.assemble import assemble
+from autopar.planner.bounds.ranks import least_s
+from autopar.planner.candidate import Candidate, Family, chunk_counts, divisors, groups, splits_backward, with_depths
+from autopar.planner.constraints import Constraints
+from autopar.planner.costs.model import CostModel
+from autopar.planner.options import PlanOptions, admissible_options
+from autopar.planner.search.judge import Best
+from autopar.planner.search.moves import Shape, balanced_shape, cuts_moved, place_shape
+from autopar.planner.simulator.simulate import Simulator
+from autopar.schedules import SCHEDULES
+
+MOST_MOVED = 3
+"""Shapes whose cuts are moved."""
+REACH = 2
+MOST_SIMULATED = 4_000
+"""Candidates; a count and not a clock, so that the same question has the same answer."""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A candidate but for its depths, and for how many of its layers run forward again."""
+
+    family: Family
+    shape: Shape
+    shard: Shard
+    recompute: Recomputation
+
+
+class _NearestSearch:
+    def __init__(
+        self, costs: CostModel, options: PlanOptions, limits: Expressible, blocks: range, edges: Sequence[int]
+    ) -> None:
+        self.costs, self.options, self.limits = costs, options, limits
+        self.blocks, self.edges = blocks, edges
+        self.simulator, self.best = Simulator(costs), Best()
+        self.simulated = 0
+        self._rules = {chunks: Constraints.of(costs, options, chunks) for chunks in (1, 2, 3, 4)}
+
+    def run(self, cuts: Sequence[int]) -> Best:
+        """Return the best candidates; ``cuts`` are those of a plan."""
+        self._judge(form for family in self._families() for form in self._forms(family, self._shapes(family, cuts)))
+        visits = set[tuple[Family, Shape]]()
+        for each in sorted(self.best.near.items(), key=itemgetter(1))[:MOST_MOVED]:
+            self._climb(each[0], visits)
+        return self.best
+
+    def _families(self) -> Iterator[Family]:
+        for schedule in self.limits.schedules or ("1f1b",):
+            if self.costs.has_halves or not splits_backward(schedule):
+                for count in divisors(self.costs.batch):
+                    yield Family(count, self.costs.batch // count, schedule)
+
+    def _shapes(self, family: Family, cuts: Sequence[int]) -> Iterator[Shape]:
+        devices, layers = len(self.costs.devices), self.edges[-1]
+        for width, chunks in product(divisors(devices), chunk_counts(family.schedule)):
+            count = devices // width
+            stages, widths = count * chunks, (width,) * count
+            if family.micro_batch_size % width or stages >= len(self.edges) or not self._has(family, count, stages):
+                continue
+            yield balanced_shape(self.costs, family, widths, chunks, list(self.edges))
+            even = [layers * (index + 1) // stages for index in range(stages)]
+            nearest = [min(self.edges[1:], key=lambda edge, cut=cut: abs(edge - cut)) for cut in even]  # type: ignore[misc]
+            for each in (nearest, cuts):
+                if len(set(each)) == stages and set(each) <= set(self.edges):
+                    yield Shape(tuple(each), widths)
+
+    def _has(self, family: Family, devices: int, stages: int) -> bool:
+        """Whether the trainer has pipelines of so many devices and stages."""
+        few = self.limits.most_stages is None or stages <= self.limits.most_stages
+        rounds = self.limits.any_count or layout_of(family.schedule) != "loop" or not family.micro_batches % devices
+        alone = stages > 1 or family.schedule == "1f1b" or "1f1b" not in self.limits.schedules
+        # What runs on one device is no pipeline.
+        return few and rounds and alone and (devices > 1 or stages == 1)
+
+    def _forms(self, family: Family, shapes: Iterable[Shape]) -> Iterator[_Form]:
+        for shape in dict.fromkeys(shapes):
+            stages = len(shape.cuts)
+            shards = self.limits.shards_of(stages) if shape.widths[0] > 1 else ("none",)
+            for shard, recompute in product(shards, self.limits.recomputations_of(stages)):
+                needs = recompute != "none" and self.limits.recompute_needs_shards and shard == "none"
+                known = shard in self.options.shards or shard == "none"
+                if known and not needs and not self._broken(family, shape, shard):
+                    yield _Form(family, shape, shard, recompute)
+
+    def _broken(self, family: Family, shape: Shape, shard: Shard) -> bool:
+        """Whether a shape is against what is known of the model and the devices, or what the trainer cannot send."""
+        stages = place_shape(self.costs, family, shape, range(len(self.costs.devices)), shard)
+        kinds = [{self.costs.kind_of[device] for device in stage.devices} for stage in stages]
+        tied = not self.limits.tied and self.costs.tied_between(stages)
+        if tied or any(len(each) > 1 for each in kinds) or self._skips(shape.cuts):
+            return True
+        return self._rules[shape.chunks].broken(stages, self.costs.kind_of) is not None
+
+    def _skips(self, cuts: Sequence[int]) -> bool:
+        """Whether a tensor passes by a stage."""
+        stage_of = [stage for stage, cut in enumerate(cuts) for _ in range(cut - (0, *cuts)[stage])]
+        return any(
+            stage_of[max(tensor.consumers)] > stage_of[tensor.producer] + 1 for tensor in self.costs.flows.crossing
+        )
+
+    def _candidates(self, form: _Form) -> Iterator[Candidate]:
+        """Yield a form with every depth that the trainer's schedule has, where it fits the memory."""
+        family, shape = form.family, form.shape
+        stages = place_shape(self.costs, family, shape, range(len(self.costs.devices)), form.shard)
+        depths = list(
+            SCHEDULES[family.schedule].warmups(len(shape.widths), shape.chunks, family.micro_batches).values()
+        )
+        for each in depths if self.limits.any_depth else depths[:1]:
+            found = self._recomputing(with_depths(family, stages, each), form.recompute)
+            if found is not None and max(self.costs.shortfalls(found)) <= 0:
+                yield found
+
+    def _recomputing(self, frame: Candidate, how: Recomputation) -> Candidate | None:
+        """Return a candidate that recomputes in a manner; of the first blocks as few as fit."""
+        if how == "none":
+            return frame
+        once = {index for index, layer in enumerate(self.costs.profile.layers) if layer.writes and layer.writes.once}
+        again = range(self.costs.layer_count) if how == "all" else self.blocks
+        if once.intersection(again) or not again:
+            return None
+        if how != "first":
+            return self._with_first(frame, again, len(again))
+        low, high = 0, len(again) + 1
+        while low + 1 < high:
+            middle = (low + high) // 2
+            fits = max(self.costs.shortfalls(self._with_first(frame, again, middle))) <= 0
+            low, high = (low, middle) if fits else (middle, high)
+        return self._with_first(frame, again, high) if high <= len(again) else None
+
+    @staticmethod
+    def _with_first(frame: Candidate, layers: range, count: int) -> Candidate:
+        """Return a candidate whose stages recompute the first ``count`` of some layers that they hold."""
+        stages = (
+            stage._replace(recompute=tuple(each for each in layers if stage.first <= each < stage.stop)[:count])
+            for stage in frame.stages
+        )
+        return frame._replace(stages=tuple(stages))
+
+    def _judge(self, forms: Iterable[_Form], below_s: float = float("inf")) -> None:
+        """Simulate what may be quicker than the best one, and than ``below_s``, in the order of lower bounds."""
+        candidates = dict.fromkeys(candidate for form in forms for candidate in self._candidates(form))
+        bounded = sorted(((least_s(self.costs, each), at) for at, each in enumerate(candidates)))
+        every = list(candidates)
+        for bound_s, at in bounded:
+            if bound_s >= min(below_s, self.best.step_s) or self.simulated >= MOST_SIMULATED:
+                break
+            self.simulated += 1
+            self.best.judge(self.simulator, every[at])
+
+    def _climb(self, candidate: Candidate, visits: set[tuple[Family, Shape]]) -> None:
+        """Move a candidate's cuts as long as that is quicker than the best one."""
+        family = Family(*candidate[:3])
+        widths = (len(candidate.stages[0].devices),) * len(groups(candidate.stages))
+        shape, step_s = Shape(candidate.cuts, widths), float("inf")
+        while (family, shape) not in visits and self.best.step_s < step_s:
+            visits.add((family, shape))
+            step_s = self.best.step_s
+            moved = cuts_moved(shape.cuts, self.edges, range(len(shape.cuts) - 1), REACH)
+            self._judge(self._forms(family, (Shape(each, widths) for each in moved)))
+            assert self.best.fastest is not None
+            chosen = self.best.fastest.candidate
+            if Family(*chosen[:3]) == family and len(chosen.cuts) == len(shape.cuts):
+                shape = Shape(chosen.cuts, widths)
+
+
+def nearest_plan(
+    plan: Plan, profile: Profile, cluster: Cluster, limits: Expressible, blocks: range, edges: Sequence[int]
+) -> Plan:
+    """Return the fastest plan that was found of those that a trainer can express, for the devices of a plan.
+
+    Args:
+        plan: that it cannot express.
+        profile: that the plan was made of.
+        cluster: likewise.
+        limits: what the trainer can express.
+        blocks: the layers that are blocks.
+        edges: the layers before which the trainer may cut, 0 and the number of layers included.
+
+    Raises:
+        InfeasibleError: none fits the memory.
+    """
+    same = {name: getattr(plan, name) for name in ("batch", "bytes_per_s", "times_of", "replicate_state", "seed")}
+    asked = PlanOptions(gpus=max(plan.devices) + 1, memory_bytes=_memory_bytes(plan, profile, cluster), **same)
+    options = admissible_options(asked, profile)
+    costs = CostModel(profile, cluster, options)
+    cuts = list(accumulate(len(stage.layers) for stage in plan.stages))
+    best = _NearestSearch(costs, options, limits, blocks, edges).run(cuts)
+    if best.fastest is None:
+        raise InfeasibleError(
+            f"no plan that {limits.trainer} can express fits the memory of {len(costs.devices)} devices; more of them, "
+            "or a smaller `batch`, may help"
+        )
+    step_s, candidate = best.fastest
+    return assemble(costs, candidate, options, plan.predicted.lower_bound_s, (), (), plan.predicted.bounds, step_s)
+
+
+def _memory_bytes(plan: Plan, profile: Profile, cluster: Cluster) -> int | None:
+    """Return the memory that a plan was made for, where it is not that of the cluster's devices."""
+    costs = CostModel(profile, cluster, PlanOptions(gpus=max(plan.devices) + 1, times_of=plan.times_of))
+    limits = set(plan.predicted.limit_bytes)
+    own = {costs.limit_bytes(stage.devices) for stage in plan.stages}
+    if len(limits) != 1 or limits == own:
+        return None
+    return limits.pop() + max(kind.reserved_bytes for kind in costs.kinds)

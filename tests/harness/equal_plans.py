@@ -1,0 +1,106 @@
+"""Plans whose stages are equally wide, of a model with the names of Transformers' Llama: what others can express."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import accumulate
+
+from autopar.formats.cluster import Cluster
+from autopar.formats.plan import Division, Plan, Shard, chunks_of, group_of, layout_of
+from autopar.formats.profile import Profile, TiedParameter
+from autopar.planner.assemble import assemble
+from autopar.planner.candidate import Candidate, CandidateStage
+from autopar.planner.costs.model import CostModel
+from autopar.planner.options import PlanOptions
+from autopar.schedules import SCHEDULES
+from chunked import halved
+from random_problems import gpt_profile, local_cluster
+
+
+def llama_profile(blocks: int = 12, batch: int = 16, *, tied: bool = False) -> Profile:
+    """Return a profile with the names of a Transformers Llama."""
+    plain = halved(gpt_profile(blocks, batch=batch), 0)
+    names = {"wte": "model.embed_tokens", "head": "model.norm+lm_head"}
+    names |= {f"h.{index}": f"model.layers.{index}" for index in range(blocks)}
+    layers = tuple(
+        layer.model_copy(update={"name": names[layer.name], "modules": tuple(_modules(names[layer.name]))})
+        for layer in plain.layers
+    )
+    tensors = tuple(
+        tensor.model_copy(
+            update={
+                "producer": tensor.producer and names[tensor.producer],
+                "consumers": tuple(names[each] for each in tensor.consumers),
+            }
+        )
+        for tensor in plain.tensors
+    )
+    shared = TiedParameter(parameter="model.embed_tokens.weight", layers=(layers[0].name, layers[-1].name), bytes=4096)
+    return plain.model_copy(update={"layers": layers, "tensors": tensors, "tied": (shared,) if tied else ()})
+
+
+def _modules(name: str) -> list[str]:
+    return ["model.norm", "lm_head"] if "+" in name else [name]
+
+
+def equal_plan(
+    profile: Profile,
+    schedule: str,
+    groups: int,
+    replicas: int = 1,
+    micro_batches: int = 4,
+    *,
+    chunks: int | None = None,
+    cuts: Sequence[int] | None = None,
+    shard: Shard = "none",
+    division: Division = "split",
+    recompute: Sequence[int] = (),
+    depths: Sequence[int] | None = None,
+) -> tuple[Plan, Cluster]:
+    """Return a plan of equally wide stages, cut evenly or where ``cuts`` says, and the cluster that it is for."""
+    layout, cluster = layout_of(schedule), local_cluster(groups * replicas, 2**40)
+    chunks = chunks or chunks_of(layout) or 2
+    count, layers, rows = groups * chunks, len(profile.layers), profile.batch // micro_batches
+    stops = [*(cuts or [layers * (index + 1) // count for index in range(count - 1)]), layers]
+    own = -(-micro_batches // replicas) if division == "round-robin" else micro_batches
+    depths = depths or next(iter(SCHEDULES[schedule].warmups(groups, chunks, own).values()))
+    shares = (rows,) * replicas if division == "round-robin" else (rows // replicas,) * replicas
+    edges = [0, *stops]
+    stages = []
+    for index, (first, stop) in enumerate(zip(edges, stops, strict=False)):
+        start = group_of(layout, index, groups) * replicas
+        again = tuple(each for each in recompute if first <= each < stop)
+        devices = tuple(range(start, start + replicas))
+        stages.append(CandidateStage(first, stop, devices, shares, depths[index], again, shard, division))
+    options = PlanOptions(gpus=groups * replicas)
+    candidate = Candidate(micro_batches, rows, schedule, tuple(stages))
+    return assemble(CostModel(profile, cluster, options), candidate, options, 0.0, (), ()), cluster
+
+
+def random_equal(
+    seed: int, schedules: Sequence[str] = tuple(SCHEDULES), blocks: int | None = None
+) -> tuple[Plan, Profile, Cluster]:
+    """Return any plan of equally wide stages: schedules, cuts, replicas, turns, micro-batches and chunks."""
+    rng = random.Random(seed)
+    schedule = rng.choice(list(schedules))
+    groups, replicas = rng.randint(1, 4), rng.choice((1, 1, 2, 3))
+    chunks = chunks_of(layout_of(schedule)) or rng.randint(2, 3)
+    groups = groups if blocks is None else min(groups, (blocks + 2) // chunks)
+    count = groups * chunks
+    profile = llama_profile(blocks or rng.randint(max(2, count), count + 9), batch=24 * replicas)
+    turning = schedule in ("1f1b", "gpipe") and replicas > 1 and rng.random() < 0.3
+    counts = [groups * each for each in (1, 2, 4) if 24 % (groups * each) == 0] or [groups]
+    micro_batches = rng.choice(counts) * (replicas if turning else 1)
+    layers = len(profile.layers)
+    cuts = sorted(rng.sample(range(1, layers), count - 1))
+    division: Division = "round-robin" if turning else "split"
+    plan, cluster = equal_plan(
+        profile, schedule, groups, replicas, micro_batches, chunks=chunks, cuts=cuts or None, division=division
+    )
+    return plan, profile, cluster
+
+
+def stops(plan: Plan) -> list[int]:
+    """Return behind how many layers every stage ends."""
+    return list(accumulate(len(stage.layers) for stage in plan.stages))

@@ -1,0 +1,124 @@
+"""The schedule file: loaded by torch, and the same as torch's own lowering of what is computed."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    _PipelineScheduleRuntime,
+)
+
+from autopar.formats.plan import Plan
+from autopar.interop.torch_pipelining import computations, orders_of, with_messages
+from autopar.schedules import SCHEDULES
+from equal_plans import equal_plan, llama_profile, random_equal
+from exported_stages import largest_differences
+from paths import EXAMPLES
+
+SHARDING = ("UNSHARD", "RESHARD")
+"""What torch puts beside computations for FSDP alone."""
+
+
+def runtime(plan: Plan, micro_batches: int) -> _PipelineScheduleRuntime:
+    """Return torch's runtime of a plan's stages, without ranks and modules."""
+    groups, count = len(plan.groups), len(plan.stages)
+    stages = [
+        SimpleNamespace(
+            num_stages=count, group_size=groups, group_rank=0, stage_index=index, is_last=index == count - 1
+        )
+        for index in plan.groups[0]
+    ]
+    return _PipelineScheduleRuntime(stages, micro_batches)  # type: ignore[arg-type]
+
+
+def rows(text: str) -> list[list[str]]:
+    return list(csv.reader(text.splitlines()))
+
+
+def loaded(plan: Plan, micro_batches: int, text: str, how: str, folder: Path) -> list[list[str]]:
+    """Return what torch makes of a file."""
+    file = folder / "schedule.csv"
+    file.write_text(text)
+    made = runtime(plan, micro_batches)
+    made._load_csv(str(file), format=how)
+    return [
+        [str(each) for each in made.pipeline_order_with_comms[rank]] for rank in sorted(made.pipeline_order_with_comms)
+    ]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3, 4, 8])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_torch_loads_every_schedule_and_would_have_put_messages_where_they_are(
+    schedule: str, groups: int, micro_batches: int, tmp_path: Path
+) -> None:
+    plan, _ = equal_plan(llama_profile(batch=24), schedule, groups, 1, micro_batches)
+    orders = orders_of(plan)
+    text = with_messages(orders)
+    assert loaded(plan, micro_batches, text, "compute_comms", tmp_path) == rows(text)
+    own = loaded(plan, micro_batches, computations(orders), "compute_only", tmp_path)
+    assert [sorted(rank) for rank in rows(text)] == [sorted(_unsharded(rank)) for rank in own]
+    assert stands_still(rows(text)) is None
+
+
+def _unsharded(rank: list[str]) -> list[str]:
+    return [each for each in rank if not each.endswith(SHARDING)]
+
+
+def stands_still(ranks: list[list[str]]) -> str | None:
+    """Return where ranks stand still whose sends and receives wait for each other; None where all reach their ends."""
+    left = [list(reversed(rank)) for rank in ranks]
+    while any(left):
+        ready = {actions[-1]: rank for rank, actions in enumerate(left) if actions}
+        moved = [(rank,) for each, rank in ready.items() if "SEND" not in each and "RECV" not in each]
+        moved += [(rank, ready[other]) for each, rank in ready.items() if (other := _received(each)) in ready]
+        if not moved:
+            return ", ".join(ready)
+        for rank in {rank for pair in moved for rank in pair}:
+            left[rank].pop()
+    return None
+
+
+def _received(send: str) -> str | None:
+    match = re.fullmatch("([0-9]+)SEND_([FB])([0-9]+)", send)
+    return match and f"{int(match[1]) + (1 if match[2] == 'F' else -1)}RECV_{match[2]}{match[3]}"
+
+
+def test_random_plans_load_with_replicas_and_turns(tmp_path: Path) -> None:
+    for seed in range(60):
+        plan, _, _ = random_equal(seed)
+        orders = orders_of(plan)
+        count = 1 + max(each for own in orders for _, _, each in own)
+        assert loaded(plan, count, with_messages(orders), "compute_comms", tmp_path) == rows(with_messages(orders))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "theirs"), [("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B), ("interleaved", ScheduleInterleaved1F1B)]
+)
+def test_schedules_that_torch_has_compute_in_torchs_order(schedule: str, theirs: type) -> None:
+    plan, _ = equal_plan(llama_profile(batch=24), schedule, 4, 1, 8)
+    # As it is shown, the last rank of torch's 1F1B begins with micro-batch 1, and ends with one that is not there.
+    own, shown = rows(computations(orders_of(plan))), named_order(plan, theirs, 8)
+    assert shown[:3] == own[:3]
+    assert schedule == "1f1b" or shown == own
+
+
+def named_order(plan: Plan, theirs: type, micro_batches: int) -> list[list[str]]:
+    stages = runtime(plan, micro_batches)._stages
+    single = len(stages) == 1
+    made = theirs(stages[0] if single else stages, micro_batches)
+    order = made._get_pipeline_order() if single else made.pipeline_order
+    return [[text for each in order[rank] if (text := str(each)) != "None" and "REDUCE" not in text] for rank in order]
+
+
+@pytest.mark.slow
+def test_exported_stages_train_as_the_plain_loop_on_four_ranks(tmp_path: Path) -> None:
+    found = largest_differences(EXAMPLES / "gpt.py", tmp_path, ("zb-v",))
+    assert max(found.values()) < 1e-9

@@ -1,0 +1,111 @@
+"""The nearest plan that another trainer can express: accepted, and never slower than an equal split that it accepts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+
+from autopar.errors import InfeasibleError
+from autopar.exports import TARGETS
+from autopar.formats.cluster import Cluster
+from autopar.formats.expressible import Expressible
+from autopar.formats.plan import Plan
+from autopar.formats.profile import Profile
+from autopar.interop.target import ExportSubject
+from autopar.planner import PlanOptions, plan
+from autopar.planner.alternatives import try_stages
+from autopar.planner.assemble import assemble
+from autopar.planner.nearest import nearest_plan
+from autopar.planner.plan import Question
+from equal_plans import equal_plan, llama_profile
+from random_problems import local_cluster
+
+TRAINERS = {name: target for name, target in TARGETS.items() if target.expressible is not None}
+
+
+def question(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
+    """Return a Llama-like model, devices, and at times little memory."""
+    rng = random.Random(seed)
+    profile = llama_profile(rng.randint(4, 12), batch=rng.choice((8, 12, 16)), tied=rng.random() < 0.3)
+    devices = rng.choice((2, 3, 4, 6, 8))
+    memory = rng.choice((2**40, 2**40, 60 * 2**20, 45 * 2**20))
+    layers = [layer.model_copy(update={"update_s": rng.uniform(0, 2e-3)}) for layer in profile.layers]
+    profile = profile.model_copy(update={"layers": tuple(layers)})
+    return profile, local_cluster(devices, memory), PlanOptions(gpus=devices)
+
+
+def subject_of(found: Plan, profile: Profile, cluster: Cluster) -> ExportSubject:
+    return ExportSubject(found, profile, cluster, "plan.json")
+
+
+def equal_splits(profile: Profile, cluster: Cluster, limits: Expressible) -> Iterator[Plan]:
+    """Yield the best plan of every equal split of all devices, as the planner finds it for dictated stages."""
+    devices, layers = len(cluster.devices), len(profile.layers)
+    own = Question.of(profile, cluster, PlanOptions())
+    for width, schedule in product(range(1, devices + 1), ("1f1b", "gpipe")):
+        groups = devices // width
+        if devices % width or groups > layers or not {schedule} <= {*(limits.schedules or ("1f1b",))}:
+            continue
+        cuts = tuple(layers * (index + 1) // groups for index in range(groups))
+        for recompute, shard in product(("none", "full"), limits.shards_of(groups)):
+            options = PlanOptions(gpus=devices, schedule=schedule, recompute=recompute, shard=shard)  # type: ignore[arg-type]
+            asked = own.under(options)
+            best = try_stages(asked.simulator, asked.families, asked.options, cuts, (width,) * groups)
+            every = [each.candidate for each in best.by_trait.values()]
+            yield from (assemble(asked.costs, each, asked.options, 0.0, (), ()) for each in dict.fromkeys(every))
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_the_nearest_plan_is_accepted_and_no_slower_than_equal_splits(name: str) -> None:
+    target, compared = TRAINERS[name], 0
+    for seed in range(5):
+        profile, cluster, options = question(seed)
+        try:
+            best = plan(profile, cluster, options)
+        except InfeasibleError:
+            continue
+        subject = subject_of(best, profile, cluster)
+        limits = target.limits(subject)
+        assert limits is not None
+        layers = range(1, len(profile.layers) - 1)
+        splits = [
+            each
+            for each in equal_splits(profile, cluster, limits)
+            if target.refusal(subject_of(each, profile, cluster)) is None
+        ]
+        try:
+            found = nearest_plan(best, profile, cluster, limits, layers, target.edges(subject))
+        except InfeasibleError:
+            assert not splits
+            continue
+        assert target.refusal(subject_of(found, profile, cluster)) is None
+        fits = zip(found.predicted.peak_bytes, found.predicted.limit_bytes, strict=True)
+        assert all(peak <= limit for peak, limit in fits)
+        for each in splits:
+            assert found.predicted.step_s <= each.predicted.step_s * (1 + 1e-9), (seed, each.stages)
+            compared += 1
+    assert compared > 1
+
+
+def test_an_equal_plan_that_is_asked_for_again_is_not_beaten_by_its_own_cuts() -> None:
+    profile = llama_profile(10)
+    own, cluster = equal_plan(profile, "1f1b", 2, 2, 4, cuts=(5,))
+    target = TRAINERS["megatron"]
+    assert target.expressible is not None
+    found = nearest_plan(own, profile, cluster, target.expressible, range(1, 11), tuple(range(13)))
+    assert found.predicted.step_s <= own.predicted.step_s
+
+
+def test_the_memory_that_a_plan_was_made_for_is_the_nearests_too() -> None:
+    profile, cluster = llama_profile(8), local_cluster(4, 2**40)
+    limits = TRAINERS["torchtitan"].expressible
+    assert limits is not None
+    small = plan(profile, cluster, PlanOptions(memory_bytes=60 * 2**20))
+    found = nearest_plan(small, profile, cluster, limits, range(1, 9), tuple(range(11)))
+    assert max(found.predicted.peak_bytes) <= 60 * 2**20
+    little = small.predicted.model_copy(update={"limit_bytes": (1,) * len(small.stages)})
+    with pytest.raises(InfeasibleError, match="no plan that torchtitan can express fits the memory of 4 devices"):
+        nearest_plan(small.model_copy(update={"predicted": little}), profile, cluster, limits, range(1, 9), range(11))
