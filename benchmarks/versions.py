@@ -28,7 +28,8 @@ import torch
 import autopar
 from autopar.capture.export import capture
 from autopar.capture.source import load
-from autopar.formats.plan import Plan, Prediction, Stage
+from autopar.formats.plan import Plan, Stage
+from autopar.formats.prediction import Prediction
 from autopar.formats.profile import ModelSource
 from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 from autopar.runtime.start.job import Job

@@ -14,7 +14,8 @@ from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
 
-from autopar.formats.plan import SHARDS, Alternative, Shard
+from autopar.formats.plan import SHARDS, Shard
+from autopar.formats.prediction import Alternative
 from autopar.planner.candidate import (
     Candidate,
     CandidateStage,

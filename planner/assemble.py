@@ -16,7 +16,8 @@ from typing import Any
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Level
 from autopar.formats.document import Provenance, least_certain
-from autopar.formats.plan import Alternative, Bounds, Crossing, Plan, Prediction, SharedParameter, Shares, Stage
+from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
+from autopar.formats.prediction import Alternative, Bounds, Prediction, Shares
 from autopar.formats.prices import ActionPrices
 from autopar.formats.profile import Profile
 from autopar.formats.program import Program

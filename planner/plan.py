@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Alternative, Bounds, Plan
+from autopar.formats.plan import Plan
+from autopar.formats.prediction import Alternative, Bounds
 from autopar.formats.profile import Profile
 from autopar.hardware.kinds import check_times_of
 from autopar.planner.alternatives import (

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from autopar.formats.plan import Alternative, Plan
+    from autopar.formats.plan import Plan
+    from autopar.formats.prediction import Alternative
     from autopar.formats.profile import Profile
     from autopar.formats.report import Report
 

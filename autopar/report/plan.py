@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from autopar.formats.document import least_certain
-from autopar.formats.plan import BoundPart, Price
+from autopar.formats.prediction import BoundPart, Price
 from autopar.formats.report import ComparisonRow, VirtualWorkers
 from autopar.report.table import Table, as_text, duration, figure, fill, percentage, say, size
 

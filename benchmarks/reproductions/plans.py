@@ -7,7 +7,8 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Division, Objective, Plan, Prediction, Stage
+from autopar.formats.plan import Division, Objective, Plan, Stage
+from autopar.formats.prediction import Prediction
 from autopar.formats.profile import Profile
 from autopar.planner.assemble import assemble, plan_of
 from autopar.planner.candidate import Candidate, CandidateStage

@@ -24,7 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.formats.cluster import Level
-from autopar.formats.plan import Division, Plan, Prediction
+from autopar.formats.plan import Division, Plan
+from autopar.formats.prediction import Prediction
 from autopar.planner.assemble import plan_of, prediction, stage_record
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.activations import Numbers

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from autopar.formats.plan import BoundPart, Term
+from autopar.formats.prediction import BoundPart, Term
 from autopar.planner.bounds.chain import LinkTerms, StageTerms, Terms, beside_s, candidate_terms, link_terms, suffixes
 from autopar.planner.candidate import Candidate, CandidateStage, groups, plain
 from autopar.planner.costs.in_flight import Backwards, backwards

@@ -29,7 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import FileError, InfeasibleError, UsageError
-from autopar.formats.plan import Alternative, Division, Plan, Price
+from autopar.formats.plan import Division, Plan
+from autopar.formats.prediction import Alternative, Price
 from autopar.planner.alternatives import Reference, references
 from autopar.planner.assemble import assemble
 from autopar.planner.bounds.chain import ROUNDING, layers_work_s

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.formats.plan import Alternative, Division, Plan
+from autopar.formats.plan import Division, Plan
+from autopar.formats.prediction import Alternative
 from autopar.planner.assemble import plan_of, prediction, stage_record
 from autopar.planner.candidate import Candidate, CandidateStage, Family, within
 from autopar.planner.constraints import Constraints, FixedStages

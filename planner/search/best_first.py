@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.formats.plan import Bounds
+from autopar.formats.prediction import Bounds
 from autopar.planner.bounds.chain import (
     LinkTerms,
     StageTerms,

@@ -20,7 +20,7 @@ import autopar
 from autopar.cli import app
 from autopar.cli.arguments import ARGUMENTS, as_flags, plan_with_flags
 from autopar.errors import InfeasibleError, UsageError
-from autopar.formats.plan import Alternative
+from autopar.formats.prediction import Alternative
 from autopar.planner import PlanOptions
 from paths import ROOT
 from played import small_plan

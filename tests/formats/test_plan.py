@@ -8,18 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from autopar.formats.plan import (
-    LAYOUTS,
-    Alternative,
-    Crossing,
-    Plan,
-    Prediction,
-    SharedParameter,
-    Stage,
-    group_of,
-    groups_of,
-    turns,
-)
+from autopar.formats.plan import LAYOUTS, Crossing, Plan, SharedParameter, Stage, group_of, groups_of, turns
+from autopar.formats.prediction import Alternative, Prediction
 from autopar.formats.profile import ModelSource
 from drawn_plans import chain, make
 

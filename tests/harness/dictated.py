@@ -7,7 +7,8 @@ from itertools import accumulate
 
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
-from autopar.formats.plan import Plan, Prediction, Shard, SharedParameter, Stage, group_of, layout_of
+from autopar.formats.plan import Plan, Shard, SharedParameter, Stage, group_of, layout_of
+from autopar.formats.prediction import Prediction
 from autopar.formats.profile import ModelSource
 from autopar.runtime.stage.layers import crossings
 from autopar.schedules import SCHEDULES

@@ -7,7 +7,8 @@ from itertools import accumulate, pairwise
 
 from hypothesis import strategies as st
 
-from autopar.formats.plan import Crossing, Plan, Prediction, SharedParameter, Stage, group_of, layout_of
+from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage, group_of, layout_of
+from autopar.formats.prediction import Prediction
 from autopar.formats.profile import ModelSource
 from autopar.schedules import SCHEDULES
 from autopar.schedules.route import even_shares

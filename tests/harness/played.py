@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from autopar.formats.plan import Crossing, Plan, Prediction, Stage, group_of, layout_of
+from autopar.formats.plan import Crossing, Plan, Stage, group_of, layout_of
+from autopar.formats.prediction import Prediction
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import (
     BACKWARD,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autopar.formats.plan import Crossing, Plan, Prediction, Stage
+from autopar.formats.plan import Crossing, Plan, Stage
+from autopar.formats.prediction import Prediction
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import Action
 from autopar.runtime.result.outcome import RankResult

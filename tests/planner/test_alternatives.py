@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from autopar.formats.plan import Alternative, Plan
+from autopar.formats.plan import Plan
+from autopar.formats.prediction import Alternative
 from autopar.planner import PlanOptions, plan
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search.judge import Best

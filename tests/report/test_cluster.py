@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from autopar.formats.cluster import Cluster, Curve, Device, Level, Link, Overlap
-from autopar.formats.plan import Alternative
+from autopar.formats.prediction import Alternative
 from autopar.formats.report import KindTimes, RankTimes, Report, StepTimes
 from autopar.report import cluster as cluster_tables
 from autopar.report import plan as plan_tables

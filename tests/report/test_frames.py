@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.formats.plan import Alternative
+from autopar.formats.prediction import Alternative
 from autopar.report import frames
 from autopar.report import plan as memory
 from played import small_plan

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import FileError
-from autopar.formats.plan import BoundPart, Bounds, Plan, Shares, Term
+from autopar.formats.plan import Plan
+from autopar.formats.prediction import BoundPart, Bounds, Shares, Term
 from autopar.report.plan import binding_text, bound_rows, plan_text, share_text
 from played import small_plan
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.formats.plan import Crossing, Plan, Prediction, Stage, group_of, layout_of
+from autopar.formats.plan import Crossing, Plan, Stage, group_of, layout_of
+from autopar.formats.prediction import Prediction
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import Program, RankProgram
 from autopar.schedules import SCHEDULES

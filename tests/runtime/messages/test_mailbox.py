@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from autopar.capture.graph import TensorSpec
-from autopar.formats.plan import Crossing, Plan, Prediction, Stage
+from autopar.formats.plan import Crossing, Plan, Stage
+from autopar.formats.prediction import Prediction
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import (
     BACKWARD,

@@ -1,0 +1,118 @@
+"""Prediction: what is predicted of a plan's step, what bounds it, and the alternatives that were considered."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from autopar.formats.document import Bytes, Count, Index, Name, Provenance, Record, Seconds, fault
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Term = Literal["compute", "round trip", "link", "filling", "synchronisation", "update", "overhead"]
+
+
+class Price(Record):
+    """What a step costs on the devices that are used, in the cluster's currency."""
+
+    per_hour: float = Field(gt=0)
+    per_step: float = Field(ge=0)
+    per_million_samples: float = Field(ge=0)
+    lower_bound_per_step: float = Field(ge=0)
+    """No plan that was searched, on any of the devices and within the deadline, costs less."""
+    deadline_s: Seconds | None = None
+    """No step was to take longer; null: however long it takes."""
+
+
+class Bounds(Record):
+    """Lower bounds of every searched plan's step, each knowing more; the last is ``Prediction.lower_bound_s``."""
+
+    work_s: Seconds
+    """Every device computes without pause."""
+    contiguous_s: Seconds
+    """Consecutive layers in stages; links cost nothing, and memory has no limit."""
+    linked_s: Seconds
+    """With transfers and the synchronisation of gradients."""
+
+
+class BoundPart(Record):
+    """A part of the plan's own lower bound; the largest is what binds."""
+
+    term: Term
+    """``compute``: all that a stage computes in a step; ``round trip``: of a micro-batch from the stage to the last one
+    and back, as often as those in flight leave to wait for; ``link``: the messages across the boundary behind the
+    stage; ``filling``: the first micro-batch's way to the stage and the last one's way back; ``synchronisation``: of
+    the stage's gradients, as far as no backward hides it; ``update``: its optimizer's step; ``overhead``: of the step.
+    """
+    stage: Index
+    seconds: Seconds
+    full: bool = False
+    """Of a round trip: whether the stage's memory holds no more micro-batches in flight."""
+
+
+class Shares(Record):
+    """Shares of the ranks' time in a step; they sum to 1."""
+
+    computing: Fraction
+    """Forwards, backwards and updates."""
+    messages: Fraction
+    """Waiting for a message that is under way."""
+    reduction: Fraction
+    """Waiting for the reduction of gradients."""
+    idle: Fraction
+    """The rest: waiting for what others compute, and the step's overhead."""
+
+
+class Prediction(Record):
+    """What the simulator says of the plan."""
+
+    step_s: Seconds
+    """Of an asynchronous pipeline (``weight_policy`` ``stash``): seconds per mini-batch, once it is filled."""
+    lower_bound_s: Seconds
+    """No plan that was searched, under any searched schedule, takes less; 0 where nothing is proved of it. If the
+    objective is the price, what it may cost at least, in seconds of the plan's devices."""
+    objective_s: Seconds | None = None
+    """What ``pipedream`` (per mini-batch) or ``piper`` (per micro-batch) minimises, by its own formulas."""
+    price: Price | None = None
+    """If the objective is the price."""
+    bubble: float = Field(ge=0, le=1)
+    """Share of the ranks' time in a step in which they compute nothing."""
+    peak_bytes: tuple[Bytes, ...]
+    """Per stage, of its largest replica."""
+    limit_bytes: tuple[Bytes, ...] = ()
+    """Per stage, the memory of its smallest device; empty where unknown."""
+    forward_s: tuple[Seconds, ...] = ()
+    backward_s: tuple[Seconds, ...] = ()
+    """Per stage, of one micro-batch on its busiest replica; empty where unknown."""
+    compute: tuple[Provenance, ...] = ()
+    """Per stage, where these times come from; empty where unknown."""
+    communication: Provenance | None = None
+    """Where the times of messages and reductions come from; none where nothing is communicated."""
+    bounds: Bounds | None = None
+    """Weaker bounds than ``lower_bound_s``; none where unknown."""
+    binding: tuple[BoundPart, ...] = ()
+    """What the plan's own bound is the sum of, largest first; empty where unknown."""
+    shares: Shares | None = None
+    """None where no timeline was predicted."""
+
+
+class Alternative(Record):
+    """Another plan that was considered: its predicted step time, or why it cannot be."""
+
+    name: Name
+    step_s: Seconds | None = None
+    infeasible: Name | None = None
+    price_per_step: Annotated[float, Field(ge=0)] | None = None
+    """What the step costs, if the objective is the price."""
+    stages: Annotated[str, Field(min_length=1, max_length=2**20)] | None = None
+    """In the form that ``autopar plan --stages`` takes."""
+    micro_batches: Count | None = None
+    schedule: Name | None = None
+    excluded: Name | None = None
+    """The option that excludes it; none where it could have been chosen."""
+
+    @model_validator(mode="after")
+    def _one_outcome(self) -> Self:
+        if (self.step_s is None) == (self.infeasible is None):
+            fault("step_s", "exactly one of step_s and infeasible must be given")
+        return self
