@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, overload
 from autopar.errors import UsageError
 from autopar.formats import cluster as clusters
 from autopar.formats import plan as plans
-from autopar.formats.document import read_text
 from autopar.formats.faults import parse_faults
 from autopar.formats.profile import Precision, Profile
+from autopar.imports import import_layout, import_pipedream, import_piper, import_profiles, import_torchtitan
 from autopar.objects import Cluster, Plan, Timeline
 from autopar.progress import Progress, no_progress
 
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from autopar.exports import Export
     from autopar.formats.checkpoint import CheckpointView
     from autopar.formats.report import Verification
-    from autopar.interop.layout import DictatedStages
     from autopar.planner import PlanOptions
     from autopar.planner.compare import Comparison
     from autopar.runtime.rehearsal.steps import Rehearsal
@@ -574,87 +573,6 @@ def export(
 
     resolved, path = _resolve_inputs(plan, profile, cluster), planned_file(plan)
     return export_plan(target, resolved, path, None if output is None else Path(output), schedule_file, nearest=nearest)
-
-
-def import_layout(
-    text: str, profile: Profile | str | Path, *, replicas: int = 1, pipeline_size: int | None = None
-) -> DictatedStages:
-    """Return the stages that a layout of Megatron's means of a profile's layers; its ``options`` are the planner's.
-
-    Args:
-        text: the layout, such as ``"Et*7|t*9L"``.
-        profile: of the model.
-        replicas: pipelines beside each other (Megatron's data-parallel size).
-        pipeline_size: devices of a pipeline; None: one for every stage.
-
-    Raises:
-        UsageError: the text is no layout, or not of so many layers, or the devices do not divide its stages.
-        FileError: the profile is missing or malformed.
-    """
-    from autopar.interop.layout import import_layout as stages_of
-
-    for name, value in (("replicas", replicas), ("pipeline_size", pipeline_size)):
-        if value is not None and value < 1:
-            raise UsageError(f"`{name}` must be at least 1, found {value}")
-    measured = profile if isinstance(profile, Profile) else Profile.load(Path(profile))
-    return stages_of(text, measured, replicas, pipeline_size)
-
-
-def import_torchtitan(
-    file: str | Path, profile: Profile | str | Path, *, replicas: int | None = None
-) -> DictatedStages:
-    """Return the stages of a torchtitan configuration, of a profile's layers; its ``options`` are the planner's.
-
-    Args:
-        file: Python with values that are written out (it is not run), TOML or JSON.
-        profile: of the model.
-        replicas: pipelines beside each other, where the file has as many as there are ranks for.
-
-    Raises:
-        FileError: a file is missing or malformed, or states no stages.
-        UsageError: the modules are not those of the profile's layers.
-    """
-    from autopar.interop.torchtitan import import_torchtitan as stages_of
-
-    measured = profile if isinstance(profile, Profile) else Profile.load(Path(profile))
-    return stages_of(read_text(Path(file), "torchtitan"), Path(file), measured, replicas)
-
-
-def import_pipedream(file: str | Path, profiled_batch: int = 1) -> Profile:
-    """Return the profile that a text graph of PipeDream and DAPPLE describes.
-
-    Args:
-        file: the graph.
-        profiled_batch: samples of the mini-batch that was profiled.
-
-    Raises:
-        FileError: the file is missing or malformed; names the line.
-    """
-    from autopar.interop.pipedream import pipedream_profile
-
-    return pipedream_profile(read_text(Path(file), "PipeDream"), Path(file), profiled_batch)
-
-
-def import_piper(file: str | Path) -> Profile:
-    """Return the profile that Piper's JSON describes.
-
-    Raises:
-        FileError: the file is missing or malformed; names the JSON path.
-    """
-    from autopar.interop.piper import piper_profile
-
-    return piper_profile(read_text(Path(file), "Piper"), Path(file))
-
-
-def import_profiles(files: Sequence[str | Path]) -> Profile:
-    """Return profiles of one model on several kinds of devices as one.
-
-    Raises:
-        FileError: a file is missing or malformed, or they differ in more than their devices; names the JSON path.
-    """
-    from autopar.interop.kinds import NamedProfile, join_profiles
-
-    return join_profiles([NamedProfile(str(file), Profile.load(Path(file))) for file in files])
 
 
 def _resolve_inputs(

@@ -140,7 +140,7 @@ class StepRecord:
     """Of further mini-batches of the same repetition, which have no times of their own."""
 
     @property
-    def ended(self) -> tuple[StepRecord, ...]:
+    def every(self) -> tuple[StepRecord, ...]:
         """This one and ``others``."""
         return (self, *self.others)
 
@@ -321,10 +321,7 @@ class Executor:
         if kind == FORWARD:
             return partial(self._forward, stage, micro_batch, action.version)
         if kind in BACKWARDS:
-            run = self._last_backward if position in self._analysis.last_backwards else self._backward
-            if not self._flushes and micro_batch % self._surroundings.plan.micro_batches == 0:
-                run = partial(self._first_backward, run)
-            return partial(run, kind, stage, micro_batch, action.version)
+            return self._bind_backward(position, action)
         if position in self._analysis.early:
             return partial(self._recompute_and_receive, position, self._analysis.early[position])
         if kind in (RECEIVE, RECEIVE_GRADIENT):
@@ -340,6 +337,12 @@ class Executor:
         if kind == UPDATE:
             return partial(self._close, action)
         return {PREDICT: self._versions.predict, CORRECT: self._versions.correct}[kind]
+
+    def _bind_backward(self, position: int, action: Action) -> Callable[[], None]:
+        run = self._last_backward if position in self._analysis.last_backwards else self._backward
+        if not self._flushes and action.micro_batch % self._surroundings.plan.micro_batches == 0:
+            run = partial(self._first_backward, run)
+        return partial(run, action.kind, action.stage, action.micro_batch, action.version)
 
     def _forward(self, index: int, micro_batch: int, distance: int) -> None:
         """Run a forward, which sees the weights so many updates before the newest."""
@@ -478,7 +481,7 @@ class Executor:
 
     def _close(self, update: Action) -> None:
         """Settle the losses, and step the optimizer unless one is not a number."""
-        mini_batches = self._repetition.updated(update, self._turning)
+        mini_batches = self._repetition.mini_batches_of(update, self._turning)
         for record in map(self._record_of, mini_batches):
             if not record.has_loss:
                 self._settle_loss(record)

@@ -363,26 +363,26 @@ class _PlainTraining:
     def _parameters_of(self, stage: int) -> list[tuple[str, nn.Parameter]]:
         return [each for each in self._model.named_parameters() if self._stage_of.get(each[0]) == stage]
 
-    def _average(self, ended: Mapping[int, int]) -> None:
+    def _average(self, updates: Mapping[int, int]) -> None:
         """Make means of gradients that are of several mini-batches."""
-        for stage, count in ended.items():
+        for stage, count in updates.items():
             for _, parameter in self._parameters_of(stage) if count > 1 else ():
                 if parameter.grad is not None:
                     parameter.grad /= count
 
-    def _clip(self, ended: Collection[int]) -> None:
+    def _clip(self, stages: Collection[int]) -> None:
         if self._clip_norm is None:
             return
         if not self._clips_stages:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
             return
-        for stage in range(len(self._plan.stages)) if self._histories is None else ended:
+        for stage in range(len(self._plan.stages)) if self._histories is None else stages:
             nn.utils.clip_grad_norm_([each for _, each in self._parameters_of(stage)], self._clip_norm)
 
-    def _keep_first(self, ended: Collection[int]) -> None:
+    def _keep_first(self, stages: Collection[int]) -> None:
         """Keep the gradients of every parameter's first update."""
         for name, parameter in self._model.named_parameters():
-            if name not in self._gradients and (self._histories is None or self._stage_of.get(name) in ended):
+            if name not in self._gradients and (self._histories is None or self._stage_of.get(name) in stages):
                 self._gradients[name] = None if parameter.grad is None else parameter.grad.detach().clone()
 
     def _step_scheduler(self, scheduler: object) -> None:

@@ -114,7 +114,7 @@ def _check_repeated_rank(rank: int, actions: RankProgram, plan: Plan, mini_batch
     first = replica if placed.turning > 1 else 0
     numbers = range(first, mini_batches * plan.micro_batches, placed.turning)
     flowing = [each for each in messages(plan) if rank in (each.sender, each.receiver)]
-    _check_order(rank, _numbered(actions), _flow(rank, plan, flowing, (), numbers), (*_MOVABLE, BACKWARD))
+    _check_order(rank, _without_versions(actions), _flow(rank, plan, flowing, (), numbers), (*_MOVABLE, BACKWARD))
     updates, begun, prepared, predicts = 0, -1, -1, any(each.kind == PREDICT for each in actions)
     for action in actions:
         mini_batch = action.micro_batch // plan.micro_batches
@@ -142,7 +142,7 @@ def _check_depth(rank: int, stage: int, actions: RankProgram, plan: Plan) -> Non
         raise ProgramError(f"rank {rank} (stage {stage}) keeps {depth} micro-batches in flight, allowed {allowed}")
 
 
-def _numbered(actions: RankProgram) -> RankProgram:
+def _without_versions(actions: RankProgram) -> RankProgram:
     """Return what has a micro-batch, all of it seeing the newest weights."""
     kinds = (*_MOVABLE, BACKWARD)
     return RankProgram.of(each._replace(version=0) for each in actions if each.kind in kinds)

@@ -117,7 +117,7 @@ class Repetition(NamedTuple):
         """The mini-batches whose backwards it has."""
         return range(max(self.number, self.start), min(self.number + self.span, self.stop))
 
-    def updated(self, update: Action, turning: int) -> range:
+    def mini_batches_of(self, update: Action, turning: int) -> range:
         """Return the mini-batches that an update is of, where so many replicas take turns."""
         first = self.step_of(update)
         return range(first, min(first + turning, self.stop))

@@ -152,7 +152,7 @@ class PartitionTable:
 
     def _following(self, first: int, start: int, busiest_s: float) -> Iterator[_Next]:
         """Yield the stages from a layer on, behind so many devices, by what is the least behind a ``busiest_s``."""
-        each = [(stops, way, bounds) for stops, way, bounds in self._bounded(first, start)]
+        each = [(stops, way, bounds) for stops, way, bounds in self._beginnings(first, start)]
         if not each:
             return
         bounds_s = np.maximum(np.concatenate([bounds for *_, bounds in each]), busiest_s)
@@ -172,7 +172,7 @@ class PartitionTable:
             bounds_s[at] = np.inf
             heappush(found, _Next(least_s, self._layers - stop, way, busy_s))
 
-    def _bounded(self, first: int, start: int) -> Iterator[tuple[Counts, StageWay, Numbers]]:
+    def _beginnings(self, first: int, start: int) -> Iterator[tuple[Counts, StageWay, Numbers]]:
         """Yield stops, a way, and no more than what the busiest stage does of all that begin with such a stage."""
         stops = np.arange(first + 1, self._layers + 1)
         fixed = self._fixed.get(first, (0, 0)) if self._fixed else None
@@ -180,12 +180,12 @@ class PartitionTable:
         for width in (width for width in widths if 0 < width <= self._devices - start):
             for division in self._divisions(width):
                 way = StageWay(width, division)
-                bounds_s = np.maximum(self._bound(first, start, way), self._least[first + 1 :, start + width])
+                bounds_s = np.maximum(self._least_busy(first, start, way), self._least[first + 1 :, start + width])
                 if fixed is not None:
                     bounds_s = np.where(stops == fixed[0], bounds_s, np.inf)
                 yield stops, way, bounds_s
 
-    def _bound(self, first: int, start: int, way: StageWay) -> Numbers:
+    def _least_busy(self, first: int, start: int, way: StageWay) -> Numbers:
         """Return no more than what stages from a layer on are busy for, by their stop."""
         site = self._site(start, way.width)
         key = first, way, site

@@ -70,7 +70,7 @@ class PolicyJudge:
 
     def busy_s(self, family: Family, stage: CandidateStage) -> float:
         """Return what a stage's busiest replica does of every mini-batch; infinity where it fits in no way."""
-        ways = [stage._replace(recompute=each) for each in self._recomputed(family, stage)]
+        ways = [stage._replace(recompute=each) for each in self._recompute_sets(family, stage)]
         limit_bytes = self.costs.limit_bytes(stage.devices)
         if all(self.peak_bytes(Candidate(*family, (way,)))[0] > limit_bytes for way in ways):
             return math.inf
@@ -111,7 +111,7 @@ class PolicyJudge:
             before = stage
         return found
 
-    def _recomputed(self, family: Family, stage: CandidateStage) -> Iterator[tuple[int, ...]]:
+    def _recompute_sets(self, family: Family, stage: CandidateStage) -> Iterator[tuple[int, ...]]:
         """Yield the layers that a stage may recompute, fewest first."""
         kind = self.costs.kind_of[stage.devices[0]]
         for every in recompute_sets(self.costs, family.micro_batch_size, self.options):
@@ -171,7 +171,7 @@ class PolicyJudge:
         most = next((depth for depth in range(max(depths), 0, -1) if self._least(depth) <= family.micro_batches), 0)
         found = [min(depth, most) for depth in depths]
         while most:
-            ways = [tuple(self._recomputed(family, stage)) for stage in frame]
+            ways = [tuple(self._recompute_sets(family, stage)) for stage in frame]
             for again in zip(*ways, strict=True):
                 placed = zip(frame, found, again, strict=True)
                 stages = tuple(stage._replace(warmup=depth, recompute=each) for stage, depth, each in placed)
@@ -203,7 +203,7 @@ class _Search(NamedTuple):
     best: _Verdict | None
     least_s: float
     """No partition's busiest stage does less."""
-    tried: int
+    attempts: int
     """Partitions that were simulated, or whose micro-batches were too few."""
     is_partial: bool
 
@@ -313,10 +313,10 @@ def _partitions(
             yield partition.busiest_s, stages
 
 
-def _plan_of(judge: PolicyJudge, found: _Search) -> Plan:
-    assert found.best is not None
-    costs, candidate, how = judge.costs, found.best.candidate, found.best.times
-    least_s = min(found.least_s, how.period_s)
+def _plan_of(judge: PolicyJudge, search: _Search) -> Plan:
+    assert search.best is not None
+    costs, candidate, how = judge.costs, search.best.candidate, search.best.times
+    least_s = min(search.least_s, how.period_s)
     predicted = prediction(costs, candidate, judge.peak_bytes(candidate))
     seconds = zip(predicted.forward_s, predicted.backward_s, candidate.stages, strict=True)
     computed = sum(
@@ -327,7 +327,7 @@ def _plan_of(judge: PolicyJudge, found: _Search) -> Plan:
     )
     bubble = max(0.0, 1 - computed / (len(candidate.devices) * how.period_s)) if how.period_s > 0 else 0.0
     notes = [f"the pipeline fills in {how.fill_s:.3g} s and drains in {how.drain_s:.3g} s, once"]
-    if found.is_partial:
+    if search.is_partial:
         notes.append("not all partitions were simulated; `effort=10` goes on")
     made = plan_of(
         costs,
@@ -365,11 +365,11 @@ def _data_parallelism(judge: PolicyJudge, candidate: Candidate) -> Iterator[Alte
             yield Alternative(name=name, step_s=step_s, stages=text, micro_batches=family.micro_batches)
 
 
-def _nothing(judge: PolicyJudge, found: _Search, fits: Fits) -> Exception:
+def _nothing(judge: PolicyJudge, search: _Search, fits: Fits) -> Exception:
     """Return why there is no plan, given what there would be without a limit of memory."""
     options, costs, policy = judge.options, judge.costs, judge.options.weight_policy
-    if found.best is not None:
-        stages, peaks = found.best.candidate.stages, judge.peak_bytes(found.best.candidate)
+    if search.best is not None:
+        stages, peaks = search.best.candidate.stages, judge.peak_bytes(search.best.candidate)
         reserved = (max(costs.kinds[costs.kind_of[each]].reserved_bytes for each in stage.devices) for stage in stages)
         needed = max(map(add, peaks, reserved))
         every = " on all of them" if options.use_all else ""
@@ -377,7 +377,7 @@ def _nothing(judge: PolicyJudge, found: _Search, fits: Fits) -> Exception:
             f"no pipeline of policy {policy} of {costs.layer_count} layers fits {len(costs.devices)} devices{every}, "
             f"with the weight versions that it keeps; {advice(policy_remedies(costs, options, fits, needed))}"
         )
-    if found.tried:
+    if search.attempts:
         return UsageError(
             f"policy {policy} needs more micro-batches than the options admit; leave out `micro_batches`, or plan with "
             "fewer stages"

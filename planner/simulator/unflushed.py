@@ -70,6 +70,6 @@ def pipeline_times(timeline: Timeline, plan: Plan) -> PipelineTimes:
     return PipelineTimes(period_s, fill_s, timeline.end_s - drained_s)
 
 
-def _between(updates_s: list[float], ended: int, several: int, turning: int) -> float:
-    """Return what the last ``several`` of all ``ended`` mini-batches took, given when updates of ``turning`` ended."""
-    return updates_s[ended // turning - 1] - updates_s[(ended - several) // turning - 1]
+def _between(updates_s: list[float], count: int, several: int, turning: int) -> float:
+    """Return what the last ``several`` of ``count`` mini-batches took, given when updates of ``turning`` ended."""
+    return updates_s[count // turning - 1] - updates_s[(count - several) // turning - 1]

@@ -74,7 +74,7 @@ class Feed:
             for step in range(self._next, self._next + self._span):
                 self._inputs.pop(step, None)
             # There is none while the pipeline only fills.
-            ended += record.ended if self._next >= self._start else ()
+            ended += record.every if self._next >= self._start else ()
             self._next += self._span
         if not self._lead:
             self._start = self.given

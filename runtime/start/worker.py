@@ -249,7 +249,7 @@ class TrainingRun:
 
     def results(self) -> StepResults:
         """Return what the steps gave."""
-        ended = [each for record in self._records for each in record.ended]
+        ended = [each for record in self._records for each in record.every]
         return StepResults(
             loss=[record.loss for record in ended],
             count=[record.count for record in ended],
@@ -280,9 +280,9 @@ class TrainingRun:
         if done >= RECORDED_STEPS:
             self._records[done - RECORDED_STEPS].times_s.clear()
         if any(stage.loss for stage in self._job.stages.values()):
-            for each in record.ended:
+            for each in record.every:
                 self._context.report({"step": each.step, "loss": each.loss, "count": each.count})
-        return len(record.ended)
+        return len(record.every)
 
     def _note_slowness(self) -> None:
         """Note how long the last step took that the device is known to be done with."""

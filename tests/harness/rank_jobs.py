@@ -195,7 +195,7 @@ def keep(job: Job, rank: int, steps: int, folder: Path) -> list[StepRecord]:
         for step in range(start - lead(job.plan), stop, job.plan.span):
             record = job.step(step, stop, start)
             if step >= start:
-                records += record.ended
+                records += record.every
     job.finish()
     _write(folder / f"gradients-{rank}", gradients)
     _write(folder / f"parameters-{rank}", {name: whole(p) for name, p in job.parameters.items()})

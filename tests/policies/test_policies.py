@@ -43,7 +43,7 @@ def test_replicas_in_turn_see_the_rules_version(seed: int) -> None:
                 step, count = here.step_of(action), (here.step_of(action) - start) // placed.turning
                 if kind == UPDATE:
                     assert updates == count
-                    met |= set(here.updated(action, placed.turning))
+                    met |= set(here.mini_batches_of(action, placed.turning))
                     updates += 1
                     continue
                 assert (step - start) % placed.turning == replica, stage
