@@ -10,6 +10,10 @@ otherwise idle machine.
 
 `soak` is the small network of examples/mlp.py on three ranks under every policy, for 200 and for 2,000 mini-batches:
 the most memory that each rank held, and the actions of all ranks' programs.
+
+`busy` is the example GPT on three ranks that are processes and sleep as long as their actions take: the share of the
+time between two updates, with the pipeline filled, in which each computes, beside what is simulated. `sync` is what a
+flush leaves of it; `pipemare` has no parameters that stages share, as this model does.
 """
 
 from __future__ import annotations
@@ -31,7 +35,12 @@ from autopar.capture.source import load
 from autopar.formats.plan import Plan, Stage
 from autopar.formats.prediction import Prediction
 from autopar.formats.profile import ModelSource
+from autopar.formats.program import BACKWARD, CORRECT, FORWARD, PREDICT, UPDATE
+from autopar.formats.timeline import Timeline
+from autopar.planner import action_prices, simulate
+from autopar.planner.simulator.unflushed import mini_batches
 from autopar.runtime.messages.in_process import Exchange, InProcessTransport
+from autopar.runtime.rehearsal.steps import rehearse_steps
 from autopar.runtime.start.job import Job
 from autopar.schedules.continuing import lead
 from autopar.schedules.expand import expand
@@ -39,6 +48,8 @@ from machine import Watch
 
 MODEL = Path(__file__).parents[1] / "examples" / "gpt.py"
 MICRO_BATCHES, ROWS, DEPTH = 4, 2, 3
+POLICIES = ("stash", "vertical-sync", "2bw", "predict", "pipemare")
+COMPUTING = (FORWARD, BACKWARD, UPDATE, PREDICT, CORRECT)
 SOAKED = (200, 2000)
 """Mini-batches."""
 
@@ -63,8 +74,37 @@ def main() -> None:
             took[policy].append(time.perf_counter() - began_s)
     # The first steps make what is kept.
     rows = [_row(policy, took[policy][3:], took["sync"][3:]) for policy in jobs]
-    soak = [_soak(policy) for policy in ("stash", "vertical-sync", "2bw", "predict", "pipemare")]
-    watch.record({"rounds": arguments.rounds, "rows": rows, "soak": soak}, arguments.json)
+    busy = [_busy(policy) for policy in ("sync", *POLICIES) if policy != "pipemare"]
+    soak = [_soak(policy) for policy in POLICIES]
+    watch.record({"rounds": arguments.rounds, "rows": rows, "busy": busy, "soak": soak}, arguments.json)
+
+
+def _busy(policy: str) -> dict[str, Any]:
+    """Return the share of the time in which ranks compute, as they do and as it was simulated."""
+    more: dict[str, Any] = {} if policy == "sync" else {"policy": policy}
+    more |= {"micro_batches": 4, "min_stages": 3, "max_stages": 3, "use_all": True}
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        plan = autopar.plan(autopar.profile(shutil.copy(MODEL, "."), 16, device="cpu"), gpus=3, **more)
+        assert plan.origin is not None
+        prices, simulated = action_prices(plan, *plan.origin), simulate(plan, *plan.origin)
+        steps = mini_batches(plan) if policy != "sync" else 8
+        found = rehearse_steps(plan, plan.origin[0], prices, steps, real_time=True, threads=False)
+    shares = [_shares(each, plan) for each in (found.timeline, simulated)]
+    return {"policy": policy, "busy": shares[0], "simulated": shares[1]}
+
+
+def _shares(timeline: Timeline, plan: Plan) -> list[float]:
+    """Return by rank the share of the time in which it computes: of a step, or from one update to another."""
+    shares = []
+    for rank in range(len(plan.devices)):
+        own = sorted((each for each in timeline if each.rank == rank), key=lambda each: each.start_s)
+        ends = [each.end_s for each in own if each.action.kind == UPDATE]
+        start_s, stop_s = 0.0, timeline.end_s
+        if plan.weight_policy != "sync":
+            start_s, stop_s = ends[lead(plan)], ends[-lead(plan) - 1]
+        computing = (each for each in own if each.action.kind in COMPUTING and start_s <= each.start_s < stop_s)
+        shares.append(round(sum(each.end_s - each.start_s for each in computing) / (stop_s - start_s), 4))
+    return shares
 
 
 def _soak(policy: str) -> dict[str, Any]:
