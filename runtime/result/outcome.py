@@ -194,7 +194,7 @@ def _report(
 ) -> Report:
     times, where = steps.times(), steps.time_use(steps.typical)
     losses = [zip(result["loss"], result["count"], strict=True) for result in results]
-    model_flops, utilisation = _utilisation(results, times.median)
+    model_flops, utilisation = _utilisation(results, times.median, plan.span)
     return Report(
         model=plan.model.source,
         plan_sha256=hashlib.sha256(plan.dumps().encode()).hexdigest(),
@@ -271,13 +271,13 @@ def _rank_times(
     return tuple(found)
 
 
-def _utilisation(results: Sequence[RankResult], step_s: float) -> tuple[float | None, float | None]:
+def _utilisation(results: Sequence[RankResult], step_s: float, span: int) -> tuple[float | None, float | None]:
     """Return the model's operations of a step, and their share of what the devices' peak makes of one."""
     peaks = [result["peak_flops_per_s"] for result in results]
     known = [peak for peak in peaks if peak is not None]
     if len(known) < len(peaks):
         return None, None
-    flops = (1 + BACKWARD_FLOPS) * sum(result["forward_flops"] for result in results)
+    flops = (1 + BACKWARD_FLOPS) * sum(result["forward_flops"] for result in results) / span
     return float(flops), flops / (step_s * sum(known))
 
 
