@@ -84,7 +84,8 @@ def export_plan(
         subject = _nearest(target, subject, why)
         why = target.refusal(subject)
     if why is not None:
-        remedy = "" if nearest or target.expressible is None else "; `nearest=True` exports what it can express"
+        helps = not nearest and target.expressible is not None and subject.plan.weight_policy == "sync"
+        remedy = "; `nearest=True` exports what it can express" if helps else ""
         raise UsageError(f"{path} cannot be exported to {name}: {why}{remedy}")
     exported = subject.plan.model_copy(update={"model": inputs[0].model})
     return Export(tuple(target.write(subject, target._replace(file=output.name))), exported, subject.notes)

@@ -55,6 +55,14 @@ def test_stages_of_torch_are_python_with_the_plans_cuts(tmp_path: Path) -> None:
     assert 'load("hf:" + str(FOLDER / "llama"), sequence=128)' in stages.text
 
 
+@pytest.mark.parametrize("nearest", [False, True])
+def test_of_a_pipeline_without_flushes_the_remedy_is_one_that_helps(tmp_path: Path, nearest: bool) -> None:
+    plan, *others = planned()
+    inputs = (plan.model_copy(update={"weight_policy": "stash"}), *others)
+    with pytest.raises(UsageError, match=r"never flushed \(policy stash\).*; plan with `policy='sync'`$"):
+        export_plan("torch", inputs, folder_with_llama(tmp_path), nearest=nearest)  # type: ignore[arg-type]
+
+
 def test_what_a_plan_names_is_relative_to_the_file_that_is_written(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     made = export_plan("torch", planned(), folder_with_llama(tmp_path), tmp_path / "there" / "own.csv")

@@ -159,7 +159,8 @@ def grid_of(plan: Plan) -> Grid:
 def _not_alike(plan: Plan) -> str | None:
     """Return why a plan is no set of pipelines that are alike."""
     if plan.weight_policy != "sync" or plan.refusal is not None:
-        return plan.refusal or f"its pipeline is never flushed (policy {plan.weight_policy}), and other trainers' are"
+        never = f"its pipeline is never flushed (policy {plan.weight_policy}), and other trainers' are"
+        return plan.refusal or f"{never}; plan with `policy='sync'`"
     if plan.divisible:
         return "micro-batches were taken to divide freely; plan without `divisible`"
     first = plan.stages[0]
