@@ -4,9 +4,11 @@
     return F.linear(x, down)        # ... and the columns of ``down``, which are summed over
 
 Operators are visited in their order. Each has a rule that names the dimensions of what it gives by those of what it is
-given, and says which it sums over, and which nobody can split. An operator without a rule blocks all that it touches;
-so does the edge of the layer, over which tensors go as a whole. What is left can be split: both matrices above by the
-dimension between them. It takes nearly as many steps as there are dimensions in the graph.
+given, and says which it sums over, and which nobody can split. An operator without a rule reads the whole of what it is
+given, and so does the edge of the layer, over which tensors go as a whole: that is blocked. What such an operator
+gives, inputs of the layer and buffers are there as a whole, and any part can be taken of them. What is left can be
+split: both matrices above by the dimension between them. It takes nearly as many steps as there are dimensions in the
+graph.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ class Analysis:
     """Of operators with a rule."""
     obstacles: Mapping[fx.Node, str]
     """Why operators are computed whole: they have no rule, or it does not apply."""
+    sources: frozenset[fx.Node]
+    """What is there as a whole: the layer's inputs, buffers, and what operators give that are computed whole."""
 
     def splits(self, node: fx.Node, name: Name) -> bool:
         """Tell whether splitting a name splits what a node gives.
@@ -61,7 +65,7 @@ class Analysis:
         Raises:
             MismatchError: they cannot be split; or an operator sums over one of several that are split together.
         """
-        operators = [node for node in self.dims if node.op == "call_function"]
+        operators = [node for node in self.dims if node.op == "call_function" and node not in self.sources]
         inside = frozenset(node for name in names for node in operators if self._is_inside(node, name))
         if any(len({self.sums(node, name) for name in names}) > 1 for node in inside):
             raise MismatchError("an operator sums over some of the names only")
@@ -115,7 +119,7 @@ def analyse_graph(module: fx.GraphModule, parameters: Collection[str]) -> Analys
     visit = _Visit(module, parameters)
     for node in module.graph.nodes:
         visit.enter(node)
-    return Analysis(module, visit.parameters, visit.dims, visit.calls, visit.obstacles)
+    return Analysis(module, visit.parameters, visit.dims, visit.calls, visit.obstacles, frozenset(visit.sources))
 
 
 class _Visit:
@@ -126,7 +130,9 @@ class _Visit:
         self.dims: dict[fx.Node, tuple[Dims, ...]] = {}
         self.calls: dict[fx.Node, Call] = {}
         self.obstacles: dict[fx.Node, str] = {}
+        self.sources: set[fx.Node] = set()
         self._module, self._attributes = module, set(parameters)
+        self._writes = _writes(module)
         self._values: dict[fx.Node, Any] = {}
         self._tensors: dict[int, Dims] = {}
         """By the identity of a tensor that the module holds."""
@@ -143,7 +149,7 @@ class _Visit:
             if node.op == "call_function":
                 self._call(node)
             else:
-                self._name_anew(node, "it crosses the layer's edge")
+                self._name_anew(node)
 
     def _read_attribute(self, node: fx.Node) -> None:
         value = operator.attrgetter(str(node.target))(self._module)
@@ -155,7 +161,7 @@ class _Visit:
         if node.target in self._attributes:
             self.parameters[str(node.target)] = dims
         else:
-            self._block(node, "it is a buffer")
+            self._add_source(node)
 
     def _call(self, node: fx.Node) -> None:
         if not _tensors(self._values[node]):
@@ -169,14 +175,14 @@ class _Visit:
             self.obstacles[node] = str(error)
             for source in node.all_input_nodes:
                 self._block(source, f"{node.target}: {error}")
-            self._name_anew(node, f"{node.target}: {error}")
+            self._name_anew(node)
 
     def _take(self, node: fx.Node, source: Any, index: Any) -> None:  # noqa: ANN401
-        """Name the dimensions of one of several tensors; those of an operator without a rule are all blocked."""
+        """Name the dimensions of one of several tensors."""
         if source in self.calls:
             self.dims[node] = (self.dims[source][index],)
         else:
-            self._name_anew(node, self.obstacles.get(source, "it is no operator's"))
+            self._name_anew(node)
 
     def _apply_rule(self, node: fx.Node) -> None:
         found = find_rule(node.target)
@@ -187,15 +193,28 @@ class _Visit:
         self.dims[node] = tuple(dims) if isinstance(dims, list) else (dims,)
         self.calls[node] = call
 
-    def _name_anew(self, node: fx.Node, obstacle: str) -> None:
+    def _name_anew(self, node: fx.Node) -> None:
         tensors = _tensors(self._values[node])
         if tensors:
             self.dims[node] = tuple(map(new_dims, tensors))
-            self._block(node, obstacle)
+            self._add_source(node)
+
+    def _add_source(self, node: fx.Node) -> None:
+        """Note that a tensor is there as a whole; where tensors are written into, parts taken before would be old."""
+        self.sources.add(node)
+        if self._writes:
+            self._block(node, "the layer writes into tensors")
 
     def _block(self, node: fx.Node, obstacle: str) -> None:
         for dim in _all_dims(self.dims.get(node, ())):
             block(dim, obstacle)
+
+
+def _writes(module: fx.GraphModule) -> bool:
+    """Tell whether a graph, or one inside it, writes into tensors."""
+    graphs = (each.graph for each in module.modules() if isinstance(each, fx.GraphModule))
+    schemas = (getattr(node.target, "_schema", None) for graph in graphs for node in graph.nodes)
+    return any(schema is not None and schema.is_mutable for schema in schemas)
 
 
 def _all_dims(outputs: tuple[Dims, ...]) -> Iterator[Dim]:

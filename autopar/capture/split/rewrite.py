@@ -104,6 +104,7 @@ class _Rewrite:
         self._made: dict[fx.Node, fx.Node] = {}
         """What stands for a node of the whole graph."""
         self._entered: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
+        self._taken: dict[tuple[fx.Node, Part], fx.Node] = {}
         self._varies: set[fx.Node] = set()
         """Nodes that gradients may be asked of."""
 
@@ -145,15 +146,35 @@ class _Rewrite:
 
         A parameter that is cut by one of two names has a summand of its gradient for every part of the other.
         """
-        made_inside = self._regions.get(node) is part and not self._sums(node, part)
-        missing = [axis for axis in part.axes if not self._analysis.splits(node, axis.name)]
-        if node not in self._varies or made_inside or not missing:
+        if self._regions.get(node) is part and not self._sums(node, part):
             return self._made[node]
-        # One for all regions that read a whole tensor: all sum over the same parts.
-        key = (node, peers(part, missing))
+        if node in self._analysis.sources:
+            return self._taken_part(node, part)
+        return self._enter(node, part, [axis for axis in part.axes if not self._analysis.splits(node, axis.name)])
+
+    def _enter(self, node: fx.Node, part: Part, axes: Collection[Axis]) -> fx.Node:
+        """Sum the gradient of a tensor over the parts along some axes: one sum for all who read it."""
+        key = (node, peers(part, axes))
+        if node not in self._varies or not axes:
+            return self._made[node]
         if key not in self._entered:
             self._entered[key] = self._graph.call_module(_ENTER, (self._made[node], key[1]))
         return self._entered[key]
+
+    def _taken_part(self, node: fx.Node, part: Part) -> fx.Node:
+        """Take a part of a tensor that is there as a whole; of the gradient, others have what is zero in this one."""
+        if (node, part) not in self._taken:
+            taken = self._enter(node, part, part.axes)
+            for place, dim in enumerate(self._analysis.dims[node][0]):
+                if part.carried(dim):
+                    taken = self._graph.call_function(take_indices, (taken, place, part.positions(dim).tolist()))
+            self._taken[node, part] = taken
+        return self._taken[node, part]
+
+
+def take_indices(tensor: torch.Tensor, dim: int, indices: Sequence[int]) -> torch.Tensor:
+    """Return the entries at some indices of a dimension."""
+    return tensor.index_select(dim, torch.tensor(indices, device=tensor.device))
 
 
 def peers(part: Part, axes: Collection[Axis]) -> tuple[int, ...]:

@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.capture.batch import named_tensors
 from autopar.capture.export import capture_module
 from autopar.capture.graph import Layer, LayerGraph
+from autopar.capture.split.rewrite import split_layer
 from autopar.examples import gpt
 from part_threads import Comparison, compare
 
@@ -122,7 +124,35 @@ def test_embeddings_and_heads_are_split_by_a_vocabulary_that_parts_do_not_divide
     assert tables
     assert all(found.parameters[name] for name in tables)
     if place == 3:
-        assert len(found.forward) == len(found.backward) == 1
+        # A head of two matrices has two regions.
+        assert len(found.forward) == len(found.backward) == (2 if family == "bert" else 1)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("family", ["example", "gpt2", "bert", "llama", "phi3"])
+def test_a_part_of_a_block_computes_its_share(family: str, count: int) -> None:
+    graph, inputs = graph_of(family, "eager")
+    layer = graph.layers[1]
+    whole = operations(layer.module, inputs[layer.name])
+    for index in range(count):
+        part = split_layer(layer, Alone(), index, count)
+        assert 0 < operations(part.module, inputs[layer.name]) <= 1.02 * whole / count
+
+
+class Alone:
+    """Sums of a part that nobody else is there for."""
+
+    def sum(self, tensor: torch.Tensor, parts: tuple[int, ...]) -> torch.Tensor:
+        """See :class:`autopar.capture.split.sums.Sums`."""
+        return tensor.clone()
+
+
+def operations(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
+    """Count what a forward and a backward compute, as torch does."""
+    with FlopCounterMode(display=False) as counter:
+        leaves = [each.clone().requires_grad_(each.is_floating_point()) for each in inputs]
+        module(len(inputs[0]), *leaves)[0].sum().backward()
+    return counter.get_total_flops()
 
 
 def test_eight_parts_share_two_key_heads_in_fours() -> None:

@@ -125,23 +125,88 @@ def test_classes_of_a_loss_are_split(
     assert found.split_share == 1
 
 
-class Masked(nn.Module):
-    """All classes of the last part are impossible."""
+def test_a_part_whose_classes_are_all_impossible_gets_no_gradient() -> None:
+    head = Head(8)
+    with torch.no_grad():
+        head.head.bias[6:] = -torch.inf
+    found = compared(head, 4, 1e3 * numbers(2, 3, 8), torch.tensor([[0, 1, 2], [3, 5, 4]]))
+    assert found.error < CLOSE
+    assert found.split_share == 1
+
+
+class PerHead(nn.Module):
+    """Attend with a slope of every head, which is a buffer, and a bias that another layer made."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.head = nn.Linear(8, 8)
-        self.register_buffer("mask", torch.arange(8) >= 4)
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.register_buffer("slopes", torch.tensor([1.0, 2.0, 3.0, 4.0]).view(4, 1, 1))
 
-    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        logits = self.head(x) + torch.zeros(8, dtype=x.dtype).masked_fill(torch.ones(8) > 2, 0)
-        return F.cross_entropy(logits * 1e3, target)
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, 4, 2)).permute(2, 0, 3, 1, 4)
+        distance = torch.arange(3).cumsum(0) * torch.ones(4, 3, 1)
+        scores = query @ key.transpose(-1, -2) + self.slopes * distance + bias
+        mixed = scores.softmax(-1) @ value
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
 
 
-def test_logits_that_overflow_their_exponentials_do_no_harm() -> None:
-    found = compared(Masked(), 4, numbers(5, 8), torch.tensor([0, 1, 2, 3, 7]))
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_part_is_taken_of_what_is_there_as_a_whole(count: int) -> None:
+    found = compared(PerHead(), count, numbers(2, 3, 8), numbers(2, 4, 3, 3))
     assert found.error < CLOSE
-    assert found.split_share == 1
+    assert found.split_share > 0.9
+    assert found.forward == [(2, 3, 8)]
+    assert sorted(found.backward) == [(2, 3, 8), (2, 4, 3, 3)]
+
+
+class Product(nn.Module):
+    """What a matrix makes with itself: both dimensions of one tensor have the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        return (hidden.transpose(1, 2) @ hidden).tanh().sum((1, 2))
+
+
+class Lookup(nn.Module):
+    """Looks up as many tokens as there are, and compares them with all: rows are kept and summed over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 8)
+        self.register_buffer("ids", torch.tensor([3, 3, 0, 1, 5, 2]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.table(self.ids) * self.table.weight).sum(0)
+
+
+@pytest.mark.parametrize("module", [Product(), Lookup()])
+def test_a_name_that_is_in_two_places_at_once_is_not_split(module: nn.Module) -> None:
+    found = compared(module, 2, numbers(2, 3, 8))
+    assert found.error < CLOSE
+    assert [name.size for split in found.splits for name in split.names if name.size == 6] == []
+
+
+class Written(nn.Module):
+    """Reads a tensor before and after it is written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        held = x.cumsum(-1)
+        same = held.movedim(0, 1).movedim(0, 1)
+        before = F.linear(same.detach().clone(), self.before.weight)
+        held.mul_(3)
+        return before + F.linear(same, self.after.weight)
+
+
+def test_a_tensor_that_is_written_into_is_read_as_it_is_then() -> None:
+    assert compared(Written(), 2, numbers(2, 3, 8)).error < CLOSE
 
 
 @pytest.mark.parametrize("seed", range(120))
