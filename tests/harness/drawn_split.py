@@ -87,7 +87,7 @@ def norm(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
 def heads(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
     """Attend, in heads of a width that is drawn; keys are of fewer heads, and repeated."""
     width = draw.choice([each for each in (1, 2, 3, 4) if x.shape[-1] % each == 0])
-    count, group = x.shape[-1] // width, draw.choice([1, 2])
+    count, group = x.shape[-1] // width, draw.choice([1, 2, 2, 4])
     kept = count // group if count % group == 0 else count
     query = x.view(-1, LENGTH, count, width).transpose(1, 2)
     both = F.linear(x, module.weight(2 * kept * width, x.shape[-1]))

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autopar.capture.split.names import MismatchError, Name, carries, leaves
-from autopar.capture.split.rules import Axis, Call, Dims, LocalCall, Part, Rule, find_rule
+from autopar.capture.split.rules import Axis, Dims, LocalCall, OperatorCall, Part, SplitRule, find_rule
 from autopar.capture.split.rules.rule import new_dims
 
 Outputs = tuple[Dims, ...]
@@ -42,8 +42,8 @@ class OperatorParts:
         self.dims: dict[fx.Node, Outputs] = {node: (new_dims(value),) for node, value in self._tensors.items()}
         rule = find_rule(target)
         assert rule is not None, f"{target} has no rule"
-        self._rule: Rule = rule
-        self._call = Call(self._node, self.dims, self._values)
+        self._rule: SplitRule = rule
+        self._call = OperatorCall(self._node, self.dims, self._values)
         found = rule.names(self._call)
         self.dims[self._node] = tuple(found) if isinstance(found, list) else (found,)
 
@@ -98,7 +98,7 @@ class OperatorParts:
 def take(value: torch.Tensor, dims: Dims, part: Part) -> torch.Tensor:
     """Return what a part has of a tensor."""
     for place, dim in enumerate(dims):
-        if part.carried(dim):
+        if part.splits(dim):
             value = value.index_select(place, part.positions(dim))
     return value
 

@@ -23,7 +23,7 @@ from torch import fx
 
 from autopar.capture.graph import Layer
 from autopar.capture.split.names import Dim, MismatchError, Name, block, carries, leaves, resolve
-from autopar.capture.split.rules import Call, Dims, find_rule
+from autopar.capture.split.rules import Dims, OperatorCall, find_rule
 from autopar.capture.split.rules.rule import new_dims
 
 
@@ -36,7 +36,7 @@ class Analysis:
     """By attribute; one that has several attributes has the same dimensions in all."""
     dims: Mapping[fx.Node, tuple[Dims, ...]]
     """Of every node that gives tensors, those of each."""
-    calls: Mapping[fx.Node, Call]
+    calls: Mapping[fx.Node, OperatorCall]
     """Of operators with a rule."""
     obstacles: Mapping[fx.Node, str]
     """Why operators are computed whole: they have no rule, or it does not apply."""
@@ -128,7 +128,7 @@ class _Visit:
     def __init__(self, module: fx.GraphModule, parameters: Collection[str]) -> None:
         self.parameters: dict[str, Dims] = {}
         self.dims: dict[fx.Node, tuple[Dims, ...]] = {}
-        self.calls: dict[fx.Node, Call] = {}
+        self.calls: dict[fx.Node, OperatorCall] = {}
         self.obstacles: dict[fx.Node, str] = {}
         self.sources: set[fx.Node] = set()
         self._module, self._attributes = module, set(parameters)
@@ -188,7 +188,7 @@ class _Visit:
         found = find_rule(node.target)
         if found is None:
             raise MismatchError("it has no rule")
-        call = Call(node, self.dims, self._values)
+        call = OperatorCall(node, self.dims, self._values)
         dims = found.names(call)
         self.dims[node] = tuple(dims) if isinstance(dims, list) else (dims,)
         self.calls[node] = call

@@ -170,15 +170,15 @@ def _cut_name(name: Name, bounds: Sequence[int]) -> list[Dim]:
         name.pieces = tuple((Name(step, name.obstacle),) for step in steps)
         return list(name.pieces)
     refined: list[Dim] = []
-    for start, piece in _placed(name.pieces):
+    for start, piece in _with_offsets(name.pieces):
         inside = [bound - start for bound in bounds if start < bound < start + size(piece)]
         refined += cut(piece, [0, *inside, size(piece)])
     name.pieces = tuple(refined)
-    placed = list(_placed(name.pieces))
+    placed = list(_with_offsets(name.pieces))
     return [join([piece for at, piece in placed if start <= at < end]) for start, end in pairwise(bounds)]
 
 
-def _placed(pieces: Sequence[Dim]) -> Iterator[tuple[int, Dim]]:
+def _with_offsets(pieces: Sequence[Dim]) -> Iterator[tuple[int, Dim]]:
     return zip(accumulate(map(size, pieces), initial=0), pieces, strict=False)
 
 
@@ -215,4 +215,4 @@ def _own_positions(each: Name, part: Mapping[Name, range]) -> torch.Tensor:
         return torch.arange(part[each].start, part[each].stop)
     if each.pieces is None:
         return torch.arange(each.size)
-    return torch.cat([start + positions(piece, part) for start, piece in _placed(each.pieces)])
+    return torch.cat([start + positions(piece, part) for start, piece in _with_offsets(each.pieces)])

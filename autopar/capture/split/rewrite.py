@@ -69,7 +69,7 @@ def rewrite(analysis: Analysis, splits: Sequence[Split], sums: Sums, index: int)
 def _cut(analysis: Analysis, attribute: str, parts: Sequence[Part]) -> Cut | None:
     for part in parts:
         for place, dim in enumerate(analysis.parameters[attribute]):
-            if part.carried(dim):
+            if part.splits(dim):
                 return Cut(place, part.positions(dim))
     return None
 
@@ -166,7 +166,7 @@ class _Rewrite:
         if (node, part) not in self._taken:
             taken = self._enter(node, part, part.axes)
             for place, dim in enumerate(self._analysis.dims[node][0]):
-                if part.carried(dim):
+                if part.splits(dim):
                     taken = self._graph.call_function(take_indices, (taken, place, part.positions(dim).tolist()))
             self._taken[node, part] = taken
         return self._taken[node, part]

@@ -7,14 +7,14 @@ have the rules, a family each.
 from __future__ import annotations
 
 from autopar.capture.split.rules import elementwise, pieces, products, reductions, shapes, vocabulary
-from autopar.capture.split.rules.rule import RULES, Axis, Call, Dims, LocalCall, Part, Rule, share
+from autopar.capture.split.rules.rule import RULES, Axis, Dims, LocalCall, OperatorCall, Part, SplitRule, share
 
-__all__ = ["FAMILIES", "Axis", "Call", "Dims", "LocalCall", "Part", "Rule", "find_rule", "share"]
+__all__ = ["FAMILIES", "Axis", "Dims", "LocalCall", "OperatorCall", "Part", "SplitRule", "find_rule", "share"]
 
 FAMILIES = (elementwise, pieces, products, reductions, shapes, vocabulary)
 """The files that register rules."""
 
 
-def find_rule(target: object) -> Rule | None:
+def find_rule(target: object) -> SplitRule | None:
     """Return the rule of an operator, if it has one."""
     return RULES.get(str(target)) or elementwise.pointwise(target)

@@ -8,9 +8,9 @@ import torch
 
 from autopar.capture.split.names import MismatchError, Name, cut, join
 from autopar.capture.split.rules.rule import (
-    Call,
     Dims,
     LocalCall,
+    OperatorCall,
     Part,
     normal,
     plain_size,
@@ -22,30 +22,30 @@ from autopar.capture.split.rules.rule import (
 _SPLIT = torch.ops.aten.split_with_sizes.default
 
 
-def _bounds(call: Call, at: int) -> list[int]:
+def _bounds(call: OperatorCall, at: int) -> list[int]:
     sizes = (plain_size(piece.shape[at]) for piece in call.values())
     return list(accumulate(sizes, initial=0))
 
 
-def _local_division(call: Call, part: Part) -> LocalCall:
+def _local_division(call: OperatorCall, part: Part) -> LocalCall:
     """Divide what a part has at the same places, by sizes: they may be uneven."""
     given = call.dims("self")
     at = normal(call.argument("dim"), len(given))
-    if not part.carried(given[at]):
+    if not part.splits(given[at]):
         return LocalCall(call.node.target, call.node.args, call.node.kwargs)
     ends = [part.before(given[at], bound) for bound in _bounds(call, at)]
     return LocalCall(_SPLIT, (call.argument("self"), [end - start for start, end in pairwise(ends)], at), {})
 
 
 @rule("chunk.default", "split.Tensor", "split_with_sizes.default", local=_local_division)
-def division(call: Call) -> list[Dims]:
+def division(call: OperatorCall) -> list[Dims]:
     """Cut a dimension into pieces, one behind the other."""
     given = call.dims("self")
     at = normal(call.argument("dim"), len(given))
     return [replace_dim(given, at, [piece]) for piece in cut(given[at], _bounds(call, at))]
 
 
-def _range(call: Call, at: int) -> tuple[int, int]:
+def _range(call: OperatorCall, at: int) -> tuple[int, int]:
     """Return the indices that a slice takes, first and end."""
     length, ends = call.sizes("self")[at], []
     for name, default in (("start", 0), ("end", length)):
@@ -57,17 +57,17 @@ def _range(call: Call, at: int) -> tuple[int, int]:
     return ends[0], ends[1]
 
 
-def _local_slice(call: Call, part: Part) -> LocalCall:
+def _local_slice(call: OperatorCall, part: Part) -> LocalCall:
     given = call.dims("self")
     at = normal(call.argument("dim"), len(given))
-    if not part.carried(given[at]):
+    if not part.splits(given[at]):
         return LocalCall(call.node.target, call.node.args, call.node.kwargs)
     start, end = (part.before(given[at], bound) for bound in _range(call, at))
     return LocalCall(call.node.target, (call.argument("self"), at, start, end), {})
 
 
 @rule("slice.Tensor", local=_local_slice)
-def take_slice(call: Call) -> Dims:
+def take_slice(call: OperatorCall) -> Dims:
     """Take one piece of a dimension."""
     given = call.dims("self")
     at = normal(call.argument("dim"), len(given))
@@ -83,7 +83,7 @@ def take_slice(call: Call) -> Dims:
 
 
 @rule("cat.default")
-def cat(call: Call) -> Dims:
+def cat(call: OperatorCall) -> Dims:
     """Put dimensions behind one another; all others are the same."""
     tensors = [call.dims_of(node) for node in call.argument("tensors")]
     first, *others = tensors

@@ -48,16 +48,16 @@ def new_dims(value: torch.Tensor) -> Dims:
     return tuple(new_dim(plain_size(length), not isinstance(length, int)) for length in value.shape)
 
 
-class Call:
+class OperatorCall:
     """One call of an operator, with the dimensions of the tensors that it is given."""
 
-    def __init__(self, node: fx.Node, known: Mapping[fx.Node, tuple[Dims, ...]], values: Mapping[fx.Node, Any]) -> None:
+    def __init__(self, node: fx.Node, dims: Mapping[fx.Node, tuple[Dims, ...]], values: Mapping[fx.Node, Any]) -> None:
         self.node = node
         self.summed: list[Dim] = []
         """What it sums over: parts give summands."""
         self.alone: list[Dim] = []
         """What can be split only where it is one name and nothing else: its indices are counted."""
-        self._known, self._values = known, values
+        self._dims, self._values = dims, values
         schema = getattr(node.target, "_schema", None)
         if schema is None:
             raise MismatchError("it is no operator of torch")
@@ -71,7 +71,7 @@ class Call:
         place = self._places[name]
         return self.node.args[place] if place < len(self.node.args) else self._defaults.get(name)
 
-    def replaced(self, **arguments: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def replace_arguments(self, **arguments: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the call's arguments, those named replaced."""
         args: list[Any] = list(self.node.args)
         kwargs: dict[str, Any] = dict(self.node.kwargs)
@@ -92,9 +92,9 @@ class Call:
         Raises:
             MismatchError: nothing is known of it.
         """
-        if not isinstance(node, fx.Node) or len(self._known.get(node, ())) != 1:
+        if not isinstance(node, fx.Node) or len(self._dims.get(node, ())) != 1:
             raise MismatchError("one of its arguments is no tensor")
-        return self._known[node][0]
+        return self._dims[node][0]
 
     def sizes(self, name: str) -> tuple[int, ...]:
         """Return a tensor argument's sizes, with ``ROWS`` for the number of rows."""
@@ -140,7 +140,7 @@ class Part:
 
     axes: tuple[Axis, ...]
 
-    def carried(self, dim: Dim) -> bool:
+    def splits(self, dim: Dim) -> bool:
         """Tell whether a dimension is split."""
         return any(carries(dim, axis.name) for axis in self.axes)
 
@@ -186,26 +186,26 @@ class LocalCall:
 
 
 @dataclass(frozen=True)
-class Rule:
+class SplitRule:
     """What is known of an operator."""
 
-    names: Callable[[Call], Dims | list[Dims]]
+    names: Callable[[OperatorCall], Dims | list[Dims]]
     """Return the dimensions of what it gives; a list of them where it gives several tensors."""
-    local: Callable[[Call, Part], LocalCall] | None = None
+    local: Callable[[OperatorCall, Part], LocalCall] | None = None
     """Return what a part calls; none: the operator, with the same arguments."""
 
 
-RULES: dict[str, Rule] = {}
+RULES: dict[str, SplitRule] = {}
 """By the operator's name and overload."""
 
 
 def rule(
-    *operators: str, local: Callable[[Call, Part], LocalCall] | None = None
-) -> Callable[[Callable[[Call], Dims | list[Dims]]], Callable[[Call], Dims | list[Dims]]]:
+    *operators: str, local: Callable[[OperatorCall, Part], LocalCall] | None = None
+) -> Callable[[Callable[[OperatorCall], Dims | list[Dims]]], Callable[[OperatorCall], Dims | list[Dims]]]:
     """Register a function as the rule of operators, as ``linear.default``."""
 
-    def register(names: Callable[[Call], Dims | list[Dims]]) -> Callable[[Call], Dims | list[Dims]]:
-        RULES.update(dict.fromkeys((f"aten.{operator}" for operator in operators), Rule(names, local)))
+    def register(names: Callable[[OperatorCall], Dims | list[Dims]]) -> Callable[[OperatorCall], Dims | list[Dims]]:
+        RULES.update(dict.fromkeys((f"aten.{operator}" for operator in operators), SplitRule(names, local)))
         return names
 
     return register

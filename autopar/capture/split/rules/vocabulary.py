@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autopar.capture.split.names import MismatchError, block
-from autopar.capture.split.rules.rule import Call, Dims, LocalCall, Part, replace_dim, rule, unite_or_block
+from autopar.capture.split.rules.rule import Dims, LocalCall, OperatorCall, Part, replace_dim, rule, unite_or_block
 
 
 def _own_indices(indices: torch.Tensor, first: int, own: int, total: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,9 +36,9 @@ def embed_part(weight: torch.Tensor, indices: torch.Tensor, padding_idx: int, fi
     return found.masked_fill(~inside.unsqueeze(-1), 0)
 
 
-def _local_embedding(call: Call, part: Part) -> LocalCall:
+def _local_embedding(call: OperatorCall, part: Part) -> LocalCall:
     rows = call.dims("weight")[0]
-    if not part.carried(rows):
+    if not part.splits(rows):
         return LocalCall(call.node.target, call.node.args, call.node.kwargs)
     (axis,) = part.axes
     tensors = (call.argument("weight"), call.argument("indices"))
@@ -47,7 +47,7 @@ def _local_embedding(call: Call, part: Part) -> LocalCall:
 
 
 @rule("embedding.default", local=_local_embedding)
-def embedding(call: Call) -> Dims:
+def embedding(call: OperatorCall) -> Dims:
     """Sum over the vocabulary: all rows but one count nothing."""
     if call.argument("scale_grad_by_freq") or call.argument("sparse"):
         raise MismatchError("its gradient is scaled by the tokens' frequency, or sparse")
@@ -61,7 +61,7 @@ def _class_dim(logits: Dims) -> int:
     return min(1, len(logits) - 1)
 
 
-def _local_cross_entropy(call: Call, part: Part) -> LocalCall:
+def _local_cross_entropy(call: OperatorCall, part: Part) -> LocalCall:
     at = _class_dim(call.dims("self"))
     (axis,) = part.axes
     classes, smooth = call.sizes("self")[at], bool(call.argument("label_smoothing"))
@@ -73,7 +73,7 @@ def _local_cross_entropy(call: Call, part: Part) -> LocalCall:
 
 
 @rule("cross_entropy_loss.default", local=_local_cross_entropy)
-def cross_entropy(call: Call) -> Dims:
+def cross_entropy(call: OperatorCall) -> Dims:
     """Sum over the classes; nothing else of a loss is split."""
     logits = call.dims("self")
     at = _class_dim(logits)
