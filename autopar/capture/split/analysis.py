@@ -1,0 +1,226 @@
+"""Which dimensions of a layer's tensors are one and the same, and which of them can be split.
+
+    x = F.gelu(F.linear(x, up))     # the rows of ``up`` are the last dimension of x ...
+    return F.linear(x, down)        # ... and the columns of ``down``, which are summed over
+
+Operators are visited in their order. Each has a rule that names the dimensions of what it gives by those of what it is
+given, and says which it sums over, and which nobody can split. An operator without a rule reads the whole of what it is
+given, and so does the edge of the layer, over which tensors go as a whole: that is blocked. What such an operator
+gives, inputs of the layer and buffers are there as a whole, and any part can be taken of them. What is left can be
+split: both matrices above by the dimension between them. It takes nearly as many steps as there are dimensions in the
+graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.graph import Layer
+from autopar.capture.split.names import Dim, MismatchError, Name, block, carries, leaves, resolve
+from autopar.capture.split.rules import Dims, OperatorCall, find_rule
+from autopar.capture.split.rules.rule import new_dims
+
+
+@dataclass(frozen=True, eq=False)
+class Analysis:
+    """What is known of a layer's dimensions once all operators were visited."""
+
+    module: fx.GraphModule
+    parameters: Mapping[str, Dims]
+    """By attribute; one that has several attributes has the same dimensions in all."""
+    dims: Mapping[fx.Node, tuple[Dims, ...]]
+    """Of every node that gives tensors, those of each."""
+    calls: Mapping[fx.Node, OperatorCall]
+    """Of operators with a rule."""
+    obstacles: Mapping[fx.Node, str]
+    """Why operators are computed whole: they have no rule, or it does not apply."""
+    sources: frozenset[fx.Node]
+    """What is there as a whole: the layer's inputs, buffers, and what operators give that are computed whole."""
+
+    def splits(self, node: fx.Node, name: Name) -> bool:
+        """Tell whether splitting a name splits what a node gives.
+
+        Raises:
+            MismatchError: it would split only some of it, or two dimensions of a tensor.
+        """
+        found = {_split_dims(dims, name) for dims in self.dims.get(node, ())}
+        if len(found) > 1:
+            raise MismatchError("only some of an operator's tensors would be split")
+        return bool(found and found.pop())
+
+    def sums(self, node: fx.Node, name: Name) -> bool:
+        """Tell whether parts of a name give summands of what a node gives."""
+        found = [carries(dim, name) for dim in self.calls[node].summed] if node in self.calls else []
+        return any(found)
+
+    def region(self, names: Sequence[Name]) -> frozenset[fx.Node]:
+        """Return the operators that are computed in parts where names are split.
+
+        Raises:
+            MismatchError: they cannot be split; or an operator sums over one of several that are split together.
+        """
+        operators = [node for node in self.dims if node.op == "call_function" and node not in self.sources]
+        inside = frozenset(node for name in names for node in operators if self._is_inside(node, name))
+        if any(len({self.sums(node, name) for name in names}) > 1 for node in inside):
+            raise MismatchError("an operator sums over some of the names only")
+        for dims in self.parameters.values():
+            if sum(any(carries(dim, name) for name in names) for dim in dims) > 1:
+                raise MismatchError("two dimensions of a parameter would be cut")
+        return inside
+
+    def _is_inside(self, node: fx.Node, name: Name) -> bool:
+        """Tell whether an operator reads or makes parts of a name, each of which is kept or summed over, not both."""
+        makes, sums = self.splits(node, name), self.sums(node, name)
+        # All are asked: each may refuse.
+        reads = [self._reads(node, source, name) for source in node.all_input_nodes]
+        if makes and sums:
+            raise MismatchError(f"{node.target} keeps a dimension that it sums over")
+        if any(reads) and not (makes or sums):
+            raise MismatchError(f"{node.target} neither keeps a dimension nor sums over it")
+        for dim in self.calls[node].alone if node in self.calls else ():
+            if carries(dim, name) and resolve(dim) != (name,):
+                raise MismatchError(f"{node.target} counts the indices of a dimension that is more than this")
+        return any(reads) or makes or sums
+
+    def _reads(self, node: fx.Node, source: fx.Node, name: Name) -> bool:
+        """Tell whether what a node reads is split; of several tensors it takes one."""
+        if node.target is operator.getitem and source in self.dims:
+            return _split_dims(self.dims[node][0], name)
+        return self.splits(source, name)
+
+    def candidates(self) -> list[Name]:
+        """Return the names in parameters that nothing forbids to split, in the order of the graph."""
+        found = (name for dims in self.parameters.values() for dim in dims for name in leaves(dim))
+        return [name for name in dict.fromkeys(found) if name.obstacle is None]
+
+
+def _split_dims(dims: Dims, name: Name) -> bool:
+    found = [carries(dim, name) for dim in dims]
+    if sum(found) > 1:
+        raise MismatchError("two dimensions of a tensor would be split")
+    return any(found)
+
+
+def analyse(layer: Layer) -> Analysis:
+    """Find out which dimensions of a captured layer are one, and which can be split."""
+    module = layer.module
+    assert isinstance(module, fx.GraphModule)
+    return analyse_graph(module, layer.parameters)
+
+
+def analyse_graph(module: fx.GraphModule, parameters: Collection[str]) -> Analysis:
+    """Find out which dimensions of a graph are one; ``parameters`` are the attributes that can be cut."""
+    visit = _Visit(module, parameters)
+    for node in module.graph.nodes:
+        visit.enter(node)
+    return Analysis(module, visit.parameters, visit.dims, visit.calls, visit.obstacles, frozenset(visit.sources))
+
+
+class _Visit:
+    """What is known while the nodes of a graph are visited."""
+
+    def __init__(self, module: fx.GraphModule, parameters: Collection[str]) -> None:
+        self.parameters: dict[str, Dims] = {}
+        self.dims: dict[fx.Node, tuple[Dims, ...]] = {}
+        self.calls: dict[fx.Node, OperatorCall] = {}
+        self.obstacles: dict[fx.Node, str] = {}
+        self.sources: set[fx.Node] = set()
+        self._module, self._attributes = module, set(parameters)
+        self._writes = _writes(module)
+        self._values: dict[fx.Node, Any] = {}
+        self._tensors: dict[int, Dims] = {}
+        """By the identity of a tensor that the module holds."""
+
+    def enter(self, node: fx.Node) -> None:
+        """Name the dimensions of what a node gives."""
+        if node.op == "get_attr":
+            self._read_attribute(node)
+        elif node.op == "output":
+            for source in node.all_input_nodes:
+                self._block(source, "it crosses the layer's edge")
+        else:
+            self._values[node] = node.meta.get("val")
+            if node.op == "call_function":
+                self._call(node)
+            else:
+                self._name_anew(node)
+
+    def _read_attribute(self, node: fx.Node) -> None:
+        value = operator.attrgetter(str(node.target))(self._module)
+        self._values[node] = value
+        if not isinstance(value, torch.Tensor):
+            return
+        dims = self._tensors.setdefault(id(value), new_dims(value))
+        self.dims[node] = (dims,)
+        if node.target in self._attributes:
+            self.parameters[str(node.target)] = dims
+        else:
+            self._add_source(node)
+
+    def _call(self, node: fx.Node) -> None:
+        if not _tensors(self._values[node]):
+            return
+        if node.target is operator.getitem:
+            self._take(node, *node.args)
+            return
+        try:
+            self._apply_rule(node)
+        except MismatchError as error:
+            self.obstacles[node] = str(error)
+            for source in node.all_input_nodes:
+                self._block(source, f"{node.target}: {error}")
+            self._name_anew(node)
+
+    def _take(self, node: fx.Node, source: Any, index: Any) -> None:  # noqa: ANN401
+        """Name the dimensions of one of several tensors."""
+        if source in self.calls:
+            self.dims[node] = (self.dims[source][index],)
+        else:
+            self._name_anew(node)
+
+    def _apply_rule(self, node: fx.Node) -> None:
+        found = find_rule(node.target)
+        if found is None:
+            raise MismatchError("it has no rule")
+        call = OperatorCall(node, self.dims, self._values)
+        dims = found.names(call)
+        self.dims[node] = tuple(dims) if isinstance(dims, list) else (dims,)
+        self.calls[node] = call
+
+    def _name_anew(self, node: fx.Node) -> None:
+        tensors = _tensors(self._values[node])
+        if tensors:
+            self.dims[node] = tuple(map(new_dims, tensors))
+            self._add_source(node)
+
+    def _add_source(self, node: fx.Node) -> None:
+        """Note that a tensor is there as a whole; where tensors are written into, parts taken before would be old."""
+        self.sources.add(node)
+        if self._writes:
+            self._block(node, "the layer writes into tensors")
+
+    def _block(self, node: fx.Node, obstacle: str) -> None:
+        for dim in _all_dims(self.dims.get(node, ())):
+            block(dim, obstacle)
+
+
+def _writes(module: fx.GraphModule) -> bool:
+    """Tell whether a graph, or one inside it, writes into tensors."""
+    graphs = (each.graph for each in module.modules() if isinstance(each, fx.GraphModule))
+    schemas = (getattr(node.target, "_schema", None) for graph in graphs for node in graph.nodes)
+    return any(schema is not None and schema.is_mutable for schema in schemas)
+
+
+def _all_dims(outputs: tuple[Dims, ...]) -> Iterator[Dim]:
+    return (dim for dims in outputs for dim in dims)
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [each for each in values if isinstance(each, torch.Tensor)]

@@ -1,0 +1,122 @@
+"""Which names of a layer are split, for a number of parts.
+
+A candidate ends inside the layer: every operator that reads it keeps it or sums over it. It is one name, or two where
+neither is long enough: of 2 key and value heads with 2 queries each, four ranks have a pair each, and two of them the
+same keys. Candidates that leave a part with the fewest numbers of parameters are taken first, then those for which the
+fewest numbers are summed among parts, then the first ones in the graph. No operator is in two regions: a part that had
+the first halves of two names would know nothing of the first half of one with the second of the other.
+
+It takes pairs of names times operators; a block has about ten times a hundred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import permutations
+from math import gcd, prod
+
+import torch
+from torch import fx
+
+from autopar.capture.split.analysis import Analysis
+from autopar.capture.split.names import MismatchError, Name, carries, leaves, resolve
+from autopar.capture.split.rules import Axis, Part, find_rule
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Names that are split together, with the operators that are computed in parts."""
+
+    names: tuple[Name, ...]
+    counts: tuple[int, ...]
+    """In how many parts each name is split."""
+    region: frozenset[fx.Node]
+    numbers_saved: float
+    """How many numbers of parameters a part has less than the whole."""
+    numbers_summed: int
+    """How many are summed among parts, for a sample."""
+
+    def part(self, index: int) -> Part:
+        """Return what the rank of that index has: the last name's parts come first."""
+        return make_part(self.names, self.counts, index)
+
+
+def make_part(names: tuple[Name, ...], counts: tuple[int, ...], index: int) -> Part:
+    """Return the part of an index among all pairs of parts of names; the last name's index runs fastest."""
+    axes: list[Axis] = []
+    for name, count in zip(reversed(names), reversed(counts), strict=True):
+        index, own = divmod(index, count)
+        axes.insert(0, Axis(name, own, count))
+    return Part(tuple(axes))
+
+
+def choose(analysis: Analysis, count: int) -> tuple[Split, ...]:
+    """Choose what is split among a number of parts; of the same layer, always the same."""
+    found: list[Split] = []
+    for names, counts in _ways(analysis, count):
+        try:
+            found.append(_split(analysis, names, counts))
+        except MismatchError:
+            continue
+    # Sorting keeps the order of the graph among equals.
+    found.sort(key=lambda split: (-split.numbers_saved, split.numbers_summed))
+    chosen: list[Split] = []
+    for split in found:
+        if not any(split.region & other.region for other in chosen):
+            chosen.append(split)
+    return tuple(chosen)
+
+
+def _ways(analysis: Analysis, count: int) -> Iterator[tuple[tuple[Name, ...], tuple[int, ...]]]:
+    """Yield names, and in how many parts each would be split: single ones first."""
+    names = analysis.candidates()
+    for name in names:
+        if name.size % count == 0 or (name.size > count and _may_be_uneven(analysis, name)):
+            yield (name,), (count,)
+    for first, second in permutations(names, 2):
+        outer = gcd(first.size, count)
+        if 1 < outer < count and second.size % (count // outer) == 0:
+            yield (first, second), (outer, count // outer)
+
+
+def _may_be_uneven(analysis: Analysis, name: Name) -> bool:
+    """Tell whether a name is all of every dimension that it is in, so that parts differ by one index at most."""
+    every = (dim for outputs in analysis.dims.values() for dims in outputs for dim in dims if name in leaves(dim))
+    return all(resolve(dim) == (name,) for dim in every)
+
+
+def _split(analysis: Analysis, names: tuple[Name, ...], counts: tuple[int, ...]) -> Split:
+    """Return what splitting names means.
+
+    Raises:
+        MismatchError: they cannot be split so.
+    """
+    region = analysis.region(names)
+    part = make_part(names, counts, 0)
+    for node in region:
+        rule = find_rule(node.target)
+        if rule is not None and rule.local is not None:
+            rule.local(analysis.calls[node], part)
+    saved = _numbers_saved(analysis, dict(zip(names, counts, strict=True)))
+    return Split(names, counts, region, saved, _numbers_summed(analysis, names[0], region))
+
+
+def _numbers_saved(analysis: Analysis, counts: dict[Name, int]) -> float:
+    saved = 0.0
+    for dims in dict.fromkeys(analysis.parameters.values()):
+        divisor = prod(count for name, count in counts.items() if any(carries(dim, name) for dim in dims))
+        saved += prod(each.size for dim in dims for each in dim) * (1 - 1 / divisor)
+    return saved
+
+
+def _numbers_summed(analysis: Analysis, name: Name, region: frozenset[fx.Node]) -> int:
+    """Return how many numbers the operators give, for a sample, that sum over a name."""
+    shapes = (_value(node).shape for node in region if analysis.sums(node, name))
+    return sum(prod(length for length in shape if isinstance(length, int)) for shape in shapes)
+
+
+def _value(node: fx.Node) -> torch.Tensor:
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor)
+    return value

@@ -1,0 +1,20 @@
+"""One rule per operator: what it does to the names of dimensions, and what a part calls in its place.
+
+In: an operator. Out: its rule, if there is one. ``rule.py`` says what a rule promises; read it first. The other files
+have the rules, a family each.
+"""
+
+from __future__ import annotations
+
+from autopar.capture.split.rules import elementwise, pieces, products, reductions, shapes, vocabulary
+from autopar.capture.split.rules.rule import RULES, Axis, Dims, LocalCall, OperatorCall, Part, SplitRule, share
+
+__all__ = ["FAMILIES", "Axis", "Dims", "LocalCall", "OperatorCall", "Part", "SplitRule", "find_rule", "share"]
+
+FAMILIES = (elementwise, pieces, products, reductions, shapes, vocabulary)
+"""The files that register rules."""
+
+
+def find_rule(target: object) -> SplitRule | None:
+    """Return the rule of an operator, if it has one."""
+    return RULES.get(str(target)) or elementwise.pointwise(target)

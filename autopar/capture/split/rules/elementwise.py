@@ -1,0 +1,57 @@
+"""Operators that make every number of the numbers in its place: broadcast inputs, and nothing else.
+
+torch tags most of them as pointwise. Those here are, and are not tagged.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.capture.split.names import MismatchError
+from autopar.capture.split.rules.rule import Dims, OperatorCall, SplitRule, broadcast, rule
+
+
+@rule(
+    "__and__.Tensor",
+    "__or__.Tensor",
+    "_to_copy.default",
+    "alias.default",
+    "contiguous.default",
+    "detach.default",
+    "full_like.default",
+    "masked_fill.Tensor",
+    "ones_like.default",
+    "to.device",
+    "to.dtype",
+    "to.dtype_layout",
+    "where.ScalarOther",
+    "where.ScalarSelf",
+    "zeros_like.default",
+)
+def elementwise(call: OperatorCall) -> Dims:
+    """Broadcast all tensors."""
+    return broadcast(map(call.dims_of, call.tensors()))
+
+
+@rule("to.other", "type_as.default")
+def like(call: OperatorCall) -> Dims:
+    """Take the type of another tensor, of which nothing else counts."""
+    return call.dims("self")
+
+
+@rule("dropout.default")
+def dropout(call: OperatorCall) -> Dims:
+    """Leave every number in its place, where none is drawn."""
+    if call.argument("train") and call.argument("p"):
+        raise MismatchError("it draws random numbers")
+    return call.dims("input")
+
+
+def pointwise(target: object) -> SplitRule | None:
+    """Return the rule of an operator that torch says is pointwise; not those that draw, or write into what they read.
+
+    What they write into may be read elsewhere as a whole.
+    """
+    tags = getattr(target, "tags", ())
+    other = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace}
+    return SplitRule(elementwise) if torch.Tag.pointwise in tags and not other.intersection(tags) else None

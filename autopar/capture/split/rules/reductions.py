@@ -1,0 +1,66 @@
+"""Operators that read the whole of a dimension: sums are summed over, others cannot be split."""
+
+from __future__ import annotations
+
+from autopar.capture.split.names import block
+from autopar.capture.split.rules.rule import Dims, OperatorCall, normal, rule, unite_or_block
+
+
+def _drop(dims: Dims, places: set[int], keep: bool) -> Dims:
+    kept = (() if place in places else dim for place, dim in enumerate(dims) if keep or place not in places)
+    return tuple(kept)
+
+
+def _places(call: OperatorCall, rank: int) -> set[int]:
+    dims = call.argument("dim")
+    dims = [dims] if isinstance(dims, int) else dims
+    return {normal(dim, rank) for dim in dims or range(rank)}
+
+
+@rule("sum.dim_IntList")
+def sum_dims(call: OperatorCall) -> Dims:
+    """Sum over some dimensions."""
+    given = call.dims("self")
+    places = _places(call, len(given))
+    call.summed += [given[place] for place in sorted(places)]
+    return _drop(given, places, call.argument("keepdim"))
+
+
+@rule("sum.default")
+def sum_all(call: OperatorCall) -> Dims:
+    """Sum over all dimensions."""
+    call.summed += call.dims("self")
+    return ()
+
+
+@rule("amax.default", "amin.default", "mean.dim", "var.correction")
+def reduce(call: OperatorCall) -> Dims:
+    """Read the whole of some dimensions."""
+    given = call.dims("self")
+    places = _places(call, len(given))
+    for place in places:
+        block(given[place], "the whole of it is reduced")
+    return _drop(given, places, call.argument("keepdim"))
+
+
+@rule("_softmax.default", "_log_softmax.default", "log_softmax.int", "softmax.int")
+def softmax(call: OperatorCall) -> Dims:
+    """Divide by a sum over the whole of a dimension."""
+    given = call.dims("self")
+    block(given[normal(call.argument("dim"), len(given))], "softmax reads the whole of it")
+    return given
+
+
+@rule("layer_norm.default", "rms_norm.default")
+def norm(call: OperatorCall) -> Dims:
+    """Divide by a norm over the whole of the last dimensions, and scale them."""
+    given = call.dims("input")
+    last = given[len(given) - len(call.argument("normalized_shape")) :]
+    for dim in last:
+        block(dim, "it is normalised as a whole")
+    bias = "bias" in {each.name for each in call.node.target._schema.arguments}  # type: ignore[union-attr]
+    for name in ("weight", "bias") if bias else ("weight",):
+        if call.argument(name) is not None:
+            for dim, own in zip(last, call.dims(name), strict=True):
+                unite_or_block(dim, own)
+    return given

@@ -1,0 +1,243 @@
+"""What a rule is: a function of an operator's call that names what comes out, by the names of what goes in.
+
+A rule promises this of every name in its operator's inputs and outputs that it does not block. Give each input the
+indices of one part of the name, and the operator gives that part of the output, if the output has the name; or a
+summand of it, if the rule has said that it is summed over. ``tests/capture/split/test_rules.py`` holds it to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.split.names import Dim, MismatchError, Name, block, carries, positions, resolve, unite
+
+ROWS = 2**31 - 1
+"""What stands for the number of rows: a prime that no size of a model is a multiple of."""
+
+Dims = tuple[Dim, ...]
+"""Of a tensor."""
+
+
+def plain_size(length: int | torch.SymInt) -> int:
+    """Return a size as a number, with ``ROWS`` for the number of rows.
+
+    Raises:
+        MismatchError: it is no polynomial of them.
+    """
+    if isinstance(length, int):
+        return length
+    expression = length.node.expr
+    value = expression.subs(dict.fromkeys(expression.free_symbols, ROWS))
+    if not value.is_Integer:
+        raise MismatchError(f"a size {expression} is not known")
+    return int(value)
+
+
+def new_dim(length: int, symbolic: bool = False) -> Dim:
+    """Return a dimension that no other is known to be; the number of rows cannot be split."""
+    return () if length == 1 else (Name(length, "it counts rows" if symbolic or length % ROWS == 0 else None),)
+
+
+def new_dims(value: torch.Tensor) -> Dims:
+    """Return dimensions for a tensor of which nothing is known."""
+    return tuple(new_dim(plain_size(length), not isinstance(length, int)) for length in value.shape)
+
+
+class OperatorCall:
+    """One call of an operator, with the dimensions of the tensors that it is given."""
+
+    def __init__(self, node: fx.Node, dims: Mapping[fx.Node, tuple[Dims, ...]], values: Mapping[fx.Node, Any]) -> None:
+        self.node = node
+        self.summed: list[Dim] = []
+        """What it sums over: parts give summands."""
+        self.alone: list[Dim] = []
+        """What can be split only where it is one name and nothing else: its indices are counted."""
+        self._dims, self._values = dims, values
+        schema = getattr(node.target, "_schema", None)
+        if schema is None:
+            raise MismatchError("it is no operator of torch")
+        self._places = {argument.name: place for place, argument in enumerate(schema.arguments)}
+        self._defaults = {each.name: each.default_value for each in schema.arguments if each.has_default_value()}
+
+    def argument(self, name: str) -> Any:  # noqa: ANN401
+        """Return an argument by its name in the operator's schema."""
+        if name in self.node.kwargs:
+            return self.node.kwargs[name]
+        place = self._places[name]
+        return self.node.args[place] if place < len(self.node.args) else self._defaults.get(name)
+
+    def replace_arguments(self, **arguments: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the call's arguments, those named replaced."""
+        args: list[Any] = list(self.node.args)
+        kwargs: dict[str, Any] = dict(self.node.kwargs)
+        for name, value in arguments.items():
+            if name not in kwargs and self._places[name] < len(args):
+                args[self._places[name]] = value
+            else:
+                kwargs[name] = value
+        return tuple(args), kwargs
+
+    def dims(self, name: str) -> Dims:
+        """Return the dimensions of a tensor argument."""
+        return self.dims_of(self.argument(name))
+
+    def dims_of(self, node: Any) -> Dims:  # noqa: ANN401
+        """Return the dimensions of a tensor.
+
+        Raises:
+            MismatchError: nothing is known of it.
+        """
+        if not isinstance(node, fx.Node) or len(self._dims.get(node, ())) != 1:
+            raise MismatchError("one of its arguments is no tensor")
+        return self._dims[node][0]
+
+    def sizes(self, name: str) -> tuple[int, ...]:
+        """Return a tensor argument's sizes, with ``ROWS`` for the number of rows."""
+        return self.sizes_of(self.argument(name))
+
+    def sizes_of(self, node: fx.Node) -> tuple[int, ...]:
+        """Return a tensor's sizes, with ``ROWS`` for the number of rows."""
+        return tuple(plain_size(length) for length in self._values[node].shape)
+
+    def output_sizes(self) -> tuple[int, ...]:
+        """Return the sizes of what it gives."""
+        return self.sizes_of(self.node)
+
+    def tensors(self) -> list[fx.Node]:
+        """Return the tensors that it is given."""
+        return [node for node in self.node.all_input_nodes if isinstance(self._values.get(node), torch.Tensor)]
+
+    def is_floating(self, name: str) -> bool:
+        """Tell whether a tensor argument holds numbers with fractions."""
+        return bool(self._values[self.argument(name)].is_floating_point())
+
+    def values(self) -> Any:  # noqa: ANN401
+        """Return what it gives: tensors without values."""
+        return self._values[self.node]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A name that is split, and which of its parts one is."""
+
+    name: Name
+    index: int
+    count: int
+
+    @property
+    def indices(self) -> range:
+        return share(self.name.size, self.index, self.count)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank of a team has of the names of a region; of two, ranks have all pairs of parts."""
+
+    axes: tuple[Axis, ...]
+
+    def splits(self, dim: Dim) -> bool:
+        """Tell whether a dimension is split."""
+        return any(carries(dim, axis.name) for axis in self.axes)
+
+    def positions(self, dim: Dim) -> torch.Tensor:
+        """Return the indices of a dimension that belong to the part; takes as long as the dimension."""
+        return positions(dim, {axis.name: axis.indices for axis in self.axes})
+
+    def before(self, dim: Dim, end: int) -> int:
+        """Return how many of a dimension's first indices belong to the part; takes as long as the dimension."""
+        return int((self.positions(dim) < end).sum())
+
+    def length(self, dim: Dim) -> int:
+        """Return how long the part's dimension is: a product over its names."""
+        lengths = {axis.name: len(axis.indices) for axis in self.axes}
+        total = 1
+        for name in resolve(dim):
+            whole = name.size if name.pieces is None else sum(map(self.length, name.pieces))
+            total *= lengths.get(name, whole)
+        return total
+
+
+def share(size: int, index: int, count: int) -> range:
+    """Return the indices of a part: consecutive, and where sizes are uneven, longer by one in the first parts.
+
+    >>> [share(7, index, 3) for index in range(3)]
+    [range(0, 3), range(3, 5), range(5, 7)]
+    """
+    quotient, rest = divmod(size, count)
+    start = index * quotient + min(index, rest)
+    return range(start, start + quotient + (index < rest))
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """What a part calls in place of an operator; arguments are nodes of the whole layer's graph."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    then: Callable[..., Any] | None = None
+    """What is called with the sum over parts, if the operator gives summands."""
+    then_args: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class SplitRule:
+    """What is known of an operator."""
+
+    names: Callable[[OperatorCall], Dims | list[Dims]]
+    """Return the dimensions of what it gives; a list of them where it gives several tensors."""
+    local: Callable[[OperatorCall, Part], LocalCall] | None = None
+    """Return what a part calls; none: the operator, with the same arguments."""
+
+
+RULES: dict[str, SplitRule] = {}
+"""By the operator's name and overload."""
+
+
+def rule(
+    *operators: str, local: Callable[[OperatorCall, Part], LocalCall] | None = None
+) -> Callable[[Callable[[OperatorCall], Dims | list[Dims]]], Callable[[OperatorCall], Dims | list[Dims]]]:
+    """Register a function as the rule of operators, as ``linear.default``."""
+
+    def register(names: Callable[[OperatorCall], Dims | list[Dims]]) -> Callable[[OperatorCall], Dims | list[Dims]]:
+        RULES.update(dict.fromkeys((f"aten.{operator}" for operator in operators), SplitRule(names, local)))
+        return names
+
+    return register
+
+
+def unite_or_block(one: Dim, other: Dim) -> Dim:
+    """Make two dimensions one; where names cannot say how, neither is split."""
+    try:
+        unite(one, other)
+    except MismatchError as error:
+        block(one, str(error))
+        block(other, str(error))
+    return one
+
+
+def broadcast(tensors: Iterable[Dims]) -> Dims:
+    """Return the dimensions of what tensors broadcast to; those of size 1 are no obstacle."""
+    given = list(tensors)
+    rank = max(map(len, given), default=0)
+    found: list[Dim] = [()] * rank
+    for dims in given:
+        for place, dim in enumerate(dims, rank - len(dims)):
+            if resolve(dim):
+                found[place] = unite_or_block(found[place], dim) if resolve(found[place]) else dim
+    return tuple(found)
+
+
+def normal(dim: int, rank: int) -> int:
+    """Return a dimension counted from the front."""
+    return dim % rank if rank else 0
+
+
+def replace_dim(dims: Dims, at: int, by: Sequence[Dim]) -> Dims:
+    """Return dimensions with others in place of one."""
+    return (*dims[:at], *by, *dims[at + 1 :])

@@ -1,0 +1,186 @@
+"""Operators that order numbers anew, or repeat them: names are regrouped, moved and added."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.split.names import MismatchError, Name, block, factor, resolve, size
+from autopar.capture.split.rules.rule import Dims, LocalCall, OperatorCall, Part, new_dim, normal, replace_dim, rule
+
+
+def regroup(dims: Dims, sizes: tuple[int, ...]) -> Dims:
+    """Return the dimensions of a view: all names in their order, taken until they make up one size after another.
+
+    A name that goes over the end of a dimension is factored. Takes as many steps as there are names.
+
+    Raises:
+        MismatchError: a name would have to be divided otherwise.
+    """
+    names = list(resolve(tuple(name for dim in dims for name in dim)))
+    found = []
+    for length in sizes:
+        taken: list[Name] = []
+        while size(tuple(taken)) != length:
+            names = list(resolve(tuple(names)))
+            missing, rest = divmod(length, size(tuple(taken)))
+            if rest or not names or not length:
+                raise MismatchError(f"its names do not make up a dimension of size {length}")
+            if missing % names[0].size:
+                factor(names[0], missing)
+            else:
+                taken.append(names.pop(0))
+        found.append(tuple(taken))
+    return tuple(found)
+
+
+def local_sizes(sizes: list[Any], dims: Dims, part: Part) -> list[Any]:
+    """Return sizes that an operator was given, for a part: those of dimensions that are split become shorter."""
+    found = list(sizes)
+    for place, dim in enumerate(dims):
+        if not part.splits(dim) or found[place] == -1:
+            continue
+        if not isinstance(found[place], fx.Node):
+            found[place] = part.length(dim)
+        elif -1 in found:
+            raise MismatchError("two of its sizes depend on the number of rows")
+        else:
+            found[place] = -1
+    return found
+
+
+def _local_view(call: OperatorCall, part: Part) -> LocalCall:
+    name = "shape" if str(call.node.target).startswith("aten.reshape") else "size"
+    sizes = local_sizes(call.argument(name), call.dims_of(call.node), part)
+    return LocalCall(call.node.target, *call.replace_arguments(**{name: sizes}))
+
+
+@rule("_unsafe_view.default", "reshape.default", "view.default", local=_local_view)
+def view(call: OperatorCall) -> Dims:
+    """Regroup names."""
+    return regroup(call.dims("self"), call.output_sizes())
+
+
+@rule("flatten.using_ints")
+def flatten(call: OperatorCall) -> Dims:
+    """Regroup names; sizes come of themselves."""
+    return regroup(call.dims("self"), call.output_sizes())
+
+
+def _local_unflatten(call: OperatorCall, part: Part) -> LocalCall:
+    at = normal(call.argument("dim"), len(call.dims("self")))
+    sizes = call.argument("sizes")
+    dims = call.dims_of(call.node)[at : at + len(sizes)]
+    return LocalCall(call.node.target, *call.replace_arguments(sizes=local_sizes(sizes, dims, part)))
+
+
+@rule("unflatten.int", local=_local_unflatten)
+def unflatten(call: OperatorCall) -> Dims:
+    """Regroup names."""
+    return regroup(call.dims("self"), call.output_sizes())
+
+
+def _local_expand(call: OperatorCall, part: Part) -> LocalCall:
+    sizes = local_sizes(call.argument("size"), call.dims_of(call.node), part)
+    return LocalCall(call.node.target, *call.replace_arguments(size=sizes))
+
+
+@rule("expand.default", local=_local_expand)
+def expand(call: OperatorCall) -> Dims:
+    """Add names for what is repeated."""
+    given, sizes = call.dims("self"), call.output_sizes()
+    given = ((),) * (len(sizes) - len(given)) + given
+    return tuple(dim if resolve(dim) else new_dim(length) for dim, length in zip(given, sizes, strict=True))
+
+
+def _local_repeat(call: OperatorCall, part: Part) -> LocalCall:
+    at = normal(call.argument("dim"), len(call.dims("self")))
+    repeats = part.length(call.dims_of(call.node)[at]) // part.length(call.dims("self")[at])
+    return LocalCall(call.node.target, *call.replace_arguments(repeats=repeats))
+
+
+@rule("repeat_interleave.self_int", local=_local_repeat)
+def repeat_interleave(call: OperatorCall) -> Dims:
+    """Add a name inside a dimension."""
+    given, at = call.dims("self"), call.argument("dim")
+    if at is None:
+        raise MismatchError("it flattens what it repeats")
+    at = normal(at, len(given))
+    return replace_dim(given, at, [(*given[at], Name(call.argument("repeats")))])
+
+
+@rule("transpose.int")
+def transpose(call: OperatorCall) -> Dims:
+    """Exchange two dimensions."""
+    given = list(call.dims("self"))
+    first, second = (normal(call.argument(name), len(given)) for name in ("dim0", "dim1"))
+    given[first], given[second] = given[second], given[first]
+    return tuple(given)
+
+
+@rule("t.default")
+def turn(call: OperatorCall) -> Dims:
+    """Exchange rows and columns."""
+    return call.dims("self")[::-1]
+
+
+@rule("permute.default")
+def permute(call: OperatorCall) -> Dims:
+    """Bring dimensions into another order."""
+    given = call.dims("self")
+    return tuple(given[place] for place in call.argument("dims"))
+
+
+@rule("unsqueeze.default")
+def unsqueeze(call: OperatorCall) -> Dims:
+    """Add a dimension of size 1."""
+    given = call.dims("self")
+    at = normal(call.argument("dim"), len(given) + 1)
+    return (*given[:at], (), *given[at:])
+
+
+def _local_squeeze(call: OperatorCall, part: Part) -> LocalCall:
+    """Leave a dimension that is of size 1 in a part only."""
+    given = call.dims("self")
+    if part.splits(given[normal(call.argument("dim"), len(given))]):
+        return LocalCall(torch.ops.aten.alias.default, (call.argument("self"),), {})
+    return LocalCall(call.node.target, call.node.args, call.node.kwargs)
+
+
+@rule("squeeze.dim", local=_local_squeeze)
+def squeeze(call: OperatorCall) -> Dims:
+    """Drop a dimension, if it is of size 1."""
+    given = call.dims("self")
+    at = normal(call.argument("dim"), len(given))
+    return given if resolve(given[at]) else replace_dim(given, at, [])
+
+
+@rule("select.int")
+def select(call: OperatorCall) -> Dims:
+    """Drop a dimension of which one index is taken."""
+    given = call.dims("self")
+    at = normal(call.argument("dim"), len(given))
+    block(given[at], "one index is taken of it")
+    return replace_dim(given, at, [])
+
+
+@rule("unbind.int")
+def unbind(call: OperatorCall) -> list[Dims]:
+    """Drop a dimension, a tensor for every index."""
+    given = call.dims("self")
+    at = normal(call.argument("dim"), len(given))
+    block(given[at], "every index of it becomes a tensor")
+    return [replace_dim(given, at, [])] * len(call.values())
+
+
+def _local_creation(call: OperatorCall, part: Part) -> LocalCall:
+    sizes = local_sizes(call.argument("size"), call.dims_of(call.node), part)
+    return LocalCall(call.node.target, *call.replace_arguments(size=sizes))
+
+
+@rule("full.default", "new_ones.default", "new_zeros.default", "ones.default", "zeros.default", local=_local_creation)
+def creation(call: OperatorCall) -> Dims:
+    """Add names: the same number is everywhere."""
+    return tuple(new_dim(length) for length in call.output_sizes())

@@ -1,0 +1,116 @@
+"""Names against a plain list of every index's labels."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from autopar.capture.split.names import (
+    Dim,
+    MismatchError,
+    Name,
+    block,
+    carries,
+    cut,
+    factor,
+    join,
+    leaves,
+    positions,
+    resolve,
+    size,
+    unite,
+)
+
+
+def labels(dim: Dim) -> list[dict[Name, int]]:
+    """Write out, for every index of a dimension, where it is in every name."""
+    found: list[dict[Name, int]] = [{}]
+    for name in resolve(dim):
+        if name.pieces is None:
+            own = [{name: index} for index in range(name.size)]
+        else:
+            own = [label for piece in name.pieces for label in labels(piece)]
+        found = [{**outer, **inner} for outer in found for inner in own]
+    return found
+
+
+def draw_dim(draw: random.Random, names: list[Name], depth: int = 2) -> Dim:
+    found: list[Name] = []
+    for _ in range(draw.randint(1, 2)):
+        if depth and draw.random() < 0.3:
+            found += join([draw_dim(draw, names, depth - 1) for _ in range(2)])
+        else:
+            found.append(draw.choice(names))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_positions_are_those_whose_label_is_in_the_part(seed: int) -> None:
+    draw = random.Random(seed)
+    names = [Name(draw.randint(1, 4)) for _ in range(3)]
+    dim = draw_dim(draw, names)
+    for name in dict.fromkeys(leaves(dim)):
+        try:
+            if not carries(dim, name):
+                continue
+        except MismatchError:
+            continue
+        part = range(1, name.size)
+        wanted = [index for index, label in enumerate(labels(dim)) if label[name] in part]
+        assert positions(dim, {name: part}).tolist() == wanted
+
+
+def test_uniting_factors_what_is_not_factored_yet() -> None:
+    whole, heads, width = Name(12), Name(3), Name(4)
+    unite((whole,), (heads, width))
+    assert resolve((whole,)) == (heads, width)
+    outer, inner = Name(6), Name(2)
+    unite((whole,), (outer, inner))
+    assert [name.size for name in resolve((outer, inner))] == [3, 2, 2]
+    assert resolve((outer, inner)) == resolve((whole,))
+
+
+def test_uniting_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(MismatchError, match="4 and 6"):
+        unite((Name(4),), (Name(6),))
+    with pytest.raises(MismatchError, match="2 times"):
+        unite((Name(3), Name(2)), (Name(3),))
+    one, other = Name(6), Name(6)
+    cut((one,), (0, 2, 6))
+    cut((other,), (0, 4, 6))
+    with pytest.raises(MismatchError, match="two ways"):
+        unite((one,), (other,))
+    with pytest.raises(MismatchError):
+        factor(one, 2)
+
+
+def test_a_cut_goes_through_pieces_and_leaves_inner_names_whole() -> None:
+    first, inner = Name(6), Name(2)
+    left, right = cut((first, inner), (0, 4, 12))
+    assert (size(left), size(right)) == (4, 8)
+    assert [size(piece) for piece in cut((first, inner), (0, 8, 12))] == [8, 4]
+    assert first.pieces is not None
+    assert [size(piece) for piece in first.pieces] == [2, 2, 2]
+    with pytest.raises(MismatchError):
+        cut((first, inner), (0, 3, 12))
+
+
+def test_an_obstacle_goes_with_a_name_wherever_it_was_found_out() -> None:
+    whole, other = Name(6), Name(6)
+    block((whole,), "first")
+    pieces = cut((whole,), (0, 2, 6))
+    unite((other,), (whole,))
+    block((other,), "second")
+    assert {name.obstacle for piece in pieces for name in leaves(piece)} == {"first"}
+    assert torch.equal(positions((other,), {}), torch.arange(6))
+
+
+def test_only_all_pieces_can_be_split_and_none_twice() -> None:
+    name, other = Name(2), Name(2)
+    with pytest.raises(MismatchError, match="some pieces"):
+        carries(join([(name,), (other,)]), name)
+    with pytest.raises(MismatchError, match="twice"):
+        carries((name, name), name)
+    assert carries(join([(name,), (other, name)]), name)

@@ -1,0 +1,256 @@
+"""Layers in parts, as threads, against the whole layer: outputs and the gradients of all that has one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from autopar.capture.split.analysis import analyse
+from autopar.capture.split.choice import choose
+from autopar.capture.split.rewrite import LayerPart, split_layer
+from drawn_split import Drawn
+from part_threads import Comparison, compare, run_parts
+from single_layers import layer_of
+
+CLOSE = 1e-12
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int = 8, hidden: int = 12) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class GatedMLP(nn.Module):
+    """Gate and up are one matrix, its columns one behind the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(8, 24), nn.Linear(12, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.both(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class Head(nn.Module):
+    def __init__(self, classes: int, **options: object) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, classes)
+        weight = options.pop("weight", None)
+        self.register_buffer("weight", weight if isinstance(weight, torch.Tensor) else None)
+        self.options = options
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(x).transpose(1, 2), target, self.weight, **self.options)  # type: ignore[arg-type]
+
+
+def numbers(*sizes: int) -> torch.Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def compared(module: nn.Module, count: int, *inputs: torch.Tensor) -> Comparison:
+    torch.manual_seed(0)
+    return compare(layer_of(module.double(), *inputs), inputs, count)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_an_mlp_is_split_by_what_is_between_its_matrices(count: int) -> None:
+    found = compared(MLP(), count, numbers(2, 3, 8))
+    assert found.error < CLOSE
+    assert found.forward == found.backward == [(2, 3, 8)]
+    assert [name.size for split in found.splits for name in split.names] == [12]
+    assert sum(found.parameters.values()) == 3
+
+
+@pytest.mark.parametrize("hidden", [7, 10])
+def test_a_dimension_that_the_parts_do_not_divide_is_split_unevenly(hidden: int) -> None:
+    found = compared(MLP(hidden=hidden), 4, numbers(2, 3, 8))
+    assert found.error < CLOSE
+    assert found.forward == [(2, 3, 8)]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_the_rows_of_a_fused_matrix_are_cut_in_both_halves(count: int) -> None:
+    module = GatedMLP()
+    found = compared(module, count, numbers(2, 3, 8))
+    assert found.error < CLOSE
+    assert found.split_share == 1
+    layer = layer_of(module, numbers(2, 3, 8))
+    parts = [split_layer(layer, None, index, count) for index in range(count)]  # type: ignore[arg-type]
+    rows = [
+        next(cut.indices.tolist() for cut in part.cuts.values() if len(cut.indices) == 24 // count) for part in parts
+    ]
+    assert rows[0] == [*range(12 // count), *range(12, 12 + 12 // count)]
+    assert sorted(row for own in rows for row in own) == list(range(24))
+
+
+@pytest.mark.parametrize("padding", [None, 0, 5])
+@pytest.mark.parametrize(("rows", "count"), [(8, 2), (7, 2), (7, 4), (9, 4)])
+def test_rows_of_an_embedding_are_split(rows: int, count: int, padding: int | None) -> None:
+    ids = torch.tensor([[0, 5, 6, 0], [1, 2, 5, 3]])
+    found = compared(nn.Embedding(rows, 4, padding_idx=padding), count, ids)
+    assert found.error < CLOSE
+    assert found.forward == [(2, 4, 4)]
+    assert found.backward == []
+    assert found.split_share == 1
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_as_torch_does() -> None:
+    layer = layer_of(nn.Embedding(8, 4), torch.zeros(2, 3, dtype=torch.int64))
+    with pytest.raises(IndexError):
+        run_parts(2, lambda sums, index: split_layer(layer, sums, index, 2).module(2, torch.full((2, 3), 8)))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("classes", "count"), [(8, 2), (7, 2), (9, 4)])
+def test_classes_of_a_loss_are_split(
+    classes: int, count: int, reduction: str, smoothing: float, weighted: bool
+) -> None:
+    weight = numbers(classes).abs() if weighted else None
+    head = Head(classes, reduction=reduction, label_smoothing=smoothing, ignore_index=2, weight=weight)
+    target = torch.tensor([[0, 2, 6], [2, 5, 1]])
+    found = compared(head, count, numbers(2, 3, 8), target)
+    assert found.error < CLOSE
+    assert found.forward == [(2, 3, count + 1 + bool(smoothing))]
+    assert found.backward == [(2, 3, 8)]
+    assert found.split_share == 1
+
+
+def test_a_part_whose_classes_are_all_impossible_gets_no_gradient() -> None:
+    head = Head(8)
+    with torch.no_grad():
+        head.head.bias[6:] = -torch.inf
+    found = compared(head, 4, 1e3 * numbers(2, 3, 8), torch.tensor([[0, 1, 2], [3, 5, 4]]))
+    assert found.error < CLOSE
+    assert found.split_share == 1
+
+
+class PerHead(nn.Module):
+    """Attend with a slope of every head, which is a buffer, and a bias that another layer made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.register_buffer("slopes", torch.tensor([1.0, 2.0, 3.0, 4.0]).view(4, 1, 1))
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, 4, 2)).permute(2, 0, 3, 1, 4)
+        distance = torch.arange(3).cumsum(0) * torch.ones(4, 3, 1)
+        scores = query @ key.transpose(-1, -2) + self.slopes * distance + bias
+        mixed = scores.softmax(-1) @ value
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_part_is_taken_of_what_is_there_as_a_whole(count: int) -> None:
+    found = compared(PerHead(), count, numbers(2, 3, 8), numbers(2, 4, 3, 3))
+    assert found.error < CLOSE
+    assert found.split_share > 0.9
+    assert found.forward == [(2, 3, 8)]
+    assert sorted(found.backward) == [(2, 3, 8), (2, 4, 3, 3)]
+
+
+class Product(nn.Module):
+    """What a matrix makes with itself: both dimensions of one tensor have the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        return (hidden.transpose(1, 2) @ hidden).tanh().sum((1, 2))
+
+
+class Lookup(nn.Module):
+    """Looks up as many tokens as there are, and compares them with all: rows are kept and summed over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 8)
+        self.register_buffer("ids", torch.tensor([3, 3, 0, 1, 5, 2]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.table(self.ids) * self.table.weight).sum(0)
+
+
+@pytest.mark.parametrize("module", [Product(), Lookup()])
+def test_a_name_that_is_in_two_places_at_once_is_not_split(module: nn.Module) -> None:
+    found = compared(module, 2, numbers(2, 3, 8))
+    assert found.error < CLOSE
+    assert [name.size for split in found.splits for name in split.names if name.size == 6] == []
+
+
+class Written(nn.Module):
+    """Reads a tensor before and after it is written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        held = x.cumsum(-1)
+        same = held.movedim(0, 1).movedim(0, 1)
+        before = F.linear(same.detach().clone(), self.before.weight)
+        held.mul_(3)
+        return before + F.linear(same, self.after.weight)
+
+
+def test_a_tensor_that_is_written_into_is_read_as_it_is_then() -> None:
+    assert compared(Written(), 2, numbers(2, 3, 8)).error < CLOSE
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_drawn_layers_train_in_parts_as_whole(seed: int) -> None:
+    found = compared(Drawn(seed), 2 if seed % 2 else 4, numbers(2, 3, 8))
+    assert found.error < CLOSE
+
+
+def test_most_drawn_layers_are_split() -> None:
+    split = [choose(analyse(layer_of(Drawn(seed), numbers(2, 3, 8))), 2) for seed in range(1, 40)]
+    assert sum(map(bool, split)) > 20
+
+
+def _without(kind: str) -> object:
+    """Let one part's module forget its sums."""
+
+    def forget(part: LayerPart, index: int) -> None:
+        for node in list(part.module.graph.nodes):
+            if node.op == "call_module" and node.target == kind:
+                node.replace_all_uses_with(node.args[0])
+                part.module.graph.erase_node(node)
+        part.module.recompile()
+
+    return forget
+
+
+@pytest.mark.parametrize("kind", ["enter", "leave"])
+def test_a_sum_that_is_forgotten_is_found(kind: str) -> None:
+    x = numbers(2, 3, 8)
+    found = compare(layer_of(MLP().double(), x), (x,), 2, break_part=_without(kind))  # type: ignore[arg-type]
+    assert found.error > 1e-3
+
+
+def test_a_bias_that_is_added_by_every_part_is_found() -> None:
+    def add_before(part: LayerPart, index: int) -> None:
+        for node in part.module.graph.nodes:
+            if node.op == "call_module" and node.target == "leave":
+                (add,) = node.users
+                product = node.args[0]
+                assert isinstance(product, fx.Node)
+                product.args = (*product.args[:2], add.args[1])
+                add.replace_all_uses_with(node)
+        part.module.recompile()
+
+    x = numbers(2, 3, 8)
+    found = compare(layer_of(MLP().double(), x), (x,), 2, break_part=add_before)
+    assert found.error > 1e-3

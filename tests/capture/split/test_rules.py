@@ -1,0 +1,164 @@
+"""Every rule against its operator: parts of a name give parts of the whole, or summands of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.capture.split.names import MismatchError
+from autopar.capture.split.rules import FAMILIES, find_rule
+from autopar.capture.split.rules import rule as registry
+from oracles.operator_parts import OperatorParts
+
+aten = torch.ops.aten
+
+
+def x(*sizes: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(sizes))
+    return torch.randn(sizes, generator=generator, dtype=torch.float64)
+
+
+def ids(below: int, *sizes: int) -> torch.Tensor:
+    return torch.randint(below, sizes, generator=torch.Generator().manual_seed(below))
+
+
+MASK = torch.ones(3, 4, dtype=torch.bool).tril()
+
+CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]] = [
+    # The operator, what it is given, and how many names it leaves to be split.
+    (aten.__and__.Tensor, (x(4, 3) > 0, x(3) > 0), {}, 2),
+    (aten.__or__.Tensor, (x(4, 3) > 0, x(3) > 0), {}, 2),
+    (aten._to_copy.default, (x(4, 3),), {"dtype": torch.float32}, 2),
+    (aten.add.Tensor, (x(4, 1, 3), x(5, 1)), {}, 3),
+    (aten.alias.default, (x(4, 3),), {}, 2),
+    (aten.contiguous.default, (x(4, 3),), {}, 2),
+    (aten.detach.default, (x(4, 3),), {}, 2),
+    (aten.dropout.default, (x(4, 3), 0.5, False), {}, 2),
+    (aten.full_like.default, (x(4, 3), 2.0), {}, 2),
+    (aten.gelu.default, (x(4, 3),), {}, 2),
+    (aten.masked_fill.Tensor, (x(4, 3), x(3) > 0, torch.tensor(2.0)), {}, 2),
+    (aten.mul.Tensor, (x(4, 3), x(4, 3)), {}, 2),
+    (aten.ones_like.default, (x(4, 3),), {}, 2),
+    (aten.to.device, (x(4, 3), torch.device("cpu"), torch.float32), {}, 2),
+    (aten.to.dtype, (x(4, 3), torch.float32), {}, 2),
+    (aten.to.dtype_layout, (x(4, 3),), {"dtype": torch.float32}, 2),
+    (aten.to.other, (x(4, 3), x(2).float()), {}, 2),
+    (aten.type_as.default, (x(4, 3), x(2).float()), {}, 2),
+    (aten.where.ScalarOther, (x(3) > 0, x(4, 3), 0.0), {}, 2),
+    (aten.where.ScalarSelf, (x(3) > 0, 0.0, x(4, 3)), {}, 2),
+    (aten.where.self, (x(3) > 0, x(4, 3), x(4, 1)), {}, 2),
+    (aten.zeros_like.default, (x(4, 3),), {}, 2),
+    (aten.linear.default, (x(2, 4, 6), x(3, 6)), {}, 4),
+    (aten.linear.default, (x(2, 4, 6), x(3, 6), x(3)), {}, 4),
+    (aten.addmm.default, (x(3), x(4, 6), x(6, 3)), {}, 3),
+    (aten.mm.default, (x(4, 6), x(6, 3)), {}, 3),
+    (aten.bmm.default, (x(2, 4, 6), x(2, 6, 3)), {}, 4),
+    (aten.matmul.default, (x(5, 2, 4, 6), x(2, 6, 3)), {}, 5),
+    (aten.scaled_dot_product_attention.default, (x(2, 4, 3, 6), x(2, 4, 4, 6), x(2, 4, 4, 5), MASK), {}, 3),
+    (aten.scaled_dot_product_attention.default, (x(2, 4, 3, 6), x(2, 4, 3, 6), x(2, 4, 3, 6), None, 0.0, True), {}, 3),
+    (
+        aten.scaled_dot_product_attention.default,
+        (x(2, 6, 3, 4), x(2, 3, 3, 4), x(2, 3, 3, 4)),
+        {"enable_gqa": True, "attn_mask": x(1, 6, 3, 3)},
+        4,
+    ),
+    (aten.view.default, (x(2, 3, 8), [2, 3, 4, 2]), {}, 4),
+    (aten.view.default, (x(2, 3, 4, 2), [6, -1]), {}, 4),
+    (aten._unsafe_view.default, (x(2, 6, 2), [2, 3, 4]), {}, 4),
+    (aten.reshape.default, (x(12, 2), [2, -1, 4]), {}, 4),
+    (aten.flatten.using_ints, (x(2, 3, 4), 1, -1), {}, 3),
+    (aten.unflatten.int, (x(2, 12), 1, [3, -1]), {}, 3),
+    (aten.expand.default, (x(2, 1, 4), [3, 2, 5, -1]), {}, 4),
+    (aten.repeat_interleave.self_int, (x(2, 3), 2, 1), {}, 3),
+    (aten.transpose.int, (x(2, 3, 4), 0, -1), {}, 3),
+    (aten.t.default, (x(2, 3),), {}, 2),
+    (aten.permute.default, (x(2, 3, 4), [2, 0, -2]), {}, 3),
+    (aten.unsqueeze.default, (x(2, 3), -1), {}, 2),
+    (aten.squeeze.dim, (x(2, 1, 3), 1), {}, 2),
+    (aten.squeeze.dim, (x(2, 4, 3), 1), {}, 3),
+    (aten.select.int, (x(2, 4, 3), 1, 2), {}, 2),
+    (aten.unbind.int, (x(2, 4, 3), 1), {}, 2),
+    (aten.full.default, ([4, 3], 2.0), {}, 2),
+    (aten.new_ones.default, (x(2), [4, 3]), {}, 2),
+    (aten.new_zeros.default, (x(2), [4, 3]), {}, 2),
+    (aten.ones.default, ([4, 3],), {}, 2),
+    (aten.zeros.default, ([4, 3],), {}, 2),
+    (aten.chunk.default, (x(2, 6), 3, 1), {}, 1),
+    (aten.split.Tensor, (x(2, 6), 4, -1), {}, 1),
+    (aten.split_with_sizes.default, (x(2, 6), [1, 5], 1), {}, 1),
+    (aten.slice.Tensor, (x(2, 6), 1, 2, -1), {}, 1),
+    (aten.slice.Tensor, (x(2, 6), 1, 0, 2**63 - 1), {}, 2),
+    (aten.slice.Tensor, (x(2, 6), 1, 6, 9), {}, 1),
+    (aten.cat.default, ([x(2, 3), x(2, 5)], -1), {}, 1),
+    (aten.sum.dim_IntList, (x(2, 3, 4), [1, -1]), {}, 3),
+    (aten.sum.dim_IntList, (x(2, 3, 4), [1], True), {}, 3),
+    (aten.sum.default, (x(2, 3),), {}, 2),
+    (aten.mean.dim, (x(2, 3, 4), [-1], True), {}, 2),
+    (aten.amax.default, (x(2, 3, 4), [1]), {}, 2),
+    (aten.amin.default, (x(2, 3, 4), [1]), {}, 2),
+    (aten.var.correction, (x(2, 3, 4), [1]), {}, 2),
+    (aten._softmax.default, (x(2, 3, 4), -1, False), {}, 2),
+    (aten._log_softmax.default, (x(2, 3, 4), -1, False), {}, 2),
+    (aten.softmax.int, (x(2, 3, 4), 1), {}, 2),
+    (aten.log_softmax.int, (x(2, 3, 4), 1), {}, 2),
+    (aten.layer_norm.default, (x(2, 3, 4), [3, 4], x(3, 4), x(3, 4)), {}, 1),
+    (aten.rms_norm.default, (x(2, 3, 4), [4], x(4)), {}, 2),
+    (aten.embedding.default, (x(7, 4), ids(7, 2, 3)), {}, 4),
+    (aten.embedding.default, (x(7, 4), ids(7, 2, 3), 3), {}, 4),
+    (aten.cross_entropy_loss.default, (x(6, 7), ids(7, 6)), {}, 1),
+    (aten.cross_entropy_loss.default, (x(7), ids(7)), {}, 1),
+    (aten.cross_entropy_loss.default, (x(2, 7, 3), ids(7, 2, 3), x(7).abs(), 0, 2, 0.1), {}, 1),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[0]))
+def test_parts_of_a_name_give_parts_or_summands_of_the_whole(
+    case: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int],
+) -> None:
+    target, args, kwargs, count = case
+    parts = OperatorParts(target, args, kwargs)
+    names = parts.names()
+    assert len(names) == count
+    for name in names:
+        for pieces in {2, name.size}:
+            assert parts.error(name, pieces) < 1e-12
+
+
+def test_every_operator_with_a_rule_is_tried() -> None:
+    assert FAMILIES
+    assert set(registry.RULES) == {str(case[0]) for case in CASES} & set(registry.RULES)
+    assert {str(case[0]) for case in CASES} - set(registry.RULES) == {
+        "aten.add.Tensor",
+        "aten.gelu.default",
+        "aten.mul.Tensor",
+        "aten.where.self",
+    }
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (aten.dropout.default, (x(4, 3), 0.5, True)),
+        (aten.addmm.default, (x(3), x(4, 6), x(6, 3))),
+        (aten.matmul.default, (x(4), x(4))),
+        (aten.scaled_dot_product_attention.default, (x(1, 2, 3, 4), x(1, 2, 3, 4), x(1, 2, 3, 4), None, 0.5)),
+        (aten.slice.Tensor, (x(2, 6), 1, 0, 6, 2)),
+        (aten.view.default, (x(4, 6), [3, 8])),
+        (aten.repeat_interleave.self_int, (x(4, 6), 3)),
+        (aten.embedding.default, (x(7, 4), ids(7, 3), -1, True)),
+        (aten.cross_entropy_loss.default, (x(6, 7), x(6, 7).softmax(-1))),
+    ],
+    ids=lambda value: str(value) if callable(value) else "",
+)
+def test_what_a_rule_cannot_tell_it_refuses(target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    kwargs = {"beta": 2.0} if target is aten.addmm.default else {}
+    with pytest.raises(MismatchError):
+        OperatorParts(target, args, kwargs)
+
+
+def test_operators_that_draw_or_write_have_no_rule() -> None:
+    for target in (aten.rrelu.default, aten.add_.Tensor, aten.bernoulli.default, aten.cumsum.default):
+        assert find_rule(target) is None

@@ -1,0 +1,132 @@
+"""Draw layers of the operators that have rules, in every order that fits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+LENGTH, WIDTH = 3, 8
+
+Step = Callable[["Drawn", random.Random, torch.Tensor], torch.Tensor]
+
+
+class Drawn(nn.Module):
+    """From ``(rows, 3, 8)`` to the same: some drawn steps, and a projection back."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.weights = nn.ParameterList()
+        self._drawn, self._next = False, 0
+        self(torch.zeros(2, LENGTH, WIDTH, dtype=torch.float64))
+        self._drawn = True
+
+    def weight(self, *sizes: int) -> torch.Tensor:
+        """Return the next parameter."""
+        if not self._drawn:
+            generator = torch.Generator().manual_seed(self.seed + len(self.weights))
+            value = torch.randn(sizes, generator=generator, dtype=torch.float64) / 2
+            self.weights.append(nn.Parameter(value))
+        self._next += 1
+        return self.weights[self._next - 1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Do the same steps as at the first call."""
+        draw, self._next = random.Random(self.seed), 0
+        found = up(self, draw, x)
+        for _ in range(draw.randint(2, 6)):
+            found = draw.choice(STEPS)(self, draw, found)
+        if draw.random() < 0.3:
+            found = found.sum(-1, keepdim=True)
+        found = F.linear(found, self.weight(WIDTH, found.shape[-1]), self.weight(WIDTH))
+        return x + found if draw.random() < 0.7 else found
+
+
+def up(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    width = draw.choice([4, 8, 12, 16, 24, 10])
+    bias = module.weight(width) if draw.random() < 0.5 else None
+    if draw.random() < 0.3:
+        rows = x.reshape(-1, x.shape[-1])
+        found = rows @ module.weight(x.shape[-1], width) if bias is None else None
+        found = (
+            torch.addmm(bias, rows, module.weight(x.shape[-1], width)) if found is None and bias is not None else found
+        )
+        assert found is not None
+        return found.view(-1, LENGTH, width)
+    return F.linear(x, module.weight(width, x.shape[-1]), bias)
+
+
+def gate(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    if x.shape[-1] % 2:
+        return x.tanh()
+    left, right = x.chunk(2, -1) if draw.random() < 0.5 else (x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :])
+    return F.silu(left) * right
+
+
+def rotate(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], -1)
+    return x + turned if 2 * half == x.shape[-1] else turned
+
+
+def scale(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    found = x * module.weight(x.shape[-1])
+    return found + module.weight(1) if draw.random() < 0.5 else F.gelu(found)
+
+
+def norm(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    if draw.random() < 0.5:
+        return F.layer_norm(x, (x.shape[-1],), module.weight(x.shape[-1]), module.weight(x.shape[-1]))
+    return x.softmax(-1)
+
+
+def heads(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    """Attend, in heads of a width that is drawn; keys are of fewer heads, and repeated."""
+    width = draw.choice([each for each in (1, 2, 3, 4) if x.shape[-1] % each == 0])
+    count, group = x.shape[-1] // width, draw.choice([1, 2, 2, 4])
+    kept = count // group if count % group == 0 else count
+    query = x.view(-1, LENGTH, count, width).transpose(1, 2)
+    both = F.linear(x, module.weight(2 * kept * width, x.shape[-1]))
+    keys, values = (each.view(-1, LENGTH, kept, width).transpose(1, 2) for each in both.split(kept * width, -1))
+    if kept != count:
+        keys, values = (_repeat(draw, each, count // kept) for each in (keys, values))
+    if draw.random() < 0.5:
+        found = F.scaled_dot_product_attention(query, keys, values, is_causal=True)
+    else:
+        found = (query @ keys.transpose(-1, -2)).softmax(-1) @ values
+    return found.transpose(1, 2).reshape(-1, LENGTH, x.shape[-1])
+
+
+def _repeat(draw: random.Random, x: torch.Tensor, times: int) -> torch.Tensor:
+    if draw.random() < 0.5:
+        return x.repeat_interleave(times, 1)
+    return x.unsqueeze(2).expand(-1, -1, times, -1, -1).flatten(1, 2)
+
+
+def per_head(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    """Scale by numbers of each head, or normalise within it."""
+    if x.shape[-1] % 2:
+        return x
+    found = x.unflatten(-1, (x.shape[-1] // 2, 2))
+    found = (
+        found * module.weight(x.shape[-1] // 2, 1) if draw.random() < 0.5 else found / (1 + found.pow(2).mean(-1, True))
+    )
+    return found.flatten(-2)
+
+
+def fused(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    """Project to three at once, whose order is drawn, and take them apart again."""
+    third = draw.choice([4, 8])
+    found = F.linear(x, module.weight(3 * third, x.shape[-1]))
+    if draw.random() < 0.5:
+        first, second, last = found.view(-1, LENGTH, 3, third).unbind(2)
+    else:
+        first, second, last = found.view(-1, LENGTH, third, 3).permute(3, 0, 1, 2).unbind(0)
+    return first * second + last
+
+
+STEPS: list[Step] = [up, gate, rotate, scale, norm, heads, per_head, fused]

@@ -1,0 +1,210 @@
+"""Run the parts of a layer as threads of this process, and hold their gradients against the whole layer's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from autopar.capture.graph import Layer
+from autopar.capture.split.analysis import Analysis, analyse
+from autopar.capture.split.choice import Split, choose
+from autopar.capture.split.rewrite import LayerPart, rewrite
+from autopar.capture.split.sums import Sums
+
+Result = TypeVar("Result")
+
+
+class Table:
+    """Where threads lay their summands; each takes the sum of all, in the order of parts."""
+
+    def __init__(self) -> None:
+        self._barriers: dict[tuple[int, ...], threading.Barrier] = {}
+        self._lock, self._broken = threading.Lock(), False
+        self.summands: dict[int, torch.Tensor] = {}
+        """By part: one sums one tensor at a time."""
+
+    def barrier(self, parts: tuple[int, ...]) -> threading.Barrier:
+        """Return where these parts wait for each other."""
+        with self._lock:
+            if self._broken:
+                raise threading.BrokenBarrierError
+            return self._barriers.setdefault(parts, threading.Barrier(len(parts), timeout=30))
+
+    def abort(self) -> None:
+        """Let all who wait fail."""
+        with self._lock:
+            self._broken = True
+            for barrier in self._barriers.values():
+                barrier.abort()
+
+
+class ThreadSums:
+    """The sums of one part, with the shape of each."""
+
+    def __init__(self, table: Table, index: int) -> None:
+        self._table, self._index = table, index
+        self.shapes: list[tuple[int, ...]] = []
+
+    def sum(self, tensor: torch.Tensor, parts: tuple[int, ...]) -> torch.Tensor:
+        """See :class:`autopar.capture.split.sums.Sums`."""
+        self.shapes.append(tuple(tensor.shape))
+        self._table.summands[self._index] = tensor.detach()
+        barrier = self._table.barrier(parts)
+        barrier.wait()
+        summands = [self._table.summands[part] for part in parts]
+        assert len({each.shape for each in summands}) == 1, "parts sum tensors of different sizes"
+        total = torch.stack(summands).sum(0)
+        barrier.wait()
+        return total
+
+
+def run_parts(count: int, act: Callable[[ThreadSums, int], Result]) -> list[Result]:
+    """Do something for every part at the same time; raise what one of them raised first."""
+    table, errors = Table(), list[BaseException]()
+    results: dict[int, Result] = {}
+
+    def work(index: int) -> None:
+        try:
+            results[index] = act(ThreadSums(table, index), index)
+        except BaseException as error:
+            errors.append(error)
+            table.abort()
+
+    threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((each for each in errors if not isinstance(each, threading.BrokenBarrierError)), errors[0])
+    return [results[index] for index in range(count)]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the parts of a layer gave, beside the whole."""
+
+    error: float
+    """The largest difference of outputs and gradients, in largest gradients or outputs."""
+    split_share: float
+    """Which share of the parameters' numbers is cut."""
+    forward: list[tuple[int, ...]]
+    """The shapes of forward sums."""
+    backward: list[tuple[int, ...]]
+    parameters: dict[str, bool]
+    """By attribute, whether it is cut."""
+    splits: tuple[Split, ...]
+
+
+def compare(
+    layer: Layer,
+    inputs: Sequence[torch.Tensor],
+    count: int,
+    choice: Callable[[Analysis, int], tuple[Split, ...]] = choose,
+    break_part: Callable[[LayerPart, int], object] = lambda part, index: None,
+) -> Comparison:
+    """Run a layer whole, and in parts, forwards and backwards from the same random gradients of its outputs."""
+    rows = inputs[0].shape[0]
+    analysis = analyse(layer)
+    splits = choice(analysis, count)
+    whole, wanted = _run(layer.module, rows, inputs)
+    expected = {name: each.grad for name, each in layer.module.named_parameters() if name in layer.parameters}
+
+    def act(sums: ThreadSums, index: int) -> tuple[LayerPart, list[torch.Tensor], list[torch.Tensor | None], int]:
+        part = rewrite(analysis, splits, sums, index)
+        break_part(part, index)
+        outputs, gradients, forward = _run_counted(part.module, rows, inputs, sums)
+        return part, outputs, gradients, forward
+
+    table: list[ThreadSums] = [None] * count  # type: ignore[list-item]
+
+    def noted(sums: ThreadSums, index: int) -> tuple[LayerPart, list[torch.Tensor], list[torch.Tensor | None], int]:
+        table[index] = sums
+        return act(sums, index)
+
+    runs = run_parts(count, noted)
+    assert len({tuple(sums.shapes) for sums in table}) == 1, "parts sum other tensors, or in another order"
+    pairs = [pair for _, outputs, gradients, _ in runs for pair in zip(outputs, whole, strict=True)]
+    gradient_pairs = [pair for _, _, gradients, _ in runs for pair in zip(gradients, wanted, strict=True)]
+    gradient_pairs += _parameter_pairs([run[0] for run in runs], expected)
+    cuts, first = runs[0][0].cuts, runs[0][3]
+    sizes = {name: layer.module.get_parameter(name).numel() for name in layer.parameters}
+    return Comparison(
+        max(_difference(pairs), _difference(gradient_pairs)),
+        sum(sizes[name] for name in cuts) / sum(sizes.values()),
+        table[0].shapes[:first],
+        table[0].shapes[first:],
+        {name: name in cuts for name in layer.parameters},
+        splits,
+    )
+
+
+def _run(
+    module: nn.Module, rows: int, inputs: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    outputs, leaves = _forward(module, rows, inputs)
+    _backward(outputs)
+    return [each.detach() for each in outputs], [leaf.grad for leaf in leaves]
+
+
+def _run_counted(
+    module: nn.Module, rows: int, inputs: Sequence[torch.Tensor], sums: ThreadSums
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None], int]:
+    """Run as :func:`_run`, and return how many sums the forward made."""
+    outputs, leaves = _forward(module, rows, inputs)
+    forward = len(sums.shapes)
+    _backward(outputs)
+    return [each.detach() for each in outputs], [leaf.grad for leaf in leaves], forward
+
+
+def _forward(
+    module: nn.Module, rows: int, inputs: Sequence[torch.Tensor]
+) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+    leaves = [each.detach().clone().requires_grad_(each.is_floating_point()) for each in inputs]
+    return module(rows, *leaves), leaves
+
+
+def _backward(outputs: Sequence[torch.Tensor]) -> None:
+    varying = [each for each in outputs if each.requires_grad]
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(each.shape, generator=generator, dtype=each.dtype) for each in varying]
+    torch.autograd.backward(varying, gradients)
+
+
+def _parameter_pairs(
+    parts: Sequence[LayerPart], expected: Mapping[str, torch.Tensor | None]
+) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """Return the gradients of parameters beside the whole layer's: those of cuts joined, others of every part."""
+    pairs: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
+    for name, whole in expected.items():
+        own = [part.module.get_parameter(name).grad for part in parts]
+        if name not in parts[0].cuts or whole is None:
+            pairs += [(gradient, whole) for gradient in own]
+            continue
+        joined = torch.full_like(whole, float("nan"))
+        for part, gradient in zip(parts, own, strict=True):
+            assert gradient is not None, f"a part has no gradient of {name}"
+            joined.index_copy_(part.cuts[name].dim, part.cuts[name].indices, gradient)
+        pairs.append((joined, whole))
+    return pairs
+
+
+def _difference(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> float:
+    """Return the largest difference over the largest number; without a bound where a gradient is missing, or NaN."""
+    largest, worst = 0.0, 0.0
+    for found, wanted in pairs:
+        if found is None or wanted is None:
+            worst = worst if found is wanted else float("inf")
+            continue
+        difference = (found - wanted).abs().nan_to_num(float("inf"))
+        worst = max(worst, float(difference.max()))
+        largest = max(largest, float(wanted.abs().max()))
+    return worst / (largest or 1.0)
+
+
+__all__ = ["Comparison", "Sums", "Table", "ThreadSums", "compare", "run_parts"]
