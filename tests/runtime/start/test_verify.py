@@ -127,8 +127,8 @@ BUGS = {
     "zero in place of none": ("gradients/reducer.py", "if not reached:", "if not reached and False:"),
     "a share's weight": (
         "execute.py",
-        "weight = self._rows /",
-        "weight = self._surroundings.plan.stages[index].rows[0] /",
+        "return self._rows /",
+        "return plan.stages[max(self._stages)].rows[0] /",
     ),
 }
 
