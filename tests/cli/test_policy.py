@@ -147,6 +147,28 @@ def test_stages_are_clipped_by_norms_of_their_own(run: Run) -> None:
     assert not any(torch.equal(each, tight[name]) for name, each in none.items())
 
 
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_first_stage_that_no_gradient_comes_back_to_is_trained(run: Run, turns: bool) -> None:
+    """Nobody answers what it sends, and nothing holds it back."""
+    text = Path("tanh_chain.py").read_text().replace("FROZEN = ()", "FROZEN = (0, 1)")
+    Path("tanh_chain.py").write_text(text)
+    assert run("profile", "tanh_chain.py", "--batch", "8", "--overwrite")[0] == 0
+    wide = (
+        ("--gpus", "3", "--batch", "1", "--stages", "0-1:2,2-4:1")
+        if turns
+        else ("--gpus", "2", "--stages", "0-1:1,2-4:1")
+    )
+    code, _, err = run("plan", *wide, "--micro-batches", "1", "--policy", "stash")
+    assert code == 0, err
+    plan = Plan.load("plan.json")
+    assert not any(tensor.gradient for tensor in plan.tensors)
+    assert plan.span == (2 if turns else 1)
+    assert json.loads(run("verify", "--json", "--steps", "5")[1])["equal"]
+    code, _, err = run("run", "--steps", "25", "--checkpoint", "parts", "--every", "7")
+    assert code == 0, err
+    assert len(Report.load("report.json").loss) == 25
+
+
 def test_an_edited_repetition_is_simulated_rehearsed_and_run(run: Run) -> None:
     dictated = ("--gpus", "2", "--stages", "0-2:1,3-4:1", "--micro-batches", "2")
     assert run("plan", *dictated, "--policy", "stash")[0] == 0

@@ -106,7 +106,7 @@ def test_replicas_that_take_turns_are_updated_by_the_mean_of_their_mini_batches(
     assert differs(tmp_path, plan) < 1e-12
 
 
-@pytest.mark.parametrize("special", [{"COUNTS": True}, {"DROPS": 0.3}, {"FROZEN": (0, 4)}])
+@pytest.mark.parametrize("special", [{"COUNTS": True}, {"DROPS": 0.3}, {"FROZEN": (0, 4)}, {"FROZEN": (0, 1)}])
 def test_replicas_that_take_turns_count_draw_and_freeze_as_one_would(
     tmp_path: Path, special: dict[str, object]
 ) -> None:
