@@ -12,7 +12,7 @@ from math import isqrt, lcm
 from typing import NamedTuple
 
 from autopar.errors import UsageError
-from autopar.formats.plan import Division, Shard, groups_of, layout_of, shards_of, turns
+from autopar.formats.plan import Division, Shard, groups_of, layout_of, shards_of, turn_count, turns
 from autopar.formats.program import INPUT_BACKWARD
 from autopar.planner.options import PLANNED, PlanOptions
 from autopar.schedules import SCHEDULES
@@ -47,8 +47,8 @@ class CandidateStage(NamedTuple):
 
     @property
     def turning(self) -> int:
-        """How many replicas take turns: all of them, or, where they split every micro-batch, they are as one."""
-        return len(self.devices) if self.division == "round-robin" else 1
+        """How many replicas take turns; see :func:`autopar.formats.plan.turn_count`."""
+        return turn_count(self.division, len(self.devices))
 
     def layers_text(self) -> str:
         """Return the layers in the form that ``autopar plan --stages`` takes."""

@@ -222,7 +222,7 @@ class Executor:
         self._flushes = plan.weight_policy == "sync"
         self._turning = 1 if self._flushes else placed.turning
         """How many mini-batches an update is of, replicas taking turns."""
-        self._turn = replica if self._turning > 1 else 0
+        self._turn = replica % self._turning
         recomputing = {index for index in chunks if plan.stages[index].recompute}
         self._analysis = analyze_program(self._actions, recomputing, 0 if self._flushes else plan.micro_batches)
         # On gloo, a rank cannot hang in a send, and notes nothing of it.

@@ -116,6 +116,15 @@ def turns(division: Division, replicas: int, replica: int, micro_batches: int) -
     return range(micro_batches) if division == "split" else range(replica, micro_batches, replicas)
 
 
+def turn_count(division: Division, replicas: int) -> int:
+    """Return how many replicas take turns: all of them, or, where they split every micro-batch, they are as one.
+
+    >>> turn_count("split", 3), turn_count("round-robin", 3)
+    (1, 3)
+    """
+    return replicas if division == "round-robin" else 1
+
+
 def shards_of(division: Division, shards: Sequence[Shard] = SHARDS) -> tuple[Shard, ...]:
     """Return what replicas may divide of what is asked.
 
@@ -179,8 +188,8 @@ class Stage(Record):
 
     @property
     def turning(self) -> int:
-        """How many replicas take turns: all of them, or, where they split every micro-batch, they are as one."""
-        return self.replicas if self.division == "round-robin" else 1
+        """How many replicas take turns; see :func:`turn_count`."""
+        return turn_count(self.division, self.replicas)
 
     @property
     def in_flight(self) -> int:

@@ -62,12 +62,9 @@ def check(program: Program, plan: Plan, kinds: Collection[str] = KINDS) -> None:
     if program.shift:
         _check_repeated(program, plan)
         return
-    own: list[list[Message]] = [[] for _ in range(count)]
-    for message in messages(plan):
-        for rank in {message.sender, message.receiver}:
-            own[rank].append(message)
+    flowing = _messages_by_rank(plan)
     for rank, actions in enumerate(program.ranks):
-        _check_complete(rank, actions, plan, own[rank], kinds)
+        _check_complete(rank, actions, plan, flowing[rank], kinds)
         for stage in in_flight(actions) if BACKWARD in kinds else ():
             _check_depth(rank, stage, actions, plan)
     _check_flow(program)
@@ -83,12 +80,21 @@ def _check_repeated(program: Program, plan: Plan) -> None:
     if program != own:
         if program.shift != own.shift:
             raise ProgramError(f"$.shift: the plan's repetitions have {own.shift} micro-batches, found {program.shift}")
-        for rank in range(len(plan.devices)):
+        for rank, flowing in enumerate(_messages_by_rank(plan)):
             _check_kept_order(rank, program.ranks[rank], own.ranks[rank])
-            _check_repeated_rank(rank, written.ranks[rank], plan, count)
+            _check_repeated_rank(rank, written.ranks[rank], plan, flowing, count)
     # The sum of a shared parameter begins with each holder's last backward: its end waits for nothing behind these.
     ranks = (RankProgram.of(each for each in actions if each.kind != REDUCE_TIED) for actions in written.ranks)
     _check_flow(Program(tuple(ranks)))
+
+
+def _messages_by_rank(plan: Plan) -> list[list[Message]]:
+    """Return the messages that every rank sends or receives."""
+    found: list[list[Message]] = [[] for _ in plan.devices]
+    for message in messages(plan):
+        for rank in {message.sender, message.receiver}:
+            found[rank].append(message)
+    return found
 
 
 _MOVABLE = (FORWARD, *SENDS, *RECEIVES)
@@ -107,13 +113,13 @@ def _check_kept_order(rank: int, actions: RankProgram, own: RankProgram) -> None
             )
 
 
-def _check_repeated_rank(rank: int, actions: RankProgram, plan: Plan, mini_batches: int) -> None:
+def _check_repeated_rank(
+    rank: int, actions: RankProgram, plan: Plan, flowing: list[Message], mini_batches: int
+) -> None:
     """All of a rank's forwards are there once, where they have what they need, and see the version that is due."""
     (stage, *_), replica = stages_of(plan, rank)
     placed, depths, policy = plan.stages[stage], plan.depths[stage], POLICIES[plan.weight_policy]
-    first = replica if placed.turning > 1 else 0
-    numbers = range(first, mini_batches * plan.micro_batches, placed.turning)
-    flowing = [each for each in messages(plan) if rank in (each.sender, each.receiver)]
+    numbers = range(replica % placed.turning, mini_batches * plan.micro_batches, placed.turning)
     _check_order(rank, _without_versions(actions), _flow(rank, plan, flowing, (), numbers), (*_MOVABLE, BACKWARD))
     updates, begun, prepared, predicts = 0, -1, -1, any(each.kind == PREDICT for each in actions)
     for action in actions:

@@ -14,11 +14,12 @@ from autopar.planner.assemble import assemble, plan_of
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import size
+from autopar.planner.objectives.unflushed import shallow_depths
 from autopar.planner.options import PlanOptions
 from reproductions.pipedream import pipedream_plan
 from reproductions.pipedream_graph import mini_batch
 from reproductions.piper import PiperPlan, PiperStage, piper_plan
-from reproductions.stash import StashCosts, depths, stash_plan
+from reproductions.stash import StashCosts, stash_plan
 
 __all__ = ["planned_by_pipedream", "planned_by_piper"]
 
@@ -36,7 +37,7 @@ def planned_by_pipedream(profile: Profile, cluster: Cluster, options: PlanOption
     found = pipedream_plan(profile, cluster, options.gpus, options.bytes_per_s)
     batch = mini_batch(profile)
     costs = CostModel(profile, cluster, replace(options, gpus=options.gpus or len(cluster.devices), batch=batch))
-    flights = depths([stage.replicas for stage in found.stages])
+    flights = shallow_depths([stage.replicas for stage in found.stages])
     stages = []
     for stage, depth in zip(found.stages, flights, strict=True):
         division: Division = "round-robin" if stage.replicas > 1 else "split"

@@ -17,14 +17,14 @@ autopar's own plans are simulated instead (:mod:`autopar.planner.objectives.unfl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from autopar.formats.cluster import Level
-from autopar.formats.plan import Division, Plan
+from autopar.formats.plan import Division, Plan, turn_count
 from autopar.formats.prediction import Prediction
 from autopar.planner.assemble import plan_of, prediction, stage_record
 from autopar.planner.candidate import Candidate, CandidateStage
@@ -45,16 +45,7 @@ class StageShape(NamedTuple):
     @property
     def lanes(self) -> int:
         """How many mini-batches its replicas have at a time."""
-        return self.width if self.division == "round-robin" else 1
-
-
-def depths(lanes: Sequence[int]) -> list[int]:
-    """Return the mini-batches in flight on a replica of every stage.
-
-    >>> depths([3, 1, 2])
-    [2, 3, 1]
-    """
-    return [-(-sum(lanes[index:]) // own) for index, own in enumerate(lanes)]
+        return turn_count(self.division, self.width)
 
 
 class StashCosts:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.formats.cluster import Level
-from autopar.formats.plan import Division
+from autopar.formats.plan import Division, turn_count
 from autopar.planner.candidate import CandidateStage, Family
 from autopar.planner.constraints import FixedStages
 from autopar.planner.costs.activations import Counts, Numbers
@@ -41,11 +41,11 @@ class StageWay(NamedTuple):
 
     @property
     def turning(self) -> int:
-        """How many replicas take turns; those that split micro-batches are as one."""
-        return self.width if self.division == "round-robin" else 1
+        """How many replicas take turns; see :func:`autopar.formats.plan.turn_count`."""
+        return turn_count(self.division, self.width)
 
 
-class Partition(NamedTuple):
+class PipelinePartition(NamedTuple):
     """Stages by their stops and ways, and the seconds of the busiest one per mini-batch."""
 
     busiest_s: float
@@ -114,7 +114,7 @@ class PartitionTable:
                 if following is not None:
                     self._least[first, start] = following.least_s
 
-    def stages(self, partition: Partition) -> tuple[CandidateStage, ...]:
+    def stages(self, partition: PipelinePartition) -> tuple[CandidateStage, ...]:
         """Return a partition's stages, with one micro-batch in flight."""
         found, first, start = list[CandidateStage](), 0, 0
         for stop, way in zip(partition.stops, partition.ways, strict=True):
@@ -122,26 +122,26 @@ class PartitionTable:
             first, start = stop, start + way.width
         return tuple(found)
 
-    def in_order(self, most_stages: int | None, most_in_span: int) -> Iterator[Partition]:
+    def in_order(self, most_stages: int | None, most_in_span: int) -> Iterator[PipelinePartition]:
         """Yield all partitions of at most so many stages, those whose busiest stage does least first.
 
         Where replicas take turns, all have had equally many after at most ``most_in_span`` mini-batches. Of partitions
         alike, such come first as have more layers in their first stages, and fewer devices.
         """
         serial = count()
-        ahead: list[tuple[float, int, int, int, Partition, Partition, Iterator[_Next]]] = []
+        ahead: list[tuple[float, int, int, int, PipelinePartition, PipelinePartition, Iterator[_Next]]] = []
 
-        def put(before: Partition, followers: Iterator[_Next]) -> None:
+        def put(before: PipelinePartition, followers: Iterator[_Next]) -> None:
             """Add the next stage to a partition's beginning."""
             span = lcm(*(way.turning for way in before.ways))
             within = (each for each in followers if lcm(span, each.way.turning) <= most_in_span)
             found = next(within, None)
             if found is not None:
                 stops, ways = (*before.stops, self._layers - found.layers_left), (*before.ways, found.way)
-                after = Partition(max(before.busiest_s, found.busy_s), stops, ways)
+                after = PipelinePartition(max(before.busiest_s, found.busy_s), stops, ways)
                 heappush(ahead, (found.least_s, found.layers_left, after.width, next(serial), after, before, followers))
 
-        put(Partition(0.0, (), ()), self._following(0, 0, 0.0))
+        put(PipelinePartition(0.0, (), ()), self._following(0, 0, 0.0))
         while ahead:
             _, layers_left, start, _, partition, before, others = heappop(ahead)
             put(before, others)

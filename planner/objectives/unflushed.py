@@ -26,6 +26,7 @@ from autopar.formats.prediction import Alternative
 from autopar.planner.assemble import plan_of, prediction, stage_record
 from autopar.planner.candidate import Candidate, CandidateStage, Family, within
 from autopar.planner.constraints import Constraints, FixedStages
+from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.durations import durations
 from autopar.planner.costs.links import Traffic
@@ -65,19 +66,17 @@ class PolicyJudge:
     def __init__(self, simulator: Simulator, options: PlanOptions) -> None:
         """Judge by a simulator's cost model, under the options' policy."""
         self.simulator, self.costs, self.options = simulator, simulator.costs, options
-        self.policy = POLICIES[options.weight_policy]
+        self.policy, self.ahead = POLICIES[options.weight_policy], options.ahead or "counted"
         _, self.trained_bytes = parameter_bytes(self.costs)
 
     def busy_s(self, family: Family, stage: CandidateStage) -> float:
         """Return what a stage's busiest replica does of every mini-batch; infinity where it fits in no way."""
-        ways = [stage._replace(recompute=each) for each in self._recompute_sets(family, stage)]
+        ways = (stage._replace(recompute=each) for each in self._recompute_sets(family, stage))
         limit_bytes = self.costs.limit_bytes(stage.devices)
         if all(self.peak_bytes(Candidate(*family, (way,)))[0] > limit_bytes for way in ways):
             return math.inf
         costs, micro_batches = self.costs, family.micro_batches
-        # Replicas on alike devices with as many rows are alike.
-        kinds = map(costs.kind_of.__getitem__, stage.devices)
-        replicas = {key: at for at, key in enumerate(zip(stage.shares, kinds, strict=True))}.values()
+        replicas = self._unlike_replicas(stage).values()
         computing = max(costs.forward_s(stage, at) + costs.backward_s(stage, at, micro_batches) for at in replicas)
         alone = len(stage.devices) == 1
         exposed = 0.0 if alone else max(costs.replica_exposed_s(stage, at) for at in replicas)
@@ -91,14 +90,12 @@ class PolicyJudge:
         found, before = [], candidate.stages[0]
         shared = [holders for _, holders in self.costs.tied_between(candidate.stages)]
         in_flight = [stage.warmup for stage in candidate.stages]
-        every = stage_depths(self.policy, in_flight, candidate.micro_batches, shared, self.options.ahead or "counted")
+        every = stage_depths(self.policy, in_flight, candidate.micro_batches, shared, self.ahead)
         for stage, depths in zip(candidate.stages, every, strict=True):
             versions = kept_versions(self.policy, depths) - 1 + self.policy.buffers(depths) + depths.gradients - 1
             most = 0
-            for rows, device in set(zip(stage.shares, stage.devices, strict=True)):
-                parts = self.costs.memory[self.costs.kind_of[device]].parts(
-                    stage.first, stage.stop, rows, frozenset(stage.recompute)
-                )
+            for rows, kind in self._unlike_replicas(stage):
+                parts = self.costs.memory[kind].parts(stage.first, stage.stop, rows, frozenset(stage.recompute))
                 # An update goes on while others are in flight.
                 steady = parts._replace(peak=np.maximum(parts.peak, parts.update), update=0)
                 # The mini-batches of all that is in flight are loaded, and one more.
@@ -111,11 +108,21 @@ class PolicyJudge:
             before = stage
         return found
 
+    def _unlike_replicas(self, stage: CandidateStage) -> dict[tuple[float, int], int]:
+        """Return a replica by rows and kind of device: others with as many rows on such a device are like it."""
+        kinds = map(self.costs.kind_of.__getitem__, stage.devices)
+        return {key: at for at, key in enumerate(zip(stage.shares, kinds, strict=True))}
+
     def _recompute_sets(self, family: Family, stage: CandidateStage) -> Iterator[tuple[int, ...]]:
         """Yield the layers that a stage may recompute, fewest first."""
         kind = self.costs.kind_of[stage.devices[0]]
-        for every in recompute_sets(self.costs, family.micro_batch_size, self.options):
+        for every in self._recompute_sets_of(family.micro_batch_size):
             yield within(every[kind], stage.first, stage.stop)
+
+    @memoize
+    def _recompute_sets_of(self, rows: int) -> list[dict[int, frozenset[int]]]:
+        """Return what :func:`recompute_sets` does, once for all stages."""
+        return recompute_sets(self.costs, rows, self.options)
 
     def judge(self, family: Family, frame: Sequence[CandidateStage], below_s: float = math.inf) -> _Verdict | None:
         """Return the best depths of a partition that fit and take less than ``below_s``; none if none do."""
@@ -135,7 +142,7 @@ class PolicyJudge:
             for producer, consumer, flow in self.costs.flows.exchanges(candidate.cuts)
         )
         tied = [holders for _, holders in self.costs.tied_between(candidate.stages)]
-        settings = {"weight_policy": self.options.weight_policy, "ahead": self.options.ahead or "counted"}
+        settings = {"weight_policy": self.options.weight_policy, "ahead": self.ahead}
         plan = skeleton(candidate, flows, tied).model_copy(update=settings)
         traffic = Traffic(self.costs.sharing, candidate.devices) if self.costs.sharing else None
         try:
@@ -157,7 +164,7 @@ class PolicyJudge:
         """
         turning = [stage.turning for stage in frame]
         behind = [sum(turning[at:]) for at in range(len(turning))]
-        shallow = tuple(-(-most // own) for most, own in zip(behind, turning, strict=True))
+        shallow = tuple(shallow_depths(turning))
         deep = tuple(-(-(2 * most - turning[-1]) // own) for most, own in zip(behind, turning, strict=True))
         tried = set()
         for depths in (shallow, deep, tuple(2 * depth for depth in deep)):
@@ -170,8 +177,8 @@ class PolicyJudge:
         """Return a partition so deep, or as deep as its policy and memory admit; none where one in flight does not."""
         most = next((depth for depth in range(max(depths), 0, -1) if self._least(depth) <= family.micro_batches), 0)
         found = [min(depth, most) for depth in depths]
+        ways = [tuple(self._recompute_sets(family, stage)) for stage in frame]
         while most:
-            ways = [tuple(self._recompute_sets(family, stage)) for stage in frame]
             for again in zip(*ways, strict=True):
                 placed = zip(frame, found, again, strict=True)
                 stages = tuple(stage._replace(warmup=depth, recompute=each) for stage, depth, each in placed)
@@ -341,7 +348,7 @@ def _plan_of(judge: PolicyJudge, search: _Search) -> Plan:
         weight_policy=judge.options.weight_policy,
         anneal_steps=judge.options.anneal_steps,
         synchronous_steps=judge.options.synchronous_steps,
-        ahead=judge.options.ahead or "counted",
+        ahead=judge.ahead,
     )
     return made.model_copy(update={"alternatives": tuple(_data_parallelism(judge, candidate))})
 
@@ -408,6 +415,17 @@ def check_policy(options: PlanOptions) -> PlanOptions:
     if options.shard not in ("auto", "none"):
         raise UsageError(f"`shard={options.shard!r}`: no versions are kept of what replicas divide; leave out `shard`")
     return replace(options, shard="none", schedule="1f1b")
+
+
+def shallow_depths(turning: Sequence[int]) -> list[int]:
+    """Return the mini-batches in flight on a replica of every stage, of which so many take turns.
+
+    As many as keep all replicas from there on busy: PA, and PipeDream's NOAM (its section 3.2) where they take turns.
+
+    >>> shallow_depths([3, 1, 2]), shallow_depths([1, 1, 1])
+    ([2, 3, 1], [3, 2, 1])
+    """
+    return [-(-sum(turning[index:]) // own) for index, own in enumerate(turning)]
 
 
 def parameter_bytes(costs: CostModel) -> tuple[Numbers, Numbers]:

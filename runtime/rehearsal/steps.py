@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -353,7 +352,7 @@ def _perform(
         spent_s = job.step(step, what.steps).times_s
         times_s += [each for position, each in enumerate(spent_s) if position not in absent]
         if step >= 0:
-            spans += _spans(here, own, began_s, spent_s, clock.now_s)
+            spans += _spans(what.plan, here, own, began_s, spent_s, clock.now_s)
             done(len(spans))
     meet()
     job.finish()
@@ -363,6 +362,7 @@ def _perform(
 
 
 def _spans(
+    plan: Plan,
     repetition: Repetition,
     actions: Sequence[Action],
     began_s: float,
@@ -372,9 +372,9 @@ def _spans(
     """Return begin and end of every mini-batch that ends in a repetition: of several, each with its update."""
     if repetition.span == 1:
         return [(began_s, now_s)]
-    updates = [position for position, each in enumerate(actions) if each.kind == UPDATE and repetition.has(each)]
-    firsts = [*(repetition.step_of(actions[position]) for position in updates), repetition.ending.stop]
-    counts = [after - first for first, after in pairwise(firsts)]
     return [
-        (began_s, times_s[position][1]) for position, count in zip(updates, counts, strict=True) for _ in range(count)
+        (began_s, times_s[position][1])
+        for position, action in enumerate(actions)
+        if action.kind == UPDATE and repetition.has(action)
+        for _ in repetition.mini_batches_of(action, plan.stages[action.stage].turning)
     ]

@@ -96,6 +96,7 @@ class Job:
         self._user = model
         indices, self.replica = stages_of(plan, rank)
         self._turning = 1 if plan.weight_policy == "sync" else plan.stages[indices[0]].turning
+        self._lead, self._span = lead(plan), plan.span
         self._specs = {tensor.name: tensor for tensor in graph.tensors}
         layers = {index: [graph.layer(name) for name in plan.stages[index].layers] for index in indices}
         self._local_parameters = hold(plan, layers, weights, device)
@@ -276,9 +277,9 @@ class Job:
             stop: the first that is not to be trained any more, or not yet.
             start: the first with which the pipeline is filled.
         """
-        if step == start - lead(self.plan):
+        if step == start - self._lead:
             self.versions.refill(start)
-        return self._executor.run(Repetition(step, self.plan.micro_batches, stop, start, self.plan.span), inputs)
+        return self._executor.run(Repetition(step, self.plan.micro_batches, stop, start, self._span), inputs)
 
     @cached_property
     def _ahead(self) -> range:

@@ -8,8 +8,9 @@ from autopar.errors import AutoparError
 from autopar.planner import PlanOptions, plan
 from autopar.planner.assemble import candidate_of
 from autopar.planner.costs.model import CostModel
+from autopar.planner.objectives.unflushed import shallow_depths
 from random_problems import random_cluster, random_profile
-from reproductions.stash import StashCosts, depths
+from reproductions.stash import StashCosts
 
 
 def test_no_pipeline_runs_quicker_than_its_stages_compute_and_with_free_links_none_slower() -> None:
@@ -33,9 +34,9 @@ def test_no_pipeline_runs_quicker_than_its_stages_compute_and_with_free_links_no
 
 
 def test_pipedreams_micro_batches_in_flight_keep_all_replicas_busy() -> None:
-    assert depths([15, 1]) == [2, 1]
-    assert depths([1, 1, 1, 1]) == [4, 3, 2, 1]
-    assert depths([3, 1, 2]) == [2, 3, 1]
+    assert shallow_depths([15, 1]) == [2, 1]
+    assert shallow_depths([1, 1, 1, 1]) == [4, 3, 2, 1]
+    assert shallow_depths([3, 1, 2]) == [2, 3, 1]
 
 
 def test_reductions_are_those_of_the_cost_models_buckets() -> None:

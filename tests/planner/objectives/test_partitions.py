@@ -13,7 +13,7 @@ from autopar.planner import PlanOptions
 from autopar.planner.candidate import Family
 from autopar.planner.constraints import FixedStages
 from autopar.planner.costs.model import CostModel
-from autopar.planner.objectives.partitions import Partition, PartitionTable, StageWay
+from autopar.planner.objectives.partitions import PartitionTable, PipelinePartition, StageWay
 from autopar.planner.objectives.unflushed import PolicyJudge, device_orders
 from autopar.planner.simulator.simulate import Simulator
 from random_problems import random_cluster, random_profile, two_kinds
@@ -47,7 +47,7 @@ def every(judge: PolicyJudge, family: Family, table: PartitionTable, devices: in
         for cuts, chosen in product(combinations(range(1, layers), count - 1), product(ways, repeat=count)):
             turns = lcm(*(way.turning for way in chosen))
             if sum(way.width for way in chosen) <= devices and turns <= most:
-                stages = table.stages(Partition(0.0, (*cuts, layers), chosen))
+                stages = table.stages(PipelinePartition(0.0, (*cuts, layers), chosen))
                 busiest_s = max(judge.busy_s(family, stage) for stage in stages)
                 if busiest_s < float("inf"):
                     yield busiest_s
