@@ -16,6 +16,7 @@ from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
+from autopar.ranks.pool import RankPool
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.settings import TrainSettings
 from dictated import dictate
@@ -23,6 +24,8 @@ from oracles.turns import train_in_turns
 from oracles.unflushed import Asked, delay_of, train
 from paths import MODELS
 from threads import train_in_threads
+from training_cases import make_case
+from training_cases import train as train_in_ranks
 
 ROWS, STEPS = 2, 20
 
@@ -90,11 +93,13 @@ def differs(
     losses: bool = True,
     lags: Sequence[int] = (),
     program: Program | None = None,
+    pool: RankPool | None = None,
     **clipping: Any,  # noqa: ANN401
 ) -> float:
     """Return how far parameters are from the rule's, relative to the largest; ``losses`` are to be the rule's, too.
 
-    Gradients are clipped as settings say; ``program`` is run in place of the plan's own.
+    Gradients are clipped as settings say; ``program`` is run in place of the plan's own. Ranks are threads of this
+    process, or those of the pool, whose losses are means.
     """
     user = load(str(folder / "model.py"))
     module = user.build(0)
@@ -102,8 +107,12 @@ def differs(
     state = {name: each.detach().clone() for name, each in user.build(0).named_parameters()}
     records: dict[int, list[StepRecord]] = {}
     settings = TrainSettings(**clipping)
-    found_losses = train_in_threads(plan, graph, user, state, folder, STEPS, settings, records, program)
-    counts = [sum(each.count for each in parts) for parts in zip(*records.values(), strict=True)]
+    if pool is None:
+        found_losses = train_in_threads(plan, graph, user, state, folder, STEPS, settings, records, program)
+        counts = [sum(each.count for each in parts) for parts in zip(*records.values(), strict=True)]
+    else:
+        found_losses = train_in_ranks(pool, make_case(folder / "model.py"), plan, folder, STEPS)
+        counts = [0.0] * STEPS
     found_losses = [total / (count or 1.0) for total, count in zip(found_losses, counts, strict=True)]
     layers = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
     stage_of = {name: layers[layer.name] for layer in graph.layers for name in layer.parameters.values()}

@@ -20,7 +20,9 @@ from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.expand import expand
 from dictated import dictate
+from oracles.unflushed import RULES
 from paths import HARNESS
+from policy_cases import differs, planned
 from threads import own
 from training_cases import STEPS, Case, cases, check, check_buffers, dropout, make_case, shares_of, train
 
@@ -97,6 +99,20 @@ def test_random_layers_draw_on_the_gpu_what_a_seeded_loop_draws(
     shares = (dropout.file, 3, 5, lambda name: shares_of(dropout.graph, plan, name), random)
     truth = plain.train(*shares, seed=3, model_seed=0, device="cuda")
     check(plan, truth, tmp_path, losses)
+
+
+@pytest.mark.parametrize("policy", RULES)
+@pytest.mark.parametrize(("depths", "micro_batches", "widths"), [([3, 2, 1], 2, [1, 1, 1]), ([2, 1], 3, [2, 2])])
+def test_training_without_flushes_equals_its_rule(
+    policy: str, depths: list[int], micro_batches: int, widths: list[int], pool: RankPool, tmp_path: Path
+) -> None:
+    plan = _on_gpu(planned(tmp_path, "adamw", policy, depths, micro_batches, widths=widths))
+    assert differs(tmp_path, plan, pool=pool) < 1e-12
+
+
+def test_replicas_that_take_turns_equal_their_rule(pool: RankPool, tmp_path: Path) -> None:
+    plan = _on_gpu(planned(tmp_path, "momentum", "stash", [2, 1], 1, widths=[3, 1], turns=[0]))
+    assert differs(tmp_path, plan, pool=pool) < 1e-12
 
 
 def test_a_run_reports_what_carried_its_tensors_and_times_of_the_device(cases: dict[tuple[str, str], Case]) -> None:
