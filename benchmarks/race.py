@@ -193,7 +193,7 @@ def alone(context: RankContext, field: Field) -> dict[str, list[Lap]]:
     loop = torch_peers.plain(user.build(0).to(device), plan.micro_batches, nn.functional.mse_loss, batch)
     contestants = [
         Contestant("autopar", _striding(device, lambda number: given.train(number, inputs))),
-        Contestant("autopar, loading", _striding(device, lambda number: loading.step(number, more=True))),
+        Contestant("autopar, loading", _striding(device, lambda number: loading.step(number, number + 2))),
         Contestant("plain", _striding(device, lambda number: loop())),
     ]
     laps = _race(context, contestants, field["warm_up"], field["steps"])

@@ -56,7 +56,8 @@ def count(device: torch.device) -> int:
 def describe(device: torch.device, threads: int) -> DeviceKind:
     """Return what the profile records; a CPU rank's memory is its equal share of the machine's.
 
-    Of a GPU's memory the context that is there is reserved, and what a rank's communicators take, which are not.
+    Of a GPU's memory the context that is there is reserved, the workspaces of matrix products, and what a rank's
+    communicators take, which are not there.
     """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -65,7 +66,7 @@ def describe(device: torch.device, threads: int) -> DeviceKind:
             name=properties.name,
             memory_bytes=properties.total_memory,
             threads=threads,
-            reserved_bytes=_context_bytes(device) + COMMUNICATORS_BYTES,
+            reserved_bytes=_context_bytes(device) + _workspace_bytes(device) + COMMUNICATORS_BYTES,
         )
     return DeviceKind(type="cpu", name=_cpu_name(), memory_bytes=memory_bytes(device) // count(device), threads=threads)
 
@@ -75,6 +76,19 @@ def _context_bytes(device: torch.device) -> int:
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     return max(0, int(total - free) - int(torch.cuda.memory_reserved(device)))
+
+
+def _workspace_bytes(device: torch.device) -> int:
+    """Return what matrix products keep of a GPU: a cuBLAS workspace for every thread that computes, here two.
+
+    Torch's allocator has them among its tensors, and frees none before the process ends.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated(device)
+    factor = torch.ones(64, 64, device=device, requires_grad=True)
+    (factor @ factor).sum().backward()  # type: ignore[no-untyped-call]
+    del factor
+    return max(0, int(torch.cuda.memory_allocated(device)) - before)
 
 
 def _cpu_name() -> str:

@@ -175,7 +175,9 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 
 CONTEXT_BYTES = 400_000_000
 """CUDA's context, kernels loaded (0.3 to 0.4 GB: pytorch#20532, #107667)."""
-RESERVED_BYTES = CONTEXT_BYTES + COMMUNICATORS_BYTES
+WORKSPACE_BYTES = 2 * 32 * 2**20
+"""cuBLAS's, of the thread that goes forward and of the one that goes back: 32 MiB each on an H100."""
+RESERVED_BYTES = CONTEXT_BYTES + WORKSPACE_BYTES + COMMUNICATORS_BYTES
 
 
 @dataclass(frozen=True)

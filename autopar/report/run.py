@@ -45,7 +45,7 @@ _KINDS = {
 }
 _COMPARABLE = {
     "resident": "a process grows by more than tensors: by what allocators and libraries keep",
-    "allocated": "the prediction has the device's context in it, the allocator's figure has not",
+    "allocated": "the allocator's figure has the workspaces of matrix products in it, which plans reserve apart",
 }
 
 

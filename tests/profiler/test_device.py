@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autopar.profiler.device import describe
-from autopar.profiler.estimate import CONTEXT_BYTES, RESERVED_BYTES
+from autopar.profiler.estimate import CONTEXT_BYTES, RESERVED_BYTES, WORKSPACE_BYTES
 
 GIB = 2**30
 
@@ -22,6 +22,7 @@ def test_a_gpu_that_is_there_reserves_what_an_estimated_one_with_that_context_do
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GIB - tensors - CONTEXT_BYTES, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: tensors)
+    monkeypatch.setattr("autopar.profiler.device._workspace_bytes", lambda device: WORKSPACE_BYTES)
     assert describe(torch.device("cuda", 0), 1).reserved_bytes == RESERVED_BYTES
 
 

@@ -12,6 +12,7 @@ import torch
 import plain
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
+from autopar.profiler.device import _workspace_bytes
 from autopar.ranks.pool import RankPool
 from autopar.runtime.messages.copies import CudaCopies
 from autopar.runtime.messages.in_process import Exchange, InProcessTransport
@@ -159,11 +160,11 @@ def test_in_the_steady_state_nothing_waits_for_all_of_the_devices_work(
     place = (own(case.graph), case.model, Workspace(case.workspace).read, InProcessTransport(Exchange(), 0))
     device = torch.device("cuda", 0)
     job = Job(plan, expand(plan), 0, *place, device, lambda step, position: None)
-    records = [job.step(step, more=True) for step in range(2)]
+    records = [job.step(step, STEPS + 1) for step in range(2)]
     # torch then raises where the host waits for a stream unasked: copies from pageable memory, reading a number.
     torch.cuda.set_sync_debug_mode("error")
     try:
-        records += [job.step(step, more=True) for step in range(2, STEPS)]
+        records += [job.step(step, STEPS + 1) for step in range(2, STEPS)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     job.finish()
@@ -171,6 +172,16 @@ def test_in_the_steady_state_nothing_waits_for_all_of_the_devices_work(
     assert [record.loss for record in records] == pytest.approx(truth.losses, rel=1e-12)
     moments = [moment for record in records for span in record.times_s for moment in span]
     assert moments == sorted(moments)
+
+
+def test_matrix_products_keep_no_more_than_their_workspaces() -> None:
+    device = torch.device("cuda", 0)
+    kept, before = _workspace_bytes(device), torch.cuda.memory_allocated(device)
+    factor = torch.ones(2048, 2048, device=device, requires_grad=True)
+    torch.nn.functional.linear(factor, factor, factor[0]).sum().backward()
+    del factor
+    assert kept > 0
+    assert torch.cuda.memory_allocated(device) == before
 
 
 def test_a_loss_that_is_not_finite_updates_nothing(tmp_path: Path) -> None:
@@ -182,5 +193,5 @@ def test_a_loss_that_is_not_finite_updates_nothing(tmp_path: Path) -> None:
     job = Job(plan, expand(plan), 0, *place, torch.device("cuda", 0), lambda step, position: None)
     before = {name: parameter.detach().clone() for name, parameter in job.parameters.items()}
     with pytest.raises(TrainingError, match=r"U@0\): the loss is not finite in micro-batch 0; nothing was updated"):
-        job.step(0, more=True)
+        job.step(0, 2)
     assert all(torch.equal(before[name], parameter) for name, parameter in job.parameters.items())
