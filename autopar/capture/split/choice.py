@@ -11,8 +11,7 @@ It takes pairs of names times operators; a block has about ten times a hundred.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from itertools import permutations
 from math import gcd, prod
 
@@ -20,52 +19,63 @@ import torch
 from torch import fx
 
 from autopar.capture.split.analysis import Analysis
+from autopar.capture.split.cuts import ParameterCut, Split, cuts_of, make_part, split_dim
 from autopar.capture.split.names import MismatchError, Name, carries, leaves, resolve
-from autopar.capture.split.rules import Axis, Part, find_rule
+from autopar.capture.split.rules import find_rule
+
+__all__ = ["Split", "choose"]
 
 
-@dataclass(frozen=True, eq=False)
-class Split:
-    """Names that are split together, with the operators that are computed in parts."""
+def choose(
+    analysis: Analysis,
+    count: int,
+    recorded: Mapping[str, ParameterCut] | None = None,
+    forbidden: Collection[str] = (),
+) -> tuple[Split, ...]:
+    """Choose what is split among a number of parts; of the same layer, always the same.
 
-    names: tuple[Name, ...]
-    counts: tuple[int, ...]
-    """In how many parts each name is split."""
-    region: frozenset[fx.Node]
-    numbers_saved: float
-    """How many numbers of parameters a part has less than the whole."""
-    numbers_summed: int
-    """How many are summed among parts, for a sample."""
+    Args:
+        analysis: of the layer.
+        count: of parts.
+        recorded: cuts of an earlier choice, which this one repeats.
+        forbidden: attributes of parameters that stay whole.
 
-    def part(self, index: int) -> Part:
-        """Return what the rank of that index has: the last name's parts come first."""
-        return make_part(self.names, self.counts, index)
-
-
-def make_part(names: tuple[Name, ...], counts: tuple[int, ...], index: int) -> Part:
-    """Return the part of an index among all pairs of parts of names; the last name's index runs fastest."""
-    axes: list[Axis] = []
-    for name, count in zip(reversed(names), reversed(counts), strict=True):
-        index, own = divmod(index, count)
-        axes.insert(0, Axis(name, own, count))
-    return Part(tuple(axes))
-
-
-def choose(analysis: Analysis, count: int) -> tuple[Split, ...]:
-    """Choose what is split among a number of parts; of the same layer, always the same."""
-    found: list[Split] = []
-    for names, counts in _ways(analysis, count):
-        try:
-            found.append(_split(analysis, names, counts))
-        except MismatchError:
-            continue
+    Raises:
+        MismatchError: a parameter cannot be cut as it was recorded.
+    """
+    found = [split for split in _candidates(analysis, count) if not _cuts_any(analysis, split, forbidden)]
+    if recorded is not None:
+        found = [split for split in found if cuts_of(analysis, [split]).items() <= recorded.items()]
     # Sorting keeps the order of the graph among equals.
     found.sort(key=lambda split: (-split.numbers_saved, split.numbers_summed))
     chosen: list[Split] = []
     for split in found:
         if not any(split.region & other.region for other in chosen):
             chosen.append(split)
+    if recorded is not None:
+        _check_repeated(cuts_of(analysis, chosen), recorded, count)
     return tuple(chosen)
+
+
+def _candidates(analysis: Analysis, count: int) -> Iterator[Split]:
+    for names, counts in _ways(analysis, count):
+        try:
+            yield _split(analysis, names, counts)
+        except MismatchError:
+            continue
+
+
+def _cuts_any(analysis: Analysis, split: Split, attributes: Collection[str]) -> bool:
+    """Tell whether one of some parameters would be cut."""
+    part = split.part(0)
+    dims = (analysis.parameters[each] for each in attributes if each in analysis.parameters)
+    return any(split_dim(each, part) is not None for each in dims)
+
+
+def _check_repeated(cuts: Mapping[str, ParameterCut], recorded: Mapping[str, ParameterCut], count: int) -> None:
+    for attribute, cut in recorded.items():
+        if cuts.get(attribute) != cut:
+            raise MismatchError(f"parameter {attribute} cannot be cut in {count} parts as it was recorded")
 
 
 def _ways(analysis: Analysis, count: int) -> Iterator[tuple[tuple[Name, ...], tuple[int, ...]]]:

@@ -18,6 +18,7 @@ from torch import fx, nn
 from autopar.capture.graph import Layer
 from autopar.capture.split.analysis import Analysis, analyse
 from autopar.capture.split.choice import Split, choose
+from autopar.capture.split.cuts import ParameterCut, split_dim
 from autopar.capture.split.rules import Axis, LocalCall, Part, find_rule
 from autopar.capture.split.sums import Enter, Leave, Sums
 
@@ -42,7 +43,9 @@ class LayerPart:
     """Of parameters that are cut, by attribute; others are whole, and have whole gradients on every part."""
 
 
-def split_layer(layer: Layer, sums: Sums, index: int, count: int) -> LayerPart:
+def split_layer(
+    layer: Layer, sums: Sums, index: int, count: int, recorded: Mapping[str, ParameterCut] | None = None
+) -> LayerPart:
     """Return a layer's part of so many.
 
     Args:
@@ -50,9 +53,13 @@ def split_layer(layer: Layer, sums: Sums, index: int, count: int) -> LayerPart:
         sums: the sums among parts: each part's forwards and backwards call them in the same order.
         index: which part, from 0.
         count: how many parts there are.
+        recorded: cuts of an earlier choice, which this one repeats.
+
+    Raises:
+        MismatchError: a parameter cannot be cut as it was recorded.
     """
     analysis = analyse(layer)
-    return rewrite(analysis, choose(analysis, count), sums, index)
+    return rewrite(analysis, choose(analysis, count, recorded), sums, index)
 
 
 def rewrite(analysis: Analysis, splits: Sequence[Split], sums: Sums, index: int) -> LayerPart:
@@ -67,10 +74,11 @@ def rewrite(analysis: Analysis, splits: Sequence[Split], sums: Sums, index: int)
 
 
 def _cut(analysis: Analysis, attribute: str, parts: Sequence[Part]) -> Cut | None:
+    dims = analysis.parameters[attribute]
     for part in parts:
-        for place, dim in enumerate(analysis.parameters[attribute]):
-            if part.splits(dim):
-                return Cut(place, part.positions(dim))
+        at = split_dim(dims, part)
+        if at is not None:
+            return Cut(at, part.positions(dims[at]))
     return None
 
 
