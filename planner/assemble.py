@@ -383,6 +383,8 @@ def _cost_model_of(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[Cost
     """Return what prices a plan's actions, and the candidate that the plan was made of."""
     if plan.refusal is not None:
         raise UsageError(f"{plan.refusal}: the simulator has no programs of such plans")
+    if plan.unpriced is not None:
+        raise UsageError(f"{plan.unpriced}; simulate a plan of single devices a replica")
     placed = (name for stage in plan.stages for name in stage.layers)
     pairs = zip_longest(placed, (layer.name for layer in profile.layers), fillvalue="nothing")
     for index, (planned, name) in enumerate(pairs):

@@ -314,10 +314,11 @@ def _kinds(where: str, name: str, costs: CostModel) -> frozenset[int]:
 
 
 class FixedStages(NamedTuple):
-    """Where the stages end, and how many replicas each has."""
+    """Where the stages end, how many replicas each has, and how many devices run each replica."""
 
     cuts: tuple[int, ...]
     widths: tuple[int, ...]
+    team_sizes: tuple[int, ...]
 
 
 def too_wide(fixed_stages: FixedStages, batch: int) -> UsageError:
@@ -329,20 +330,20 @@ def too_wide(fixed_stages: FixedStages, batch: int) -> UsageError:
 
 
 def parse(text: str, names: Sequence[str]) -> FixedStages:
-    """Read stages as layers:replicas; layers are one layer or first-last, by index or name; replicas default to 1.
+    """Read stages as layers:replicas, or layers:replicasxdevices of each replica; both numbers default to 1.
 
-    A number is an index, even where a layer is named by a number.
+    Layers are one layer or first-last, by index or name. A number is an index, even where a layer is named by a number.
 
-    >>> parse("0-1:2,head", ["wte", "h", "head"])
-    FixedStages(cuts=(2, 3), widths=(2, 1))
+    >>> parse("0-1:2x4,head", ["wte", "h", "head"])
+    FixedStages(cuts=(2, 3), widths=(2, 1), team_sizes=(4, 1))
 
     Raises:
         UsageError: a layer is unknown, given twice or left out, or a number of replicas is none.
     """
     expected = 0
-    cuts, widths = [], []
+    cuts, widths, team_sizes = [], [], []
     for index, part in enumerate(text.split(",")):
-        layers, width = _split(part.strip(), index)
+        layers, width, team_size = _split(part.strip(), index)
         first, last = _range(layers, names, index)
         if last < first:
             raise UsageError(f"`stages`: stage {index} ({layers}) ends before it begins")
@@ -356,19 +357,24 @@ def parse(text: str, names: Sequence[str]) -> FixedStages:
             )
         cuts.append(last + 1)
         widths.append(width)
+        team_sizes.append(team_size)
         expected = last + 1
     if expected < len(names):
         raise UsageError(
             f"`stages`: {names[expected]}..{names[-1]} (layers {expected}-{len(names) - 1}) is in no stage"
         )
-    return FixedStages(tuple(cuts), tuple(widths))
+    return FixedStages(tuple(cuts), tuple(widths), tuple(team_sizes))
 
 
-def _split(part: str, index: int) -> tuple[str, int]:
-    layers, _, replicas = (part if ":" in part else f"{part}:1").rpartition(":")
-    if not layers or not re.fullmatch(r"[1-9][0-9]{0,5}", replicas):
-        raise UsageError(f"`stages`: stage {index} is {part!r}; write layers:replicas, such as 0-5:2")
-    return layers, int(replicas)
+def _split(part: str, index: int) -> tuple[str, int, int]:
+    layers, _, numbers = (part if ":" in part else f"{part}:1").rpartition(":")
+    found = re.fullmatch(r"([1-9][0-9]{0,5})(?:x([1-9][0-9]{0,5}))?", numbers)
+    if not layers or found is None:
+        raise UsageError(
+            f"`stages`: stage {index} is {part!r}; write layers:replicas, such as 0-5:2, or with the devices that run "
+            "each replica, 0-5:2x4"
+        )
+    return layers, int(found[1]), int(found[2] or 1)
 
 
 def _range(layers: str, names: Sequence[str], index: int) -> tuple[int, int]:

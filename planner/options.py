@@ -61,7 +61,9 @@ class PlanOptions:
     gap: float = 0.02
     """Stop when the best plan is proved to be within this share of the best possible; 0 is exact."""
     stages: str | None = None
-    """Stages that the user dictates, such as ``0-5:2,6-11:1``."""
+    """Stages that the user dictates, such as ``0-5:2,6-11:1``; ``0-5:2x4``: four devices run each replica."""
+    across_nodes: bool = False
+    """Let the devices that run a replica be on several nodes."""
     min_stages: int = 1
     max_stages: int | None = None
     forbid_cut: tuple[str, ...] = ()

@@ -47,6 +47,7 @@ from autopar.planner.search.best_first import bounds_of_families, least_bound_s,
 from autopar.planner.search.judge import ENOUGH, Best, SimulatedPlan, equal_widths
 from autopar.planner.search.local import judge_even_splits, search_locally
 from autopar.planner.simulator.simulate import Simulator
+from autopar.planner.teams import plan_teams
 from autopar.progress import Progress, no_progress
 
 _NO_EQUAL = "no plan was found whose stages are equally wide and fit the memory"
@@ -182,6 +183,11 @@ def plan(
     """
     options = options or PlanOptions()
     check_flags(options)
+    fixed_stages = None if options.stages is None else parse(options.stages, [layer.name for layer in profile.layers])
+    if fixed_stages is not None and max(fixed_stages.team_sizes) > 1:
+        return plan_teams(
+            profile, cluster, options, fixed_stages, lambda alone: plan(profile, cluster, alone, progress)
+        )
     check_times_of(profile, cluster, options.times_of, options.gpus)
     options = admissible_options(options, profile)
     if options.weight_policy != "sync":
@@ -424,7 +430,7 @@ def _plan_stages(question: Question, fixed_stages: FixedStages) -> Plan:
     assert own.fastest is not None
 
     def least(model: CostModel, family: Family, below_s: float) -> float:
-        found = frames(model, family, question.options, *fixed_stages)
+        found = frames(model, family, question.options, fixed_stages.cuts, fixed_stages.widths)
         return min((candidate_bound_s(model, Candidate(*family, frame)) for frame in found), default=below_s)
 
     bounds = bounds_of_families(costs, question.families, least, own.step_s)
@@ -439,7 +445,7 @@ def _judge_stages(question: Question, fixed_stages: FixedStages) -> Best:
     refusal = _refusal(question, fixed_stages)
     if refusal is not None:
         raise UsageError(refusal)
-    own = try_stages(question.simulator, question.families, question.options, *fixed_stages)
+    own = try_stages(question.simulator, question.families, question.options, fixed_stages.cuts, fixed_stages.widths)
     if own.fastest is None and own.closest is None:
         raise too_wide(fixed_stages, question.costs.batch)
     if own.fastest is None:
@@ -452,13 +458,17 @@ def _stages_fit(question: Question, fixed_stages: FixedStages, options: PlanOpti
     """Whether dictated stages fit with other options."""
     other = question.under(options)
     refused = _refusal(other, fixed_stages) is not None
-    return not refused and try_stages(other.simulator, other.families, other.options, *fixed_stages).fastest is not None
+    return (
+        not refused
+        and try_stages(other.simulator, other.families, other.options, fixed_stages.cuts, fixed_stages.widths).fastest
+        is not None
+    )
 
 
 def _refusal(question: Question, fixed_stages: FixedStages) -> str | None:
     """Return which constraint dictated stages do not obey with any number of micro-batches; none where they may."""
     # What shares are given depends on the number of micro-batches.
-    every = (place(family, *fixed_stages, divisible=True) for family in question.families)
+    every = (place(family, fixed_stages.cuts, fixed_stages.widths, divisible=True) for family in question.families)
     return refusal_of_all([question.constraints.broken(stages, question.costs.kind_of) for stages in every])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,10 @@ from autopar.capture.losses import UNKNOWN, LossCheck, check_loss
 from autopar.capture.optimizer import needs_all, try_sharding
 from autopar.ending import unwinding_aborts
 from autopar.errors import CaptureError, ModelError, UsageError
-from autopar.formats.profile import Precision, Profile
+from autopar.formats.profile import Layer, Precision, Profile
 from autopar.profiler import device as devices
 from autopar.profiler.costs import describe_ties
+from autopar.profiler.splits import with_splits
 from autopar.progress import Progress, no_progress
 
 MOST = 2**31 - 1
@@ -91,8 +93,8 @@ class Subject:
         """Return the dataset's first samples as named tensors, on the CPU."""
         return named_tensors(self.user.load_batch(self.user.dataset(), range(rows)))
 
-    def record(self, batch: int, **fields: Any) -> Profile:  # noqa: ANN401
-        """Return a profile of the model; ``fields`` are what was measured or estimated of it."""
+    def record(self, batch: int, layers: Sequence[Layer], **fields: Any) -> Profile:  # noqa: ANN401
+        """Return a profile of the model; ``layers`` and ``fields`` are what was measured or estimated of it."""
         return Profile(
             model=self.user.model_source,
             batch=batch,
@@ -102,6 +104,7 @@ class Subject:
             ignored_state=self.user.ignored_state,
             loss_difference=self.loss_difference,
             counts_labels=self.user.counts_labels,
+            layers=with_splits(self.graph, layers),
             **fields,
         )
 

@@ -46,7 +46,7 @@ from autopar.runtime.stage.stage import InFlightMicroBatch, Stage
 from autopar.runtime.stage.versions import NewestWeights, SavedWeights, WeightVersions
 from autopar.runtime.times import Clock
 from autopar.schedules.continuing import Repetition
-from autopar.schedules.expand import stages_of
+from autopar.schedules.expand import part_of, stages_of
 
 
 @dataclass(frozen=True)
@@ -223,6 +223,8 @@ class Executor:
         self._turning = 1 if self._flushes else placed.turning
         """How many mini-batches an update is of, replicas taking turns."""
         self._turn = replica % self._turning
+        self._tells_losses = part_of(plan, surroundings.rank) == 0
+        """Whether its losses count: all ranks of a team have them."""
         recomputing = {index for index in chunks if plan.stages[index].recompute}
         self._analysis = analyze_program(self._actions, recomputing, 0 if self._flushes else plan.micro_batches)
         # On gloo, a rank cannot hang in a send, and notes nothing of it.
@@ -476,7 +478,8 @@ class Executor:
         Of scaled losses, one that is not is an overflow like those of gradients, which the update makes out.
         """
         finite = self._surroundings.scale is None
-        record.loss, record.count = self._tally.settle(record.step, finite=finite)
+        loss, count = self._tally.settle(record.step, finite=finite)
+        record.loss, record.count = (loss, count) if self._tells_losses else (0.0, 0.0)
         record.has_loss = True
 
     def _close(self, update: Action) -> None:

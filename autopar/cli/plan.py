@@ -119,10 +119,14 @@ def command(
     stages: Annotated[
         str | None,
         typer.Option(
-            help="Plan these stages: layers:replicas, such as 0-5:2,6-11:1, or by layer names; with "
-            "several stages on every device, replicas repeat."
+            help="Plan these stages: layers:replicas, such as 0-5:2,6-11:1, or by layer names; 0-5:2x4: four devices "
+            "run each replica together; with several stages on every device, replicas repeat."
         ),
     ] = None,
+    across_nodes: Annotated[
+        bool,
+        typer.Option("--across-nodes", help="Let the devices that run a replica of --stages be on several nodes."),
+    ] = False,
     min_stages: Annotated[int, typer.Option(help="At least this many pipeline stages.")] = 1,
     max_stages: Annotated[int | None, typer.Option(help="At most this many pipeline stages.")] = None,
     forbid_cut: Annotated[
@@ -183,6 +187,7 @@ def command(
         equal_widths=equal_widths,
         replicate_state=replicate_state,  # type: ignore[arg-type]
         stages=stages,
+        across_nodes=across_nodes,
         min_stages=min_stages,
         max_stages=max_stages,
         forbid_cut=tuple(forbid_cut or ()),

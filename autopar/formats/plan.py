@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
+from autopar.formats.cuts import ParameterCut
 from autopar.formats.document import (
     MOST_RANKS,
     Bytes,
@@ -152,7 +153,10 @@ class Stage(Record):
     """Indices into the cluster's devices; replica ``i`` runs on ``devices[i]``, or on the ``i``-th ``tensor_parallel``
     of them."""
     tensor_parallel: Count = 1
-    """Devices that run a replica together, as Piper's plans may ask; such a plan can be neither simulated nor run."""
+    """Devices that run a replica together, a team: each has its part of the layers."""
+    cuts: tuple[ParameterCut, ...] = ()
+    """Which indices of parameters each rank of a team has; of others it has all. None of Piper's plans, which say how
+    many devices run a replica, and not how: such a plan can be neither simulated nor run."""
     division: Division = "split"
     """How a micro-batch meets the replicas: each takes its share of the rows of every one (``split``), or they take
     whole ones in turn (``round-robin``)."""
@@ -168,6 +172,17 @@ class Stage(Record):
 
     types: tuple[Name, ...] = ()
     """Kinds of the devices, each once, as the profile names them; empty where it has costs for one kind only."""
+
+    @model_serializer(mode="wrap")
+    def _without_no_cuts(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = serialize(self)
+        if not self.cuts:
+            del content["cuts"]
+        return content
+
+    def cut(self, parameter: str) -> ParameterCut | None:
+        """Return how a parameter is cut; None where it is whole."""
+        return next((cut for cut in self.cuts if cut.parameter == parameter), None)
 
     @property
     def replicas(self) -> int:
@@ -279,10 +294,24 @@ class Plan(Document):
             if why is not None:
                 return f"weight policy {self.weight_policy}: {why}"
         for index, stage in enumerate(self.stages):
-            if stage.tensor_parallel > 1:
+            if stage.tensor_parallel > 1 and not stage.cuts:
                 return (
-                    f"stage {index} runs each replica on {stage.tensor_parallel} devices; plan with `objective='step'`"
+                    f"stage {index} runs each replica on {stage.tensor_parallel} devices, and does not say how they "
+                    "divide it; plan with `objective='step'`"
                 )
+        return None
+
+    def cuts_alike(self, tied: SharedParameter) -> bool:
+        """Whether the stages that share a parameter have the same parts of it."""
+        placed = [self.stages[stage] for stage in tied.stages]
+        return len({(stage.tensor_parallel, stage.cut(tied.parameter)) for stage in placed}) == 1
+
+    @property
+    def unpriced(self) -> str | None:
+        """Why the plan cannot be simulated though it runs; None where it can."""
+        for index, stage in enumerate(self.stages):
+            if stage.tensor_parallel > 1:
+                return f"stage {index} runs each replica on {stage.tensor_parallel} devices, which nothing prices yet"
         return None
 
     @model_serializer(mode="wrap")
@@ -459,6 +488,7 @@ class Plan(Document):
             fault(
                 f"{at}.tensor_parallel", f"{len(stage.devices)} devices do not make groups of {stage.tensor_parallel}"
             )
+        self._check_cuts(stage, at)
         if len(stage.shares) != stage.replicas:
             fault(f"{at}.shares", f"{len(stage.shares)} shares for {stage.replicas} replicas")
         if not self.divisible and not all(isinstance(share, int) for share in stage.shares):
@@ -470,6 +500,17 @@ class Plan(Document):
                 fault(f"{at}.shard", f"{stage.replicas} replicas divide gradients that only {self.micro_batches} make")
         elif abs(sum(stage.shares) - rows) > 1e-6 * rows:
             fault(f"{at}.shares", f"shares must sum to the micro-batch's {rows} rows, found {sum(stage.shares)}")
+
+    @staticmethod
+    def _check_cuts(stage: Stage, at: str) -> None:
+        names = set[str]()
+        for index, cut in enumerate(stage.cuts):
+            if cut.parameter in names:
+                fault(f"{at}.cuts[{index}].parameter", f"{cut.parameter!r} is cut twice")
+            if len(cut.parts) != stage.tensor_parallel:
+                found = f"{len(cut.parts)} parts for groups of {stage.tensor_parallel} devices"
+                fault(f"{at}.cuts[{index}].parts", found)
+            names.add(cut.parameter)
 
     def _check_depth(self, stage: Stage, before: Stage | None, at: str) -> None:
         if self.weight_policy != "sync":

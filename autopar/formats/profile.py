@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from autopar.formats.cuts import LayerSplit
 from autopar.formats.document import Bytes, Count, Digest, Document, Index, Name, Provenance, Record, Seconds, fault
 
 if TYPE_CHECKING:
@@ -252,6 +253,22 @@ class Layer(Record):
     """The most; null: any number."""
     options: tuple[LayerOption, ...] = ()
     """Other ways to run the layer, where they were measured; ``costs`` are one device's that keeps everything."""
+    splits: tuple[LayerSplit, ...] = ()
+    """How the ranks of a team may divide it, by their number; none where nothing of it splits."""
+    split_obstacles: tuple[Name, ...] = ()
+    """Operators that every rank of a team computes whole, each with the reason."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty_splits(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = serialize(self)
+        for name in ("splits", "split_obstacles"):
+            if not content[name]:
+                del content[name]
+        return content
+
+    def split(self, count: int) -> LayerSplit | None:
+        """Return how it splits in so many parts; None where it does not."""
+        return next((each for each in self.splits if each.count == count), None)
 
     @model_validator(mode="after")
     def _sizes_ascend_and_options_differ(self) -> Self:
@@ -262,6 +279,9 @@ class Layer(Record):
         if len(set(ways)) != len(ways):
             twice = next(index for index, way in enumerate(ways) if way in ways[:index])
             fault(f"options[{twice}]", f"option {ways[twice][1]!r} of {ways[twice][0]} devices is given twice")
+        counts = [split.count for split in self.splits]
+        if counts != sorted(set(counts)):
+            fault("splits", f"numbers of parts must ascend without repeats, found {counts}")
         return self
 
 

@@ -34,7 +34,7 @@ from autopar.formats.program import (
 )
 from autopar.policies import POLICIES
 from autopar.schedules.continuing import lead, written_out
-from autopar.schedules.expand import Message, closing_of, expand, messages, mine, stages_of
+from autopar.schedules.expand import Message, closing_of, expand, messages, mine, stages_of, team_of
 from autopar.schedules.order import holdings, in_flight
 
 MOST_IN_CIRCLE = 8
@@ -59,6 +59,7 @@ def check(program: Program, plan: Plan, kinds: Collection[str] = KINDS) -> None:
     count = len(plan.devices)
     if len(program.ranks) != count:
         raise ProgramError(f"the program has {len(program.ranks)} ranks, the plan {count}")
+    _check_teams(program, plan)
     if program.shift:
         _check_repeated(program, plan)
         return
@@ -68,6 +69,23 @@ def check(program: Program, plan: Plan, kinds: Collection[str] = KINDS) -> None:
         for stage in in_flight(actions) if BACKWARD in kinds else ():
             _check_depth(rank, stage, actions, plan)
     _check_flow(program)
+
+
+def _check_teams(program: Program, plan: Plan) -> None:
+    """The ranks of a team compute in the same order: they add up what their parts give as they go."""
+    if all(stage.tensor_parallel == 1 for stage in plan.stages):
+        return
+    for rank, actions in enumerate(program.ranks):
+        first = team_of(plan, rank)[0]
+        own, other = (
+            [each for each in some if each.kind in (FORWARD, *BACKWARDS)] for some in (actions, program.ranks[first])
+        )
+        for one, another in zip_longest(own, other):
+            if one != another:
+                raise ProgramError(
+                    f"rank {rank}: {one or 'nothing'} stands where rank {first}, with which it runs a replica, has "
+                    f"{another or 'nothing'}; ranks of a team compute in one order"
+                )
 
 
 def _check_repeated(program: Program, plan: Plan) -> None:

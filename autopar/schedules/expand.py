@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from autopar.formats.plan import Plan, layout_of, turns
+from autopar.formats.plan import Plan, Stage, layout_of, turns
 from autopar.formats.program import (
     BEGIN_SUM,
     CORRECT,
@@ -31,7 +31,7 @@ from autopar.policies import POLICIES
 from autopar.schedules import SCHEDULES
 from autopar.schedules.continuing import repetition
 from autopar.schedules.order import Entry, RankPlace, in_order
-from autopar.schedules.route import Routes
+from autopar.schedules.route import Route, Routes, even_shares
 
 
 class Message(NamedTuple):
@@ -65,18 +65,29 @@ class Message(NamedTuple):
         return self.sender == self.receiver
 
 
-def rank_of(plan: Plan, stage: int, replica: int) -> int:
-    """Return the rank of a replica: ranks count the replicas of groups of stages in order."""
-    return first_ranks(plan)[stage] + replica
+def rank_of(plan: Plan, stage: int, replica: int, part: int = 0) -> int:
+    """Return the rank of a part of a replica: ranks count groups of stages in order, their replicas, and parts."""
+    return first_ranks(plan)[stage] + replica * plan.stages[stage].tensor_parallel + part
+
+
+def team_of(plan: Plan, rank: int) -> tuple[int, ...]:
+    """Return the ranks that run a replica together with this one, which is among them, by their parts."""
+    (stage, *_), replica = stages_of(plan, rank)
+    return tuple(rank_of(plan, stage, replica, part) for part in range(plan.stages[stage].tensor_parallel))
+
+
+def part_of(plan: Plan, rank: int) -> int:
+    """Return which part of its replica a rank has."""
+    return team_of(plan, rank).index(rank)
 
 
 def stages_of(plan: Plan, rank: int) -> tuple[tuple[int, ...], int]:
-    """Return (its stages, replica) of a rank; it is that replica of all of them."""
+    """Return (its stages, replica) of a rank; it is that replica of all of them, or a part of it."""
     for chunks in plan.groups:
-        replicas = plan.stages[chunks[0]].replicas
-        if rank < replicas:
-            return chunks, rank
-        rank -= replicas
+        stage = plan.stages[chunks[0]]
+        if rank < len(stage.devices):
+            return chunks, rank // stage.tensor_parallel
+        rank -= len(stage.devices)
     raise IndexError(rank)
 
 
@@ -94,12 +105,35 @@ def messages(plan: Plan) -> list[Message]:
     starts, known = first_ranks(plan), Routes()
     for (producer, consumer), tensors in sorted(_exchanged_tensors(plan).items()):
         gradients = tuple(index for index in tensors if plan.tensors[index].gradient)
-        for route in known.between(plan.stages[producer], plan.stages[consumer]):
-            sender, receiver = starts[producer] + route.sender, starts[consumer] + route.receiver
-            rows = int(route.start), -int(-route.stop // 1)
-            bundle = (*rows, tuple(tensors), gradients, route.first, route.period)
-            found.append(Message(producer, consumer, sender, receiver, *bundle))
+        sending, receiving = plan.stages[producer], plan.stages[consumer]
+        for route in known.between(sending, receiving):
+            for sender, receiver, start, stop in _team_routes(route, sending, receiving):
+                ends = producer, consumer, starts[producer] + sender, starts[consumer] + receiver
+                found.append(Message(*ends, start, stop, tuple(tensors), gradients, route.first, route.period))
     return found
+
+
+def _team_routes(route: Route, sending: Stage, receiving: Stage) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (sender, receiver, first row, stop) of what teams hand each other, given what replicas do.
+
+    A team hands itself all rows. From one to another each row goes once, to and from as many ranks as there are: ranks
+    of a team exchange what they have received. Senders and receivers count from their stage's first.
+    """
+    start, stop = int(route.start), -int(-route.stop // 1)
+    first, other = route.sender * sending.tensor_parallel, route.receiver * receiving.tensor_parallel
+    if sending.devices == receiving.devices:
+        yield from ((first + part, other + part, start, stop) for part in range(sending.tensor_parallel))
+        return
+    slices = max(sending.tensor_parallel, receiving.tensor_parallel)
+    for index, rows in enumerate(even_shares(stop - start, slices)):
+        if rows:
+            yield (
+                first + index % sending.tensor_parallel,
+                other + index % receiving.tensor_parallel,
+                start,
+                start + rows,
+            )
+        start += rows
 
 
 def first_ranks(plan: Plan) -> list[int]:
@@ -108,7 +142,7 @@ def first_ranks(plan: Plan) -> list[int]:
     for chunks in plan.groups:
         for stage in chunks:
             found[stage] = rank
-        rank += plan.stages[chunks[0]].replicas
+        rank += len(plan.stages[chunks[0]].devices)
     return found
 
 
@@ -133,18 +167,22 @@ def expand(plan: Plan) -> Program:
 
 def action_count(plan: Plan) -> int:
     """Return how many actions the program of a plan has, without expanding it."""
-    count = len(plan.devices) + sum(stage.replicas for stage in plan.stages if stage.replicas > 1)
+    count = len(plan.devices) + sum(len(stage.devices) for stage in plan.stages if stage.replicas > 1)
     for group, chunks in enumerate(plan.groups):
         first = plan.stages[chunks[0]]
         shared = sum(bool(set(chunks) & set(tied.stages)) for tied in plan.tied if _spread(plan, tied.stages))
         places = Counter(_place(plan, group, chunks, replica) for replica in range(first.replicas))
-        count += first.replicas * shared
-        count += sum(number * _computations(plan, place) for place, number in places.items())
+        count += len(first.devices) * shared
+        each = first.tensor_parallel
+        count += sum(each * number * _computations(plan, place) for place, number in places.items())
     known = Routes()
     for (producer, consumer), tensors in _exchanged_tensors(plan).items():
         sending, receiving = plan.stages[producer], plan.stages[consumer]
         if sending.devices != receiving.devices:
-            carried = sum(route.count(plan.micro_batches) for route in known.between(sending, receiving))
+            carried = sum(
+                route.count(plan.micro_batches) * sum(1 for _ in _team_routes(route, sending, receiving))
+                for route in known.between(sending, receiving)
+            )
             count += 2 * carried * (2 if any(plan.tensors[index].gradient for index in tensors) else 1)
     return count
 
@@ -170,7 +208,8 @@ def _unordered_entries(plan: Plan) -> Iterator[Iterator[Entry]]:
             outward.setdefault((message.sender, message.producer), []).append(message)
     rank = 0
     for group, chunks in enumerate(plan.groups):
-        for replica in range(plan.stages[chunks[0]].replicas):
+        for index in range(len(plan.stages[chunks[0]].devices)):
+            replica = index // plan.stages[chunks[0]].tensor_parallel
             flows = {
                 stage: _StageMessages.of(inward.get((rank, stage), []), outward.get((rank, stage), []))
                 for stage in chunks

@@ -338,7 +338,7 @@ def shape_of(fixed_stages: FixedStages, options: PlanOptions) -> Shape:
     Raises:
         UsageError: the stages do not go round the groups, or to and fro, each with the replicas of its group.
     """
-    cuts, widths = fixed_stages
+    cuts, widths = fixed_stages.cuts, fixed_stages.widths
     if not has_chunks(options.schedule):
         return Shape(cuts, widths)
     asked = options.chunks or (2 if layout_of(options.schedule) == "vee" else None)

@@ -69,7 +69,7 @@ def compile_rows(program: Program, times: Durations) -> Rows:
 
 def rows_of(plan: Plan) -> Rows:
     """Return the rows of a plan's program without making the program."""
-    firsts = accumulate((stage.replicas for stage in plan.stages), initial=0)
+    firsts = accumulate((len(stage.devices) for stage in plan.stages), initial=0)
     ahead = {stage: first - rank for stage, (first, rank) in enumerate(zip(firsts, first_ranks(plan), strict=False))}
     return _encode(entries_of(plan), ahead)
 

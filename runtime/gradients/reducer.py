@@ -7,7 +7,7 @@ as the plan asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -17,73 +17,17 @@ import torch
 
 from autopar.capture.graph import Layer
 from autopar.formats.plan import Plan, ReplicatedState
-from autopar.runtime.messages.transport import Pending, Transport, replica_ranks
+from autopar.runtime.gradients.buckets import SharedGradient, StageBuckets, fill_buckets, gradients_in
+from autopar.runtime.messages.transport import Pending, Transport, replica_ranks, sharing_groups
 from autopar.runtime.stage.layers import used_by_several
 from autopar.runtime.stage.parameters import LocalParameters
 from autopar.runtime.stage.stage import Stage
+from autopar.runtime.stage.team import Team
 from autopar.schedules.continuing import depths_of
-from autopar.schedules.route import buckets
+from autopar.schedules.expand import rank_of, team_of
 
 if TYPE_CHECKING:
     from autopar.runtime.stage.sharded import ShardedStage
-
-
-class _Bucket:
-    """Parameters whose gradients are views into one buffer and are reduced together."""
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self.parameters = list(parameters)
-        sample = self.parameters[0]
-        total = sum(parameter.numel() for parameter in self.parameters)
-        # Behind the gradients, a mark for each parameter: on how many ranks a backward reached it.
-        self.buffer = torch.zeros(total + len(self.parameters), dtype=sample.dtype, device=sample.device)
-        self._marks = self.buffer[total:]
-        self._all_reached = False
-        self.missing = len(self.parameters)
-
-    def attach(self) -> None:
-        """Zero the buffer and make every gradient a view into it."""
-        self.buffer.zero_()
-        offset = 0
-        for parameter in self.parameters:
-            parameter.grad = self.buffer[offset : offset + parameter.numel()].view_as(parameter)
-            offset += parameter.numel()
-        self._all_reached = False
-        self.missing = len(self.parameters)
-
-    def mark(self, reached_ids: set[int]) -> None:
-        """Mark the parameters that a backward of this rank reached, just before the buffer is reduced."""
-        reached = [float(id(parameter) in reached_ids) for parameter in self.parameters]
-        self._all_reached = all(reached)
-        if self._all_reached:
-            # Copying a list would make the host wait for a GPU.
-            self._marks.fill_(1.0)
-        else:
-            self._marks.copy_(torch.tensor(reached, dtype=self.buffer.dtype))
-
-    def release_untouched(self) -> None:
-        """Take the gradient from parameters that no rank's backward reached."""
-        if self._all_reached:
-            return
-        for parameter, reached in zip(self.parameters, self._marks.tolist(), strict=True):
-            if not reached:
-                parameter.grad = None
-
-
-class _StageBuckets:
-    """The buckets of one stage of a rank, and how far their reduction is."""
-
-    def __init__(self, stage_buckets: list[_Bucket]) -> None:
-        self.buckets = stage_buckets
-        self.begin()
-
-    def begin(self) -> None:
-        self.pending: list[Pending] = []
-        self.last_backward, self.began = False, cast(object, None)
-
-    @property
-    def remaining_buckets(self) -> list[_Bucket]:
-        return self.buckets[len(self.pending) :]
 
 
 class _Gradients:
@@ -92,14 +36,12 @@ class _Gradients:
     def __init__(
         self,
         stages: Mapping[int, Sequence[Sequence[torch.nn.Parameter]]],
-        shared_parameters: Mapping[int, tuple[torch.nn.Parameter, tuple[int, ...]]],
+        shared_parameters: Mapping[int, SharedGradient],
         plain: list[torch.nn.Parameter],
     ) -> None:
         """Lay them out: of the layers of stages, of what is shared between stages, and what no other rank holds."""
-        self.stages = {index: _StageBuckets(_fill(layers)) for index, layers in stages.items()}
-        self.shared_buckets = {
-            index: (_Bucket([parameter]), ranks) for index, (parameter, ranks) in shared_parameters.items()
-        }
+        self.stages = {index: StageBuckets(fill_buckets(layers)) for index, layers in stages.items()}
+        self.shared_buckets = {index: (shared.bucket(), shared) for index, shared in shared_parameters.items()}
         self.shared_pending: dict[int, Pending] = {}
         self.reached_ids: set[int] = set()
         own = [bucket for stage in self.stages.values() for bucket in stage.buckets]
@@ -147,11 +89,12 @@ class Reducer:
         stages: Mapping[int, Sequence[Sequence[torch.nn.Parameter]]],
         sharded_stages: Mapping[int, ShardedStage],
         replicas: tuple[int, ...],
-        shared_parameters: Mapping[int, tuple[torch.nn.Parameter, tuple[int, ...]]],
+        shared_parameters: Mapping[int, SharedGradient],
         transport: Transport,
         mark: Callable[[], object],
         rank: int,
         mini_batches: int = 1,
+        repeated: Collection[torch.nn.Parameter] = (),
     ) -> None:
         """Lay the gradients out.
 
@@ -159,15 +102,17 @@ class Reducer:
             stages: every layer's whole parameters, in layer order, of each stage of the rank.
             sharded_stages: those whose replicas divide other parameters.
             replicas: the ranks of these stages, this one among them.
-            shared_parameters: plan index of a parameter shared between stages -> it, and all ranks that hold it.
+            shared_parameters: by their indices in the plan, those that other stages hold, too.
             transport: carries the sums.
             mark: marks the present moment, for :meth:`finish` to return.
             rank: which rank this is.
             mini_batches: of how many there are gradients at a time.
+            repeated: parameters whose gradients another rank of the team has, too, and answers for.
         """
+        self._repeated_ids = set(map(id, repeated))
         self._rank = rank
         self._replicas, self._sharded_stages, self._transport, self._mark = replicas, sharded_stages, transport, mark
-        groups = _group_by_layer(stages, {id(parameter) for parameter, _ in shared_parameters.values()})
+        groups = _group_by_layer(stages, {id(shared.parameter) for shared in shared_parameters.values()})
         alone, none = len(replicas) == 1, {index: list[list[torch.nn.Parameter]]() for index in groups}
         plain, reduced = (groups, none) if alone else (none, groups)
         self._plain_of = {index: [each for layer in layers for each in layer] for index, layers in plain.items()}
@@ -259,11 +204,13 @@ class Reducer:
         if index not in gradients.shared_pending:
             self._begin_shared(gradients, index)
         gradients.shared_pending[index].wait()
+        gradients.shared_buckets[index][0].spread()
 
     def _begin_shared(self, gradients: _Gradients, index: int) -> None:
-        bucket, ranks = gradients.shared_buckets[index]
+        bucket, shared = gradients.shared_buckets[index]
         bucket.mark(gradients.reached_ids)
-        gradients.shared_pending[index] = self._transport.all_reduce(bucket.buffer, ranks)
+        bucket.collect()
+        gradients.shared_pending[index] = self._transport.all_reduce(bucket.buffer, shared.ranks)
 
     def scale(self, factor: float, index: int | None = None) -> None:
         """Multiply all gradients, or those of one stage."""
@@ -275,23 +222,35 @@ class Reducer:
         plain, buckets = self._plain, self._updated.buckets
         if index is not None:
             plain, buckets = self._plain_of[index], self._updated.stages[index].buckets
-        return [*_gradients_in(plain), *(bucket.buffer for bucket in buckets), *self._divided_gradients(index)]
+        return [
+            *gradients_in(plain),
+            *(each for bucket in buckets for each in bucket.gradients),
+            *self._divided_gradients(index),
+        ]
 
     def owned_gradients(self) -> list[torch.Tensor]:
         """Return gradients for a norm over all ranks: every element of the model's is owned by one rank."""
-        shared = [bucket for bucket, ranks in self._updated.shared_buckets.values() if self._rank == ranks[0]]
+        shared = [bucket for bucket, each in self._updated.shared_buckets.values() if self._rank in each.owners]
         own = [each for index in self._updated.stages for each in self.owned_gradients_of(index)]
-        return [*_gradients_in(parameter for bucket in shared for parameter in bucket.parameters), *own]
+        parameters = (parameter for bucket in shared for parameter in bucket.parameters)
+        return [*gradients_in(self._answered(parameters)), *own]
 
     def owned_gradients_of(self, index: int) -> list[torch.Tensor]:
         """Return those of one stage, for a norm over its replicas."""
         first = self._rank == self._replicas[0]
-        return self.gradients_of_stage(index) if first else self._divided_gradients(index)
+        return self.gradients_of_stage(index) if first else self._divided_gradients(index, self._repeated_ids)
 
     def gradients_of_stage(self, index: int) -> list[torch.Tensor]:
-        """Return all gradients of one stage that this replica has, those included that the others have, too."""
+        """Return all gradients of one stage that this replica has, those included that the others have, too.
+
+        Of a team's, they are those that this rank answers for.
+        """
         parameters = [each for bucket in self._updated.stages[index].buckets for each in bucket.parameters]
-        return [*_gradients_in((*self._plain_of[index], *parameters)), *self._divided_gradients(index)]
+        own = self._answered((*self._plain_of[index], *parameters))
+        return [*gradients_in(own), *self._divided_gradients(index, self._repeated_ids)]
+
+    def _answered(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.nn.Parameter]:
+        return (parameter for parameter in parameters if id(parameter) not in self._repeated_ids)
 
     def release_untouched(self) -> None:
         """Take the gradient from parameters that no backward reached: plain training would not update them.
@@ -301,9 +260,9 @@ class Reducer:
         for bucket in self._updated.buckets:
             bucket.release_untouched()
 
-    def _divided_gradients(self, index: int | None = None) -> list[torch.Tensor]:
+    def _divided_gradients(self, index: int | None = None, without: Collection[int] = ()) -> list[torch.Tensor]:
         asked = [sharded for at, sharded in self._sharded_stages.items() if index in (None, at)]
-        return [each for sharded in asked for each in sharded.gradients()]
+        return [each for sharded in asked for each in sharded.gradients(without)]
 
     def _hook(self, parameters: Sequence[torch.nn.Parameter], note: Callable[[Reducer, torch.Tensor], None]) -> None:
         """Have gradients noted; a hook that held the reducer would keep both for good: no collector sees into it."""
@@ -329,16 +288,12 @@ class Reducer:
             while stage.remaining_buckets and not stage.remaining_buckets[0].missing:
                 self._launch(self._current, stage)
 
-    def _launch(self, gradients: _Gradients, stage: _StageBuckets) -> None:
+    def _launch(self, gradients: _Gradients, stage: StageBuckets) -> None:
         if stage.began is None:
             stage.began = self._mark()
         bucket = stage.remaining_buckets[0]
         bucket.mark(gradients.reached_ids)
         stage.pending.append(self._transport.all_reduce(bucket.buffer, self._replicas))
-
-
-def _gradients_in(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _group_by_layer(
@@ -354,18 +309,6 @@ def _group_by_layer(
     return groups
 
 
-def _fill(groups: Sequence[Sequence[torch.nn.Parameter]]) -> list[_Bucket]:
-    sizes = [sum(p.numel() * p.element_size() for p in group) for group in groups]
-    filled = []
-    for indices in buckets(sizes):
-        parameters = [parameter for index in indices for parameter in groups[index]]
-        # One buffer holds one type; models of mixed types get a buffer each.
-        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-            alike = [parameter for parameter in parameters if parameter.dtype == dtype]
-            filled.append(_Bucket(alike))
-    return filled
-
-
 def reducer_of(
     plan: Plan,
     rank: int,
@@ -373,6 +316,7 @@ def reducer_of(
     local_parameters: LocalParameters,
     transport: Transport,
     mark: Callable[[], object],
+    team: Team,
 ) -> Reducer:
     """Return what reduces a rank's gradients.
 
@@ -383,6 +327,7 @@ def reducer_of(
         local_parameters: theirs.
         transport: carries the sums.
         mark: marks the present moment, for :meth:`Reducer.finish` to return.
+        team: with whom it runs its replica.
     """
     sharding = {index: stage for index, stage in stages.items() if plan.stages[index].shard != "none"}
     sharded = cast("dict[int, ShardedStage]", sharding)
@@ -394,12 +339,16 @@ def reducer_of(
     }
     shared = {}
     for i, tied in enumerate(plan.tied):
-        ranks = replica_ranks(plan, tied.stages)
-        if stages.keys() & set(tied.stages) and len(ranks) > 1:
-            shared[i] = local_parameters.parameters[tied.parameter], ranks
-    replicas = replica_ranks(plan, stages)
+        if stages.keys() & set(tied.stages):
+            ranks = next(each for each in sharing_groups(plan, tied) if rank in each)
+            if len(ranks) > 1:
+                parameter, alike = local_parameters.parameters[tied.parameter], plan.cuts_alike(tied)
+                owners = team_of(plan, rank_of(plan, tied.stages[0], 0))
+                shared[i] = SharedGradient(parameter, ranks, owners, tied.parameter, None if alike else team)
+    replicas = replica_ranks(plan, stages, team.part)
     kept = 1 if plan.weight_policy == "sync" else max(depths_of(plan, index).gradients for index in stages)
-    return Reducer(layers, sharded, replicas, shared, transport, mark, rank, kept)
+    repeated = [each for name, each in local_parameters.parameters.items() if not team.answers_for(name)]
+    return Reducer(layers, sharded, replicas, shared, transport, mark, rank, kept, repeated)
 
 
 class ReplicatedBuffers:

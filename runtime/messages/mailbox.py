@@ -19,9 +19,9 @@ from autopar.capture.graph import TensorSpec
 from autopar.formats.plan import Plan
 from autopar.formats.program import RECEIVE, RECEIVE_GRADIENT, SEND, SEND_GRADIENT, Action, Program
 from autopar.ranks.failure import PeerLostError
-from autopar.runtime.messages.transport import Pending, Transport, sendable
+from autopar.runtime.messages.transport import Pending, Transport, join, sendable
 from autopar.schedules.continuing import Repetition, lead, repetition_positions, written_out
-from autopar.schedules.expand import Message, messages, stages_of
+from autopar.schedules.expand import Message, messages, stages_of, team_of
 
 _SENDS, _RECEIVES = (SEND, SEND_GRADIENT), (RECEIVE, RECEIVE_GRADIENT)
 
@@ -173,6 +173,10 @@ class Mailbox:
         self._retire = retirements_by_repetition(program, rank, plan)
         self._flushes, self._patience = not program.shift, lead(plan) + plan.span
         self._repetition = Repetition(0, plan.micro_batches, 1)
+        self._team = team_of(plan, rank)
+        own = plan.stages[stages[0]].devices
+        self._elsewhere = {index for index, stage in enumerate(plan.stages) if stage.devices != own}
+        """Stages of other ranks, of whose tensors each rank of a team receives some rows."""
         self._share_start = plan.stages[stages[0]].row_starts[replica]
         self._share_rows = plan.stages[stages[0]].rows[replica]
         self._messages = messages_by_action(plan, rank)
@@ -307,6 +311,8 @@ class Mailbox:
         return self._pop_tensor((RECEIVE_GRADIENT, stage, micro_batch, peer_stage, name))
 
     def _pop_tensor(self, key: Key) -> torch.Tensor | None:
+        if len(self._team) > 1 and key[-2] in self._elsewhere:
+            return self._pop_joined(key)
         pieces = self._pieces.pop(key)
         if not any(piece.there for piece in pieces):
             return None
@@ -315,6 +321,16 @@ class Mailbox:
         pieces.sort(key=lambda piece: piece.start)
         tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
         return torch.cat(tensors, dim=self._specs[key[-1]].batch_dim)
+
+    def _pop_joined(self, key: Key) -> torch.Tensor:
+        """Return a tensor of which the ranks of the team have received some rows each, all of them together."""
+        spec = self._specs[key[-1]]
+        whole = torch.zeros(spec.shape(self._share_rows), dtype=spec.dtype, device=self._device)
+        for start, piece, _ in self._pieces.pop(key, []):
+            if piece is not None:
+                whole.narrow(spec.batch_dim, start, piece.shape[spec.batch_dim]).copy_(piece)
+        join(whole, self._team, self._transport)
+        return whole
 
     def _dues(self, action: Action) -> list[_Due]:
         flow, start, names = self._flow(action)

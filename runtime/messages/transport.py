@@ -6,14 +6,14 @@ ranks, of which a plan makes a few, each in an order that all ranks share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
-from autopar.formats.plan import Plan
+from autopar.formats.plan import Plan, SharedParameter, Stage
 from autopar.ranks.channel import Channel
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
@@ -174,6 +174,14 @@ class GroupTransport:
         return self._meshes[-1]
 
 
+def join(tensor: torch.Tensor, ranks: tuple[int, ...], transport: Transport) -> None:
+    """Fill a contiguous tensor, of which each of some ranks has some elements, and zeros elsewhere, in place.
+
+    Bytes are added up: what comes is what was there, of any type, to the last bit.
+    """
+    transport.all_reduce(tensor.view(-1).view(torch.uint8), ranks).wait()
+
+
 def sendable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose numbers lie in memory as they are, one behind the other: not conjugated when they are read.
 
@@ -201,22 +209,72 @@ def _first_line(error: RuntimeError) -> str:
 
 def reducing_groups(plan: Plan) -> list[tuple[int, ...]]:
     """Return every set of ranks that reduce gradients together, in an order that all ranks share."""
-    groups = [replica_ranks(plan, [index]) for index, stage in enumerate(plan.stages)]
-    groups += [replica_ranks(plan, tied.stages) for tied in plan.tied]
+    groups = [ranks for index, _ in enumerate(plan.stages) for ranks in _by_part(plan, [index])]
+    groups += [ranks for tied in plan.tied for ranks in sharing_groups(plan, tied)]
     return list(dict.fromkeys(group for group in groups if len(group) > 1))
+
+
+def _by_part(plan: Plan, stages: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the ranks that have the same part of stages, part by part."""
+    return [replica_ranks(plan, stages, part) for part in range(plan.stages[stages[0]].tensor_parallel)]
+
+
+def sharing_groups(plan: Plan, tied: SharedParameter) -> list[tuple[int, ...]]:
+    """Return the sets of ranks that reduce the gradients of a parameter that stages share.
+
+    Those with the same part of it do so, or all together where stages have other parts of it.
+    """
+    if plan.cuts_alike(tied):
+        return _by_part(plan, tied.stages)
+    ranks = (
+        rank_of(plan, stage, replica, part)
+        for stage in tied.stages
+        for replica in range(plan.stages[stage].replicas)
+        for part in range(plan.stages[stage].tensor_parallel)
+    )
+    return [tuple(dict.fromkeys(ranks))]
+
+
+def team_groups(plan: Plan) -> list[tuple[int, ...]]:
+    """Return every set of ranks that add up parts of a replica's layers, in an order that all ranks share.
+
+    They are whole teams, and where two dimensions are split together, those of a team that have the same of one.
+    """
+    found: list[tuple[int, ...]] = []
+    for index, stage in enumerate(plan.stages):
+        for replica in range(stage.replicas if stage.tensor_parallel > 1 else 0):
+            team = [rank_of(plan, index, replica, part) for part in range(stage.tensor_parallel)]
+            found += [tuple(team[part] for part in parts) for parts in parts_that_sum(stage)]
+    return list(dict.fromkeys(found))
+
+
+def parts_that_sum(stage: Stage) -> list[tuple[int, ...]]:
+    """Return the sets of a stage's parts that add up: all, and those with the same indices of some parameter.
+
+    Where some have the same, those at the same place among them add up, too.
+    """
+    found = [tuple(range(stage.tensor_parallel))]
+    for cut in stage.cuts:
+        alike: dict[int, list[int]] = {}
+        for part in range(stage.tensor_parallel):
+            alike.setdefault(cut.first_with(part), []).append(part)
+        rows = [tuple(each) for each in alike.values()]
+        found += [*rows, *zip(*rows, strict=True)]
+    return list(dict.fromkeys(parts for parts in found if len(parts) > 1))
 
 
 def reduction_groups(plan: Plan) -> list[tuple[int, ...]]:
     """Return every set of ranks that reduce together, all ranks among them, in an order that all ranks share."""
-    return list(dict.fromkeys([*reducing_groups(plan), tuple(range(len(plan.devices)))]))
+    return list(dict.fromkeys([*reducing_groups(plan), *team_groups(plan), tuple(range(len(plan.devices)))]))
 
 
 def synced_groups(plan: Plan) -> list[tuple[int, ...]]:
     """Return every set of ranks that divide micro-batches among them, in an order that all ranks share."""
     divided = [i for i, stage in enumerate(plan.stages) if stage.division == "split" and stage.replicas > 1]
-    return list(dict.fromkeys(replica_ranks(plan, [index]) for index in divided))
+    return list(dict.fromkeys(ranks for index in divided for ranks in _by_part(plan, [index])))
 
 
-def replica_ranks(plan: Plan, stages: Iterable[int]) -> tuple[int, ...]:
-    """Return the ranks of stages, each once."""
-    return tuple(dict.fromkeys(rank_of(plan, stage, i) for stage in stages for i in range(plan.stages[stage].replicas)))
+def replica_ranks(plan: Plan, stages: Iterable[int], part: int = 0) -> tuple[int, ...]:
+    """Return the ranks of a part of stages' replicas, each once."""
+    found = (rank_of(plan, stage, i, part) for stage in stages for i in range(plan.stages[stage].replicas))
+    return tuple(dict.fromkeys(found))

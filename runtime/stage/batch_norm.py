@@ -33,6 +33,7 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.messages.transport import Transport, replica_ranks, synced_groups
 from autopar.runtime.settings import TrainSettings
+from autopar.schedules.expand import part_of
 
 
 def normalizing(
@@ -63,7 +64,7 @@ def normalizing(
         raise UsageError(f"{asked[0]}: the model has no batch normalisation; leave the option out")
     layers = {index: [_rewritable(layer) for layer in each] for index, each in layers.items()}
     mine = [layer for each in layers.values() for layer in each]
-    replicas = _Replicas(transport, replica_ranks(plan, layers), rank)
+    replicas = _Replicas(transport, replica_ranks(plan, layers, part_of(plan, rank)), rank)
     if settings.deferred_batch_norm:
         return layers, DeferredBatchNorms(mine, replicas).settle
     if replicas.ranks in synced_groups(plan):

@@ -19,6 +19,8 @@ from autopar.formats.plan import Plan
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from autopar.runtime.stage.team import Team
+
 
 Weights = Callable[[Iterable[str]], Mapping[str, torch.Tensor]]
 """Reads initial parameters and buffers by name."""
@@ -55,7 +57,9 @@ class LocalParameters:
         self.parameters = {name: left[name] if name in left else self.parameters[name] for name in order}
 
 
-def hold(plan: Plan, stages: Mapping[int, Sequence[Layer]], weights: Weights, device: torch.device) -> LocalParameters:
+def hold(
+    plan: Plan, stages: Mapping[int, Sequence[Layer]], weights: Weights, device: torch.device, team: Team | None = None
+) -> LocalParameters:
     """Put the parameters and buffers of a rank's layers in place, and return them.
 
     Args:
@@ -63,6 +67,7 @@ def hold(plan: Plan, stages: Mapping[int, Sequence[Layer]], weights: Weights, de
         stages: the layers, by stage; their modules are given what they lack.
         weights: reads the values.
         device: where they go, but for what replicas divide: that waits in the host's memory until it is.
+        team: says what the rank has of parameters that are cut.
 
     Raises:
         FileError: the initial weights lack some.
@@ -75,6 +80,8 @@ def hold(plan: Plan, stages: Mapping[int, Sequence[Layer]], weights: Weights, de
             trainable[name] = layer.parameter(attribute).requires_grad
         wanted.update(dict.fromkeys([*layer.parameters.values(), *layer.buffers.values()]))
     values = weights(wanted)
+    if team is not None and team.cuts:
+        values = {name: team.take(name, value) for name, value in values.items()}
     missing = [name for name in wanted if name not in values]
     if missing:
         raise FileError(f"the initial weights lack {missing[0]!r} and {len(missing) - 1} more; check `weights`")

@@ -40,6 +40,7 @@ from autopar.runtime.stage.parameters import (
     sharded_parameter_names,
 )
 from autopar.runtime.stage.stage import Stage
+from autopar.runtime.stage.team import Team
 from autopar.runtime.stage.versions import CorrectedWeights, NewestWeights, PredictedWeights, WeightVersions
 from autopar.runtime.start.workspace import check_shares
 from autopar.runtime.times import Clock, clock_of
@@ -98,11 +99,16 @@ class Job:
         self._turning = 1 if plan.weight_policy == "sync" else plan.stages[indices[0]].turning
         self._lead, self._span = lead(plan), plan.span
         self._specs = {tensor.name: tensor for tensor in graph.tensors}
-        layers = {index: [graph.layer(name) for name in plan.stages[index].layers] for index in indices}
-        self._local_parameters = hold(plan, layers, weights, device)
+        self.team = Team(plan, rank, transport)
+        """With whom it runs its replica."""
+        layers = {
+            index: self.team.split(index, [graph.layer(name) for name in plan.stages[index].layers])
+            for index in indices
+        }
+        self._local_parameters = hold(plan, layers, weights, device, self.team)
         self.stages = self._build_stages(program, graph, layers, transport, settings)
         clock, self._copies = self._clock(), copies_of(device)
-        reducer = reducer_of(plan, rank, self.stages, self._local_parameters, transport, clock.mark)
+        reducer = reducer_of(plan, rank, self.stages, self._local_parameters, transport, clock.mark, self.team)
         scale = LossScale() if plan.precision == "fp16" else None
         self._update = self._updating(graph, reducer, transport, settings, scale, whole)
         self._batches = Batches(self._loader(model, graph, settings), self._copies)
@@ -127,7 +133,7 @@ class Job:
         """Build the stages of layers that normalise and compile as asked, and find what is settled at a step's end."""
         plan, rank = self.plan, self.rank
         mine = [layer for each in layers.values() for layer in each]
-        replicas = replica_ranks(plan, layers)
+        replicas = replica_ranks(plan, layers, self.team.part)
         self._alike = ReplicatedBuffers(mine, self._local_parameters, plan.replicate_state, transport, replicas, rank)
         check_shares(graph.layers, plan, sync_batch_norm=settings.sync_batch_norm)
         layers, self._settle = normalizing(plan, rank, graph, layers, transport, settings)
@@ -198,13 +204,13 @@ class Job:
         return self._local_parameters.state()
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return all of a parameter or buffer; replicas that divide parameters ask for it together."""
+        """Return all of a parameter or buffer; those that divide parameters, replicas or teams, ask for it together."""
         tensor = self.state()[name].detach()
-        if self._mesh is None:
-            return tensor
-        from autopar.runtime.stage.sharded import whole
+        if self._mesh is not None:
+            from autopar.runtime.stage.sharded import whole
 
-        return whole(tensor)
+            tensor = whole(tensor)
+        return self.team.whole(name, tensor)
 
     def warm_up(self) -> list[str]:
         """Run the compiled layers once, on zeros, so that they compile; return warnings of those that do not."""

@@ -279,7 +279,7 @@ class TrainingRun:
         self._note_slowness()
         if done >= RECORDED_STEPS:
             self._records[done - RECORDED_STEPS].times_s.clear()
-        if any(stage.loss for stage in self._job.stages.values()):
+        if self._job.team.part == 0 and any(stage.loss for stage in self._job.stages.values()):
             for each in record.every:
                 self._context.report({"step": each.step, "loss": each.loss, "count": each.count})
         return len(record.every)

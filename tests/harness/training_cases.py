@@ -17,6 +17,7 @@ from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.workspace import Workspace
+from autopar.schedules.expand import part_of, stages_of
 from dictated import dictate
 from paths import EXAMPLES, MODELS
 
@@ -126,16 +127,25 @@ def check(plan: Plan, truth: plain.Trained, folder: Path, losses: Sequence[float
     for rank in range(len(plan.devices)):
         gradients = load_file(folder / f"gradients-{rank}")
         for name, gradient in gradients.items():
-            difference = float((gradient - truth.gradients[name]).abs().max())
+            difference = float((gradient - own_part(plan, rank, name, truth.gradients[name])).abs().max())
             assert difference <= 1e-12 * largest, f"gradient of {name} on rank {rank}"
         parameters = load_file(folder / f"parameters-{rank}")
         assert parameters.keys() == gradients.keys()
         for name, parameter in parameters.items():
             seen.add(name)
-            expected = truth.parameters[name]
+            expected = own_part(plan, rank, name, truth.parameters[name])
             bound = 1e-10 * float(expected.abs().max()) + 1e-10
             assert float((parameter - expected).abs().max()) <= bound, f"parameter {name} on rank {rank}"
     assert seen == truth.parameters.keys()
+
+
+def own_part(plan: Plan, rank: int, name: str, whole: torch.Tensor) -> torch.Tensor:
+    """Return what a rank has of a parameter that its team may cut, by the plan's own numbers."""
+    for stage in (plan.stages[index] for index in stages_of(plan, rank)[0]):
+        for cut in (cut for cut in stage.cuts if cut.parameter == name):
+            indices = [at for start, stop in cut.parts[part_of(plan, rank)] for at in range(start, stop)]
+            return whole.index_select(cut.dim, torch.tensor(indices))
+    return whole
 
 
 def check_buffers(plan: Plan, truth: plain.Trained, folder: Path) -> None:

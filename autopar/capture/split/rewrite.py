@@ -42,6 +42,12 @@ class LayerPart:
     cuts: Mapping[str, Cut]
     """Of parameters that are cut, by attribute; others are whole, and have whole gradients on every part."""
 
+    @property
+    def summing_parts(self) -> frozenset[tuple[int, ...]]:
+        """The sets of parts over which it sums."""
+        calls = (node for node in self.module.graph.nodes if node.op == "call_module")
+        return frozenset(node.args[1] for node in calls if node.target in (_ENTER, _LEAVE))
+
 
 def split_layer(
     layer: Layer, sums: Sums, index: int, count: int, recorded: Mapping[str, ParameterCut] | None = None

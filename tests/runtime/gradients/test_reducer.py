@@ -13,6 +13,7 @@ from torch import nn
 
 from autopar.capture.export import capture_module
 from autopar.formats.profile import Writes
+from autopar.runtime.gradients.buckets import SharedGradient
 from autopar.runtime.gradients.reducer import Reducer, ReplicatedBuffers
 from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 from autopar.runtime.messages.transport import Transport
@@ -99,7 +100,7 @@ def test_a_parameter_of_several_stages_has_the_sum_over_all_that_hold_it() -> No
 
     def act(rank: int, transport: Transport) -> None:
         layer = models[rank][2 * rank]
-        shared = {7: (layer.weight, (0, 1))}
+        shared = {7: SharedGradient(layer.weight, (0, 1), (0,))}
         reducer = Reducer({rank: [list(layer.parameters())]}, {}, (rank,), shared, transport, lambda: None, rank)
         reducer.begin_step()
         (layer(x).square().sum() if rank == 0 else layer(x).sum()).backward()

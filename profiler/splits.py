@@ -1,0 +1,107 @@
+"""Splits: how the ranks of a team may divide the layers of a captured model, for its profile.
+
+Layers that compute the same split alike, so each kind is analysed once. Layers that share a parameter have to cut it
+alike, or leave it whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopar.capture.graph import Layer, LayerGraph
+from autopar.capture.split.analysis import Analysis, analyse
+from autopar.capture.split.choice import choose
+from autopar.capture.split.cuts import ParameterCut as LayerCut
+from autopar.capture.split.cuts import cuts_of
+from autopar.formats import profile as formats
+from autopar.formats.cuts import LayerSplit, ParameterCut
+
+COUNTS = (2, 4, 8)
+"""Ranks of a team that a profile says of how they divide a layer: as many as a node's GPUs."""
+
+_CutsByKind = dict[tuple[str, frozenset[int]], list[LayerCut | None]]
+"""Of every parameter of a layer, by the layer's kind and the places of parameters that are to stay whole."""
+Cuts = Mapping[str, tuple[ParameterCut, ...]]
+"""Of every layer, by its name."""
+
+
+def with_splits(graph: LayerGraph, layers: Collection[formats.Layer]) -> tuple[formats.Layer, ...]:
+    """Return records of a model's layers with how each splits, and what of it does not."""
+    survey = _Survey(graph)
+    found = [(count, survey.cuts(count)) for count in COUNTS]
+    records = []
+    for layer in layers:
+        splits = [LayerSplit(count=count, cuts=cuts[layer.name]) for count, cuts in found if cuts[layer.name]]
+        fields = {"splits": tuple(splits), "split_obstacles": survey.obstacles(layer.name)}
+        records.append(layer.model_copy(update=fields))
+    return tuple(records)
+
+
+def cuts_of_layers(graph: LayerGraph, count: int) -> Cuts:
+    """Return how parameters are cut in so many parts; layers that do not split have none."""
+    return _Survey(graph).cuts(count)
+
+
+@dataclass(eq=False)
+class _Survey:
+    """The layers of a model, with what was found out of each kind."""
+
+    graph: LayerGraph
+    analyses: dict[str, Analysis | None] = field(default_factory=dict)
+    """Of the first layer of every kind, by fingerprint; none of a module that was listed, not captured."""
+    firsts: dict[str, Layer] = field(default_factory=dict)
+
+    def cuts(self, count: int) -> Cuts:
+        """Return how every layer splits in so many parts, so that layers with a parameter in common cut it alike."""
+        found: dict[str, tuple[ParameterCut, ...]] = {}
+        alike: _CutsByKind = {}
+        whole: set[str] = set()
+        while True:
+            found = {layer.name: self._cuts_of(layer, count, whole, alike) for layer in self.graph.layers}
+            disputed = {
+                name for name, layers in self._shared() if len({_cut_of(found[each], name) for each in layers}) > 1
+            }
+            if disputed <= whole:
+                return found
+            whole |= disputed
+
+    def obstacles(self, name: str) -> tuple[str, ...]:
+        """Return which operators of a layer every part computes whole, each once, and why."""
+        analysis = self._analysis(self.graph.layer(name))
+        if analysis is None:
+            return ("the module was listed, not captured",)
+        return tuple(dict.fromkeys(f"{node.target}: {why}" for node, why in analysis.obstacles.items()))
+
+    def _shared(self) -> Collection[tuple[str, tuple[str, ...]]]:
+        return self.graph.tied_parameters().items()
+
+    def _analysis(self, layer: Layer) -> Analysis | None:
+        if layer.fingerprint not in self.analyses:
+            captured = isinstance(layer.module, fx.GraphModule)
+            self.analyses[layer.fingerprint] = analyse(layer) if captured else None
+            self.firsts[layer.fingerprint] = layer
+        return self.analyses[layer.fingerprint]
+
+    def _cuts_of(
+        self, layer: Layer, count: int, whole: Collection[str], alike: _CutsByKind
+    ) -> tuple[ParameterCut, ...]:
+        analysis = self._analysis(layer)
+        if analysis is None:
+            return ()
+        # Layers of a kind have their parameters in the same places.
+        places = frozenset(place for place, name in enumerate(layer.parameters.values()) if name in whole)
+        key = layer.fingerprint, places
+        if key not in alike:
+            attributes = list(self.firsts[layer.fingerprint].parameters)
+            cuts = cuts_of(analysis, choose(analysis, count, forbidden=[attributes[place] for place in places]))
+            alike[key] = [cuts.get(attribute) for attribute in attributes]
+        pairs = zip(layer.parameters.values(), alike[key], strict=True)
+        named = {name: cut for name, cut in pairs if cut is not None}
+        return tuple(ParameterCut(parameter=name, dim=cut.dim, parts=cut.parts) for name, cut in named.items())
+
+
+def _cut_of(cuts: Collection[ParameterCut], name: str) -> ParameterCut | None:
+    return next((cut for cut in cuts if cut.parameter == name), None)

@@ -1,0 +1,31 @@
+"""Replicas that several ranks run together train as one process would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import plain
+from dictated import dictate
+from in_teams import in_teams
+from threads import train_in_threads
+from training_cases import STEPS, Case, cases, check, dropout, shares_of
+
+__all__ = ["cases", "dropout"]
+
+
+@pytest.mark.parametrize(
+    ("widths", "sizes"),
+    [((1,), (2,)), ((2,), (2,)), ((1, 1), (2, 2)), ((1, 1), (1, 2)), ((2, 1), (2, 4)), ((1,), (4,))],
+)
+def test_training_equals_the_plain_loop(
+    widths: Sequence[int], sizes: Sequence[int], cases: dict[tuple[str, str], Case], tmp_path: Path
+) -> None:
+    case = cases["gpt", "adamw"]
+    plan = in_teams(case.graph, dictate(case.graph, case.model, widths, 2, 5), sizes)
+    state = {name: each.detach().clone() for name, each in case.model.build(0).named_parameters()}
+    losses = train_in_threads(plan, case.graph, case.model, state, tmp_path, STEPS)
+    truth = plain.train(case.file, 2, 5, lambda name: shares_of(case.graph, plan, name))
+    check(plan, truth, tmp_path, losses)
