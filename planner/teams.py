@@ -52,16 +52,35 @@ def plan_teams(
         _check_splits(index, [layers[name] for name in names[first:stop]], stages.team_sizes[index])
     memory_bytes = options.memory_bytes or min(device.memory_bytes for device in cluster.devices)
     alone = replace(
-        options,
-        stages=_without_teams(stages),
-        gpus=None if options.gpus is None else sum(stages.widths),
-        memory_bytes=memory_bytes * max(stages.team_sizes),
+        options, stages=_without_teams(stages), gpus=None, memory_bytes=memory_bytes * max(stages.team_sizes)
     )
-    limit = len(cluster.devices) if options.gpus is None else options.gpus
     found = plan(alone)
-    sizes = list(stages.team_sizes)
-    places = _places(found, sizes, [device.node for device in cluster.devices[:limit]], options.across_nodes)
-    return with_teams(found, sizes, places, lambda name, count: _split(layers[name], count))
+    sizes = stages.team_sizes
+    needed = sum(size * len(stage.devices) for size, stage in _groups(found, sizes))
+    places = _places(found, sizes, _nodes(cluster, options, needed), options.across_nodes)
+    made = with_teams(found, sizes, places, lambda name, count: _split(layers[name], count))
+    more = needed - len(cluster.devices)
+    if more <= 0:
+        return made
+    note = f"the cluster lists {len(cluster.devices)} devices; the plan assumes {more} more like them, in the last node"
+    return made.model_copy(update={"notes": (*made.notes, note)})
+
+
+def _groups(plan: Plan, sizes: Sequence[int]) -> list[tuple[int, Stage]]:
+    """Return the size of the teams of every group of devices, and the first of its stages."""
+    return [(sizes[chunks[0]], plan.stages[chunks[0]]) for chunks in plan.groups]
+
+
+def _nodes(cluster: Cluster, options: PlanOptions, needed: int) -> list[int]:
+    """Return the node of every device; where the cluster has too few, more are in its last node.
+
+    Raises:
+        UsageError: fewer are allowed than are needed.
+    """
+    if options.gpus is not None and options.gpus < needed:
+        raise UsageError(f"`stages` needs {needed} devices, but `gpus` is {options.gpus}")
+    nodes = [device.node for device in cluster.devices]
+    return [*nodes, *[nodes[-1]] * max(0, needed - len(nodes))]
 
 
 def _check_splits(stage: int, layers: Sequence[Layer], count: int) -> None:
@@ -98,37 +117,32 @@ def _without_teams(stages: FixedStages) -> str:
 def _places(
     plan: Plan, sizes: Sequence[int], nodes: Sequence[int], across: bool
 ) -> dict[tuple[int, int], tuple[int, ...]]:
-    """Return the devices of every replica, by its first stage and its number, in the cluster's order.
+    """Return the devices of every replica, by its first stage and its number: the first in the cluster's order.
+
+    A team that does not fit what is left of a node begins with the next.
 
     Raises:
-        UsageError: there are too few, or a team would be on several nodes.
+        UsageError: a team is on several nodes, or there are too few devices for all to be on one.
     """
     found: dict[tuple[int, int], tuple[int, ...]] = {}
     free = 0
-    for chunks in plan.groups:
-        size = sizes[chunks[0]]
-        for replica in range(plan.stages[chunks[0]].replicas):
-            while (
-                not across
-                and size <= nodes.count(nodes[min(free, len(nodes) - 1)])
-                and len(set(nodes[free : free + size])) > 1
-            ):
-                free += 1
-            team = tuple(range(free, free + size))
-            _check_place(chunks[0], team, nodes, across)
-            found[chunks[0], replica] = team
-            free += size
+    for chunks, (size, stage) in zip(plan.groups, _groups(plan, sizes), strict=True):
+        for replica in range(stage.replicas):
+            start = free if across else _within_a_node(nodes, free, size)
+            if start is None:
+                raise UsageError(
+                    f"`stages`: no node has {size} devices left for a replica of stage {chunks[0]}, which add up in "
+                    "every layer; give it fewer, or pass `across_nodes=True`"
+                )
+            found[chunks[0], replica] = tuple(range(start, start + size))
+            free = start + size
     return found
 
 
-def _check_place(stage: int, team: tuple[int, ...], nodes: Sequence[int], across: bool) -> None:
-    if team[-1] >= len(nodes):
-        raise UsageError(f"`stages` needs more than the {len(nodes)} devices that there are, stage {stage} on the last")
-    if not across and len({nodes[device] for device in team}) > 1:
-        raise UsageError(
-            f"`stages`: {len(team)} devices that run a replica of stage {stage} are on several nodes, and add up over "
-            "the network in every layer; give it fewer, or pass `across_nodes=True`"
-        )
+def _within_a_node(nodes: Sequence[int], free: int, size: int) -> int | None:
+    """Return the first device from ``free`` on with which so many of one node begin; None where there is none."""
+    starts = range(free, len(nodes) - size + 1)
+    return next((start for start in starts if len(set(nodes[start : start + size])) == 1), None)
 
 
 def with_teams(
