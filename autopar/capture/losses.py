@@ -282,16 +282,20 @@ def is_large(model: nn.Module) -> bool:
 
 
 def uneven_rows(batch: object, count: int) -> object:
-    """Return a few rows of a batch, from those with the least padding to those with the most."""
+    """Return a few rows of a batch: those with the fewest and the most labels to leave out, and by their padding."""
     tensors = named_tensors(batch)
-    equal = torch.zeros(row_count(tensors))
+    equal, left_out = torch.zeros(row_count(tensors)), torch.zeros(row_count(tensors), dtype=torch.int64)
     for tensor in tensors.values():
         flat = tensor.reshape(len(tensor), -1)
         # Padding is at one end of a row, and all alike.
         equal += ((flat == flat[:, :1]).sum(1) + (flat == flat[:, -1:]).sum(1)) / max(1, flat.shape[1])
+        # Masked tokens are anywhere; a row of nothing else has no loss to compare.
+        masked = (flat == USUAL).sum(1) if flat.dtype is torch.int64 else torch.zeros_like(left_out)
+        left_out += masked.where(masked < flat.shape[1], 0)
     order = equal.argsort(stable=True).tolist()
     spread = [order[round(place * (len(order) - 1) / (count - 1))] for place in range(count)]
-    rows = list(dict.fromkeys(spread))
+    ends = [int(left_out.argmax()), int(left_out.argmin())] if bool(left_out.any()) else []
+    rows = list(dict.fromkeys([*ends, *spread]))[:count]
     return rebuild(batch, {name: tensor[rows] for name, tensor in tensors.items()})
 
 

@@ -115,6 +115,15 @@ def texts(padding, rows=24, length=10):
     return {"tokens": tokens, "labels": labels, "mask": (labels == tokens).double()}
 
 
+def masked_here_and_there(seed, rows=36, length=6):
+    """Of every sixth row one label is left out, anywhere; short rows of few tokens look padded without being so."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, 3, (rows, length), generator=generator)
+    labels = tokens.clone()
+    labels[::6].scatter_(1, torch.randint(0, length, (rows // 6, 1), generator=generator), -100)
+    return {"tokens": tokens, "labels": labels}
+
+
 def usual(output, batch):
     return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
 
@@ -198,6 +207,12 @@ def test_a_loss_that_does_not_is_refused_with_what_to_write_or_what_is_exact(pad
     assert "`accept_loss=True`" in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert check_loss(*given, accept_loss=True).difference > 1e-3
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_labels_that_are_left_out_anywhere_are_found(seed):
+    with pytest.raises(ModelError, match="a mean over something that samples have unevenly many of"):
+        check_loss(*prepared(masked_here_and_there(seed), usual), accept_loss=False)
 
 
 def test_the_formula_that_is_named_is_taken():
