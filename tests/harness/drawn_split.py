@@ -95,9 +95,11 @@ def heads(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
     if kept != count:
         keys, values = (_repeat(draw, each, count // kept) for each in (keys, values))
     if draw.random() < 0.5:
-        found = F.scaled_dot_product_attention(query, keys, values, is_causal=True)
+        rate = draw.choice([0.0, 0.2])
+        found = F.scaled_dot_product_attention(query, keys, values, dropout_p=rate, is_causal=True)
     else:
-        found = (query @ keys.transpose(-1, -2)).softmax(-1) @ values
+        weights = (query @ keys.transpose(-1, -2)).softmax(-1)
+        found = F.dropout(weights, draw.choice([0.0, 0.2])) @ values
     return found.transpose(1, 2).reshape(-1, LENGTH, x.shape[-1])
 
 
@@ -129,4 +131,11 @@ def fused(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
     return first * second + last
 
 
-STEPS: list[Step] = [up, gate, rotate, scale, norm, heads, per_head, fused]
+def drop(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    """Drop numbers, of a tensor that memory has in an order that is drawn."""
+    if draw.random() < 0.5:
+        return F.dropout(x, 0.3)
+    return F.dropout(x.transpose(1, 2).contiguous().transpose(1, 2), 0.3)
+
+
+STEPS: list[Step] = [up, gate, rotate, scale, norm, heads, per_head, fused, drop]

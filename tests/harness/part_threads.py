@@ -19,10 +19,35 @@ from autopar.capture.split.sums import Sums
 Result = TypeVar("Result")
 
 
+SEED = 7
+"""What a layer's random numbers are drawn from, whole and in parts."""
+
+
+class Turns:
+    """Threads take turns, and each finds the one generator of random numbers that they share as it left it."""
+
+    def __init__(self) -> None:
+        self._lock, self._states = threading.Lock(), dict[int, torch.Tensor]()
+
+    def begin(self, index: int) -> None:
+        """Wait until no other thread computes."""
+        self._lock.acquire()
+        if index in self._states:
+            torch.set_rng_state(self._states[index])
+        else:
+            torch.manual_seed(SEED)
+
+    def end(self, index: int) -> None:
+        """Let others compute."""
+        self._states[index] = torch.get_rng_state()
+        self._lock.release()
+
+
 class Table:
     """Where threads lay their summands; each takes the sum of all, in the order of parts."""
 
     def __init__(self) -> None:
+        self.turns = Turns()
         self._barriers: dict[tuple[int, ...], threading.Barrier] = {}
         self._lock, self._broken = threading.Lock(), False
         self.summands: dict[int, torch.Tensor] = {}
@@ -55,25 +80,39 @@ class ThreadSums:
         self.shapes.append(tuple(tensor.shape))
         self._table.summands[self._index] = tensor.detach()
         barrier = self._table.barrier(parts)
-        barrier.wait()
+        self._wait(barrier)
         summands = [self._table.summands[part] for part in parts]
         assert len({each.shape for each in summands}) == 1, "parts sum tensors of different sizes"
         total = torch.stack(summands).sum(0)
-        barrier.wait()
+        self._wait(barrier)
         return total
+
+    def _wait(self, barrier: threading.Barrier) -> None:
+        """Wait for others, who compute meanwhile."""
+        self._table.turns.end(self._index)
+        try:
+            barrier.wait()
+        finally:
+            self._table.turns.begin(self._index)
 
 
 def run_parts(count: int, act: Callable[[ThreadSums, int], Result]) -> list[Result]:
-    """Do something for every part at the same time; raise what one of them raised first."""
+    """Do something for every part, in turns from sum to sum; raise what one of them raised first.
+
+    Each has a generator of random numbers as if it were alone, which begins at ``SEED``.
+    """
     table, errors = Table(), list[BaseException]()
     results: dict[int, Result] = {}
 
     def work(index: int) -> None:
+        table.turns.begin(index)
         try:
             results[index] = act(ThreadSums(table, index), index)
         except BaseException as error:
             errors.append(error)
             table.abort()
+        finally:
+            table.turns.end(index)
 
     threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(count)]
     for thread in threads:
@@ -108,17 +147,23 @@ def compare(
     choice: Callable[[Analysis, int], tuple[Split, ...]] = choose,
     break_part: Callable[[LayerPart, int], object] = lambda part, index: None,
 ) -> Comparison:
-    """Run a layer whole, and in parts, forwards and backwards from the same random gradients of its outputs."""
+    """Run a layer whole, and in parts, forwards and backwards from the same random gradients of its outputs.
+
+    All draw from the same seed, and must leave the generator alike.
+    """
     rows = inputs[0].shape[0]
     analysis = analyse(layer)
     splits = choice(analysis, count)
+    torch.manual_seed(SEED)
     whole, wanted = _run(layer.module, rows, inputs)
+    state = torch.get_rng_state()
     expected = {name: each.grad for name, each in layer.module.named_parameters() if name in layer.parameters}
 
     def act(sums: ThreadSums, index: int) -> tuple[LayerPart, list[torch.Tensor], list[torch.Tensor | None], int]:
         part = rewrite(analysis, splits, sums, index)
         break_part(part, index)
         outputs, gradients, forward = _run_counted(part.module, rows, inputs, sums)
+        assert torch.equal(torch.get_rng_state(), state), "a part draws more or less than the whole layer"
         return part, outputs, gradients, forward
 
     table: list[ThreadSums] = [None] * count  # type: ignore[list-item]

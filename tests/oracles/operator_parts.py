@@ -37,6 +37,7 @@ class OperatorParts:
         options = {name: node_of(each) for name, each in kwargs.items()}
         self._tensors = dict(self._values)
         self._node = graph.call_function(target, tuple(nodes), options)  # type: ignore[arg-type]
+        torch.manual_seed(0)
         self.whole = target(*args, **kwargs)
         self._values[self._node] = self.whole
         self.dims: dict[fx.Node, Outputs] = {node: (new_dims(value),) for node, value in self._tensors.items()}
@@ -85,6 +86,7 @@ class OperatorParts:
         )
         given = {node: take(value, self.dims[node][0], part) for node, value in self._tensors.items()}
         args, kwargs = fx.map_arg((local.args, dict(local.kwargs)), given.__getitem__)
+        torch.manual_seed(0)
         return local.target(*args, **kwargs), local
 
     def _outputs_error(self, result: object, part: Part) -> float:
@@ -99,7 +101,10 @@ def take(value: torch.Tensor, dims: Dims, part: Part) -> torch.Tensor:
     """Return what a part has of a tensor."""
     for place, dim in enumerate(dims):
         if part.splits(dim):
-            value = value.index_select(place, part.positions(dim))
+            # In the whole's order of memory, as operators on parts give them.
+            order = sorted(range(value.dim()), key=value.stride, reverse=True)
+            value = value.index_select(place, part.positions(dim)).permute(order).contiguous()
+            value = value.permute([order.index(each) for each in range(len(order))])
     return value
 
 

@@ -11,24 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-import torch
 from torch import fx
 
 from autopar.capture.split.analysis import Analysis
 from autopar.capture.split.names import Name
-from autopar.capture.split.rules import Axis, Dims, Part
+from autopar.capture.split.rules import Axis, Dims, Part, Ranges
 
 
 class ParameterCut(NamedTuple):
     """How a parameter is divided among the parts of a layer."""
 
     dim: int
-    parts: tuple[tuple[tuple[int, int], ...], ...]
-    """By part, the half-open ranges of its indices along that dimension, ascending; neighbours are one range."""
+    parts: tuple[Ranges, ...]
+    """By part, its indices along that dimension."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,17 +76,5 @@ def cuts_of(analysis: Analysis, splits: Iterable[Split]) -> dict[str, ParameterC
         for attribute, dims in analysis.parameters.items():
             at = split_dim(dims, parts[0])
             if at is not None:
-                found[attribute] = ParameterCut(at, tuple(ranges(part.positions(dims[at])) for part in parts))
+                found[attribute] = ParameterCut(at, tuple(part.ranges(dims[at]) for part in parts))
     return found
-
-
-def ranges(indices: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """Return ascending indices as half-open ranges.
-
-    >>> ranges(torch.tensor([0, 1, 2, 5, 6]))
-    ((0, 3), (5, 7))
-    """
-    gaps = (indices.diff() != 1).nonzero().flatten().tolist()
-    bounds = [0, *(gap + 1 for gap in gaps), len(indices)]
-    values: list[int] = indices.tolist()
-    return tuple((values[start], values[end - 1] + 1) for start, end in pairwise(bounds))

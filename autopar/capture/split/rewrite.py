@@ -19,7 +19,7 @@ from autopar.capture.graph import Layer
 from autopar.capture.split.analysis import Analysis, analyse
 from autopar.capture.split.choice import Split, choose
 from autopar.capture.split.cuts import ParameterCut, split_dim
-from autopar.capture.split.rules import Axis, LocalCall, Part, find_rule
+from autopar.capture.split.rules import Axis, LocalCall, Part, find_rule, take_ranges
 from autopar.capture.split.sums import Enter, Leave, Sums
 
 _ENTER, _LEAVE = "enter", "leave"
@@ -181,14 +181,9 @@ class _Rewrite:
             taken = self._enter(node, part, part.axes)
             for place, dim in enumerate(self._analysis.dims[node][0]):
                 if part.splits(dim):
-                    taken = self._graph.call_function(take_indices, (taken, place, part.positions(dim).tolist()))
+                    taken = self._graph.call_function(take_ranges, (taken, place, part.ranges(dim)))
             self._taken[node, part] = taken
         return self._taken[node, part]
-
-
-def take_indices(tensor: torch.Tensor, dim: int, indices: Sequence[int]) -> torch.Tensor:
-    """Return the entries at some indices of a dimension."""
-    return tensor.index_select(dim, torch.tensor(indices, device=tensor.device))
 
 
 def peers(part: Part, axes: Collection[Axis]) -> tuple[int, ...]:

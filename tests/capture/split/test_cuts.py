@@ -12,9 +12,10 @@ from torch import nn
 
 from autopar.capture.split.analysis import Analysis, analyse
 from autopar.capture.split.choice import choose
-from autopar.capture.split.cuts import ParameterCut, cuts_of, ranges
+from autopar.capture.split.cuts import ParameterCut, cuts_of
 from autopar.capture.split.names import MismatchError
 from autopar.capture.split.rewrite import split_layer
+from autopar.capture.split.rules import ranges
 from drawn_split import Drawn
 from single_layers import layer_of
 

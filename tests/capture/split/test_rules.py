@@ -37,6 +37,16 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]] = [
     (aten.contiguous.default, (x(4, 3),), {}, 2),
     (aten.detach.default, (x(4, 3),), {}, 2),
     (aten.dropout.default, (x(4, 3), 0.5, False), {}, 2),
+    (aten.dropout.default, (x(4, 3), 0.5, True), {}, 2),
+    (aten.dropout.default, (x(4, 3, 5).permute(2, 0, 1), 0.5, True), {}, 3),
+    (aten.dropout.default, (x(4, 2, 3, 5).transpose(1, 2), 0.5, True), {}, 4),
+    (aten.dropout.default, (x(4, 3, 10)[..., ::2], 0.5, True), {}, 3),
+    (aten.dropout.default, (x(4, 3), 1.0, True), {}, 2),
+    (aten.native_dropout.default, (x(4, 3, 5).permute(2, 0, 1), 0.5, True), {}, 3),
+    (aten.native_dropout.default, (x(4, 3), 0.5, False), {}, 2),
+    (aten.bernoulli.p, (x(4, 3).t(), 0.5), {}, 2),
+    (aten.rand_like.default, (x(4, 3, 5).permute(2, 0, 1),), {"dtype": torch.float32}, 3),
+    (aten.randn_like.default, (x(4, 3).t(),), {}, 2),
     (aten.full_like.default, (x(4, 3), 2.0), {}, 2),
     (aten.gelu.default, (x(4, 3),), {}, 2),
     (aten.masked_fill.Tensor, (x(4, 3), x(3) > 0, torch.tensor(2.0)), {}, 2),
@@ -64,6 +74,15 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]] = [
         (x(2, 6, 3, 4), x(2, 3, 3, 4), x(2, 3, 3, 4)),
         {"enable_gqa": True, "attn_mask": x(1, 6, 3, 3)},
         4,
+    ),
+    *(
+        (aten.scaled_dot_product_attention.default, (x(2, 4, 3, 6), x(2, 2, 3, 6), x(2, 2, 3, 5)), options, 4)
+        for options in (
+            {"dropout_p": 0.5, "enable_gqa": True},
+            {"dropout_p": 0.5, "enable_gqa": True, "is_causal": True},
+            {"dropout_p": 0.5, "enable_gqa": True, "attn_mask": MASK[:, :3], "scale": 0.3},
+            {"dropout_p": 0.5, "enable_gqa": True, "attn_mask": x(2, 1, 3, 3), "scale": -0.3},
+        )
     ),
     (aten.view.default, (x(2, 3, 8), [2, 3, 4, 2]), {}, 4),
     (aten.view.default, (x(2, 3, 4, 2), [6, -1]), {}, 4),
@@ -141,10 +160,8 @@ def test_every_operator_with_a_rule_is_tried() -> None:
 @pytest.mark.parametrize(
     ("target", "args"),
     [
-        (aten.dropout.default, (x(4, 3), 0.5, True)),
         (aten.addmm.default, (x(3), x(4, 6), x(6, 3))),
         (aten.matmul.default, (x(4), x(4))),
-        (aten.scaled_dot_product_attention.default, (x(1, 2, 3, 4), x(1, 2, 3, 4), x(1, 2, 3, 4), None, 0.5)),
         (aten.slice.Tensor, (x(2, 6), 1, 0, 6, 2)),
         (aten.view.default, (x(4, 6), [3, 8])),
         (aten.repeat_interleave.self_int, (x(4, 6), 3)),

@@ -6,12 +6,46 @@ have the rules, a family each.
 
 from __future__ import annotations
 
-from autopar.capture.split.rules import elementwise, pieces, products, reductions, shapes, vocabulary
-from autopar.capture.split.rules.rule import RULES, Axis, Dims, LocalCall, OperatorCall, Part, SplitRule, share
+from autopar.capture.split.rules import (
+    attention,
+    draws,
+    elementwise,
+    pieces,
+    products,
+    reductions,
+    shapes,
+    vocabulary,
+)
+from autopar.capture.split.rules.rule import (
+    RULES,
+    Axis,
+    Dims,
+    LocalCall,
+    OperatorCall,
+    Part,
+    Ranges,
+    SplitRule,
+    ranges,
+    share,
+    take_ranges,
+)
 
-__all__ = ["FAMILIES", "Axis", "Dims", "LocalCall", "OperatorCall", "Part", "SplitRule", "find_rule", "share"]
+__all__ = [
+    "FAMILIES",
+    "Axis",
+    "Dims",
+    "LocalCall",
+    "OperatorCall",
+    "Part",
+    "Ranges",
+    "SplitRule",
+    "find_rule",
+    "ranges",
+    "share",
+    "take_ranges",
+]
 
-FAMILIES = (elementwise, pieces, products, reductions, shapes, vocabulary)
+FAMILIES = (attention, draws, elementwise, pieces, products, reductions, shapes, vocabulary)
 """The files that register rules."""
 
 

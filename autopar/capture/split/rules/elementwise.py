@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from autopar.capture.split.names import MismatchError
 from autopar.capture.split.rules.rule import Dims, OperatorCall, SplitRule, broadcast, rule
 
 
@@ -37,14 +36,6 @@ def elementwise(call: OperatorCall) -> Dims:
 def like(call: OperatorCall) -> Dims:
     """Take the type of another tensor, of which nothing else counts."""
     return call.dims("self")
-
-
-@rule("dropout.default")
-def dropout(call: OperatorCall) -> Dims:
-    """Leave every number in its place, where none is drawn."""
-    if call.argument("train") and call.argument("p"):
-        raise MismatchError("it draws random numbers")
-    return call.dims("input")
 
 
 def pointwise(target: object) -> SplitRule | None:

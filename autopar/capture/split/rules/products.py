@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.capture.split.names import Dim, MismatchError, Name, block, resolve, size
+from autopar.capture.split.names import MismatchError
 from autopar.capture.split.rules.rule import Dims, LocalCall, OperatorCall, Part, broadcast, rule, unite_or_block
 
 _ADD = torch.ops.aten.add.Tensor
@@ -65,28 +65,3 @@ def _product_dims(call: OperatorCall, one: Dims, other: Dims) -> Dims:
         raise MismatchError("it multiplies a vector")
     call.summed.append(unite_or_block(one[-1], other[-2]))
     return (*broadcast([one[:-2], other[:-2]]), one[-2], other[-1])
-
-
-@rule("scaled_dot_product_attention.default")
-def attention(call: OperatorCall) -> Dims:
-    """Keep batch, heads and the values' width; every query sees all keys and the whole of their width."""
-    if call.argument("dropout_p"):
-        raise MismatchError("it draws random numbers")
-    query, key, value = call.dims("query"), call.dims("key"), call.dims("value")
-    if call.argument("enable_gqa"):
-        key, value = (_repeat_heads(query, dims) for dims in (key, value))
-    heads = broadcast([query[:-2], key[:-2], value[:-2]])
-    unite_or_block(key[-2], value[-2])
-    unite_or_block(query[-1], key[-1])
-    for dim in (query[-1], query[-2], key[-2]):
-        block(dim, "attention reads the whole of it")
-    if call.argument("attn_mask") is not None:
-        broadcast([(*heads, query[-2], key[-2]), call.dims("attn_mask")])
-    return (*heads, query[-2], value[-1])
-
-
-def _repeat_heads(query: Dims, dims: Dims) -> Dims:
-    """Return the dimensions of keys or values whose heads are repeated, each for a group of queries."""
-    times = size(query[-3]) // size(dims[-3])
-    heads: Dim = (*resolve(dims[-3]), Name(times))
-    return (*dims[:-3], heads, *dims[-2:])

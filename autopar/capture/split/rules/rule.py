@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ ROWS = 2**31 - 1
 
 Dims = tuple[Dim, ...]
 """Of a tensor."""
+
+Ranges = tuple[tuple[int, int], ...]
+"""Ascending indices as half-open ranges; neighbours are one."""
 
 
 def plain_size(length: int | torch.SymInt) -> int:
@@ -108,6 +112,11 @@ class OperatorCall:
         """Return the sizes of what it gives."""
         return self.sizes_of(self.node)
 
+    def memory_order(self, name: str) -> tuple[int, ...]:
+        """Return a tensor argument's dimensions in the order of memory, the outermost first."""
+        strides = [plain_size(stride) for stride in self._values[self.argument(name)].stride()]
+        return tuple(sorted(range(len(strides)), key=lambda place: -strides[place]))
+
     def tensors(self) -> list[fx.Node]:
         """Return the tensors that it is given."""
         return [node for node in self.node.all_input_nodes if isinstance(self._values.get(node), torch.Tensor)]
@@ -148,6 +157,10 @@ class Part:
         """Return the indices of a dimension that belong to the part; takes as long as the dimension."""
         return positions(dim, {axis.name: axis.indices for axis in self.axes})
 
+    def ranges(self, dim: Dim) -> Ranges:
+        """Return those indices as ranges; takes as long as the dimension."""
+        return ranges(self.positions(dim))
+
     def before(self, dim: Dim, end: int) -> int:
         """Return how many of a dimension's first indices belong to the part; takes as long as the dimension."""
         return int((self.positions(dim) < end).sum())
@@ -160,6 +173,27 @@ class Part:
             whole = name.size if name.pieces is None else sum(map(self.length, name.pieces))
             total *= lengths.get(name, whole)
         return total
+
+
+def ranges(indices: torch.Tensor) -> Ranges:
+    """Return ascending indices as ranges.
+
+    >>> ranges(torch.tensor([0, 1, 2, 5, 6]))
+    ((0, 3), (5, 7))
+    """
+    gaps = (indices.diff() != 1).nonzero().flatten().tolist()
+    bounds = [0, *(gap + 1 for gap in gaps), len(indices)]
+    values: list[int] = indices.tolist()
+    return tuple((values[start], values[end - 1] + 1) for start, end in pairwise(bounds))
+
+
+def take_ranges(tensor: torch.Tensor, dim: int, indices: Ranges) -> torch.Tensor:
+    """Copy the entries at some indices of a dimension; memory has the dimensions in the order that it has them in."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    at = order.index(dim)
+    ordered = tensor.permute(order)
+    copy = torch.cat([ordered.narrow(at, start, stop - start) for start, stop in indices], at)
+    return copy.permute([order.index(place) for place in range(len(order))])
 
 
 def share(size: int, index: int, count: int) -> range:

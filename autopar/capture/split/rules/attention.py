@@ -1,0 +1,97 @@
+"""Attention in one operator: batch and heads are kept, as is the values' width.
+
+With dropout, torch computes it on a CPU by plain operators, and draws for weights of ``(rows, heads, queries, keys)``.
+A part does so too, draws the weights of all heads, and takes its own. On a GPU a fused kernel draws inside, which no
+part can repeat.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+
+import torch
+
+from autopar.capture.split.names import Dim, Name, block, resolve, size
+from autopar.capture.split.rules.draws import Taken, drop_part, own_ranges
+from autopar.capture.split.rules.rule import Dims, LocalCall, OperatorCall, Part, broadcast, rule, unite_or_block
+from autopar.errors import UsageError
+
+
+def attend_part(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    rate: float,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+    own: Taken,
+) -> torch.Tensor:
+    """Attend with dropout of the weights, some of all heads.
+
+    Args:
+        query: of ``(rows, heads, queries, width)``; keys and values alike.
+        key: see ``query``.
+        value: see ``query``.
+        mask: is added to the scores; or says where a query sees a key.
+        rate: of dropout.
+        causal: whether a query sees no key behind it.
+        scale: of the products; none: one over the square root of the width.
+        grouped: whether several heads of queries share one of keys.
+        own: which part of all weights it is.
+
+    Raises:
+        UsageError: on a GPU.
+    """
+    if query.is_cuda:
+        raise UsageError(
+            "fused attention draws its dropout inside a GPU's kernel, and cannot be split there; turn dropout of "
+            "attention off, or write it in plain operators (Transformers: `attn_implementation='eager'`)"
+        )
+    if grouped:
+        key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+    # As torch does, which computes in single precision what is of half.
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    wide = [each.float() if half else each for each in (query, key, value)]
+    factor = 1 / sqrt(query.shape[-1]) if scale is None else scale
+    scores = (wide[0] * factor) @ wide[1].transpose(-1, -2)
+    if causal:
+        scores = scores + torch.full_like(scores, -torch.inf).triu(1)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    weights = torch.ops.aten._safe_softmax.default(scores, -1)
+    found = drop_part(weights, rate, tuple(range(weights.dim())), own) @ wide[2]
+    return found.to(query.dtype)
+
+
+def _local_attention(call: OperatorCall, part: Part) -> LocalCall:
+    if not call.argument("dropout_p"):
+        return LocalCall(call.node.target, call.node.args, call.node.kwargs)
+    tensors = [call.argument(name) for name in ("query", "key", "value", "attn_mask")]
+    options = [call.argument(name) for name in ("dropout_p", "is_causal", "scale", "enable_gqa")]
+    *heads, queries, _ = call.dims_of(call.node)
+    return LocalCall(attend_part, (*tensors, *options, own_ranges((*heads, queries), part)), {})
+
+
+@rule("scaled_dot_product_attention.default", local=_local_attention)
+def attention(call: OperatorCall) -> Dims:
+    """Keep batch, heads and the values' width; every query sees all keys and the whole of their width."""
+    query, key, value = call.dims("query"), call.dims("key"), call.dims("value")
+    if call.argument("enable_gqa"):
+        key, value = (_repeat_heads(query, dims) for dims in (key, value))
+    heads = broadcast([query[:-2], key[:-2], value[:-2]])
+    unite_or_block(key[-2], value[-2])
+    unite_or_block(query[-1], key[-1])
+    for dim in (query[-1], query[-2], key[-2]):
+        block(dim, "attention reads the whole of it")
+    if call.argument("attn_mask") is not None:
+        broadcast([(*heads, query[-2], key[-2]), call.dims("attn_mask")])
+    return (*heads, query[-2], value[-1])
+
+
+def _repeat_heads(query: Dims, dims: Dims) -> Dims:
+    """Return the dimensions of keys or values whose heads are repeated, each for a group of queries."""
+    times = size(query[-3]) // size(dims[-3])
+    heads: Dim = (*resolve(dims[-3]), Name(times))
+    return (*dims[:-3], heads, *dims[-2:])

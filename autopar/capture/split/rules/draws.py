@@ -1,0 +1,126 @@
+"""Operators that draw random numbers: a part draws those of the whole tensor, and takes its own.
+
+    F.dropout(x, 0.1)     # of (rows, 8, 6, 4) heads, a part has (rows, 2, 6, 4), and draws rows * 8 * 6 * 4 numbers
+
+So what is computed does not depend on the number of parts, and the generator is left as the whole layer leaves it: what
+is drawn next, in a region or outside, is alike on every part. Parts begin a layer with the same seed.
+
+A generator fills a tensor in the order of memory. Of a part's tensor that order is read as it is, but for dimensions of
+size 1, of which it tells nothing: there, the order is that of the whole tensor when the layer was captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autopar.capture.split.names import size
+from autopar.capture.split.rules.rule import Dims, LocalCall, OperatorCall, Part, Ranges, rule, take_ranges
+
+Taken = tuple[tuple[int, int, Ranges], ...]
+"""Of every dimension that is split: which one, how long the whole is, and the indices that a part has."""
+
+
+def own_ranges(dims: Dims, part: Part) -> Taken:
+    """Return which part of a tensor one has."""
+    split = ((place, dim) for place, dim in enumerate(dims) if part.splits(dim))
+    return tuple((place, size(dim), part.ranges(dim)) for place, dim in split)
+
+
+def draw_part(
+    draw: Callable[..., torch.Tensor],
+    like: torch.Tensor,
+    order: tuple[int, ...],
+    own: Taken,
+    *args: Any,  # noqa: ANN401
+    **options: Any,  # noqa: ANN401
+) -> torch.Tensor:
+    """Draw for a tensor of ones as large as the whole, and take a part.
+
+    Args:
+        draw: called with the tensor of ones, and further arguments.
+        like: what a part has of the whole.
+        order: its dimensions as memory had them when the layer was captured, the outermost first.
+        own: which part of the whole it is.
+    """
+    sizes = list(like.shape)
+    for place, length, _ in own:
+        sizes[place] = length
+    order = _memory_order(like, order)
+    ones = like.detach().new_ones([sizes[place] for place in order])
+    found = draw(ones.permute([order.index(place) for place in range(len(sizes))]), *args, **options)
+    for place, _, ranges in own:
+        found = take_ranges(found, place, ranges)
+    return found
+
+
+def _memory_order(tensor: torch.Tensor, order: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a tensor's dimensions as memory has them; ``order`` is right unless a stride says otherwise."""
+    long = [place for place in order if tensor.shape[place] > 1]
+    by_stride = sorted(long, key=tensor.stride, reverse=True)
+    return order if by_stride == long else tuple(sorted(order, key=tensor.stride, reverse=True))
+
+
+def drop_part(tensor: torch.Tensor, rate: float, order: tuple[int, ...], own: Taken) -> torch.Tensor:
+    """Do what dropout does to a part of a tensor, bit for bit."""
+    if tensor.is_cuda:
+        # The fused kernel scales after it has rounded nothing.
+        return tensor * draw_part(_fused_mask, tensor, order, own, rate) * (1 / (1 - rate) if rate < 1 else 0.0)
+    return tensor * draw_part(torch.ops.aten.dropout.default, tensor, order, own, rate, True)
+
+
+def _fused_mask(ones: torch.Tensor, rate: float) -> torch.Tensor:
+    mask: torch.Tensor = torch.ops.aten.native_dropout.default(ones, rate, True)[1]
+    return mask
+
+
+def _local_dropout(call: OperatorCall, part: Part) -> LocalCall:
+    own = own_ranges(call.dims("input"), part)
+    if not own or not (call.argument("train") and call.argument("p")):
+        return LocalCall(call.node.target, call.node.args, call.node.kwargs)
+    place = (call.memory_order("input"), own)
+    return LocalCall(drop_part, (call.argument("input"), call.argument("p"), *place), {})
+
+
+@rule("dropout.default", local=_local_dropout)
+def dropout(call: OperatorCall) -> Dims:
+    """Leave every number in its place, or make it zero."""
+    return call.dims("input")
+
+
+def native_drop_part(
+    tensor: torch.Tensor, rate: float, order: tuple[int, ...], own: Taken
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do what ``native_dropout`` does to a part of a tensor, bit for bit."""
+    mask = draw_part(_fused_mask, tensor, order, own, rate)
+    return tensor * mask * (1 / (1 - rate) if rate < 1 else 0.0), mask
+
+
+def _local_native_dropout(call: OperatorCall, part: Part) -> LocalCall:
+    own, train = own_ranges(call.dims("input"), part), call.argument("train")
+    if not own or train is False:
+        return LocalCall(call.node.target, call.node.args, call.node.kwargs)
+    place = (call.memory_order("input"), own)
+    return LocalCall(native_drop_part, (call.argument("input"), call.argument("p"), *place), {})
+
+
+@rule("native_dropout.default", local=_local_native_dropout)
+def native_dropout(call: OperatorCall) -> list[Dims]:
+    """Leave every number in its place, or make it zero; and tell which."""
+    return [call.dims("input")] * 2
+
+
+def _local_draw(call: OperatorCall, part: Part) -> LocalCall:
+    own = own_ranges(call.dims("self"), part)
+    if not own:
+        return LocalCall(call.node.target, call.node.args, call.node.kwargs)
+    like, *others = call.node.args
+    return LocalCall(draw_part, (call.node.target, like, call.memory_order("self"), own, *others), call.node.kwargs)
+
+
+@rule("bernoulli.p", "rand_like.default", "randn_like.default", local=_local_draw)
+def draw(call: OperatorCall) -> Dims:
+    """Draw a number for every one that it is given, of which nothing but its place counts."""
+    return call.dims("self")
