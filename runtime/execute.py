@@ -402,9 +402,10 @@ class Executor:
                 flight.backward_weight()
             return
         run = flight.backward if kind == BACKWARD else flight.backward_input
-        gradients = [self._joined_gradient(name, index, micro_batch) for name in flight.awaited_names]
         with self._versions.backward(saved, distance):
-            given = run(gradients)
+            # Ranks of a team meet in both, some of which have recomputed while they waited for rows.
+            flight.recompute()
+            given = run([self._joined_gradient(name, index, micro_batch) for name in flight.awaited_names])
         self._hand_out(SEND_GRADIENT, index, micro_batch, given)
 
     def _first_backward(self, run: Callable[..., None], kind: str, index: int, micro_batch: int, distance: int) -> None:

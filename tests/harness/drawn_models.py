@@ -18,8 +18,10 @@ from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.schedules.expand import stages_of
+from in_teams import in_teams
 from paths import MODELS
 from threads import train_in_threads
+from training_cases import own_part
 
 STEPS = 2
 
@@ -39,6 +41,20 @@ def plans(name: str, **limits: int) -> st.SearchStrategy[Plan]:
     return plans_of(graph, model, **limits)
 
 
+@st.composite
+def team_plans(draw: st.DrawFn, name: str, most_ranks: int = 8, **limits: int) -> Plan:
+    """Draw plans some of whose replicas several ranks run together, of one size for every group of devices."""
+    plan = draw(plans(name, most_groups=3, most_ranks=most_ranks // 2, **limits))
+    sizes, left = [1] * len(plan.stages), most_ranks - len(plan.devices)
+    for chunks in plan.groups:
+        replicas = plan.stages[chunks[0]].replicas
+        size = draw(st.sampled_from([each for each in (1, 2, 4) if (each - 1) * replicas <= left]))
+        left -= (size - 1) * replicas
+        for stage in chunks:
+            sizes[stage] = size
+    return in_teams(captured(name)[1], plan, sizes)
+
+
 def equals_plain(name: str, plan: Plan, program: Program | None = None) -> None:
     model, graph, state = captured(name)
     truth = truth_of(MODELS / f"{name}.py", graph, plan, STEPS)
@@ -49,9 +65,11 @@ def equals_plain(name: str, plan: Plan, program: Program | None = None) -> None:
         largest = max(float(gradient.abs().max()) for gradient in truth.gradients.values())
         for rank in range(len(plan.devices)):
             for key, gradient in load_file(Path(folder) / f"gradients-{rank}").items():
-                assert float((gradient - truth.gradients[key]).abs().max()) <= 1e-12 * largest, key
+                expected = own_part(plan, rank, key, truth.gradients[key])
+                assert float((gradient - expected).abs().max()) <= 1e-12 * largest, key
             for key, parameter in load_file(Path(folder) / f"parameters-{rank}").items():
-                torch.testing.assert_close(parameter, truth.parameters[key], rtol=0, atol=1e-10)
+                expected = own_part(plan, rank, key, truth.parameters[key])
+                torch.testing.assert_close(parameter, expected, rtol=0, atol=1e-10)
             for key, buffer in load_file(Path(folder) / f"buffers-{rank}").items() if not replica(plan, rank) else ():
                 torch.testing.assert_close(buffer, truth.buffers[key], rtol=1e-10, atol=1e-10)
 

@@ -23,6 +23,7 @@ from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage.stage import Segment
+from autopar.runtime.stage.team import Team
 from autopar.runtime.start.job import DEFAULTS, Job
 from autopar.runtime.update import Update
 from autopar.schedules.check import check
@@ -74,7 +75,7 @@ def act_in_threads(
     """Build every rank's job, and do something with it, all at the same time."""
     program = program or expand(plan)
     check(program, plan)
-    exchange, drawing = Exchange(), threading.Lock()
+    exchange, drawing = Exchange(), threading.RLock()
     errors: list[BaseException] = []
 
     def read(names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -99,6 +100,7 @@ def act_in_threads(
     load = _one_at_a_time(ShareLoader.load, drawing)
     apply = _one_at_a_time(Update._apply, drawing)
     with (
+        patch.object(Team, "sum", _leaving(Team.sum, drawing)),
         patch.object(Segment, "run", run),
         patch.object(ShareLoader, "load", load),
         patch.object(Update, "_apply", apply),
@@ -108,7 +110,24 @@ def act_in_threads(
         raise errors[0]
 
 
-def _one_at_a_time(run: Callable[..., object], lock: threading.Lock) -> Callable[..., object]:
+def _leaving(meet: Callable[..., torch.Tensor], lock: threading.RLock) -> Callable[..., torch.Tensor]:
+    """Let others draw while a thread waits for them, and go on with the generator as it was."""
+
+    def alone(*arguments: object) -> torch.Tensor:
+        if not lock._is_owned():  # type: ignore[attr-defined]
+            return meet(*arguments)
+        state = torch.get_rng_state()
+        lock.release()
+        try:
+            return meet(*arguments)
+        finally:
+            lock.acquire()
+            torch.set_rng_state(state)
+
+    return alone
+
+
+def _one_at_a_time(run: Callable[..., object], lock: threading.RLock) -> Callable[..., object]:
     """Let no two threads seed and use the one generator of random numbers that they share at once."""
 
     def alone(*arguments: object, **options: object) -> object:

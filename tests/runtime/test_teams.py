@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import plain
+from autopar.formats.plan import Plan
 from dictated import dictate
+from drawn_models import equals_plain, team_plans
 from in_teams import in_teams
 from threads import train_in_threads
 from training_cases import STEPS, Case, cases, check, dropout, shares_of
@@ -29,3 +33,13 @@ def test_training_equals_the_plain_loop(
     losses = train_in_threads(plan, case.graph, case.model, state, tmp_path, STEPS)
     truth = plain.train(case.file, 2, 5, lambda name: shares_of(case.graph, plan, name))
     check(plan, truth, tmp_path, losses)
+
+
+@pytest.mark.parametrize("name", ["narrow_gpt", "everything", "dropout"])
+def test_any_plan_with_teams_trains_as_the_plain_loop(name: str) -> None:
+    @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(plan=team_plans(name), seed=st.integers(0, 3))
+    def trains_alike(plan: Plan, seed: int) -> None:
+        equals_plain(name, plan.model_copy(update={"seed": seed}))
+
+    trains_alike()
