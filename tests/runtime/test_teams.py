@@ -14,6 +14,8 @@ from autopar.formats.plan import Plan
 from dictated import dictate
 from drawn_models import equals_plain, team_plans
 from in_teams import in_teams
+from oracles.unflushed import RULES
+from policy_cases import differs, planned
 from threads import train_in_threads
 from training_cases import STEPS, Case, cases, check, dropout, shares_of
 
@@ -43,3 +45,16 @@ def test_any_plan_with_teams_trains_as_the_plain_loop(name: str) -> None:
         equals_plain(name, plan.model_copy(update={"seed": seed}))
 
     trains_alike()
+
+
+@pytest.mark.parametrize("policy", RULES)
+@pytest.mark.parametrize(
+    ("depths", "micro_batches", "widths", "sizes"),
+    [([3, 2, 1], 2, [1, 1, 1], [2, 2, 2]), ([2, 1], 3, [2, 1], [2, 4]), ([3, 1], 2, [1, 2], [1, 2])],
+)
+def test_training_without_flushes_equals_its_rule(
+    tmp_path: Path, policy: str, depths: list[int], micro_batches: int, widths: list[int], sizes: list[int]
+) -> None:
+    plan = planned(tmp_path, "adamw", policy, depths, micro_batches, widths=widths, team_sizes=sizes)
+    assert any(stage.cuts for stage in plan.stages)
+    assert differs(tmp_path, plan) < 1e-12
