@@ -25,7 +25,7 @@ class OperatorParts:
         graph, self._values = fx.Graph(), dict[fx.Node, Any]()
 
         def node_of(value: object) -> object:
-            if isinstance(value, list) and all(isinstance(each, torch.Tensor) for each in value) and value:
+            if isinstance(value, list) and any(isinstance(each, torch.Tensor) for each in value):
                 return [node_of(each) for each in value]
             if not isinstance(value, torch.Tensor):
                 return value

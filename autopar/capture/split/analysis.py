@@ -25,6 +25,7 @@ from autopar.capture.graph import Layer
 from autopar.capture.split.names import Dim, MismatchError, Name, block, carries, leaves, resolve
 from autopar.capture.split.rules import Dims, OperatorCall, find_rule
 from autopar.capture.split.rules.rule import new_dims
+from autopar.capture.split.writes import without_writes
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +33,7 @@ class Analysis:
     """What is known of a layer's dimensions once all operators were visited."""
 
     module: fx.GraphModule
+    """The layer's; where it writes into tensors that nobody reads any more, it gives new ones."""
     parameters: Mapping[str, Dims]
     """By attribute; one that has several attributes has the same dimensions in all."""
     dims: Mapping[fx.Node, tuple[Dims, ...]]
@@ -108,14 +110,19 @@ def _split_dims(dims: Dims, name: Name) -> bool:
 
 
 def analyse(layer: Layer) -> Analysis:
-    """Find out which dimensions of a captured layer are one, and which can be split."""
-    module = layer.module
-    assert isinstance(module, fx.GraphModule)
-    return analyse_graph(module, layer.parameters)
+    """Find out which dimensions of a captured layer are one, and which can be split.
+
+    Raises:
+        MismatchError: the layer has no operators to read: ``layers(model)`` listed it.
+    """
+    if not isinstance(layer.module, fx.GraphModule):
+        raise MismatchError("the layer is a module as it is, whose operators were not captured")
+    return analyse_graph(layer.module, layer.parameters)
 
 
 def analyse_graph(module: fx.GraphModule, parameters: Collection[str]) -> Analysis:
     """Find out which dimensions of a graph are one; ``parameters`` are the attributes that can be cut."""
+    module = without_writes(module)
     visit = _Visit(module, parameters)
     for node in module.graph.nodes:
         visit.enter(node)

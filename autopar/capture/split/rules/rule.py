@@ -47,6 +47,11 @@ def new_dim(length: int, symbolic: bool = False) -> Dim:
     return () if length == 1 else (Name(length, "it counts rows" if symbolic or length % ROWS == 0 else None),)
 
 
+def whole_dim(length: int, obstacle: str) -> Dim:
+    """Return a dimension of what an operator gives that cannot be split."""
+    return () if length == 1 else (Name(length, obstacle),)
+
+
 def new_dims(value: torch.Tensor) -> Dims:
     """Return dimensions for a tensor of which nothing is known."""
     return tuple(new_dim(plain_size(length), not isinstance(length, int)) for length in value.shape)
@@ -124,6 +129,11 @@ class OperatorCall:
     def is_floating(self, name: str) -> bool:
         """Tell whether a tensor argument holds numbers with fractions."""
         return bool(self._values[self.argument(name)].is_floating_point())
+
+    def is_integer(self, node: fx.Node) -> bool:
+        """Tell whether a tensor holds indices."""
+        kind = self._values[node].dtype
+        return not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
 
     def values(self) -> Any:  # noqa: ANN401
         """Return what it gives: tensors without values."""
