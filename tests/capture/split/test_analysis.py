@@ -86,11 +86,32 @@ def test_what_reads_the_whole_or_is_not_known_is_computed_whole(between: object,
     assert not split_names(analysis).intersection(leaves(hidden))
 
 
-def test_a_name_that_an_operator_drops_is_not_split() -> None:
+def test_what_an_operator_makes_of_a_part_alone_may_be_the_same_on_every_part() -> None:
     analysis = analyse(chain(lambda x: x * x.new_ones([])))
-    hidden = set(leaves(analysis.parameters["held_up_weight"][0]))
-    assert {name.obstacle for name in hidden} == {None}
-    assert not split_names(analysis) & hidden
+    assert split_names(analysis) & set(leaves(analysis.parameters["held_up_weight"][0]))
+
+
+class Leaving(nn.Module):
+    """Of a projection, one piece is split, and another goes on by itself, or is put together with the first."""
+
+    def __init__(self, leaves: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.leaves = nn.Linear(4, 9), nn.Linear(6, 3), leaves
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = self.up(x).split([6, 3], -1)
+        other = other.softmax(-1)
+        if self.leaves:
+            return self.down(F.gelu(one)) + other
+        return self.down((F.gelu(one).unflatten(-1, (2, 3)) * other.tanh().unsqueeze(-2)).flatten(-2))
+
+
+def test_a_piece_that_is_the_same_on_every_part_does_not_leave_a_region() -> None:
+    assert not split_names(analysis := analyse(layer_of(Leaving(True), torch.zeros(2, 4)))) & set(
+        leaves(analysis.parameters["held_down_weight"][1])
+    )
+    analysis = analyse(layer_of(Leaving(False), torch.zeros(2, 4)))
+    assert [name.size for name in split_names(analysis)] == [2]
 
 
 def test_operators_that_are_computed_whole_are_named_with_why() -> None:

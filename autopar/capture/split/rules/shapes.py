@@ -8,7 +8,17 @@ import torch
 from torch import fx
 
 from autopar.capture.split.names import MismatchError, Name, block, factor, resolve, size
-from autopar.capture.split.rules.rule import Dims, LocalCall, OperatorCall, Part, new_dim, normal, replace_dim, rule
+from autopar.capture.split.rules.rule import (
+    ROWS,
+    Dims,
+    LocalCall,
+    OperatorCall,
+    Part,
+    new_dim,
+    normal,
+    replace_dim,
+    rule,
+)
 
 
 def regroup(dims: Dims, sizes: tuple[int, ...]) -> Dims:
@@ -44,11 +54,20 @@ def local_sizes(sizes: list[Any], dims: Dims, part: Part) -> list[Any]:
             continue
         if not isinstance(found[place], fx.Node):
             found[place] = part.length(dim)
-        elif -1 in found:
-            raise MismatchError("two of its sizes depend on the number of rows")
         else:
+            _name_size(found, dims, part)
             found[place] = -1
     return found
+
+
+def _name_size(sizes: list[Any], dims: Dims, part: Part) -> None:
+    """Write out the size that was left open, for another to be."""
+    if -1 in sizes:
+        open_place = sizes.index(-1)
+        length = part.length(dims[open_place])
+        if length % ROWS == 0:
+            raise MismatchError("two of its sizes depend on the number of rows")
+        sizes[open_place] = length
 
 
 def _local_view(call: OperatorCall, part: Part) -> LocalCall:
@@ -115,7 +134,7 @@ def _local_tile(call: OperatorCall, part: Part) -> LocalCall:
     repeats, given = list(call.argument("repeats")), call.dims("self")
     given = ((),) * (len(repeats) - len(given)) + given
     for place, (before, after) in enumerate(zip(given, call.dims_of(call.node), strict=True)):
-        if part.splits(after):
+        if part.splits(after) and not isinstance(repeats[place], fx.Node):
             repeats[place] = part.length(after) // part.length(before)
     return LocalCall(call.node.target, *call.replace_arguments(repeats=repeats))
 
