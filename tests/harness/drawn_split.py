@@ -131,6 +131,21 @@ def fused(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
     return first * second + last
 
 
+def fused_heads(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    """Attend with queries, keys and values of one projection, keys of fewer heads, or of one."""
+    keys, group, width = (*draw.choice([(1, 4), (2, 2), (2, 4), (1, 2)]), 2)
+    sizes = [keys * group * width, keys * width, keys * width]
+    found = F.linear(x, module.weight(sum(sizes), x.shape[-1]), module.weight(sum(sizes)))
+    query, key, value = (
+        each.view(-1, LENGTH, each.shape[-1] // width, width).transpose(1, 2) for each in found.split(sizes, -1)
+    )
+    if draw.random() < 0.5:
+        query, key = (torch.cat([-each[..., 1:], each[..., :1]], -1) + each for each in (query, key))
+    key, value = (_repeat(draw, each, group) for each in (key, value))
+    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return mixed.transpose(1, 2).reshape(-1, LENGTH, sizes[0])
+
+
 def drop(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
     """Drop numbers, of a tensor that memory has in an order that is drawn."""
     if draw.random() < 0.5:
@@ -138,4 +153,4 @@ def drop(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
     return F.dropout(x.transpose(1, 2).contiguous().transpose(1, 2), 0.3)
 
 
-STEPS: list[Step] = [up, gate, rotate, scale, norm, heads, per_head, fused, drop]
+STEPS: list[Step] = [up, gate, rotate, scale, norm, heads, per_head, fused, fused_heads, drop]

@@ -224,18 +224,17 @@ def _backward(outputs: Sequence[torch.Tensor]) -> None:
 def _parameter_pairs(
     parts: Sequence[LayerPart], expected: Mapping[str, torch.Tensor | None]
 ) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """Return the gradients of parameters beside the whole layer's: those of cuts joined, others of every part."""
+    """Return the gradients of parameters beside the whole layer's: of every part, of cuts what it has."""
     pairs: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
     for name, whole in expected.items():
         own = [part.module.get_parameter(name).grad for part in parts]
         if name not in parts[0].cuts or whole is None:
             pairs += [(gradient, whole) for gradient in own]
             continue
-        joined = torch.full_like(whole, float("nan"))
-        for part, gradient in zip(parts, own, strict=True):
-            assert gradient is not None, f"a part has no gradient of {name}"
-            joined.index_copy_(part.cuts[name].dim, part.cuts[name].indices, gradient)
-        pairs.append((joined, whole))
+        cuts = [part.cuts[name] for part in parts]
+        pairs += [(gradient, whole.index_select(cut.dim, cut.indices)) for cut, gradient in zip(cuts, own, strict=True)]
+        indices = torch.cat([cut.indices for cut in cuts]).unique()
+        assert indices.tolist() == list(range(whole.shape[cuts[0].dim])), f"no part has some of {name}"
     return pairs
 
 

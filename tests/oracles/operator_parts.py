@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.split.names import MismatchError, Name, carries, leaves
+from autopar.capture.split.names import MismatchError, Name, carries, is_partial, leaves
 from autopar.capture.split.rules import Axis, Dims, LocalCall, OperatorCall, Part, SplitRule, find_rule
 from autopar.capture.split.rules.rule import new_dims
 
@@ -25,7 +25,7 @@ class OperatorParts:
         graph, self._values = fx.Graph(), dict[fx.Node, Any]()
 
         def node_of(value: object) -> object:
-            if isinstance(value, list) and all(isinstance(each, torch.Tensor) for each in value) and value:
+            if isinstance(value, list) and any(isinstance(each, torch.Tensor) for each in value):
                 return [node_of(each) for each in value]
             if not isinstance(value, torch.Tensor):
                 return value
@@ -49,7 +49,7 @@ class OperatorParts:
         self.dims[self._node] = tuple(found) if isinstance(found, list) else (found,)
 
     def names(self) -> list[Name]:
-        """Return all names that the rule leaves to be split, and that what it gives has, or that it sums over."""
+        """Return all names that the rule leaves to be split, and that it does not both keep and sum over."""
         every = [dim for outputs in self.dims.values() for dims in outputs for dim in dims]
         names = dict.fromkeys(name for dim in every for name in leaves(dim) if name.obstacle is None)
         return [name for name in names if self._is_legal(name)]
@@ -61,11 +61,13 @@ class OperatorParts:
                 for node, outputs in self.dims.items()
             }
             sums = any([carries(dim, name) for dim in self._call.summed])  # noqa: C419 - each may refuse
+            if any(is_partial(dim, name) for dim in self._call.summed):
+                return False
         except MismatchError:
             return False
         if max(count for counts in per_tensor.values() for count in counts) > 1:
             return False
-        return sums != any(per_tensor[self._node])
+        return not (sums and any(per_tensor[self._node]))
 
     def error(self, name: Name, count: int) -> float:
         """Return the largest difference between what parts give together and the whole."""

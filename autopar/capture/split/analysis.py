@@ -22,9 +22,10 @@ import torch
 from torch import fx
 
 from autopar.capture.graph import Layer
-from autopar.capture.split.names import Dim, MismatchError, Name, block, carries, leaves, resolve
+from autopar.capture.split.names import Dim, MismatchError, Name, block, carries, is_partial, leaves, resolve
 from autopar.capture.split.rules import Dims, OperatorCall, find_rule
 from autopar.capture.split.rules.rule import new_dims
+from autopar.capture.split.writes import without_writes
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +33,7 @@ class Analysis:
     """What is known of a layer's dimensions once all operators were visited."""
 
     module: fx.GraphModule
+    """The layer's; where it writes into tensors that nobody reads any more, it gives new ones."""
     parameters: Mapping[str, Dims]
     """By attribute; one that has several attributes has the same dimensions in all."""
     dims: Mapping[fx.Node, tuple[Dims, ...]]
@@ -42,57 +44,74 @@ class Analysis:
     """Why operators are computed whole: they have no rule, or it does not apply."""
     sources: frozenset[fx.Node]
     """What is there as a whole: the layer's inputs, buffers, and what operators give that are computed whole."""
+    varying: frozenset[fx.Node]
+    """What gradients may be asked of."""
 
     def splits(self, node: fx.Node, name: Name) -> bool:
-        """Tell whether splitting a name splits what a node gives.
+        """Tell whether splitting a name splits what a node gives, or some of it.
 
         Raises:
-            MismatchError: it would split only some of it, or two dimensions of a tensor.
+            MismatchError: it would split two dimensions of a tensor.
         """
-        found = {_split_dims(dims, name) for dims in self.dims.get(node, ())}
-        if len(found) > 1:
-            raise MismatchError("only some of an operator's tensors would be split")
-        return bool(found and found.pop())
+        found = [_split_dims(dims, name) for dims in self.dims.get(node, ())]
+        return any(found)
 
     def sums(self, node: fx.Node, name: Name) -> bool:
-        """Tell whether parts of a name give summands of what a node gives."""
-        found = [carries(dim, name) for dim in self.calls[node].summed] if node in self.calls else []
+        """Tell whether parts of a name give summands of what a node gives.
+
+        Raises:
+            MismatchError: it sums over pieces that are split and others that are not.
+        """
+        summed = self.calls[node].summed if node in self.calls else []
+        if any(is_partial(dim, name) for dim in summed):
+            raise MismatchError("only some pieces of what is summed over would be split")
+        found = [carries(dim, name) for dim in summed]
         return any(found)
 
     def region(self, names: Sequence[Name]) -> frozenset[fx.Node]:
         """Return the operators that are computed in parts where names are split.
 
+        Some give what is the same on every part: a piece that is not split, of a tensor that is. Of its gradient, parts
+        have summands, so that all operators are inside up to those that put it together with what is split.
+
         Raises:
             MismatchError: they cannot be split; or an operator sums over one of several that are split together.
         """
-        operators = [node for node in self.dims if node.op == "call_function" and node not in self.sources]
-        inside = frozenset(node for name in names for node in operators if self._is_inside(node, name))
+        inside: set[fx.Node] = set()
+        alike: set[fx.Node] = set()
+        for node in self.dims:
+            if node.op != "call_function" or node in self.sources:
+                continue
+            # All are asked: each may refuse.
+            reads_parts = any([self._is_inside(node, name) for name in names])  # noqa: C419
+            if reads_parts or not alike.isdisjoint(node.all_input_nodes):
+                inside.add(node)
+                if node in self.varying and not any(self.splits(node, n) or self.sums(node, n) for n in names):
+                    alike.add(node)
+        summing = {node for node in inside if any(self.sums(node, name) for name in names)}
+        if any(user not in inside or user in summing for node in alike for user in node.users):
+            raise MismatchError("what is the same on every part, with summands of its gradient, would leave a region")
+        self._check_together(names, inside)
+        return frozenset(inside)
+
+    def _check_together(self, names: Sequence[Name], inside: Collection[fx.Node]) -> None:
         if any(len({self.sums(node, name) for name in names}) > 1 for node in inside):
             raise MismatchError("an operator sums over some of the names only")
         for dims in self.parameters.values():
             if sum(any(carries(dim, name) for name in names) for dim in dims) > 1:
                 raise MismatchError("two dimensions of a parameter would be cut")
-        return inside
 
     def _is_inside(self, node: fx.Node, name: Name) -> bool:
         """Tell whether an operator reads or makes parts of a name, each of which is kept or summed over, not both."""
         makes, sums = self.splits(node, name), self.sums(node, name)
         # All are asked: each may refuse.
-        reads = [self._reads(node, source, name) for source in node.all_input_nodes]
+        reads = [self.splits(source, name) for source in node.all_input_nodes]
         if makes and sums:
             raise MismatchError(f"{node.target} keeps a dimension that it sums over")
-        if any(reads) and not (makes or sums):
-            raise MismatchError(f"{node.target} neither keeps a dimension nor sums over it")
         for dim in self.calls[node].alone if node in self.calls else ():
             if carries(dim, name) and resolve(dim) != (name,):
                 raise MismatchError(f"{node.target} counts the indices of a dimension that is more than this")
         return any(reads) or makes or sums
-
-    def _reads(self, node: fx.Node, source: fx.Node, name: Name) -> bool:
-        """Tell whether what a node reads is split; of several tensors it takes one."""
-        if node.target is operator.getitem and source in self.dims:
-            return _split_dims(self.dims[node][0], name)
-        return self.splits(source, name)
 
     def candidates(self) -> list[Name]:
         """Return the names in parameters that nothing forbids to split, in the order of the graph."""
@@ -108,18 +127,39 @@ def _split_dims(dims: Dims, name: Name) -> bool:
 
 
 def analyse(layer: Layer) -> Analysis:
-    """Find out which dimensions of a captured layer are one, and which can be split."""
-    module = layer.module
-    assert isinstance(module, fx.GraphModule)
-    return analyse_graph(module, layer.parameters)
+    """Find out which dimensions of a captured layer are one, and which can be split.
+
+    Raises:
+        MismatchError: the layer has no operators to read: ``layers(model)`` listed it.
+    """
+    if not isinstance(layer.module, fx.GraphModule):
+        raise MismatchError("the layer is a module as it is, whose operators were not captured")
+    return analyse_graph(layer.module, layer.parameters)
 
 
 def analyse_graph(module: fx.GraphModule, parameters: Collection[str]) -> Analysis:
     """Find out which dimensions of a graph are one; ``parameters`` are the attributes that can be cut."""
+    module = without_writes(module)
     visit = _Visit(module, parameters)
     for node in module.graph.nodes:
         visit.enter(node)
-    return Analysis(module, visit.parameters, visit.dims, visit.calls, visit.obstacles, frozenset(visit.sources))
+    varying: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if _may_have_gradient(node, module, visit.parameters, varying):
+            varying.add(node)
+    found = (visit.parameters, visit.dims, visit.calls, visit.obstacles, frozenset(visit.sources))
+    return Analysis(module, *found, frozenset(varying))
+
+
+def _may_have_gradient(
+    node: fx.Node, module: fx.GraphModule, parameters: Collection[str], varying: Collection[fx.Node]
+) -> bool:
+    """Tell whether a gradient may be asked of a node: of numbers with fractions, made of such or of parameters."""
+    if node.op == "get_attr":
+        return node.target in parameters and bool(operator.attrgetter(str(node.target))(module).requires_grad)
+    if not any(each.is_floating_point() for each in _tensors(node.meta.get("val"))):
+        return False
+    return node.op == "placeholder" or any(source in varying for source in node.all_input_nodes)
 
 
 class _Visit:

@@ -20,7 +20,7 @@ from torch import fx
 
 from autopar.capture.split.analysis import Analysis
 from autopar.capture.split.cuts import ParameterCut, Split, cuts_of, make_part, split_dim
-from autopar.capture.split.names import MismatchError, Name, carries, leaves, resolve
+from autopar.capture.split.names import MismatchError, Name, leaves, resolve, size
 from autopar.capture.split.rules import find_rule
 
 __all__ = ["Split", "choose"]
@@ -108,15 +108,17 @@ def _split(analysis: Analysis, names: tuple[Name, ...], counts: tuple[int, ...])
         rule = find_rule(node.target)
         if rule is not None and rule.local is not None:
             rule.local(analysis.calls[node], part)
-    saved = _numbers_saved(analysis, dict(zip(names, counts, strict=True)))
+    saved = _numbers_saved(analysis, names, counts)
     return Split(names, counts, region, saved, _numbers_summed(analysis, names[0], region))
 
 
-def _numbers_saved(analysis: Analysis, counts: dict[Name, int]) -> float:
+def _numbers_saved(analysis: Analysis, names: tuple[Name, ...], counts: tuple[int, ...]) -> float:
+    parts = [make_part(names, counts, index) for index in range(prod(counts))]
     saved = 0.0
     for dims in dict.fromkeys(analysis.parameters.values()):
-        divisor = prod(count for name, count in counts.items() if any(carries(dim, name) for dim in dims))
-        saved += prod(each.size for dim in dims for each in dim) * (1 - 1 / divisor)
+        if split_dim(dims, parts[0]) is not None:
+            lengths = sum(prod(map(part.length, dims)) for part in parts)
+            saved += prod(map(size, dims)) - lengths / len(parts)
     return saved
 
 

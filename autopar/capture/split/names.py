@@ -183,23 +183,38 @@ def _with_offsets(pieces: Sequence[Dim]) -> Iterator[tuple[int, Dim]]:
 
 
 def carries(dim: Dim, name: Name) -> bool:
-    """Tell whether splitting a name splits a dimension.
+    """Tell whether splitting a name splits a dimension, or some of its pieces: parts have the whole of the others.
 
     Raises:
-        MismatchError: it would split only some of its pieces, or split it twice.
+        MismatchError: it would split it twice.
     """
     times = 0
     for each in resolve(dim):
-        if each is name:
-            times += 1
-        elif each.pieces is not None:
-            found = {carries(piece, name) for piece in each.pieces}
-            if len(found) > 1:
-                raise MismatchError("only some pieces of a dimension would be split")
-            times += found.pop()
+        # All pieces are asked: each may refuse.
+        times += each is name or any([carries(piece, name) for piece in each.pieces or ()])  # noqa: C419
     if times > 1:
         raise MismatchError("a dimension would be split twice")
     return bool(times)
+
+
+def split_places(dim: Dim, name: Name) -> torch.Tensor:
+    """Return for every index of a dimension whether it is in a piece that a name splits; takes their number."""
+    found = torch.zeros(1, dtype=torch.bool)
+    for each in resolve(dim):
+        own = torch.full((each.size,), each is name)
+        if each.pieces is not None:
+            own = torch.cat([split_places(piece, name) for piece in each.pieces])
+        found = (found[:, None] | own).flatten()
+    return found
+
+
+def is_partial(dim: Dim, name: Name) -> bool:
+    """Tell whether splitting a name splits some pieces of a dimension, and others not."""
+    for each in resolve(dim):
+        pieces = each.pieces or ()
+        if len({carries(piece, name) for piece in pieces}) > 1 or any(is_partial(piece, name) for piece in pieces):
+            return True
+    return False
 
 
 def positions(dim: Dim, part: Mapping[Name, range]) -> torch.Tensor:

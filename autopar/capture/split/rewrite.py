@@ -19,7 +19,8 @@ from autopar.capture.graph import Layer
 from autopar.capture.split.analysis import Analysis, analyse
 from autopar.capture.split.choice import Split, choose
 from autopar.capture.split.cuts import ParameterCut, split_dim
-from autopar.capture.split.rules import Axis, LocalCall, Part, find_rule, take_ranges
+from autopar.capture.split.names import is_partial, split_places
+from autopar.capture.split.rules import Axis, LocalCall, Part, find_rule, ranges, take_ranges
 from autopar.capture.split.sums import Enter, Leave, Sums
 
 _ENTER, _LEAVE = "enter", "leave"
@@ -117,16 +118,12 @@ class _Rewrite:
         self._graph = fx.Graph()
         self._made: dict[fx.Node, fx.Node] = {}
         """What stands for a node of the whole graph."""
-        self._entered: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
+        self._entered: dict[tuple[fx.Node, tuple[Any, ...]], fx.Node] = {}
         self._taken: dict[tuple[fx.Node, Part], fx.Node] = {}
-        self._varies: set[fx.Node] = set()
-        """Nodes that gradients may be asked of."""
 
     def run(self) -> fx.Graph:
         """Return the part's graph."""
         for node in self._analysis.module.graph.nodes:
-            if _may_have_gradient(node, self._analysis, self._varies):
-                self._varies.add(node)
             part = self._regions.get(node)
             if part is None:
                 self._made[node] = self._graph.node_copy(node, self._made.__getitem__)
@@ -164,15 +161,31 @@ class _Rewrite:
             return self._made[node]
         if node in self._analysis.sources:
             return self._taken_part(node, part)
-        return self._enter(node, part, [axis for axis in part.axes if not self._analysis.splits(node, axis.name)])
+        axes = [axis for axis in part.axes if not self._analysis.splits(node, axis.name)]
+        return self._enter_pieces(node, self._enter(node, part, axes), part)
 
     def _enter(self, node: fx.Node, part: Part, axes: Collection[Axis]) -> fx.Node:
         """Sum the gradient of a tensor over the parts along some axes: one sum for all who read it."""
-        key = (node, peers(part, axes))
-        if node not in self._varies or not axes:
+        if node not in self._analysis.varying or not axes:
             return self._made[node]
+        return self._enter_once(node, self._made[node], (peers(part, axes),))
+
+    def _enter_pieces(self, node: fx.Node, made: fx.Node, part: Part) -> fx.Node:
+        """Sum the gradient of those pieces of a parameter that are not split, where others are."""
+        if node not in self._analysis.varying:
+            return made
+        for axis in part.axes:
+            for place, dim in enumerate(self._analysis.dims[node][0]):
+                if is_partial(dim, axis.name):
+                    whole = ~split_places(dim, axis.name)[part.positions(dim)]
+                    rows = ranges(whole.nonzero().flatten())
+                    made = self._enter_once(node, made, (peers(part, [axis]), place, rows))
+        return made
+
+    def _enter_once(self, node: fx.Node, made: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+        key = (node, args)
         if key not in self._entered:
-            self._entered[key] = self._graph.call_module(_ENTER, (self._made[node], key[1]))
+            self._entered[key] = self._graph.call_module(_ENTER, (made, *args))
         return self._entered[key]
 
     def _taken_part(self, node: fx.Node, part: Part) -> fx.Node:
@@ -199,15 +212,3 @@ def peers(part: Part, axes: Collection[Axis]) -> tuple[int, ...]:
         own = range(axis.count) if axis in axes else (axis.index,)
         found = [index * axis.count + each for index in found for each in own]
     return tuple(found)
-
-
-def _may_have_gradient(node: fx.Node, analysis: Analysis, varies: set[fx.Node]) -> bool:
-    """Tell whether a gradient may be asked of a node: of numbers with fractions, made of such or of parameters."""
-    if node.op == "get_attr":
-        found = node.target in analysis.parameters
-        return found and bool(operator.attrgetter(str(node.target))(analysis.module).requires_grad)
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else [value]
-    if not any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in values):
-        return False
-    return node.op == "placeholder" or any(source in varies for source in node.all_input_nodes)

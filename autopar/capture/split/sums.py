@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from autopar.capture.split.rules import Ranges, take_ranges
+
 
 class Sums(Protocol):
     """What the parts of a layer sum by, one after the other, all in the same order."""
@@ -22,15 +24,20 @@ class Sums(Protocol):
 
 
 class Enter(nn.Module):
-    """Let a whole tensor into a region: itself forwards, the sum of its gradients backwards."""
+    """Let a whole tensor into a region: itself forwards, the sum of its gradients backwards.
+
+    Of a tensor of which only some pieces are whole, the gradients of those are summed.
+    """
 
     def __init__(self, sums: Sums) -> None:
         super().__init__()
         self._sums = sums
 
-    def forward(self, tensor: torch.Tensor, parts: tuple[int, ...]) -> torch.Tensor:
-        """Return the tensor."""
-        return _Enter.apply(tensor, self._sums, parts)  # type: ignore[no-untyped-call, no-any-return]
+    def forward(
+        self, tensor: torch.Tensor, parts: tuple[int, ...], dim: int = 0, indices: Ranges | None = None
+    ) -> torch.Tensor:
+        """Return the tensor; ``indices`` of a dimension are whole, or all of it."""
+        return _Enter.apply(tensor, self._sums, parts, dim, indices)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class Leave(nn.Module):
@@ -47,13 +54,33 @@ class Leave(nn.Module):
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, sums: Sums, parts: tuple[int, ...]) -> torch.Tensor:  # noqa: ANN401
-        ctx.sums, ctx.parts = sums, parts
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        tensor: torch.Tensor,
+        sums: Sums,
+        parts: tuple[int, ...],
+        dim: int,
+        indices: Ranges | None,
+    ) -> torch.Tensor:
+        ctx.sums, ctx.parts, ctx.place = sums, parts, (dim, indices)
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # noqa: ANN401
-        return ctx.sums.sum(gradient, ctx.parts), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # noqa: ANN401
+        dim, indices = ctx.place
+        if indices is None:
+            return ctx.sums.sum(gradient, ctx.parts), None, None, None, None
+        total = ctx.sums.sum(take_ranges(gradient, dim, indices), ctx.parts)
+        return _put_ranges(gradient, dim, indices, total), None, None, None, None
+
+
+def _put_ranges(tensor: torch.Tensor, dim: int, indices: Ranges, by: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with other entries at some indices."""
+    found, start = tensor.clone(), 0
+    for first, end in indices:
+        found.narrow(dim, first, end - first).copy_(by.narrow(dim, start, end - first))
+        start += end - first
+    return found
 
 
 class _Leave(torch.autograd.Function):

@@ -54,6 +54,7 @@ def chain(between: object) -> Layer:
         F.gelu,
         lambda x: x * 2 + 1,
         lambda x: F.dropout(x, 0.5),
+        lambda x: F.dropout(F.relu(x, inplace=True), 0.5, inplace=True),
         lambda x: x * (torch.rand_like(x) < 0.5),
         lambda x: x.transpose(0, 1).transpose(0, 1),
         lambda x: x.view(-1, 3, 3, 2).flatten(2),
@@ -69,12 +70,13 @@ def test_what_keeps_numbers_in_their_places_lets_them_be_split(between: object) 
         (lambda x: x.softmax(-1), "softmax reads the whole of it"),
         (lambda x: F.layer_norm(x, (6,)), "it is normalised as a whole"),
         (lambda x: x - x.mean(-1, keepdim=True), "the whole of it is reduced"),
-        (lambda x: x.cumsum(-1), "aten.cumsum.default: it has no rule"),
+        (lambda x: x.cumsum(-1), "its indices are taken in another order"),
         (lambda x: torch.bernoulli(x.sigmoid()), "aten.bernoulli.default: it has no rule"),
         (lambda x: F.alpha_dropout(x, 0.5, True), "aten.alpha_dropout.default: it has no rule"),
         (lambda x: F.dropout1d(x, 0.5, True), "aten.feature_dropout.default: it has no rule"),
-        (lambda x: x.flip(-1), "aten.flip.default: it has no rule"),
-        (lambda x: x.relu_(), "aten.relu_.default: it has no rule"),
+        (lambda x: x.sort(-1)[0], "aten.sort.default: it has no rule"),
+        (lambda x: x.relu_().cumprod(-1), "aten.cumprod.default: it has no rule"),
+        (lambda x: (x.view(-1, 3, 6), x.relu_())[0], "aten.relu_.default: it has no rule"),
     ],
 )
 def test_what_reads_the_whole_or_is_not_known_is_computed_whole(between: object, obstacle: str) -> None:
@@ -84,16 +86,37 @@ def test_what_reads_the_whole_or_is_not_known_is_computed_whole(between: object,
     assert not split_names(analysis).intersection(leaves(hidden))
 
 
-def test_a_name_that_an_operator_drops_is_not_split() -> None:
+def test_what_an_operator_makes_of_a_part_alone_may_be_the_same_on_every_part() -> None:
     analysis = analyse(chain(lambda x: x * x.new_ones([])))
-    hidden = set(leaves(analysis.parameters["held_up_weight"][0]))
-    assert {name.obstacle for name in hidden} == {None}
-    assert not split_names(analysis) & hidden
+    assert split_names(analysis) & set(leaves(analysis.parameters["held_up_weight"][0]))
+
+
+class Leaving(nn.Module):
+    """Of a projection, one piece is split, and another goes on by itself, or is put together with the first."""
+
+    def __init__(self, leaves: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.leaves = nn.Linear(4, 9), nn.Linear(6, 3), leaves
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = self.up(x).split([6, 3], -1)
+        other = other.softmax(-1)
+        if self.leaves:
+            return self.down(F.gelu(one)) + other
+        return self.down((F.gelu(one).unflatten(-1, (2, 3)) * other.tanh().unsqueeze(-2)).flatten(-2))
+
+
+def test_a_piece_that_is_the_same_on_every_part_does_not_leave_a_region() -> None:
+    assert not split_names(analysis := analyse(layer_of(Leaving(True), torch.zeros(2, 4)))) & set(
+        leaves(analysis.parameters["held_down_weight"][1])
+    )
+    analysis = analyse(layer_of(Leaving(False), torch.zeros(2, 4)))
+    assert [name.size for name in split_names(analysis)] == [2]
 
 
 def test_operators_that_are_computed_whole_are_named_with_why() -> None:
-    found = analyse(chain(lambda x: x.cumsum(-1))).obstacles
-    assert [(str(node.target), why) for node, why in found.items()] == [("aten.cumsum.default", "it has no rule")]
+    found = analyse(chain(lambda x: x.cumprod(-1))).obstacles
+    assert [(str(node.target), why) for node, why in found.items()] == [("aten.cumprod.default", "it has no rule")]
 
 
 def test_the_edge_of_a_layer_is_whole() -> None:

@@ -53,6 +53,16 @@ def test_a_part_has_ranges_of_queries_keys_and_values_and_uneven_ones_of_a_plain
         0, (((0, 4), (8, 10), (12, 14)), ((4, 8), (10, 12), (14, 16)))
     )
     assert "held_down_bias" not in cuts
+    # Of two key heads, two parts have the same one.
+    assert cuts["held_qkv_weight"] == ParameterCut(
+        0,
+        (
+            ((0, 2), (8, 10), (12, 14)),
+            ((2, 4), (8, 10), (12, 14)),
+            ((4, 6), (10, 12), (14, 16)),
+            ((6, 8), (10, 12), (14, 16)),
+        ),
+    )
 
 
 @pytest.mark.parametrize("seed", range(30))

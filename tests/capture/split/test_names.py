@@ -15,11 +15,13 @@ from autopar.capture.split.names import (
     carries,
     cut,
     factor,
+    is_partial,
     join,
     leaves,
     positions,
     resolve,
     size,
+    split_places,
     unite,
 )
 
@@ -58,8 +60,11 @@ def test_positions_are_those_whose_label_is_in_the_part(seed: int) -> None:
         except MismatchError:
             continue
         part = range(1, name.size)
-        wanted = [index for index, label in enumerate(labels(dim)) if label[name] in part]
+        every = labels(dim)
+        wanted = [index for index, label in enumerate(every) if label.get(name, part.start) in part]
         assert positions(dim, {name: part}).tolist() == wanted
+        assert split_places(dim, name).tolist() == [name in label for label in every]
+        assert is_partial(dim, name) == (len({name in label for label in every}) > 1)
 
 
 def test_uniting_factors_what_is_not_factored_yet() -> None:
@@ -107,10 +112,11 @@ def test_an_obstacle_goes_with_a_name_wherever_it_was_found_out() -> None:
     assert torch.equal(positions((other,), {}), torch.arange(6))
 
 
-def test_only_all_pieces_can_be_split_and_none_twice() -> None:
+def test_some_pieces_can_be_split_but_none_twice() -> None:
     name, other = Name(2), Name(2)
-    with pytest.raises(MismatchError, match="some pieces"):
-        carries(join([(name,), (other,)]), name)
+    assert is_partial(join([(name,), (other,)]), name)
+    assert not is_partial(join([(name,), (other, name)]), name)
+    assert not is_partial(join([(other,), (other,)]), name)
     with pytest.raises(MismatchError, match="twice"):
         carries((name, name), name)
     assert carries(join([(name,), (other, name)]), name)

@@ -267,6 +267,47 @@ def test_a_part_that_draws_for_itself_is_found() -> None:
         compare(layer, (numbers(2, 3, 8),), 2, break_part=draw_alone)
 
 
+class FewKeys(nn.Module):
+    """Queries, keys and values of one projection; of keys, one head for a group of queries, turned before use."""
+
+    def __init__(self, keys: int, group: int) -> None:
+        super().__init__()
+        self.sizes = [2 * keys * group, 2 * keys, 2 * keys]
+        self.group = group
+        self.qkv, self.out = nn.Linear(8, sum(self.sizes)), nn.Linear(self.sizes[0], 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pieces = self.qkv(x).split(self.sizes, -1)
+        query, key, value = (each.unflatten(-1, (-1, 2)).transpose(1, 2) for each in pieces)
+        query, key = (torch.cat([-each[..., 1:], each[..., :1]], -1) + each for each in (query, key))
+        key, value = (each.repeat_interleave(self.group, 1) for each in (F.dropout(key, 0.2), value))
+        return x + self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(("keys", "group", "count"), [(1, 4, 2), (1, 4, 4), (2, 2, 4), (2, 4, 4), (2, 4, 8)])
+def test_keys_of_a_fused_projection_are_on_every_part_where_they_are_too_few(keys: int, group: int, count: int) -> None:
+    layer, x = layer_of(FewKeys(keys, group).double(), numbers(2, 3, 8)), numbers(2, 3, 8)
+    found = compare(layer, (x,), count)
+    assert found.error < CLOSE
+    assert all(cut for name, cut in found.parameters.items() if "out_bias" not in name)
+    assert found.forward == [(2, 3, 8)]
+    # Of the whole rows of the projection, and its bias.
+    rows = 4 * keys // min(keys, count)
+    assert sorted(found.backward) == [(2, 3, 8), (rows,), (rows, 8)]
+
+
+def test_the_gradients_of_whole_rows_of_a_projection_are_summed() -> None:
+    def forget(part: LayerPart, index: int) -> None:
+        for node in part.module.graph.nodes:
+            if node.op == "call_module" and len(node.args) == 4:
+                node.replace_all_uses_with(node.args[0])
+        part.module.recompile()
+
+    x = numbers(2, 3, 8)
+    found = compare(layer_of(FewKeys(1, 4).double(), x), (x,), 2, break_part=forget)
+    assert found.error > 1e-3
+
+
 def _without(kind: str) -> object:
     """Let one part's module forget its sums."""
 

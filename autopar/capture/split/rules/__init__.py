@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from autopar.capture.split.rules import (
     attention,
+    convolutions,
     draws,
     elementwise,
+    indices,
+    losses,
     pieces,
     products,
     reductions,
@@ -45,7 +48,19 @@ __all__ = [
     "take_ranges",
 ]
 
-FAMILIES = (attention, draws, elementwise, pieces, products, reductions, shapes, vocabulary)
+FAMILIES = (
+    attention,
+    convolutions,
+    draws,
+    elementwise,
+    indices,
+    losses,
+    pieces,
+    products,
+    reductions,
+    shapes,
+    vocabulary,
+)
 """The files that register rules."""
 
 

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from autopar.capture.split.names import MismatchError, Name, cut, join
+from autopar.capture.split.names import MismatchError, Name, block, cut, join
 from autopar.capture.split.rules.rule import (
     Dims,
     LocalCall,
@@ -17,6 +17,7 @@ from autopar.capture.split.rules.rule import (
     replace_dim,
     rule,
     unite_or_block,
+    whole_dim,
 )
 
 _SPLIT = torch.ops.aten.split_with_sizes.default
@@ -73,13 +74,24 @@ def take_slice(call: OperatorCall) -> Dims:
     at = normal(call.argument("dim"), len(given))
     if call.output_sizes()[at] == call.sizes("self")[at] and call.argument("step") == 1:
         return given
-    start, end = _range(call, at)
     if call.argument("step") != 1:
-        raise MismatchError("it leaves indices out")
+        block(given[at], "indices are left out of it")
+        return replace_dim(given, at, [whole_dim(call.output_sizes()[at], "indices are left out of it")])
+    start, end = _range(call, at)
     if start >= end:
         return replace_dim(given, at, [(Name(0, "it has no indices"),)])
     bounds = sorted({0, start, end, call.sizes("self")[at]})
     return replace_dim(given, at, [cut(given[at], bounds)[bounds.index(start)]])
+
+
+@rule("glu.default")
+def gate(call: OperatorCall) -> Dims:
+    """Multiply the first half of a dimension by what is made of the second."""
+    given = call.dims("self")
+    at = normal(call.argument("dim"), len(given))
+    length = call.sizes("self")[at]
+    first, second = cut(given[at], (0, length // 2, length))
+    return replace_dim(given, at, [unite_or_block(first, second)])
 
 
 @rule("cat.default")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.capture.split.names import MismatchError
+from autopar.capture.split.names import Dim, MismatchError
 from autopar.capture.split.rules.rule import Dims, LocalCall, OperatorCall, Part, broadcast, rule, unite_or_block
 
 _ADD = torch.ops.aten.add.Tensor
@@ -35,17 +35,54 @@ def _local_addmm(call: OperatorCall, part: Part) -> LocalCall:
     if not part.splits(call.dims("mat1")[1]):
         return LocalCall(call.node.target, call.node.args, call.node.kwargs)
     factors = (call.argument("mat1"), call.argument("mat2"))
-    return LocalCall(torch.ops.aten.mm.default, factors, {}, _ADD, (call.argument("self"),))
+    return LocalCall(torch.ops.aten.mm.default, factors, {}, add_scaled, _summand(call))
+
+
+def add_scaled(product: torch.Tensor, summand: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
+    """Add something to a product, either times a factor."""
+    return (summand if beta == 1 else summand * beta) + (product if alpha == 1 else product * alpha)
+
+
+def _summand(call: OperatorCall) -> tuple[object, ...]:
+    return call.argument("self"), call.argument("beta"), call.argument("alpha")
 
 
 @rule("addmm.default", local=_local_addmm)
 def addmm(call: OperatorCall) -> Dims:
     """Sum over the dimension between two matrices, and add a bias to the product."""
-    if (call.argument("beta"), call.argument("alpha")) != (1, 1):
-        raise MismatchError("its summands have factors")
     left, right = call.dims("mat1"), call.dims("mat2")
     call.summed.append(unite_or_block(left[1], right[0]))
     return broadcast([(left[0], right[1]), call.dims("self")])
+
+
+def _local_baddbmm(call: OperatorCall, part: Part) -> LocalCall:
+    if not part.splits(call.dims("batch1")[2]):
+        return LocalCall(call.node.target, call.node.args, call.node.kwargs)
+    factors = (call.argument("batch1"), call.argument("batch2"))
+    return LocalCall(torch.ops.aten.bmm.default, factors, {}, add_scaled, _summand(call))
+
+
+@rule("baddbmm.default", local=_local_baddbmm)
+def baddbmm(call: OperatorCall) -> Dims:
+    """Multiply matrices, as many as there are, and add something to the products."""
+    products = _product_dims(call, call.dims("batch1"), call.dims("batch2"))
+    return broadcast([products, call.dims("self")])
+
+
+@rule("einsum.default")
+def einsum(call: OperatorCall) -> Dims:
+    """Sum over the dimensions whose letters are not in what comes out."""
+    inputs, arrow, output = call.argument("equation").replace(" ", "").partition("->")
+    if not arrow or "." in inputs:
+        raise MismatchError("its equation leaves dimensions out")
+    found: dict[str, Dim] = {}
+    for letters, node in zip(inputs.split(","), call.argument("tensors"), strict=True):
+        if len(set(letters)) < len(letters):
+            raise MismatchError("it takes a diagonal")
+        for letter, dim in zip(letters, call.dims_of(node), strict=True):
+            (found[letter],) = broadcast([(found.get(letter, ()),), (dim,)])
+    call.summed += [dim for letter, dim in found.items() if letter not in output]
+    return tuple(found[letter] for letter in output)
 
 
 @rule("bmm.default", "mm.default")

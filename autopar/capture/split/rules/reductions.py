@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from autopar.capture.split.names import block
-from autopar.capture.split.rules.rule import Dims, OperatorCall, normal, rule, unite_or_block
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+
+from autopar.capture.split.names import block, size
+from autopar.capture.split.rules.rule import Dims, LocalCall, OperatorCall, Part, normal, rule, unite_or_block
 
 
 def _drop(dims: Dims, places: set[int], keep: bool) -> Dims:
@@ -33,7 +39,27 @@ def sum_all(call: OperatorCall) -> Dims:
     return ()
 
 
-@rule("amax.default", "amin.default", "mean.dim", "var.correction")
+def mean_share(operator: Callable[..., torch.Tensor], share: float, *args: Any, **options: Any) -> torch.Tensor:  # noqa: ANN401
+    """Return a mean over a part's numbers times the share that they are of all."""
+    return operator(*args, **options) * share
+
+
+def local_mean(call: OperatorCall, part: Part) -> LocalCall:
+    """Return a part's summand of a mean over dimensions."""
+    share = prod(part.length(dim) / size(dim) for dim in call.summed if part.splits(dim))
+    if share == 1:
+        return LocalCall(call.node.target, call.node.args, call.node.kwargs)
+    return LocalCall(mean_share, (call.node.target, share, *call.node.args), call.node.kwargs)
+
+
+@rule("mean.default", local=local_mean)
+def mean_all(call: OperatorCall) -> Dims:
+    """Take the mean over all dimensions."""
+    call.summed += call.dims("self")
+    return ()
+
+
+@rule("amax.default", "amin.default", "logsumexp.default", "mean.dim", "std.correction", "var.correction")
 def reduce(call: OperatorCall) -> Dims:
     """Read the whole of some dimensions."""
     given = call.dims("self")
@@ -43,7 +69,7 @@ def reduce(call: OperatorCall) -> Dims:
     return _drop(given, places, call.argument("keepdim"))
 
 
-@rule("_softmax.default", "_log_softmax.default", "log_softmax.int", "softmax.int")
+@rule("_log_softmax.default", "_safe_softmax.default", "_softmax.default", "log_softmax.int", "softmax.int")
 def softmax(call: OperatorCall) -> Dims:
     """Divide by a sum over the whole of a dimension."""
     given = call.dims("self")

@@ -2,7 +2,8 @@
 
 A rule promises this of every name in its operator's inputs and outputs that it does not block. Give each input the
 indices of one part of the name, and the operator gives that part of the output, if the output has the name; or a
-summand of it, if the rule has said that it is summed over. ``tests/capture/split/test_rules.py`` holds it to that.
+summand of it, if the rule has said that it is summed over; or the whole of it, if it has the name nowhere.
+``tests/capture/split/test_rules.py`` holds it to that.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ def plain_size(length: int | torch.SymInt) -> int:
 def new_dim(length: int, symbolic: bool = False) -> Dim:
     """Return a dimension that no other is known to be; the number of rows cannot be split."""
     return () if length == 1 else (Name(length, "it counts rows" if symbolic or length % ROWS == 0 else None),)
+
+
+def whole_dim(length: int, obstacle: str) -> Dim:
+    """Return a dimension of what an operator gives that cannot be split."""
+    return () if length == 1 else (Name(length, obstacle),)
 
 
 def new_dims(value: torch.Tensor) -> Dims:
@@ -124,6 +130,11 @@ class OperatorCall:
     def is_floating(self, name: str) -> bool:
         """Tell whether a tensor argument holds numbers with fractions."""
         return bool(self._values[self.argument(name)].is_floating_point())
+
+    def is_integer(self, node: fx.Node) -> bool:
+        """Tell whether a tensor holds indices."""
+        kind = self._values[node].dtype
+        return not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
 
     def values(self) -> Any:  # noqa: ANN401
         """Return what it gives: tensors without values."""

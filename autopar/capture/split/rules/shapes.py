@@ -8,7 +8,17 @@ import torch
 from torch import fx
 
 from autopar.capture.split.names import MismatchError, Name, block, factor, resolve, size
-from autopar.capture.split.rules.rule import Dims, LocalCall, OperatorCall, Part, new_dim, normal, replace_dim, rule
+from autopar.capture.split.rules.rule import (
+    ROWS,
+    Dims,
+    LocalCall,
+    OperatorCall,
+    Part,
+    new_dim,
+    normal,
+    replace_dim,
+    rule,
+)
 
 
 def regroup(dims: Dims, sizes: tuple[int, ...]) -> Dims:
@@ -44,11 +54,20 @@ def local_sizes(sizes: list[Any], dims: Dims, part: Part) -> list[Any]:
             continue
         if not isinstance(found[place], fx.Node):
             found[place] = part.length(dim)
-        elif -1 in found:
-            raise MismatchError("two of its sizes depend on the number of rows")
         else:
+            _name_size(found, dims, part)
             found[place] = -1
     return found
+
+
+def _name_size(sizes: list[Any], dims: Dims, part: Part) -> None:
+    """Write out the size that was left open, for another to be."""
+    if -1 in sizes:
+        open_place = sizes.index(-1)
+        length = part.length(dims[open_place])
+        if length % ROWS == 0:
+            raise MismatchError("two of its sizes depend on the number of rows")
+        sizes[open_place] = length
 
 
 def _local_view(call: OperatorCall, part: Part) -> LocalCall:
@@ -87,7 +106,7 @@ def _local_expand(call: OperatorCall, part: Part) -> LocalCall:
     return LocalCall(call.node.target, *call.replace_arguments(size=sizes))
 
 
-@rule("expand.default", local=_local_expand)
+@rule("broadcast_to.default", "expand.default", local=_local_expand)
 def expand(call: OperatorCall) -> Dims:
     """Add names for what is repeated."""
     given, sizes = call.dims("self"), call.output_sizes()
@@ -111,6 +130,23 @@ def repeat_interleave(call: OperatorCall) -> Dims:
     return replace_dim(given, at, [(*given[at], Name(call.argument("repeats")))])
 
 
+def _local_tile(call: OperatorCall, part: Part) -> LocalCall:
+    repeats, given = list(call.argument("repeats")), call.dims("self")
+    given = ((),) * (len(repeats) - len(given)) + given
+    for place, (before, after) in enumerate(zip(given, call.dims_of(call.node), strict=True)):
+        if part.splits(after) and not isinstance(repeats[place], fx.Node):
+            repeats[place] = part.length(after) // part.length(before)
+    return LocalCall(call.node.target, *call.replace_arguments(repeats=repeats))
+
+
+@rule("repeat.default", local=_local_tile)
+def tile(call: OperatorCall) -> Dims:
+    """Add names around dimensions."""
+    given, sizes = call.dims("self"), call.output_sizes()
+    given = ((),) * (len(sizes) - len(given)) + given
+    return tuple((*new_dim(length // size(dim)), *dim) for dim, length in zip(given, sizes, strict=True))
+
+
 @rule("transpose.int")
 def transpose(call: OperatorCall) -> Dims:
     """Exchange two dimensions."""
@@ -120,10 +156,22 @@ def transpose(call: OperatorCall) -> Dims:
     return tuple(given)
 
 
-@rule("t.default")
+@rule("numpy_T.default", "t.default")
 def turn(call: OperatorCall) -> Dims:
-    """Exchange rows and columns."""
+    """Turn the order of dimensions round."""
     return call.dims("self")[::-1]
+
+
+@rule("movedim.int", "movedim.intlist")
+def move(call: OperatorCall) -> Dims:
+    """Bring some dimensions to other places; the others keep their order."""
+    given = call.dims("self")
+    pairs = [call.argument(name) for name in ("source", "destination")]
+    source, target = ([each] if isinstance(each, int) else each for each in pairs)
+    rank = len(given)
+    moved = {normal(to, rank): normal(at, rank) for at, to in zip(source, target, strict=True)}
+    others = iter([place for place in range(rank) if place not in moved.values()])
+    return tuple(given[moved[place] if place in moved else next(others)] for place in range(rank))
 
 
 @rule("permute.default")
