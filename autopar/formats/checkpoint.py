@@ -1,7 +1,8 @@
 """Checkpoints: a run's state at the end of a step, as its manifest says it.
 
 The numbers lie in files beside the manifest, in pieces: each is some of a tensor, the index ranges of some dimensions.
-Pieces cover every tensor, and no two overlap, so that any plan reads what any other saved.
+Pieces cover every tensor, and no two overlap, so that any plan reads what any other saved. Where replicas or teams
+divide a tensor, each rank's file has its own pieces of it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from functools import cached_property
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from autopar.errors import FileError
 from autopar.formats.document import Bytes, Count, Digest, Document, Index, Name, Record, fault
@@ -39,6 +40,15 @@ class Piece(Record):
 
     file: FileName
     ranges: tuple[IndexRange, ...] = ()
+    key: Name | None = None
+    """Its name within the file, where that is not the tensor's: a file may hold several pieces of a tensor."""
+
+    @model_serializer(mode="wrap")
+    def _without_no_key(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = serialize(self)
+        if self.key is None:
+            del content["key"]
+        return content
 
     def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
         """Return the piece's shape, given that of the whole tensor."""
@@ -153,10 +163,20 @@ class SavedPlan(Record):
     sharded: bool
     precision: Precision
     torch: Name
+    tensor_parallel: tuple[Count, ...] = ()
+    """Of every stage, the ranks that run a replica together; none where each replica is one rank's."""
+
+    @model_serializer(mode="wrap")
+    def _without_no_teams(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = serialize(self)
+        if not self.tensor_parallel:
+            del content["tensor_parallel"]
+        return content
 
     @classmethod
     def of(cls, plan: Plan, torch_version: str) -> Self:
         """Return what a checkpoint says of a plan."""
+        sizes = tuple(stage.tensor_parallel for stage in plan.stages)
         return cls(
             sha256=sha256(plan.dumps().encode()).hexdigest(),
             ranks=len(plan.devices),
@@ -167,6 +187,7 @@ class SavedPlan(Record):
             sharded=any(stage.shard != "none" for stage in plan.stages),
             precision=plan.precision,
             torch=torch_version,
+            tensor_parallel=sizes if any(size > 1 for size in sizes) else (),
         )
 
 
@@ -270,10 +291,13 @@ class CheckpointView(NamedTuple):
 
 def _check_pieces(at: str, tensor: StoredTensor, files: set[str]) -> None:
     """Refuse pieces that do not make up a tensor."""
-    volume = 0
+    volume, places = 0, set[tuple[str, str | None]]()
     for index, piece in enumerate(tensor.pieces):
         if piece.file not in files:
             fault(f"{at}[{index}].file", f"{piece.file} is not among the files")
+        if (piece.file, piece.key) in places:
+            fault(f"{at}[{index}].key", f"{piece.file} has two pieces of {tensor.key} under the same key")
+        places.add((piece.file, piece.key))
         dims = [each.dim for each in piece.ranges]
         if len(set(dims)) < len(dims):
             fault(f"{at}[{index}].ranges", "a dimension is given twice")

@@ -50,7 +50,7 @@ class CheckpointReader:
         if piece.file not in self._opened:
             self._opened[piece.file] = TensorFile(self._folder / piece.file)
         file, shape = self._opened[piece.file], piece.shape(record.shape)
-        found = file.read(record.key, within)
+        found = file.read(piece.key or record.key, within)
         expected = shape if within is None else tuple(each.stop - each.start for each in within)
         if found.dtype != dtype or tuple(found.shape) != expected:
             raise FileError(

@@ -104,6 +104,7 @@ def plan_notes(before: SavedPlan, now: SavedPlan, *, random: bool, batch_norm: b
         ("schedule", before.schedule, now.schedule),
         ("micro-batches", before.micro_batches, now.micro_batches),
         ("precision", before.precision, now.precision),
+        ("ranks for a replica (by stage)", _team_sizes(before), _team_sizes(now)),
     ):
         if past != present:
             yield f"goes on with {name} {present}; the checkpoint was saved with {past}"
@@ -114,6 +115,15 @@ def plan_notes(before: SavedPlan, now: SavedPlan, *, random: bool, batch_norm: b
     for there, what in ((random, "layers that draw random numbers"), (batch_norm, "batch normalisation")):
         if there:
             yield f"{what} go on otherwise: micro-batches are divided in another way (docs/seeds.md)"
+
+
+def _team_sizes(plan: SavedPlan) -> str:
+    """Return how many ranks run a replica of each stage together; of plans without teams, 1.
+
+    Teams that all stages have alike are one number: stages may be others.
+    """
+    sizes = set(plan.tensor_parallel or (1,))
+    return ", ".join(map(str, plan.tensor_parallel if len(sizes) > 1 else sizes))
 
 
 def check_state(graph: LayerGraph) -> None:

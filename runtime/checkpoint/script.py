@@ -19,7 +19,7 @@ from autopar.runtime.checkpoint.folder import CheckpointFolder
 from autopar.runtime.checkpoint.resume import check_state
 from autopar.runtime.checkpoint.state import JobState, class_name
 from autopar.runtime.checkpoint.training import attempt_in, go_on
-from autopar.runtime.checkpoint.writer import CheckpointWriter, SaveSettings
+from autopar.runtime.checkpoint.writer import CheckpointWriter, SaveSettings, file_name
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.saving import check_shared, holders
 from autopar.runtime.start.workspace import state_keys
@@ -106,8 +106,7 @@ class ScriptCheckpoints:
         known = (self._loaded[place],) if place in self._loaded else ()
         settings = SaveSettings(place, token, self._run, plan, keys, known)
         state = JobState(self._job, holders(self._job.plan, self._graph))
-        stages, replica = [*self._job.stages], self._job.replica
-        return CheckpointWriter(self._context, state, settings, stages, replica, self._unread)
+        return CheckpointWriter(self._context, state, settings, file_name(self._job), self._unread)
 
     def _of_rank_0(self, act: Callable[[], list[str]]) -> list[str]:
         """Return what a function returns on rank 0, on all ranks, or raise what it raises there."""

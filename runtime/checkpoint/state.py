@@ -2,6 +2,7 @@
 
 In comes a job between two steps. Out come its tensors, as pieces of the model's own, with those that this rank writes:
 of what replicas hold alike the first writes, of what they divide each its part, of a tied parameter the first stage.
+Of a team, each rank writes what it is the first to have.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import operator
 import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,7 +23,6 @@ from autopar.capture.source import is_of_model_file
 from autopar.errors import TrainingError
 from autopar.formats.checkpoint import (
     Checkpoint,
-    IndexRange,
     Kind,
     LossScaleState,
     OptimizerState,
@@ -30,11 +31,12 @@ from autopar.formats.checkpoint import (
     SchedulerState,
     StateNumber,
     StoredTensor,
-    key_of,
 )
+from autopar.runtime.checkpoint.pieces import HeldPiece, fill, held_pieces, own_values
 from autopar.runtime.checkpoint.plain import NotPlainError, from_plain, plain_items, to_plain
 from autopar.runtime.checkpoint.reader import CheckpointReader
 from autopar.runtime.stage.parameters import local
+from autopar.runtime.stage.team import Team
 from autopar.runtime.start.job import Job
 from autopar.runtime.update import Update
 
@@ -42,25 +44,6 @@ SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "momentum", "base
 """Settings that torch's schedulers change."""
 _WATCHED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
 """Where a scheduler that watches the loss is, in torch's names."""
-
-
-class HeldPiece(NamedTuple):
-    """What a rank holds of a tensor."""
-
-    kind: Kind
-    name: str
-    state: str | None
-    shape: tuple[int, ...]
-    """Of the whole."""
-    ranges: tuple[IndexRange, ...]
-    """Of the dimensions that are not whole here."""
-    tensor: torch.Tensor
-    """This rank's."""
-
-    @property
-    def key(self) -> str:
-        """Its name within a file."""
-        return key_of(self.kind, self.name, self.state)
 
 
 class _Look(NamedTuple):
@@ -78,21 +61,6 @@ class _Look(NamedTuple):
         if tensors is None or len(tensors) != len(present) or not all(map(operator.is_, tensors, present)):
             return False
         return list(map(torch.Tensor.data_ptr, tensors)) == self.addresses
-
-
-def held_piece(kind: Kind, name: str, tensor: torch.Tensor, state: str | None = None) -> HeldPiece:
-    """Return what this rank holds of a tensor, which replicas may divide."""
-    ranges: list[IndexRange] = []
-    if hasattr(tensor, "to_local"):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        placed: Any = tensor
-        sizes, starts = compute_local_shape_and_global_offset(tensor.shape, placed.device_mesh, placed.placements)
-        for dim, (size, start, whole) in enumerate(zip(sizes, starts, tensor.shape, strict=True)):
-            if size != whole:
-                # What has no rows here has no such range, and nobody writes it.
-                ranges.append(IndexRange.model_construct(dim=dim, start=start, stop=start + size))
-    return HeldPiece(kind, name, state, tuple(tensor.shape), tuple(ranges), local(tensor.detach()))
 
 
 def class_name(value: object) -> str:
@@ -152,18 +120,25 @@ class JobState:
                 every.append(("optimizer", name, state, value))
             else:
                 numbers.append(StateNumber(parameter=name, state=state, value=to_plain(value)))
-        found = (held_piece(kind, name, tensor, state) for kind, name, state, tensor in every)
-        pieces = [each for each in found if self._writes(each)]
+        found = (self._pieces(kind, name, tensor, state) for kind, name, state, tensor in every)
+        pieces = [piece for each in found for piece in each if self._writes(piece)]
         # Numbers are other objects each time, and what replicas divide has no address.
         lasting = not numbers and not any(hasattr(each, "to_local") for each in present)
         tensors = cast(list[torch.Tensor], present) if lasting else None
         return _Look(pieces, numbers, tensors, list(map(torch.Tensor.data_ptr, tensors or ())))
 
+    def _pieces(self, kind: Kind, name: str, tensor: torch.Tensor, state: str | None) -> list[HeldPiece]:
+        """Return what this rank holds; a team cuts of the optimizer's state what has its parameter's shape."""
+        team = self._job.team
+        is_cut = kind != "optimizer" or tensor.shape == self._job.parameters[name].shape
+        return held_pieces(kind, name, tensor, state, team if is_cut else None)
+
     def _writes(self, piece: HeldPiece) -> bool:
         """Whether this rank writes a piece, of all that hold it."""
-        divided = bool(piece.ranges)
-        writing = piece.tensor.numel() > 0 if divided else self._job.replica == 0
-        return writing and self._first_stages[piece.name] in self._job.stages
+        team = self._job.team
+        answers = team.answers_for(piece.name) if piece.is_cut else team.part == 0
+        writing = piece.tensor.numel() > 0 if piece.is_sharded else self._job.replica == 0
+        return answers and writing and self._first_stages[piece.name] in self._job.stages
 
     def _optimizer(self, numbers: Sequence[StateNumber]) -> OptimizerState | None:
         """Return what the optimizer is, with what it keeps beside tensors; None where this rank has none."""
@@ -230,15 +205,18 @@ def restore_tensors(job: Job, source: CheckpointReader) -> None:
     """Put stored values into those of a job's parameters and buffers that there are any of, in their shape."""
     held: tuple[tuple[Kind, Mapping[str, torch.Tensor]], ...] = ("parameter", job.parameters), ("buffer", job.buffers)
     with torch.no_grad():
-        for piece in (held_piece(kind, name, each) for kind, tensors in held for name, each in tensors.items()):
-            record = source.checkpoint.tensor(piece.kind, piece.name)
-            if record is not None and record.shape == piece.shape and piece.tensor.numel():
-                piece.tensor.copy_(source.read(record, piece.ranges))
+        for kind, name, tensor in ((kind, name, each) for kind, every in held for name, each in every.items()):
+            record = source.checkpoint.tensor(kind, name)
+            if record is not None and record.shape == job.team.shape(name, tensor.shape):
+                fill(held_pieces(kind, name, tensor, None, job.team), partial(source.read, record))
     names = {parameter: name for name, parameter in job.parameters.items()}
 
     def difference(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        record = source.checkpoint.tensor("difference", names[parameter])
-        return None if record is None or record.shape != tuple(parameter.shape) else source.read(record)
+        name = names[parameter]
+        record = source.checkpoint.tensor("difference", name)
+        if record is None or record.shape != job.team.shape(name, parameter.shape):
+            return None
+        return own_values(name, parameter, job.team, partial(source.read, record))
 
     job.versions.resume(difference)
 
@@ -266,11 +244,12 @@ def restore_optimizer(job: Job, source: CheckpointReader) -> None:
     numbers: dict[str, dict[str, object]] = {}
     for number in checkpoint.optimizer.numbers:
         numbers.setdefault(number.parameter, {})[number.state] = from_plain(number.value)
-    _restore_state(update, source, numbers)
+    _restore_state(job, source, numbers)
 
 
-def _restore_state(update: Update, source: CheckpointReader, numbers: Mapping[str, dict[str, object]]) -> None:
+def _restore_state(job: Job, source: CheckpointReader, numbers: Mapping[str, dict[str, object]]) -> None:
     """Give an optimizer what it had kept of every parameter; ``numbers`` are what of it is no tensor, by parameter."""
+    update = job.update
     assert update.optimizer is not None
     by_name: dict[str, list[StoredTensor]] = {}
     for each in source.checkpoint.tensors:
@@ -281,32 +260,33 @@ def _restore_state(update: Update, source: CheckpointReader, numbers: Mapping[st
         for parameter in group["params"]:
             name = names[parameter]
             before = source.checkpoint.tensor("parameter", name)
-            if before is None or before.shape != tuple(parameter.shape):
+            if before is None or before.shape != job.team.shape(name, parameter.shape):
                 continue
             state = numbers.get(name, {})
             for each in by_name.get(name, ()):
-                state[str(each.state)] = _state_value(parameter, group, each, source)
+                state[str(each.state)] = _state_value(job.team, parameter, group, each, source)
             if state:
                 update.optimizer.state[parameter] = state
 
 
 def _state_value(
-    parameter: torch.Tensor, group: Mapping[str, object], record: StoredTensor, source: CheckpointReader
+    team: Team, parameter: torch.Tensor, group: Mapping[str, object], record: StoredTensor, source: CheckpointReader
 ) -> torch.Tensor:
     """Return what an optimizer had kept of a parameter, where it would keep it, divided as the parameter is."""
     if record.state == "step" and not (group.get("capturable") or group.get("fused")):
         # Torch's optimizers count steps in the host's memory, unless their kernels read them.
         return source.read(record)
     device = local(parameter).device
-    if not hasattr(parameter, "to_local") or record.shape != tuple(parameter.shape):
+    if record.shape != team.shape(record.name, parameter.shape):
         return source.read(record).to(device)
+    value = own_values(record.name, parameter, team, partial(source.read, record)).to(device)
+    if not hasattr(parameter, "to_local"):
+        return value
     from torch.distributed.tensor import DTensor
 
     placed: Any = parameter
-    piece = held_piece("parameter", record.name, parameter)
-    value = source.read(record, piece.ranges) if piece.tensor.numel() else torch.empty_like(piece.tensor)
     return DTensor.from_local(
-        value.to(device),
+        value,
         placed.device_mesh,
         placed.placements,
         run_check=False,
@@ -365,7 +345,7 @@ def generators(device: torch.device, rank: int) -> Iterator[HeldPiece]:
     found["python gauss"] = torch.tensor([] if gauss is None else [gauss], dtype=torch.float64)
     for state, tensor in found.items():
         if tensor.numel():
-            yield held_piece("generator", f"rank {rank}", tensor, state)
+            yield from held_pieces("generator", f"rank {rank}", tensor, state)
 
 
 def restore_generators(device: torch.device, read: Mapping[str, torch.Tensor]) -> None:

@@ -21,7 +21,7 @@ from autopar.runtime.checkpoint.cadence import Cadence, known_every
 from autopar.runtime.checkpoint.folder import CheckpointFolder, read_manifest
 from autopar.runtime.checkpoint.resume import changes, check_state, plan_notes, resume, shapes_of
 from autopar.runtime.checkpoint.state import JobState
-from autopar.runtime.checkpoint.writer import CheckpointWriter, SaveResult, SaveSettings
+from autopar.runtime.checkpoint.writer import CheckpointWriter, SaveResult, SaveSettings, file_name
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.saving import holders
 
@@ -128,7 +128,7 @@ class RunCheckpoints:
             known = (self.first_step,)
         settings = SaveSettings(Path(arguments["folder"]), arguments["token"], self._run, self._plan, keys, known)
         state = JobState(job, holders(plan, graph))
-        self._writer = CheckpointWriter(context, state, settings, [*job.stages], job.replica, lambda: unread)
+        self._writer = CheckpointWriter(context, state, settings, file_name(job), lambda: unread)
         every = known_every(arguments["every"])
         self._cadence = Cadence(every, self.first_step, lambda number: _most(context, number))
         self._newest = self.first_step

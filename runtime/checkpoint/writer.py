@@ -14,7 +14,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +37,10 @@ from autopar.formats.checkpoint import (
 from autopar.formats.document import write_text
 from autopar.ranks.context import RankContext
 from autopar.runtime.checkpoint.folder import MANIFEST, CheckpointFolder, check_file
-from autopar.runtime.checkpoint.state import HeldPiece, JobState, generators
+from autopar.runtime.checkpoint.pieces import HeldPiece
+from autopar.runtime.checkpoint.state import JobState, generators
 from autopar.runtime.result import weights
+from autopar.runtime.start.job import Job
 from autopar.runtime.times import clock_of
 
 LOOK_S = 0.02
@@ -83,8 +85,7 @@ class CheckpointWriter:
         context: RankContext,
         state: JobState,
         settings: SaveSettings,
-        stages: Sequence[int],
-        replica: int,
+        name: str,
         unread: Callable[[], Mapping[str, torch.Tensor]],
     ) -> None:
         """Prepare.
@@ -93,13 +94,12 @@ class CheckpointWriter:
             context: the ranks.
             state: this rank's.
             settings: what is saved, and where.
-            stages: of this rank; they stand in its files' names.
-            replica: likewise.
+            name: of this rank's files; see :func:`file_name`.
             unread: gives the parameters and buffers that no layer reads.
         """
         self._context, self._state, self._settings = context, state, settings
         self._folder = CheckpointFolder(settings.folder)
-        self._file = f"stage-{min(stages):05d}-replica-{replica:05d}.safetensors"
+        self._file = name
         self._unread = unread if context.rank == 0 else dict
         self._clock = clock_of(context.device)
         self._clock.start()
@@ -274,6 +274,12 @@ class CheckpointWriter:
         return [parts[rank] for rank in range(self._context.size)]
 
 
+def file_name(job: Job) -> str:
+    """Return the name of the files of a rank's pieces, which no other rank has."""
+    part = f"-part-{job.team.part:05d}" if len(job.team.ranks) > 1 else ""
+    return f"stage-{min(job.stages):05d}-replica-{job.replica:05d}{part}.safetensors"
+
+
 def _buffer_for(piece: HeldPiece, there: torch.Tensor | None) -> torch.Tensor:
     """Return host memory for a copy of a piece: what is there, if it is of that form."""
     of_piece = piece.tensor
@@ -293,5 +299,5 @@ def _tensor_record(piece: HeldPiece, file: str) -> StoredTensor:
         state=piece.state,
         shape=piece.shape,
         dtype=str(piece.tensor.dtype).removeprefix("torch."),
-        pieces=(Piece(file=file, ranges=piece.ranges),),
+        pieces=(Piece(file=file, ranges=piece.ranges, key=piece.key if piece.number else None),),
     )

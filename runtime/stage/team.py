@@ -23,6 +23,17 @@ from autopar.runtime.messages.transport import Transport, join, parts_that_sum
 from autopar.schedules.expand import stages_of, team_of
 
 
+def cuts_of(plan: Plan, rank: int) -> dict[str, ParameterCut]:
+    """Return how the parameters of a rank's stages are cut, by the model's own names; others are whole."""
+    return {cut.parameter: cut for stage in stages_of(plan, rank)[0] for cut in plan.stages[stage].cuts}
+
+
+def part_of_tensor(cut: ParameterCut, part: int, whole: torch.Tensor) -> torch.Tensor:
+    """Return what a part has of a parameter, or of something of its shape."""
+    slices = [whole.narrow(cut.dim, start, size) for start, _, size in cut.offsets(part)]
+    return torch.cat(slices, dim=cut.dim)
+
+
 class Team:
     """One rank's place among those that run its replica together; alone in most plans."""
 
@@ -37,11 +48,9 @@ class Team:
         self.ranks = team_of(plan, rank)
         """By part."""
         self.part = self.ranks.index(rank)
-        self.cuts: dict[str, ParameterCut] = {}
+        self.cuts = cuts_of(plan, rank)
         """Of parameters, by the model's own names; others are whole on every rank of the team."""
         self._plan, self._transport = plan, transport
-        for stage in stages_of(plan, rank)[0]:
-            self.cuts |= {cut.parameter: cut for cut in plan.stages[stage].cuts}
 
     def sum(self, tensor: torch.Tensor, parts: tuple[int, ...]) -> torch.Tensor:
         """Return the sum of what some parts give; all of these ranks ask, in the same order."""
@@ -83,10 +92,7 @@ class Team:
     def take(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Return what this rank has of a parameter, or of something of its shape."""
         cut = self.cuts.get(name)
-        if cut is None:
-            return whole
-        slices = [whole.narrow(cut.dim, start, size) for start, _, size in cut.offsets(self.part)]
-        return torch.cat(slices, dim=cut.dim)
+        return whole if cut is None else part_of_tensor(cut, self.part, whole)
 
     def answers_for(self, name: str) -> bool:
         """Tell whether this rank is the first of its team with just these elements of a parameter or buffer."""
@@ -99,6 +105,12 @@ class Team:
         if cut is None:
             return tuple(own)
         return (*own[: cut.dim], cut.size, *own[cut.dim + 1 :])
+
+    def outline(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        """Return a tensor whose shape and type are those of :meth:`whole`; values it may have none."""
+        if name not in self.cuts:
+            return own
+        return torch.empty(self.shape(name, own.shape), dtype=own.dtype, device="meta")
 
     def put(self, name: str, own: torch.Tensor, whole: torch.Tensor) -> None:
         """Copy what this rank answers for of a parameter, or of something of its shape, to where it is in the whole."""

@@ -89,8 +89,8 @@ def write_stages(
 ) -> list[weights.StoredFile]:
     """Write what this rank's stages are the first to hold; the first stage adds what no layer reads.
 
-    The first replica writes. The others give it their parts, one parameter after the other; none is held longer than it
-    takes to write it.
+    Of the first replica, the rank with the first part writes. The others give it theirs, one parameter after the other;
+    none is held longer than it takes to write it.
 
     Args:
         job: the rank's.
@@ -100,13 +100,13 @@ def write_stages(
         name: of the set that they are of, the same on all ranks.
 
     Returns:
-        What this rank wrote; nothing on replicas but the first. The folder's set is that before until
+        What this rank wrote; nothing on other replicas and parts than the first. The folder's set is that before until
         :func:`autopar.runtime.result.weights.publish` is given the files of all ranks.
     """
     first, saved = holders(job.plan, graph), []
     for index in job.stages:
-        mine = {name: tensor for name, tensor in job.state().items() if first[name] == index}
-        if job.replica != 0:
+        mine = {name: job.team.outline(name, each) for name, each in job.state().items() if first[name] == index}
+        if job.replica != 0 or job.team.part != 0:
             for each in mine:
                 job.whole(each)
             continue

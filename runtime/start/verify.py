@@ -24,6 +24,7 @@ from autopar.capture.histories import most_versions
 from autopar.capture.plain import PlainRun, in_double, train_plainly
 from autopar.capture.source import UserModel, load
 from autopar.errors import AutoparError, CaptureError, ModelError, UsageError
+from autopar.formats.cuts import ParameterCut
 from autopar.formats.plan import Crossing, Plan
 from autopar.formats.report import Difference, Verification
 from autopar.progress import Progress, no_progress
@@ -32,10 +33,11 @@ from autopar.ranks.scratch import Scratch
 from autopar.runtime.result import weights
 from autopar.runtime.settings import TrainSettings, check_scope
 from autopar.runtime.stage.parameters import stages_of_parameters
+from autopar.runtime.stage.team import cuts_of, part_of_tensor
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.start.worker import BUFFERS, GRADIENTS, PARAMETERS, UNREAD, kept_folder, load_for
 from autopar.runtime.start.workspace import host_memory_bytes
-from autopar.schedules.expand import stages_of
+from autopar.schedules.expand import part_of, stages_of
 
 Allowed = Mapping[str, float]
 """Kind -> the largest difference: of gradients, over the model's largest; of others, over their largest element + 1."""
@@ -53,6 +55,14 @@ class Holder(NamedTuple):
     gradients: Mapping[str, torch.Tensor | None]
     parameters: Tensors
     buffers: Tensors
+    cuts: Mapping[str, ParameterCut] = {}
+    """Of the parameters of which it has a part."""
+    part: int = 0
+
+    def of(self, name: str, whole: torch.Tensor | None) -> torch.Tensor | None:
+        """Return what it should have of a parameter or buffer, or of its gradient."""
+        cut = self.cuts.get(name)
+        return whole if cut is None or whole is None else part_of_tensor(cut, self.part, whole)
 
 
 class _FolderTensors(Mapping[str, torch.Tensor]):
@@ -84,7 +94,8 @@ def holders_of(plan: Plan, folder: Path, truth: PlainRun) -> list[Holder]:
             _FolderTensors(kept_folder(folder, rank, what)) for what in (GRADIENTS, PARAMETERS, BUFFERS)
         )
         first = stages_of(plan, rank)[1] == 0
-        found.append(Holder(f" on rank {rank}", gradients, parameters, buffers if first else {}))
+        cuts, part = cuts_of(plan, rank), part_of(plan, rank)
+        found.append(Holder(f" on rank {rank}", gradients, parameters, buffers if first else {}, cuts, part))
     unread = kept_folder(folder, 0, UNREAD)
     parameters, buffers = _FolderTensors(unread, truth.parameters), _FolderTensors(unread, truth.buffers)
     return [*found, Holder(", which no layer reads", {}, parameters, buffers)]
@@ -101,7 +112,7 @@ def compare(
     largest = max((_largest(each) for each in truth.gradients.values() if each is not None), default=0.0)
     for holder in holders:
         for name in holder.parameters:
-            mine, theirs = holder.gradients.get(name), truth.gradients.get(name)
+            mine, theirs = holder.gradients.get(name), holder.of(name, truth.gradients.get(name))
             found["gradients"].take(*_of_gradients(mine, theirs, largest, f"{name}{holder.where}"))
     for what in ("parameters", "buffers"):
         expected_values: Tensors = getattr(truth, what)
@@ -109,7 +120,7 @@ def compare(
             values: Tensors = getattr(holder, what)
             for name, value in values.items():
                 place = f"{name}{holder.where}"
-                known = expected_values.get(name)
+                known = holder.of(name, expected_values.get(name))
                 found[what].take(math.inf if known is None else _distance(value, known) / (1 + _largest(known)), place)
         for name in expected_values.keys() - {name for holder in holders for name in getattr(holder, what)}:
             found[what].take(math.inf, f"{name}, which no rank holds")
@@ -205,9 +216,9 @@ def check_memory(plan: Plan, model_bytes: Mapping[str, int], wider: float) -> No
     # Of each version, there may be another that is made of it, or two.
     copies = COPIES + (2 if plan.ahead == "counted" else 3) * most_versions(plan)
     peaks = [chunks[0] for chunks in plan.groups]
-    ranks = sum(
-        plan.stages[stage].replicas * (RANK_BYTES + round(wider * plan.predicted.peak_bytes[stage])) for stage in peaks
-    )
+    # Of a team, the plan says what its ranks hold together.
+    held = sum(plan.stages[stage].replicas * round(wider * plan.predicted.peak_bytes[stage]) for stage in peaks)
+    ranks = RANK_BYTES * len(plan.devices) + held
     for needed, what in (
         (copies * whole, f"the plain loop of a model of {_text(whole)}"),
         (ranks + copies * whole, f"{len(plan.devices)} ranks beside the plain loop"),

@@ -101,11 +101,12 @@ def test_each_byte_of_a_manifest_counts() -> None:
         (piece(0, (0, 0, 2), (0, 0, 2)), piece(1, (0, 2, 4))),
         (piece(0, (0, 2, 2)), piece(1)),
         (piece(0, (0, 0, 4), (1, 0, 3)), piece(1, (0, 0, 2), (1, 3, 6))),
+        (piece(0, (0, 0, 2)), piece(0, (0, 2, 4))),
     ],
 )
 def test_pieces_that_do_not_make_up_a_tensor_are_refused(pieces: tuple[Piece, ...]) -> None:
     part = RankPart.model_construct(tensors=(tensor(*pieces),), files=tuple(FILES))
-    with pytest.raises(ValidationError, match=r"make up|no such indices|given twice"):
+    with pytest.raises(ValidationError, match=r"make up|no such indices|given twice|same key"):
         merge([part], 3, RUN, PLAN, [])
 
 
@@ -137,10 +138,23 @@ def test_pieces_cut_at_random_make_up_a_tensor_and_without_one_of_them_or_with_o
     shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(1, 4)))
     boxes = _cut(rng, [(0, size) for size in shape], 3)
     rng.shuffle(boxes)
-    pieces = [piece(0, *((dim, start, stop) for dim, (start, stop) in enumerate(box))) for box in boxes]
+    sides = [[(dim, start, stop) for dim, (start, stop) in enumerate(box)] for box in boxes]
+    pieces = [piece(0, *each).model_copy(update={"key": f"{at}"}) for at, each in enumerate(sides)]
     found = merge([RankPart(tensors=(tensor(*pieces, shape=shape),), files=tuple(FILES))], 3, RUN, PLAN, [])
     assert len(found.tensors[0].pieces) == len(boxes)
     for wrong in (pieces[1:], [*pieces, pieces[0]], [*pieces[1:], pieces[0], pieces[0]]):
         if wrong:
             with pytest.raises(ValidationError):
                 merge([RankPart(tensors=(tensor(*wrong, shape=shape),), files=tuple(FILES))], 3, RUN, PLAN, [])
+
+
+def test_a_manifest_says_of_teams_and_of_several_pieces_in_a_file_only_where_there_are_any() -> None:
+    text = manifest().dumps()
+    assert "tensor_parallel" not in text
+    assert '"key": "1:' not in text
+    pieces = piece(0, (0, 0, 2)), piece(0, (0, 2, 4)).model_copy(update={"key": "1:parameter/w"})
+    plan = PLAN.model_copy(update={"tensor_parallel": (2,)})
+    found = merge([RankPart(tensors=(tensor(*pieces),), files=(FILES[0],))], 3, RUN, plan, [])
+    read = Checkpoint.read(found.dumps(), Path("manifest.json"))
+    assert read.plan.tensor_parallel == (2,)
+    assert [each.key for each in read.tensors[0].pieces] == [None, "1:parameter/w"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import tempfile
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from autopar.runtime.checkpoint.reader import CheckpointReader
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.schedules import SCHEDULES
 from dictated import dictate
+from in_teams import in_teams
 from paths import MODELS
 
 RANKS, MICRO_BATCHES, ROWS = 4, 4, 4
@@ -35,10 +38,14 @@ class Training(NamedTuple):
 class CheckpointPairs:
     """Trains one model by pairs of plans that are drawn."""
 
-    def __init__(self, folder: Path, pool: RankPool) -> None:
-        """Prepare the model, without dropout, whose masks are per share, and train it on one rank."""
+    def __init__(self, folder: Path, pool: RankPool, model: str = "resumed", more: str = "") -> None:
+        """Prepare a model, without dropout, whose masks are per share, and train it on one rank.
+
+        Its file ends with ``more``.
+        """
         self._file, self._pool = folder / "model.py", pool
-        self._file.write_text((MODELS / "resumed.py").read_text().replace("nn.Dropout(0.2)", "nn.Identity()"))
+        text = (MODELS / f"{model}.py").read_text()
+        self._file.write_text(text.replace("nn.Dropout(0.2)", "nn.Identity()").replace("= 9, 8", "= 3, 8") + more)
         self._model = load(str(self._file))
         self._graph = capture(self._model, self._model.build(0))
         self.truth = self._train([(dictate(self._graph, self._model, [1], MICRO_BATCHES, ROWS), STEPS)])
@@ -68,16 +75,49 @@ class CheckpointPairs:
             except ValueError:
                 continue
 
+    def draw_teams(self, rng: random.Random) -> Plan:
+        """Draw a plan: schedule, ranks of every replica, replicas, cuts and sharding."""
+        layers = len(self._graph.layers)
+        while True:
+            stages = rng.randint(1, 2)
+            widths, sizes = (
+                [rng.choice((1, 2)) for _ in range(stages)],
+                [rng.choice((1, 2, 2, 4)) for _ in range(stages)],
+            )
+            if sum(map(operator.mul, widths, sizes)) > RANKS:
+                continue
+            how: dict[str, Any] = {"cuts": sorted(rng.sample(range(1, layers), stages - 1))}
+            how["shard"] = [rng.choice(SHARDS[1:]) for _ in widths]
+            how["recompute"] = rng.random() < 0.3
+            schedule = rng.choice(("gpipe", "1f1b", "zb-h1"))
+            alone = dictate(self._graph, self._model, widths, MICRO_BATCHES, ROWS, schedule, **how)
+            plan = in_teams(self._graph, alone, sizes)
+            if plan.refusal is None:
+                return plan
+
+    def unflushed(self, policy: str, sizes: Sequence[int]) -> Plan:
+        """Return a plan of two stages under a weight policy."""
+        alone = dictate(self._graph, self._model, [1, 1], MICRO_BATCHES, ROWS, warmup=[1, 1])
+        plan = in_teams(self._graph, alone, sizes)
+        stages = [stage.model_copy(update={"warmup": depth}) for stage, depth in zip(plan.stages, (2, 1), strict=True)]
+        more = {"anneal_steps": 3, "synchronous_steps": 1} if policy == "pipemare" else {}
+        return plan.model_copy(update={"stages": tuple(stages), "weight_policy": policy, **more})
+
     def train(self, first: Plan, second: Plan, stop: int) -> Training:
         """Train by the first plan for some steps, and by the second from what it has saved."""
         return self._train([(first, stop), (second, STEPS)])
 
-    def _train(self, parts: list[tuple[Plan, int]]) -> Training:
+    def train_drained(self, first: Plan, second: Plan | None = None, every: int = 2) -> Training:
+        """Train by a plan that is drained every so many steps; if there is a second one, by that after the first."""
+        parts = [(first, STEPS)] if second is None else [(first, every), (second, STEPS)]
+        return self._train(parts, every)
+
+    def _train(self, parts: list[tuple[Plan, int]], every: int = STEPS) -> Training:
         losses: list[float] = []
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             for plan, steps in parts:
-                asked = RunOptions(steps, checkpoint=folder, every=STEPS, resume=bool(losses))
+                asked = RunOptions(steps, checkpoint=folder, every=every, resume=bool(losses))
                 losses += run(plan, str(self._file), asked, pool=self._pool).report.loss
             place = CheckpointFolder(folder).folder_of(STEPS)
             manifest = read_verified(place)

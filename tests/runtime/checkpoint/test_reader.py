@@ -70,12 +70,15 @@ def test_any_part_of_a_tensor_that_is_cut_anyhow_is_read(dtype: torch.dtype, see
     # What stands before it in a file moves it to another place, at which kernels may not expect it.
     odd = torch.ones(rng.randrange(1, 8), dtype=torch.uint8)
     pieces, files = [], []
-    for at, box in enumerate(boxes):
-        name = f"part-{at}.safetensors"
-        held = {"odd": odd, "parameter/w": _part(tensor, box).contiguous()}
-        file = weights.write(tmp_path / name, held)
+    while boxes:
+        # A file may have several of them.
+        name, several = f"part-{len(files)}.safetensors", [boxes.pop() for _ in range(rng.randint(1, len(boxes)))]
+        keys = ["parameter/w", *(f"{number}:parameter/w" for number in range(1, len(several)))]
+        held = {key: _part(tensor, box).contiguous() for key, box in zip(keys, several, strict=True)}
+        file = weights.write(tmp_path / name, {"odd": odd, **held})
         files.append(PieceFile(name=name, bytes=file["bytes"], sha256=file["sha256"]))
-        pieces.append(Piece(file=name, ranges=_ranges(box, shape)))
+        for number, box in enumerate(several):
+            pieces.append(Piece(file=name, ranges=_ranges(box, shape), key=keys[number] if number else None))
     kind = str(dtype).removeprefix("torch.")
     record = StoredTensor(kind="parameter", name="w", shape=shape, dtype=kind, pieces=tuple(pieces))
     manifest = merge([RankPart(tensors=(record,), files=tuple(files))], 1, RUN, PLAN, [])

@@ -17,8 +17,8 @@ import torch
 from autopar.errors import FileError
 from autopar.formats.checkpoint import RankPart, SavedPlan, SavedRun
 from autopar.runtime.checkpoint.folder import MANIFEST, CheckpointFolder, read_manifest, read_verified
+from autopar.runtime.checkpoint.pieces import HeldPiece, held_pieces
 from autopar.runtime.checkpoint.reader import CheckpointReader
-from autopar.runtime.checkpoint.state import HeldPiece, held_piece
 from autopar.runtime.checkpoint.writer import CheckpointWriter, SaveSettings
 from failing_calls import Calls, counted, full, killed
 from unpickled import Payload
@@ -61,7 +61,7 @@ class State:
         self.name, self.value = f"w{rank}", torch.zeros(200)
 
     def look(self) -> tuple[list[HeldPiece], RankPart]:
-        return [held_piece("parameter", self.name, self.value)], RankPart()
+        return held_pieces("parameter", self.name, self.value), RankPart()
 
 
 class Ranks:
@@ -74,7 +74,10 @@ class Ranks:
         settings = SaveSettings(folder, token, RUN, PLAN, (), known)
         contexts: list[Any] = [Context(rank, meeting) for rank in range(2)]
         states: list[Any] = list(self.states)
-        self.writers = [CheckpointWriter(contexts[rank], states[rank], settings, [rank], 0, dict) for rank in range(2)]
+        files = [f"stage-{rank:05d}-replica-00000.safetensors" for rank in range(2)]
+        self.writers = [
+            CheckpointWriter(contexts[rank], states[rank], settings, files[rank], dict) for rank in range(2)
+        ]
 
     def save(self, step: int, *, conclude: bool = True) -> None:
         def of_rank(rank: int) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,15 @@ from safetensors.torch import load_file
 from autopar.errors import FileError
 from autopar.formats import document as atomic
 from autopar.formats.document import write_text
+from autopar.formats.plan import Shard
+from autopar.ranks.pool import RankPool
 from autopar.runtime.result import weights
 from autopar.runtime.start.saving import new_set, set_of
+from autopar.runtime.start.workspace import Workspace
+from dictated import dictate
+from in_teams import in_teams
+from paths import MODELS
+from training_cases import Case, make_case
 
 # Forks are warned of where there are threads; these children only write files.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
@@ -275,3 +282,44 @@ def test_other_libraries_load_the_set(tmp_path: Path) -> None:
     weights.publish(tmp_path, files)
     loaded = dict(transformers.GPT2LMHeadModel.from_pretrained(tmp_path).named_parameters())
     assert all(torch.equal(loaded[key], state[key] + 1) for key in names)
+
+
+TEAM_CASES = [((1, 1), (2, 4), "none"), ((2, 1), (2, 1), "none"), ((2,), (2,), "parameters"), ((3,), (2,), "optimizer")]
+
+
+@pytest.fixture(scope="module")
+def narrow_gpt(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    file = tmp_path_factory.mktemp("models") / "gpt.py"
+    file.write_bytes((MODELS / "narrow_gpt.py").read_bytes())
+    return make_case(file)
+
+
+@pytest.mark.parametrize(("widths", "sizes", "shard"), TEAM_CASES)
+@pytest.mark.parametrize("given", [False, True])
+def test_what_teams_cut_is_written_whole(
+    widths: Sequence[int],
+    sizes: Sequence[int],
+    shard: Shard,
+    given: bool,
+    narrow_gpt: Case,
+    pool: RankPool,
+    tmp_path: Path,
+) -> None:
+    case, folder = narrow_gpt, tmp_path / "workspace"
+    plan = in_teams(case.graph, dictate(case.graph, case.model, widths, 4, 3, shard=shard), sizes)
+    assert all(stage.cuts for stage, size in zip(plan.stages, sizes, strict=True) if size > 1)
+    state = {name: each.detach() for name, each in case.model.build(0).named_parameters()}
+    if given:
+        state = {name: torch.randn_like(each) for name, each in state.items()}
+        (tmp_path / "given").mkdir()
+        weights.write(tmp_path / "given" / weights.SINGLE, state)
+    folder.mkdir()
+    Workspace(folder).prepare(case.model, plan, tmp_path / "given" if given else None)
+    paths = {"workspace": str(folder), "folder": str(tmp_path)}
+    pool.run(
+        "rank_jobs:build_and_save", {"plan": plan.dumps(), "model": str(case.file), **paths}, ranks=len(plan.devices)
+    )
+    assert len(list(tmp_path.glob("*.safetensors"))) == len(plan.stages)
+    found = {name: each for path in tmp_path.glob("*.safetensors") for name, each in load_file(path).items()}
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], each) for name, each in state.items())

@@ -19,12 +19,15 @@ from autopar.capture.export import capture
 from autopar.capture.plain import PlainRun
 from autopar.capture.source import load
 from autopar.errors import UsageError
-from autopar.formats.plan import Plan
+from autopar.formats.cuts import ParameterCut
+from autopar.formats.plan import Plan, Shard
 from autopar.formats.report import Verification
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start import verify as room
 from autopar.runtime.start.verify import PROMISED, Holder, compare, verify
+from autopar.schedules.expand import stages_of
 from dictated import dictate
+from in_teams import in_teams
 from paths import MODELS, ROOT
 from policy_cases import TOLD
 
@@ -135,17 +138,68 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_command_fails_on_a_runtime_with_a_fault(bug: str, tmp_path: Path) -> None:
-    for folder in ("autopar", "runtime", "planner", "profiler", "examples"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    _sensitive(tmp_path)
     name, right, wrong = BUGS[bug]
-    file = tmp_path / "runtime" / name
+    _fails_with_a_fault(tmp_path, f"runtime/{name}", right, wrong)
+
+
+def _fails_with_a_fault(folder: Path, name: str, right: str, wrong: str) -> None:
+    for each in ("autopar", "runtime", "planner", "profiler", "examples"):
+        shutil.copytree(ROOT / each, folder / each, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    file = folder / name
     assert file.read_text().count(right) == 1
     file.write_text(file.read_text().replace(right, wrong))
-    _sensitive(tmp_path)
-    done = _command(tmp_path, tmp_path)
+    done = _command(folder, folder)
     assert done.returncode == 5, done.stderr
     assert not json.loads(done.stdout)["equal"]
     assert "the ranks did not train what plain training does" in done.stderr.splitlines()[-1]
+
+
+def _of_teams(folder: Path, widths: Sequence[int], sizes: Sequence[int], **options: Any) -> Plan:  # noqa: ANN401
+    """Plan the narrow GPT in teams, and write it beside the plan."""
+    narrow = {**EXAMPLES["gpt"], "BLOCKS": 2}
+    (folder / "model.py").write_text(NARROW.format(path=str(ROOT / "examples" / "gpt.py"), narrow=narrow))
+    model = load(str(folder / "model.py"))
+    plan = in_teams(capture(model, model.build(0)), planned(folder, str(folder / "model.py"), widths, **options), sizes)
+    relative = plan.model.model_copy(update={"source": "model.py"})
+    plan.model_copy(update={"model": relative}).save(folder / "plan.json")
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("widths", "sizes", "shard"),
+    [((1, 1), (2, 4), "none"), ((2,), (2,), "parameters"), ((2, 1), (2, 2), ("optimizer", "none"))],
+)
+def test_what_every_rank_of_a_team_has_is_compared(
+    widths: Sequence[int],
+    sizes: Sequence[int],
+    shard: Shard | Sequence[Shard],
+    tmp_path: Path,
+    pool: RankPool,
+) -> None:
+    plan = _of_teams(tmp_path, widths, sizes, shard=shard)
+    found = verified(plan, pool)
+    assert found.equal, found
+    compared = {each.what: each.compared for each in found.differences}
+    held = sum(len(plan.stages[index].cuts) for rank in range(found.ranks) for index in stages_of(plan, rank)[0])
+    assert compared["parameters"] >= held > 0
+
+
+def test_the_command_finds_a_fault_in_parts(tmp_path: Path) -> None:
+    _of_teams(tmp_path, (1,), (2,))
+    assert _command(tmp_path).returncode == 0
+    fault = "return ctx.sums.sum(gradient, ctx.parts), None, None", "return gradient, None, None"
+    _fails_with_a_fault(tmp_path, "autopar/capture/split/sums.py", *fault)
+
+
+@pytest.mark.parametrize(("off", "equal"), [(0.0, True), (1e-6, False)])
+def test_a_part_is_held_against_its_indices_of_the_whole(off: float, equal: bool) -> None:
+    truth = _run()
+    cut = ParameterCut(parameter="w", dim=0, parts=(((1, 2),), ((0, 1),)))
+    gradients, values = {"w": torch.tensor([-4.0]), "b": None}, {"w": torch.tensor([2.0 + off], dtype=torch.float32)}
+    first = Holder("", gradients, {**values, "b": truth.parameters["b"]}, {}, {"w": cut}, 0)
+    found = compare(truth.losses, [first], truth, PROMISED)
+    assert all(each.equal for each in found) == equal
 
 
 SINGLE = """
