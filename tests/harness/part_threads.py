@@ -152,6 +152,7 @@ def compare(
     All draw from the same seed, and must leave the generator alike.
     """
     rows = inputs[0].shape[0]
+    layer.module.zero_grad()
     analysis = analyse(layer)
     splits = choice(analysis, count)
     torch.manual_seed(SEED)

@@ -3,8 +3,10 @@
 A candidate ends inside the layer: every operator that reads it keeps it or sums over it. It is one name, or two where
 neither is long enough: of 2 key and value heads with 2 queries each, four ranks have a pair each, and two of them the
 same keys. Candidates that leave a part with the fewest numbers of parameters are taken first, then those for which the
-fewest numbers are summed among parts, then the first ones in the graph. No operator is in two regions: a part that had
-the first halves of two names would know nothing of the first half of one with the second of the other.
+fewest numbers are summed among parts, then the first ones in the graph. One is left out if another saves nearly as much
+and sums much less: few heads of keys can be split by their width, but then all scores are summed. No operator is in two
+regions: a part that had the first halves of two names would know nothing of the first half of one with the second of
+the other.
 
 It takes pairs of names times operators; a block has about ten times a hundred.
 """
@@ -24,6 +26,9 @@ from autopar.capture.split.names import MismatchError, Name, leaves, resolve, si
 from autopar.capture.split.rules import find_rule
 
 __all__ = ["Split", "choose"]
+
+NEARLY = 0.75
+"""Of the numbers of parameters that a split saves, which it is not worth to sum twice as many numbers for."""
 
 
 def choose(
@@ -46,6 +51,8 @@ def choose(
     found = [split for split in _candidates(analysis, count) if not _cuts_any(analysis, split, forbidden)]
     if recorded is not None:
         found = [split for split in found if cuts_of(analysis, [split]).items() <= recorded.items()]
+    else:
+        found = [split for split in found if not any(_is_much_cheaper(other, split) for other in found)]
     # Sorting keeps the order of the graph among equals.
     found.sort(key=lambda split: (-split.numbers_saved, split.numbers_summed))
     chosen: list[Split] = []
@@ -55,6 +62,12 @@ def choose(
     if recorded is not None:
         _check_repeated(cuts_of(analysis, chosen), recorded, count)
     return tuple(chosen)
+
+
+def _is_much_cheaper(one: Split, other: Split) -> bool:
+    """Tell whether a split saves nearly as much as another of the same operators, and sums half of it at most."""
+    nearly = one.numbers_saved >= NEARLY * other.numbers_saved
+    return nearly and 2 * one.numbers_summed <= other.numbers_summed and not one.region.isdisjoint(other.region)
 
 
 def _candidates(analysis: Analysis, count: int) -> Iterator[Split]:

@@ -170,22 +170,22 @@ class _Rewrite:
             return self._made[node]
         return self._enter_once(node, self._made[node], (peers(part, axes),))
 
-    def _enter_pieces(self, node: fx.Node, made: fx.Node, part: Part) -> fx.Node:
+    def _enter_pieces(self, node: fx.Node, tensor: fx.Node, part: Part) -> fx.Node:
         """Sum the gradient of those pieces of a parameter that are not split, where others are."""
         if node not in self._analysis.varying:
-            return made
+            return tensor
         for axis in part.axes:
             for place, dim in enumerate(self._analysis.dims[node][0]):
                 if is_partial(dim, axis.name):
                     whole = ~split_places(dim, axis.name)[part.positions(dim)]
                     rows = ranges(whole.nonzero().flatten())
-                    made = self._enter_once(node, made, (peers(part, [axis]), place, rows))
-        return made
+                    tensor = self._enter_once(node, tensor, (peers(part, [axis]), place, rows))
+        return tensor
 
-    def _enter_once(self, node: fx.Node, made: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+    def _enter_once(self, node: fx.Node, tensor: fx.Node, args: tuple[Any, ...]) -> fx.Node:
         key = (node, args)
         if key not in self._entered:
-            self._entered[key] = self._graph.call_module(_ENTER, (made, *args))
+            self._entered[key] = self._graph.call_module(_ENTER, (tensor, *args))
         return self._entered[key]
 
     def _taken_part(self, node: fx.Node, part: Part) -> fx.Node:

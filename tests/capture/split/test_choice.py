@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autopar.capture.split import choice
 from autopar.capture.split.analysis import analyse
 from autopar.capture.split.choice import Split, choose
 from autopar.capture.split.rewrite import peers
@@ -51,6 +52,29 @@ def test_heads_are_split_and_where_they_are_too_few_their_queries_too(
     for index, part in enumerate(parts):
         assert peers(part, part.axes) == tuple(range(count))
         assert peers(part, []) == (index,)
+
+
+class LongAttention(nn.Module):
+    """Few keys, in plain operators: the width of heads could be split, if all scores were summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.both, self.out = nn.Linear(8, 32), nn.Linear(8, 16), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = self.query(x).unflatten(-1, (2, 4, 4)).permute(0, 2, 3, 1, 4)
+        key, value = self.both(x).unflatten(-1, (2, 2, 1, 4)).permute(2, 0, 3, 4, 1, 5)
+        mixed = (query @ key.transpose(-1, -2)).softmax(-1) @ value
+        return x + self.out(mixed.permute(0, 3, 1, 2, 4).flatten(2))
+
+
+@pytest.mark.parametrize(("nearly", "counts"), [(choice.NEARLY, (2, 2)), (2.0, (4,))])
+def test_what_saves_nearly_as_much_and_sums_much_less_is_preferred(
+    nearly: float, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "NEARLY", nearly)
+    (found,) = choose(analyse(layer_of(LongAttention(), torch.zeros(2, 16, 8))), 4)
+    assert found.counts == counts
 
 
 class Two(nn.Module):

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture.split.names import MismatchError
 from autopar.capture.split.rules import FAMILIES, find_rule
 from autopar.capture.split.rules import rule as registry
+from autopar.capture.split.rules.attention import attend_part
+from autopar.errors import UsageError
 from oracles.operator_parts import OperatorParts
 
 aten = torch.ops.aten
@@ -219,6 +222,13 @@ def test_every_operator_with_a_rule_is_tried() -> None:
 def test_what_a_rule_cannot_tell_it_refuses(target: Callable[..., Any], args: tuple[Any, ...]) -> None:
     with pytest.raises(MismatchError):
         OperatorParts(target, args, {})
+
+
+def test_fused_attention_with_dropout_is_refused_on_a_gpu() -> None:
+    with FakeTensorMode():
+        query = torch.empty(2, 2, 3, 4, device="cuda")
+        with pytest.raises(UsageError, match="attn_implementation='eager'"):
+            attend_part(query, query, query, None, 0.1, True, None, False, ((1, 4, ((0, 2),)),))
 
 
 def test_operators_that_draw_or_write_have_no_rule() -> None:

@@ -16,6 +16,11 @@ from autopar.capture.split.rules.draws import Taken, drop_part, own_ranges
 from autopar.capture.split.rules.rule import Dims, LocalCall, OperatorCall, Part, broadcast, rule, unite_or_block
 from autopar.errors import UsageError
 
+_FUSED = (
+    "fused attention draws its dropout inside a GPU's kernel, and cannot be split there; turn dropout of attention "
+    "off, or write it in plain operators (Transformers: `attn_implementation='eager'`)"
+)
+
 
 def attend_part(
     query: torch.Tensor,
@@ -25,44 +30,35 @@ def attend_part(
     rate: float,
     causal: bool,
     scale: float | None,
-    grouped: bool,
+    share_keys: bool,
     own: Taken,
 ) -> torch.Tensor:
-    """Attend with dropout of the weights, some of all heads.
-
-    Args:
-        query: of ``(rows, heads, queries, width)``; keys and values alike.
-        key: see ``query``.
-        value: see ``query``.
-        mask: is added to the scores; or says where a query sees a key.
-        rate: of dropout.
-        causal: whether a query sees no key behind it.
-        scale: of the products; none: one over the square root of the width.
-        grouped: whether several heads of queries share one of keys.
-        own: which part of all weights it is.
+    """Attend with dropout, at a rate, of the weights of some of all heads; ``own`` says which part of them it is.
 
     Raises:
         UsageError: on a GPU.
     """
     if query.is_cuda:
-        raise UsageError(
-            "fused attention draws its dropout inside a GPU's kernel, and cannot be split there; turn dropout of "
-            "attention off, or write it in plain operators (Transformers: `attn_implementation='eager'`)"
-        )
-    if grouped:
+        raise UsageError(_FUSED)
+    if share_keys:
         key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
     # As torch does, which computes in single precision what is of half.
     half = query.dtype in (torch.float16, torch.bfloat16)
     wide = [each.float() if half else each for each in (query, key, value)]
     factor = 1 / sqrt(query.shape[-1]) if scale is None else scale
-    scores = (wide[0] * factor) @ wide[1].transpose(-1, -2)
-    if causal:
-        scores = scores + torch.full_like(scores, -torch.inf).triu(1)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    scores = _hide((wide[0] * factor) @ wide[1].transpose(-1, -2), mask, causal)
     weights = torch.ops.aten._safe_softmax.default(scores, -1)
     found = drop_part(weights, rate, tuple(range(weights.dim())), own) @ wide[2]
     return found.to(query.dtype)
+
+
+def _hide(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
+    """Add a mask to the scores of queries and keys, or leave only those that it says; or those of keys before."""
+    if causal:
+        scores = scores + torch.full_like(scores, -torch.inf).triu(1)
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
 
 
 def _local_attention(call: OperatorCall, part: Part) -> LocalCall:

@@ -13,9 +13,9 @@ from autopar.capture.split.rules.rule import Dims, LocalCall, OperatorCall, Part
 _NEIGHBOURS = "a convolution reads neighbours"
 
 
-def add_channels(found: torch.Tensor, bias: torch.Tensor, places: int) -> torch.Tensor:
+def add_channels(total: torch.Tensor, bias: torch.Tensor, places: int) -> torch.Tensor:
     """Add a number to every channel, behind which are dimensions of places."""
-    return found + bias.view(-1, *[1] * places)
+    return total + bias.view(-1, *[1] * places)
 
 
 def _local_convolution(call: OperatorCall, part: Part) -> LocalCall:
