@@ -6,7 +6,7 @@ as they run, and which indices the rank has of every parameter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,9 +17,10 @@ from autopar.capture.split.cuts import ParameterCut as LayerCut
 from autopar.capture.split.names import MismatchError
 from autopar.capture.split.rewrite import split_layer
 from autopar.errors import UsageError
-from autopar.formats.cuts import ParameterCut
+from autopar.formats.cuts import CutPiece, ParameterCut
 from autopar.formats.plan import Plan
 from autopar.runtime.messages.transport import Transport, join, parts_that_sum
+from autopar.runtime.stage.parameters import sharded_ranges
 from autopar.schedules.expand import stages_of, team_of
 
 
@@ -30,8 +31,26 @@ def cuts_of(plan: Plan, rank: int) -> dict[str, ParameterCut]:
 
 def part_of_tensor(cut: ParameterCut, part: int, whole: torch.Tensor) -> torch.Tensor:
     """Return what a part has of a parameter, or of something of its shape."""
-    slices = [whole.narrow(cut.dim, start, size) for start, _, size in cut.offsets(part)]
+    slices = [whole.narrow(cut.dim, piece.start, piece.size) for piece in cut.pieces(part)]
     return torch.cat(slices, dim=cut.dim)
+
+
+def cut_views(
+    cut: ParameterCut, part: int, bounds: tuple[int, int], own: torch.Tensor
+) -> Iterator[tuple[CutPiece, torch.Tensor]]:
+    """Yield what a rank has of a part, piece by piece, with views of it.
+
+    Args:
+        cut: of the parameter.
+        part: which part.
+        bounds: the indices among the part's own that the rank has: all of them, unless replicas divide the part.
+        own: what the rank has, of the parameter or of something of its shape.
+    """
+    for piece in cut.pieces(part):
+        low, high = max(bounds[0], piece.offset), min(bounds[1], piece.offset + piece.size)
+        if low < high:
+            here = CutPiece(piece.start + low - piece.offset, low, high - low, piece.parts)
+            yield here, own.narrow(cut.dim, low - bounds[0], high - low)
 
 
 class Team:
@@ -94,10 +113,20 @@ class Team:
         cut = self.cuts.get(name)
         return whole if cut is None else part_of_tensor(cut, self.part, whole)
 
-    def answers_for(self, name: str) -> bool:
-        """Tell whether this rank is the first of its team with just these elements of a parameter or buffer."""
+    def answered(self, name: str, parameter: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of what this rank answers for, of all of its team that have the same.
+
+        Args:
+            name: of a parameter.
+            parameter: this rank's, which replicas may divide.
+            own: what the rank has of it, or of something of its shape.
+        """
         cut = self.cuts.get(name)
-        return self.part == (0 if cut is None else cut.first_with(self.part))
+        if cut is None:
+            return [own] if self.part == 0 else []
+        bounds = next(((start, stop) for dim, start, stop in sharded_ranges(parameter) if dim == cut.dim), None)
+        views = cut_views(cut, self.part, bounds or (0, own.shape[cut.dim]), own)
+        return [view for piece, view in views if piece.parts[0] == self.part]
 
     def shape(self, name: str, own: Sequence[int]) -> tuple[int, ...]:
         """Return the whole shape of a parameter, or of something of its shape, given this rank's."""
@@ -114,14 +143,15 @@ class Team:
 
     def put(self, name: str, own: torch.Tensor, whole: torch.Tensor) -> None:
         """Copy what this rank answers for of a parameter, or of something of its shape, to where it is in the whole."""
-        if not self.answers_for(name):
-            return
         cut = self.cuts.get(name)
         if cut is None:
-            whole.copy_(own)
+            if self.part == 0:
+                whole.copy_(own)
             return
-        for start, offset, size in cut.offsets(self.part):
-            whole.narrow(cut.dim, start, size).copy_(own.narrow(cut.dim, offset, size))
+        for piece in cut.pieces(self.part):
+            if piece.parts[0] == self.part:
+                there = whole.narrow(cut.dim, piece.start, piece.size)
+                there.copy_(own.narrow(cut.dim, piece.offset, piece.size))
 
     def whole(self, name: str, own: torch.Tensor) -> torch.Tensor:
         """Return all of a parameter, or of something of its shape; the ranks of the team ask together."""

@@ -15,10 +15,16 @@ FUSED = ParameterCut(parameter="qkv", dim=0, parts=(((0, 4), (8, 12)), ((4, 8), 
 SHARED = ParameterCut(parameter="keys", dim=1, parts=(((0, 3),), ((0, 3),), ((3, 6),), ((3, 6),)))
 
 
-def test_a_cut_says_what_parts_have() -> None:
-    assert (FUSED.size, FUSED.size_of(1)) == (16, 8)
-    assert list(FUSED.offsets(1)) == [(4, 0, 4), (12, 4, 4)]
-    assert [SHARED.first_with(part) for part in range(4)] == [0, 0, 2, 2]
+KEYS = ParameterCut(parameter="qkv", dim=0, parts=(((0, 2), (4, 6)), ((2, 6),)))
+"""Queries of each, and keys of both."""
+
+
+def test_a_cut_says_what_parts_have_and_with_whom() -> None:
+    assert FUSED.size == 16
+    assert list(FUSED.pieces(1)) == [(4, 0, 4, (1,)), (12, 4, 4, (1,))]
+    assert [piece.parts for part in range(4) for piece in SHARED.pieces(part)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert list(KEYS.pieces(0)) == [(0, 0, 2, (0,)), (4, 2, 2, (0, 1))]
+    assert list(KEYS.pieces(1)) == [(2, 0, 2, (1,)), (4, 2, 2, (0, 1))]
 
 
 @pytest.mark.parametrize(
@@ -26,10 +32,8 @@ def test_a_cut_says_what_parts_have() -> None:
     [
         ((((0, 4),), ((4, 4),)), "indices must ascend"),
         ((((0, 4), (4, 6)), ((6, 8),)), "indices must ascend, with gaps"),
-        ((((0, 4),), ((5, 8),)), "must make up a dimension"),
-        ((((0, 4),), ((3, 8),)), "must make up a dimension"),
-        ((((1, 4),), ((4, 8),)), "must make up a dimension"),
-        ((((0, 4),), ((4, 8),), ((0, 5),)), "must make up a dimension"),
+        ((((0, 4),), ((5, 8),)), "no part of 'w' has indices 4 to 4"),
+        ((((1, 4),), ((4, 8),)), "no part of 'w' has indices 0 to 0"),
         ((((0, 4),),), "at least 2 items"),
         (((), ((0, 8),)), "at least 1 item"),
     ],
@@ -45,22 +49,20 @@ def test_a_split_has_as_many_parts_as_it_says() -> None:
         LayerSplit(count=2, cuts=(FUSED, SHARED))
 
 
-@given(st.lists(st.integers(0, 3), min_size=8, max_size=24), st.data())
-def test_any_division_of_indices_is_told_back(owners: list[int], data: st.DataObject) -> None:
-    """Every index has an owner, and every owner as many parts as it likes."""
-    owners = [0, 1, 2, 3, *owners]
-    own = [[index for index, owner in enumerate(owners) if owner == part] for part in range(4)]
-    intervals = [_intervals(indices) for indices in own]
-    times = [data.draw(st.integers(1, 3)) for _ in range(4)]
-    parts = tuple(each for each, count in zip(intervals, times, strict=True) for _ in range(count))
-    cut = ParameterCut(parameter="w", dim=0, parts=parts)
-    assert cut.size == len(owners)
-    for at, part in enumerate(parts):
-        assert [start + step for start, _, length in cut.offsets(at) for step in range(length)] == own[
-            intervals.index(part)
-        ]
-        assert cut.size_of(at) == len(own[intervals.index(part)])
-        assert parts[cut.first_with(at)] == part
+@given(st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=4, max_size=24))
+def test_any_division_of_indices_is_told_back(holders: list[set[int]]) -> None:
+    """Every index is on some parts, and every part has some."""
+    holders = [*holders, {0, 1, 2, 3}]
+    own = [[index for index, parts in enumerate(holders) if part in parts] for part in range(4)]
+    cut = ParameterCut(parameter="w", dim=0, parts=tuple(map(_intervals, own)))
+    assert cut.size == len(holders)
+    for part, indices in enumerate(own):
+        found: list[int] = []
+        for piece in cut.pieces(part):
+            assert piece.offset == len(found)
+            found += range(piece.start, piece.start + piece.size)
+            assert all(tuple(sorted(holders[index])) == piece.parts for index in found[piece.offset :])
+        assert found == indices
 
 
 def _intervals(indices: list[int]) -> tuple[tuple[int, int], ...]:
