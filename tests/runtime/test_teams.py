@@ -8,20 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import plain
 from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
+from autopar.runtime.messages.in_process import InProcessTransport
+from autopar.runtime.messages.transport import Pending, Transport
+from autopar.runtime.start.job import Job
 from autopar.schedules.expand import expand
 from dictated import dictate
-from drawn_models import equals_plain, team_plans
+from drawn_models import captured, equals_plain, team_plans
 from in_teams import in_teams
 from oracles.unflushed import RULES
 from paths import HARNESS
 from policy_cases import differs, planned
-from threads import train_in_threads
+from threads import act_in_threads, train_in_threads
 from training_cases import STEPS, Case, cases, check, dropout, shares_of, train
 
 __all__ = ["cases", "dropout"]
@@ -113,3 +117,61 @@ def test_one_rank_a_replica_is_the_plan_of_single_ranks_to_the_last_bit(
     alone = dictate(case.graph, case.model, [1, 2], 2, 4)
     assert in_teams(case.graph, alone, [1, 1]).stages == alone.stages
     assert expand(in_teams(case.graph, alone, [1, 1])) == expand(alone)
+
+
+class Recorder:
+    """A transport that notes what is summed, in order."""
+
+    def __init__(self, inner: Transport, sums: list[tuple[tuple[int, ...], bool, tuple[int, ...]]]) -> None:
+        self._inner, self._sums = inner, sums
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
+        """See :class:`Transport`."""
+        self._sums.append((ranks, apart, tuple(tensor.shape)))
+        return self._inner.all_reduce(tensor, ranks, apart=apart)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._inner, name)
+
+
+def sums_of(name: str, plan: Plan) -> list[list[tuple[tuple[int, ...], bool, tuple[int, ...]]]]:
+    """Train two steps in threads; return what every rank has summed, in its order."""
+    model, graph, state = captured(name)
+    sums: list[list[tuple[tuple[int, ...], bool, tuple[int, ...]]]] = [[] for _ in plan.devices]
+
+    def train(job: Job, transport: Transport) -> None:
+        for step in range(2):
+            job.step(step)
+        job.finish()
+
+    def carry(transport: Transport) -> Transport:
+        assert isinstance(transport, InProcessTransport)
+        return Recorder(transport, sums[transport._rank])  # type: ignore[return-value]
+
+    act_in_threads(plan, graph, model, state, train, carry=carry)
+    return sums
+
+
+def test_blocks_sum_twice_forwards_and_twice_backwards_and_gather_no_weight() -> None:
+    model, graph, _ = captured("narrow_gpt")
+    blocks = [at for at, layer in enumerate(graph.layers) if layer.fingerprint == graph.layers[2].fingerprint]
+    rows, micro_batches = 3, 2
+    alone = dictate(graph, model, [1, 1, 1], micro_batches, rows, cuts=[blocks[0], blocks[-1] + 1])
+    plan = in_teams(graph, alone, [1, 2, 1])
+    found = sums_of("narrow_gpt", plan)
+    (hidden,) = {tensor.sizes for tensor in graph.tensors if tensor.producer == graph.layers[blocks[0]].name}
+    for rank in (1, 2):
+        own = [shape for ranks, apart, shape in found[rank] if ranks == (1, 2)]
+        between = [shape for shape in own if shape == (rows, *hidden)]
+        # What it receives is joined as bytes, a tensor and a gradient of each micro-batch.
+        assert len(own) - len(between) == 2 * 2 * micro_batches
+        assert len(between) == 2 * micro_batches * 4 * len(blocks)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plan=team_plans("narrow_gpt"))
+def test_ranks_that_sum_together_do_so_in_one_order(plan: Plan) -> None:
+    found = sums_of("narrow_gpt", plan)
+    for ranks in {each[:2] for sums in found for each in sums}:
+        orders = [[shape for *group, shape in found[rank] if tuple(group) == ranks] for rank in ranks[0]]
+        assert all(order == orders[0] for order in orders)
