@@ -31,7 +31,7 @@ from autopar.capture.export import capture
 from autopar.capture.source import UserModel
 from autopar.formats.plan import Plan
 from autopar.planner.teams import with_teams
-from autopar.profiler.splits import cuts_of_layers
+from autopar.profiler.splits import splits_of
 from autopar.ranks.context import RankContext
 from autopar.ranks.pool import RankPool
 from autopar.runtime.data import sample_order
@@ -57,8 +57,8 @@ def main() -> None:
         user = load(str(MODEL))
         graph = capture(user, user.build(0))
         plan = cut(graph, user, "1f1b", (1,), MICRO_BATCHES, ROWS)
-        cuts = cuts_of_layers(graph, RANKS)
-        team = with_teams(plan, [RANKS], {(0, 0): tuple(range(RANKS))}, lambda layer, count: cuts[layer])
+        splits = splits_of(graph, RANKS)
+        team = with_teams(plan, [RANKS], {(0, 0): tuple(range(RANKS))}, lambda layer, count: splits.get(layer))
         Workspace(Path(folder)).prepare(user, plan, None)
         field = {"workspace": folder, "plan": team.dumps(), "rounds": arguments.rounds}
         told: Any = pool.run("tensor_parallel:train", field)

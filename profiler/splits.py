@@ -24,25 +24,23 @@ COUNTS = (2, 4, 8)
 
 _CutsByKind = dict[tuple[str, frozenset[int]], list[LayerCut | None]]
 """Of every parameter of a layer, by the layer's kind and the places of parameters that are to stay whole."""
-Cuts = Mapping[str, tuple[ParameterCut, ...]]
-"""Of every layer, by its name."""
 
 
 def with_splits(graph: LayerGraph, layers: Collection[formats.Layer]) -> tuple[formats.Layer, ...]:
     """Return records of a model's layers with how each splits, and what of it does not."""
     survey = _Survey(graph)
-    found = [(count, survey.cuts(count)) for count in COUNTS]
+    found = [survey.splits(count) for count in COUNTS]
     records = []
     for layer in layers:
-        splits = [LayerSplit(count=count, cuts=cuts[layer.name]) for count, cuts in found if cuts[layer.name]]
-        fields = {"splits": tuple(splits), "split_obstacles": survey.obstacles(layer.name)}
+        splits = tuple(each[layer.name] for each in found if layer.name in each)
+        fields = {"splits": splits, "split_obstacles": survey.obstacles(layer.name)}
         records.append(layer.model_copy(update=fields))
     return tuple(records)
 
 
-def cuts_of_layers(graph: LayerGraph, count: int) -> Cuts:
-    """Return how parameters are cut in so many parts; layers that do not split have none."""
-    return _Survey(graph).cuts(count)
+def splits_of(graph: LayerGraph, count: int) -> dict[str, LayerSplit]:
+    """Return how layers split in so many parts, by name; those that do not are left out."""
+    return _Survey(graph).splits(count)
 
 
 @dataclass(eq=False)
@@ -54,7 +52,11 @@ class _Survey:
     """Of the first layer of every kind, by fingerprint; none of a module that was listed, not captured."""
     firsts: dict[str, Layer] = field(default_factory=dict)
 
-    def cuts(self, count: int) -> Cuts:
+    def splits(self, count: int) -> dict[str, LayerSplit]:
+        """Return how layers split in so many parts; those that do not are left out."""
+        return {name: LayerSplit(count=count, cuts=cuts) for name, cuts in self._cuts(count).items() if cuts}
+
+    def _cuts(self, count: int) -> Mapping[str, tuple[ParameterCut, ...]]:
         """Return how every layer splits in so many parts, so that layers with a parameter in common cut it alike."""
         found: dict[str, tuple[ParameterCut, ...]] = {}
         alike: _CutsByKind = {}

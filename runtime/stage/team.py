@@ -6,13 +6,13 @@ as they run, and which indices the rank has of every parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx
 
-from autopar.capture.graph import Layer
+from autopar.capture.graph import Layer, TensorSpec
 from autopar.capture.split.cuts import ParameterCut as LayerCut
 from autopar.capture.split.names import MismatchError
 from autopar.capture.split.rewrite import split_layer
@@ -86,9 +86,10 @@ class Team:
         if len(self.ranks) == 1:
             return list(layers)
         allowed = set(parts_that_sum(self._plan.stages[stage]))
-        return [self._part_of(layer, allowed) for layer in layers]
+        sequence = self._plan.stages[stage].sequence_dims
+        return [self._part_of(layer, allowed, sequence) for layer in layers]
 
-    def _part_of(self, layer: Layer, allowed: set[tuple[int, ...]]) -> Layer:
+    def _part_of(self, layer: Layer, allowed: set[tuple[int, ...]], sequence: Mapping[str, int]) -> Layer:
         again = "profile and plan again"
         recorded = {
             attribute: LayerCut(self.cuts[name].dim, self.cuts[name].parts)
@@ -100,6 +101,7 @@ class Team:
                 raise UsageError(f"layer {layer.name} was listed, not captured, and the plan has parts of it; {again}")
             return layer
         try:
+            own = {name: sequence[name] for name in (*layer.inputs, *layer.outputs) if name in sequence}
             part = split_layer(layer, self, self.part, len(self.ranks), recorded)
         except MismatchError as error:
             raise UsageError(f"layer {layer.name} does not split as the plan says: {error}; {again}") from error
@@ -107,6 +109,16 @@ class Team:
         if other is not None:
             raise UsageError(f"layer {layer.name} adds up over parts {list(other)}, as the plan does not; {again}")
         return replace(layer, module=part.module)
+
+    def local_spec(self, spec: TensorSpec, stages: Iterable[int]) -> TensorSpec:
+        """Return what this rank has of a tensor between layers; of one that is cut along its sequence, a slice."""
+        dims = [self._plan.stages[stage].sequence_dims.get(spec.name) for stage in stages]
+        dim = next((each for each in dims if each is not None), None)
+        if dim is None:
+            return spec
+        at, sizes = dim - (dim > spec.batch_dim), list(spec.sizes)
+        sizes[at] //= len(self.ranks)
+        return replace(spec, sizes=tuple(sizes))
 
     def take(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Return what this rank has of a parameter, or of something of its shape."""

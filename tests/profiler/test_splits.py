@@ -11,7 +11,7 @@ from autopar.capture.export import capture_module
 from autopar.capture.graph import LayerGraph
 from autopar.formats.cuts import ParameterCut
 from autopar.formats.profile import Layer as Record
-from autopar.profiler.splits import COUNTS, cuts_of_layers, with_splits
+from autopar.profiler.splits import COUNTS, splits_of, with_splits
 from drawn_models import captured
 from random_problems import cost
 
@@ -48,13 +48,18 @@ def graph_of(**how: bool) -> LayerGraph:
     )
 
 
+def cuts_of(graph: LayerGraph, count: int) -> dict[str, tuple[ParameterCut, ...]]:
+    splits = splits_of(graph, count)
+    return {layer.name: splits[layer.name].cuts if layer.name in splits else () for layer in graph.layers}
+
+
 def cut_of(cuts: tuple[ParameterCut, ...], name: str) -> ParameterCut | None:
     return next((cut for cut in cuts if cut.parameter == name), None)
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_layers_of_a_kind_split_alike_each_under_its_own_names(count: int) -> None:
-    cuts = cuts_of_layers(graph_of(tied=False), count)
+    cuts = cuts_of(graph_of(tied=False), count)
     blocks = [name for name in cuts if name.startswith("blocks")]
     of_kinds = {name: [cut.model_copy(update={"parameter": ""}) for cut in cuts[name]] for name in blocks}
     assert {cut.parameter for name in blocks for cut in cuts[name]} >= {f"blocks.{at}.0.weight" for at in range(3)}
@@ -65,7 +70,7 @@ def test_layers_of_a_kind_split_alike_each_under_its_own_names(count: int) -> No
 @pytest.mark.parametrize("count", [2, 4])
 def test_layers_that_share_a_parameter_cut_it_alike(count: int) -> None:
     graph = graph_of(tied=True)
-    cuts = cuts_of_layers(graph, count)
+    cuts = cuts_of(graph, count)
     ((name, layers),) = graph.tied_parameters().items()
     found = [cut_of(cuts[layer], name) for layer in layers]
     assert found[0] is not None
@@ -76,9 +81,9 @@ def test_layers_that_share_a_parameter_cut_it_alike(count: int) -> None:
 def test_a_parameter_that_one_layer_cannot_cut_is_whole_in_all() -> None:
     graph = graph_of(tied=True, folded=True)
     ((name, layers),) = graph.tied_parameters().items()
-    apart = cuts_of_layers(graph_of(tied=False, folded=True), 2)
+    apart = cuts_of(graph_of(tied=False, folded=True), 2)
     assert cut_of(apart["embedding"], "embedding.weight") is not None
-    cuts = cuts_of_layers(graph, 2)
+    cuts = cuts_of(graph, 2)
     assert len({cut_of(cuts[layer], name) for layer in layers}) == 1
 
 
@@ -89,7 +94,7 @@ def test_a_profile_has_the_splits_of_every_layer_and_what_does_not_split() -> No
     records = with_splits(graph, [Record(name=each.name, modules=(), costs=costs, **sizes) for each in graph.layers])
     assert [record.name for record in records] == [layer.name for layer in graph.layers]
     for count in COUNTS:
-        cuts = cuts_of_layers(graph, count)
+        cuts = cuts_of(graph, count)
         for record in records:
             found = record.split(count)
             assert (() if found is None else found.cuts) == cuts[record.name]
