@@ -57,11 +57,16 @@ def plan_teams(
         plan: plans what is asked with one device for each replica.
 
     Raises:
-        UsageError: a stage does not split so, or there are too few devices.
+        UsageError: a stage or the optimizer's step does not split so, or there are too few devices.
     """
     if options.objective != "step":
         raise UsageError(
             f"`stages` with several devices a replica go with `objective='step'`, not {options.objective!r}"
+        )
+    if profile.indivisible is not None:
+        raise UsageError(
+            f"`stages` with several devices a replica: the optimizer of {profile.model.source} cannot step parts of "
+            f"parameters: {profile.indivisible}; give each replica one device, or profile with another optimizer"
         )
     layers = {layer.name: layer for layer in profile.layers}
     names = [layer.name for layer in profile.layers]

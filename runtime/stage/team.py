@@ -85,29 +85,45 @@ class Team:
         """
         if len(self.ranks) == 1:
             return list(layers)
-        allowed = set(parts_that_sum(self._plan.stages[stage]))
-        sequence = self._plan.stages[stage].sequence_dims
-        return [self._part_of(layer, allowed, sequence) for layer in layers]
+        return [self._part_of(stage, layer) for layer in layers]
 
-    def _part_of(self, layer: Layer, allowed: set[tuple[int, ...]], sequence: Mapping[str, int]) -> Layer:
+    def _part_of(self, stage: int, layer: Layer) -> Layer:
         again = "profile and plan again"
+        if not isinstance(layer.module, fx.GraphModule):
+            if self.divides(layer):
+                raise UsageError(f"layer {layer.name} was listed, not captured, and the plan has parts of it; {again}")
+            return layer
+        try:
+            return self.split_captured(stage, layer, self._plan.stages[stage].sequence_dims)
+        except MismatchError as error:
+            raise UsageError(f"layer {layer.name} does not split as the plan says: {error}; {again}") from error
+
+    def divides(self, layer: Layer) -> bool:
+        """Whether this rank has a part of some parameter of a layer."""
+        return any(name in self.cuts for name in layer.parameters.values())
+
+    def split_captured(self, stage: int, layer: Layer, sequence: Mapping[str, int] | None = None) -> Layer:
+        """Return this rank's part of a captured layer, cut as the plan says of its stage.
+
+        Args:
+            stage: whose layer it is.
+            layer: as captured, in training or evaluation mode.
+            sequence: dimensions of tensors that the team has in slices.
+
+        Raises:
+            MismatchError: it cannot be cut so, or then adds up over parts that do not add up as the plan has it.
+        """
         recorded = {
             attribute: LayerCut(self.cuts[name].dim, self.cuts[name].parts)
             for attribute, name in layer.parameters.items()
             if name in self.cuts
         }
-        if not isinstance(layer.module, fx.GraphModule):
-            if recorded:
-                raise UsageError(f"layer {layer.name} was listed, not captured, and the plan has parts of it; {again}")
-            return layer
-        try:
-            own = {name: sequence[name] for name in (*layer.inputs, *layer.outputs) if name in sequence}
-            part = split_layer(layer, self, self.part, len(self.ranks), recorded)
-        except MismatchError as error:
-            raise UsageError(f"layer {layer.name} does not split as the plan says: {error}; {again}") from error
+        own = {name: dim for name, dim in (sequence or {}).items() if name in (*layer.inputs, *layer.outputs)}
+        part = split_layer(layer, self, self.part, len(self.ranks), recorded)
+        allowed = set(parts_that_sum(self._plan.stages[stage]))
         other = next((parts for parts in sorted(part.summing_parts) if parts not in allowed), None)
         if other is not None:
-            raise UsageError(f"layer {layer.name} adds up over parts {list(other)}, as the plan does not; {again}")
+            raise MismatchError(f"it adds up over parts {list(other)}, as the plan does not")
         return replace(layer, module=part.module)
 
     def local_spec(self, spec: TensorSpec, stages: Iterable[int]) -> TensorSpec:

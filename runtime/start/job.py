@@ -14,7 +14,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
-from autopar.capture.optimizer import Settings
+from autopar.capture.optimizer import Settings, divider, sharding_problem, splitting_problem
 from autopar.capture.source import UserModel
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
@@ -241,9 +241,10 @@ class Job:
         Raises:
             UsageError: it does not do what it does with whole ones; says what to do.
         """
+        if len(self.team.ranks) > 1:
+            self._try_parts()
         if self._mesh is None:
             return
-        from autopar.capture.optimizer import divider, sharding_problem
         from autopar.runtime.stage.sharded import whole
 
         device = self._mesh.device_type
@@ -255,6 +256,15 @@ class Job:
             raise UsageError(
                 f"the optimizer of {self._user.path} cannot step stages that are sharded: {trouble}; "
                 "plan with `shard='none'`"
+            )
+
+    def _try_parts(self) -> None:
+        trained = list(self._local_parameters.trainable_parameters().items())
+        trouble = splitting_problem(self._user, trained, lambda tensor: tensor.to(self._device))
+        if trouble is not None:
+            raise UsageError(
+                f"the optimizer of {self._user.path} cannot step parts of parameters, as devices that run a replica "
+                f"together do: {trouble}; plan with `stages` of one device for each replica, or take another optimizer"
             )
 
     def step(self, step: int, stop: int | None = None, start: int = 0) -> StepRecord:
