@@ -198,13 +198,13 @@ def _trained_unflushed(job: Job, steps: int) -> Kept:
 def _kept(job: Job, losses: list[tuple[float, float]], gradients: dict[str, torch.Tensor | None]) -> Kept:
     job.finish()
     parameters = {name: job.whole(name).clone() for name in job.parameters}
+    gradients = {name: None if each is None else job.team.whole(name, each) for name, each in gradients.items()}
     return Kept(losses, gradients, parameters, {n: b.clone() for n, b in job.buffers.items()}, job.replica)
 
 
 def _gradients_of(job: Job) -> dict[str, torch.Tensor | None]:
-    """Return all gradients, those of whole parameters; teams and replicas ask together."""
-    found = {name: _copied(parameter.grad) for name, parameter in job.parameters.items()}
-    return {name: None if each is None else job.team.whole(name, each) for name, each in found.items()}
+    """Return all gradients, a team's of parts; replicas that divide them ask together."""
+    return {name: _copied(parameter.grad) for name, parameter in job.parameters.items()}
 
 
 def _copied(gradient: torch.Tensor | None) -> torch.Tensor | None:
