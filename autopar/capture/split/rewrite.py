@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autopar.capture.graph import Layer
 from autopar.capture.split.analysis import Analysis, analyse
@@ -65,8 +66,10 @@ def split_layer(
     Raises:
         MismatchError: a parameter cannot be cut as it was recorded.
     """
-    analysis = analyse(layer)
-    return rewrite(analysis, choose(analysis, count, recorded), sums, index)
+    # Values of indices are asked for, also where a layer is split to be run on fake tensors.
+    with unset_fake_temporarily():
+        analysis = analyse(layer)
+        return rewrite(analysis, choose(analysis, count, recorded), sums, index)
 
 
 def rewrite(analysis: Analysis, splits: Sequence[Split], sums: Sums, index: int) -> LayerPart:
