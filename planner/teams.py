@@ -16,6 +16,7 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.cuts import LayerSplit, ParameterCut, SequenceCut
 from autopar.formats.plan import Plan, Stage
 from autopar.formats.profile import Layer, Profile
+from autopar.hardware.topology import devices_of
 from autopar.planner.constraints import FixedStages
 from autopar.planner.options import PlanOptions
 
@@ -86,7 +87,7 @@ def plan_teams(
     more = needed - len(cluster.devices)
     if more <= 0:
         return made
-    note = f"the cluster lists {len(cluster.devices)} devices; the plan assumes {more} more like them, in the last node"
+    note = f"the cluster lists {len(cluster.devices)} devices; the plan assumes {more} more like them"
     return made.model_copy(update={"notes": (*made.notes, note)})
 
 
@@ -96,15 +97,14 @@ def _groups(plan: Plan, sizes: Sequence[int]) -> list[tuple[int, Stage]]:
 
 
 def _nodes(cluster: Cluster, options: PlanOptions, needed: int) -> list[int]:
-    """Return the node of every device; where the cluster has too few, more are in its last node.
+    """Return the node of every device; where the cluster lists too few, more are like those.
 
     Raises:
         UsageError: fewer are allowed than are needed.
     """
     if options.gpus is not None and options.gpus < needed:
         raise UsageError(f"`stages` needs {needed} devices, but `gpus` is {options.gpus}")
-    nodes = [device.node for device in cluster.devices]
-    return [*nodes, *[nodes[-1]] * max(0, needed - len(nodes))]
+    return [device.node for device in devices_of(cluster, max(needed, len(cluster.devices)))]
 
 
 def _check_splits(stage: int, layers: Sequence[Layer], count: int) -> None:

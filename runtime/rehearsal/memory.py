@@ -133,7 +133,9 @@ def _different_parts(plan: Plan, stages: Sequence[int]) -> Iterable[int]:
     """Return the parts of a replica of which none has as many indices of every parameter as one before."""
     cuts = [cut for stage in stages for cut in plan.stages[stage].cuts]
     count = plan.stages[stages[0]].tensor_parallel
-    return {tuple(cut.size_of(part) for cut in cuts): part for part in reversed(range(count))}.values()
+    return {
+        tuple(sum(piece.size for piece in cut.pieces(part)) for cut in cuts): part for part in reversed(range(count))
+    }.values()
 
 
 def rehearse_model(plan: Plan, model: str, data: Path | None, progress: Progress = no_progress) -> tuple[int, ...]:
