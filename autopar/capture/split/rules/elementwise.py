@@ -46,6 +46,6 @@ def pointwise(target: object) -> SplitRule | None:
 
     What they write into may be read elsewhere as a whole.
     """
-    tags = getattr(target, "tags", ())
-    other = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace}
-    return SplitRule(elementwise) if torch.Tag.pointwise in tags and not other.intersection(tags) else None
+    tags, schema = getattr(target, "tags", ()), getattr(target, "_schema", None)
+    draws_or_writes = torch.Tag.nondeterministic_seeded in tags or (schema is not None and schema.is_mutable)
+    return SplitRule(elementwise) if torch.Tag.pointwise in tags and not draws_or_writes else None
