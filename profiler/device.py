@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from autopar.capture.storages import StorageTracker
 from autopar.errors import UsageError

@@ -16,14 +16,18 @@ from autopar.capture.split.analysis import Analysis, analyse
 from autopar.capture.split.choice import choose
 from autopar.capture.split.cuts import ParameterCut as LayerCut
 from autopar.capture.split.cuts import cuts_of
+from autopar.capture.split.sequence_choice import choose_slices
 from autopar.formats import profile as formats
-from autopar.formats.cuts import LayerSplit, ParameterCut
+from autopar.formats.cuts import LayerSplit, ParameterCut, SequenceCut
 
 COUNTS = (2, 4, 8)
 """Ranks of a team that a profile says of how they divide a layer: as many as a node's GPUs."""
 
 _CutsByKind = dict[tuple[str, frozenset[int]], list[LayerCut | None]]
 """Of every parameter of a layer, by the layer's kind and the places of parameters that are to stay whole."""
+
+
+_EDGES = ("inputs", "outputs")
 
 
 def with_splits(graph: LayerGraph, layers: Collection[formats.Layer]) -> tuple[formats.Layer, ...]:
@@ -51,10 +55,30 @@ class _Survey:
     analyses: dict[str, Analysis | None] = field(default_factory=dict)
     """Of the first layer of every kind, by fingerprint; none of a module that was listed, not captured."""
     firsts: dict[str, Layer] = field(default_factory=dict)
+    slices: dict[tuple[str, tuple[tuple[int, LayerCut], ...]], dict[str, int]] = field(default_factory=dict)
+    """By kind and how its parameters are cut, dimensions by the place of an input or output."""
 
     def splits(self, count: int) -> dict[str, LayerSplit]:
         """Return how layers split in so many parts; those that do not are left out."""
-        return {name: LayerSplit(count=count, cuts=cuts) for name, cuts in self._cuts(count).items() if cuts}
+        return {
+            name: LayerSplit(count=count, cuts=cuts, sequence=self._slices_of(self.graph.layer(name), cuts))
+            for name, cuts in self._cuts(count).items()
+            if cuts
+        }
+
+    def _slices_of(self, layer: Layer, cuts: tuple[ParameterCut, ...]) -> tuple[SequenceCut, ...]:
+        """Return what a layer whose parameters are cut so can take and give in slices."""
+        analysis, places = self._analysis(layer), {name: at for at, name in enumerate(layer.parameters.values())}
+        assert analysis is not None
+        recorded = {places[cut.parameter]: LayerCut(cut.dim, cut.parts) for cut in cuts}
+        key = layer.fingerprint, tuple(recorded.items())
+        if key not in self.slices:
+            attributes, count = list(self.firsts[layer.fingerprint].parameters), len(cuts[0].parts)
+            splits = choose(analysis, count, {attributes[place]: cut for place, cut in recorded.items()})
+            inputs, outputs = ([f"{what} {at}" for at, _ in enumerate(getattr(layer, what))] for what in _EDGES)
+            self.slices[key] = choose_slices(analysis, splits, inputs, outputs, count)
+        names = {f"{what} {at}": name for what in _EDGES for at, name in enumerate(getattr(layer, what))}
+        return tuple(SequenceCut(tensor=names[place], dim=dim) for place, dim in self.slices[key].items())
 
     def _cuts(self, count: int) -> Mapping[str, tuple[ParameterCut, ...]]:
         """Return how every layer splits in so many parts, so that layers with a parameter in common cut it alike."""

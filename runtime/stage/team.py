@@ -77,6 +77,21 @@ class Team:
         self._transport.all_reduce(total, tuple(self.ranks[part] for part in parts)).wait()
         return total
 
+    def gather(self, tensor: torch.Tensor, dim: int, parts: tuple[int, ...]) -> torch.Tensor:
+        """Return what some parts give, one behind the other along a dimension; all of these ranks ask."""
+        shape = list(tensor.shape)
+        shape[dim] *= len(parts)
+        found = tensor.new_zeros(shape)
+        found.narrow(dim, parts.index(self.part) * tensor.shape[dim], tensor.shape[dim]).copy_(tensor.detach())
+        join(found, tuple(self.ranks[part] for part in parts), self._transport)
+        return found
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int, parts: tuple[int, ...]) -> torch.Tensor:
+        """Return this part's slice of the sum of what some parts give; all of these ranks ask, in the same order."""
+        length = tensor.shape[dim] // len(parts)
+        own = self.sum(tensor, parts).narrow(dim, parts.index(self.part) * length, length)
+        return own.clone(memory_format=torch.contiguous_format)
+
     def split(self, stage: int, layers: Sequence[Layer]) -> list[Layer]:
         """Return this rank's parts of a stage's layers, cut as the plan says.
 
@@ -119,7 +134,7 @@ class Team:
             if name in self.cuts
         }
         own = {name: dim for name, dim in (sequence or {}).items() if name in (*layer.inputs, *layer.outputs)}
-        part = split_layer(layer, self, self.part, len(self.ranks), recorded)
+        part = split_layer(layer, self, self.part, len(self.ranks), recorded, own)
         allowed = set(parts_that_sum(self._plan.stages[stage]))
         other = next((parts for parts in sorted(part.summing_parts) if parts not in allowed), None)
         if other is not None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-WIDTH, HEADS, LENGTH, VOCABULARY, DROP = 64, 8, 6, 97, 0.1
+WIDTH, HEADS, LENGTH, VOCABULARY, DROP = 64, 8, 12, 97, 0.1
 
 _SIZES = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS}
 _SIZES |= {"max_position_embeddings": 16}

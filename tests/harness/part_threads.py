@@ -13,10 +13,12 @@ from torch import nn
 from autopar.capture.graph import Layer
 from autopar.capture.split.analysis import Analysis, analyse
 from autopar.capture.split.choice import Split, choose
+from autopar.capture.split.edges import find_edges
 from autopar.capture.split.rewrite import LayerPart, rewrite
 from autopar.capture.split.sums import Sums
 
 Result = TypeVar("Result")
+Slice = TypeVar("Slice", bound=torch.Tensor | None)
 
 
 SEED = 7
@@ -74,18 +76,40 @@ class ThreadSums:
     def __init__(self, table: Table, index: int) -> None:
         self._table, self._index = table, index
         self.shapes: list[tuple[int, ...]] = []
+        """Of all that was summed, gathered or scattered: of the whole, where parts have slices."""
+        self.kinds: list[str] = []
+        """What was done with each."""
 
     def sum(self, tensor: torch.Tensor, parts: tuple[int, ...]) -> torch.Tensor:
         """See :class:`autopar.capture.split.sums.Sums`."""
-        self.shapes.append(tuple(tensor.shape))
+        self._note("sum", tensor.shape)
+        return torch.stack(self._exchange(tensor, parts)).sum(0)
+
+    def gather(self, tensor: torch.Tensor, dim: int, parts: tuple[int, ...]) -> torch.Tensor:
+        """See :class:`autopar.capture.split.sums.Sums`."""
+        found = torch.cat(self._exchange(tensor, parts), dim)
+        self._note("gather", found.shape)
+        return found
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int, parts: tuple[int, ...]) -> torch.Tensor:
+        """See :class:`autopar.capture.split.sums.Sums`."""
+        self._note("reduce_scatter", tensor.shape)
+        assert tensor.shape[dim] % len(parts) == 0, "slices would not be even"
+        return torch.stack(self._exchange(tensor, parts)).sum(0).chunk(len(parts), dim)[parts.index(self._index)]
+
+    def _note(self, kind: str, shape: torch.Size) -> None:
+        self.kinds.append(kind)
+        self.shapes.append(tuple(shape))
+
+    def _exchange(self, tensor: torch.Tensor, parts: tuple[int, ...]) -> list[torch.Tensor]:
+        """Return what these parts lay down."""
         self._table.summands[self._index] = tensor.detach()
         barrier = self._table.barrier(parts)
         self._wait(barrier)
-        summands = [self._table.summands[part] for part in parts]
-        assert len({each.shape for each in summands}) == 1, "parts sum tensors of different sizes"
-        total = torch.stack(summands).sum(0)
+        found = [self._table.summands[part] for part in parts]
+        assert len({each.shape for each in found}) == 1, "parts sum tensors of different sizes"
         self._wait(barrier)
-        return total
+        return found
 
     def _wait(self, barrier: threading.Barrier) -> None:
         """Wait for others, who compute meanwhile."""
@@ -138,6 +162,8 @@ class Comparison:
     parameters: dict[str, bool]
     """By attribute, whether it is cut."""
     splits: tuple[Split, ...]
+    kinds: tuple[list[str], list[str]] = ([], [])
+    """What was done with what forwards, and backwards, sum or move."""
 
 
 def compare(
@@ -146,10 +172,12 @@ def compare(
     count: int,
     choice: Callable[[Analysis, int], tuple[Split, ...]] = choose,
     break_part: Callable[[LayerPart, int], object] = lambda part, index: None,
+    sequence: Mapping[str, int] | None = None,
 ) -> Comparison:
     """Run a layer whole, and in parts, forwards and backwards from the same random gradients of its outputs.
 
-    All draw from the same seed, and must leave the generator alike.
+    All draw from the same seed, and must leave the generator alike. ``sequence`` names inputs and outputs that come and
+    go in slices.
     """
     rows = inputs[0].shape[0]
     layer.module.zero_grad()
@@ -158,12 +186,16 @@ def compare(
     torch.manual_seed(SEED)
     whole, wanted = _run(layer.module, rows, inputs)
     state = torch.get_rng_state()
+    drawn = _gradients(whole)
     expected = {name: each.grad for name, each in layer.module.named_parameters() if name in layer.parameters}
+    edges = find_edges(analysis.module, layer, sequence or {}, count)
+    slices = _Slices(layer, sequence or {}, count)
 
     def act(sums: ThreadSums, index: int) -> tuple[LayerPart, list[torch.Tensor], list[torch.Tensor | None], int]:
-        part = rewrite(analysis, splits, sums, index)
+        part = rewrite(analysis, splits, sums, index, count, edges)
         break_part(part, index)
-        outputs, gradients, forward = _run_counted(part.module, rows, inputs, sums)
+        own, drawn_slices = slices.inputs(inputs, index), slices.outputs(drawn, index)
+        outputs, gradients, forward = _run_counted(part.module, rows, own, sums, drawn_slices)
         assert torch.equal(torch.get_rng_state(), state), "a part draws more or less than the whole layer"
         return part, outputs, gradients, forward
 
@@ -175,8 +207,16 @@ def compare(
 
     runs = run_parts(count, noted)
     assert len({tuple(sums.shapes) for sums in table}) == 1, "parts sum other tensors, or in another order"
-    pairs = [pair for _, outputs, gradients, _ in runs for pair in zip(outputs, whole, strict=True)]
-    gradient_pairs = [pair for _, _, gradients, _ in runs for pair in zip(gradients, wanted, strict=True)]
+    pairs = [
+        pair
+        for index, (_, outputs, _, _) in enumerate(runs)
+        for pair in zip(outputs, slices.outputs(whole, index), strict=True)
+    ]
+    gradient_pairs: list[tuple[torch.Tensor | None, torch.Tensor | None]] = [
+        pair
+        for index, (_, _, gradients, _) in enumerate(runs)
+        for pair in zip(gradients, slices.inputs(wanted, index), strict=True)
+    ]
     gradient_pairs += _parameter_pairs([run[0] for run in runs], expected)
     cuts, first = runs[0][0].cuts, runs[0][3]
     sizes = {name: layer.module.get_parameter(name).numel() for name in layer.parameters}
@@ -187,24 +227,51 @@ def compare(
         table[0].shapes[first:],
         {name: name in cuts for name in layer.parameters},
         splits,
+        (table[0].kinds[:first], table[0].kinds[first:]),
     )
+
+
+class _Slices:
+    """Take a part's slices of what crosses a layer's edge."""
+
+    def __init__(self, layer: Layer, sequence: Mapping[str, int], count: int) -> None:
+        self._count = count
+        self._inputs = [sequence.get(name) for name in layer.inputs]
+        self._outputs = [sequence.get(name) for name in layer.outputs]
+
+    def inputs(self, tensors: Sequence[Slice], index: int) -> list[Slice]:
+        """Return a part's slices of inputs, or of their gradients."""
+        return [self._take(each, dim, index) for each, dim in zip(tensors, self._inputs, strict=True)]
+
+    def outputs(self, tensors: Sequence[Slice], index: int) -> list[Slice]:
+        """Return a part's slices of outputs, or of their gradients."""
+        return [self._take(each, dim, index) for each, dim in zip(tensors, self._outputs, strict=True)]
+
+    def _take(self, tensor: Slice, dim: int | None, index: int) -> Slice:
+        if tensor is None or dim is None:
+            return tensor
+        return tensor.chunk(self._count, dim)[index]  # type: ignore[return-value]
 
 
 def _run(
     module: nn.Module, rows: int, inputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     outputs, leaves = _forward(module, rows, inputs)
-    _backward(outputs)
+    _backward(outputs, _gradients(outputs))
     return [each.detach() for each in outputs], [leaf.grad for leaf in leaves]
 
 
 def _run_counted(
-    module: nn.Module, rows: int, inputs: Sequence[torch.Tensor], sums: ThreadSums
+    module: nn.Module,
+    rows: int,
+    inputs: Sequence[torch.Tensor],
+    sums: ThreadSums,
+    gradients: Sequence[torch.Tensor | None],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None], int]:
     """Run as :func:`_run`, and return how many sums the forward made."""
     outputs, leaves = _forward(module, rows, inputs)
     forward = len(sums.shapes)
-    _backward(outputs)
+    _backward(outputs, gradients)
     return [each.detach() for each in outputs], [leaf.grad for leaf in leaves], forward
 
 
@@ -215,11 +282,15 @@ def _forward(
     return module(rows, *leaves), leaves
 
 
-def _backward(outputs: Sequence[torch.Tensor]) -> None:
-    varying = [each for each in outputs if each.requires_grad]
+def _gradients(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Draw gradients of whole outputs."""
     generator = torch.Generator().manual_seed(1)
-    gradients = [torch.randn(each.shape, generator=generator, dtype=each.dtype) for each in varying]
-    torch.autograd.backward(varying, gradients)
+    return [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each.dtype) for each in outputs]
+
+
+def _backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    pairs = [(each, gradient) for each, gradient in zip(outputs, gradients, strict=True) if each.requires_grad]
+    torch.autograd.backward([each for each, _ in pairs], [gradient for _, gradient in pairs])
 
 
 def _parameter_pairs(

@@ -47,6 +47,11 @@ class Analysis:
     varying: frozenset[fx.Node]
     """What gradients may be asked of."""
 
+    @property
+    def writes(self) -> bool:
+        """Whether the layer writes into tensors."""
+        return _writes(self.module)
+
     def splits(self, node: fx.Node, name: Name) -> bool:
         """Tell whether splitting a name splits what a node gives, or some of it.
 

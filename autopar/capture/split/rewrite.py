@@ -2,7 +2,9 @@
 
 Parameters are cut by indices; operators that are given sizes get the part's. Every tensor that enters a region has one
 ``enter`` for all who read it there, and every operator that sums over what is split has one ``leave``, after which its
-bias is added. Operators outside are as they were. It takes one walk over the graph.
+bias is added. Operators outside are as they were, or compute slices of the sequence: ``sequence.py`` says which. Then,
+a slice is gathered for a region, or for operators that are computed whole, once for all of either kind. It takes one
+walk over the graph.
 """
 
 from __future__ import annotations
@@ -20,11 +22,20 @@ from autopar.capture.graph import Layer
 from autopar.capture.split.analysis import Analysis, analyse
 from autopar.capture.split.choice import Split, choose
 from autopar.capture.split.cuts import ParameterCut, split_dim
-from autopar.capture.split.names import is_partial, split_places
-from autopar.capture.split.rules import Axis, LocalCall, Part, find_rule, ranges, take_ranges
-from autopar.capture.split.sums import Enter, Leave, Sums
+from autopar.capture.split.edges import NO_EDGES, Edges, find_edges
+from autopar.capture.split.names import MismatchError, is_partial, split_places
+from autopar.capture.split.rules import Axis, Part, ranges, take_ranges
+from autopar.capture.split.sequence import NOTHING, Place, SequenceSplit, local_call, split_sequence, writes_slices
+from autopar.capture.split.sums import Enter, Leave, Move, Sums
 
 _ENTER, _LEAVE = "enter", "leave"
+_MOVES = {
+    "gather": ("gather", "reduce_scatter"),
+    "reduce_scatter": ("reduce_scatter", "gather"),
+    "gather_alike": ("gather", "take"),
+    "take": ("take", "gather"),
+}
+"""What moves slices of the sequence, forwards and backwards."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +58,18 @@ class LayerPart:
     @property
     def summing_parts(self) -> frozenset[tuple[int, ...]]:
         """The sets of parts over which it sums."""
-        calls = (node for node in self.module.graph.nodes if node.op == "call_module")
-        return frozenset(node.args[1] for node in calls if node.target in (_ENTER, _LEAVE))
+        calls = [node for node in self.module.graph.nodes if node.op == "call_module"]
+        sums = {node.args[1] for node in calls if node.target in (_ENTER, _LEAVE)}
+        return frozenset(sums | {getattr(self.module, node.target).parts for node in calls if node.target in _MOVES})
 
 
 def split_layer(
-    layer: Layer, sums: Sums, index: int, count: int, recorded: Mapping[str, ParameterCut] | None = None
+    layer: Layer,
+    sums: Sums,
+    index: int,
+    count: int,
+    recorded: Mapping[str, ParameterCut] | None = None,
+    sequence: Mapping[str, int] | None = None,
 ) -> LayerPart:
     """Return a layer's part of so many.
 
@@ -62,23 +79,49 @@ def split_layer(
         index: which part, from 0.
         count: how many parts there are.
         recorded: cuts of an earlier choice, which this one repeats.
+        sequence: inputs and outputs that come and go in slices, by name, with the dimension: part 0 has the first
+            slice. Others are whole; if all are, so is everything outside regions.
 
     Raises:
-        MismatchError: a parameter cannot be cut as it was recorded.
+        MismatchError: a parameter cannot be cut as it was recorded, or an input or output is not divided evenly.
     """
     # Values of indices are asked for, also where a layer is split to be run on fake tensors.
     with unset_fake_temporarily():
         analysis = analyse(layer)
-        return rewrite(analysis, choose(analysis, count, recorded), sums, index)
+        edges = find_edges(analysis.module, layer, sequence or {}, count)
+        return rewrite(analysis, choose(analysis, count, recorded), sums, index, count, edges)
 
 
-def rewrite(analysis: Analysis, splits: Sequence[Split], sums: Sums, index: int) -> LayerPart:
-    """Return a part of an analysed layer; ``splits`` are what :func:`choose` gives."""
+def rewrite(
+    analysis: Analysis,
+    splits: Sequence[Split],
+    sums: Sums,
+    index: int,
+    count: int = 1,
+    edges: Edges = NO_EDGES,
+) -> LayerPart:
+    """Return a part of an analysed layer.
+
+    Args:
+        analysis: of the layer.
+        splits: what :func:`choose` gives.
+        sums: the sums among parts.
+        index: which part.
+        count: how many parts have slices.
+        edges: what comes and goes in slices.
+    """
+    sequence = NOTHING
+    if edges != NO_EDGES:
+        if writes_slices(analysis):
+            raise MismatchError("the layer writes into tensors, and slices of them would not see it")
+        sequence = split_sequence(analysis, splits, count, edges.inputs, edges.output_nodes(analysis.module))
     parts = [split.part(index) for split in splits]
     cuts = {attribute: cut for attribute in analysis.parameters if (cut := _cut(analysis, attribute, parts))}
     regions = {node: part for split, part in zip(splits, parts, strict=True) for node in split.region}
-    graph = _Rewrite(analysis, regions).run()
+    graph = _Rewrite(analysis, regions, sequence, edges, (index, count)).run()
     attributes: dict[str, Any] = {_ENTER: Enter(sums), _LEAVE: Leave(sums)}
+    if sequence is not NOTHING:
+        attributes |= {name: Move(sums, index, count, *directions) for name, directions in _MOVES.items()}
     attributes |= _attributes(analysis, cuts)
     return LayerPart(fx.GraphModule(attributes, graph), cuts)
 
@@ -116,44 +159,128 @@ def _parameter_part(parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
 class _Rewrite:
     """A walk over a graph that makes the graph of a part."""
 
-    def __init__(self, analysis: Analysis, regions: Mapping[fx.Node, Part]) -> None:
+    def __init__(
+        self,
+        analysis: Analysis,
+        regions: Mapping[fx.Node, Part],
+        sequence: SequenceSplit,
+        edges: Edges,
+        share: tuple[int, int],
+    ) -> None:
         self._analysis, self._regions = analysis, regions
+        self._sequence, self._edges, self._share = sequence, edges, share
         self._graph = fx.Graph()
         self._made: dict[fx.Node, fx.Node] = {}
-        """What stands for a node of the whole graph."""
+        """What stands for a node of the whole graph: a slice of it, where the sequence is split."""
         self._entered: dict[tuple[fx.Node, tuple[Any, ...]], fx.Node] = {}
         self._taken: dict[tuple[fx.Node, Part], fx.Node] = {}
+        self._moved: dict[tuple[str, fx.Node, Any], fx.Node] = {}
 
     def run(self) -> fx.Graph:
         """Return the part's graph."""
         for node in self._analysis.module.graph.nodes:
-            part = self._regions.get(node)
-            if part is None:
-                self._made[node] = self._graph.node_copy(node, self._made.__getitem__)
-            else:
-                self._made[node] = self._call(node, part)
+            self._made[node] = self._make(node)
         self._graph.lint()
         return self._graph
 
+    def _make(self, node: fx.Node) -> fx.Node:
+        part = self._regions.get(node)
+        if part is not None:
+            return self._call(node, part)
+        if node in self._sequence.calls:
+            return self._call_slice(node)
+        if node.op == "output" and self._edges.outputs:
+            return self._output(node)
+        if node.target is operator.getitem or self._reads_other_size(node):
+            return self._graph.node_copy(node, self._made.__getitem__)
+        made = self._graph.node_copy(node, self._whole)
+        dim = self._edges.inputs.get(node)
+        return made if dim is None or node in self._sequence.places else self._move("gather_alike", made, dim)
+
+    def _reads_other_size(self, node: fx.Node) -> bool:
+        """Tell whether a node gives a size of a tensor that is not in slices."""
+        if node.target is not torch.ops.aten.sym_size.int:
+            return False
+        source, dim = node.args
+        place = self._sequence.places.get(source) if isinstance(source, fx.Node) else None
+        assert isinstance(source, fx.Node)
+        assert isinstance(dim, int)
+        return place is not None and place.dim != dim % len(self._analysis.dims[source][0])
+
     def _call(self, node: fx.Node, part: Part) -> fx.Node:
-        local = self._local_call(node, part)
+        local = local_call(node, self._analysis.calls.get(node), part)
         args, kwargs = fx.map_arg((local.args, dict(local.kwargs)), lambda each: self._inside(each, part))
         made = self._graph.call_function(local.target, args, kwargs)
         if not self._sums(node, part):
             return made
-        made = self._graph.call_module(_LEAVE, (made, peers(part, part.axes)))
+        place = self._sequence.places.get(node)
+        if place is None:
+            made = self._graph.call_module(_LEAVE, (made, peers(part, part.axes)))
+        else:
+            made = self._move("reduce_scatter", made, place.dim, place.period)
         if local.then is None:
             return made
-        return self._graph.call_function(local.then, (made, *fx.map_arg(local.then_args, self._made.__getitem__)))
+        then_args = fx.map_arg(
+            local.then_args, lambda each: self._whole(each) if place is None else self._slice(node, each)
+        )
+        return self._graph.call_function(local.then, (made, *then_args))
 
     def _sums(self, node: fx.Node, part: Part) -> bool:
         return any(self._analysis.sums(node, axis.name) for axis in part.axes)
 
-    def _local_call(self, node: fx.Node, part: Part) -> LocalCall:
-        rule = find_rule(node.target)
-        if rule is None or rule.local is None:
-            return LocalCall(node.target, node.args, node.kwargs)
-        return rule.local(self._analysis.calls[node], part)
+    def _call_slice(self, node: fx.Node) -> fx.Node:
+        """Compute a slice outside regions."""
+        axis = Axis(self._sequence.call_names[node], *self._share)
+        local = local_call(node, self._sequence.calls[node], Part((axis,)))
+        args, kwargs = fx.map_arg((local.args, dict(local.kwargs)), lambda each: self._slice(node, each))
+        return self._graph.call_function(local.target, args, kwargs)
+
+    def _slice(self, reader: fx.Node, node: fx.Node) -> fx.Node:
+        """Return what a reader that computes a slice reads: of a whole tensor, parts have summands of the gradient."""
+        if node in self._sequence.places:
+            return self._made[node]
+        place = self._sequence.taken(reader, node)
+        if place is not None:
+            return (
+                self._move("take", self._made[node], place.dim, place.period)
+                if self._analysis.writes
+                else self._move_once("take", node, place)
+            )
+        if node not in self._analysis.varying:
+            return self._made[node]
+        return self._enter_once(node, self._made[node], (tuple(range(self._share[1])),))
+
+    def _whole(self, node: fx.Node) -> fx.Node:
+        """Return what operators read that every part computes whole, and whose gradients are alike."""
+        place = self._sequence.places.get(node)
+        return self._made[node] if place is None else self._move_once("gather_alike", node, place)
+
+    def _move_once(self, name: str, node: fx.Node, place: Place) -> fx.Node:
+        key = (name, node, (place.dim, place.period))
+        if key not in self._moved:
+            self._moved[key] = self._move(name, self._made[node], place.dim, place.period)
+        return self._moved[key]
+
+    def _move(self, name: str, tensor: fx.Node, dim: int, period: int | None = None) -> fx.Node:
+        return self._graph.call_module(name, (tensor, dim, period))
+
+    def _output(self, node: fx.Node) -> fx.Node:
+        (found,) = node.args
+        assert isinstance(found, (tuple, list))
+        output: fx.Node = self._graph.output(tuple(self._leave_layer(each, place) for place, each in enumerate(found)))
+        return output
+
+    def _leave_layer(self, node: Any, place: int) -> Any:  # noqa: ANN401
+        """Return a tensor as it goes over the layer's edge."""
+        if not isinstance(node, fx.Node):
+            return node
+        dim = self._edges.outputs.get(place)
+        if dim is None:
+            return self._whole(node)
+        own = self._sequence.places.get(node)
+        if own is not None and (own.dim, own.period) == (dim, None):
+            return self._made[node]
+        return self._move("take", self._whole(node), dim)
 
     def _inside(self, node: fx.Node, part: Part) -> fx.Node:
         """Return what a region reads for a node: what was made inside, or a tensor from outside, which has entered.
@@ -168,7 +295,13 @@ class _Rewrite:
         return self._enter_pieces(node, self._enter(node, part, axes), part)
 
     def _enter(self, node: fx.Node, part: Part, axes: Collection[Axis]) -> fx.Node:
-        """Sum the gradient of a tensor over the parts along some axes: one sum for all who read it."""
+        """Sum the gradient of a tensor over the parts along some axes: one sum for all who read it.
+
+        What is there in slices is gathered, and the sum scattered.
+        """
+        place = self._sequence.places.get(node)
+        if place is not None:
+            return self._move_once("gather", node, place)
         if node not in self._analysis.varying or not axes:
             return self._made[node]
         return self._enter_once(node, self._made[node], (peers(part, axes),))

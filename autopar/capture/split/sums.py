@@ -1,13 +1,21 @@
 """Where tensors enter a region that is computed in parts, and where they leave it.
 
+    Enter(sums)(x, (0, 1))      # x, with the sum of both parts' gradients
+    Leave(sums)(y, (0, 1))      # the sum of both parts' y
+
 Outside, every part has whole tensors, and whole gradients. A whole tensor that is read inside has of every part a
 summand of its gradient: ``Enter`` sums them. What a region sums over has of every part a summand of its value:
 ``Leave`` sums those, and every part has the gradient of the whole. (Megatron-LM, Shoeybi et al. 2019, section 3: f and
 g.)
+
+Where the sequence is split outside, a part has a slice of every tensor, and of its gradient. Then a tensor is gathered
+to enter, and reduce-scattered to leave: :class:`Move` does that, and what else brings parts together or apart.
+(Korthikanti et al. 2022, section 4.2.2: g and g-bar.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +29,12 @@ class Sums(Protocol):
 
     def sum(self, tensor: torch.Tensor, parts: tuple[int, ...]) -> torch.Tensor:
         """Return the sum of what these parts give here, of the same bits for each. The tensor stays as it is."""
+
+    def gather(self, tensor: torch.Tensor, dim: int, parts: tuple[int, ...]) -> torch.Tensor:
+        """Return what these parts give here, one behind the other along a dimension, in their order."""
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int, parts: tuple[int, ...]) -> torch.Tensor:
+        """Return this part's slice of the sum of what these parts give; slices of a dimension are of one length."""
 
 
 class Enter(nn.Module):
@@ -91,3 +105,74 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # noqa: ANN401
         return gradient, None, None
+
+
+class Move(nn.Module):
+    """Let a tensor be whole on every part, or in slices; its gradient goes the other way.
+
+    ``gather`` makes a whole of slices, ``take`` a slice of a whole; ``reduce_scatter`` makes slices of parts' sum.
+
+        Move(sums, 0, 2, "gather", "reduce_scatter")    # into a region, whose parts have summands of the gradient
+        Move(sums, 0, 2, "reduce_scatter", "gather")    # out of a region, which gives summands
+        Move(sums, 0, 2, "gather", "take")              # for operators that every part computes whole, alike
+        Move(sums, 0, 2, "take", "gather")              # a slice of what every part has as a whole
+    """
+
+    def __init__(self, sums: Sums, index: int, count: int, forwards: str, backwards: str) -> None:
+        super().__init__()
+        self._slices, self._directions = Slices(sums, index, count), (forwards, backwards)
+        self.parts = tuple(range(count))
+        """Those that have a slice each."""
+
+    def forward(self, tensor: torch.Tensor, dim: int, period: int | None = None) -> torch.Tensor:
+        """Return the whole, or a slice of it.
+
+        Args:
+            tensor: a slice, or the whole.
+            dim: which dimension slices are of.
+            period: after how many indices of the whole those of a part come again; none: they come once.
+        """
+        return _Move.apply(tensor, self._slices, self._directions, dim, period)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class Slices:
+    """What is done with slices of a dimension, of which every part has one."""
+
+    def __init__(self, sums: Sums, index: int, count: int) -> None:
+        self._sums, self._index, self._count = sums, index, count
+
+    def act(self, action: str, tensor: torch.Tensor, dim: int, period: int | None) -> torch.Tensor:
+        """Gather, take or reduce-scatter; memory has the dimensions in the order that it has them in."""
+        if period is not None:
+            own = period // self._count if action == "gather" else period
+            rows = torch.ops.aten.unflatten.int(tensor, dim, (-1, own))
+            return self.act(action, rows, dim + 1, None).flatten(dim, dim + 1)
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        ordered = tensor.detach().permute(order).contiguous()
+        found = self._action(action)(ordered, order.index(dim), tuple(range(self._count)))
+        return found.permute([order.index(place) for place in range(len(order))])
+
+    def _action(self, name: str) -> Callable[[torch.Tensor, int, tuple[int, ...]], torch.Tensor]:
+        return {"gather": self._sums.gather, "reduce_scatter": self._sums.reduce_scatter, "take": self._take}[name]
+
+    def _take(self, tensor: torch.Tensor, dim: int, parts: tuple[int, ...]) -> torch.Tensor:
+        length = tensor.shape[dim] // len(parts)
+        return tensor.narrow(dim, self._index * length, length).clone(memory_format=torch.contiguous_format)
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        tensor: torch.Tensor,
+        slices: Slices,
+        directions: tuple[str, str],
+        dim: int,
+        period: int | None,
+    ) -> torch.Tensor:
+        ctx.slices, ctx.backwards, ctx.place = slices, directions[1], (dim, period)
+        return slices.act(directions[0], tensor, dim, period)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # noqa: ANN401
+        return ctx.slices.act(ctx.backwards, gradient, *ctx.place), None, None, None, None

@@ -16,17 +16,34 @@ from typing import Any
 
 import torch
 
-from autopar.capture.split.names import size
-from autopar.capture.split.rules.rule import Dims, LocalCall, OperatorCall, Part, Ranges, rule, take_ranges
+from autopar.capture.split.names import Dim, MismatchError, resolve, size
+from autopar.capture.split.rules.rule import ROWS, Dims, LocalCall, OperatorCall, Part, Ranges, rule, take_ranges
 
 Taken = tuple[tuple[int, int, Ranges], ...]
-"""Of every dimension that is split: which one, how long the whole is, and the indices that a part has."""
+"""Of every dimension that is split: which one, how long the whole is, and the indices that a part has.
+
+Where rows are outside of it in the same dimension, that is for one row.
+"""
 
 
 def own_ranges(dims: Dims, part: Part) -> Taken:
-    """Return which part of a tensor one has."""
-    split = ((place, dim) for place, dim in enumerate(dims) if part.splits(dim))
-    return tuple((place, size(dim), part.ranges(dim)) for place, dim in split)
+    """Return which part of a tensor one has.
+
+    Raises:
+        MismatchError: what is split comes again in every row, and rows are counted inside of it.
+    """
+    split = ((place, _inside_rows(dim)) for place, dim in enumerate(dims) if part.splits(dim))
+    found = tuple((place, size(dim), part.ranges(dim)) for place, dim in split if part.splits(dim))
+    if len(found) < sum(map(part.splits, dims)):
+        raise MismatchError("rows are counted inside of what is split")
+    return found
+
+
+def _inside_rows(dim: Dim) -> Dim:
+    """Return the names of a dimension inside of those that count rows."""
+    product = resolve(dim)
+    last = max((place for place, name in enumerate(product) if name.size % ROWS == 0), default=-1)
+    return product[last + 1 :]
 
 
 def draw_part(
@@ -46,13 +63,17 @@ def draw_part(
         own: which part of the whole it is.
     """
     sizes = list(like.shape)
-    for place, length, _ in own:
-        sizes[place] = length
+    for place, length, ranges in own:
+        sizes[place] = sizes[place] // sum(end - start for start, end in ranges) * length
     order = _memory_order(like, order)
     ones = like.detach().new_ones([sizes[place] for place in order])
     found = draw(ones.permute([order.index(place) for place in range(len(sizes))]), *args, **options)
-    for place, _, ranges in own:
-        found = take_ranges(found, place, ranges)
+    for place, length, ranges in own:
+        if found.shape[place] == length:
+            found = take_ranges(found, place, ranges)
+        else:
+            rows = torch.ops.aten.unflatten.int(found, place, (-1, length))
+            found = take_ranges(rows, place + 1, ranges).flatten(place, place + 1)
     return found
 
 

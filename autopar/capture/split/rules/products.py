@@ -18,7 +18,7 @@ def _local_linear(call: OperatorCall, part: Part) -> LocalCall:
     bias = call.argument("bias")
     if bias is None or not part.splits(call.dims("input")[-1]):
         return LocalCall(call.node.target, call.node.args, call.node.kwargs)
-    return LocalCall(call.node.target, args, kwargs, _ADD, (bias,))
+    return LocalCall(call.node.target, args, kwargs, _ADD, (bias,), then_broadcasts=True)
 
 
 @rule("linear.default", local=_local_linear)
@@ -35,7 +35,7 @@ def _local_addmm(call: OperatorCall, part: Part) -> LocalCall:
     if not part.splits(call.dims("mat1")[1]):
         return LocalCall(call.node.target, call.node.args, call.node.kwargs)
     factors = (call.argument("mat1"), call.argument("mat2"))
-    return LocalCall(torch.ops.aten.mm.default, factors, {}, add_scaled, _summand(call))
+    return LocalCall(torch.ops.aten.mm.default, factors, {}, add_scaled, _summand(call), then_broadcasts=True)
 
 
 def add_scaled(product: torch.Tensor, summand: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
@@ -59,7 +59,7 @@ def _local_baddbmm(call: OperatorCall, part: Part) -> LocalCall:
     if not part.splits(call.dims("batch1")[2]):
         return LocalCall(call.node.target, call.node.args, call.node.kwargs)
     factors = (call.argument("batch1"), call.argument("batch2"))
-    return LocalCall(torch.ops.aten.bmm.default, factors, {}, add_scaled, _summand(call))
+    return LocalCall(torch.ops.aten.bmm.default, factors, {}, add_scaled, _summand(call), then_broadcasts=True)
 
 
 @rule("baddbmm.default", local=_local_baddbmm)

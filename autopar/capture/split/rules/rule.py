@@ -228,6 +228,8 @@ class LocalCall:
     then: Callable[..., Any] | None = None
     """What is called with the sum over parts, if the operator gives summands."""
     then_args: tuple[Any, ...] = ()
+    then_broadcasts: bool = False
+    """Whether every number that comes is made of those in its place, to which arguments are broadcast."""
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,12 @@ def unflatten(call: OperatorCall) -> Dims:
 
 def _local_expand(call: OperatorCall, part: Part) -> LocalCall:
     sizes = local_sizes(call.argument("size"), call.dims_of(call.node), part)
+    given = call.dims("self")
+    given = ((),) * (len(sizes) - len(given)) + given
+    if any(
+        new == -1 != old and not resolve(dim) for new, old, dim in zip(sizes, call.argument("size"), given, strict=True)
+    ):
+        raise MismatchError("how often it repeats depends on the number of rows")
     return LocalCall(call.node.target, *call.replace_arguments(size=sizes))
 
 
