@@ -52,7 +52,7 @@ def team_plans(draw: st.DrawFn, name: str, most_ranks: int = 8, **limits: int) -
         left -= (size - 1) * replicas
         for stage in chunks:
             sizes[stage] = size
-    return in_teams(captured(name)[1], plan, sizes)
+    return in_teams(captured(name)[1], plan, sizes, sequence=draw(st.booleans()))
 
 
 def equals_plain(name: str, plan: Plan, program: Program | None = None) -> None:

@@ -101,6 +101,7 @@ def act_in_threads(
     apply = _one_at_a_time(Update._apply, drawing)
     with (
         patch.object(Team, "sum", _leaving(Team.sum, drawing)),
+        patch.object(Team, "gather", _leaving(Team.gather, drawing)),
         patch.object(Segment, "run", run),
         patch.object(ShareLoader, "load", load),
         patch.object(Update, "_apply", apply),

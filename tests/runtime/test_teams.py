@@ -47,15 +47,17 @@ from training_cases import (
 __all__ = ["cases", "dropout"]
 
 
+@pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(
     ("widths", "sizes"),
     [((1,), (2,)), ((2,), (2,)), ((1, 1), (2, 2)), ((1, 1), (1, 2)), ((2, 1), (2, 4)), ((1,), (4,))],
 )
 def test_training_equals_the_plain_loop(
-    widths: Sequence[int], sizes: Sequence[int], cases: dict[tuple[str, str], Case], tmp_path: Path
+    widths: Sequence[int], sizes: Sequence[int], sequence: bool, cases: dict[tuple[str, str], Case], tmp_path: Path
 ) -> None:
     case = cases["gpt", "adamw"]
-    plan = in_teams(case.graph, dictate(case.graph, case.model, widths, 2, 5), sizes)
+    plan = in_teams(case.graph, dictate(case.graph, case.model, widths, 2, 5), sizes, sequence=sequence)
+    assert any(stage.sequence for stage in plan.stages) == sequence
     state = {name: each.detach().clone() for name, each in case.model.build(0).named_parameters()}
     losses = train_in_threads(plan, case.graph, case.model, state, tmp_path, STEPS)
     truth = plain.train(case.file, 2, 5, lambda name: shares_of(case.graph, plan, name))
