@@ -106,8 +106,10 @@ IN_PROCESSES: list[tuple[list[int], list[int], str, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(("widths", "sizes", "schedule", "chunks", "more"), IN_PROCESSES)
 def test_rank_processes_train_as_the_plain_loop(
+    sequence: bool,
     widths: list[int],
     sizes: list[int],
     schedule: str,
@@ -122,7 +124,7 @@ def test_rank_processes_train_as_the_plain_loop(
     groups = [
         next(at for at, chunks in enumerate(alone.groups) if stage in chunks) for stage in range(len(alone.stages))
     ]
-    plan = in_teams(case.graph, alone, [sizes[group] for group in groups])
+    plan = in_teams(case.graph, alone, [sizes[group] for group in groups], sequence=sequence)
     losses = train(pool, case, plan, tmp_path)
     truth = plain.train(case.file, 3, 5, lambda name: shares_of(case.graph, plan, name))
     check(plan, truth, tmp_path, losses)
