@@ -46,11 +46,7 @@ def plan_teams(
         raise UsageError(
             f"`stages` with several devices a replica go with `objective='step'`, not {options.objective!r}"
         )
-    if profile.indivisible is not None:
-        raise UsageError(
-            f"`stages` with several devices a replica: the optimizer of {profile.model.source} cannot step parts of "
-            f"parameters: {profile.indivisible}; give each replica one device, or profile with another optimizer"
-        )
+    _check_optimizer(profile)
     layers = {layer.name: layer for layer in profile.layers}
     names = [layer.name for layer in profile.layers]
     for index, (first, stop) in enumerate(zip((0, *stages.cuts), stages.cuts, strict=False)):
@@ -67,6 +63,19 @@ def plan_teams(
     sizes = list(stages.team_sizes)
     places = _places(found, sizes, [device.node for device in cluster.devices[:limit]], options.across_nodes)
     return with_teams(found, sizes, places, lambda name, count: _split(layers[name], count))
+
+
+def _check_optimizer(profile: Profile) -> None:
+    """Refuse an optimizer that steps no parts of parameters.
+
+    Raises:
+        UsageError: says why it does not, and what to do.
+    """
+    if profile.indivisible is not None:
+        raise UsageError(
+            f"`stages` with several devices a replica: the optimizer of {profile.model.source} cannot step parts of "
+            f"parameters: {profile.indivisible}; give each replica one device, or profile with another optimizer"
+        )
 
 
 def _check_splits(stage: int, layers: Sequence[Layer], count: int) -> None:
