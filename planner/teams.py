@@ -64,11 +64,7 @@ def plan_teams(
         raise UsageError(
             f"`stages` with several devices a replica go with `objective='step'`, not {options.objective!r}"
         )
-    if profile.indivisible is not None:
-        raise UsageError(
-            f"`stages` with several devices a replica: the optimizer of {profile.model.source} cannot step parts of "
-            f"parameters: {profile.indivisible}; give each replica one device, or profile with another optimizer"
-        )
+    _check_optimizer(profile)
     layers = {layer.name: layer for layer in profile.layers}
     names = [layer.name for layer in profile.layers]
     for index, (first, stop) in enumerate(zip((0, *stages.cuts), stages.cuts, strict=False)):
@@ -105,6 +101,19 @@ def _nodes(cluster: Cluster, options: PlanOptions, needed: int) -> list[int]:
     if options.gpus is not None and options.gpus < needed:
         raise UsageError(f"`stages` needs {needed} devices, but `gpus` is {options.gpus}")
     return [device.node for device in devices_of(cluster, max(needed, len(cluster.devices)))]
+
+
+def _check_optimizer(profile: Profile) -> None:
+    """Refuse an optimizer that steps no parts of parameters.
+
+    Raises:
+        UsageError: says why it does not, and what to do.
+    """
+    if profile.indivisible is not None:
+        raise UsageError(
+            f"`stages` with several devices a replica: the optimizer of {profile.model.source} cannot step parts of "
+            f"parameters: {profile.indivisible}; give each replica one device, or profile with another optimizer"
+        )
 
 
 def _check_splits(stage: int, layers: Sequence[Layer], count: int) -> None:

@@ -192,14 +192,14 @@ def splitting_problem(user: UserModel, named_parameters: NamedParameters, place:
     gradients = _gradients(small)
     try:
         with _seed_generator():
-            whole = _run_steps(user, small, gradients, _composed(torch.clone, place))
+            whole = _run_steps(user, small, gradients, _compose(torch.clone, place))
     except Exception:
         # Nothing can be tried with it.
         return None
     for take in (partial(_half, dim, half) for dim in range(2) for half in range(2)):
         try:
             with _seed_generator():
-                halves = _run_steps(user, small, gradients, _composed(take, place))
+                halves = _run_steps(user, small, gradients, _compose(take, place))
         except Exception as error:
             said = (str(error).strip().splitlines() or ["no message"])[0]
             return f"its step raises {type(error).__name__} where ranks have parts of parameters ({said[:100]})"
@@ -209,7 +209,7 @@ def splitting_problem(user: UserModel, named_parameters: NamedParameters, place:
     return None
 
 
-def _composed(first: Convert, second: Convert) -> Convert:
+def _compose(first: Convert, second: Convert) -> Convert:
     return lambda tensor: second(first(tensor))
 
 

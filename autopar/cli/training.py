@@ -194,6 +194,8 @@ class TrainingArguments:
         if loaded_plan.weight_policy != "sync":
             policy = loaded_plan.weight_policy
             raise UsageError(f"--update-profile: what a run under weight policy {policy} measures is not taken over")
+        if loaded_plan.unpriced is not None:
+            raise UsageError(f"--update-profile: {loaded_plan.unpriced}; leave it out, or plan one device a replica")
         target = self.updated_profile(loaded_plan)
         if loaded_plan.times_of is not None:
             raise UsageError(

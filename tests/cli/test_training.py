@@ -89,3 +89,11 @@ def test_a_profile_that_was_wrong_predicts_what_a_run_measured_once_the_run_has_
     with (here / "profile.json").open("a") as file:
         file.write("\n")
     assert "has changed since the plan was made" in command(4, "run", "--update-profile", "-o", "other.json")
+
+
+@pytest.mark.usefixtures("here")
+def test_times_of_parts_of_layers_are_not_taken_over(command: Command) -> None:
+    command(0, "plan", "profile.json", "--gpus", "2", "--stages", "0-10:1x2", "--micro-batches", "2")
+    refused = command(2, "run", "--update-profile", "--overwrite")
+    assert "--update-profile: stage 0 runs each replica on 2 devices, which nothing prices yet" in refused
+    assert not Path("report.json").exists()
