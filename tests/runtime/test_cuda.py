@@ -111,7 +111,9 @@ def test_teams_train_as_the_plain_loop_on_the_gpu(
     widths: list[int], sizes: list[int], cases: dict[tuple[str, str], Case], pool: RankPool, tmp_path: Path
 ) -> None:
     case = cases["gpt", "adamw"]
-    plan = _on_gpu(in_teams(case.graph, dictate(case.graph, case.model, widths, 3, 7), sizes))
+    plan = _on_gpu(
+        in_teams(case.graph, dictate(case.graph, case.model, widths, 3, 7), sizes, sequence=len(widths) == 1)
+    )
     losses = train(pool, case, plan, tmp_path)
     truth = plain.train(case.file, 3, 7, lambda name: shares_of(case.graph, plan, name), device="cuda")
     check(plan, truth, tmp_path, losses)
