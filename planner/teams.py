@@ -48,9 +48,8 @@ def plan_teams(
         )
     _check_optimizer(profile)
     layers = {layer.name: layer for layer in profile.layers}
-    names = [layer.name for layer in profile.layers]
     for index, (first, stop) in enumerate(zip((0, *stages.cuts), stages.cuts, strict=False)):
-        _check_splits(index, [layers[name] for name in names[first:stop]], stages.team_sizes[index])
+        _check_splits(index, profile.layers[first:stop], stages.team_sizes[index])
     memory_bytes = options.memory_bytes or min(device.memory_bytes for device in cluster.devices)
     alone = replace(
         options,
@@ -60,9 +59,10 @@ def plan_teams(
     )
     limit = len(cluster.devices) if options.gpus is None else options.gpus
     found = plan(alone)
-    sizes = list(stages.team_sizes)
-    places = _places(found, sizes, [device.node for device in cluster.devices[:limit]], options.across_nodes)
-    return with_teams(found, sizes, places, lambda name, count: _split(layers[name], count))
+    places = _places(
+        found, stages.team_sizes, [device.node for device in cluster.devices[:limit]], options.across_nodes
+    )
+    return with_teams(found, stages.team_sizes, places, lambda name, count: _split(layers[name], count))
 
 
 def _check_optimizer(profile: Profile) -> None:
