@@ -47,7 +47,7 @@ from autopar.planner.search.best_first import bounds_of_families, least_bound_s,
 from autopar.planner.search.judge import ENOUGH, Best, SimulatedPlan, equal_widths
 from autopar.planner.search.local import judge_even_splits, search_locally
 from autopar.planner.simulator.simulate import Simulator
-from autopar.planner.teams import plan_teams
+from autopar.planner.teams import check_alone, plan_teams
 from autopar.progress import Progress, no_progress
 
 _NO_EQUAL = "no plan was found whose stages are equally wide and fit the memory"
@@ -188,6 +188,7 @@ def plan(
         return plan_teams(
             profile, cluster, options, fixed_stages, lambda alone: plan(profile, cluster, alone, progress)
         )
+    check_alone(options)
     check_times_of(profile, cluster, options.times_of, options.gpus)
     options = admissible_options(options, profile)
     if options.weight_policy != "sync":

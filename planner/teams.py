@@ -66,12 +66,16 @@ def plan_teams(
         )
     _check_optimizer(profile)
     layers = {layer.name: layer for layer in profile.layers}
-    names = [layer.name for layer in profile.layers]
     for index, (first, stop) in enumerate(zip((0, *stages.cuts), stages.cuts, strict=False)):
-        _check_splits(index, [layers[name] for name in names[first:stop]], stages.team_sizes[index])
+        _check_splits(index, profile.layers[first:stop], stages.team_sizes[index])
     memory_bytes = options.memory_bytes or min(device.memory_bytes for device in cluster.devices)
     alone = replace(
-        options, stages=_without_teams(stages), gpus=None, memory_bytes=memory_bytes * max(stages.team_sizes)
+        options,
+        stages=_without_teams(stages),
+        gpus=None,
+        memory_bytes=memory_bytes * max(stages.team_sizes),
+        sequence_parallel=False,
+        across_nodes=False,
     )
     found = plan(alone)
     sizes = stages.team_sizes
@@ -80,6 +84,10 @@ def plan_teams(
     made = with_teams(found, sizes, places, lambda name, count: layers[name].split(count))
     if options.sequence_parallel:
         made = with_sequences(made, profile.tensors, lambda name, count: layers[name].split(count))
+        if not any(stage.sequence for stage in made.stages):
+            raise UsageError(
+                "`sequence_parallel`: nothing between the layers of these stages can be kept in slices; leave it out"
+            )
     more = needed - len(cluster.devices)
     if more <= 0:
         return made
@@ -101,6 +109,17 @@ def _nodes(cluster: Cluster, options: PlanOptions, needed: int) -> list[int]:
     if options.gpus is not None and options.gpus < needed:
         raise UsageError(f"`stages` needs {needed} devices, but `gpus` is {options.gpus}")
     return [device.node for device in devices_of(cluster, max(needed, len(cluster.devices)))]
+
+
+def check_alone(options: PlanOptions) -> None:
+    """Refuse options of stages with several devices a replica where there are none.
+
+    Raises:
+        UsageError: names the option.
+    """
+    for name in ("sequence_parallel", "across_nodes"):
+        if getattr(options, name):
+            raise UsageError(f"`{name}` is of `stages` with several devices a replica, such as 0-5:2x4; leave it out")
 
 
 def _check_optimizer(profile: Profile) -> None:

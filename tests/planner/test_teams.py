@@ -84,6 +84,9 @@ def test_one_device_a_replica_is_a_plan_as_ever() -> None:
         (f"0-{LAYERS - 1}:2x4", {"gpus": 4}, "`stages` needs 8 devices, but `gpus` is 4"),
         (f"0-{LAYERS - 1}:1xx2", {}, "write layers:replicas, such as 0-5:2, or with the devices that run each replica"),
         (f"0-{LAYERS - 1}:1x0", {}, "write layers:replicas"),
+        (f"0-{LAYERS - 1}:1x2", {"sequence_parallel": True}, "nothing between the layers of these stages"),
+        (f"0-{LAYERS - 1}:1", {"sequence_parallel": True}, "`sequence_parallel` is of `stages` with several devices"),
+        (f"0-{LAYERS - 1}:2", {"across_nodes": True}, "`across_nodes` is of `stages` with several devices"),
         (f"0-{LAYERS - 1}:1x2", {"objective": "throughput"}, "go with `objective='step'`, not 'throughput'"),
     ],
 )
