@@ -88,6 +88,6 @@ def test_teams_train_a_model_as_one_rank_does(name: str, tmp_path: Path) -> None
         plan = in_teams(case.graph, dictate(case.graph, case.model, widths, 2, 3), sizes, sequence=sequence)
         assert all(stage.cuts for stage in plan.stages)
         folder = tmp_path / f"{sizes}-{sequence}"
-        assert trained(case, plan, folder) == pytest.approx(losses, rel=1e-12)
+        assert trained(case, plan, folder) == pytest.approx(losses, rel=1e-10)
         assert largest_difference(plan, folder, tmp_path / "alone", "gradients") < CLOSE
         assert largest_difference(plan, folder, tmp_path / "alone", "parameters") < 1e-10
