@@ -57,11 +57,9 @@ def plan_teams(
         gpus=None if options.gpus is None else sum(stages.widths),
         memory_bytes=memory_bytes * max(stages.team_sizes),
     )
-    limit = len(cluster.devices) if options.gpus is None else options.gpus
+    nodes = [device.node for device in cluster.devices[: options.gpus]]
     found = plan(alone)
-    places = _places(
-        found, stages.team_sizes, [device.node for device in cluster.devices[:limit]], options.across_nodes
-    )
+    places = _places(found, stages.team_sizes, nodes, options.across_nodes)
     return with_teams(found, stages.team_sizes, places, lambda name, count: _split(layers[name], count))
 
 
