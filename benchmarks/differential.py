@@ -11,11 +11,11 @@ themselves make a difference of that size. Where a model makes torch's plain loo
 
 `--output` gets a line per case as it ends; cases that are there already are not run again. A third of the cases, all
 sharded ones among them, have ranks as processes; those of the others are threads. Cases from number 1000000 on
-(`--first 1000000`) have plans that are never flushed, and are held against the plain loop by their policy's rule. The
-exit code is 0 if all cases are equal or refused, and of these at most 2 % falsely. `--case N` runs one case; with
-`--keep`, its model and plan stay in that folder; with `--shrink`, parts of the model are left out as long as the
-outcome is the same. `--bugs` puts each of the bugs that are kept as patches into a copy of the tree, and says after how
-many cases it is found.
+(`--first 1000000`) have plans that are never flushed, and are held against the plain loop by their policy's rule; those
+from 2000000 on have replicas that several ranks run together, and those from 3000000 on both. The exit code is 0 if all
+cases are equal or refused, and of these at most 2 % falsely. `--case N` runs one case; with `--keep`, its model and
+plan stay in that folder; with `--shrink`, parts of the model are left out as long as the outcome is the same. `--bugs`
+puts each of the bugs that are kept as patches into a copy of the tree, and says after how many cases it is found.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
@@ -12,7 +13,7 @@ from autopar.formats.report import ComparisonRow
 from autopar.planner.alternatives import Reference, references
 from autopar.planner.assemble import candidate_of
 from autopar.planner.candidate import Candidate, plain
-from autopar.planner.constraints import runnable
+from autopar.planner.constraints import parse, runnable
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions, admissible_options
 from autopar.planner.peers import Peer, peers
@@ -45,6 +46,10 @@ def compare(
         InfeasibleError: nothing fits the memory; names the stage and by how much.
     """
     options = admissible_options(options or PlanOptions(), profile)
+    if options.stages is not None:
+        names = [layer.name for layer in profile.layers]
+        if max(parse(options.stages, names).team_sizes) > 1:
+            raise UsageError("`stages`: nothing prices replicas that several devices run; give them one device each")
     options = replace(options, gpus=options.gpus or len(cluster.devices))
     costs = CostModel(profile, cluster, options)
     simulator = Simulator(costs, progress=progress)

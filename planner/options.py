@@ -62,6 +62,8 @@ class PlanOptions:
     """Stop when the best plan is proved to be within this share of the best possible; 0 is exact."""
     stages: str | None = None
     """Stages that the user dictates, such as ``0-5:2,6-11:1``; ``0-5:2x4``: four devices run each replica."""
+    sequence_parallel: bool = False
+    """Whether devices that run a replica keep slices of the sequence where nothing else is split."""
     across_nodes: bool = False
     """Let the devices that run a replica be on several nodes."""
     min_stages: int = 1

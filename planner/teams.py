@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster
-from autopar.formats.cuts import ParameterCut
+from autopar.formats.cuts import LayerSplit, ParameterCut, SequenceCut
 from autopar.formats.plan import Plan, Stage
 from autopar.formats.profile import Layer, Profile
+from autopar.hardware.topology import devices_of
 from autopar.planner.constraints import FixedStages
 from autopar.planner.options import PlanOptions
 
@@ -23,8 +25,24 @@ NOT_PRICED = (
     "device, the memory of a team's devices taken together"
 )
 
-SplitOf = Callable[[str, int], tuple[ParameterCut, ...]]
-"""How a layer's parameters are cut in so many parts; none where it does not split."""
+SplitOf = Callable[[str, int], LayerSplit | None]
+"""How a layer splits in so many parts; none where it does not."""
+
+
+class Flow(Protocol):
+    """A tensor between layers, or of the batch."""
+
+    @property
+    def name(self) -> str:
+        """In the model."""
+
+    @property
+    def producer(self) -> str | None:
+        """The layer that makes it; None for one of the batch."""
+
+    @property
+    def consumers(self) -> Sequence[str]:
+        """Layers that read it."""
 
 
 def plan_teams(
@@ -40,11 +58,16 @@ def plan_teams(
         plan: plans what is asked with one device for each replica.
 
     Raises:
-        UsageError: a stage does not split so, or there are too few devices.
+        UsageError: a stage or the optimizer's step does not split so, or there are too few devices.
     """
     if options.objective != "step":
         raise UsageError(
             f"`stages` with several devices a replica go with `objective='step'`, not {options.objective!r}"
+        )
+    if profile.indivisible is not None:
+        raise UsageError(
+            f"`stages` with several devices a replica: the optimizer of {profile.model.source} cannot step parts of "
+            f"parameters: {profile.indivisible}; give each replica one device, or profile with another optimizer"
         )
     layers = {layer.name: layer for layer in profile.layers}
     names = [layer.name for layer in profile.layers]
@@ -58,11 +81,13 @@ def plan_teams(
     sizes = stages.team_sizes
     needed = sum(size * len(stage.devices) for size, stage in _groups(found, sizes))
     places = _places(found, sizes, _nodes(cluster, options, needed), options.across_nodes)
-    made = with_teams(found, sizes, places, lambda name, count: _split(layers[name], count))
+    made = with_teams(found, sizes, places, lambda name, count: layers[name].split(count))
+    if options.sequence_parallel:
+        made = with_sequences(made, profile.tensors, lambda name, count: layers[name].split(count))
     more = needed - len(cluster.devices)
     if more <= 0:
         return made
-    note = f"the cluster lists {len(cluster.devices)} devices; the plan assumes {more} more like them, in the last node"
+    note = f"the cluster lists {len(cluster.devices)} devices; the plan assumes {more} more like them"
     return made.model_copy(update={"notes": (*made.notes, note)})
 
 
@@ -72,15 +97,14 @@ def _groups(plan: Plan, sizes: Sequence[int]) -> list[tuple[int, Stage]]:
 
 
 def _nodes(cluster: Cluster, options: PlanOptions, needed: int) -> list[int]:
-    """Return the node of every device; where the cluster has too few, more are in its last node.
+    """Return the node of every device; where the cluster lists too few, more are like those.
 
     Raises:
         UsageError: fewer are allowed than are needed.
     """
     if options.gpus is not None and options.gpus < needed:
         raise UsageError(f"`stages` needs {needed} devices, but `gpus` is {options.gpus}")
-    nodes = [device.node for device in cluster.devices]
-    return [*nodes, *[nodes[-1]] * max(0, needed - len(nodes))]
+    return [device.node for device in devices_of(cluster, max(needed, len(cluster.devices)))]
 
 
 def _check_splits(stage: int, layers: Sequence[Layer], count: int) -> None:
@@ -89,7 +113,7 @@ def _check_splits(stage: int, layers: Sequence[Layer], count: int) -> None:
     Raises:
         UsageError: names the layer, and which numbers would do.
     """
-    if count == 1 or any(_split(layer, count) for layer in layers):
+    if count == 1 or any(layer.split(count) for layer in layers):
         return
     counts = sorted({split.count for layer in layers for split in layer.splits})
     do = f"the profile has splits in {', '.join(map(str, counts))}" if counts else "the profile has none of its layers"
@@ -97,11 +121,6 @@ def _check_splits(stage: int, layers: Sequence[Layer], count: int) -> None:
     raise UsageError(
         f"`stages`: nothing in stage {stage} ({layers[0].name}..{layers[-1].name}) splits in {count} parts; {do}{why}"
     )
-
-
-def _split(layer: Layer, count: int) -> tuple[ParameterCut, ...]:
-    found = layer.split(count)
-    return () if found is None else found.cuts
 
 
 def _without_teams(stages: FixedStages) -> str:
@@ -170,5 +189,34 @@ def _cuts(layers: Iterable[str], count: int, split_of: SplitOf) -> tuple[Paramet
     """Return how the parameters of a stage are cut; those that several layers share are cut alike."""
     if count == 1:
         return ()
-    found = {cut.parameter: cut for layer in layers for cut in split_of(layer, count)}
-    return tuple(found.values())
+    splits = [split for layer in layers if (split := split_of(layer, count)) is not None]
+    return tuple({cut.parameter: cut for split in splits for cut in split.cuts}.values())
+
+
+def with_sequences(plan: Plan, tensors: Iterable[Flow], split_of: SplitOf) -> Plan:
+    """Return a plan whose teams keep slices of what all that make or read it may have in slices.
+
+    Args:
+        plan: with teams.
+        tensors: of the model.
+        split_of: how layers split.
+    """
+    stage_of = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
+    found: dict[int, list[SequenceCut]] = {index: [] for index in stage_of.values()}
+    for tensor in tensors:
+        if tensor.producer is None:
+            continue
+        layers = (tensor.producer, *tensor.consumers)
+        sizes = [plan.stages[stage_of[layer]].tensor_parallel for layer in layers]
+        cuts = {_sequence_cut(split_of(layer, size), tensor.name) for layer, size in zip(layers, sizes, strict=True)}
+        cut = cuts.pop()
+        if cut is not None and not cuts and len(set(sizes)) == 1:
+            for stage in {stage_of[layer] for layer in layers}:
+                found[stage].append(cut)
+    stages = (stage.model_copy(update={"sequence": tuple(found[at])}) for at, stage in enumerate(plan.stages))
+    return Plan(**(dict(plan) | {"stages": tuple(stages)}))
+
+
+def _sequence_cut(split: LayerSplit | None, tensor: str) -> SequenceCut | None:
+    sequence = () if split is None else split.sequence
+    return next((cut for cut in sequence if cut.tensor == tensor), None)

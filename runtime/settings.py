@@ -174,7 +174,7 @@ def check_sharing(plan: Plan) -> None:
 
 
 def check_compiling(plan: Plan, program: Program) -> None:
-    """Refuse to compile layers whose backward or parameters are divided.
+    """Refuse to compile layers whose computation, backward or parameters are divided.
 
     A compiled layer's backward is one operator: each half of it would be the whole.
 
@@ -183,6 +183,11 @@ def check_compiling(plan: Plan, program: Program) -> None:
     """
     if any(stage.shard != "none" for stage in plan.stages):
         raise UsageError("`compile`: sharded layers are not compiled; leave it out, or plan with `shard='none'`")
+    if any(stage.tensor_parallel > 1 for stage in plan.stages):
+        raise UsageError(
+            "`compile`: layers that several devices run together are not compiled; leave it out, or plan with `stages` "
+            "of one device for each replica"
+        )
     if any(action.kind == INPUT_BACKWARD for actions in program.ranks for action in actions):
         raise UsageError(
             f"`compile`: the program (schedule {plan.schedule}) runs backwards in halves, which compiled layers do not "

@@ -33,7 +33,7 @@ from autopar.runtime.messages.copies import value_of
 from autopar.runtime.messages.transport import Pending, Transport
 from autopar.runtime.stage.layers import seed_optimizer
 from autopar.runtime.stage.parameters import OptimizerParameters, local, stages_of_parameters
-from autopar.schedules.expand import stages_of
+from autopar.schedules.expand import stages_of, team_of
 
 
 def whole_settings(user: UserModel, module: nn.Module, graph: LayerGraph, plan: Plan) -> Settings | None:
@@ -76,11 +76,15 @@ def check_together(user: UserModel, module: nn.Module, graph: LayerGraph, plan: 
     for chunks in plan.groups:
         layers = [graph.layer(name) for stage in chunks for name in plan.stages[stage].layers]
         holding += any(each.requires_grad for layer in layers for _, each in layer.named_parameters())
-    why = needs_all(user, _trainable_parameters(module)) if holding > 1 else None
+    parts = any(stage.tensor_parallel > 1 for stage in plan.stages)
+    why = needs_all(user, _trainable_parameters(module)) if holding > 1 or parts else None
     if why is not None:
+        groups = f"them on the ranks of {holding} groups of devices"
+        where = "parts of them on devices that run a replica together" if parts else groups
+        alone = ", and `stages` of one device for each replica" if parts else ""
         raise UsageError(
-            f"{user.path}: the optimizer's step {why}, and the plan puts them on the ranks of {holding} groups of "
-            "devices; plan with `max_stages=1` (or use `clip_norm` in place of a norm of the optimizer's own)"
+            f"{user.path}: the optimizer's step {why}, and the plan puts {where}; plan with `max_stages=1`{alone} (or "
+            "use `clip_norm` in place of a norm of the optimizer's own)"
         )
 
 
@@ -355,7 +359,7 @@ class Update:
         Ranks that add up anyway then all see it.
         """
         if self._wants_norm:
-            return self._squares()
+            return self._squares() if self._sums_gradients else self._sum_in_team(self._squares())
         return [0.0 if all_finite(self._reducer.complete()) else math.nan] * len(self._settings.parts)
 
     def _not_finite(self) -> TrainingError:
@@ -376,6 +380,14 @@ class Update:
             _sum_of_squares(self._gradients_of(part)) if part in self._settings.own_parts else 0.0
             for part in self._settings.parts
         ]
+
+    def _sum_in_team(self, values: list[float]) -> list[float]:
+        """Return the sum over the ranks that run this replica together, which hold other parts of its gradients."""
+        team = team_of(self._settings.plan, self._settings.rank)
+        if len(team) == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64)
+        return _BegunSum(total, self._transport.all_reduce(total, team)).wait()
 
     def _gradients_of(self, part: int | None) -> list[torch.Tensor]:
         if part is None:

@@ -2,7 +2,8 @@
 
 Trials tell whether it needs all parameters at once, and whether it can step parts of them. A step that takes a norm, or
 another statistic, over all parameters does something else on ranks that hold some of them. One that takes it over a
-parameter may do something else, or fail, where replicas hold parts of it.
+parameter may do something else, or fail, where replicas hold parts of it. Torch has these step them together; ranks
+that run a replica together step theirs alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -156,7 +158,7 @@ def sharding_problem(
         join: returns the whole of such a one.
         acting: makes the context in which this is done.
     """
-    small = [(name, value) for name, value in _small(named_parameters) if value.dim() and not value.is_complex()]
+    small = _divisible(named_parameters)
     # Made before anything acts: simulated ranks draw numbers of their own.
     gradients = _gradients(small)
     try:
@@ -174,6 +176,47 @@ def sharding_problem(
         return f"its step raises {type(error).__name__} where replicas hold parts of parameters ({said[:100]})"
     alike = all(_equal(value, mine, other) for (_, value), mine, other in zip(small, joined, whole, strict=True))
     return None if alike else "its step does something else where replicas hold parts of parameters"
+
+
+def splitting_problem(user: UserModel, named_parameters: NamedParameters, place: Convert = torch.clone) -> str | None:
+    """Return why the optimizer cannot step parts of parameters by themselves, as ranks of a team do; None if it can.
+
+    Halves of rows are tried, and halves of columns.
+
+    Args:
+        user: whose optimizer it is.
+        named_parameters: trained parameters.
+        place: brings a tensor to the device where they are.
+    """
+    small = _divisible(named_parameters)
+    gradients = _gradients(small)
+    try:
+        with _seed_generator():
+            whole = _run_steps(user, small, gradients, _composed(torch.clone, place))
+    except Exception:
+        # Nothing can be tried with it.
+        return None
+    for take in (partial(_half, dim, half) for dim in range(2) for half in range(2)):
+        try:
+            with _seed_generator():
+                halves = _run_steps(user, small, gradients, _composed(take, place))
+        except Exception as error:
+            said = (str(error).strip().splitlines() or ["no message"])[0]
+            return f"its step raises {type(error).__name__} where ranks have parts of parameters ({said[:100]})"
+        found = zip(small, halves, whole, strict=True)
+        if not all(_equal(take(value), half.cpu(), take(mine.cpu())) for (_, value), half, mine in found):
+            return "its step does something else where ranks have parts of parameters"
+    return None
+
+
+def _composed(first: Convert, second: Convert) -> Convert:
+    return lambda tensor: second(first(tensor))
+
+
+def _half(dim: int, half: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Return half of a tensor along a dimension, or its last one; all of it where that has one index."""
+    at = min(dim, tensor.dim() - 1)
+    return (tensor.chunk(2, at)[half] if tensor.shape[at] > 1 else tensor).clone()
 
 
 def try_sharding(user: UserModel, named_parameters: NamedParameters) -> str | None:
@@ -208,6 +251,11 @@ def divider(mesh: DeviceMesh) -> Convert:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     return lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)])
+
+
+def _divisible(named_parameters: NamedParameters) -> Small:
+    """Return small tensors in place of parameters that may be divided."""
+    return [(name, value) for name, value in _small(named_parameters) if value.dim() and not value.is_complex()]
 
 
 def _small(named_parameters: NamedParameters) -> Small:

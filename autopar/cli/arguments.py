@@ -40,7 +40,7 @@ ARGUMENTS = frozenset(
         *("cluster", "compile", "cpu_offload", "data", "deferred_batch_norm", "device", "divisible"),
         *("effort", "epochs", "equal_widths", "every", "exact", "forbid_cut", "gap", "gpus", "inject_fault"),
         *("last", "max_stages", "micro_batches", "min_stages", "objective", "over", "overwrite", "pin"),
-        *("policy", "anneal_steps", "synchronous_steps", "ahead", "across_nodes"),
+        *("policy", "anneal_steps", "synchronous_steps", "ahead", "across_nodes", "sequence_parallel"),
         *("precision", "profile", "profiled_batch", "program", "ranks", "real_time", "recompute"),
         *("replicate_state", "resume", "save", "schedule", "seed", "sequence", "shard", "share_gpus"),
         *("solver", "solver_seconds", "stages", "steps", "sync_batch_norm", "threads", "times_of", "use_all"),

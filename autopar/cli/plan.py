@@ -123,6 +123,13 @@ def command(
             "run each replica together; with several stages on every device, replicas repeat."
         ),
     ] = None,
+    sequence_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--sequence-parallel",
+            help="Have devices that run a replica of --stages keep slices of the sequence where nothing else is split.",
+        ),
+    ] = False,
     across_nodes: Annotated[
         bool,
         typer.Option("--across-nodes", help="Let the devices that run a replica of --stages be on several nodes."),
@@ -187,6 +194,7 @@ def command(
         equal_widths=equal_widths,
         replicate_state=replicate_state,  # type: ignore[arg-type]
         stages=stages,
+        sequence_parallel=sequence_parallel,
         across_nodes=across_nodes,
         min_stages=min_stages,
         max_stages=max_stages,

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, Self
+from typing import Annotated, Any, NamedTuple, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from autopar.formats.document import Count, Index, Name, Record, fault
 
@@ -17,10 +17,22 @@ Interval = tuple[Index, Count]
 """Indices ``start`` to ``stop - 1``."""
 
 
+class CutPiece(NamedTuple):
+    """Neighbouring indices of a dimension that the same parts have."""
+
+    start: int
+    """In the whole."""
+    offset: int
+    """Of the first of them within a part."""
+    size: int
+    parts: tuple[int, ...]
+    """All that have them; the first answers for them where each counts once."""
+
+
 class ParameterCut(Record):
     """A parameter of which each part has some indices of one dimension.
 
-    Where a part of two heads has two groups of queries each, several parts have the same keys.
+    Where there are fewer keys than parts, several parts have the same ones, beside queries of their own or without.
     """
 
     parameter: Name
@@ -35,10 +47,11 @@ class ParameterCut(Record):
             rises = [low < high for low, high in pairwise(bounds)]
             if not all(rises):
                 fault(f"parts[{index}]", f"indices must ascend, with gaps between intervals, found {list(part)}")
-        different = sorted(set(self.parts))
-        intervals = sorted(interval for part in different for interval in part)
-        if intervals[0][0] != 0 or any(stop != start for (_, stop), (start, _) in pairwise(intervals)):
-            fault("parts", f"the parts of {self.parameter!r} must make up a dimension, and be alike or apart")
+        reached = 0
+        for start, stop in sorted(interval for part in self.parts for interval in part):
+            if start > reached:
+                fault("parts", f"no part of {self.parameter!r} has indices {reached} to {start - 1}")
+            reached = max(reached, stop)
         return self
 
     @property
@@ -46,20 +59,23 @@ class ParameterCut(Record):
         """How long the dimension is as a whole."""
         return max(stop for part in self.parts for _, stop in part)
 
-    def size_of(self, part: int) -> int:
-        """Return how many indices a part has."""
-        return sum(stop - start for start, stop in self.parts[part])
-
-    def first_with(self, part: int) -> int:
-        """Return the first part that has the same indices: of all that do, it answers for them."""
-        return self.parts.index(self.parts[part])
-
-    def offsets(self, part: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (start in the whole, start in the part, length) of a part's intervals."""
+    def pieces(self, part: int) -> Iterator[CutPiece]:
+        """Yield what a part has, ascending, in pieces that the same parts have as a whole."""
+        bounds = sorted({bound for each in self.parts for interval in each for bound in interval})
         offset = 0
         for start, stop in self.parts[part]:
-            yield start, offset, stop - start
-            offset += stop - start
+            inside = [bound for bound in bounds if start <= bound <= stop]
+            for low, high in pairwise(inside):
+                parts = (at for at, each in enumerate(self.parts) if any(a <= low < b for a, b in each))
+                yield CutPiece(low, offset, high - low, tuple(parts))
+                offset += high - low
+
+
+class SequenceCut(Record):
+    """A tensor between layers of which each part has an even slice of one dimension (sequence parallelism)."""
+
+    tensor: Name
+    dim: Index
 
 
 class LayerSplit(Record):
@@ -67,6 +83,15 @@ class LayerSplit(Record):
 
     count: Annotated[int, Field(ge=2)]
     cuts: tuple[ParameterCut, ...] = Field(min_length=1)
+    sequence: tuple[SequenceCut, ...] = ()
+    """Tensors that the layer may take or give in parts."""
+
+    @model_serializer(mode="wrap")
+    def _without_no_sequence(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = serialize(self)
+        if not self.sequence:
+            del content["sequence"]
+        return content
 
     @model_validator(mode="after")
     def _parts_are_so_many(self) -> Self:

@@ -165,6 +165,8 @@ def _not_alike(plan: Plan) -> str | None:
         return "micro-batches were taken to divide freely; plan without `divisible`"
     first = plan.stages[0]
     for at, stage in enumerate(plan.stages):
+        if stage.tensor_parallel > 1:
+            return f"{stage.tensor_parallel} devices run each replica of stage {at}, each a part of its layers"
         if stage.replicas != first.replicas:
             widths = f"stage 0 has {first.replicas} replicas and stage {at} has {stage.replicas}"
             return f"{widths}: other trainers have as many of every stage"

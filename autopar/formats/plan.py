@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
-from autopar.formats.cuts import ParameterCut
+from autopar.formats.cuts import ParameterCut, SequenceCut
 from autopar.formats.document import (
     MOST_RANKS,
     Bytes,
@@ -157,6 +157,8 @@ class Stage(Record):
     cuts: tuple[ParameterCut, ...] = ()
     """Which indices of parameters each rank of a team has; of others it has all. None of Piper's plans, which say how
     many devices run a replica, and not how: such a plan can be neither simulated nor run."""
+    sequence: tuple[SequenceCut, ...] = ()
+    """Tensors between layers of which each rank of a team has a slice of the sequence; of others it has all."""
     division: Division = "split"
     """How a micro-batch meets the replicas: each takes its share of the rows of every one (``split``), or they take
     whole ones in turn (``round-robin``)."""
@@ -176,9 +178,15 @@ class Stage(Record):
     @model_serializer(mode="wrap")
     def _without_no_cuts(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         content: dict[str, Any] = serialize(self)
-        if not self.cuts:
-            del content["cuts"]
+        for name in ("cuts", "sequence"):
+            if not content[name]:
+                del content[name]
         return content
+
+    @property
+    def sequence_dims(self) -> dict[str, int]:
+        """The dimensions of ``sequence``, by tensor."""
+        return {each.tensor: each.dim for each in self.sequence}
 
     def cut(self, parameter: str) -> ParameterCut | None:
         """Return how a parameter is cut; None where it is whole."""
@@ -300,6 +308,12 @@ class Plan(Document):
                     "divide it; plan with `objective='step'`"
                 )
         return None
+
+    def passes_parts(self, producer: int, consumer: int) -> bool:
+        """Whether each rank of a stage's team hands what it has to that with the same part of another's."""
+        dims = self.stages[producer].sequence_dims
+        between = (each for each in self.tensors if each.producer == producer and consumer in each.consumers)
+        return bool(dims) and any(each.name in dims for each in between)
 
     def cuts_alike(self, tied: SharedParameter) -> bool:
         """Whether the stages that share a parameter have the same parts of it."""
@@ -530,6 +544,13 @@ class Plan(Document):
         if self.schedule == "gpipe" and stage.warmup != most:
             fault(f"{at}.warmup", f"gpipe keeps all {most} micro-batches in flight")
 
+    def _check_sequence(self, tensor: Crossing, at: str) -> None:
+        """A tensor goes in parts between teams of one size alone, cut alike on all of them."""
+        placed = [self.stages[stage] for stage in (tensor.producer, *tensor.consumers)]
+        dims = {stage.sequence_dims.get(tensor.name) for stage in placed}
+        if dims != {None} and (len(dims) > 1 or len({stage.tensor_parallel for stage in placed}) > 1):
+            fault(f"{at}.name", f"{tensor.name!r} is cut along its sequence, and not alike in all stages that have it")
+
     @model_validator(mode="after")
     def _tensors_flow_forth(self) -> Self:
         names: set[str] = set()
@@ -542,6 +563,7 @@ class Plan(Document):
                 fault(f"{at}.consumers", "stages must ascend without repeats")
             if tensor.consumers[0] <= tensor.producer or tensor.consumers[-1] >= len(self.stages):
                 fault(f"{at}.consumers", f"must lie behind the producer {tensor.producer} and below {len(self.stages)}")
+            self._check_sequence(tensor, at)
         for index, tied in enumerate(self.tied):
             if any(tied.parameter == other.parameter for other in self.tied[:index]):
                 fault(f"tied[{index}].parameter", f"parameter {tied.parameter!r} is given twice")

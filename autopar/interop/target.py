@@ -183,7 +183,9 @@ def nodes_of(subject: ExportSubject) -> list[int]:
     Raises:
         UsageError: ranks of a machine do not follow each other, so that no launcher numbers them so.
     """
-    nodes = [subject.cluster.devices[device].node for device in subject.plan.devices]
+    listed = subject.cluster.devices
+    # A plan may have more devices than the cluster lists: they are like those, in turn.
+    nodes = [listed[device % len(listed)].node for device in subject.plan.devices]
     runs = [(node, len(list(same))) for node, same in groupby(nodes)]
     if len({node for node, _ in runs}) < len(runs):
         raise UsageError("the plan's ranks of a machine do not follow each other; plan with another order of devices")

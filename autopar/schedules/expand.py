@@ -107,21 +107,23 @@ def messages(plan: Plan) -> list[Message]:
         gradients = tuple(index for index in tensors if plan.tensors[index].gradient)
         sending, receiving = plan.stages[producer], plan.stages[consumer]
         for route in known.between(sending, receiving):
-            for sender, receiver, start, stop in _team_routes(route, sending, receiving):
+            apart = not plan.passes_parts(producer, consumer)
+            for sender, receiver, start, stop in _team_routes(route, sending, receiving, apart=apart):
                 ends = producer, consumer, starts[producer] + sender, starts[consumer] + receiver
                 found.append(Message(*ends, start, stop, tuple(tensors), gradients, route.first, route.period))
     return found
 
 
-def _team_routes(route: Route, sending: Stage, receiving: Stage) -> Iterator[tuple[int, int, int, int]]:
+def _team_routes(route: Route, sending: Stage, receiving: Stage, *, apart: bool) -> Iterator[tuple[int, int, int, int]]:
     """Yield (sender, receiver, first row, stop) of what teams hand each other, given what replicas do.
 
     A team hands itself all rows. From one to another each row goes once, to and from as many ranks as there are: ranks
-    of a team exchange what they have received. Senders and receivers count from their stage's first.
+    of a team exchange what they have received; but what is in parts goes from each to that with the same part. Senders
+    and receivers count from their stage's first.
     """
     start, stop = int(route.start), -int(-route.stop // 1)
     first, other = route.sender * sending.tensor_parallel, route.receiver * receiving.tensor_parallel
-    if sending.devices == receiving.devices:
+    if sending.devices == receiving.devices or not apart:
         yield from ((first + part, other + part, start, stop) for part in range(sending.tensor_parallel))
         return
     slices = max(sending.tensor_parallel, receiving.tensor_parallel)
@@ -179,8 +181,9 @@ def action_count(plan: Plan) -> int:
     for (producer, consumer), tensors in _exchanged_tensors(plan).items():
         sending, receiving = plan.stages[producer], plan.stages[consumer]
         if sending.devices != receiving.devices:
+            apart = not plan.passes_parts(producer, consumer)
             carried = sum(
-                route.count(plan.micro_batches) * sum(1 for _ in _team_routes(route, sending, receiving))
+                route.count(plan.micro_batches) * sum(1 for _ in _team_routes(route, sending, receiving, apart=apart))
                 for route in known.between(sending, receiving)
             )
             count += 2 * carried * (2 if any(plan.tensors[index].gradient for index in tensors) else 1)

@@ -18,9 +18,10 @@ from autopar.policies.predict import Ahead
 from autopar.runtime.settings import check_scope
 from autopar.schedules import SCHEDULES
 
-__all__ = ["Ask", "draw_ask", "edited", "planned", "unflushed"]
+__all__ = ["Ask", "draw_ask", "edited", "in_teams", "planned", "unflushed"]
 
 MOST_RANKS, MOST_ROWS, MOST_MICRO_BATCHES = 6, 6, 5
+MOST_RANKS_IN_TEAMS = 8
 SHARDED = 0.22
 """Of the plans with replicas."""
 
@@ -48,18 +49,25 @@ class Ask:
     policy: WeightPolicy = "sync"
     depths: tuple[int, ...] = ()
     """Of the stages of a pipeline that is never flushed."""
+    team_sizes: tuple[int, ...] = ()
+    """Ranks that run a replica, of every group; none: one."""
 
     @property
     def ranks(self) -> int:
         """Devices of all stages."""
-        return sum(self.widths)
+        return sum(width * size for width, size in zip(self.widths, self._sizes, strict=True))
 
     @property
     def stages(self) -> str:
         """As ``autopar plan --stages`` takes them."""
         edges, layout = [0, *self.cuts], layout_of(self.schedule)
-        widths = [self.widths[group_of(layout, stage, len(self.widths))] for stage in range(len(self.cuts))]
+        groups = [group_of(layout, stage, len(self.widths)) for stage in range(len(self.cuts))]
+        widths = [f"{self.widths[group]}x{self._sizes[group]}" for group in groups]
         return ",".join(f"{a}-{b - 1}:{width}" for (a, b), width in zip(pairwise(edges), widths, strict=True))
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return self.team_sizes or (1,) * len(self.widths)
 
     def __str__(self) -> str:
         flags = f"--schedule {self.schedule} --stages {self.stages} --micro-batches {self.micro_batches}"
@@ -128,6 +136,22 @@ def unflushed(chance: random.Random, ask: Ask) -> Ask:
         policy=policy,
         depths=tuple(depths),
     )
+
+
+def in_teams(chance: random.Random, ask: Ask, profile: Profile) -> Ask:
+    """Return what is asked of a plan some of whose replicas several ranks run, as its stages' layers split."""
+    edges, groups = [0, *ask.cuts], len(ask.widths)
+    counts = [{1, 2, 4} for _ in ask.widths]
+    for stage, (first, stop) in enumerate(pairwise(edges)):
+        own = {split.count for layer in profile.layers[first:stop] for split in layer.splits}
+        counts[group_of(layout_of(ask.schedule), stage, groups)] &= own | {1}
+    sizes, left = list[int](), MOST_RANKS_IN_TEAMS - sum(ask.widths)
+    for width, possible in zip(ask.widths, counts, strict=True):
+        sizes.append(max(chance.choice(sorted(possible)) for _ in range(2)))
+        if (sizes[-1] - 1) * width > left:
+            sizes[-1] = 1
+        left -= (sizes[-1] - 1) * width
+    return replace(ask, team_sizes=tuple(sizes))
 
 
 def planned(ask: Ask, profile: Profile) -> Plan:

@@ -23,7 +23,7 @@ from autopar.profiler import ProfileOptions
 from autopar.profiler import profile as measure
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.workspace import Workspace
-from fuzzing.asks import Ask, draw_ask, edited, planned, unflushed
+from fuzzing.asks import Ask, draw_ask, edited, in_teams, planned, unflushed
 from fuzzing.compare import Difference, worst
 from fuzzing.grammar import Recipe, draw, parts_of, write
 from fuzzing.ranks import HungError, Kept, in_processes, in_threads
@@ -45,6 +45,8 @@ WRAPPED = re.compile(r"\b(?!ModuleNotFound)[A-Z]\w*(Error|Exception)\b: ")
 """An error that nobody foresaw, within a message."""
 UNFLUSHED = 1_000_000
 """Cases from this number on have plans that are never flushed."""
+TEAMS, BOTH = 2_000_000, 3_000_000
+"""Cases from these on have replicas that several ranks run together, in plans that are flushed, and that never are."""
 OF_POLICIES = (
     r"`policy='(sync|stash|2bw)'`",
     r"which weight policy \w+ has none of",
@@ -139,20 +141,22 @@ def attempt(case: Case, model: Model, folder: Path, pool: Callable[[], RankPool]
     ask = None
     with _silent():
         try:
-            layers = len(model.profile.layers)
-            ask = case.ask or _drawn(case, model.recipe, layers)
+            profile = model.profile
+            ask = case.ask or _drawn(case, model.recipe, profile)
             result = _trained(case, ask, model, folder, pool)
         except _EndedError as ended:
             result = ended.result
     return ask, _judged(result, case.recipe, ask)
 
 
-def _drawn(case: Case, recipe: Recipe, layers: int) -> Ask:
+def _drawn(case: Case, recipe: Recipe, profile: Profile) -> Ask:
     """Draw a plan; seldom one with replicas where they would be refused."""
     chance = random.Random(case.chance)
     replicas = recipe.replicas and (not recipe.writes or chance.random() < REPLICATED)
-    ask = draw_ask(chance, layers, recipe.least_rows, replicas=replicas, writes=recipe.writes)
-    return unflushed(chance, ask) if case.number >= UNFLUSHED else ask
+    ask = draw_ask(chance, len(profile.layers), recipe.least_rows, replicas=replicas, writes=recipe.writes)
+    if UNFLUSHED <= case.number < TEAMS or case.number >= BOTH:
+        ask = unflushed(chance, ask)
+    return in_teams(chance, ask, profile) if case.number >= TEAMS else ask
 
 
 def _trained(case: Case, ask: Ask, model: Model, folder: Path, pool: Callable[[], RankPool]) -> Result:

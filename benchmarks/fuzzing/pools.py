@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from autopar.ranks.pool import RankPool
-from fuzzing.asks import MOST_RANKS
+from fuzzing.asks import MOST_RANKS_IN_TEAMS
 
 __all__ = ["Pools"]
 
@@ -21,7 +21,7 @@ class Pools:
     def __call__(self) -> RankPool:
         """Return rank processes that are alive."""
         if self._pool is None or self._pool.is_closed:
-            self._pool = RankPool(MOST_RANKS, imports=["autopar.runtime.start.worker"])
+            self._pool = RankPool(MOST_RANKS_IN_TEAMS, imports=["autopar.runtime.start.worker"])
         return self._pool
 
     def __enter__(self) -> Self:

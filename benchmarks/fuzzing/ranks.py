@@ -22,6 +22,7 @@ from autopar.ranks.pool import RankPool
 from autopar.runtime.data import ShareLoader
 from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 from autopar.runtime.stage.stage import Segment
+from autopar.runtime.stage.team import Team
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.worker import build
 from autopar.runtime.start.workspace import Workspace
@@ -58,7 +59,7 @@ def in_threads(plan: Plan, user: UserModel, folder: Path, steps: int) -> list[Ke
         Exception: a rank failed; of several, what is no consequence of another's.
     """
     workspace, size = Workspace(folder), len(plan.devices)
-    exchange, drawing = Exchange(PATIENCE_S), threading.Lock()
+    exchange, drawing = Exchange(PATIENCE_S), threading.RLock()
     kept: dict[int, Kept] = {}
     errors: list[BaseException] = []
 
@@ -77,6 +78,7 @@ def in_threads(plan: Plan, user: UserModel, folder: Path, steps: int) -> list[Ke
         patches.enter_context(patch("autopar.runtime.start.worker.connect", connected))
         if any(layer.random for layer in workspace.graph(user, plan).layers):
             patches.enter_context(patch.object(Segment, "run", _one_at_a_time(Segment.run, drawing)))
+            patches.enter_context(patch.object(Team, "sum", _leaving(Team.sum, drawing)))
         patches.enter_context(patch.object(ShareLoader, "load", _one_at_a_time(ShareLoader.load, drawing)))
         patches.enter_context(patch.object(Update, "_apply", _one_at_a_time(Update._apply, drawing)))
         threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
@@ -105,7 +107,24 @@ def _root(error: BaseException) -> BaseException:
     return error
 
 
-def _one_at_a_time(run: Callable[..., object], lock: threading.Lock) -> Callable[..., object]:
+def _leaving(meet: Callable[..., object], lock: threading.RLock) -> Callable[..., object]:
+    """Let others draw while a thread waits for them, and go on with the generator as it was."""
+
+    def alone(*arguments: object) -> object:
+        if not lock._is_owned():  # type: ignore[attr-defined]
+            return meet(*arguments)
+        state = torch.get_rng_state()
+        lock.release()
+        try:
+            return meet(*arguments)
+        finally:
+            lock.acquire()
+            torch.set_rng_state(state)
+
+    return alone
+
+
+def _one_at_a_time(run: Callable[..., object], lock: threading.RLock) -> Callable[..., object]:
     def alone(*arguments: object, **options: object) -> object:
         with lock:
             return run(*arguments, **options)
@@ -153,7 +172,7 @@ def _trained(job: Job, steps: int) -> Kept:
         record = job.step(step)
         losses.append((record.loss, record.count))
         if step == 0:
-            gradients = {name: _copied(parameter.grad) for name, parameter in job.parameters.items()}
+            gradients = _gradients_of(job)
     return _kept(job, losses, gradients)
 
 
@@ -164,7 +183,7 @@ def _trained_unflushed(job: Job, steps: int) -> Kept:
 
     def note(*_: object) -> None:
         if not gradients:
-            gradients.update({name: _copied(parameter.grad) for name, parameter in job.parameters.items()})
+            gradients.update(_gradients_of(job))
 
     if job.update.optimizer is not None:
         job.update.optimizer.register_step_pre_hook(note)
@@ -179,7 +198,13 @@ def _trained_unflushed(job: Job, steps: int) -> Kept:
 def _kept(job: Job, losses: list[tuple[float, float]], gradients: dict[str, torch.Tensor | None]) -> Kept:
     job.finish()
     parameters = {name: job.whole(name).clone() for name in job.parameters}
+    gradients = {name: None if each is None else job.team.whole(name, each) for name, each in gradients.items()}
     return Kept(losses, gradients, parameters, {n: b.clone() for n, b in job.buffers.items()}, job.replica)
+
+
+def _gradients_of(job: Job) -> dict[str, torch.Tensor | None]:
+    """Return all gradients, a team's of parts; replicas that divide them ask together."""
+    return {name: _copied(parameter.grad) for name, parameter in job.parameters.items()}
 
 
 def _copied(gradient: torch.Tensor | None) -> torch.Tensor | None:

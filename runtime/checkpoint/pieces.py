@@ -6,15 +6,15 @@ fused weight has several ranges of one dimension, and so several pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from autopar.formats.checkpoint import IndexRange, Kind, key_of
-from autopar.formats.cuts import ParameterCut
-from autopar.runtime.stage.parameters import local
-from autopar.runtime.stage.team import Team
+from autopar.formats.cuts import CutPiece, ParameterCut
+from autopar.runtime.stage.parameters import local, sharded_ranges
+from autopar.runtime.stage.team import Team, cut_views
 
 
 class HeldPiece(NamedTuple):
@@ -31,8 +31,8 @@ class HeldPiece(NamedTuple):
     """This rank's."""
     is_sharded: bool = False
     """Whether replicas divide it."""
-    is_cut: bool = False
-    """Whether the ranks of a team have different parts of it."""
+    answers: bool = True
+    """Whether this rank is the first of its team that has it."""
     number: int = 0
     """Among several pieces."""
 
@@ -55,45 +55,25 @@ def held_pieces(
         state: what it is to the optimizer.
         team: with whom the rank divides the tensor; None: it is alike on all of a team.
     """
-    ranges, own = _sharded_ranges(tensor), local(tensor.detach())
+    # What has no rows here has no such range, and nobody writes it.
+    sides, own = sharded_ranges(tensor), local(tensor.detach())
+    ranges = [IndexRange.model_construct(dim=dim, start=start, stop=stop) for dim, start, stop in sides]
     cut = None if team is None else team.cuts.get(name)
     if team is None or cut is None:
-        return [HeldPiece(kind, name, state, tuple(tensor.shape), tuple(ranges), own, bool(ranges))]
+        first = team is None or team.part == 0
+        return [HeldPiece(kind, name, state, tuple(tensor.shape), tuple(ranges), own, bool(ranges), first)]
     whole, others = team.shape(name, tensor.shape), [each for each in ranges if each.dim != cut.dim]
     bounds = next(((each.start, each.stop) for each in ranges if each.dim == cut.dim), (0, tensor.shape[cut.dim]))
     return [
-        HeldPiece(kind, name, state, whole, (*others, part), view, bool(ranges), True, number)
-        for number, (part, view) in enumerate(_cut_views(cut, team.part, bounds, own))
+        HeldPiece(
+            kind, name, state, whole, (*others, _range(cut, piece)), view, bool(ranges), piece.parts[0] == team.part, at
+        )
+        for at, (piece, view) in enumerate(cut_views(cut, team.part, bounds, own))
     ]
 
 
-def _sharded_ranges(tensor: torch.Tensor) -> list[IndexRange]:
-    """Return which indices of a tensor that replicas divide are here, of the dimensions that are not whole."""
-    if not hasattr(tensor, "to_local"):
-        return []
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    placed: Any = tensor
-    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, placed.device_mesh, placed.placements)
-    sides = enumerate(zip(sizes, starts, tensor.shape, strict=True))
-    # What has no rows here has no such range, and nobody writes it.
-    return [
-        IndexRange.model_construct(dim=dim, start=start, stop=start + size)
-        for dim, (size, start, whole) in sides
-        if size != whole
-    ]
-
-
-def _cut_views(
-    cut: ParameterCut, part: int, bounds: tuple[int, int], own: torch.Tensor
-) -> Iterator[tuple[IndexRange, torch.Tensor]]:
-    """Yield (range of the whole, view) of what a rank has; ``bounds`` are its indices among the part's own."""
-    for start, offset, size in cut.offsets(part):
-        low, high = max(bounds[0], offset), min(bounds[1], offset + size)
-        if low < high:
-            there = start + low - offset
-            view = own.narrow(cut.dim, low - bounds[0], high - low)
-            yield IndexRange.model_construct(dim=cut.dim, start=there, stop=there + high - low), view
+def _range(cut: ParameterCut, piece: CutPiece) -> IndexRange:
+    return IndexRange.model_construct(dim=cut.dim, start=piece.start, stop=piece.start + piece.size)
 
 
 def fill(pieces: Sequence[HeldPiece], read: Callable[[Sequence[IndexRange]], torch.Tensor]) -> None:

@@ -131,14 +131,13 @@ class JobState:
         """Return what this rank holds; a team cuts of the optimizer's state what has its parameter's shape."""
         team = self._job.team
         is_cut = kind != "optimizer" or tensor.shape == self._job.parameters[name].shape
-        return held_pieces(kind, name, tensor, state, team if is_cut else None)
+        found = held_pieces(kind, name, tensor, state, team if is_cut else None)
+        return found if is_cut else [piece._replace(answers=team.part == 0) for piece in found]
 
     def _writes(self, piece: HeldPiece) -> bool:
         """Whether this rank writes a piece, of all that hold it."""
-        team = self._job.team
-        answers = team.answers_for(piece.name) if piece.is_cut else team.part == 0
         writing = piece.tensor.numel() > 0 if piece.is_sharded else self._job.replica == 0
-        return answers and writing and self._first_stages[piece.name] in self._job.stages
+        return piece.answers and writing and self._first_stages[piece.name] in self._job.stages
 
     def _optimizer(self, numbers: Sequence[StateNumber]) -> OptimizerState | None:
         """Return what the optimizer is, with what it keeps beside tensors; None where this rank has none."""

@@ -7,7 +7,7 @@ as the plan asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -28,6 +28,10 @@ from autopar.schedules.expand import rank_of, team_of
 
 if TYPE_CHECKING:
     from autopar.runtime.stage.sharded import ShardedStage
+
+
+Answered = Callable[[torch.nn.Parameter, torch.Tensor], list[torch.Tensor]]
+"""Gives views of what a rank answers for of a parameter's gradient, of all of its team that have it."""
 
 
 class _Gradients:
@@ -94,7 +98,7 @@ class Reducer:
         mark: Callable[[], object],
         rank: int,
         mini_batches: int = 1,
-        repeated: Collection[torch.nn.Parameter] = (),
+        answered: Answered = lambda parameter, gradient: [gradient],
     ) -> None:
         """Lay the gradients out.
 
@@ -107,9 +111,9 @@ class Reducer:
             mark: marks the present moment, for :meth:`finish` to return.
             rank: which rank this is.
             mini_batches: of how many there are gradients at a time.
-            repeated: parameters whose gradients another rank of the team has, too, and answers for.
+            answered: gives what of a gradient no other rank of the team answers for.
         """
-        self._repeated_ids = set(map(id, repeated))
+        self._answered = answered
         self._rank = rank
         self._replicas, self._sharded_stages, self._transport, self._mark = replicas, sharded_stages, transport, mark
         groups = _group_by_layer(stages, {id(shared.parameter) for shared in shared_parameters.values()})
@@ -232,13 +236,12 @@ class Reducer:
         """Return gradients for a norm over all ranks: every element of the model's is owned by one rank."""
         shared = [bucket for bucket, each in self._updated.shared_buckets.values() if self._rank in each.owners]
         own = [each for index in self._updated.stages for each in self.owned_gradients_of(index)]
-        parameters = (parameter for bucket in shared for parameter in bucket.parameters)
-        return [*gradients_in(self._answered(parameters)), *own]
+        return [*self._answered_gradients(each for bucket in shared for each in bucket.parameters), *own]
 
     def owned_gradients_of(self, index: int) -> list[torch.Tensor]:
         """Return those of one stage, for a norm over its replicas."""
         first = self._rank == self._replicas[0]
-        return self.gradients_of_stage(index) if first else self._divided_gradients(index, self._repeated_ids)
+        return self.gradients_of_stage(index) if first else self._divided_gradients(index, self._answered)
 
     def gradients_of_stage(self, index: int) -> list[torch.Tensor]:
         """Return all gradients of one stage that this replica has, those included that the others have, too.
@@ -246,11 +249,12 @@ class Reducer:
         Of a team's, they are those that this rank answers for.
         """
         parameters = [each for bucket in self._updated.stages[index].buckets for each in bucket.parameters]
-        own = self._answered((*self._plain_of[index], *parameters))
-        return [*gradients_in(own), *self._divided_gradients(index, self._repeated_ids)]
+        own = self._answered_gradients((*self._plain_of[index], *parameters))
+        return [*own, *self._divided_gradients(index, self._answered)]
 
-    def _answered(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.nn.Parameter]:
-        return (parameter for parameter in parameters if id(parameter) not in self._repeated_ids)
+    def _answered_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+        found = ((each, each.grad) for each in parameters if each.grad is not None)
+        return [view for parameter, gradient in found for view in self._answered(parameter, gradient)]
 
     def release_untouched(self) -> None:
         """Take the gradient from parameters that no backward reached: plain training would not update them.
@@ -260,9 +264,9 @@ class Reducer:
         for bucket in self._updated.buckets:
             bucket.release_untouched()
 
-    def _divided_gradients(self, index: int | None = None, without: Collection[int] = ()) -> list[torch.Tensor]:
+    def _divided_gradients(self, index: int | None = None, answered: Answered | None = None) -> list[torch.Tensor]:
         asked = [sharded for at, sharded in self._sharded_stages.items() if index in (None, at)]
-        return [each for sharded in asked for each in sharded.gradients(without)]
+        return [each for sharded in asked for each in sharded.gradients(answered)]
 
     def _hook(self, parameters: Sequence[torch.nn.Parameter], note: Callable[[Reducer, torch.Tensor], None]) -> None:
         """Have gradients noted; a hook that held the reducer would keep both for good: no collector sees into it."""
@@ -347,8 +351,12 @@ def reducer_of(
                 shared[i] = SharedGradient(parameter, ranks, owners, tied.parameter, None if alike else team)
     replicas = replica_ranks(plan, stages, team.part)
     kept = 1 if plan.weight_policy == "sync" else max(depths_of(plan, index).gradients for index in stages)
-    repeated = [each for name, each in local_parameters.parameters.items() if not team.answers_for(name)]
-    return Reducer(layers, sharded, replicas, shared, transport, mark, rank, kept, repeated)
+    names = {id(parameter): name for name, parameter in local_parameters.parameters.items()}
+
+    def answered(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> list[torch.Tensor]:
+        return team.answered(names[id(parameter)], parameter, gradient)
+
+    return Reducer(layers, sharded, replicas, shared, transport, mark, rank, kept, answered)
 
 
 class ReplicatedBuffers:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import islice, product
 from typing import NamedTuple
 
 import torch
@@ -175,8 +175,10 @@ class Mailbox:
         self._repetition = Repetition(0, plan.micro_batches, 1)
         self._team = team_of(plan, rank)
         own = plan.stages[stages[0]].devices
-        self._elsewhere = {index for index, stage in enumerate(plan.stages) if stage.devices != own}
-        """Stages of other ranks, of whose tensors each rank of a team receives some rows."""
+        other = [index for index, stage in enumerate(plan.stages) if stage.devices != own]
+        passing = {pair for pair in product(other, stages) if plan.passes_parts(min(pair), max(pair))}
+        self._joined = set(product(stages, other)) - {(mine, other) for other, mine in passing}
+        """(own stage, other stage) of whose tensors each rank of a team receives some rows."""
         self._share_start = plan.stages[stages[0]].row_starts[replica]
         self._share_rows = plan.stages[stages[0]].rows[replica]
         self._messages = messages_by_action(plan, rank)
@@ -311,7 +313,7 @@ class Mailbox:
         return self._pop_tensor((RECEIVE_GRADIENT, stage, micro_batch, peer_stage, name))
 
     def _pop_tensor(self, key: Key) -> torch.Tensor | None:
-        if len(self._team) > 1 and key[-2] in self._elsewhere:
+        if len(self._team) > 1 and (key[1], key[-2]) in self._joined:
             return self._pop_joined(key)
         pieces = self._pieces.pop(key)
         if not any(piece.there for piece in pieces):

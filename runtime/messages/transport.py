@@ -251,15 +251,15 @@ def team_groups(plan: Plan) -> list[tuple[int, ...]]:
 def parts_that_sum(stage: Stage) -> list[tuple[int, ...]]:
     """Return the sets of a stage's parts that add up: all, and those with the same indices of some parameter.
 
-    Where some have the same, those at the same place among them add up, too.
+    Where sets of as many have the same, those at the same place among them add up, too.
     """
     found = [tuple(range(stage.tensor_parallel))]
     for cut in stage.cuts:
-        alike: dict[int, list[int]] = {}
-        for part in range(stage.tensor_parallel):
-            alike.setdefault(cut.first_with(part), []).append(part)
-        rows = [tuple(each) for each in alike.values()]
-        found += [*rows, *zip(*rows, strict=True)]
+        pieces = (piece for part in range(stage.tensor_parallel) for piece in cut.pieces(part))
+        rows = list(dict.fromkeys(piece.parts for piece in pieces))
+        found += rows
+        if len({len(row) for row in rows}) == 1:
+            found += zip(*rows, strict=True)
     return list(dict.fromkeys(parts for parts in found if len(parts) > 1))
 
 

@@ -31,7 +31,7 @@ from autopar.runtime.start.job import Job
 from autopar.runtime.start.workspace import fit_to_plan
 from autopar.runtime.update import Update
 from autopar.schedules.check import check
-from autopar.schedules.expand import expand, mine, rank_of, stages_of
+from autopar.schedules.expand import expand, mine, part_of, rank_of, stages_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -85,7 +85,7 @@ def silent_peers(plan: Plan, rank: int) -> Iterator[Silence]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=len(plan.devices))
     try:
-        ranks = replica_ranks(plan, stages)
+        ranks = replica_ranks(plan, stages, part_of(plan, rank))
         yield Silence({ranks: DeviceMesh.from_group(dist.new_group(list(ranks)), "cpu")})
     finally:
         dist.destroy_process_group()
@@ -98,7 +98,7 @@ _CPU = torch.device("cpu")
 def rehearse(
     plan: Plan, graph: LayerGraph, model: UserModel, progress: Callable[[int], None] = lambda stage: None
 ) -> tuple[int, ...]:
-    """Return the most bytes that the largest replica of every stage holds in a step, all stages of its rank counted.
+    """Return the most bytes that a rank of every stage's largest replica holds in a step, all its stages counted.
 
     Parameters, gradients, optimizer state, activations, inputs and messages are counted, as the runtime allocates
     them; what a kernel takes for itself while it runs is not. The second step is the one that counts, for the
@@ -120,12 +120,22 @@ def rehearse(
             progress(chunks[0])
             first = plan.stages[chunks[0]]
             largest = max(range(first.replicas), key=first.rows.__getitem__)
-            peak_bytes = _peak_bytes(plan, rank_of(plan, chunks[0], largest), graph, model)
+            ranks = (rank_of(plan, chunks[0], largest, part) for part in _different_parts(plan, chunks))
+            peak_bytes = max(_peak_bytes(plan, rank, graph, model) for rank in ranks)
             for index in chunks:
                 peaks[index] = peak_bytes
     finally:
         torch.set_rng_state(state)
     return tuple(peaks)
+
+
+def _different_parts(plan: Plan, stages: Sequence[int]) -> Iterable[int]:
+    """Return the parts of a replica of which none has as many indices of every parameter as one before."""
+    cuts = [cut for stage in stages for cut in plan.stages[stage].cuts]
+    count = plan.stages[stages[0]].tensor_parallel
+    return {
+        tuple(sum(piece.size for piece in cut.pieces(part)) for cut in cuts): part for part in reversed(range(count))
+    }.values()
 
 
 def rehearse_model(plan: Plan, model: str, data: Path | None, progress: Progress = no_progress) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -154,6 +154,18 @@ class OptimizerParameters:
 
         for parameter, twin in self._twins.items():
             twin.grad = None if parameter.grad is None else replicated_dtensor(parameter.grad, self._mesh)
+
+
+def sharded_ranges(tensor: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Return (dimension, start, stop) of what is here of a tensor that replicas divide, where it is not all."""
+    if not hasattr(tensor, "to_local"):
+        return []
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    placed: Any = tensor
+    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, placed.device_mesh, placed.placements)
+    sides = enumerate(zip(sizes, starts, tensor.shape, strict=True))
+    return [(dim, start, start + size) for dim, (size, start, whole) in sides if size != whole]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ they are about to do, and raise where it differs.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -272,11 +272,14 @@ class ShardedStage(Stage):
         """Tell whether parameters are gathered layer by layer."""
         return self._sharding.level == "parameters" and not self._sharding.turning
 
-    def gradients(self, without: Collection[int] = ()) -> Iterator[torch.Tensor]:
-        """Yield this replica's parts of the gradients that there are, but for parameters of these identities."""
+    def gradients(
+        self, views_of: Callable[[nn.Parameter, torch.Tensor], list[torch.Tensor]] | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Yield this replica's parts of the gradients that there are, or views of them."""
         for parameter in self.parts:
-            if isinstance(parameter.grad, DTensor) and id(parameter) not in without:
-                yield parameter.grad.to_local()
+            if isinstance(parameter.grad, DTensor):
+                own = parameter.grad.to_local()
+                yield from [own] if views_of is None else views_of(parameter, own)
 
     def _divide(self, module: nn.Module, apart: frozenset[nn.Parameter]) -> FSDPModule:
         unit: Any = fully_shard(

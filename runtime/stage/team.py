@@ -6,20 +6,21 @@ as they run, and which indices the rank has of every parameter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx
 
-from autopar.capture.graph import Layer
+from autopar.capture.graph import Layer, TensorSpec
 from autopar.capture.split.cuts import ParameterCut as LayerCut
 from autopar.capture.split.names import MismatchError
 from autopar.capture.split.rewrite import split_layer
 from autopar.errors import UsageError
-from autopar.formats.cuts import ParameterCut
+from autopar.formats.cuts import CutPiece, ParameterCut
 from autopar.formats.plan import Plan
 from autopar.runtime.messages.transport import Transport, join, parts_that_sum
+from autopar.runtime.stage.parameters import sharded_ranges
 from autopar.schedules.expand import stages_of, team_of
 
 
@@ -30,8 +31,26 @@ def cuts_of(plan: Plan, rank: int) -> dict[str, ParameterCut]:
 
 def part_of_tensor(cut: ParameterCut, part: int, whole: torch.Tensor) -> torch.Tensor:
     """Return what a part has of a parameter, or of something of its shape."""
-    slices = [whole.narrow(cut.dim, start, size) for start, _, size in cut.offsets(part)]
+    slices = [whole.narrow(cut.dim, piece.start, piece.size) for piece in cut.pieces(part)]
     return torch.cat(slices, dim=cut.dim)
+
+
+def cut_views(
+    cut: ParameterCut, part: int, bounds: tuple[int, int], own: torch.Tensor
+) -> Iterator[tuple[CutPiece, torch.Tensor]]:
+    """Yield what a rank has of a part, piece by piece, with views of it.
+
+    Args:
+        cut: of the parameter.
+        part: which part.
+        bounds: the indices among the part's own that the rank has: all of them, unless replicas divide the part.
+        own: what the rank has, of the parameter or of something of its shape.
+    """
+    for piece in cut.pieces(part):
+        low, high = max(bounds[0], piece.offset), min(bounds[1], piece.offset + piece.size)
+        if low < high:
+            here = CutPiece(piece.start + low - piece.offset, low, high - low, piece.parts)
+            yield here, own.narrow(cut.dim, low - bounds[0], high - low)
 
 
 class Team:
@@ -81,38 +100,76 @@ class Team:
         """
         if len(self.ranks) == 1:
             return list(layers)
-        allowed = set(parts_that_sum(self._plan.stages[stage]))
-        return [self._part_of(layer, allowed) for layer in layers]
+        return [self._part_of(stage, layer) for layer in layers]
 
-    def _part_of(self, layer: Layer, allowed: set[tuple[int, ...]]) -> Layer:
+    def _part_of(self, stage: int, layer: Layer) -> Layer:
         again = "profile and plan again"
+        if not isinstance(layer.module, fx.GraphModule):
+            if self.divides(layer):
+                raise UsageError(f"layer {layer.name} was listed, not captured, and the plan has parts of it; {again}")
+            return layer
+        try:
+            return self.split_captured(stage, layer, self._plan.stages[stage].sequence_dims)
+        except MismatchError as error:
+            raise UsageError(f"layer {layer.name} does not split as the plan says: {error}; {again}") from error
+
+    def divides(self, layer: Layer) -> bool:
+        """Whether this rank has a part of some parameter of a layer."""
+        return any(name in self.cuts for name in layer.parameters.values())
+
+    def split_captured(self, stage: int, layer: Layer, sequence: Mapping[str, int] | None = None) -> Layer:
+        """Return this rank's part of a captured layer, cut as the plan says of its stage.
+
+        Args:
+            stage: whose layer it is.
+            layer: as captured, in training or evaluation mode.
+            sequence: dimensions of tensors that the team has in slices.
+
+        Raises:
+            MismatchError: it cannot be cut so, or then adds up over parts that do not add up as the plan has it.
+        """
         recorded = {
             attribute: LayerCut(self.cuts[name].dim, self.cuts[name].parts)
             for attribute, name in layer.parameters.items()
             if name in self.cuts
         }
-        if not isinstance(layer.module, fx.GraphModule):
-            if recorded:
-                raise UsageError(f"layer {layer.name} was listed, not captured, and the plan has parts of it; {again}")
-            return layer
-        try:
-            part = split_layer(layer, self, self.part, len(self.ranks), recorded)
-        except MismatchError as error:
-            raise UsageError(f"layer {layer.name} does not split as the plan says: {error}; {again}") from error
+        own = {name: dim for name, dim in (sequence or {}).items() if name in (*layer.inputs, *layer.outputs)}
+        part = split_layer(layer, self, self.part, len(self.ranks), recorded, own)
+        allowed = set(parts_that_sum(self._plan.stages[stage]))
         other = next((parts for parts in sorted(part.summing_parts) if parts not in allowed), None)
         if other is not None:
-            raise UsageError(f"layer {layer.name} adds up over parts {list(other)}, as the plan does not; {again}")
+            raise MismatchError(f"it adds up over parts {list(other)}, as the plan does not")
         return replace(layer, module=part.module)
+
+    def local_spec(self, spec: TensorSpec, stages: Iterable[int]) -> TensorSpec:
+        """Return what this rank has of a tensor between layers; of one that is cut along its sequence, a slice."""
+        dims = [self._plan.stages[stage].sequence_dims.get(spec.name) for stage in stages]
+        dim = next((each for each in dims if each is not None), None)
+        if dim is None:
+            return spec
+        at, sizes = dim - (dim > spec.batch_dim), list(spec.sizes)
+        sizes[at] //= len(self.ranks)
+        return replace(spec, sizes=tuple(sizes))
 
     def take(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Return what this rank has of a parameter, or of something of its shape."""
         cut = self.cuts.get(name)
         return whole if cut is None else part_of_tensor(cut, self.part, whole)
 
-    def answers_for(self, name: str) -> bool:
-        """Tell whether this rank is the first of its team with just these elements of a parameter or buffer."""
+    def answered(self, name: str, parameter: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of what this rank answers for, of all of its team that have the same.
+
+        Args:
+            name: of a parameter.
+            parameter: this rank's, which replicas may divide.
+            own: what the rank has of it, or of something of its shape.
+        """
         cut = self.cuts.get(name)
-        return self.part == (0 if cut is None else cut.first_with(self.part))
+        if cut is None:
+            return [own] if self.part == 0 else []
+        bounds = next(((start, stop) for dim, start, stop in sharded_ranges(parameter) if dim == cut.dim), None)
+        views = cut_views(cut, self.part, bounds or (0, own.shape[cut.dim]), own)
+        return [view for piece, view in views if piece.parts[0] == self.part]
 
     def shape(self, name: str, own: Sequence[int]) -> tuple[int, ...]:
         """Return the whole shape of a parameter, or of something of its shape, given this rank's."""
@@ -129,14 +186,15 @@ class Team:
 
     def put(self, name: str, own: torch.Tensor, whole: torch.Tensor) -> None:
         """Copy what this rank answers for of a parameter, or of something of its shape, to where it is in the whole."""
-        if not self.answers_for(name):
-            return
         cut = self.cuts.get(name)
         if cut is None:
-            whole.copy_(own)
+            if self.part == 0:
+                whole.copy_(own)
             return
-        for start, offset, size in cut.offsets(self.part):
-            whole.narrow(cut.dim, start, size).copy_(own.narrow(cut.dim, offset, size))
+        for piece in cut.pieces(self.part):
+            if piece.parts[0] == self.part:
+                there = whole.narrow(cut.dim, piece.start, piece.size)
+                there.copy_(own.narrow(cut.dim, piece.offset, piece.size))
 
     def whole(self, name: str, own: torch.Tensor) -> torch.Tensor:
         """Return all of a parameter, or of something of its shape; the ranks of the team ask together."""

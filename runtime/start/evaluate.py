@@ -12,25 +12,27 @@ from dataclasses import replace
 import torch
 
 from autopar.capture.evaluation import EvaluationGraph
-from autopar.capture.graph import TensorSpec
+from autopar.capture.graph import Layer, TensorSpec
 from autopar.capture.meta import materialize
+from autopar.capture.split.names import MismatchError
 from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Crossing, Plan, turns
 from autopar.formats.program import FORWARD, RECEIVE, SEND, Action
 from autopar.runtime.data import split_rows
 from autopar.runtime.messages.mailbox import Mailbox, receives_ahead
 from autopar.runtime.messages.transport import Transport, sendable
+from autopar.runtime.stage.joined import join_layer, with_parts
 from autopar.runtime.stage.layers import autocast_of, crossing_specs, crossings, seed_generator, seed_of
 from autopar.runtime.stage.stage import Stage
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.workspace import check_shares
 from autopar.schedules.check import check
 from autopar.schedules.continuing import Repetition
-from autopar.schedules.expand import FORWARDS, expand_forwards, rank_of, stages_of
+from autopar.schedules.expand import FORWARDS, expand_forwards, part_of, rank_of, stages_of
 from autopar.schedules.route import even_shares
 
 Results = dict[int, list[torch.Tensor]]
-"""Micro-batch -> what the last layer gave."""
+"""Micro-batch -> what the last layer gave; of a team, one rank has them."""
 
 
 class Forwards:
@@ -64,6 +66,8 @@ class Forwards:
         self.rows = plan.stages[first].rows[replica]
         """Of every micro-batch that the rank takes part in."""
         self._share = replica if plan.stages[first].division == "split" else 0
+        self._tells_results = part_of(plan, rank) == 0
+        """Whether its results count: all ranks of a team have them."""
         self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
 
     def run(self, step: int, inputs: Sequence[Mapping[str, torch.Tensor]]) -> Results:
@@ -108,7 +112,7 @@ class Forwards:
 
         with torch.no_grad():
             outputs, _ = stage.forward(self.rows, {**inputs, **received}, seed)
-        if stage.loss:
+        if stage.loss and self._tells_results:
             results[micro_batch] = [outputs[name] for name in stage.loss]
         sent = stage.sendable(self.rows, outputs)
         self._mailbox.pass_on(SEND, action.stage, micro_batch, sent)
@@ -150,7 +154,9 @@ class Evaluation:
             ModelError: a layer reads a parameter or buffer that its stage does not train with.
         """
         # Nothing is updated meanwhile: there is one version of the weights, and every round ends by itself.
-        self._plan = job.plan.model_copy(update={"weight_policy": "sync"})
+        # Sequences are whole: nothing is kept for a backward.
+        stages = tuple(stage.model_copy(update={"sequence": ()}) for stage in job.plan.stages)
+        self._plan = job.plan.model_copy(update={"weight_policy": "sync", "stages": stages})
         self._job, self._transport, self._device = job, transport, device
         self.graph = graph
         stage_of = {layer: index for index, stage in enumerate(job.plan.stages) for layer in stage.layers}
@@ -162,10 +168,7 @@ class Evaluation:
         layers = {index: [each for each in graph.layers if stage_of[each.name] == index] for index in chunks}
         held = {name for each in layers.values() for layer in each for name in layer.buffers.values()}
         self._buffers = self._own_buffers(sorted(held))
-        for each in layers.values():
-            for layer in each:
-                self._check_held(layer.name, (*layer.parameters.values(), *layer.buffers.values()))
-                materialize(layer, {**job.parameters, **self._buffers}, device)
+        layers = {index: [self._place(index, layer) for layer in each] for index, each in layers.items()}
         autocast = autocast_of(job.plan.precision, device)
         self._stages = {
             index: Stage(job.stages[index].lend(each), specs, graph.inputs, graph.results, autocast)
@@ -260,15 +263,28 @@ class Evaluation:
     def _refresh(self) -> None:
         """Give the buffers of replica 0, which are the model's, to the other replicas."""
         (stage, *_), replica = stages_of(self._plan, self._job.rank)
-        first, sending = rank_of(self._plan, stage, 0), []
+        part, sending = self._job.team.part, []
+        first = rank_of(self._plan, stage, 0, part)
         for buffer in self._buffers.values():
             if replica:
                 self._transport.receive(buffer, first).wait()
                 continue
-            others = (rank_of(self._plan, stage, each) for each in range(1, self._plan.stages[stage].replicas))
+            others = (rank_of(self._plan, stage, each, part) for each in range(1, self._plan.stages[stage].replicas))
             sending += [self._transport.send(sendable(buffer), other) for other in others]
         for pending in sending:
             pending.wait()
+
+    def _place(self, stage: int, layer: Layer) -> Layer:
+        """Return this rank's part of a layer, with its parameters; of what does not split as in training, all."""
+        self._check_held(layer.name, (*layer.parameters.values(), *layer.buffers.values()))
+        team, joins = self._job.team, False
+        if team.divides(layer):
+            try:
+                layer = team.split_captured(stage, layer)
+            except MismatchError:
+                layer, joins = with_parts(layer, team), True
+        materialize(layer, {**self._job.parameters, **self._buffers}, self._device)
+        return join_layer(layer, team) if joins else layer
 
     def _check_held(self, layer: str, names: tuple[str, ...]) -> None:
         missing = [name for name in names if name not in self._job.parameters and name not in self._buffers]

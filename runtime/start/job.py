@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from autopar.capture.graph import Layer, LayerGraph
-from autopar.capture.optimizer import Settings
+from autopar.capture.graph import Layer, LayerGraph, TensorSpec
+from autopar.capture.optimizer import Settings, divider, sharding_problem, splitting_problem
 from autopar.capture.source import UserModel
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
@@ -112,7 +112,7 @@ class Job:
         scale = LossScale() if plan.precision == "fp16" else None
         self._update = self._updating(graph, reducer, transport, settings, scale, whole)
         self._batches = Batches(self._loader(model, graph, settings), self._copies)
-        crossing = {tensor.name: tensor for tensor in crossing_specs(plan, graph)}
+        crossing = {tensor.name: tensor for tensor in self._crossing_specs(graph)}
         marked = not graph.portable and self.reads_values
         self._mailbox = Mailbox(plan, program, rank, crossing, transport, device, with_marks=marked)
         surroundings = Surroundings(plan, self.actions, rank, device, clock, note, scale, self.notes_sends)
@@ -151,7 +151,7 @@ class Job:
             UsageError: a layer's parameters cannot be divided.
         """
         plan, placed = self.plan, self.plan.stages[index]
-        crossing, autocast = crossing_specs(plan, graph), autocast_of(plan.precision, self._device)
+        crossing, autocast = self._crossing_specs(graph), autocast_of(plan.precision, self._device)
         flow = (layers, crossing, graph.inputs, graph.outputs, autocast, placed.recompute)
         if self._mesh is None or placed.shard == "none":
             return Stage(*flow)
@@ -163,6 +163,11 @@ class Job:
             turning, decides = placed.division == "round-robin", not graph.portable
             sharding = Sharding(placed.shard, self._mesh, apart, settings.cpu_offload, turning, decides)
             return ShardedStage(sharding, *flow)
+
+    def _crossing_specs(self, graph: LayerGraph) -> list[TensorSpec]:
+        """Return the tensors between layers, as this rank has them."""
+        stages, _ = stages_of(self.plan, self.rank)
+        return [self.team.local_spec(spec, stages) for spec in crossing_specs(self.plan, graph)]
 
     @property
     def notes(self) -> list[str]:
@@ -236,9 +241,10 @@ class Job:
         Raises:
             UsageError: it does not do what it does with whole ones; says what to do.
         """
+        if len(self.team.ranks) > 1:
+            self._try_parts()
         if self._mesh is None:
             return
-        from autopar.capture.optimizer import divider, sharding_problem
         from autopar.runtime.stage.sharded import whole
 
         device = self._mesh.device_type
@@ -250,6 +256,15 @@ class Job:
             raise UsageError(
                 f"the optimizer of {self._user.path} cannot step stages that are sharded: {trouble}; "
                 "plan with `shard='none'`"
+            )
+
+    def _try_parts(self) -> None:
+        trained = list(self._local_parameters.trainable_parameters().items())
+        trouble = splitting_problem(self._user, trained, lambda tensor: tensor.to(self._device))
+        if trouble is not None:
+            raise UsageError(
+                f"the optimizer of {self._user.path} cannot step parts of parameters, as devices that run a replica "
+                f"together do: {trouble}; plan with `stages` of one device for each replica, or take another optimizer"
             )
 
     def step(self, step: int, stop: int | None = None, start: int = 0) -> StepRecord:

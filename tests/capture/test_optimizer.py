@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from autopar.capture.optimizer import needs_all, try_sharding
+from autopar.capture.optimizer import needs_all, splitting_problem, try_sharding
 from autopar.capture.source import UserModel
 
 Parameters = Iterable[nn.Parameter]
@@ -121,6 +121,7 @@ def test_most_of_torchs_optimizers_take_parameters_one_by_one_and_in_parts(
     assert needs_all(_user(TORCHS[name]), named) is None
     real = [(name, each) for name, each in named if not each.is_complex()] if name == "fused" else named
     assert try_sharding(_user(TORCHS[name]), real) is None
+    assert splitting_problem(_user(TORCHS[name]), real) is None
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Rprop", "Muon"])
@@ -144,6 +145,24 @@ def test_one_that_steps_each_parameter_by_its_norm_can_step_parts(named: list[tu
     assert try_sharding(_user(Trusting), named) is None
 
 
+@pytest.mark.parametrize("kind", [Clipping, Trusting, Ranking, Noisy])
+def test_a_statistic_over_a_parameter_is_another_on_a_rank_that_has_a_part_alone(
+    kind: Callable[..., optim.Optimizer], named: list[tuple[str, nn.Parameter]]
+) -> None:
+    real = [(name, each) for name, each in named if not each.is_complex()]
+    found = splitting_problem(_user(lambda parameters: kind(parameters, lr=0.1)), real)
+    assert found == "its step does something else where ranks have parts of parameters"
+
+
+@pytest.mark.parametrize(("name", "steps_parts"), [("Adafactor", False), ("Rprop", True), ("Muon", False)])
+def test_those_that_look_at_a_whole_matrix_cannot_step_parts_alone(
+    name: str, steps_parts: bool, named: list[tuple[str, nn.Parameter]]
+) -> None:
+    make = getattr(optim, name)
+    user = _user(lambda parameters: make([each for each in parameters if each.dim() == 2 and not each.is_complex()]))
+    assert (splitting_problem(user, named) is None) == steps_parts
+
+
 def test_one_that_takes_parts_for_wholes_is_found_by_what_it_does(named: list[tuple[str, nn.Parameter]]) -> None:
     many = [(name, each) for name, each in named if len(each.shape) and 1 not in each.shape]
     found = try_sharding(_user(lambda parameters: Ranking(parameters, lr=0.1)), many)
@@ -164,6 +183,7 @@ def test_an_optimizer_that_cannot_be_tried_is_left_to_what_else_finds_it(
 
     assert needs_all(_user(fails), named) is None
     assert try_sharding(_user(fails), named) is None
+    assert splitting_problem(_user(fails), named) is None
 
 
 def test_groups_that_go_by_place_are_no_statistic(named: list[tuple[str, nn.Parameter]]) -> None:

@@ -26,7 +26,7 @@ NAMES = ["wte", "h.0", "h.1", "h.2", "ln-f", "head"]
 def test_layers_may_be_indices_or_names_singly_or_as_ranges(
     text: str, cuts: tuple[int, ...], widths: tuple[int, ...]
 ) -> None:
-    assert parse(text, NAMES) == (cuts, widths)
+    assert parse(text, NAMES)[:2] == (cuts, widths)
 
 
 @pytest.mark.parametrize(
@@ -58,4 +58,4 @@ def test_the_text_of_a_candidate_reads_back_as_its_stages(data: st.DataObject) -
     cuts = (*sorted(data.draw(st.sets(st.integers(1, layers - 1)) if layers > 1 else st.just(set()))), layers)
     widths = tuple(data.draw(st.integers(1, 4)) for _ in cuts)
     candidate = Candidate(1, 4, "1f1b", place(Family(1, 4, "1f1b"), cuts, widths))
-    assert parse(candidate.text(), [f"l{index}" for index in range(layers)]) == (cuts, widths)
+    assert parse(candidate.text(), [f"l{index}" for index in range(layers)])[:2] == (cuts, widths)

@@ -164,6 +164,13 @@ def test_sharding_is_refused_for_an_optimizer_that_cannot_step_parts_and_auto_le
     assert "sharded data parallelism" not in [each.name for each in usual.alternatives]
 
 
+def test_several_devices_a_replica_are_refused_for_an_optimizer_that_cannot_step_parts() -> None:
+    profile = gpt_profile(blocks=2).model_copy(update={"indivisible": "its step raises AssertionError"})
+    stages = f"0-{len(profile.layers) - 1}:1x2"
+    with pytest.raises(UsageError, match=r"`stages` .* its step raises AssertionError; give each replica one device"):
+        plan(profile, local_cluster(2), PlanOptions(gpus=2, stages=stages))
+
+
 def test_compiled_layers_are_compared_with_no_plan_that_shards() -> None:
     made = plan(gpt_profile(blocks=2).model_copy(update={"compiled": True}), local_cluster(2), PlanOptions(gpus=2))
     assert "sharded data parallelism" not in [each.name for each in made.alternatives]

@@ -21,6 +21,7 @@ from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.expand import expand
 from dictated import dictate
+from in_teams import in_teams
 from oracles.unflushed import RULES
 from paths import HARNESS
 from policy_cases import differs, planned
@@ -96,6 +97,33 @@ def test_random_layers_draw_on_the_gpu_what_a_seeded_loop_draws(
 ) -> None:
     random = [layer.name for layer in dropout.graph.layers if layer.random]
     plan = _on_gpu(dictate(dropout.graph, dropout.model, (1, 2), 3, 5, cuts=[3], seed=3, recompute=recompute))
+    losses = train(pool, dropout, plan, tmp_path)
+    shares = (dropout.file, 3, 5, lambda name: shares_of(dropout.graph, plan, name), random)
+    truth = plain.train(*shares, seed=3, model_seed=0, device="cuda")
+    check(plan, truth, tmp_path, losses)
+
+
+TEAMS = [([1], [2]), ([1, 1], [2, 1]), ([1], [4]), ([2], [2])]
+
+
+@pytest.mark.parametrize(("widths", "sizes"), TEAMS)
+def test_teams_train_as_the_plain_loop_on_the_gpu(
+    widths: list[int], sizes: list[int], cases: dict[tuple[str, str], Case], pool: RankPool, tmp_path: Path
+) -> None:
+    case = cases["gpt", "adamw"]
+    plan = _on_gpu(in_teams(case.graph, dictate(case.graph, case.model, widths, 3, 7), sizes))
+    losses = train(pool, case, plan, tmp_path)
+    truth = plain.train(case.file, 3, 7, lambda name: shares_of(case.graph, plan, name), device="cuda")
+    check(plan, truth, tmp_path, losses)
+
+
+@pytest.mark.parametrize(("widths", "sizes"), [([1], [2]), ([1, 2], [2, 1])])
+def test_teams_draw_on_the_gpu_what_one_rank_draws(
+    widths: list[int], sizes: list[int], dropout: Case, pool: RankPool, tmp_path: Path
+) -> None:
+    random = [layer.name for layer in dropout.graph.layers if layer.random]
+    plan = _on_gpu(in_teams(dropout.graph, dictate(dropout.graph, dropout.model, widths, 3, 5, seed=3), sizes))
+    assert any(stage.cuts for stage in plan.stages)
     losses = train(pool, dropout, plan, tmp_path)
     shares = (dropout.file, 3, 5, lambda name: shares_of(dropout.graph, plan, name), random)
     truth = plain.train(*shares, seed=3, model_seed=0, device="cuda")

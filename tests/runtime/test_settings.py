@@ -82,6 +82,13 @@ def test_what_a_run_cannot_do_of_a_plan_is_refused() -> None:
         check_compiling(sharded, expand(sharded))
     with pytest.raises(UsageError, match=r"`compile`: the program \(schedule zb-v\) runs backwards in halves"):
         check_compiling(halves, expand(halves))
+    with pytest.raises(UsageError, match=r"`compile`: layers that several devices run together .* `stages` of one"):
+        check_compiling(_in_teams(whole), expand(whole))
+
+
+def _in_teams(plan: Plan) -> Plan:
+    stages = (stage.model_copy(update={"tensor_parallel": 2}) for stage in plan.stages)
+    return plan.model_copy(update={"stages": tuple(stages)})
 
 
 def test_stages_that_share_a_parameter_are_not_clipped_by_norms_of_their_own() -> None:

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 import plain
+from autopar.errors import UsageError
 from autopar.formats.plan import Plan
+from autopar.ranks.pool import RankPool
+from autopar.runtime.messages.in_process import InProcessTransport
+from autopar.runtime.messages.transport import Pending, Transport
+from autopar.runtime.settings import TrainSettings
+from autopar.runtime.start.job import Job
+from autopar.schedules.expand import expand
 from dictated import dictate
-from drawn_models import equals_plain, team_plans
+from drawn_models import captured, equals_plain, team_plans
 from in_teams import in_teams
 from oracles.unflushed import RULES
+from paths import EXAMPLES, HARNESS
 from policy_cases import differs, planned
-from threads import train_in_threads
-from training_cases import STEPS, Case, cases, check, dropout, shares_of
+from threads import act_in_threads, train_in_threads
+from training_cases import (
+    FILE,
+    NARROW,
+    OPTIMIZERS,
+    STEPS,
+    Case,
+    cases,
+    check,
+    dropout,
+    make_case,
+    own_part,
+    shares_of,
+    train,
+)
 
 __all__ = ["cases", "dropout"]
 
@@ -58,3 +83,174 @@ def test_training_without_flushes_equals_its_rule(
     plan = planned(tmp_path, "adamw", policy, depths, micro_batches, widths=widths, team_sizes=sizes)
     assert any(stage.cuts for stage in plan.stages)
     assert differs(tmp_path, plan) < 1e-12
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
+        with RankPool(8) as pool:
+            yield pool
+
+
+IN_PROCESSES: list[tuple[list[int], list[int], str, int, dict[str, Any]]] = [
+    ([1], [2], "1f1b", 1, {}),
+    ([2, 1], [2, 4], "1f1b", 1, {"recompute": True}),
+    ([1, 2], [4, 1], "zb-h1", 1, {}),
+    ([1, 2], [2, 2], "interleaved", 2, {"shard": "parameters"}),
+    ([2], [4], "gpipe", 1, {"shard": "gradients", "recompute": True}),
+    ([1, 1, 2], [1, 4, 1], "zb-h2", 1, {"shard": "optimizer"}),
+    ([2, 1], [1, 2], "zb-v", 2, {"recompute": True}),
+]
+
+
+@pytest.mark.parametrize(("widths", "sizes", "schedule", "chunks", "more"), IN_PROCESSES)
+def test_rank_processes_train_as_the_plain_loop(
+    widths: list[int],
+    sizes: list[int],
+    schedule: str,
+    chunks: int,
+    more: dict[str, Any],
+    cases: dict[tuple[str, str], Case],
+    pool: RankPool,
+    tmp_path: Path,
+) -> None:
+    case = cases["gpt", "adamw"]
+    alone = dictate(case.graph, case.model, widths, 3, 5, schedule, chunks=chunks, **more)
+    groups = [
+        next(at for at, chunks in enumerate(alone.groups) if stage in chunks) for stage in range(len(alone.stages))
+    ]
+    plan = in_teams(case.graph, alone, [sizes[group] for group in groups])
+    losses = train(pool, case, plan, tmp_path)
+    truth = plain.train(case.file, 3, 5, lambda name: shares_of(case.graph, plan, name))
+    check(plan, truth, tmp_path, losses)
+
+
+def test_one_rank_a_replica_is_the_plan_of_single_ranks_to_the_last_bit(
+    cases: dict[tuple[str, str], Case], tmp_path: Path
+) -> None:
+    case = cases["gpt", "sgd"]
+    alone = dictate(case.graph, case.model, [1, 2], 2, 4)
+    assert in_teams(case.graph, alone, [1, 1]).stages == alone.stages
+    assert expand(in_teams(case.graph, alone, [1, 1])) == expand(alone)
+
+
+class Recorder:
+    """A transport that notes what is summed, in order."""
+
+    def __init__(self, inner: Transport, sums: list[tuple[tuple[int, ...], bool, tuple[int, ...]]]) -> None:
+        self._inner, self._sums = inner, sums
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
+        """See :class:`Transport`."""
+        self._sums.append((ranks, apart, tuple(tensor.shape)))
+        return self._inner.all_reduce(tensor, ranks, apart=apart)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._inner, name)
+
+
+def sums_of(name: str, plan: Plan) -> list[list[tuple[tuple[int, ...], bool, tuple[int, ...]]]]:
+    """Train two steps in threads; return what every rank has summed, in its order."""
+    model, graph, state = captured(name)
+    sums: list[list[tuple[tuple[int, ...], bool, tuple[int, ...]]]] = [[] for _ in plan.devices]
+
+    def train(job: Job, transport: Transport) -> None:
+        for step in range(2):
+            job.step(step)
+        job.finish()
+
+    def carry(transport: Transport) -> Transport:
+        assert isinstance(transport, InProcessTransport)
+        return Recorder(transport, sums[transport._rank])  # type: ignore[return-value]
+
+    act_in_threads(plan, graph, model, state, train, carry=carry)
+    return sums
+
+
+def test_blocks_sum_twice_forwards_and_twice_backwards_and_gather_no_weight() -> None:
+    model, graph, _ = captured("narrow_gpt")
+    blocks = [at for at, layer in enumerate(graph.layers) if layer.fingerprint == graph.layers[2].fingerprint]
+    rows, micro_batches = 3, 2
+    alone = dictate(graph, model, [1, 1, 1], micro_batches, rows, cuts=[blocks[0], blocks[-1] + 1])
+    plan = in_teams(graph, alone, [1, 2, 1])
+    found = sums_of("narrow_gpt", plan)
+    (hidden,) = {tensor.sizes for tensor in graph.tensors if tensor.producer == graph.layers[blocks[0]].name}
+    for rank in (1, 2):
+        own = [shape for ranks, apart, shape in found[rank] if ranks == (1, 2)]
+        between = [shape for shape in own if shape == (rows, *hidden)]
+        # What it receives is joined as bytes, a tensor and a gradient of each micro-batch.
+        assert len(own) - len(between) == 2 * 2 * micro_batches
+        assert len(between) == 2 * micro_batches * 4 * len(blocks)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plan=team_plans("narrow_gpt"))
+def test_ranks_that_sum_together_do_so_in_one_order(plan: Plan) -> None:
+    found = sums_of("narrow_gpt", plan)
+    for ranks in {each[:2] for sums in found for each in sums}:
+        orders = [[shape for *group, shape in found[rank] if tuple(group) == ranks] for rank in ranks[0]]
+        assert all(order == orders[0] for order in orders)
+
+
+@pytest.mark.parametrize("policy", ["stash", "pipemare"])
+@pytest.mark.parametrize("clip_norm", [0.05, 1e9])
+def test_a_stage_is_clipped_by_the_norm_of_all_its_parts(policy: str, clip_norm: float, tmp_path: Path) -> None:
+    case = _untied(tmp_path)
+    alone = dictate(case.graph, case.model, [1, 1], 2, 5, warmup=[1, 1])
+    plans = [_unflushed(in_teams(case.graph, alone, sizes), policy) for sizes in ((1, 1), (2, 2))]
+    state = {name: each.detach().clone() for name, each in case.model.build(0).named_parameters()}
+    folders = [tmp_path / "alone", tmp_path / "teams"]
+    settings = TrainSettings(clip_norm=clip_norm, clip="stage")
+    losses = []
+    for plan, folder in zip(plans, folders, strict=True):
+        folder.mkdir()
+        losses.append(train_in_threads(plan, case.graph, case.model, state, folder, STEPS, settings))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    for rank in range(4):
+        wanted = load_file(folders[0] / f"parameters-{rank // 2}")
+        for name, found in load_file(folders[1] / f"parameters-{rank}").items():
+            torch.testing.assert_close(found, own_part(plans[1], rank, name, wanted[name]), rtol=1e-9, atol=1e-9)
+
+
+def _untied(folder: Path) -> Case:
+    """Return a narrow GPT whose head has a weight of its own, which stages do not share, stepped by SGD."""
+    text = FILE.format(
+        base=str(EXAMPLES / "gpt.py"), narrow={**NARROW["gpt"], "BLOCKS": 3}, optimizer=OPTIMIZERS["sgd"]
+    )
+    untied = "found = base.model()\n    found.head.weight = torch.nn.Parameter(found.head.weight.detach().clone())\n"
+    (folder / "untied.py").write_text(text.replace("return base.model()", f"{untied}    return found"))
+    return make_case(folder / "untied.py")
+
+
+def _unflushed(plan: Plan, policy: str) -> Plan:
+    stages = [stage.model_copy(update={"warmup": depth}) for stage, depth in zip(plan.stages, (2, 1), strict=True)]
+    more = {"anneal_steps": 3, "synchronous_steps": 1} if policy == "pipemare" else {}
+    return plan.model_copy(update={"stages": tuple(stages), "weight_policy": policy, **more})
+
+
+OF_MATRICES = "torch.optim.Muon([each for each in parameters if each.dim() == 2])"
+
+
+@pytest.mark.parametrize(("optimizer", "refused"), [(OF_MATRICES, True), (OPTIMIZERS["adamw"], False)])
+def test_an_optimizer_that_looks_at_whole_parameters_is_refused_before_training(
+    optimizer: str, refused: bool, tmp_path: Path
+) -> None:
+    text = FILE.format(base=str(EXAMPLES / "gpt.py"), narrow={**NARROW["gpt"], "BLOCKS": 2}, optimizer=optimizer)
+    (tmp_path / "model.py").write_text(text)
+    case = make_case(tmp_path / "model.py")
+    plan = in_teams(case.graph, dictate(case.graph, case.model, (1,), 2, 5), (2,))
+    state = {name: each.detach().clone() for name, each in case.model.build(0).named_parameters()}
+    said: list[str] = []
+
+    def attempt(job: Job, transport: Transport) -> None:
+        try:
+            job.try_optimizer()
+        except UsageError as error:
+            said.append(str(error))
+
+    act_in_threads(plan, case.graph, case.model, state, attempt)
+    assert len(said) == (2 if refused else 0)
+    assert all(
+        "cannot step parts of parameters" in each and "plan with `stages` of one device" in each for each in said
+    )

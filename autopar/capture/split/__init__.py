@@ -5,8 +5,8 @@ which indices of every parameter it has. ``names.py`` says what dimensions are m
 for every operator, which says what it does to names; ``analysis.py`` applies them to a layer; ``choice.py`` chooses the
 names that are split; ``cuts.py`` says what that makes of parameters, for a plan to keep; ``rewrite.py`` makes the part,
 which sums by ``sums.py``. Outside regions, the sequence may be split: ``edges.py`` says which inputs and outputs are in
-slices, ``sequence.py`` what is computed so, ``sequence_choice.py`` when it is worth it. ``writes.py`` takes writes out of a graph before; ``reasons.py`` says why a layer does not
-split. Read ``analysis.py`` first.
+slices, ``sequence.py`` what is computed so, and ``sequence_choice.py`` when it is worth it. ``writes.py`` takes writes
+out of a graph before; ``reasons.py`` says why a layer does not split. Read ``analysis.py`` first.
 
 Nothing here looks at the names of modules and parameters, nor at classes: a layer is its operators.
 """

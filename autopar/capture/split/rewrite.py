@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autopar.capture.graph import Layer
 from autopar.capture.split.analysis import Analysis, analyse
@@ -84,9 +85,11 @@ def split_layer(
     Raises:
         MismatchError: a parameter cannot be cut as it was recorded, or an input or output is not divided evenly.
     """
-    analysis = analyse(layer)
-    edges = find_edges(analysis.module, layer, sequence or {}, count)
-    return rewrite(analysis, choose(analysis, count, recorded), sums, index, count, edges)
+    # Values of indices are asked for, also where a layer is split to be run on fake tensors.
+    with unset_fake_temporarily():
+        analysis = analyse(layer)
+        edges = find_edges(analysis.module, layer, sequence or {}, count)
+        return rewrite(analysis, choose(analysis, count, recorded), sums, index, count, edges)
 
 
 def rewrite(

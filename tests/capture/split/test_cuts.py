@@ -65,7 +65,7 @@ def test_a_part_has_ranges_of_queries_keys_and_values_and_uneven_ones_of_a_plain
     )
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(16))
 def test_ranges_are_the_indices_that_a_part_is_cut_by(seed: int) -> None:
     layer = layer_of(Drawn(seed), torch.zeros(2, 3, 8, dtype=torch.float64))
     analysis = analyse(layer)
@@ -95,14 +95,14 @@ def restored(cuts: dict[str, ParameterCut]) -> dict[str, ParameterCut]:
     }
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_a_choice_repeats_the_cuts_that_were_recorded_of_any(seed: int) -> None:
     """Also of a choice that would not be made now: one of fewer regions."""
-    analysis, count = drawn(seed), 2 if seed % 3 else 4
+    analysis, another, count = drawn(seed), drawn(seed), 2 if seed % 3 else 4
     splits = choose(analysis, count)
     for end in range(len(splits) + 1):
         cuts = cuts_of(analysis, splits[:end])
-        again = choose(drawn(seed), count, restored(cuts))
+        again = choose(another, count, restored(cuts))
         assert [split.counts for split in again] == [split.counts for split in splits[:end]]
         assert cuts_of(analysis, choose(analysis, count, cuts)) == cuts
 

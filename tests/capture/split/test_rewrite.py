@@ -210,7 +210,7 @@ def test_a_tensor_that_is_written_into_is_read_as_it_is_then() -> None:
     assert compared(Written(), 2, numbers(2, 3, 8)).error < CLOSE
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", range(90))
 def test_drawn_layers_train_in_parts_as_whole(seed: int) -> None:
     found = compared(Drawn(seed), 2 if seed % 2 else 4, numbers(2, 3, 8))
     # Some multiply numbers that grow, and with them what was rounded.
@@ -218,8 +218,8 @@ def test_drawn_layers_train_in_parts_as_whole(seed: int) -> None:
 
 
 def test_most_drawn_layers_are_split() -> None:
-    split = [choose(analyse(layer_of(Drawn(seed), numbers(2, 3, 8))), 2) for seed in range(1, 40)]
-    assert sum(map(bool, split)) > 20
+    split = [choose(analyse(layer_of(Drawn(seed), numbers(2, 3, 8))), 2) for seed in range(1, 20)]
+    assert sum(map(bool, split)) > 10
 
 
 class Dropping(nn.Module):

@@ -59,17 +59,17 @@ def run(module: fx.GraphModule, x: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(60))
 def test_drawn_graphs_compute_the_same_without_writes(seed: int) -> None:
     module, x = graph_of(Drawn(seed)), torch.rand(2, 3, 4)
     assert torch.equal(run(without_writes(module), x.clone()), run(module, x.clone()))
 
 
 def test_most_writes_that_are_not_seen_are_left_out() -> None:
-    modules = [graph_of(Drawn(seed)) for seed in range(60)]
+    modules = [graph_of(Drawn(seed)) for seed in range(30)]
     before = sum(len(writes(module)) for module in modules)
     after = sum(len(writes(without_writes(module))) for module in modules)
-    assert before > 40
+    assert before > 20
     assert 0 < after < before / 2
 
 

@@ -71,7 +71,7 @@ def test_fixed_stages_are_the_only_ones_and_their_replicas_divide_as_they_may(se
     layers = judge.costs.layer_count
     if layers < 2 or len(devices) < 3:
         pytest.skip("too small for two stages")
-    table = table_of(judge, family, devices, FixedStages((1, layers), (len(devices) - 1, 1)))
+    table = table_of(judge, family, devices, FixedStages((1, layers), (len(devices) - 1, 1), (1, 1)))
     found = list(table.in_order(None, 64))
     assert all(each.stops == (1, layers) for each in found)
     assert all([way.width for way in each.ways] == [len(devices) - 1, 1] for each in found)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,8 @@ from autopar.runtime.rehearsal.memory import rehearse, rehearse_model
 from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.expand import rank_of
 from dictated import dictate
-from paths import EXAMPLES, MODELS
+from in_teams import in_teams
+from paths import EXAMPLES, HARNESS, MODELS
 
 MODELS = {
     "gpt": EXAMPLES / "gpt.py",
@@ -73,6 +75,42 @@ def test_a_rehearsal_counts_what_training_holds(
     rehearsed = rehearse(plan, graph, user)
     real = [max(held[rank_of(plan, s, i)] for i in range(width)) for s, width in enumerate(widths)]
     assert rehearsed == pytest.approx(real, rel=0.005, abs=200)
+
+
+@pytest.fixture(scope="module")
+def eight_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
+        with RankPool(8, imports=["autopar.runtime.start.worker"]) as pool:
+            yield pool
+
+
+@pytest.mark.parametrize(
+    ("model", "widths", "sizes", "shard"),
+    [
+        ("gpt", (1,), (1,), "none"),
+        ("gpt", (1,), (2,), "none"),
+        ("gpt", (1, 1), (4, 2), "none"),
+        ("gpt", (1,), (8,), "none"),
+        ("gpt", (2,), (2,), "parameters"),
+        ("everything", (1,), (4,), "none"),
+    ],
+)
+def test_a_rehearsal_counts_what_a_part_holds(
+    eight_ranks: RankPool,
+    subject: Callable[[str], Subject],
+    model: str,
+    widths: Sequence[int],
+    sizes: Sequence[int],
+    shard: Shard,
+) -> None:
+    user, graph, workspace = subject(model)
+    plan = in_teams(graph, dictate(graph, user, widths, micro_batches=4, rows=4, schedule="1f1b", shard=shard), sizes)
+    arguments = {"plan": plan.dumps(), "model": str(MODELS[model]), "workspace": str(workspace)}
+    held = eight_ranks.run("rank_jobs:train_and_weigh", arguments, ranks=len(plan.devices))
+    real = [max(held[rank] for rank in stage.devices) for stage in plan.stages]
+    # What a team exchanges of messages is held for longer or shorter, as its ranks come to it.
+    assert rehearse(plan, graph, user) == pytest.approx(real, rel=0.02, abs=200)
 
 
 def test_a_rehearsal_draws_no_random_numbers_and_needs_no_data() -> None:

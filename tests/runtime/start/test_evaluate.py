@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -21,6 +22,7 @@ from autopar.runtime.messages.transport import Transport
 from autopar.runtime.start.evaluate import Evaluation, rounds
 from autopar.runtime.start.job import Job
 from dictated import dictate
+from in_teams import in_teams
 from paths import MODELS
 from threads import act_in_threads, own
 
@@ -37,7 +39,11 @@ class Case(NamedTuple):
 
 @cache
 def case(name: str) -> Case:
-    user = load(str(MODELS / f"{name}.py"))
+    return case_of(MODELS / f"{name}.py")
+
+
+def case_of(file: Path) -> Case:
+    user = load(str(file))
     module = user.build(0)
     graph = capture(user, module)
     batch = user.load_batch(user.dataset(), range(2))
@@ -68,8 +74,9 @@ def found_by_ranks(
         parts[job.rank] = loss.loss(0, rows, values)
         predicted.update(outputs.predict(0, rows, values) or {})
         job.finish()
+        whole = {name: job.whole(name) for name in job.state()}
         if job.replica == 0:
-            state.update(job.state())
+            state.update(whole)
 
     held = {**dict(known.module.named_parameters()), **dict(known.module.named_buffers())}
     act_in_threads(plan, known.graph, known.user, held, act)
@@ -112,6 +119,47 @@ def test_batches_of_any_size_on_any_plan_give_the_plain_models_loss_and_outputs(
     known = case(name)
     # Of 12 samples in a mini-batch, 6 in a micro-batch: batch normalisation needs two in a share.
     plan = dictate(known.graph, known.user, widths, 2, 6, **options)  # type: ignore[arg-type]
+    batch = known.user.load_batch(known.user.dataset(), range(40, 40 + rows))
+    loss, predicted, state = found_by_ranks(known, plan, batch, rows, steps=2)
+    expected, outputs = plainly(known, state, batch)
+    assert loss == pytest.approx(expected, rel=1e-12)
+    assert predicted.keys() == outputs.keys()
+    for key, output in outputs.items():
+        torch.testing.assert_close(predicted[key], output, rtol=1e-12, atol=1e-12)
+
+
+@cache
+def case_without_dropout(folder: Path, name: str) -> Case:
+    """Return a model whose ranks never wait for each other to draw, as threads do."""
+    (folder / f"{name}.py").write_text(
+        (MODELS / f"{name}.py").read_text().replace("nn.Dropout(", "nn.Threshold(-1e9, ")
+    )
+    return case_of(folder / f"{name}.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.mark.parametrize("name", ["otherwise", "everything", "narrow_gpt"])
+@pytest.mark.parametrize(
+    ("widths", "sizes", "rows"),
+    [
+        ((1,), (2,), 11),
+        ((1,), (4,), 1),
+        ((1, 1), (2, 2), 12),
+        ((1, 1), (2, 4), 7),
+        ((2, 1), (2, 1), 33),
+        ((1, 2), (1, 2), 15),
+    ],
+)
+def test_teams_evaluate_batches_of_any_size_once(
+    name: str, widths: tuple[int, ...], sizes: tuple[int, ...], rows: int, folder: Path
+) -> None:
+    known = case_without_dropout(folder, name)
+    plan = in_teams(known.graph, dictate(known.graph, known.user, widths, 2, 6), sizes)
+    assert any(stage.cuts for stage in plan.stages)
     batch = known.user.load_batch(known.user.dataset(), range(40, 40 + rows))
     loss, predicted, state = found_by_ranks(known, plan, batch, rows, steps=2)
     expected, outputs = plainly(known, state, batch)

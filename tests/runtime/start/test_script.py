@@ -26,6 +26,7 @@ from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime.result import weights
 from dictated import dictate
+from in_teams import in_teams
 from oracles.turns import train_in_turns
 from oracles.unflushed import Asked, train
 from paths import EXAMPLES, HARNESS
@@ -34,9 +35,13 @@ from script_jobs import LEARNING_RATE, batches, described, loss, make_model
 STEPS = 3
 
 
-def planned(widths: list[int], shard: Shard = "none", turns: Sequence[int] = ()) -> autopar.Plan:
+def planned(
+    widths: list[int], shard: Shard = "none", turns: Sequence[int] = (), sizes: Sequence[int] = ()
+) -> autopar.Plan:
     user, count = described(), 1 if turns else 2
-    plan = dictate(capture(user, user.build()), user, widths, count, 12 // count, shard=shard, turns=turns)
+    graph = capture(user, user.build())
+    plan = dictate(graph, user, widths, count, 12 // count, shard=shard, turns=turns)
+    plan = in_teams(graph, plan, sizes) if sizes else plan
     return autopar.Plan.parse(plan.dumps(), Path("plan.json"))
 
 
@@ -191,13 +196,23 @@ def test_another_model_or_too_few_ranks_are_refused_before_training() -> None:
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize(("widths", "shard"), [([1, 1, 1], "none"), ([2, 1], "none"), ([2, 1], "parameters")])
+@pytest.mark.parametrize(
+    ("widths", "shard", "sizes"),
+    [
+        ([1, 1, 1], "none", ()),
+        ([2, 1], "none", ()),
+        ([2, 1], "parameters", ()),
+        ([1, 1], "none", (2, 4)),
+        ([2, 1], "parameters", (2, 1)),
+    ],
+)
 def test_ranks_train_evaluate_and_refuse_together(
-    pool: RankPool, widths: list[int], shard: Shard, tmp_path: Path
+    pool: RankPool, widths: list[int], shard: Shard, sizes: Sequence[int], tmp_path: Path
 ) -> None:
     expected, truth = trained_plainly()
-    arguments = {"plan": planned(widths, shard).dumps(), "steps": STEPS, "folder": str(tmp_path)}
-    results = pool.run("script_jobs:train_and_refuse", arguments, ranks=sum(widths), timeout_s=60)
+    plan = planned(widths, shard, sizes=sizes)
+    arguments = {"plan": plan.dumps(), "steps": STEPS, "folder": str(tmp_path)}
+    results = pool.run("script_jobs:train_and_refuse", arguments, ranks=len(plan.devices), timeout_s=60)
     assert all(result == results[0] for result in results)
     losses, evaluated, said = results[0]["losses"], results[0]["evaluated"], results[0]["said"]
     assert losses == pytest.approx(expected, rel=1e-12)

@@ -1,0 +1,133 @@
+"""Stages that are dictated with several devices for each replica."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.formats.cuts import LayerSplit, ParameterCut
+from autopar.formats.plan import Plan
+from autopar.formats.profile import Profile
+from autopar.hardware.clusters import cluster_named
+from autopar.planner import PlanOptions, plan, simulate
+from autopar.planner.teams import NOT_PRICED
+from autopar.schedules.check import check
+from autopar.schedules.expand import expand
+from random_problems import gpt_profile, local_cluster
+
+LAYERS = len(gpt_profile().layers)
+
+
+def splitting(counts: tuple[int, ...] = (2, 4), layers: range = range(1, LAYERS)) -> Profile:
+    """Return a profile some of whose layers split."""
+    profile, found = gpt_profile(), []
+    for index, layer in enumerate(profile.layers):
+        splits = [
+            LayerSplit(count=count, cuts=(ParameterCut(parameter=f"w{index}", dim=0, parts=even(8, count)),))
+            for count in counts
+        ]
+        obstacles = ("aten.sort.default: it has no rule",)
+        fields: dict[str, Any] = {"splits": tuple(splits)} if index in layers else {"split_obstacles": obstacles}
+        found.append(layer.model_copy(update=fields))
+    return profile.model_copy(update={"layers": tuple(found)})
+
+
+def even(size: int, count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    return tuple(((part * size // count, (part + 1) * size // count),) for part in range(count))
+
+
+def planned(stages: str, devices: int = 8, **options: Any) -> Plan:  # noqa: ANN401
+    return plan(splitting(), local_cluster(devices), PlanOptions(stages=stages, **options))
+
+
+def test_a_plan_has_the_stages_of_single_devices_on_teams_with_what_the_profile_cuts() -> None:
+    made = planned(f"0-4:2x2,5-{LAYERS - 1}:1x4")
+    alone = plan(splitting(), local_cluster(8), PlanOptions(stages=f"0-4:2,5-{LAYERS - 1}:1"))
+    assert [stage.devices for stage in made.stages] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert [(stage.replicas, stage.tensor_parallel) for stage in made.stages] == [(2, 2), (1, 4)]
+    assert [[cut.parameter for cut in stage.cuts] for stage in made.stages] == [
+        [f"w{index}" for index in range(1, 5)],
+        [f"w{index}" for index in range(5, LAYERS)],
+    ]
+    assert [stage.shares for stage in made.stages] == [stage.shares for stage in alone.stages]
+    assert (made.schedule, made.micro_batches, made.tensors) == (alone.schedule, alone.micro_batches, alone.tensors)
+    assert NOT_PRICED in made.notes
+    assert made.refusal is None
+    check(expand(made), made)
+
+
+def test_a_plan_survives_its_file_and_is_not_simulated() -> None:
+    made = planned(f"0-{LAYERS - 1}:1x2")
+    assert Plan.model_validate_json(made.dumps()) == made
+    with pytest.raises(UsageError, match="stage 0 runs each replica on 2 devices, which nothing prices yet"):
+        simulate(made, splitting(), local_cluster(2))
+
+
+def test_one_device_a_replica_is_a_plan_as_ever() -> None:
+    assert planned(f"0-{LAYERS - 1}:2x1") == planned(f"0-{LAYERS - 1}:2")
+
+
+@pytest.mark.parametrize(
+    ("stages", "options", "said"),
+    [
+        (f"0-{LAYERS - 1}:1x3", {}, "splits in 3 parts; the profile has splits in 2, 4; .*: aten.sort.default: it has"),
+        (
+            f"0-0:1x2,1-{LAYERS - 1}:1",
+            {},
+            r"nothing in stage 0 .* splits in 2 parts; .* has none of its layers",
+        ),
+        (f"0-{LAYERS - 1}:2x4", {"gpus": 4}, "`stages` needs 8 devices, but `gpus` is 4"),
+        (f"0-{LAYERS - 1}:1xx2", {}, "write layers:replicas, such as 0-5:2, or with the devices that run each replica"),
+        (f"0-{LAYERS - 1}:1x0", {}, "write layers:replicas"),
+        (f"0-{LAYERS - 1}:1x2", {"objective": "throughput"}, "go with `objective='step'`, not 'throughput'"),
+    ],
+)
+def test_stages_that_cannot_be_so_are_refused(stages: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        planned(stages, **options)
+
+
+def test_a_team_is_on_one_node_unless_asked() -> None:
+    profile, cluster, end = splitting(), cluster_named("2x4xH100"), LAYERS - 1
+    options = PlanOptions(times_of="cpu", stages=f"0-4:1x2,5-{end}:1x4")
+    made = plan(profile, cluster, options)
+    assert [stage.devices for stage in made.stages] == [(0, 1), (4, 5, 6, 7)]
+    wide = PlanOptions(times_of="cpu", stages=f"0-4:3,5-{end}:1x4", micro_batches=1)
+    assert plan(profile, cluster, wide).stages[1].devices == (4, 5, 6, 7)
+    narrow = cluster_named("4x2xH100")
+    with pytest.raises(UsageError, match=r"no node has 4 devices left for a replica of stage 1.*`across_nodes=True`"):
+        plan(profile, narrow, options)
+    across = PlanOptions(times_of="cpu", stages=options.stages, across_nodes=True)
+    assert plan(profile, narrow, across).stages[1].devices == (2, 3, 4, 5)
+
+
+def test_a_replica_may_need_the_memory_of_all_devices_that_run_it() -> None:
+    least = planned(f"0-{LAYERS - 1}:1", micro_batches=1, recompute="none").predicted.peak_bytes[0]
+    options = {"micro_batches": 1, "recompute": "none", "memory_bytes": least * 3 // 4}
+    with pytest.raises(InfeasibleError):
+        planned(f"0-{LAYERS - 1}:1", **options)
+    made = planned(f"0-{LAYERS - 1}:1x2", **options)
+    assert made.stages[0].tensor_parallel == 2
+
+
+def test_a_cluster_that_lists_too_few_devices_is_taken_for_more_of_them() -> None:
+    made = planned(f"0-{LAYERS - 1}:1x4", devices=2)
+    assert made.stages[0].devices == (0, 1, 2, 3)
+    assert any("the plan assumes 2 more like them" in note for note in made.notes)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**31))
+def test_any_dictated_teams_make_a_program(seed: int) -> None:
+    rng = random.Random(seed)
+    ends = [*sorted(rng.sample(range(2, LAYERS), rng.randint(0, 2))), LAYERS]
+    parts = zip([0, *ends], ends, strict=False)
+    stages = ",".join(f"{first}-{stop - 1}:{rng.randint(1, 2)}x{rng.choice([1, 2, 4])}" for first, stop in parts)
+    made = plan(splitting(layers=range(LAYERS)), local_cluster(24), PlanOptions(stages=stages))
+    check(expand(made), made)
+    assert sorted(made.devices) == list(range(len(made.devices)))
