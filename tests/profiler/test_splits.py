@@ -9,6 +9,7 @@ from torch import nn
 
 from autopar.capture.export import capture_module
 from autopar.capture.graph import LayerGraph
+from autopar.capture.split.sequence_choice import sequence_dims
 from autopar.formats.cuts import ParameterCut
 from autopar.formats.profile import Layer as Record
 from autopar.profiler.splits import COUNTS, splits_of, with_splits
@@ -98,3 +99,19 @@ def test_a_profile_has_the_splits_of_every_layer_and_what_does_not_split() -> No
         for record in records:
             found = record.split(count)
             assert (() if found is None else found.cuts) == cuts[record.name]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_what_layers_may_have_in_slices_is_what_each_says_for_itself(count: int) -> None:
+    torch.manual_seed(0)
+    batch = {"tokens": torch.randint(12, (4, 8)), "targets": torch.randint(12, (4, 8))}
+    graph = capture_module(
+        Words(tied=False).double(),
+        batch,
+        lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch["targets"].flatten()),
+    )
+    found = {name: {cut.tensor: cut.dim for cut in split.sequence} for name, split in splits_of(graph, count).items()}
+    assert found == {name: sequence_dims(graph.layer(name), count) for name in found}
+    between = [tensor.name for tensor in graph.tensors if tensor.producer is not None]
+    assert all(dims.get(name) == 1 for dims in found.values() for name in dims)
+    assert {name for dims in found.values() for name in dims} == set(between)
