@@ -102,6 +102,7 @@ def act_in_threads(
     with (
         patch.object(Team, "sum", _leaving(Team.sum, drawing)),
         patch.object(Team, "gather", _leaving(Team.gather, drawing)),
+        patch.object(Team, "reduce_scatter", _leaving(Team.reduce_scatter, drawing)),
         patch.object(Segment, "run", run),
         patch.object(ShareLoader, "load", load),
         patch.object(Update, "_apply", apply),
