@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from math import prod
 
@@ -10,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autopar.capture.graph import Layer
 from autopar.capture.split.names import MismatchError
 from autopar.capture.split.rewrite import LayerPart, split_layer
 from autopar.capture.split.sequence_choice import sequence_dims
 from drawn_split import Drawn
+from drawn_streams import TOKENS, Stream
 from families import EAGER, LENGTH, WIDTH
 from model_layers import CASES, LENGTHS, is_block, layers_of
 from part_threads import Comparison, ThreadSums, compare, run_parts
@@ -135,13 +138,37 @@ def check_block(name: str, found: Comparison, dims: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", range(30))
 def test_drawn_layers_in_slices_are_the_whole(seed: int, count: int) -> None:
     """Slices are of the sequence, of three, or of the width; what cannot be computed in slices is computed whole."""
     layer = layer_of(Drawn(seed), numbers(2, 3, 8))
     names = [layer.inputs, layer.outputs, (*layer.inputs, *layer.outputs)][seed % 3]
     found = compare(layer, [numbers(2, 3, 8)], count, sequence=dict.fromkeys(names, 2))
     assert found.error < CLOSE
+
+
+def drawn_stream(seed: int) -> tuple[Layer, list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [torch.randn(3, TOKENS, 6, generator=generator, dtype=torch.float64) for _ in range(2)]
+    return layer_of(Stream(seed), *inputs), inputs
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("seed", range(30))
+def test_drawn_streams_in_slices_are_the_whole(seed: int, count: int) -> None:
+    """Some inputs and outputs are in slices, of tokens or of the width, however little is computed so."""
+    layer, inputs = drawn_stream(seed)
+    draw = random.Random(seed)
+    names = [name for name in (*layer.inputs, *layer.outputs) if draw.random() < 0.7]
+    some = {name: 1 if count == 4 else draw.choice([1, 1, 2]) for name in names}
+    for sequence in (some, sequence_dims(layer, count)):
+        assert compare(layer, inputs, count, sequence=sequence).error < CLOSE
+
+
+def test_most_drawn_streams_are_worth_slices() -> None:
+    layers = [drawn_stream(seed)[0] for seed in range(60)]
+    worth = [layer for layer in layers if sequence_dims(layer, 2)]
+    assert 30 <= len(worth) < 60
 
 
 class Scaled(nn.Module):

@@ -1,0 +1,140 @@
+"""Draw layers of a stream of tokens: what keeps them apart, what mixes them, and regions between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+TOKENS, WIDTH = 8, 6
+
+Step = Callable[["Stream", random.Random, torch.Tensor], torch.Tensor]
+
+
+class Stream(nn.Module):
+    """From ``(rows, 8, 6)`` and another tensor of that size to the same, by some drawn steps."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.weights = nn.ParameterList()
+        self.register_buffer("table", torch.arange(TOKENS * WIDTH, dtype=torch.float64).view(TOKENS, WIDTH).cos())
+        self._drawn, self._next = False, 0
+        start = torch.ones(2, TOKENS, WIDTH, dtype=torch.float64)
+        self(start, start)
+        self._drawn = True
+
+    def weight(self, *sizes: int) -> torch.Tensor:
+        """Return the next parameter."""
+        if not self._drawn:
+            generator = torch.Generator().manual_seed(self.seed + len(self.weights))
+            self.weights.append(nn.Parameter(torch.randn(sizes, generator=generator, dtype=torch.float64) / 2))
+        self._next += 1
+        return self.weights[self._next - 1]
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do the same steps as at the first call."""
+        draw, self._next = random.Random(self.seed), 0
+        streams = [x * self.weight(1), other]
+        for _ in range(draw.randint(3, 7)):
+            at = draw.randrange(2)
+            found = draw.choice(STEPS)(self, draw, streams[at])
+            streams[at] = streams[draw.randrange(2)] + found if draw.random() < 0.6 else found
+        return streams[0], streams[1]
+
+
+def norm(module: Stream, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, (WIDTH,), module.weight(WIDTH), module.weight(WIDTH))
+
+
+def plain_norm(module: Stream, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    found = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1)
+    return found * (1 + module.weight(WIDTH))
+
+
+def matrices(module: Stream, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    found = F.gelu(F.linear(x, module.weight(8, WIDTH), module.weight(8)))
+    return F.linear(found, module.weight(WIDTH, 8), module.weight(WIDTH) if draw.random() < 0.5 else None)
+
+
+def flat_matrices(module: Stream, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    """Put samples and tokens into one dimension, and drop numbers of what comes there."""
+    found = torch.addmm(module.weight(8), x.reshape(-1, WIDTH), module.weight(WIDTH, 8)).relu()
+    found = torch.addmm(module.weight(WIDTH), found, module.weight(8, WIDTH))
+    if draw.random() < 0.5:
+        found = F.dropout(found, 0.3)
+    return found.view(-1, TOKENS, WIDTH)
+
+
+def attend(module: Stream, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    heads = draw.choice([4, 4, 3])
+    query, key, value = (
+        F.linear(x, module.weight(2 * heads, WIDTH)).unflatten(-1, (heads, 2)).transpose(1, 2) for _ in range(3)
+    )
+    mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=0.2, is_causal=True)
+    return F.linear(mixed.transpose(1, 2).flatten(2), module.weight(WIDTH, 2 * heads))
+
+
+def drop(module: Stream, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    """Drop numbers, of a tensor that memory has in an order that is drawn."""
+    order = draw.choice([(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0)])
+    back = [order.index(place) for place in range(3)]
+    return F.dropout(x.permute(order).contiguous().permute(back), 0.3)
+
+
+def place(module: Stream, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    """Add what belongs to a token's place: a parameter, a buffer, or a row that is looked up."""
+    kind = draw.randrange(4)
+    if kind == 0:
+        return x + module.weight(TOKENS, WIDTH)
+    if kind == 1:
+        return x * module.table  # type: ignore[operator]
+    if kind == 2:
+        return x + module.weight(TOKENS + 2, WIDTH)[1 : TOKENS + 1]
+    return x + F.embedding(torch.arange(TOKENS), module.weight(TOKENS + 1, WIDTH))
+
+
+def mix(module: Stream, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    """Make every token of several."""
+    kind = draw.randrange(6)
+    if kind == 0:
+        return x.cumsum(1).tanh()
+    if kind == 1:
+        return torch.roll(x, 1, 1)
+    if kind == 2:
+        return torch.cat([x[:, 3:], x[:, :3]], 1)
+    if kind == 3:
+        return x - x.mean(1, keepdim=True)
+    if kind == 4:
+        return x + x[:, 0].unsqueeze(1)
+    return F.linear(x.transpose(1, 2), module.weight(TOKENS, TOKENS)).transpose(1, 2)
+
+
+def fold(module: Stream, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    """Take the tokens apart into some of some, and do something with either."""
+    found = x.unflatten(1, (-1, draw.choice([2, 4])))
+    kind = draw.randrange(3)
+    if kind == 0:
+        found = found.softmax(2)
+    elif kind == 1:
+        found = found - found.mean(1, keepdim=True)
+    else:
+        found = found.transpose(1, 2).reshape(found.shape[0], -1, WIDTH).view(found.shape)
+    return found.flatten(1, 2)
+
+
+def gate(module: Stream, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    """Hide what is small, and leave what is not."""
+    return torch.where(x > 0, x, x.detach().sigmoid() * module.weight(1))
+
+
+def squeeze(module: Stream, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    """Sum over everything of a sample, or of a token."""
+    return x / (1 + x.pow(2).sum(draw.choice([1, 2, (1, 2)]), keepdim=True))
+
+
+STEPS: list[Step] = [norm, plain_norm, matrices, flat_matrices, attend, drop, place, mix, fold, gate, squeeze]
+STEPS += [norm, matrices, flat_matrices, attend, drop]
