@@ -31,6 +31,14 @@ class DelayedTransport:
         """See :class:`autopar.runtime.messages.transport.Transport`; not delayed."""
         return self._inner.all_reduce(tensor, ranks)
 
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+        """See :class:`autopar.runtime.messages.transport.Transport`; not delayed."""
+        return self._inner.all_gather(whole, own, ranks)
+
+    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+        """See :class:`autopar.runtime.messages.transport.Transport`; not delayed."""
+        return self._inner.reduce_scatter(own, whole, ranks)
+
 
 class _Both:
     """A message and the moment of its sending, on their way together."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from autopar.errors import UsageError
 from autopar.ranks.channel import bytes_of
 from autopar.ranks.failure import PeerLostError
-from autopar.runtime.messages.transport import Done, Pending
+from autopar.runtime.messages.transport import Done, Pending, Slicing
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +25,10 @@ __all__ = ["Exchange", "InProcessTransport"]
 
 _Key = tuple[tuple[int, ...], bool, int]
 """Of a reduction: its ranks, whether it is apart, and the how manieth of those it is."""
+
+
+_Fill = Callable[[Sequence[torch.Tensor]], object]
+"""Does something with what ranks brought, in their order."""
 
 
 class _Meeting:
@@ -106,13 +111,32 @@ class InProcessTransport:
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
         """See :class:`autopar.runtime.messages.transport.Transport`."""
-        key = (ranks, apart, self._count[ranks, apart])
-        self._count[ranks, apart] += 1
+
+        def fill(parts: Sequence[torch.Tensor]) -> None:
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total += part
+            _summable(tensor).copy_(total)
+
+        return self._meet(_summable(tensor), (ranks, apart), fill)
+
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+        """See :class:`autopar.runtime.messages.transport.Transport`."""
+        return self._meet(bytes_of(own), (ranks, False), lambda parts: bytes_of(whole).copy_(torch.cat(list(parts))))
+
+    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+        """See :class:`autopar.runtime.messages.transport.Transport`."""
+        return Slicing(self.all_reduce(whole, ranks), own, whole, ranks.index(self._rank))
+
+    def _meet(self, part: torch.Tensor, group: tuple[tuple[int, ...], bool], fill: _Fill) -> Pending:
+        """Begin to do something with what all of a group's ranks bring."""
+        key = (*group, self._count[group])
+        self._count[group] += 1
         meeting = self._exchange.reduction(key)
         with meeting.changed:
-            meeting.parts[self._rank] = _summable(tensor).clone()
+            meeting.parts[self._rank] = part.clone()
             meeting.changed.notify_all()
-        return _Reduce(self._exchange, key, meeting, tensor)
+        return _Reduce(self._exchange, key, meeting, fill)
 
 
 class _Receive:
@@ -140,8 +164,8 @@ class _Receive:
 
 
 class _Reduce:
-    def __init__(self, exchange: Exchange, key: _Key, meeting: _Meeting, tensor: torch.Tensor) -> None:
-        self._exchange, self._key, self._meeting, self._tensor = exchange, key, meeting, tensor
+    def __init__(self, exchange: Exchange, key: _Key, meeting: _Meeting, fill: _Fill) -> None:
+        self._exchange, self._key, self._meeting, self._fill = exchange, key, meeting, fill
 
     def wait(self) -> None:
         """See :class:`autopar.runtime.messages.transport.Pending`."""
@@ -152,13 +176,10 @@ class _Reduce:
             meeting.left += 1
             if meeting.left == len(ranks):
                 self._exchange.end(self._key)
-        total = meeting.parts[ranks[0]].clone()
-        for rank in ranks[1:]:
-            part = meeting.parts[rank]
-            if (part.shape, part.dtype) != (total.shape, total.dtype):
-                raise PeerLostError(f"ranks {ranks} sum tensors of different sizes or types")
-            total += part
-        _summable(self._tensor).copy_(total)
+        parts = [meeting.parts[rank] for rank in ranks]
+        if len({(part.shape, part.dtype) for part in parts}) > 1:
+            raise PeerLostError(f"ranks {ranks} sum tensors of different sizes or types")
+        self._fill(parts)
 
 
 _SUMMED = {

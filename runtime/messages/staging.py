@@ -61,6 +61,22 @@ class StagedTransport:
         host, begun = self._submit(tensor, lambda host: self._inner.all_reduce(host, ranks, apart=apart))
         return begun if host is tensor else _Landing(begun, host, tensor, self._copies)
 
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+        """See :class:`autopar.runtime.messages.transport.Transport`."""
+        return self._fill(whole, own, lambda into, host: self._inner.all_gather(into, host, ranks))
+
+    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+        """See :class:`autopar.runtime.messages.transport.Transport`."""
+        return self._fill(own, whole, lambda into, host: self._inner.reduce_scatter(into, host, ranks))
+
+    def _fill(
+        self, tensor: torch.Tensor, source: torch.Tensor, begin: Callable[[torch.Tensor, torch.Tensor], Pending]
+    ) -> Pending:
+        """Begin to fill a tensor with what is made of another."""
+        host = self._copies.buffer(tensor) if self._copies.holds(tensor) else tensor
+        begun = self._submit(source, lambda copy: begin(host, copy))[1]
+        return begun if host is tensor else _Landing(begun, host, tensor, self._copies)
+
     def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
         """Refuse: what shards goes from device to device."""
         raise UsageError(

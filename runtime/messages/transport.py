@@ -50,6 +50,19 @@ class Transport(Protocol):
         Reductions of the same ranks begin in the same order on all of them; those ``apart`` have an order of their own.
         """
 
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+        """Begin to fill a contiguous tensor with those of ``ranks``, which ascend, one behind the other.
+
+        It counts as a reduction of theirs.
+        """
+
+    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+        """Begin to fill a contiguous tensor with this rank's slice of the sum of contiguous ones over ``ranks``.
+
+        Slices are of their first dimension, even, and in the order of ranks, which ascend. It counts as a reduction,
+        and may use ``whole`` up.
+        """
+
     def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
         """Return the mesh of some ranks that reduce together, this one among them."""
 
@@ -79,6 +92,19 @@ class Done:
 
     def wait(self) -> None:
         """See :class:`Pending`."""
+
+
+class Slicing:
+    """A sum of which a rank takes its slice."""
+
+    def __init__(self, reduction: Pending, own: torch.Tensor, whole: torch.Tensor, place: int) -> None:
+        self._reduction, self._own, self._whole, self._place = reduction, own, whole, place
+
+    def wait(self) -> None:
+        """See :class:`Pending`."""
+        self._reduction.wait()
+        length = self._own.shape[0]
+        self._own.copy_(self._whole.narrow(0, self._place * length, length))
 
 
 class GroupTransport:
@@ -163,6 +189,19 @@ class GroupTransport:
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
         """See :class:`Transport`."""
         return _begin(lambda: dist.all_reduce(_reals(tensor), group=self._groups[ranks, apart], async_op=True))
+
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+        """See :class:`Transport`."""
+        group = self._groups[ranks, False]
+        return _begin(lambda: dist.all_gather_into_tensor(_reals(whole), _reals(own), group=group, async_op=True))
+
+    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+        """See :class:`Transport`."""
+        if not whole.is_cuda:
+            # Gloo's own does the same, and not in all of torch's versions.
+            return Slicing(self.all_reduce(whole, ranks), own, whole, ranks.index(self._rank))
+        group = self._groups[ranks, False]
+        return _begin(lambda: dist.reduce_scatter_tensor(_reals(own), _reals(whole), group=group, async_op=True))
 
     def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
         """See :class:`Transport`."""

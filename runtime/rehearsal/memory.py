@@ -53,15 +53,21 @@ class Silence:
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
         return _FakeWork(tensor)
 
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+        return _FakeWork(whole, own)
+
+    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+        return _FakeWork(own, whole)
+
     def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
         return self._meshes[ranks]
 
 
 class _FakeWork:
-    """Like a piece of work under way, it keeps its tensor alive until it is let go."""
+    """Like a piece of work under way, it keeps its tensors alive until it is let go."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._tensors = tensors
 
     def wait(self) -> None:
         return

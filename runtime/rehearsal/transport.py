@@ -188,6 +188,14 @@ class PricedTransport:
         """See :class:`autopar.runtime.messages.transport.Transport`."""
         return self._inner.all_reduce(tensor, ranks, apart=apart)
 
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+        """See :class:`autopar.runtime.messages.transport.Transport`."""
+        return self._inner.all_gather(whole, own, ranks)
+
+    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
+        """See :class:`autopar.runtime.messages.transport.Transport`."""
+        return self._inner.reduce_scatter(own, whole, ranks)
+
     def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
         """See :class:`autopar.runtime.messages.transport.Transport`."""
         return self._inner.mesh(ranks)

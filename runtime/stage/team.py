@@ -19,7 +19,7 @@ from autopar.capture.split.rewrite import split_layer
 from autopar.errors import UsageError
 from autopar.formats.cuts import CutPiece, ParameterCut
 from autopar.formats.plan import Plan
-from autopar.runtime.messages.transport import Transport, join, parts_that_sum
+from autopar.runtime.messages.transport import Transport, join, parts_that_sum, sendable
 from autopar.runtime.stage.parameters import sharded_ranges
 from autopar.schedules.expand import stages_of, team_of
 
@@ -79,18 +79,19 @@ class Team:
 
     def gather(self, tensor: torch.Tensor, dim: int, parts: tuple[int, ...]) -> torch.Tensor:
         """Return what some parts give, one behind the other along a dimension; all of these ranks ask."""
-        shape = list(tensor.shape)
-        shape[dim] *= len(parts)
-        found = tensor.new_zeros(shape)
-        found.narrow(dim, parts.index(self.part) * tensor.shape[dim], tensor.shape[dim]).copy_(tensor.detach())
-        join(found, tuple(self.ranks[part] for part in parts), self._transport)
-        return found
+        own = sendable(tensor.detach())
+        found = own.new_empty((len(parts), *own.shape))
+        ranks = tuple(self.ranks[part] for part in parts)
+        self._transport.all_gather(found.view(-1).view(torch.uint8), own.view(-1).view(torch.uint8), ranks).wait()
+        return found.movedim(0, dim).flatten(dim, dim + 1)
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int, parts: tuple[int, ...]) -> torch.Tensor:
         """Return this part's slice of the sum of what some parts give; all of these ranks ask, in the same order."""
-        length = tensor.shape[dim] // len(parts)
-        own = self.sum(tensor, parts).narrow(dim, parts.index(self.part) * length, length)
-        return own.clone(memory_format=torch.contiguous_format)
+        slices = torch.stack(tensor.detach().chunk(len(parts), dim))
+        own = slices.new_empty(slices.shape[1:])
+        ranks = tuple(self.ranks[part] for part in parts)
+        self._transport.reduce_scatter(own.unsqueeze(0), slices, ranks).wait()
+        return own
 
     def split(self, stage: int, layers: Sequence[Layer]) -> list[Layer]:
         """Return this rank's parts of a stage's layers, cut as the plan says.

@@ -103,3 +103,27 @@ def test_threads_sum_what_gloo_sums() -> None:
 def test_threads_sum_nothing_that_gloo_refuses_or_would_sum_wrongly(tensors: tuple[torch.Tensor, ...]) -> None:
     with pytest.raises(PeerLostError):
         _summed(*tensors)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16, torch.complex64])
+def test_threads_gather_one_behind_the_other(count: int, dtype: torch.dtype) -> None:
+    exchange, ranks = Exchange(5.0), tuple(range(count))
+    own = [torch.arange(6).view(2, 3).add(rank).to(dtype) for rank in ranks]
+    found = [torch.empty(2 * count, 3, dtype=dtype) for _ in ranks]
+    transports = [InProcessTransport(exchange, rank) for rank in ranks]
+    for each in [transports[rank].all_gather(found[rank], own[rank], ranks) for rank in ranks]:
+        each.wait()
+    assert all(torch.equal(each, torch.cat(own)) for each in found)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_threads_scatter_slices_of_a_sum(count: int) -> None:
+    exchange, ranks = Exchange(5.0), tuple(range(count))
+    wholes = [torch.randn(2 * count, 3) for _ in ranks]
+    total = torch.stack(wholes).sum(0)
+    found = [torch.empty(2, 3) for _ in ranks]
+    transports = [InProcessTransport(exchange, rank) for rank in ranks]
+    for each in [transports[rank].reduce_scatter(found[rank], wholes[rank], ranks) for rank in ranks]:
+        each.wait()
+    torch.testing.assert_close(torch.cat(found), total)

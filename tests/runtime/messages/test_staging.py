@@ -105,6 +105,21 @@ def test_what_arrives_is_copied_on_in_the_order_in_which_it_was_sent() -> None:
     assert [part.tolist() for part in sums] == [[11.0, 22.0]] * 2
 
 
+def test_what_is_gathered_and_scattered_is_copied_both_ways() -> None:
+    exchange, copies = Exchange(TIMEOUT_S), [FakeCopies(), FakeCopies()]
+    transports = [StagedTransport(InProcessTransport(exchange, rank), copies[rank]) for rank in range(2)]
+    own, wholes = torch.randn(2, 3), [torch.randn(4, 3), torch.randn(4, 3)]
+    gathered, slices = [torch.empty(4, 3), torch.empty(4, 3)], [torch.empty(2, 3), torch.empty(2, 3)]
+    total = wholes[0] + wholes[1]
+    begun = [transports[rank].all_gather(gathered[rank], own + rank, (0, 1)) for rank in range(2)]
+    begun += [transports[rank].reduce_scatter(slices[rank], wholes[rank], (0, 1)) for rank in range(2)]
+    for each in begun:
+        each.wait()
+    assert all(torch.equal(each, torch.cat([own, own + 1])) for each in gathered)
+    assert torch.equal(torch.cat(slices), total)
+    assert [each.landed for each in copies] == [2, 2]
+
+
 def test_a_lost_peer_is_found_by_who_waits_and_sharding_is_refused() -> None:
     transport = StagedTransport(Broken(), FakeCopies())  # type: ignore[arg-type]
     with pytest.raises(PeerLostError, match="gone"):
