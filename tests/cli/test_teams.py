@@ -66,12 +66,12 @@ def test_teams_are_planned_verified_run_and_gone_on_with_by_others(run: Run, lay
 
 def test_a_dry_run_holds_less_of_a_team_than_of_one_rank(run: Run, layers: int) -> None:
     held = []
-    for size in (1, 2, 4):
+    for size in (1, 2):
         assert run("plan", "--stages", f"0-{layers - 1}:1x{size}", "-o", "p.json", "--overwrite")[0] == 0
         code, out, err = run("rehearse", "p.json", "--json")
         assert code == 0, err
         held.append(json.loads(out)["peak_bytes"][0])
-    assert held[0] > held[1] > held[2]
+    assert held[0] > held[1]
 
 
 @pytest.mark.parametrize(
