@@ -51,6 +51,8 @@ class Ask:
     """Of the stages of a pipeline that is never flushed."""
     team_sizes: tuple[int, ...] = ()
     """Ranks that run a replica, of every group; none: one."""
+    in_slices: bool = False
+    """Whether teams keep slices of the sequence."""
 
     @property
     def ranks(self) -> int:
@@ -73,6 +75,7 @@ class Ask:
         flags = f"--schedule {self.schedule} --stages {self.stages} --micro-batches {self.micro_batches}"
         flags += f" --batch {self.rows * self.micro_batches} --recompute {self.recompute} --shard {self.shard}"
         flags += f" --replicate-state {self.replicate_state}" if self.replicate_state else ""
+        flags += " --sequence-parallel" if self.in_slices else ""
         flags += f" --policy {self.policy} in flight {self.depths}" if self.depths else ""
         return f"{flags} --seed {self.seed}" + (f" edited {self.edits}" if self.edits else "")
 
@@ -151,7 +154,7 @@ def in_teams(chance: random.Random, ask: Ask, profile: Profile) -> Ask:
         if (sizes[-1] - 1) * width > left:
             sizes[-1] = 1
         left -= (sizes[-1] - 1) * width
-    return replace(ask, team_sizes=tuple(sizes))
+    return replace(ask, team_sizes=tuple(sizes), in_slices=max(sizes) > 1 and chance.random() < 0.5)
 
 
 def planned(ask: Ask, profile: Profile) -> Plan:
@@ -170,6 +173,7 @@ def planned(ask: Ask, profile: Profile) -> Plan:
         shard=ask.shard,
         seed=ask.seed,
         replicate_state=ask.replicate_state,
+        sequence_parallel=ask.in_slices,
         max_candidates=1,
     )
     return search(profile, estimated_cluster(profile, ask.ranks), options)

@@ -53,6 +53,8 @@ OF_POLICIES = (
     r"layers write buffers that replicas",
 )
 """By what plans without flushes are refused, whatever the model is made of."""
+UNSLICED = "nothing between the layers of these stages can be kept in slices"
+"""By what slices of the sequence are refused, whatever the model is made of."""
 COUNTLESS = "count of 0 for the whole mini-batch"
 """What mini-batches without any label are refused by, as the plain loop refuses them."""
 
@@ -225,6 +227,7 @@ def _judged(result: Result, recipe: Recipe, ask: Ask | None) -> Result:
     parts = parts_of(recipe)
     if result.outcome == "refused":
         patterns = [COUNTLESS, *(p.refusal for p in parts if p.refusal), *(OF_POLICIES if ask and ask.depths else ())]
+        patterns += [UNSLICED] if ask and ask.in_slices else []
         allowed = any(re.search(pattern, result.said) for pattern in patterns)
         return result if allowed else Result("false refusal", result.where, result.said)
     several = ask is not None and (ask.micro_batches > 1 or ask.ranks > 1)

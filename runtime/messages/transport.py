@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+# Renamed in torch 2.13, which warns of the names that torch 2.11 has.
+_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class Pending(Protocol):
     """Something that was begun and will be done."""
 
@@ -193,7 +198,7 @@ class GroupTransport:
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
         """See :class:`Transport`."""
         group = self._groups[ranks, False]
-        return _begin(lambda: dist.all_gather_into_tensor(_reals(whole), _reals(own), group=group, async_op=True))
+        return _begin(lambda: _GATHER(_reals(whole), _reals(own), group=group, async_op=True))
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
         """See :class:`Transport`."""
@@ -201,7 +206,7 @@ class GroupTransport:
             # Gloo's own does the same, and not in all of torch's versions.
             return Slicing(self.all_reduce(whole, ranks), own, whole, ranks.index(self._rank))
         group = self._groups[ranks, False]
-        return _begin(lambda: dist.reduce_scatter_tensor(_reals(own), _reals(whole), group=group, async_op=True))
+        return _begin(lambda: _SCATTER(_reals(own), _reals(whole), group=group, async_op=True))
 
     def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
         """See :class:`Transport`."""
