@@ -78,8 +78,8 @@ def in_threads(plan: Plan, user: UserModel, folder: Path, steps: int) -> list[Ke
         patches.enter_context(patch("autopar.runtime.start.worker.connect", connected))
         if any(layer.random for layer in workspace.graph(user, plan).layers):
             patches.enter_context(patch.object(Segment, "run", _one_at_a_time(Segment.run, drawing)))
-            patches.enter_context(patch.object(Team, "sum", _leaving(Team.sum, drawing)))
-            patches.enter_context(patch.object(Team, "gather", _leaving(Team.gather, drawing)))
+            for name in ("sum", "gather", "reduce_scatter"):
+                patches.enter_context(patch.object(Team, name, _leaving(getattr(Team, name), drawing)))
         patches.enter_context(patch.object(ShareLoader, "load", _one_at_a_time(ShareLoader.load, drawing)))
         patches.enter_context(patch.object(Update, "_apply", _one_at_a_time(Update._apply, drawing)))
         threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
