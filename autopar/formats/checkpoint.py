@@ -12,12 +12,12 @@ from functools import cached_property
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import Field, JsonValue, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from autopar.errors import FileError
-from autopar.formats.document import Bytes, Count, Digest, Document, Index, Name, Record, fault
+from autopar.formats.document import Bytes, Count, Digest, Document, Index, Name, Record, SparseRecord, fault
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Precision
 
@@ -35,20 +35,15 @@ class IndexRange(Record):
     stop: Count
 
 
-class Piece(Record):
+class Piece(SparseRecord):
     """Where some of a tensor is: in which file, and of the dimensions that are not whole, which indices."""
+
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("key",)
 
     file: FileName
     ranges: tuple[IndexRange, ...] = ()
     key: Name | None = None
     """Its name within the file, where that is not the tensor's: a file may hold several pieces of a tensor."""
-
-    @model_serializer(mode="wrap")
-    def _without_no_key(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        content: dict[str, Any] = serialize(self)
-        if self.key is None:
-            del content["key"]
-        return content
 
     def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
         """Return the piece's shape, given that of the whole tensor."""
@@ -150,8 +145,10 @@ class SavedRun(Record):
     last: Literal["drop", "pad"] = "drop"
 
 
-class SavedPlan(Record):
+class SavedPlan(SparseRecord):
     """How the run was carried out, which another plan may do otherwise."""
+
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("tensor_parallel",)
 
     sha256: Digest
     ranks: Count
@@ -165,13 +162,6 @@ class SavedPlan(Record):
     torch: Name
     tensor_parallel: tuple[Count, ...] = ()
     """Of every stage, the ranks that run a replica together; none where each replica is one rank's."""
-
-    @model_serializer(mode="wrap")
-    def _without_no_teams(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        content: dict[str, Any] = serialize(self)
-        if not self.tensor_parallel:
-            del content["tensor_parallel"]
-        return content
 
     @classmethod
     def of(cls, plan: Plan, torch_version: str) -> Self:

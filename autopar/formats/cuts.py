@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, ClassVar, NamedTuple, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
-from autopar.formats.document import Count, Index, Name, Record, fault
+from autopar.formats.document import Count, Index, Name, Record, SparseRecord, fault
 
 Interval = tuple[Index, Count]
 """Indices ``start`` to ``stop - 1``."""
@@ -78,20 +78,15 @@ class SequenceCut(Record):
     dim: Index
 
 
-class LayerSplit(Record):
+class LayerSplit(SparseRecord):
     """How a layer's parameters are cut in so many parts; those that are not named are whole on every part."""
+
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("sequence",)
 
     count: Annotated[int, Field(ge=2)]
     cuts: tuple[ParameterCut, ...] = Field(min_length=1)
     sequence: tuple[SequenceCut, ...] = ()
     """Tensors that the layer may take or give in parts."""
-
-    @model_serializer(mode="wrap")
-    def _without_no_sequence(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        content: dict[str, Any] = serialize(self)
-        if not self.sequence:
-            del content["sequence"]
-        return content
 
     @model_validator(mode="after")
     def _parts_are_so_many(self) -> Self:

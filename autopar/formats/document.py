@@ -20,7 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, ClassVar, Literal, NamedTuple, NoReturn, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from autopar.errors import FileError, UsageError
@@ -136,6 +145,24 @@ class Record(BaseModel):
         schema = handler(source)
         _fail_fast(schema)
         return schema
+
+
+class SparseRecord(Record):
+    """A record that leaves some fields out of its JSON where they have their defaults.
+
+    What was written before they were thought of is then written as it was.
+    """
+
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ()
+    """Names of the fields."""
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = serialize(self)
+        for name in self.LEFT_OUT:
+            if getattr(self, name) == type(self).model_fields[name].default:
+                content.pop(name, None)
+        return content
 
 
 class Document(Record):

@@ -11,7 +11,7 @@ from itertools import accumulate
 from math import lcm
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from autopar.formats.cuts import ParameterCut, SequenceCut
@@ -25,6 +25,7 @@ from autopar.formats.document import (
     Index,
     Name,
     Record,
+    SparseRecord,
     fault,
 )
 from autopar.formats.prediction import Alternative, Prediction
@@ -145,8 +146,10 @@ class FileReference(Record):
     sha256: Digest
 
 
-class Stage(Record):
+class Stage(SparseRecord):
     """Consecutive layers placed together on one or more devices."""
+
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("cuts", "sequence")
 
     layers: tuple[Name, ...] = Field(min_length=1)
     devices: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] = Field(min_length=1)
@@ -174,14 +177,6 @@ class Stage(Record):
 
     types: tuple[Name, ...] = ()
     """Kinds of the devices, each once, as the profile names them; empty where it has costs for one kind only."""
-
-    @model_serializer(mode="wrap")
-    def _without_no_cuts(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        content: dict[str, Any] = serialize(self)
-        for name in ("cuts", "sequence"):
-            if not content[name]:
-                del content[name]
-        return content
 
     @property
     def sequence_dims(self) -> dict[str, int]:
@@ -241,8 +236,10 @@ class SharedParameter(Record):
     bytes: Bytes
 
 
-class Plan(Document):
+class Plan(SparseRecord, Document):
     """How one step is trained: stages, replicas, micro-batches, schedule."""
+
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("anneal_steps", "synchronous_steps", "ahead")
 
     KIND: ClassVar[str] = "plan"
 
@@ -327,14 +324,6 @@ class Plan(Document):
             if stage.tensor_parallel > 1:
                 return f"stage {index} runs each replica on {stage.tensor_parallel} devices, which nothing prices yet"
         return None
-
-    @model_serializer(mode="wrap")
-    def _without_what_other_policies_have(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        content: dict[str, Any] = serialize(self)
-        for name in ("anneal_steps", "synchronous_steps", "ahead"):
-            if content[name] == type(self).model_fields[name].default:
-                del content[name]
-        return content
 
     def _unflushed_refusal(self) -> str | None:
         for index, stage in enumerate(self.stages):

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from autopar.formats.cuts import LayerSplit
-from autopar.formats.document import Bytes, Count, Digest, Document, Index, Name, Provenance, Record, Seconds, fault
+from autopar.formats.document import (
+    Bytes,
+    Count,
+    Digest,
+    Document,
+    Index,
+    Name,
+    Provenance,
+    Record,
+    Seconds,
+    SparseRecord,
+    fault,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -218,8 +230,10 @@ class Writes(Record):
         return Writes(parameters=self.parameters, state=self.state).single
 
 
-class Layer(Record):
+class Layer(SparseRecord):
     """The smallest unit the planner moves."""
+
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("splits", "split_obstacles")
 
     name: Name
     modules: tuple[Name, ...]
@@ -257,14 +271,6 @@ class Layer(Record):
     """How the ranks of a team may divide it, by their number; none where nothing of it splits."""
     split_obstacles: tuple[Name, ...] = ()
     """Operators that every rank of a team computes whole, each with the reason."""
-
-    @model_serializer(mode="wrap")
-    def _without_empty_splits(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        content: dict[str, Any] = serialize(self)
-        for name in ("splits", "split_obstacles"):
-            if not content[name]:
-                del content[name]
-        return content
 
     def split(self, count: int) -> LayerSplit | None:
         """Return how it splits in so many parts; None where it does not."""
