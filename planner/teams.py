@@ -29,7 +29,7 @@ SplitOf = Callable[[str, int], LayerSplit | None]
 """How a layer splits in so many parts; none where it does not."""
 
 
-class Flow(Protocol):
+class LayerTensor(Protocol):
     """A tensor between layers, or of the batch."""
 
     @property
@@ -221,7 +221,7 @@ def _cuts(layers: Iterable[str], count: int, split_of: SplitOf) -> tuple[Paramet
     return tuple({cut.parameter: cut for split in splits for cut in split.cuts}.values())
 
 
-def with_sequences(plan: Plan, tensors: Iterable[Flow], split_of: SplitOf) -> Plan:
+def with_sequences(plan: Plan, tensors: Iterable[LayerTensor], split_of: SplitOf) -> Plan:
     """Return a plan whose teams keep slices of what all that make or read it may have in slices.
 
     Args:

@@ -14,8 +14,8 @@ from torch import fx
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.split.analysis import Analysis, analyse
 from autopar.capture.split.choice import choose
-from autopar.capture.split.cuts import ParameterCut as LayerCut
-from autopar.capture.split.cuts import cuts_of
+from autopar.capture.split.cuts import AttributeCut, cuts_of
+from autopar.capture.split.reasons import explain
 from autopar.capture.split.sequence_choice import choose_slices
 from autopar.formats import profile as formats
 from autopar.formats.cuts import LayerSplit, ParameterCut, SequenceCut
@@ -23,7 +23,7 @@ from autopar.formats.cuts import LayerSplit, ParameterCut, SequenceCut
 COUNTS = (2, 4, 8)
 """Ranks of a team that a profile says of how they divide a layer: as many as a node's GPUs."""
 
-_CutsByKind = dict[tuple[str, frozenset[int]], list[LayerCut | None]]
+_CutsByKind = dict[tuple[str, frozenset[int]], list[AttributeCut | None]]
 """Of every parameter of a layer, by the layer's kind and the places of parameters that are to stay whole."""
 
 
@@ -37,7 +37,7 @@ def with_splits(graph: LayerGraph, layers: Collection[formats.Layer]) -> tuple[f
     records = []
     for layer in layers:
         splits = tuple(each[layer.name] for each in found if layer.name in each)
-        fields = {"splits": splits, "split_obstacles": survey.obstacles(layer.name)}
+        fields = {"splits": splits, "split_obstacles": survey.obstacles(layer.name, is_whole=not splits)}
         records.append(layer.model_copy(update=fields))
     return tuple(records)
 
@@ -55,7 +55,9 @@ class _Survey:
     analyses: dict[str, Analysis | None] = field(default_factory=dict)
     """Of the first layer of every kind, by fingerprint; none of a module that was listed, not captured."""
     firsts: dict[str, Layer] = field(default_factory=dict)
-    slices: dict[tuple[str, tuple[tuple[int, LayerCut], ...]], dict[str, int]] = field(default_factory=dict)
+    reasons: dict[str, str | None] = field(default_factory=dict)
+    """Why kinds that do not split are whole."""
+    slices: dict[tuple[str, tuple[tuple[int, AttributeCut], ...]], dict[str, int]] = field(default_factory=dict)
     """By kind and how its parameters are cut, dimensions by the place of an input or output."""
 
     def splits(self, count: int) -> dict[str, LayerSplit]:
@@ -70,7 +72,7 @@ class _Survey:
         """Return what a layer whose parameters are cut so can take and give in slices."""
         analysis, places = self._analysis(layer), {name: at for at, name in enumerate(layer.parameters.values())}
         assert analysis is not None
-        recorded = {places[cut.parameter]: LayerCut(cut.dim, cut.parts) for cut in cuts}
+        recorded = {places[cut.parameter]: AttributeCut(cut.dim, cut.parts) for cut in cuts}
         key = layer.fingerprint, tuple(recorded.items())
         if key not in self.slices:
             attributes, count = list(self.firsts[layer.fingerprint].parameters), len(cuts[0].parts)
@@ -94,12 +96,28 @@ class _Survey:
                 return found
             whole |= disputed
 
-    def obstacles(self, name: str) -> tuple[str, ...]:
-        """Return which operators of a layer every part computes whole, each once, and why."""
-        analysis = self._analysis(self.graph.layer(name))
+    def obstacles(self, name: str, *, is_whole: bool) -> tuple[str, ...]:
+        """Return which operators of a layer every part computes whole, each once, and why.
+
+        Before them stands what keeps a layer with parameters whole that no number of parts splits.
+        """
+        layer = self.graph.layer(name)
+        analysis = self._analysis(layer)
         if analysis is None:
             return ("the module was listed, not captured",)
-        return tuple(dict.fromkeys(f"{node.target}: {why}" for node, why in analysis.obstacles.items()))
+        found = [f"{node.target}: {why}" for node, why in analysis.obstacles.items()]
+        if is_whole and analysis.parameters:
+            if layer.fingerprint not in self.reasons:
+                self.reasons[layer.fingerprint] = explain(analysis, COUNTS[0], COUNTS[-1])
+            found.insert(0, self._in_its_names(layer, self.reasons[layer.fingerprint] or ""))
+        return tuple(filter(None, dict.fromkeys(found)))
+
+    def _in_its_names(self, layer: Layer, text: str) -> str:
+        """Return what is said of the first layer of a kind with a layer's own names of buffers in the model."""
+        pairs = list(zip(self.firsts[layer.fingerprint].buffers, layer.buffers.values(), strict=True))
+        for attribute, name in sorted(pairs, key=lambda pair: -len(pair[0])):
+            text = text.replace(attribute, name)
+        return text
 
     def _shared(self) -> Collection[tuple[str, tuple[str, ...]]]:
         return self.graph.tied_parameters().items()

@@ -243,7 +243,7 @@ class _Memory:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor of the CPU, as one piece of memory that both share.
+    """Return the bytes of a contiguous tensor, as one piece of memory that both share.
 
     Raises:
         PeerLostError: the tensor does not lie in memory as it is read, and cannot be carried.

@@ -106,8 +106,8 @@ def messages(plan: Plan) -> list[Message]:
     for (producer, consumer), tensors in sorted(_exchanged_tensors(plan).items()):
         gradients = tuple(index for index in tensors if plan.tensors[index].gradient)
         sending, receiving = plan.stages[producer], plan.stages[consumer]
+        apart = not plan.passes_parts(producer, consumer)
         for route in known.between(sending, receiving):
-            apart = not plan.passes_parts(producer, consumer)
             for sender, receiver, start, stop in _team_routes(route, sending, receiving, apart=apart):
                 ends = producer, consumer, starts[producer] + sender, starts[consumer] + receiver
                 found.append(Message(*ends, start, stop, tuple(tensors), gradients, route.first, route.period))

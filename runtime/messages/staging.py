@@ -26,6 +26,7 @@ from autopar.runtime.messages.transport import (
     reducing_groups,
     reduction_groups,
     synced_groups,
+    team_groups,
 )
 from autopar.runtime.settings import TrainSettings
 from autopar.schedules.expand import messages
@@ -178,6 +179,7 @@ def warm_up(
             transport.send(torch.zeros(1, device=device), receiver).wait()
         elif rank == receiver:
             transport.receive(torch.zeros(1, device=device), sender).wait()
-    for ranks, own in [*((each, False) for each in reducing_groups(plan)), *((each, True) for each in apart)]:
+    groups = dict.fromkeys([*reducing_groups(plan), *team_groups(plan)])
+    for ranks, own in [*((each, False) for each in groups), *((each, True) for each in apart)]:
         if rank in ranks:
             transport.all_reduce(torch.zeros(1, device=device), ranks, apart=own).wait()

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from autopar.formats.plan import Plan, SharedParameter, Stage
-from autopar.ranks.channel import Channel
+from autopar.ranks.channel import Channel, bytes_of
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
 from autopar.ranks.listeners import late_connections_dropped
-from autopar.schedules.expand import rank_of
+from autopar.schedules.expand import rank_of, team_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -223,7 +223,7 @@ def join(tensor: torch.Tensor, ranks: tuple[int, ...], transport: Transport) -> 
 
     Bytes are added up: what comes is what was there, of any type, to the last bit.
     """
-    transport.all_reduce(tensor.view(-1).view(torch.uint8), ranks).wait()
+    transport.all_reduce(bytes_of(tensor), ranks).wait()
 
 
 def sendable(tensor: torch.Tensor) -> torch.Tensor:
@@ -286,9 +286,10 @@ def team_groups(plan: Plan) -> list[tuple[int, ...]]:
     """
     found: list[tuple[int, ...]] = []
     for index, stage in enumerate(plan.stages):
-        for replica in range(stage.replicas if stage.tensor_parallel > 1 else 0):
-            team = [rank_of(plan, index, replica, part) for part in range(stage.tensor_parallel)]
-            found += [tuple(team[part] for part in parts) for parts in parts_that_sum(stage)]
+        summing = parts_that_sum(stage)
+        for replica in range(stage.replicas if summing else 0):
+            team = team_of(plan, rank_of(plan, index, replica))
+            found += [tuple(team[part] for part in parts) for parts in summing]
     return list(dict.fromkeys(found))
 
 

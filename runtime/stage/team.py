@@ -13,12 +13,13 @@ import torch
 from torch import fx
 
 from autopar.capture.graph import Layer, TensorSpec
-from autopar.capture.split.cuts import ParameterCut as LayerCut
+from autopar.capture.split.cuts import AttributeCut
 from autopar.capture.split.names import MismatchError
 from autopar.capture.split.rewrite import split_layer
 from autopar.errors import UsageError
 from autopar.formats.cuts import CutPiece, ParameterCut
 from autopar.formats.plan import Plan
+from autopar.ranks.channel import bytes_of
 from autopar.runtime.messages.transport import Transport, join, parts_that_sum, sendable
 from autopar.runtime.stage.parameters import sharded_ranges
 from autopar.schedules.expand import stages_of, team_of
@@ -70,28 +71,31 @@ class Team:
         self.cuts = cuts_of(plan, rank)
         """Of parameters, by the model's own names; others are whole on every rank of the team."""
         self._plan, self._transport = plan, transport
+        self._allowed = {stage: frozenset(parts_that_sum(plan.stages[stage])) for stage in stages_of(plan, rank)[0]}
+        """Sets of parts that the ranks of a team add up over, by stage."""
 
     def sum(self, tensor: torch.Tensor, parts: tuple[int, ...]) -> torch.Tensor:
         """Return the sum of what some parts give; all of these ranks ask, in the same order."""
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self._transport.all_reduce(total, tuple(self.ranks[part] for part in parts)).wait()
+        self._transport.all_reduce(total, self._ranks_of(parts)).wait()
         return total
 
     def gather(self, tensor: torch.Tensor, dim: int, parts: tuple[int, ...]) -> torch.Tensor:
         """Return what some parts give, one behind the other along a dimension; all of these ranks ask."""
         own = sendable(tensor.detach())
         found = own.new_empty((len(parts), *own.shape))
-        ranks = tuple(self.ranks[part] for part in parts)
-        self._transport.all_gather(found.view(-1).view(torch.uint8), own.view(-1).view(torch.uint8), ranks).wait()
+        self._transport.all_gather(bytes_of(found), bytes_of(own), self._ranks_of(parts)).wait()
         return found.movedim(0, dim).flatten(dim, dim + 1)
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int, parts: tuple[int, ...]) -> torch.Tensor:
         """Return this part's slice of the sum of what some parts give; all of these ranks ask, in the same order."""
         slices = torch.stack(tensor.detach().chunk(len(parts), dim))
         own = slices.new_empty(slices.shape[1:])
-        ranks = tuple(self.ranks[part] for part in parts)
-        self._transport.reduce_scatter(own.unsqueeze(0), slices, ranks).wait()
+        self._transport.reduce_scatter(own.unsqueeze(0), slices, self._ranks_of(parts)).wait()
         return own
+
+    def _ranks_of(self, parts: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.ranks[part] for part in parts)
 
     def split(self, stage: int, layers: Sequence[Layer]) -> list[Layer]:
         """Return this rank's parts of a stage's layers, cut as the plan says.
@@ -130,16 +134,15 @@ class Team:
             MismatchError: it cannot be cut so, or then adds up over parts that do not add up as the plan has it.
         """
         recorded = {
-            attribute: LayerCut(self.cuts[name].dim, self.cuts[name].parts)
+            attribute: AttributeCut(self.cuts[name].dim, self.cuts[name].parts)
             for attribute, name in layer.parameters.items()
             if name in self.cuts
         }
         own = {name: dim for name, dim in (sequence or {}).items() if name in (*layer.inputs, *layer.outputs)}
         part = split_layer(layer, self, self.part, len(self.ranks), recorded, own)
-        allowed = set(parts_that_sum(self._plan.stages[stage]))
-        other = next((parts for parts in sorted(part.summing_parts) if parts not in allowed), None)
-        if other is not None:
-            raise MismatchError(f"it adds up over parts {list(other)}, as the plan does not")
+        others = sorted(part.summing_parts - self._allowed[stage])
+        if others:
+            raise MismatchError(f"it adds up over parts {list(others[0])}, as the plan does not")
         return replace(layer, module=part.module)
 
     def local_spec(self, spec: TensorSpec, stages: Iterable[int]) -> TensorSpec:

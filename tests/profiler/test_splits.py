@@ -101,6 +101,20 @@ def test_a_profile_has_the_splits_of_every_layer_and_what_does_not_split() -> No
             assert (() if found is None else found.cuts) == cuts[record.name]
 
 
+def test_a_profile_says_of_a_layer_that_writes_buffers_which_it_writes() -> None:
+    _, graph, _ = captured("narrow_resnet")
+    sizes = {"parameters_bytes": 0, "trainable_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
+    costs = (cost(1, 1.0, 2.0, {}, 0, 0),)
+    records = with_splits(graph, [Record(name=each.name, modules=(), costs=costs, **sizes) for each in graph.layers])
+    writing = [record for record in records if record.name.startswith("blocks")]
+    assert writing
+    for record in writing:
+        assert not record.splits
+        assert record.split_obstacles[0].startswith("splits in no number of parts: it writes into")
+        (written,) = (name for name in graph.layer(record.name).buffers.values() if name in record.split_obstacles[0])
+        assert written
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_what_layers_may_have_in_slices_is_what_each_says_for_itself(count: int) -> None:
     torch.manual_seed(0)

@@ -258,3 +258,17 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused_before_training(
     assert all(
         "cannot step parts of parameters" in each and "plan with `stages` of one device" in each for each in said
     )
+
+
+@pytest.mark.parametrize(("widths", "sizes"), [([3, 1], [2, 1]), ([2, 1], [2, 2])])
+def test_teams_that_take_turns_equal_the_rule(tmp_path: Path, widths: list[int], sizes: list[int]) -> None:
+    plan = planned(tmp_path, "momentum", "stash", [2, 1], 1, widths=widths, turns=[0], team_sizes=sizes)
+    assert differs(tmp_path, plan) < 1e-12
+
+
+@pytest.mark.parametrize("frozen", [(0, 4), (0, 1)])
+def test_parts_of_frozen_layers_stay_as_they_are(tmp_path: Path, frozen: tuple[int, int]) -> None:
+    special = {"FROZEN": frozen}
+    plan = planned(tmp_path, "adamw", "stash", [2, 1], 2, widths=[1, 1], team_sizes=[2, 2], special=special)
+    assert any(stage.cuts for stage in plan.stages)
+    assert differs(tmp_path, plan) < 1e-12

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from autopar.capture.split.analysis import Analysis
-from autopar.capture.split.cuts import ParameterCut, Split, cuts_of, make_part, split_dim
+from autopar.capture.split.cuts import AttributeCut, Split, cuts_of, make_part, split_dim
 from autopar.capture.split.names import MismatchError, Name, leaves, resolve, size
 from autopar.capture.split.rules import find_rule
 
@@ -34,7 +34,7 @@ NEARLY = 0.75
 def choose(
     analysis: Analysis,
     count: int,
-    recorded: Mapping[str, ParameterCut] | None = None,
+    recorded: Mapping[str, AttributeCut] | None = None,
     forbidden: Collection[str] = (),
 ) -> tuple[Split, ...]:
     """Choose what is split among a number of parts; of the same layer, always the same.
@@ -85,7 +85,7 @@ def _cuts_any(analysis: Analysis, split: Split, attributes: Collection[str]) -> 
     return any(split_dim(each, part) is not None for each in dims)
 
 
-def _check_repeated(cuts: Mapping[str, ParameterCut], recorded: Mapping[str, ParameterCut], count: int) -> None:
+def _check_repeated(cuts: Mapping[str, AttributeCut], recorded: Mapping[str, AttributeCut], count: int) -> None:
     for attribute, cut in recorded.items():
         if cuts.get(attribute) != cut:
             raise MismatchError(f"parameter {attribute} cannot be cut in {count} parts as it was recorded")

@@ -1,7 +1,7 @@
 """Which indices of a layer's parameters every part has, as plain numbers that a plan can keep.
 
     cuts = cuts_of(analysis, choose(analysis, 2))
-    cuts["up_weight"]      # ParameterCut(dim=0, parts=(((0, 4), (8, 12)), ((4, 8), (12, 16))))
+    cuts["up_weight"]      # AttributeCut(dim=0, parts=(((0, 4), (8, 12)), ((4, 8), (12, 16))))
 
 Of a fused matrix of queries, keys and values a part has a range of each. Where there are fewer key heads than parts,
 several parts have the same ranges.
@@ -21,7 +21,7 @@ from autopar.capture.split.names import Name
 from autopar.capture.split.rules import Axis, Dims, Part, Ranges
 
 
-class ParameterCut(NamedTuple):
+class AttributeCut(NamedTuple):
     """How a parameter is divided among the parts of a layer."""
 
     dim: int
@@ -65,16 +65,16 @@ def split_dim(dims: Dims, part: Part) -> int | None:
     return next((place for place, dim in enumerate(dims) if part.splits(dim)), None)
 
 
-def cuts_of(analysis: Analysis, splits: Iterable[Split]) -> dict[str, ParameterCut]:
+def cuts_of(analysis: Analysis, splits: Iterable[Split]) -> dict[str, AttributeCut]:
     """Return how parameters are divided, by attribute; those that are whole on every part are left out.
 
     It takes the parameters' lengths times the number of parts.
     """
-    found: dict[str, ParameterCut] = {}
+    found: dict[str, AttributeCut] = {}
     for split in splits:
         parts = split.parts()
         for attribute, dims in analysis.parameters.items():
             at = split_dim(dims, parts[0])
             if at is not None:
-                found[attribute] = ParameterCut(at, tuple(part.ranges(dims[at]) for part in parts))
+                found[attribute] = AttributeCut(at, tuple(part.ranges(dims[at]) for part in parts))
     return found

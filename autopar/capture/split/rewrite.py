@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from autopar.capture.graph import Layer
 from autopar.capture.split.analysis import Analysis, analyse
 from autopar.capture.split.choice import Split, choose
-from autopar.capture.split.cuts import ParameterCut, split_dim
+from autopar.capture.split.cuts import AttributeCut, split_dim
 from autopar.capture.split.edges import NO_EDGES, Edges, find_edges
 from autopar.capture.split.names import MismatchError, is_partial, split_places
 from autopar.capture.split.rules import Axis, Part, ranges, take_ranges
@@ -68,7 +68,7 @@ def split_layer(
     sums: Sums,
     index: int,
     count: int,
-    recorded: Mapping[str, ParameterCut] | None = None,
+    recorded: Mapping[str, AttributeCut] | None = None,
     sequence: Mapping[str, int] | None = None,
 ) -> LayerPart:
     """Return a layer's part of so many.

@@ -25,7 +25,7 @@ from torch import fx
 from autopar.capture.graph import Layer
 from autopar.capture.split.analysis import Analysis, analyse
 from autopar.capture.split.choice import choose
-from autopar.capture.split.cuts import ParameterCut, Split
+from autopar.capture.split.cuts import AttributeCut, Split
 from autopar.capture.split.edges import has_even_slices, input_nodes, output_nodes
 from autopar.capture.split.names import Name, leaves
 from autopar.capture.split.sequence import SequenceSplit, reads_slices, split_sequence, writes_slices
@@ -34,7 +34,7 @@ Seeds = Sequence[tuple[str, fx.Node, int]]
 """Names of inputs and outputs, their nodes, and the dimension that slices are of."""
 
 
-def sequence_dims(layer: Layer, count: int, recorded: Mapping[str, ParameterCut] | None = None) -> dict[str, int]:
+def sequence_dims(layer: Layer, count: int, recorded: Mapping[str, AttributeCut] | None = None) -> dict[str, int]:
     """Return the dimensions along which a layer can take and give tensors in slices, by name; none if not worth it.
 
     Args:

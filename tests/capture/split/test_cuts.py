@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar.capture.split.analysis import Analysis, analyse
 from autopar.capture.split.choice import choose
-from autopar.capture.split.cuts import ParameterCut, cuts_of
+from autopar.capture.split.cuts import AttributeCut, cuts_of
 from autopar.capture.split.names import MismatchError
 from autopar.capture.split.rewrite import split_layer
 from autopar.capture.split.rules import ranges
@@ -48,13 +48,13 @@ def drawn(seed: int) -> Analysis:
 def test_a_part_has_ranges_of_queries_keys_and_values_and_uneven_ones_of_a_plain_name() -> None:
     analysis = grouped()
     cuts = cuts_of(analysis, choose(analysis, 4))
-    assert cuts["held_up_weight"] == ParameterCut(0, (((0, 3),), ((3, 6),), ((6, 8),), ((8, 10),)))
-    assert cuts_of(analysis, choose(analysis, 2))["held_qkv_weight"] == ParameterCut(
+    assert cuts["held_up_weight"] == AttributeCut(0, (((0, 3),), ((3, 6),), ((6, 8),), ((8, 10),)))
+    assert cuts_of(analysis, choose(analysis, 2))["held_qkv_weight"] == AttributeCut(
         0, (((0, 4), (8, 10), (12, 14)), ((4, 8), (10, 12), (14, 16)))
     )
     assert "held_down_bias" not in cuts
     # Of two key heads, two parts have the same one.
-    assert cuts["held_qkv_weight"] == ParameterCut(
+    assert cuts["held_qkv_weight"] == AttributeCut(
         0,
         (
             ((0, 2), (8, 10), (12, 14)),
@@ -86,11 +86,11 @@ def test_indices_without_a_gap_are_one_range() -> None:
         assert all(stop < start for (_, stop), (start, _) in pairwise(found))
 
 
-def restored(cuts: dict[str, ParameterCut]) -> dict[str, ParameterCut]:
+def restored(cuts: dict[str, AttributeCut]) -> dict[str, AttributeCut]:
     """Write cuts to JSON and read them back."""
     text = json.dumps({name: cut._asdict() for name, cut in cuts.items()})
     return {
-        name: ParameterCut(each["dim"], tuple(tuple((a, b) for a, b in part) for part in each["parts"]))
+        name: AttributeCut(each["dim"], tuple(tuple((a, b) for a, b in part) for part in each["parts"]))
         for name, each in json.loads(text).items()
     }
 
@@ -115,7 +115,7 @@ def test_cuts_that_cannot_be_repeated_are_refused_with_the_parameter() -> None:
         with pytest.raises(MismatchError, match="held_up_weight cannot be cut in 2 parts"):
             choose(analysis, 2, {**cuts, "held_up_weight": wrong})
     with pytest.raises(MismatchError, match="held_down_bias"):
-        choose(analysis, 2, {**cuts, "held_down_bias": ParameterCut(0, (((0, 4),), ((4, 8),)))})
+        choose(analysis, 2, {**cuts, "held_down_bias": AttributeCut(0, (((0, 4),), ((4, 8),)))})
     with pytest.raises(MismatchError, match="in 4 parts"):
         choose(analysis, 4, cuts)
     with pytest.raises(MismatchError, match="held_other"):

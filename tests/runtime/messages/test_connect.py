@@ -10,11 +10,11 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import SEND, SEND_GRADIENT
 from autopar.runtime.messages.staging import directions, warm_up
-from autopar.runtime.messages.transport import Pending, reducing_groups
+from autopar.runtime.messages.transport import Pending, reducing_groups, team_groups
 from autopar.runtime.settings import check_sharing
 from autopar.schedules.expand import expand
 from dictated import dictate
-from drawn_models import captured, plans
+from drawn_models import captured, plans, team_plans
 
 Communicator = tuple[str, tuple[int, ...]]
 
@@ -77,6 +77,13 @@ def test_all_that_a_program_uses_is_made_and_nothing_else(plan: Plan) -> None:
     groups = reducing_groups(plan)
     expected = {("message", pair) for pair in sent} | {("reduction", group) for group in groups}
     assert made(plan, groups[:1]) == expected | {("apart", group) for group in groups[:1]}
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@given(plan=team_plans("everything"))
+def test_all_that_teams_use_is_made_too(plan: Plan) -> None:
+    groups = {("reduction", group) for group in (*reducing_groups(plan), *team_groups(plan))}
+    assert made(plan, []) == {("message", pair) for pair in directions(plan)} | groups
 
 
 def test_cpus_are_not_asked_to_share_gpus() -> None:
