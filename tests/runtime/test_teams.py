@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,18 @@ def test_blocks_sum_twice_forwards_and_twice_backwards_and_gather_no_weight() ->
         # What it receives is joined as bytes, a tensor and a gradient of each micro-batch.
         assert len(own) - len(between) == 2 * 2 * micro_batches
         assert len(between) == 2 * micro_batches * 4 * len(blocks)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_gradients_of_whole_parameters_are_summed_once_a_step_together(micro_batches: int) -> None:
+    """Tensors between layers are in slices, which are gathered and scattered: what is summed are those gradients."""
+    model, graph, state = captured("narrow_gpt")
+    plan = in_teams(graph, dictate(graph, model, [1], micro_batches, 3), [2], sequence=True)
+    whole = set(dict(model.build(0).named_parameters())) - {cut.parameter for cut in plan.stages[0].cuts}
+    summed = sums_of("narrow_gpt", plan)[0]
+    numbers = sum(state[name].numel() for name in whole)
+    # Everything else that is summed belongs to one micro-batch, and is smaller.
+    assert [shape for _, _, shape in summed if prod(shape) >= numbers] == [(numbers,)] * 2
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
