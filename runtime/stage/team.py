@@ -13,10 +13,11 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from autopar.capture.graph import Layer, TensorSpec
+from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.split.cuts import AttributeCut
 from autopar.capture.split.names import MismatchError
 from autopar.capture.split.rewrite import split_layer
+from autopar.capture.split.rules.attention import draw_alone, drops_weights
 from autopar.capture.split.sums import Summand
 from autopar.errors import UsageError
 from autopar.formats.cuts import CutPiece, ParameterCut
@@ -56,17 +57,35 @@ def cut_views(
             yield here, own.narrow(cut.dim, low - bounds[0], high - low)
 
 
+def check_split_seeds(plan: Plan, graph: LayerGraph) -> None:
+    """Refuse ``split_seeds`` where no layer that a team splits attends with dropout in one operator.
+
+    Raises:
+        UsageError: says to leave it out.
+    """
+    layers = (graph.layer(name) for stage in plan.stages if stage.tensor_parallel > 1 for name in stage.layers)
+    modules = (layer.module for layer in layers)
+    if not any(drops_weights(module.graph.nodes) for module in modules if isinstance(module, fx.GraphModule)):
+        raise UsageError(
+            "`split_seeds`: no stage of several devices a replica attends in one operator with dropout; leave it out"
+        )
+
+
 class Team:
     """One rank's place among those that run its replica together; alone in most plans."""
 
-    def __init__(self, plan: Plan, rank: int, transport: Transport) -> None:
+    def __init__(self, plan: Plan, rank: int, transport: Transport, *, split_seeds: bool = False) -> None:
         """Find the rank's team, and which indices it has of its stages' parameters.
 
         Args:
             plan: what is carried out.
             rank: which rank this is.
             transport: carries sums.
+            split_seeds: whether fused attention's dropout is drawn by every part for itself.
         """
+        self._split_seeds = split_seeds
+        self.draws_alone = False
+        """Whether some of its layers do so."""
         self.ranks = team_of(plan, rank)
         """By part."""
         self.part = self.ranks.index(rank)
@@ -155,6 +174,9 @@ class Team:
         others = sorted(part.summing_parts - self._allowed[stage])
         if others:
             raise MismatchError(f"it adds up over parts {list(others[0])}, as the plan does not")
+        if self._split_seeds and drops_weights(part.module.graph.nodes):
+            self.draws_alone = True
+            draw_alone(part.module, self.part)
         self.summands |= {layer.parameters[attribute]: found for attribute, found in part.summands.items()}
         return replace(layer, module=part.module)
 

@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 
 from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
+from autopar.runtime.settings import TrainSettings
+from autopar.runtime.start.job import DEFAULTS
 from dictated import dictate
 from families import EAGER
 from in_teams import in_teams
@@ -152,13 +154,13 @@ def plan_of(case: Case, variant: Variant, *, teams: bool = True) -> Plan:
     return in_teams(case.graph, alone, [variant.layout.sizes[at] for at in groups], sequence=variant.sequence)
 
 
-def train_threads(case: Case, plan: Plan, folder: Path) -> list[float]:
+def train_threads(case: Case, plan: Plan, folder: Path, settings: TrainSettings = DEFAULTS) -> list[float]:
     """Train with ranks as threads, and keep what they end with."""
     folder.mkdir()
     module = case.model.build(0)
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     state = {name: each.detach().clone() for name, each in state.items()}
-    return train_in_threads(plan, case.graph, case.model, state, folder, STEPS)
+    return train_in_threads(plan, case.graph, case.model, state, folder, STEPS, settings)
 
 
 def train_processes(pool: RankPool) -> Callable[[Case, Plan, Path], list[float]]:
