@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
-from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -198,7 +198,7 @@ def test_gradients_of_whole_parameters_are_summed_once_a_step_together(micro_bat
     summed = sums_of("narrow_gpt", plan)[0]
     numbers = sum(state[name].numel() for name in whole)
     # Everything else that is summed belongs to one micro-batch, and is smaller.
-    assert [shape for _, _, shape in summed if prod(shape) >= numbers] == [(numbers,)] * 2
+    assert [shape for _, _, shape in summed if math.prod(shape) >= numbers] == [(numbers,)] * 2
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -271,6 +271,37 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused_before_training(
     assert all(
         "cannot step parts of parameters" in each and "plan with `stages` of one device" in each for each in said
     )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_in_half_precision_teams_are_as_far_from_exact_gradients_as_one_rank_is(
+    precision: Literal["bf16", "fp16"], size: int, sequence: bool, tmp_path: Path
+) -> None:
+    """They round sums of parts, one rank rounds whole sums: neither equals the other, and neither is the better one."""
+    files = {}
+    for kind in ("double", "float"):
+        files[kind] = tmp_path / f"{kind}.py"
+        text = FILE.format(base=str(EXAMPLES / "gpt.py"), narrow=NARROW["gpt"], optimizer=OPTIMIZERS["sgd"])
+        files[kind].write_text(text.replace("double()", f"{kind}()"))
+    case = make_case(files["float"])
+    plan = in_teams(case.graph, dictate(case.graph, case.model, [1], 2, 8), [size], sequence=sequence)
+    plan = plan.model_copy(update={"precision": precision})
+    state = {name: each.detach().clone() for name, each in case.model.build(0).named_parameters()}
+    losses = train_in_threads(plan, case.graph, case.model, state, tmp_path, STEPS)
+    exact = plain.train(files["double"], 2, 8, lambda name: [8])
+    single = plain.train(files["float"], 2, 8, lambda name: [8], precision=precision)
+    assert losses == pytest.approx(exact.losses, rel=0.02)
+    teams, one, largest = 0.0, 0.0, 0.0
+    for rank in range(size):
+        for name, gradient in load_file(tmp_path / f"gradients-{rank}").items():
+            wanted, other = (own_part(plan, rank, name, each.gradients[name]) for each in (exact, single))
+            teams += float((gradient - wanted).square().sum())
+            one += float((other - wanted).square().sum())
+            largest += float(wanted.square().sum())
+    assert 0.5 < math.sqrt(teams / one) < 1.5
+    assert math.sqrt(teams / largest) < 0.05
 
 
 @pytest.mark.parametrize(("widths", "sizes"), [([3, 1], [2, 1]), ([2, 1], [2, 2])])
