@@ -18,6 +18,7 @@ import plain
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
+from autopar.runtime.execute import StepRecord
 from autopar.runtime.messages.in_process import InProcessTransport
 from autopar.runtime.messages.transport import Pending, Transport
 from autopar.runtime.settings import TrainSettings
@@ -215,7 +216,8 @@ def test_ranks_that_sum_together_do_so_in_one_order(plan: Plan) -> None:
 def test_a_stage_is_clipped_by_the_norm_of_all_its_parts(policy: str, clip_norm: float, tmp_path: Path) -> None:
     case = _untied(tmp_path)
     alone = dictate(case.graph, case.model, [1, 1], 2, 5, warmup=[1, 1])
-    plans = [_unflushed(in_teams(case.graph, alone, sizes), policy) for sizes in ((1, 1), (2, 2))]
+    teams = in_teams(case.graph, alone, (2, 2), sequence=policy == "stash")
+    plans = [_unflushed(plan, policy) for plan in (alone, teams)]
     state = {name: each.detach().clone() for name, each in case.model.build(0).named_parameters()}
     folders = [tmp_path / "alone", tmp_path / "teams"]
     settings = TrainSettings(clip_norm=clip_norm, clip="stage")
@@ -244,6 +246,22 @@ def _unflushed(plan: Plan, policy: str) -> Plan:
     stages = [stage.model_copy(update={"warmup": depth}) for stage, depth in zip(plan.stages, (2, 1), strict=True)]
     more = {"anneal_steps": 3, "synchronous_steps": 1} if policy == "pipemare" else {}
     return plan.model_copy(update={"stages": tuple(stages), "weight_policy": policy, **more})
+
+
+def test_the_norm_of_all_gradients_has_those_that_are_added_up_late(tmp_path: Path) -> None:
+    case = _untied(tmp_path)
+    state = {name: each.detach().clone() for name, each in case.model.build(0).named_parameters()}
+    settings, norms = TrainSettings(clip_norm=0.05), []
+    for sizes in ((1, 1), (2, 2), (2, 4)):
+        alone = dictate(case.graph, case.model, [1, 1], 2, 5)
+        plan = in_teams(case.graph, alone, sizes, sequence=sizes != (2, 4))
+        records: dict[int, list[StepRecord]] = {}
+        folder = tmp_path / str(sizes)
+        folder.mkdir()
+        train_in_threads(plan, case.graph, case.model, state, folder, STEPS, settings, records)
+        norms.append([record.gradient_norm for record in records[0]])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-12)
+    assert norms[2] == pytest.approx(norms[0], rel=1e-12)
 
 
 OF_MATRICES = "torch.optim.Muon([each for each in parameters if each.dim() == 2])"

@@ -92,6 +92,27 @@ def test_gradients_of_whole_parameters_may_be_added_up_after_the_last_backward(f
     assert (apart.error < CLOSE) != forgets
 
 
+class Rescaled(Block):
+    """Scale what is in slices and what a region reads by the same numbers, twice or once, or the input, too."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.reads, self.scale = reads, nn.Parameter(torch.rand(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale if "before" in self.reads else x
+        x = super().forward(x * (self.scale.sum() if "whole" in self.reads else 1.0))
+        x = F.gelu(F.linear(x, self.up.weight * self.scale)) @ self.up.weight if "inside" in self.reads else x
+        return x * self.scale
+
+
+@pytest.mark.parametrize("reads", ["", "before", "inside", "whole", "before, inside and whole"])
+def test_a_parameter_with_several_readers_has_the_gradient_of_all(reads: str) -> None:
+    layer, x = layer_of(Rescaled(reads).double(), numbers(2, 8, 16)), numbers(2, 8, 16)
+    for dims in (sequence_dims(layer, 2), {}):
+        assert compare(layer, [x], 2, sequence=dims, deferred=True).error < CLOSE
+
+
 @pytest.mark.parametrize("ends", ["input", "output"])
 def test_tensors_that_are_not_named_cross_whole(ends: str) -> None:
     layer = layer_of(Block().double(), numbers(2, 8, 16))
