@@ -22,7 +22,7 @@ from autopar.formats.prices import ActionPrices
 from autopar.formats.profile import Profile
 from autopar.formats.program import Program
 from autopar.formats.timeline import Timeline, sending_of, track_of
-from autopar.planner.bounds.ranks import binding
+from autopar.planner.bounds import binding
 from autopar.planner.candidate import Candidate, CandidateStage, plain, splits_backward
 from autopar.planner.costs.durations import Durations, durations, prices_of, rank_bytes
 from autopar.planner.costs.in_flight import backwards

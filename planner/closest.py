@@ -17,7 +17,7 @@ from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement.pool import in_order
+from autopar.planner.placement import in_order
 
 MOST_EDGES = 64
 FEW_EDGES = 24

@@ -18,7 +18,7 @@ from autopar.formats.expressible import Expressible, Recomputation
 from autopar.formats.plan import Plan, Shard, layout_of
 from autopar.formats.profile import Profile
 from autopar.planner.assemble import assemble
-from autopar.planner.bounds.ranks import least_s
+from autopar.planner.bounds import least_s
 from autopar.planner.candidate import Candidate, Family, chunk_counts, divisors, groups, splits_backward, with_depths
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel

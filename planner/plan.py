@@ -30,7 +30,7 @@ from autopar.planner.alternatives import (
     try_stages,
 )
 from autopar.planner.assemble import assemble
-from autopar.planner.bounds.chain import candidate_bound_s
+from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, has_chunks, place, plain, splits_backward
 from autopar.planner.closest import closest
 from autopar.planner.constraints import Constraints, FixedStages, parse, refusal_of_all, runnable, too_wide
@@ -41,7 +41,7 @@ from autopar.planner.objectives.cost import cheapest_plan
 from autopar.planner.objectives.unflushed import check_policy, policy_fits, policy_plan
 from autopar.planner.options import PlanOptions, admissible_options, check_flags
 from autopar.planner.peers import Peer, peers
-from autopar.planner.placement.places import pool_of
+from autopar.planner.placement import pool_of
 from autopar.planner.search import other_schedules
 from autopar.planner.search.best_first import bounds_of_families, least_bound_s, search
 from autopar.planner.search.judge import ENOUGH, Best, SimulatedPlan, equal_widths

@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 from autopar.formats.plan import Division
 from autopar.formats.program import BACKWARD, REDUCE_TIED
 from autopar.formats.report import VirtualStage, VirtualWorker, VirtualWorkers
-from autopar.planner.bounds.chain import candidate_bound_s
+from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import Candidate, CandidateStage, divisors
 from autopar.planner.costs.durations import Durations, durations
 from autopar.planner.costs.links import Traffic

@@ -17,7 +17,7 @@ from autopar.planner.costs.activations import Counts, Numbers, rows_bytes, runni
 from autopar.planner.costs.layers import Levels
 from autopar.planner.costs.memory import Parts, PeakTerms, lengths_swept, moments_of, peak_of
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
-from autopar.planner.placement.pool import Pool
+from autopar.planner.placement import Pool
 from autopar.planner.search.variants import Choice
 
 MOST_KEPT = 20_000_000

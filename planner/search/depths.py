@@ -9,7 +9,7 @@ from itertools import pairwise, takewhile
 from math import ceil, log, prod
 from typing import NamedTuple
 
-from autopar.planner.bounds.chain import link_terms, round_trips
+from autopar.planner.bounds import link_terms, round_trips
 from autopar.planner.candidate import Candidate, CandidateStage, Family, with_depths
 from autopar.planner.costs import memoize
 from autopar.planner.costs.layers import Span

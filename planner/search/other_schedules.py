@@ -18,8 +18,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import group_of, layout_of
 from autopar.formats.prediction import Bounds
 from autopar.planner.alternatives import Reference, try_stages
-from autopar.planner.bounds.chain import work_s
-from autopar.planner.bounds.ranks import least_s
+from autopar.planner.bounds import least_s, work_s
 from autopar.planner.candidate import (
     Candidate,
     Family,

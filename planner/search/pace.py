@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.bounds.chain import beside_s, candidate_bound_s, work_s
+from autopar.planner.bounds import beside_s, candidate_bound_s, work_s
 from autopar.planner.candidate import CandidateStage, with_depths
 from autopar.planner.costs.activations import Counts
 from autopar.planner.costs.layers import Span

@@ -1,7 +1,7 @@
 """Trips: the least round trip of a family's plans that compute little beside it, and a lower bound of the step by it.
 
 A step takes at least a micro-batch's round trip from the first stage, R(1), and what passes beside it, B. Unfolding the
-bound (:mod:`autopar.planner.bounds.chain`) of a plan with the round trips R(s) shows what B is no less than, at every
+bound (:mod:`autopar.planner.bounds`) of a plan with the round trips R(s) shows what B is no less than, at every
 stage:
 
     (M / k - 1) R(s)        what it computes at least while none of R(s) passes        (M - 1) max(c, c')

@@ -1,7 +1,7 @@
 """Tables: lower bounds of all suffixes, as arrays over the states of the pool.
 
 For the layers from ``first`` on, placed on the devices that a state of the pool leaves, a table holds the
-component-wise minimum of the terms of all stages that fit: as :func:`autopar.planner.bounds.chain.fold` never falls
+component-wise minimum of the terms of all stages that fit: as :func:`autopar.planner.bounds.fold` never falls
 when one of them grows, folding a prefix onto the minima never exceeds the bound of any completion.
 
 Stages move from one state of the pool to another. With a cap on the step, a table leaves out stages that no plan below
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.planner.bounds.chain import LinkTerms, StageTerms, Terms, Value, fold, fold_chain, last
+from autopar.planner.bounds import LinkTerms, StageTerms, Terms, Value, fold, fold_chain, last
 from autopar.planner.costs.activations import Counts, Numbers
 from autopar.planner.options import PlanOptions
 from autopar.planner.search.stages import NextStages, StageTables
@@ -283,7 +283,7 @@ _NONE = float("-inf")
 class Prefix(NamedTuple):
     """The largest of a number, of a term of what follows and a number, and of lines over its round trip.
 
-    :func:`autopar.planner.bounds.chain.fold` is made of sums and maxima, so that folding any number of stages is again
+    :func:`autopar.planner.bounds.fold` is made of sums and maxima, so that folding any number of stages is again
     of this form.
     """
 

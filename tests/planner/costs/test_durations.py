@@ -10,7 +10,7 @@ import pytest
 from autopar.formats.cluster import Overlap
 from autopar.formats.plan import Plan
 from autopar.planner.assemble import assemble
-from autopar.planner.bounds.ranks import least_s
+from autopar.planner.bounds import least_s
 from autopar.planner.candidate import Candidate
 from autopar.planner.costs.durations import durations
 from autopar.planner.costs.links import Sharing, Traffic

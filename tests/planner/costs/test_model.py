@@ -9,7 +9,7 @@ import pytest
 from autopar.formats.cluster import Cluster, Curve, Device, Link, Overlap
 from autopar.formats.profile import Layer, Line, Profile, Tensor, TiedParameter
 from autopar.planner import plan
-from autopar.planner.bounds.chain import candidate_bound_s
+from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import Candidate, CandidateStage, families
 from autopar.planner.costs.in_flight import stage_terms
 from autopar.planner.costs.layers import LayerCosts

@@ -8,7 +8,7 @@ import pytest
 
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
-from autopar.planner.bounds.chain import candidate_bound_s
+from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions

@@ -11,7 +11,7 @@ from autopar.planner.candidate import Candidate, CandidateStage, Family, familie
 from autopar.planner.costs.layers import Levels
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement.places import pool_of
+from autopar.planner.placement import pool_of
 from autopar.planner.search.depth_limits import DepthLimits, LayerOrder
 from autopar.planner.search.variants import FINE, Choice, choices
 from random_problems import random_cluster, random_profile

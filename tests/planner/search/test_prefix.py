@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from autopar.planner.bounds.chain import LinkTerms, StageTerms, Terms, fold, fold_chain
+from autopar.planner.bounds import LinkTerms, StageTerms, Terms, fold, fold_chain
 from autopar.planner.search.tables import NOTHING, Prefix
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.planner.bounds.chain import candidate_bound_s, round_trips
+from autopar.planner.bounds import candidate_bound_s, round_trips
 from autopar.planner.candidate import Candidate, families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement.places import pool_of
+from autopar.planner.placement import pool_of
 from autopar.planner.search.round_trips import RoundTrips
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.tables import States

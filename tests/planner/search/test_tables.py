@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.planner.bounds.chain import candidate_bound_s, work_s
+from autopar.planner.bounds import candidate_bound_s, work_s
 from autopar.planner.candidate import Candidate, Family, families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement.places import pool_of
+from autopar.planner.placement import pool_of
 from autopar.planner.search.tables import StageTables, SuffixTables
 from hierarchies import hierarchy
 from oracles.exhaustive import everything
