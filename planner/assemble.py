@@ -24,10 +24,9 @@ from autopar.formats.program import Program
 from autopar.formats.timeline import Timeline, sending_of, track_of
 from autopar.planner.bounds import binding
 from autopar.planner.candidate import Candidate, CandidateStage, plain, splits_backward
-from autopar.planner.costs.durations import Durations, durations, prices_of, rank_bytes
-from autopar.planner.costs.in_flight import backwards
-from autopar.planner.costs.links import Collective, Traffic
-from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.communication import Collective, Traffic
+from autopar.planner.costs.memory import backwards
+from autopar.planner.costs.model import CostModel, Durations, durations, prices_of, rank_bytes
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.simulate import Simulator, trace
 from autopar.planner.simulator.unflushed import trace_unflushed, without_flushes

@@ -50,7 +50,7 @@ import numpy.typing as npt
 
 from autopar.formats.prediction import BoundPart, Term
 from autopar.planner.candidate import Candidate, CandidateStage, Family, groups, plain, splits_backward
-from autopar.planner.costs.in_flight import Backwards, backwards
+from autopar.planner.costs.memory import Backwards, backwards
 from autopar.planner.costs.model import CostModel
 from autopar.schedules.route import Route
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from autopar.formats.cluster import Level
 from autopar.planner.costs import memoize
-from autopar.planner.costs.links import Sharing
+from autopar.planner.costs.communication import Sharing
 from autopar.planner.costs.model import CostModel
 
 

@@ -8,9 +8,8 @@ from itertools import accumulate
 
 from autopar.errors import UsageError
 from autopar.planner.candidate import Candidate, Family, place, with_depths
-from autopar.planner.costs.durations import Durations, durations
 from autopar.planner.costs.layers import LayerCosts, Seconds
-from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.model import CostModel, Durations, durations
 from autopar.planner.simulator.rows import Rows
 from autopar.planner.simulator.simulate import Simulator, run
 from autopar.schedules import SCHEDULES

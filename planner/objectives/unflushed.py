@@ -28,10 +28,9 @@ from autopar.planner.candidate import Candidate, CandidateStage, Family, within
 from autopar.planner.constraints import Constraints, FixedStages
 from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import Numbers
-from autopar.planner.costs.durations import durations
-from autopar.planner.costs.links import Traffic
+from autopar.planner.costs.communication import Traffic
 from autopar.planner.costs.memory import PeakTerms, peak_of
-from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
+from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel, durations
 from autopar.planner.infeasible import Fits, advice, policy_remedies, size
 from autopar.planner.objectives.partitions import PartitionTable
 from autopar.planner.options import PlanOptions

@@ -31,10 +31,9 @@ from autopar.formats.program import BACKWARD, REDUCE_TIED
 from autopar.formats.report import VirtualStage, VirtualWorker, VirtualWorkers
 from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import Candidate, CandidateStage, divisors
-from autopar.planner.costs.durations import Durations, durations
-from autopar.planner.costs.links import Traffic
+from autopar.planner.costs.communication import Traffic
 from autopar.planner.costs.memory import PeakTerms
-from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.model import CostModel, Durations, durations
 from autopar.planner.peers.partition import Makeup, Partition, Partitioner, PipelineCounts, depths, makeup_of
 from autopar.planner.peers.partition import work as partition_work
 from autopar.planner.peers.prices import Prices

@@ -21,8 +21,8 @@ from autopar.planner.bounds import LinkTerms, StageTerms, beside_s, last
 from autopar.planner.candidate import CandidateStage, Family, splits_backward
 from autopar.planner.constraints import Constraints, limits_met
 from autopar.planner.costs.activations import Area, Areas, Counts, Numbers
+from autopar.planner.costs.communication import Collective
 from autopar.planner.costs.layers import Span
-from autopar.planner.costs.links import Collective
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement import Places, Pool, StateMove

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.planner.candidate import Candidate
-from autopar.planner.costs.durations import Durations
+from autopar.planner.costs.model import Durations
 
 Numbers = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]

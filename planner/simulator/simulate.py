@@ -10,9 +10,8 @@ from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
 from autopar.formats.program import Program
 from autopar.formats.timeline import Timeline
 from autopar.planner.candidate import Candidate, groups, has_chunks, plain
-from autopar.planner.costs.durations import Durations, durations
-from autopar.planner.costs.links import Sharing, Traffic
-from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.communication import Sharing, Traffic
+from autopar.planner.costs.model import CostModel, Durations, durations
 from autopar.planner.simulator.contention import ContentionSimulation
 from autopar.planner.simulator.levels import action_levels, drop_covered_messages, simulate_levels
 from autopar.planner.simulator.rows import Lanes, Rows, compile_rows, rows_of

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from autopar.formats.plan import Plan
 from autopar.formats.program import BACKWARD, FORWARD, UPDATE, Program
 from autopar.formats.timeline import Timeline
-from autopar.planner.costs.durations import Durations
-from autopar.planner.costs.links import Traffic
+from autopar.planner.costs.communication import Traffic
+from autopar.planner.costs.model import Durations
 from autopar.planner.simulator.simulate import trace
 from autopar.schedules.continuing import lead, written_out
 

@@ -10,7 +10,7 @@ from autopar.formats.cluster import Overlap
 from autopar.planner import PlanOptions
 from autopar.planner import assemble as assembling
 from autopar.planner.assemble import assemble
-from autopar.planner.costs.links import Sharing
+from autopar.planner.costs.communication import Sharing
 from autopar.planner.costs.model import CostModel
 from autopar.schedules.expand import action_count, expand
 from drawn import random_candidate

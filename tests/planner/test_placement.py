@@ -1,4 +1,4 @@
-"""Pools against plain bookkeeping, policies on pictures, and the search against an oracle of all ways to take devices."""
+"""Pools against plain bookkeeping, policies on pictures, and the search against an oracle of all ways to take them."""
 
 from __future__ import annotations
 

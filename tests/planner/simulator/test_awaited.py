@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.planner.candidate import Candidate, CandidateStage
-from autopar.planner.costs.durations import Durations
+from autopar.planner.costs.model import Durations
 from autopar.planner.simulator.levels import action_levels, drop_covered_messages, simulate_levels
 from autopar.planner.simulator.rows import rows_of
 from autopar.planner.simulator.simulate import run, skeleton

@@ -8,8 +8,7 @@ import pytest
 
 from autopar.planner import PlanOptions
 from autopar.planner.candidate import Candidate, CandidateStage
-from autopar.planner.costs.durations import Durations, durations
-from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.model import CostModel, Durations, durations
 from autopar.planner.simulator.levels import action_levels, simulate_levels
 from autopar.planner.simulator.rows import rows_of
 from autopar.planner.simulator.simulate import Simulator, run, skeleton

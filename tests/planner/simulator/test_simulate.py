@@ -17,8 +17,7 @@ from autopar.formats.timeline import Timeline
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.assemble import assemble
 from autopar.planner.candidate import Family, place, with_depths
-from autopar.planner.costs.durations import Durations, durations
-from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.model import CostModel, Durations, durations
 from autopar.planner.simulator.simulate import Simulator, compile_rows, run, trace
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand

@@ -11,7 +11,7 @@ import pytest
 
 from autopar.formats.program import UPDATE
 from autopar.planner.candidate import Candidate, CandidateStage
-from autopar.planner.costs.durations import Durations
+from autopar.planner.costs.model import Durations
 from autopar.planner.simulator.simulate import skeleton
 from autopar.planner.simulator.unflushed import CYCLE, mini_batches, pipeline_times, trace_unflushed
 from autopar.schedules.expand import expand
