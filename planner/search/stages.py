@@ -26,7 +26,7 @@ from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement import Places, Pool, StateMove
-from autopar.planner.search.depth_limits import DepthLimits
+from autopar.planner.search.depths import DepthLimits
 from autopar.planner.search.judge import MOST_TABLED, TABLED, TABLED_APART
 from autopar.planner.search.variants import Choice, Fineness, Queues, Variant, choices, lengths_of, queues, ways_of
 

@@ -13,7 +13,6 @@ from autopar.formats.profile import Profile
 from autopar.planner import plan
 from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import families
-from autopar.planner.compare import compare
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.peers.dapple import choose, reachable
@@ -27,6 +26,7 @@ from autopar.planner.placement import (
     every_way,
     groups_of,
 )
+from autopar.planner.plan import compare
 from autopar.planner.search.best_first import SearchResult, search
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator

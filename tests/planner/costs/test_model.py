@@ -1,4 +1,4 @@
-"""Costs against hand-made and step-by-step ones; steps of several stages a rank, or halves, against a naive solution."""
+"""Costs against hand-made and step-by-step ones; steps of several stages a rank, or halves, against naive solutions."""
 
 from __future__ import annotations
 
