@@ -37,8 +37,8 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import advice, any_plan_fits, closest, infeasible, remedies
 from autopar.planner.milp.solve import search_by_milp
 from autopar.planner.objectives.cost import cheapest_plan
-from autopar.planner.objectives.unflushed import check_policy, policy_fits, policy_plan
-from autopar.planner.options import PlanOptions, admissible_options, check_flags
+from autopar.planner.objectives.unflushed import policy_fits, policy_plan
+from autopar.planner.options import PlanOptions, admissible_options, check_flags, check_policy
 from autopar.planner.peers import Peer, peers
 from autopar.planner.placement import pool_of
 from autopar.planner.search import other_schedules
@@ -101,8 +101,7 @@ def plan(
     with _without_collection():
         question = Question.of(profile, cluster, options, progress)
         if options.weight_policy != "sync":
-            own = question.constraints, question.options, question.fixed_stages, partial(_policy_fits, question)
-            return policy_plan(question.simulator, question.families, *own)
+            return policy_plan(question, partial(_policy_fits, question))
         if options.schedule != "auto" and not plain(options.schedule):
             return _plan_schedule(question)
         if options.objective == "cost":
@@ -252,8 +251,7 @@ def _policy_fits(question: Question, options: PlanOptions) -> bool:
     """Whether there is a plan with other options, with flushes or without."""
     if options.weight_policy == "sync":
         return _plan_fits(question, options)
-    other = Question.of(question.costs.profile, question.costs.cluster, options)
-    return policy_fits(other.simulator, other.families, other.constraints, other.options, other.fixed_stages)
+    return policy_fits(Question.of(question.costs.profile, question.costs.cluster, options))
 
 
 def _plan_fits(question: Question, options: PlanOptions) -> bool:

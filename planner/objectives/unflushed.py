@@ -41,7 +41,7 @@ from autopar.formats.plan import Division, Plan, turn_count
 from autopar.formats.prediction import Alternative
 from autopar.planner.assemble import plan_of, prediction, stage_record
 from autopar.planner.candidate import Candidate, CandidateStage, Family, within
-from autopar.planner.constraints import Constraints, FixedStages
+from autopar.planner.constraints import Constraints, FixedStages, Question
 from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import Counts, Numbers
 from autopar.planner.costs.communication import Traffic
@@ -50,7 +50,7 @@ from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel, durations
 from autopar.planner.infeasible import Fits, advice, policy_remedies, size
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.contention import DeadlockError
-from autopar.planner.simulator.simulate import PipelineTimes, Simulator, pipeline_times, skeleton, trace_unflushed
+from autopar.planner.simulator.simulate import PipelineTimes, Simulator, outline, pipeline_times, trace_unflushed
 from autopar.policies import POLICIES, kept_versions, stage_depths
 from autopar.schedules.expand import expand
 
@@ -352,13 +352,8 @@ class PolicyJudge:
     def simulate(self, candidate: Candidate) -> PipelineTimes:
         """Return how a candidate goes on; for ever, where replicas that take turns wait for each other."""
         times = durations(self.costs, candidate)
-        flows = tuple(
-            (producer, consumer, flow.gradients > 0)
-            for producer, consumer, flow in self.costs.flows.exchanges(candidate.cuts)
-        )
-        tied = [holders for _, holders in self.costs.tied_between(candidate.stages)]
         settings = {"weight_policy": self.options.weight_policy, "ahead": self.ahead}
-        plan = skeleton(candidate, flows, tied).model_copy(update=settings)
+        plan = outline(self.costs, candidate).model_copy(update=settings)
         traffic = Traffic(self.costs.sharing, candidate.devices) if self.costs.sharing else None
         try:
             return pipeline_times(trace_unflushed(plan, expand(plan), times, traffic), plan)
@@ -390,14 +385,8 @@ class PolicyJudge:
 
     def _fitting(self, family: Family, frame: Sequence[CandidateStage], depths: Sequence[int]) -> Candidate | None:
         """Return a partition so deep, or as deep as its policy and memory admit; none where one in flight does not."""
-        most = next(
-            (
-                depth
-                for depth in range(max(depths), 0, -1)
-                if self.policy.least_micro_batches(depth) <= family.micro_batches
-            ),
-            0,
-        )
+        least = self.policy.least_micro_batches
+        most = next((depth for depth in range(max(depths), 0, -1) if least(depth) <= family.micro_batches), 0)
         found = [min(depth, most) for depth in depths]
         ways = [tuple(self._recompute_sets(family, stage)) for stage in frame]
         while most:
@@ -434,63 +423,44 @@ class _Search(NamedTuple):
     is_partial: bool
 
 
-def policy_plan(
-    simulator: Simulator,
-    families: Sequence[Family],
-    constraints: Constraints,
-    options: PlanOptions,
-    fixed_stages: FixedStages | None,
-    fits: Fits,
-) -> Plan:
+def policy_plan(question: Question, fits: Fits) -> Plan:
     """Return the plan of the options' weight policy with the least period, or the one of dictated stages.
 
-    Args:
-        simulator: judges candidates.
-        families: micro-batches, and their samples.
-        constraints: what the options forbid of stages.
-        options: what the user asks.
-        fixed_stages: the only stages that are wanted, if some are.
-        fits: whether there is a plan with other options.
+    ``fits`` says whether there is a plan with other options.
 
     Raises:
         UsageError: no partition obeys the options.
         InfeasibleError: none fits the memory.
     """
-    judge = PolicyJudge(simulator, options)
-    found = _search(judge, families, constraints, fixed_stages)
+    judge = PolicyJudge(question.simulator, question.options)
+    found = _search(judge, question)
     if found.best is None:
-        ample = CostModel(judge.costs.profile, judge.costs.cluster, replace(options, memory_bytes=UNLIMITED_BYTES))
-        without_limit = PolicyJudge(Simulator(ample, progress=simulator.progress), options)
-        raise _nothing(without_limit, _search(without_limit, families, constraints, fixed_stages), fits)
+        options = replace(judge.options, memory_bytes=UNLIMITED_BYTES)
+        ample = CostModel(judge.costs.profile, judge.costs.cluster, options)
+        without_limit = PolicyJudge(Simulator(ample, progress=judge.simulator.progress), judge.options)
+        raise _nothing(without_limit, _search(without_limit, question), fits)
     return _plan_of(judge, found)
 
 
-def policy_fits(
-    simulator: Simulator,
-    families: Sequence[Family],
-    constraints: Constraints,
-    options: PlanOptions,
-    fixed_stages: FixedStages | None,
-) -> bool:
+def policy_fits(question: Question) -> bool:
     """Whether some pipeline of the options' weight policy fits the memory."""
-    judge = PolicyJudge(simulator, options)
+    judge, constraints = PolicyJudge(question.simulator, question.options), question.constraints
     parts = (
         (family, frame)
-        for family, devices in product(families, device_orders(judge.costs))
-        for _, frame in islice(_partitions(judge, family, devices, constraints, fixed_stages), MOST_TRIED)
+        for family, devices in product(question.families, device_orders(judge.costs))
+        for _, frame in islice(_partitions(judge, family, devices, constraints, question.fixed_stages), MOST_TRIED)
     )
     return any(next(judge.candidates(family, frame), None) is not None for family, frame in parts)
 
 
-def _search(
-    judge: PolicyJudge, families: Sequence[Family], constraints: Constraints, fixed_stages: FixedStages | None
-) -> _Search:
+def _search(judge: PolicyJudge, question: Question) -> _Search:
+    constraints = question.constraints
     best: _Verdict | None = None
     tried, is_partial, least_s = 0, False, math.inf
-    asked = list(product(families, device_orders(judge.costs)))
+    asked = list(product(question.families, device_orders(judge.costs)))
     for position, (family, devices) in enumerate(asked):
         judge.simulator.progress(f"searching {judge.options.weight_policy}", position / len(asked))
-        parts = _partitions(judge, family, devices, constraints, fixed_stages)
+        parts = _partitions(judge, family, devices, constraints, question.fixed_stages)
         for number, (busiest_s, frame) in enumerate(parts):
             if not number:
                 least_s = min(least_s, busiest_s)
@@ -612,28 +582,6 @@ def _nothing(judge: PolicyJudge, search: _Search, fits: Fits) -> Exception:
         f"no pipeline of policy {policy} obeys the options"
         f"{'' if judge.policy.shares_parameters else ': its stages share no parameters'}; plan with `policy='sync'`"
     )
-
-
-_UNKNOWN = ("schedule", "chunks", "solver", "exact", "equal_widths", "deadline_s", "divisible", "max_candidates")
-
-
-def check_policy(options: PlanOptions) -> PlanOptions:
-    """Return the options with what a weight policy decides.
-
-    Raises:
-        UsageError: they ask for what no pipeline without flushes has.
-    """
-    usual = PlanOptions()
-    asked = f"`policy={options.policy!r}`" if options.policy != "sync" else f"`objective={options.objective!r}`"
-    for name in _UNKNOWN:
-        value = getattr(options, name)
-        if value != getattr(usual, name) and (name, value) != ("schedule", "1f1b"):
-            raise UsageError(f"`{name}` does not go with {asked}; leave out one of them")
-    if options.objective == "cost":
-        raise UsageError(f"{asked} does not go with `objective='cost'`; leave out one of them")
-    if options.shard not in ("auto", "none"):
-        raise UsageError(f"`shard={options.shard!r}`: no versions are kept of what replicas divide; leave out `shard`")
-    return replace(options, shard="none", schedule="1f1b")
 
 
 def shallow_depths(turning: Sequence[int]) -> list[int]:

@@ -48,7 +48,7 @@ from autopar.planner.costs.communication import Traffic
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel, Durations, durations
 from autopar.planner.peers.prices import Array, Indices, Prices, between
-from autopar.planner.simulator.simulate import Simulator, skeleton, trace
+from autopar.planner.simulator.simulate import Simulator, outline, trace
 from autopar.schedules.expand import expand
 
 Counts = tuple[int, ...]
@@ -403,8 +403,7 @@ def _durations(costs: CostModel, own: Candidate, workers: int) -> Durations:
 
 def _ready(costs: CostModel, own: Candidate, times: Durations) -> list[float]:
     """Return when each stage's gradients are there."""
-    flows = [(producer, consumer, flow.gradients > 0) for producer, consumer, flow in costs.flows.exchanges(own.cuts)]
-    program = expand(skeleton(own, flows, [holders for _, holders in costs.tied_between(own.stages)]))
+    program = expand(outline(costs, own))
     found = [0.0] * len(own.devices)
     for event in trace(program, times, Traffic(costs.sharing, own.devices) if costs.sharing else None):
         if event.action.kind in (BACKWARD, REDUCE_TIED):

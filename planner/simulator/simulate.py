@@ -504,6 +504,13 @@ def skeleton(
     )
 
 
+def outline(costs: CostModel, candidate: Candidate) -> Plan:
+    """Return :func:`skeleton` with everything that the stages of a candidate send, and share."""
+    every = costs.flows.exchanges(candidate.cuts)
+    flows = [(producer, consumer, flow.gradients > 0) for producer, consumer, flow in every]
+    return skeleton(candidate, flows, [holders for _, holders in costs.tied_between(candidate.stages)])
+
+
 CYCLE = 12
 """Mini-batches that the period is the mean of, at least; what repeats after 2, 3, 4 or 6 of them is met."""
 
