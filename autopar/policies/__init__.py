@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from autopar.policies.pipedream import Stash, TwoBuffers, VerticalSync
 from autopar.policies.pipemare import PipeMare
 from autopar.policies.policy import Policy, StageDepths
 from autopar.policies.predict import Ahead, Predict, xpipe_constants
-from autopar.policies.stash import Stash
-from autopar.policies.two_buffers import TwoBuffers
-from autopar.policies.vertical_sync import VerticalSync
 
 POLICIES: dict[str, Policy] = {
     "stash": Stash(),

@@ -32,8 +32,8 @@ from autopar.formats.program import (
     RankProgram,
 )
 from autopar.policies import POLICIES, distances
+from autopar.policies.pipedream import sum_lag
 from autopar.policies.policy import StageDepths
-from autopar.policies.two_buffers import sum_lag
 
 
 class RepetitionEntry(NamedTuple):
