@@ -11,8 +11,7 @@ from autopar.formats.document import MOST_RANKS, parse_bandwidth, parse_bytes
 from autopar.formats.plan import SHARDS, ReplicatedState, Shard, WeightPolicy, layout_of
 from autopar.formats.profile import Profile
 from autopar.policies.predict import Ahead
-from autopar.schedules import SCHEDULES
-from autopar.schedules.spelling import schedule_named
+from autopar.schedules import SCHEDULES, schedule_named
 
 PLANNED = ("gpipe", "1f1b")
 """Schedules whose plans are bounded by tables; those of others are found by trying."""

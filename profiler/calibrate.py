@@ -19,7 +19,7 @@ from autopar.errors import FileError
 from autopar.formats.document import MOST_RANKS, SHOWN, read_text
 from autopar.profiler.estimate import Workload, layer_seconds
 from autopar.profiler.roofline import Constants, Numbers
-from autopar.schedules.spelling import canonical
+from autopar.schedules import canonical
 
 NOISE = 0.07
 """Relative error that a run is expected to be predicted with: what the constants cannot explain."""

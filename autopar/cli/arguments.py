@@ -125,8 +125,7 @@ def schedules(incomplete: str) -> list[str]:
     >>> schedules("zb"), schedules("Inter")
     (['zb-h1', 'zb-h2', 'zb-v'], ['Interleaved1F1B'])
     """
-    from autopar.schedules import SCHEDULES
-    from autopar.schedules.spelling import TORCH_NAMES
+    from autopar.schedules import SCHEDULES, TORCH_NAMES
 
     return _beginning(incomplete, ("auto", *SCHEDULES)) or _beginning(incomplete, TORCH_NAMES)
 

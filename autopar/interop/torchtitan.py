@@ -23,7 +23,7 @@ from autopar.interop.layout import DictatedStages, ends_refusal, stages_text
 from autopar.interop.names import LLAMA_LIKE, ModelNames, family_of, modules_of, parts_of, rename
 from autopar.interop.target import ExportFile, ExportSubject, Target, comment, heading, modules_of_stage
 from autopar.interop.torch_pipelining import computations, orders_of
-from autopar.schedules.spelling import TORCH_NAMES, canonical
+from autopar.schedules import TORCH_NAMES, canonical
 
 _NAMES = ModelNames(("tok_embeddings",), "layers", "norm", "lm_head")
 _ROTARY = "rotary_emb"

@@ -1,8 +1,9 @@
 """Schedules: a plan becomes a program.
 
-One file per schedule; :data:`SCHEDULES` names them all. A schedule orders the forwards and backwards of one rank, and
-names the in-flight depths it may be run with; :func:`autopar.schedules.expand.expand` adds the messages, the reductions
-and the update. Which stages share devices is :mod:`autopar.formats.plan`'s.
+One file per schedule, and one for the three of zero bubbles; :data:`SCHEDULES` names them all. A schedule orders the
+forwards and backwards of one rank, and names the in-flight depths it may be run with;
+:func:`autopar.schedules.expand.expand` adds the messages, the reductions and the update. Which stages share devices is
+:mod:`autopar.formats.plan`'s. Users may spell a schedule as torch.distributed.pipelining does (:func:`canonical`).
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from autopar.schedules import dualpipe_v, gpipe, interleaved, one_forward_one_backward, zb_h1, zb_h2, zb_v
+from autopar.errors import UsageError
+from autopar.schedules import dualpipe_v, gpipe, interleaved, one_forward_one_backward, zero_bubble
 from autopar.schedules.order import Computation, RankPlace
 
-__all__ = ["SCHEDULES", "Schedule"]
+__all__ = ["SCHEDULES", "TORCH_NAMES", "Schedule", "canonical", "schedule_named"]
 
 
 class Schedule(NamedTuple):
@@ -31,8 +33,51 @@ SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(gpipe.order, gpipe.warmups),
     "1f1b": Schedule(one_forward_one_backward.order, one_forward_one_backward.warmups),
     "interleaved": Schedule(interleaved.order, interleaved.warmups),
-    "zb-h1": Schedule(zb_h1.order, zb_h1.warmups, halves=True),
-    "zb-h2": Schedule(zb_h2.order, zb_h2.warmups, halves=True),
-    "zb-v": Schedule(zb_v.order, zb_v.warmups, halves=True),
+    "zb-h1": Schedule(zero_bubble.h1_order, zero_bubble.h1_warmups, halves=True),
+    "zb-h2": Schedule(zero_bubble.h2_order, zero_bubble.h2_warmups, halves=True),
+    "zb-v": Schedule(zero_bubble.v_order, zero_bubble.v_warmups, halves=True),
     "dualpipe-v": Schedule(dualpipe_v.order, dualpipe_v.warmups, halves=True),
 }
+
+TORCH_NAMES = {
+    "GPipe": "gpipe",
+    "1F1B": "1f1b",
+    "Interleaved1F1B": "interleaved",
+    "ZBVZeroBubble": "zb-v",
+    "DualPipeV": "dualpipe-v",
+}
+"""torch's schedules, whose classes are called so behind ``Schedule``."""
+_NEAREST = {"InterleavedZeroBubble": "interleaved or zb-v", "LoopedBFS": "interleaved"}
+"""torch's schedules that autopar has not."""
+
+
+def _plain(text: str) -> str:
+    return "".join(each for each in text.casefold() if each.isalnum()).removeprefix("schedule")
+
+
+_ABSENT = {_plain(name): name for name in _NEAREST}
+
+
+def canonical(text: str) -> str | None:
+    """Return autopar's name of a schedule, however it is spelled; none if it is not known.
+
+    >>> canonical("Schedule1F1B"), canonical("zbvzerobubble"), canonical("ZB_H1"), canonical("Looped")
+    ('1f1b', 'zb-v', 'zb-h1', None)
+    """
+    known = {_plain(name): name for name in SCHEDULES} | {_plain(torch): name for torch, name in TORCH_NAMES.items()}
+    return known.get(_plain(text))
+
+
+def schedule_named(text: str) -> str:
+    """Return autopar's name of a schedule, or ``auto``.
+
+    Raises:
+        UsageError: it is not known; says which are.
+    """
+    if isinstance(text, str):
+        found = "auto" if _plain(text) == "auto" else canonical(text)
+        if found is not None:
+            return found
+    absent = _ABSENT.get(_plain(text)) if isinstance(text, str) else None
+    near = f"; torch's {absent} has no counterpart, near it is {_NEAREST[absent]}" if absent else ""
+    raise UsageError(f"`schedule` must be one of auto, {', '.join(SCHEDULES)}; found {text!r}{near}")

@@ -7,8 +7,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from autopar.errors import UsageError
 from autopar.planner import PlanOptions
-from autopar.schedules import SCHEDULES
-from autopar.schedules.spelling import TORCH_NAMES, canonical, schedule_named
+from autopar.schedules import SCHEDULES, TORCH_NAMES, canonical, schedule_named
 
 
 @pytest.mark.parametrize(("spelled", "name"), [*((name, name) for name in SCHEDULES), *TORCH_NAMES.items()])

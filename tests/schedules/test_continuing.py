@@ -1,0 +1,76 @@
+"""Pipelines that are never flushed, written out, against a plain loop over their backwards."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from autopar.formats.plan import Plan
+from autopar.formats.program import BACKWARD, FORWARD, UPDATE, Action
+from autopar.planner.candidate import Candidate, CandidateStage
+from autopar.planner.simulator.simulate import skeleton
+from autopar.policies import POLICIES
+from autopar.schedules.continuing import Repetition, depths_of, lead, repetition_positions, written_out
+from autopar.schedules.expand import expand
+
+
+def _plan(policy: str, depths: Sequence[int], micro_batches: int) -> Plan:
+    stages = tuple(CandidateStage(at, at + 1, (at,), (1,), depth) for at, depth in enumerate(depths))
+    plan = skeleton(Candidate(micro_batches, 1, "1f1b", stages), (), ())
+    return plan.model_copy(update={"weight_policy": policy})
+
+
+def _plain(depth: int, lag: int, micro_batches: int, count: int) -> Iterator[tuple[str, int]]:
+    """Yield a stage's forwards, backwards and updates: a forward ``depth`` micro-batches ahead of every backward."""
+    for micro_batch in range(min(depth, count)):
+        yield FORWARD, micro_batch
+    for micro_batch in range(count + lag):
+        if micro_batch < count:
+            yield BACKWARD, micro_batch
+        if micro_batch >= lag and (micro_batch - lag + 1) % micro_batches == 0:
+            yield UPDATE, -1
+        if micro_batch + depth < count:
+            yield FORWARD, micro_batch + depth
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_written_out_fills_goes_on_and_drains_as_a_plain_loop(policy: str, seed: int) -> None:
+    draw = random.Random(seed)
+    depths = sorted((draw.randint(1, 6) for _ in range(draw.randint(1, 4))), reverse=True)
+    micro_batches = max(draw.randint(1, 5), POLICIES[policy].least_micro_batches(depths[0]))
+    plan, mini_batches = _plan(policy, depths, micro_batches), draw.randint(1, 6)
+    whole = written_out(expand(plan), micro_batches, -lead(plan), mini_batches)
+    for stage, actions in enumerate(whole.ranks):
+        found = [(each.kind, each.micro_batch) for each in actions if each.kind in (FORWARD, BACKWARD, UPDATE)]
+        lag = depths_of(plan, stage).lag
+        assert found == list(_plain(depths[stage], lag, micro_batches, micro_batches * mini_batches))
+
+
+def test_a_plan_with_flushes_leads_by_nothing() -> None:
+    assert lead(_plan("sync", (3, 2, 1), 4)) == 0
+    # Three micro-batches in flight of two each: the first backward comes in the second repetition behind.
+    assert lead(_plan("stash", (3, 2, 1), 2)) == 2
+
+
+def test_positions_are_those_of_mini_batches_that_there_are() -> None:
+    plan = _plan("stash", (2, 1), 1)
+    program = expand(plan)
+    first = -lead(plan)
+    for rank, order in enumerate(repetition_positions(program, 1, first, 3)):
+        actions = list(program.ranks[rank])
+        for number in range(first, 3):
+            here = Repetition(number, 1, 3)
+            own = [position for at, position in order if at == number]
+            assert own == sorted(set(range(len(actions))) - here.absent(actions))
+            assert all(0 <= here.step_of(actions[position]) < 3 for position in own)
+
+
+def test_an_update_of_replicas_in_turn_is_of_the_mini_batches_that_are_left() -> None:
+    here = Repetition(4, 1, stop=6, span=4)
+    assert here.ending == range(4, 6)
+    assert here.mini_batches_of(Action(UPDATE, 0, 0), 4) == range(4, 6)
+    assert here.mini_batches_of(Action(UPDATE, 0, 0), 1) == range(4, 5)
+    assert here.place(3) == (7, 0)
