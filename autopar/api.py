@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from autopar.runtime.rehearsal.steps import Rehearsal
     from autopar.runtime.result.outcome import Outcome
     from autopar.runtime.start.launch import StepProgress
-    from autopar.shown import FileView
+    from autopar.views import FileView
 
 
 PlanFile = plans.Plan | str | Path
@@ -536,7 +536,7 @@ def show(file: str | Path, over: str | Path | None = None, *, progress: Progress
         FileError: a file is missing or malformed.
         UsageError: the two cannot be compared.
     """
-    from autopar.shown import view_file
+    from autopar.views import view_file
 
     return view_file(Path(file), None if over is None else Path(over), progress)
 

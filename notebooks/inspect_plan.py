@@ -25,8 +25,8 @@ from pathlib import Path
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan, simulate
-from autopar.report import frames, pictures
-from autopar.report import plan as memory
+from autopar.report import pictures
+from autopar.report import plan as tables
 
 DATA = Path("data")
 profile = Profile.load(DATA / "gpt.profile.json")
@@ -60,7 +60,7 @@ whole = layers.groupby("micro_batch")[["forward_s", "backward_s", "saved_bytes"]
 
 # %%
 two = plan(profile, cluster, PlanOptions(gpus=2))
-frames.stages(two)
+tables.stages_frame(two)
 
 # %%
 {
@@ -77,7 +77,7 @@ frames.stages(two)
 # What else was considered, and why it lost. The text in `stages` is what `autopar plan --stages` takes.
 
 # %%
-frames.alternatives(two)
+tables.alternatives_frame(two)
 
 # %% [markdown]
 # ## The step, action by action
@@ -101,4 +101,4 @@ four = plan(profile, cluster, PlanOptions(gpus=4, stages=dictated, memory_bytes=
 pictures.draw_timeline(simulate(four, profile, cluster))
 
 # %%
-memory.draw_memory(four, [limit] * 4)
+tables.draw_memory(four, [limit] * 4)

@@ -76,9 +76,9 @@ def _print(found: list[CheckpointView], as_json: bool) -> None:
         ]
         sys.stdout.write(json.dumps(content, indent=1) + "\n")
         return
-    from autopar.report.checkpoint import render
+    from autopar.report.run import render_checkpoints
 
-    render(found, screen())
+    render_checkpoints(found, screen())
 
 
 add(app, "list", list_, "autopar checkpoint list checkpoints")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
 
-    from autopar.shown import FileView
+    from autopar.views import FileView
 
 
 _PICTURE = Path("timeline.png")
@@ -90,7 +90,7 @@ def _save(figure: Figure, path: Path, overwrite: bool, console: Console) -> None
 
 def _save_page(view: FileView, figures: list[Figure], path: Path, overwrite: bool, console: Console) -> None:
     from autopar.formats.document import write_text
-    from autopar.report.page import page
+    from autopar.views import page
 
     write_text(path, page(view.title, view.render, figures), overwrite=overwrite)
     say(console, f"Written: {path}")

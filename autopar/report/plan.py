@@ -1,6 +1,7 @@
 """Plans as tables and text: stages, predictions, bounds and what binds them, alternatives, and comparisons.
 
-A plan's memory: each stage's predicted peak beside what its devices have, or what it was found to hold.
+A plan's memory: each stage's predicted peak beside what its devices have, or what it was found to hold. For notebooks,
+stages and alternatives as pandas frames.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from autopar.formats.report import ComparisonRow, VirtualWorkers
 from autopar.report.table import Table, as_text, duration, figure, fill, percentage, say, size
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.figure import Figure
     from rich.console import Console
 
@@ -344,3 +346,32 @@ def draw_memory(plan: Plan, memory_bytes: Sequence[int]) -> Figure:
     axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     return figure
+
+
+def stages_frame(plan: Plan) -> pd.DataFrame:
+    """Return one row per stage."""
+    import pandas as pd
+
+    rows = [
+        {
+            "stage": index,
+            "first_layer": stage.layers[0],
+            "last_layer": stage.layers[-1],
+            "layers": len(stage.layers),
+            "devices": list(stage.devices),
+            "shares": list(stage.shares),
+            "in_flight": stage.warmup,
+            "peak_bytes": plan.predicted.peak_bytes[index],
+        }
+        for index, stage in enumerate(plan.stages)
+    ]
+    return pd.DataFrame(rows).set_index("stage")
+
+
+def alternatives_frame(plan: Plan) -> pd.DataFrame:
+    """Return one row per alternative, quickest first, those that cannot be last."""
+    import pandas as pd
+
+    rows = [alternative.model_dump() for alternative in plan.alternatives]
+    columns = ["name", "step_s", "stages", "micro_batches", "schedule", "infeasible"]
+    return pd.DataFrame(rows, columns=columns).sort_values("step_s", na_position="last", ignore_index=True)

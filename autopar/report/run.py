@@ -1,4 +1,4 @@
-"""Tables of a training run's report, of a verification, and of a program."""
+"""Tables of what runs leave: reports, verifications, checkpoints, last actions before a failure; and of programs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,19 @@ from autopar.formats.program import (
 from autopar.report.table import Table, duration, figure, fill, percentage, say, size
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
+    from autopar.formats.blackbox import BlackBox
+    from autopar.formats.checkpoint import Checkpoint, CheckpointView, SavedPlan
     from autopar.formats.program import Program
     from autopar.formats.report import CheckpointTimes, Report, Verification
 
 
 _SHOWN_LOSSES = 8
+_LAST_ACTIONS = 12
+"""How many of a rank that has failed are listed; the file, and `--json`, have more."""
 _SPENT = ("compute", "update", "reduce", "waiting", "transfer", "idle")
 _KINDS = {
     FORWARD: "forward",
@@ -204,3 +210,59 @@ def render_program(program: Program, console: Console) -> None:
         left = len(actions) - _SHOWN_ACTIONS
         table.add_row(str(rank), str(len(actions)), shown + (f" and {left} more" if left > 0 else ""))
     console.print(table)
+
+
+def render_checkpoints(checkpoints: Sequence[CheckpointView], console: Console) -> None:
+    """Print the checkpoints, and what is wrong with those that are not sound."""
+    heads = (">step", ">size", "saved by", "torch", ">tensors", "state")
+    table = Table(f"Checkpoints in {checkpoints[0].folder.parent}", heads)
+    for each in checkpoints:
+        if each.manifest is None:
+            table.add_row(str(each.step), "", "", "", "", "damaged")
+            continue
+        plan = each.manifest.plan
+        state = "damaged" if each.problem is not None else "verified" if each.verified else "not verified"
+        row = (_carried_out(plan), plan.torch, str(len(each.manifest.tensors)), state)
+        table.add_row(str(each.step), size(each.bytes), *row)
+    console.print(table)
+    for each in checkpoints:
+        if each.problem is not None:
+            say(console, f"step {each.step}: {each.problem}")
+
+
+def render_manifest(manifest: Checkpoint, title: str, console: Console) -> None:
+    """Print what a manifest says of a checkpoint's run and its files."""
+    run, plan = manifest.run, manifest.plan
+    say(console, f"{title}: saved by {_carried_out(plan)}, torch {plan.torch}")
+    say(console, f"batch {run.batch}, seed {run.seed}, {run.samples or 'unknown'} samples, {plan.precision}")
+    table = Table("Tensors", ("", ">tensors", ">pieces"))
+    for kind in dict.fromkeys(each.kind for each in manifest.tensors):
+        mine = [each for each in manifest.tensors if each.kind == kind]
+        table.add_row(kind, str(len(mine)), str(sum(len(each.pieces) for each in mine)))
+    console.print(table)
+    files = Table("Files", ("", ">size"))
+    for file in manifest.files:
+        files.add_row(file.name, size(file.bytes))
+    console.print(files)
+
+
+def _carried_out(plan: SavedPlan) -> str:
+    counts = (plan.ranks, "rank"), (plan.stages, "stage")
+    return ", ".join((*(f"{count} {what}{'s' if count > 1 else ''}" for count, what in counts), plan.schedule))
+
+
+def render_black_box(box: BlackBox, console: Console) -> None:
+    """Print what was said of the failure, what every rank was doing, and what it had begun before, newest first."""
+    say(console, f"{box.date}: {box.message}")
+    doing = Table("When the failure was noticed", (">rank", "doing", ">for"))
+    for rank in box.ranks:
+        doing.add_row(str(rank.rank), rank.doing, duration(rank.actions[-1].before_s) if rank.actions else "")
+    console.print(doing)
+    last = Table(
+        "Last actions of every rank: STEP ACTION, newest first", tuple(f"rank {each.rank}" for each in box.ranks)
+    )
+    newest = [list(reversed(rank.actions))[:_LAST_ACTIONS] for rank in box.ranks]
+    for index in range(max(map(len, newest), default=0)):
+        row = (each[index] if index < len(each) else None for each in newest)
+        last.add_row(*("" if action is None else f"{action.step} {action.action}" for action in row))
+    console.print(last)

@@ -1,4 +1,4 @@
-"""A plan's bounds in words."""
+"""A plan's bounds in words, its stages and alternatives as frames, and its memory as a picture."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ import pytest
 
 from autopar.errors import FileError
 from autopar.formats.plan import Plan
-from autopar.formats.prediction import BoundPart, Bounds, Shares, Term
-from autopar.report.plan import binding_text, bound_rows, plan_text, share_text
+from autopar.formats.prediction import Alternative, BoundPart, Bounds, Shares, Term
+from autopar.report.plan import (
+    alternatives_frame,
+    binding_text,
+    bound_rows,
+    draw_memory,
+    plan_text,
+    share_text,
+    stages_frame,
+)
 from played import small_plan
 
 
@@ -81,3 +89,23 @@ def test_a_part_of_a_stage_that_is_not_there_is_refused_with_its_path() -> None:
         text = _plan(BoundPart(term=term, stage=stage, seconds=1.0)).dumps()  # type: ignore[arg-type]
         with pytest.raises(FileError, match=r"\$\.predicted\.binding\[0\]\.stage: "):
             Plan.parse(text, Path("plan.json"))
+
+
+def test_stages_and_alternatives_hold_what_the_plan_says() -> None:
+    plan = small_plan((2, 1), 4).model_copy(
+        update={
+            "alternatives": (
+                Alternative(name="equal split", infeasible="stage 1 needs more"),
+                Alternative(name="slow", step_s=2.0),
+                Alternative(name="best", step_s=1.0),
+            )
+        }
+    )
+    assert stages_frame(plan)["devices"].tolist() == [[0, 1], [2]]
+    assert alternatives_frame(plan)["name"].tolist() == ["best", "slow", "equal split"]
+    assert alternatives_frame(small_plan((1,), 1)).empty
+
+
+def test_the_memory_picture_compares_each_stage_with_its_smallest_device() -> None:
+    figure = draw_memory(small_plan((2, 1), 4), [2**22, 2**21, 2**22])
+    assert [text.get_text() for text in figure.axes[0].texts] == ["1 MiB of 2 MiB (50.0%)", "1 MiB of 4 MiB (25.0%)"]

@@ -1,9 +1,8 @@
-"""A profile as tables, as bars and as a page."""
+"""A profile as tables and as bars."""
 
 from __future__ import annotations
 
 import io
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from rich.console import Console
 
 from autopar.formats.document import Provenance
 from autopar.formats.profile import Cost, DeviceKind, Layer, Line, ModelSource, Noise, Profile, SavedStorage, Tensor
-from autopar.report.page import page
 from autopar.report.pictures import draw_profile
 from autopar.report.profile import render
 
@@ -125,48 +123,6 @@ def test_bars_stand_for_every_layer_and_names_stay_apart(count: int) -> None:
     boxes = [label.get_window_extent() for label in crossing.get_xticklabels()]
     assert all(one.x1 <= two.x0 for one, two in pairwise(boxes))
     assert all(axes.get_window_extent().height > 60 for axes in figure.axes)
-
-
-class _Outline(HTMLParser):
-    """What a page is made of, and what it would fetch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.fetched: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        if tag != "meta":
-            self.open.append(tag)
-        names = ("src", "href", "xlink:href", "data", "action")
-        self.fetched += [value for name, value in attrs if name in names and value and not value.startswith("#")]
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag != "meta":
-            self.handle_endtag(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def test_a_page_is_whole_by_itself_and_the_same_every_time() -> None:
-    profile = _profile(3)
-    pages = [
-        page("<model> & more", lambda console: render(profile, console), [draw_profile(profile)]) for _ in range(2)
-    ]
-    assert pages[0] == pages[1]
-    outline = _Outline()
-    outline.feed(pages[0])
-    assert outline.open == []
-    assert {"svg", "pre", "h1"} <= outline.tags
-    assert not outline.tags & {"script", "link", "img", "iframe"}
-    assert outline.fetched == []
-    assert "<title>&lt;model&gt; &amp; more</title>" in pages[0]
-    assert "profile of &lt;model&gt;.py" in pages[0]
-    assert "@import" not in pages[0]
 
 
 def test_names_that_look_like_formulas_are_drawn_as_they_are() -> None:

@@ -1,9 +1,11 @@
-"""Shown: what there is to be seen of any of autopar's files."""
+"""Views: what there is to be seen of any of autopar's files, as tables, a picture, or a page of both."""
 
 from __future__ import annotations
 
+import html
+import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -101,7 +103,7 @@ def _view_report(file: Path) -> FileView:
 
 def _view_checkpoint(file: Path) -> FileView:
     from autopar.formats.checkpoint import Checkpoint
-    from autopar.report.checkpoint import render_manifest
+    from autopar.report.run import render_manifest
 
     manifest = Checkpoint.load(file)
     title = f"checkpoint of {manifest.run.model}, step {manifest.step}"
@@ -110,10 +112,10 @@ def _view_checkpoint(file: Path) -> FileView:
 
 def _view_black_box(file: Path) -> FileView:
     from autopar.formats.blackbox import BlackBox
-    from autopar.report.blackbox import render
+    from autopar.report.run import render_black_box
 
     found = BlackBox.load(file)
-    return FileView("blackbox", f"last actions before {found.date}", found.dumps(), partial(render, found))
+    return FileView("blackbox", f"last actions before {found.date}", found.dumps(), partial(render_black_box, found))
 
 
 def _view_program(file: Path) -> FileView:
@@ -200,3 +202,48 @@ def _summary(timeline: Timeline) -> dict[str, object]:
         "bubble": timeline.bubble(),
         "busy_s": timeline.busy_s(),
     }
+
+
+_PAGE_WIDTH = 110
+_PAGE_HEAD = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body {{ margin: 2em auto; max-width: 75em; padding: 0 1em; font-family: system-ui, sans-serif;
+        color: #2b2f36; background: #ffffff; }}
+h1 {{ font-size: 1.2em; overflow-wrap: anywhere; }}
+pre {{ font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 0.85em;
+       line-height: 1.3; overflow-x: auto; }}
+figure {{ margin: 0; overflow-x: auto; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+"""
+
+
+def page(title: str, render: Callable[[Console], None], figures: Sequence[Figure] = ()) -> str:
+    """Return an HTML page of what ``render`` prints, and of figures as inline SVG; equal content, equal bytes."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), record=True, width=_PAGE_WIDTH, force_terminal=True, color_system="truecolor")
+    render(console)
+    tables = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>\n")
+    pictures = "".join(f"<figure>\n{_svg(figure)}</figure>\n" for figure in figures)
+    return f"{_PAGE_HEAD.format(title=html.escape(title))}{pictures}{tables}</body>\n</html>\n"
+
+
+def _svg(figure: Figure) -> str:
+    import matplotlib as mpl
+
+    content = io.StringIO()
+    # No date, and names that follow from the content: the same figure gives the same bytes.
+    unsaid = {"Date": None, "Creator": None, "Format": None, "Type": None}
+    with mpl.rc_context({"svg.hashsalt": "autopar", "svg.fonttype": "none"}):
+        figure.savefig(content, format="svg", metadata=unsaid)
+    text = content.getvalue()
+    return text[text.index("<svg") :]

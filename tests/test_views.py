@@ -1,8 +1,9 @@
-"""What is seen of any of autopar's files: its content again, its tables, and two timelines in either order."""
+"""What is seen of any of autopar's files: its content again, its tables, two timelines in either order, and a page."""
 
 from __future__ import annotations
 
 import json
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from autopar.formats.program import Program
 from autopar.formats.references import KINDS
 from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
+from autopar.report.pictures import draw_profile
+from autopar.report.profile import render
 from autopar.schedules.expand import expand
-from autopar.shown import view_file
+from autopar.views import page, view_file
 from played import play, small_plan
 from random_problems import gpt_profile, local_cluster
 
@@ -86,3 +89,46 @@ def test_timelines_that_cannot_be_compared_are_refused_by_name(tmp_path: Path) -
     Timeline("measured").save(empty)
     Timeline("simulated").save(b)
     assert json.loads(view_file(empty, b).json)["error"] is None
+
+
+class _Outline(HTMLParser):
+    """What a page is made of, and what it would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        if tag != "meta":
+            self.open.append(tag)
+        names = ("src", "href", "xlink:href", "data", "action")
+        self.fetched += [value for name, value in attrs if name in names and value and not value.startswith("#")]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag != "meta":
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_a_page_is_whole_by_itself_and_the_same_every_time() -> None:
+    profile = gpt_profile(blocks=2)
+    profile = profile.model_copy(update={"model": profile.model.model_copy(update={"source": "<model>.py"})})
+    pages = [
+        page("<model> & more", lambda console: render(profile, console), [draw_profile(profile)]) for _ in range(2)
+    ]
+    assert pages[0] == pages[1]
+    outline = _Outline()
+    outline.feed(pages[0])
+    assert outline.open == []
+    assert {"svg", "pre", "h1"} <= outline.tags
+    assert not outline.tags & {"script", "link", "img", "iframe"}
+    assert outline.fetched == []
+    assert "<title>&lt;model&gt; &amp; more</title>" in pages[0]
+    assert "profile of &lt;model&gt;.py" in pages[0]
+    assert "@import" not in pages[0]
