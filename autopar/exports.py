@@ -11,8 +11,8 @@ from autopar.formats.document import parse_json, read_text
 from autopar.formats.plan import Plan
 from autopar.formats.profile import TRANSFORMERS, Profile, path_of
 from autopar.formats.references import named_file, rebase_paths
-from autopar.interop import accelerate, deepspeed, kubernetes, megatron, slurm, torch_pipelining, torchrun, torchtitan
-from autopar.interop.names import parts_of
+from autopar.interop import accelerate, deepspeed, launchers, megatron, torch_pipelining, torchtitan
+from autopar.interop.layout import parts_of
 from autopar.interop.target import ExportFile, ExportSubject, Target
 
 TARGETS: dict[str, Target] = {
@@ -21,9 +21,9 @@ TARGETS: dict[str, Target] = {
     "megatron": megatron.TARGET,
     "deepspeed": deepspeed.TARGET,
     "accelerate": accelerate.TARGET,
-    "torchrun": torchrun.TARGET,
-    "slurm": slurm.TARGET,
-    "kubernetes": kubernetes.TARGET,
+    "torchrun": launchers.TORCHRUN,
+    "slurm": launchers.SLURM,
+    "kubernetes": launchers.KUBERNETES,
 }
 """By the format's name."""
 

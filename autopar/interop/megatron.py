@@ -10,8 +10,7 @@ import shlex
 from collections.abc import Iterator
 
 from autopar.formats.expressible import Expressible, first_blocks, grid_of, recomputation_of
-from autopar.interop.layout import ends_refusal, fold, letters_of
-from autopar.interop.names import parts_of
+from autopar.interop.layout import ends_refusal, fold, letters_of, parts_of
 from autopar.interop.target import ExportFile, ExportSubject, Target, comment, heading
 
 

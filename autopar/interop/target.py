@@ -12,7 +12,7 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.expressible import Expressible, grid_of
 from autopar.formats.plan import Plan, chunks_of, layout_of
 from autopar.formats.profile import Profile
-from autopar.interop.names import parts_of
+from autopar.interop.layout import parts_of
 from autopar.schedules import SCHEDULES
 
 

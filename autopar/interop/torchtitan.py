@@ -19,8 +19,17 @@ from autopar.errors import FileError, UsageError
 from autopar.formats.expressible import Expressible, Grid, grid_of, recomputation_of
 from autopar.formats.plan import layout_of
 from autopar.formats.profile import Profile
-from autopar.interop.layout import DictatedStages, ends_refusal, stages_text
-from autopar.interop.names import LLAMA_LIKE, ModelNames, family_of, modules_of, parts_of, rename
+from autopar.interop.layout import (
+    LLAMA_LIKE,
+    DictatedStages,
+    ModelNames,
+    ends_refusal,
+    family_of,
+    modules_of,
+    parts_of,
+    rename,
+    stages_text,
+)
 from autopar.interop.target import ExportFile, ExportSubject, Target, comment, heading, modules_of_stage
 from autopar.interop.torch_pipelining import computations, orders_of
 from autopar.schedules import TORCH_NAMES, canonical
