@@ -17,7 +17,7 @@ from autopar.formats import cluster as clusters
 from autopar.formats import plan as plans
 from autopar.formats.faults import parse_faults
 from autopar.formats.profile import Precision, Profile
-from autopar.imports import import_layout, import_pipedream, import_piper, import_profiles, import_torchtitan
+from autopar.inputs import import_layout, import_pipedream, import_piper, import_profiles, import_torchtitan
 from autopar.objects import Cluster, Plan, Timeline
 from autopar.progress import Progress, no_progress
 
@@ -118,7 +118,7 @@ def profile(
         CaptureError: the model cannot be captured.
     """
     from autopar.estimates import device_kinds, profile_kinds
-    from autopar.models import user_model
+    from autopar.objects import user_model
     from autopar.profiler import ProfileOptions
 
     kinds = device_kinds(device, threads, compile, None if calibrate_with is None else Path(calibrate_with))
@@ -414,8 +414,7 @@ def train(
     """
     planned, model, data = _runnable(plan, seed)
 
-    from autopar.fitting import advise_on_memory
-    from autopar.recalibration import compare_with_prediction
+    from autopar.runs import advise_on_memory, compare_with_prediction
     from autopar.runtime.start.launch import run, run_options
 
     asked = partial(run_options, steps=steps, epochs=epochs, timeout_s=timeout_s, share_gpus=share_gpus, **settings)
@@ -478,7 +477,7 @@ def recalibrate(
     Raises:
         FileError: a file is missing, malformed, or no longer what it was when the plan was made.
     """
-    from autopar.recalibration import recalibrate_inputs
+    from autopar.runs import recalibrate_inputs
 
     return recalibrate_inputs(*_resolve_inputs(plan, profile, cluster), outcome)
 

@@ -1,7 +1,12 @@
-"""Inputs: profiles, clusters and plans as they are read from files, and what a plan's file says it was made of."""
+"""Inputs: profiles, clusters and plans as they are read from files, and what a plan's file says it was made of.
+
+Files of other systems become profiles, or stages that the planner is told: in Python, as ``autopar.import_layout`` and
+so on, one function for each kind that ``autopar import`` reads.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +21,7 @@ from autopar.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from autopar.formats.timeline import Timeline
+    from autopar.interop.layout import DictatedStages
     from autopar.planner import PlanOptions
 
 
@@ -257,3 +263,84 @@ def resolve_machines(
     if isinstance(cluster, str):
         return measured, find_cluster(cluster)
     return measured, estimated_cluster(measured, options.gpus or 1) if cluster is None else cluster
+
+
+def import_layout(
+    text: str, profile: Profile | str | Path, *, replicas: int = 1, pipeline_size: int | None = None
+) -> DictatedStages:
+    """Return the stages that a layout of Megatron's means of a profile's layers; its ``options`` are the planner's.
+
+    Args:
+        text: the layout, such as ``"Et*7|t*9L"``.
+        profile: of the model.
+        replicas: pipelines beside each other (Megatron's data-parallel size).
+        pipeline_size: devices of a pipeline; None: one for every stage.
+
+    Raises:
+        UsageError: the text is no layout, or not of so many layers, or the devices do not divide its stages.
+        FileError: the profile is missing or malformed.
+    """
+    from autopar.interop.layout import import_layout as stages_of
+
+    for name, value in (("replicas", replicas), ("pipeline_size", pipeline_size)):
+        if value is not None and value < 1:
+            raise UsageError(f"`{name}` must be at least 1, found {value}")
+    measured = profile if isinstance(profile, Profile) else Profile.load(Path(profile))
+    return stages_of(text, measured, replicas, pipeline_size)
+
+
+def import_torchtitan(
+    file: str | Path, profile: Profile | str | Path, *, replicas: int | None = None
+) -> DictatedStages:
+    """Return the stages of a torchtitan configuration, of a profile's layers; its ``options`` are the planner's.
+
+    Args:
+        file: Python with values that are written out (it is not run), TOML or JSON.
+        profile: of the model.
+        replicas: pipelines beside each other, where the file has as many as there are ranks for.
+
+    Raises:
+        FileError: a file is missing or malformed, or states no stages.
+        UsageError: the modules are not those of the profile's layers.
+    """
+    from autopar.interop.torchtitan import import_torchtitan as stages_of
+
+    measured = profile if isinstance(profile, Profile) else Profile.load(Path(profile))
+    return stages_of(read_text(Path(file), "torchtitan"), Path(file), measured, replicas)
+
+
+def import_pipedream(file: str | Path, profiled_batch: int = 1) -> Profile:
+    """Return the profile that a text graph of PipeDream and DAPPLE describes.
+
+    Args:
+        file: the graph.
+        profiled_batch: samples of the mini-batch that was profiled.
+
+    Raises:
+        FileError: the file is missing or malformed; names the line.
+    """
+    from autopar.interop.pipedream import pipedream_profile
+
+    return pipedream_profile(read_text(Path(file), "PipeDream"), Path(file), profiled_batch)
+
+
+def import_piper(file: str | Path) -> Profile:
+    """Return the profile that Piper's JSON describes.
+
+    Raises:
+        FileError: the file is missing or malformed; names the JSON path.
+    """
+    from autopar.interop.piper import piper_profile
+
+    return piper_profile(read_text(Path(file), "Piper"), Path(file))
+
+
+def import_profiles(files: Sequence[str | Path]) -> Profile:
+    """Return profiles of one model on several kinds of devices as one.
+
+    Raises:
+        FileError: a file is missing or malformed, or they differ in more than their devices; names the JSON path.
+    """
+    from autopar.interop.kinds import NamedProfile, join_profiles
+
+    return join_profiles([NamedProfile(str(file), Profile.load(Path(file))) for file in files])

@@ -1,10 +1,11 @@
-"""Objects: clusters, plans and timelines as a script has them: what files hold, with what can be asked of it."""
+"""Objects: models, clusters, plans and timelines as scripts have them, with what can be asked of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import PrivateAttr
 
@@ -17,6 +18,9 @@ from autopar.formats.profile import Profile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from torch import nn
+
+    from autopar.capture import UserModel
 
 
 class Cluster(clusters.Cluster):
@@ -104,3 +108,36 @@ class Plan(plans.Plan):
 def _fields(record: Record) -> dict[str, object]:
     """Return what a record holds, to make one of a kind with more methods."""
     return {name: getattr(record, name) for name in type(record).model_fields}
+
+
+def user_model(
+    model: nn.Module | str | Path,
+    batch: object,
+    functions: dict[str, Callable[..., Any] | None],
+    ignored_state: tuple[str, ...],
+    data: str | Path | None,
+    sequence: int | None,
+) -> tuple[UserModel, int]:
+    """Return the model that is profiled, from a file or of a script, and the samples of a step."""
+    if not isinstance(model, str | Path):
+        _check_absent(None, data=data, sequence=sequence)
+        from autopar.capture.losses import copied_model
+
+        return copied_model(model, batch, ignored_state, **functions)
+    _check_absent(model, **functions, ignored_state=ignored_state or None)
+    if not isinstance(batch, int):
+        raise UsageError(
+            f"profile() takes the samples of a step as batch, for a model in a file; found {type(batch).__name__}"
+        )
+    from autopar.capture import load
+
+    return load(str(model), None if data is None else str(data), sequence=sequence), batch
+
+
+def _check_absent(file: str | Path | None, **arguments: object) -> None:
+    """Refuse what a model in a file says itself, or, of a module, what only files have."""
+    for name, value in arguments.items():
+        if value is not None and file is not None:
+            raise UsageError(f"profile() takes no {name} for {file}: a model file has its own")
+        if value is not None:
+            raise UsageError(f"profile() takes {name} for models in files only; a module's inputs are those of batch")

@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from autopar.capture import Layer, LayerGraph
 from autopar.capture.graph import TensorSpec
 from autopar.capture.source import NamedParameters
-from autopar.ending import unwinding_aborts
 from autopar.errors import AutoparError, CaptureError, UsageError
 from autopar.formats import profile as formats
 from autopar.formats.profile import Precision
@@ -33,6 +32,7 @@ from autopar.profiler.profile import sizes_up_to
 from autopar.profiler.roofline import Constants, KernelTable, Numbers, default_constants, seconds
 from autopar.profiler.subject import ProfileOptions, Subject
 from autopar.progress import Progress, no_progress
+from autopar.signals import unwinding_aborts
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from torch import nn
 from autopar.capture import Layer, LayerGraph, UserModel, materialize, materialize_random, release, slice_rows
 from autopar.capture.model_state import preserve_buffers
 from autopar.capture.source import NamedParameters
-from autopar.ending import unwinding_aborts
 from autopar.errors import UsageError
 from autopar.formats import profile as formats
 from autopar.profiler import device as devices
@@ -40,6 +39,7 @@ from autopar.profiler.optimizer import measure_updates, optimizer_memory
 from autopar.profiler.subject import ProfileOptions, Subject, prepare
 from autopar.progress import Progress, no_progress
 from autopar.ranks.allocator import kept_pages
+from autopar.signals import unwinding_aborts
 
 MAX_SIZES = 5
 # On an idle machine the spread is below this.

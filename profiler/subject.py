@@ -16,13 +16,13 @@ from autopar.capture.check import check_gradients
 from autopar.capture.data import check_reading
 from autopar.capture.losses import UNKNOWN, LossCheck, check_loss
 from autopar.capture.optimizer import needs_all, try_sharding
-from autopar.ending import unwinding_aborts
 from autopar.errors import CaptureError, ModelError, UsageError
 from autopar.formats.profile import Layer, Precision, Profile
 from autopar.profiler import device as devices
 from autopar.profiler.costs import describe_ties
 from autopar.profiler.splits import with_splits
 from autopar.progress import Progress, no_progress
+from autopar.signals import unwinding_aborts
 
 MOST = 2**31 - 1
 

@@ -21,6 +21,7 @@ from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import CostModel
 from autopar.schedules.check import ProgramError, read_program
 from autopar.schedules.expand import expand
+from equal_plans import llama_profile
 from random_problems import gpt_profile, local_cluster
 
 
@@ -129,3 +130,30 @@ def test_programs_whose_reductions_stand_elsewhere_are_run_but_not_simulated(tmp
         program_of(path, plan)
     path.write_text(expand(plan).dumps())
     assert program_of(path, plan) == expand(plan)
+
+
+def test_other_systems_files_are_read_by_a_function_each(tmp_path: Path) -> None:
+    profile = llama_profile()
+    profile.save(tmp_path / "profile.json")
+    stages = autopar.import_layout("Et*6|t*6L", tmp_path / "profile.json", replicas=2)
+    assert stages == autopar.import_layout("Et*6|t*6L", profile, replicas=2)
+    assert stages.options["schedule"] == "1f1b"
+    with pytest.raises(UsageError, match=r"`replicas` must be at least 1, found 0"):
+        autopar.import_layout("Et*6|t*6L", profile, replicas=0)
+    line = "forward_compute_time=1, backward_compute_time=2, activation_size=64, parameter_size=8"
+    (tmp_path / "graph.txt").write_text(f"node1 -- Linear -- {line}\nnode2 -- Linear -- {line}\n\tnode1 -- node2\n")
+    graph = autopar.import_pipedream(tmp_path / "graph.txt", 32)
+    assert [cost.micro_batch for cost in graph.layers[0].costs] == [32]
+    assert [cost.forward_s for cost in graph.layers[0].costs] == [1e-3]
+    for read, what in ((autopar.import_piper, "Piper"), (autopar.import_pipedream, "PipeDream")):
+        with pytest.raises(FileError, match=rf"none\.json: .*{what}"):
+            read(tmp_path / "none.json")
+
+
+def test_profiles_of_several_kinds_of_devices_become_one(tmp_path: Path) -> None:
+    first = llama_profile()
+    device = first.device.model_copy(update={"name": "another"})
+    first.save(tmp_path / "first.json")
+    first.model_copy(update={"device": device}).save(tmp_path / "second.json")
+    joined = autopar.import_profiles([tmp_path / "first.json", tmp_path / "second.json"])
+    assert [joined.device.name, *(other.device.name for other in joined.others)] == [first.device.name, "another"]

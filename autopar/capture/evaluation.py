@@ -25,8 +25,8 @@ from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.meta import fake_parameters, is_hollow
 from autopar.capture.model_state import preserve_buffers, preserve_modes, preserve_parameters
 from autopar.capture.segment import batch_dim, segment_like
-from autopar.ending import unwinding_aborts
 from autopar.errors import CaptureError, ModelError
+from autopar.signals import unwinding_aborts
 
 _NO_OUTPUT = "the model's forward returns no tensor that has the samples as one dimension"
 

@@ -47,8 +47,8 @@ from autopar.capture.unsupported import (
     refuse_stale,
     refuse_state,
 )
-from autopar.ending import unwinding_aborts
 from autopar.errors import AutoparError, CaptureError, ModelError
+from autopar.signals import unwinding_aborts
 
 MOST_NAMED = 5
 

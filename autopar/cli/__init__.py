@@ -30,11 +30,11 @@ from autopar.cli import (
 )
 from autopar.cli.arguments import as_flags
 from autopar.cli.commands import Quiet, add, examples
-from autopar.cli.interrupt import INTERRUPTED, Termination, ended_by, record_interrupts, unwind_on_termination
 from autopar.cli.output import quietly, results_only, version_of
 from autopar.errors import AutoparError, FileError, UsageError, printable
 from autopar.formats.references import allow_any_path
 from autopar.ranks.environment import is_supervised
+from autopar.signals import INTERRUPTED, Termination, ended_by, record_interrupts, unwind_on_termination
 
 __all__ = ["app", "main"]
 

@@ -283,7 +283,7 @@ def conclude(arguments: TrainingArguments, outcome: Outcome) -> None:
 
 def _write_update(arguments: TrainingArguments, outcome: Outcome) -> tuple[Path, ...]:
     """Write the profile, and the cluster where messages were measured; return the files."""
-    from autopar.recalibration import recalibrate_inputs
+    from autopar.runs import recalibrate_inputs
 
     planned, profile, cluster = read_inputs(arguments.plan)
     target = arguments.updated_profile(planned)

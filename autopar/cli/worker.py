@@ -43,8 +43,8 @@ def command(arguments: TrainingArguments) -> None:
 
 def _watch(arguments: TrainingArguments, launch: LaunchedRank) -> None:
     """Start the rank, and watch over it."""
-    from autopar.fitting import remedy_of
     from autopar.ranks.supervisor import supervise
+    from autopar.runs import remedy_of
     from autopar.runtime.start.supervision import watch_of
 
     chosen, _ = _read(arguments, launch)
@@ -65,7 +65,7 @@ def _train(arguments: TrainingArguments, launch: LaunchedRank) -> None:
             chosen, model = _read(arguments, launch)
 
             from autopar.cli.progress import long_simulation, steps_progress
-            from autopar.recalibration import compare_with_prediction
+            from autopar.runs import compare_with_prediction
             from autopar.runtime.start.launch import join, run_options
 
             options = run_options(data=data_of(chosen, arguments.plan), **arguments.options())

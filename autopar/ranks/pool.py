@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from autopar.ending import stopping
 from autopar.errors import AutoparError, TrainingError
 from autopar.ranks.board import SET_UP_S, Board
 from autopar.ranks.fork_server import ForkServer
 from autopar.ranks.monitor import Describe, RankMonitor, Watch
 from autopar.ranks.scratch import Scratch
+from autopar.signals import stopping
 
 
 class RankPool:

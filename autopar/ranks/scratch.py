@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
-from autopar.ending import closing
+from autopar.signals import closing
 
 PREFIX = "autopar-"
 LOCK = "lock"

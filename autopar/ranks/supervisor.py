@@ -22,7 +22,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from autopar.ending import stopping
 from autopar.errors import FileError
 from autopar.ranks.board import SETTING_UP, Board
 from autopar.ranks.entry import die_with
@@ -30,6 +29,7 @@ from autopar.ranks.environment import SUPERVISED, LaunchedRank
 from autopar.ranks.failure import Failure, SaidElsewhereError
 from autopar.ranks.monitor import RankMonitor, RankProcess, Watch
 from autopar.ranks.scratch import LOCK, PREFIX
+from autopar.signals import stopping
 
 _OF_LAUNCHERS = {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"}
 """Variables that launchers set for the processes that are their children."""

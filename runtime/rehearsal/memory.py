@@ -18,7 +18,6 @@ from autopar.capture.export import outline
 from autopar.capture.graph import LayerGraph, TensorSpec
 from autopar.capture.source import UserModel, load
 from autopar.capture.storages import StorageTracker
-from autopar.ending import unwinding_aborts
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.progress import Progress, no_progress
@@ -32,6 +31,7 @@ from autopar.runtime.start.workspace import fit_to_plan
 from autopar.runtime.update import Update
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand, mine, part_of, rank_of, stages_of
+from autopar.signals import unwinding_aborts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -12,9 +12,9 @@ import torch
 
 from autopar import api
 from autopar.errors import OutOfMemoryError
-from autopar.fitting import remedy_of
 from autopar.formats.plan import Plan
 from autopar.planner import PlanOptions, plan
+from autopar.runs import remedy_of
 from autopar.runtime import memory
 from random_problems import gpt_profile, local_cluster
 

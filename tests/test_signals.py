@@ -10,6 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from autopar.signals import (
+    Termination,
+    ended_by,
+    may_unwind,
+    record_interrupts,
+    stopping,
+    unwind_on_termination,
+    unwinding_aborts,
+)
+
 FILE = """
 import os
 import signal
@@ -102,3 +112,61 @@ def test_a_signal_ends_a_command_at_once(
     assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == [
         name for name in before if name != "__pycache__"
     ]
+
+
+def test_what_ends_by_itself_is_asked_first_and_the_second_signal_unwinds(capfd: pytest.CaptureFixture[str]) -> None:
+    came: list[int] = []
+    asked: list[str] = []
+
+    def ask() -> bool:
+        asked.append("to stop")
+        return True
+
+    with unwind_on_termination(came), stopping(ask):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (came, asked) == ([signal.SIGTERM], ["to stop"])
+        with pytest.raises(Termination, match="ended by SIGTERM"):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert (came, asked) == ([signal.SIGTERM] * 2, ["to stop"])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert capfd.readouterr().err == "autopar: ended by SIGTERM: ending behind this step; once more ends at once\n"
+
+
+def test_an_interrupt_is_noted_even_if_it_turns_into_something_else() -> None:
+    came: list[int] = []
+    with record_interrupts(came):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            swallowed = True
+    assert (came, swallowed) == ([signal.SIGINT], True)
+    assert [ended_by(each) for each in (signal.SIGINT, signal.SIGHUP)] == ["interrupted", "ended by SIGHUP"]
+
+
+def test_nothing_unwinds_inside_code_that_lets_no_exception_through() -> None:
+    assert may_unwind()
+    with unwinding_aborts(), unwinding_aborts():
+        assert not may_unwind()
+    assert may_unwind()
+
+
+ENDING = """
+from autopar.signals import closing, end
+
+def fail():
+    print("second", flush=True)
+    raise RuntimeError
+
+with closing(lambda: print("last", flush=True)), closing(fail), closing(lambda: print("first", flush=True)):
+    with closing(lambda: print("never")):
+        pass
+    try:
+        end(7, "why")
+    finally:
+        print("unwound")
+"""
+
+
+def test_what_is_to_be_closed_is_closed_newest_first_without_unwinding() -> None:
+    found = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True)
+    assert (found.returncode, found.stdout.split(), found.stderr) == (7, ["first", "second", "last"], "why\n")
