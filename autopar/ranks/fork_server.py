@@ -1,17 +1,28 @@
-"""ForkServer: starts rank processes, all forked from one that has imported what they need.
+"""ForkServer: starts rank processes, all forked from one that has imported what they need; and what runs in them.
 
 In come how many, and modules to import. Out come processes, each with a pipe for jobs and one for answers, and how
 every one ended. What a rank needs takes seconds of a processor to import, which is so spent once, not once a rank.
+
+``python -m autopar.ranks.fork_server`` is the process that ranks are forked from, and the main loop of each of them.
+The server imports what ranks need, forks them, and reports who has ended; it computes nothing, for a process that has
+threads or has asked for a GPU cannot be forked. A rank reads jobs as JSON lines from one pipe and answers on another;
+when its input closes, or its parent dies, it ends. Nothing that crosses is a pickle.
 """
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
+import gc
+import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from typing import BinaryIO
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO, TextIO
 
 from autopar.ranks.monitor import RankProcess
 
@@ -20,7 +31,7 @@ END_S = 5.0
 
 
 class ForkServer:
-    """The process that ranks are forked from (:mod:`.entry`).
+    """The process that ranks are forked from (:func:`main`).
 
     It reports who has been forked, and who has ended: both are its children, which nobody else can wait for. It ends
     with the thread that has made it, and its ranks with it.
@@ -61,7 +72,7 @@ class ForkServer:
         self.links = [RankProcess(ForkedProcess(self, rank, job), pipe) for rank, (job, pipe) in enumerate(pipes)]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "autopar.ranks.entry", json.dumps(settings)],
+                [sys.executable, "-m", "autopar.ranks.fork_server", json.dumps(settings)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=of_server,
@@ -133,3 +144,135 @@ class ForkedProcess:
     def wait(self) -> int:
         """Wait until it has ended, and return how."""
         return self._server.wait_for(self._rank)
+
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+
+
+def main() -> None:
+    """Fork ranks, and wait until all have ended."""
+    settings = json.loads(sys.argv[1])
+    die_with(int(settings["parent"]))
+    # An interrupt of this process alone ends it as any signal does, without a traceback; its parent says so.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # User code may print; the parent's standard output is for results alone.
+    os.dup2(2, 1)
+    faulthandler.enable()
+    import torch  # noqa: F401
+
+    from autopar.ranks.allocator import keep_pages
+
+    for name in settings["imports"]:
+        importlib.import_module(name)
+    keep_pages()
+    # What is there already is never collected: a collector that looks at it copies its pages.
+    gc.collect()
+    gc.freeze()
+    ends = list(zip(settings["jobs"], settings["answers"], strict=True))
+    with os.fdopen(int(settings["reports"]), "w", encoding="utf-8", buffering=1) as reports:
+        if rank_ends := _fork_ranks(ends, reports):
+            _serve_jobs(*rank_ends, int(settings["threads"]))
+
+
+def _fork_ranks(ends: Sequence[tuple[int, int]], reports: TextIO) -> tuple[int, int] | None:
+    """Fork a rank for every pair of pipes; return its own in a rank, and None behind the end of all in the server."""
+    server, children = os.getpid(), dict[int, int]()
+
+    def end_all(*_: object) -> None:
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, end_all)
+    for rank, own in enumerate(ends):
+        # The handler knows all children, or has not begun.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        pid = os.fork()
+        if not pid:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+            _become_rank(rank, server, own, ends)
+            return own
+        children[pid] = rank
+        _send(reports, {"rank": rank, "pid": pid})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    for each in ends:
+        for descriptor in each:
+            os.close(descriptor)
+    while children:
+        pid, status = os.wait()
+        _send(reports, {"rank": children.pop(pid), "code": os.waitstatus_to_exitcode(status)})
+    return None
+
+
+def _become_rank(rank: int, server: int, own: tuple[int, int], ends: Sequence[tuple[int, int]]) -> None:
+    """Leave what is the server's, and other ranks'."""
+    os.setsid()
+    die_with(server)
+    if sys.platform == "linux":
+        # For `ps` and `top`.
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"autopar-rank-{rank}".encode())
+    for each in ends:
+        if each != own:
+            for descriptor in each:
+                os.close(descriptor)
+    if "numpy" in sys.modules:
+        # Python's own generator is seeded anew in a process that was forked.
+        sys.modules["numpy"].random.seed()
+
+
+def _serve_jobs(jobs: int, answers: int, threads: int) -> None:
+    """Serve a rank's jobs until there are no more."""
+    import torch
+
+    torch.set_num_threads(threads)
+    with os.fdopen(jobs, encoding="utf-8") as lines, os.fdopen(answers, "w", encoding="utf-8", buffering=1) as pipe:
+        _send(pipe, {"ready": True})
+        for line in lines:
+            _serve(json.loads(line), pipe)
+            # What a job leaves behind in cycles holds its groups of ranks, each with threads and sockets.
+            gc.collect()
+
+
+def _serve(job: dict[str, object], pipe: TextIO) -> None:
+    from autopar.ranks.board import FINISHED, SETTING_UP, Board
+    from autopar.ranks.context import join_ranks
+    from autopar.ranks.failure import Failure
+
+    rank, size = int(str(job["rank"])), int(str(job["size"]))
+    with Board(Path(str(job["board"])), size) as board:
+        board.write(rank, SETTING_UP)
+
+        def report(message: dict[str, object]) -> None:
+            _send(pipe, {"message": message})
+
+        try:
+            module, _, function = str(job["target"]).partition(":")
+            target = getattr(importlib.import_module(module), function)
+            place = (str(job["rendezvous"]), str(job["device"]), float(str(job["timeout_s"])))
+            with join_ranks(rank, size, *place, board, report, bool(job["share_gpus"])) as context:
+                try:
+                    result = target(context, job["arguments"])
+                except Exception as error:
+                    # Said before the group is left: leaving it may take as long as the peers let it.
+                    _send(pipe, {"failure": Failure.of(error).as_dict()})
+                    raise
+            board.write(rank, FINISHED)
+            _send(pipe, {"result": result})
+        except Exception as error:
+            _send(pipe, {"failure": Failure.of(error).as_dict()})
+
+
+def _send(pipe: TextIO, message: Mapping[str, object]) -> None:
+    pipe.write(json.dumps(message) + "\n")
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel to end this process when its parent ends, however that happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -24,9 +24,9 @@ from typing import Any, Self
 
 from autopar.errors import FileError
 from autopar.ranks.board import SETTING_UP, Board
-from autopar.ranks.entry import die_with
 from autopar.ranks.environment import SUPERVISED, LaunchedRank
 from autopar.ranks.failure import Failure, SaidElsewhereError
+from autopar.ranks.fork_server import die_with
 from autopar.ranks.monitor import RankMonitor, RankProcess, Watch
 from autopar.ranks.scratch import LOCK, PREFIX
 from autopar.signals import stopping

@@ -17,7 +17,7 @@ from autopar.formats.plan import Plan, SharedParameter, Stage
 from autopar.ranks.channel import Channel, bytes_of
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
-from autopar.ranks.listeners import late_connections_dropped
+from autopar.ranks.meeting import late_connections_dropped
 from autopar.schedules.expand import rank_of, team_of
 
 if TYPE_CHECKING:

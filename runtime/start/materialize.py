@@ -13,8 +13,7 @@ from torch import nn
 from autopar.capture.batch import check_module
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
-from autopar.ranks.context import RankContext
-from autopar.ranks.script import join_in_script
+from autopar.ranks.context import RankContext, join_in_script
 from autopar.runtime.settings import (
     Clip,
     TrainSettings,

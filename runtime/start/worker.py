@@ -28,7 +28,7 @@ from autopar.formats.program import Program
 from autopar.ranks.allocator import keep_pages
 from autopar.ranks.board import FINISHED
 from autopar.ranks.context import RankContext
-from autopar.ranks.listeners import listens_everywhere
+from autopar.ranks.meeting import listens_everywhere
 from autopar.runtime.checkpoint.training import CheckpointArguments, RunCheckpoints
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.memory import PeakMemory, check_capacity, is_out_of_memory, out_of_memory

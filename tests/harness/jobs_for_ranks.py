@@ -21,7 +21,7 @@ from autopar.errors import FileError
 from autopar.ranks.board import STEPPING
 from autopar.ranks.channel import open_channels
 from autopar.ranks.context import RankContext
-from autopar.ranks.listeners import late_connections_dropped
+from autopar.ranks.meeting import late_connections_dropped
 from listening import listening_places
 
 CLONE_NEWNET = 0x40000000
