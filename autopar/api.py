@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, overload
 from autopar.errors import UsageError
 from autopar.formats import cluster as clusters
 from autopar.formats import plan as plans
-from autopar.formats.faults import parse_faults
 from autopar.formats.profile import Precision, Profile
+from autopar.formats.program import parse_faults
 from autopar.inputs import import_layout, import_pipedream, import_piper, import_profiles, import_torchtitan
 from autopar.objects import Cluster, Plan, Timeline
 from autopar.progress import Progress, no_progress

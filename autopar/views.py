@@ -111,7 +111,7 @@ def _view_checkpoint(file: Path) -> FileView:
 
 
 def _view_black_box(file: Path) -> FileView:
-    from autopar.formats.blackbox import BlackBox
+    from autopar.formats.report import BlackBox
     from autopar.report.run import render_black_box
 
     found = BlackBox.load(file)

@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader
 
 import autopar
 from autopar.examples import gpt
-from autopar.formats.blackbox import BlackBox
 from autopar.formats.checkpoint import Checkpoint
 from autopar.formats.plan import Plan
+from autopar.formats.report import BlackBox
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.folder import CheckpointFolder, read_manifest
 from autopar.runtime.start.launch import RunOptions, run

@@ -19,9 +19,8 @@ import torch
 from autopar.capture import load
 from autopar.capture.export import capture
 from autopar.errors import AutoparError, TrainingError
-from autopar.formats.faults import Fault, FaultKind
 from autopar.formats.plan import Plan
-from autopar.formats.program import Action
+from autopar.formats.program import Action, Fault, FaultKind
 from autopar.runtime.checkpoint.folder import CheckpointFolder, read_verified
 from autopar.runtime.checkpoint.reader import CheckpointReader
 from autopar.runtime.start.launch import RunOptions, run

@@ -19,9 +19,8 @@ from autopar.formats.cluster import Cluster, Level
 from autopar.formats.document import Provenance, least_certain
 from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
 from autopar.formats.prediction import Alternative, Bounds, Prediction, Shares
-from autopar.formats.prices import ActionPrices
 from autopar.formats.profile import Profile
-from autopar.formats.program import Program
+from autopar.formats.program import ActionPrices, Program
 from autopar.formats.timeline import Timeline, sending_of, track_of
 from autopar.planner.bounds import binding
 from autopar.planner.candidate import Candidate, CandidateStage, Family, place, plain, splits_backward, with_depths

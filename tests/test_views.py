@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import UsageError
-from autopar.formats.blackbox import BlackBox
 from autopar.formats.checkpoint import Checkpoint
 from autopar.formats.document import Document
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.formats.references import KINDS
-from autopar.formats.report import Report
+from autopar.formats.report import BlackBox, Report
 from autopar.formats.timeline import Timeline
 from autopar.report.pictures import draw_profile
 from autopar.report.profile import render

@@ -1,16 +1,21 @@
-"""Program: for every rank, the ordered list of actions it performs in one step."""
+"""Program: for every rank, the ordered list of actions of one step; their prices; and faults, which come at one.
+
+Prices say how long every action takes by itself, and what layers hold, to perform a program without its devices. Who
+predicts makes them; who performs a program in virtual time is told them, and knows nothing of how they were found.
+Faults say what is to go wrong in a run, where and when: for tests, and for users' drills.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from autopar.errors import FileError
+from autopar.errors import FileError, UsageError
 from autopar.formats.document import SHOWN, parse_json, read_text, write_text
 
 FORWARD = "F"
@@ -211,3 +216,150 @@ def _actions(row: str, at: str) -> Iterator[Action]:
             yield Action.parse(text)
         except ValueError as error:
             raise FileError(f"{at}, position {position}: {error}") from error
+
+
+@dataclass(frozen=True)
+class RankPrices:
+    """Seconds of one rank's actions, by :func:`price_key`."""
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Of forwards, backwards and their halves, updates, and messages, which occupy their queue and not the rank; of a
+    reduction of gradients, how far apart the ends of two at least are. What is not listed takes no time."""
+    exposed_s: Mapping[str, float] = field(default_factory=dict)
+    """Of reductions of gradients: from the end of this rank's last backward of the stage to that of its part."""
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """What a layer holds of one micro-batch of its rank's rows."""
+
+    saved: int
+    """Kept for its backward, beside tensors that other layers make or read."""
+    saved_tensors: tuple[str, ...]
+    """Those of them that are kept, too."""
+    transient: int
+    """Held for a while in its forward, or its backward, beside that."""
+    pending: int
+    """Between the halves of its backward."""
+    gradients: int
+    """Of its parameters, where no reduction holds them throughout."""
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """What one rank holds."""
+
+    state: int
+    """Throughout a step: parameters, buffers, the optimizer's state, model inputs, and what gradients stay."""
+    update: int
+    """While the optimizer steps."""
+    layers: Mapping[str, LayerBytes] = field(default_factory=dict)
+    """By the rank's layers."""
+    limit: int | None = None
+    """What its device has for all this; none: no limit."""
+
+
+@dataclass(frozen=True)
+class ActionPrices:
+    """Seconds of the actions of all ranks."""
+
+    overhead_s: float
+    """Before a step's first action."""
+    ranks: tuple[RankPrices, ...]
+    holds: tuple[RankBytes, ...] = ()
+    """By rank; empty where nobody asked."""
+    slowed: bool = False
+    """Whether actions may take longer beside others, which no price says: devices share links, or computing and
+    communicating slow each other."""
+
+
+def price_key(action: Action) -> str:
+    """Return what tells apart actions of a rank that differ in their price: all but the micro-batch does.
+
+    >>> price_key(Action("F", 2, 5)), price_key(Action("S", 2, 5, 7, 3)), price_key(Action("T", 0, 1))
+    ('F@2', 'S@2>7@3', 'T1')
+    """
+    kind, stage, index, peer, peer_stage, *_ = action
+    if kind == REDUCE_TIED:
+        return f"{kind}{index}"
+    return f"{kind}@{stage}" if peer < 0 else f"{kind}@{stage}>{peer}@{peer_stage}"
+
+
+FaultKind = Literal[
+    "kill", "stop", "segfault", "exception", "exit", "slow", "nan", "out-of-memory", "disconnect", "disk-full",
+    "fail-write", "fail-fsync", "fail-rename",
+]  # fmt: skip
+_FAULT = re.compile(
+    r"(?P<kind>[a-z-]+)@(?P<rank>\d{1,6}):(?P<step>\d{1,12})(?::(?P<action>[A-Z]{1,2})(?P<micro>\d{1,9})?)?"
+)
+SLOWER_S = 0.05
+"""By which a slow rank's actions are longer."""
+FAULT_GRAMMAR = "KIND@RANK:STEP[:ACTION[MICRO-BATCH]], such as kill@1:7:B0"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong on a rank as it begins an action of a step.
+
+    ``kill``, ``stop`` and ``segfault`` are signals, ``exit`` ends the process, ``disconnect`` shuts its connections,
+    ``slow`` has every action from there on take 50 ms more. ``nan`` has not-a-numbers come out of a forward (``F``),
+    else stand in the gradients before the update. Of ``disk-full`` and the calls that fail, the next one does.
+    """
+
+    kind: FaultKind
+    rank: int
+    step: int
+    """From the run's first."""
+    action: str | None = None
+    """The kind of the action, as in a program; None: the first of the step."""
+    micro_batch: int | None = None
+    """None: the first such action."""
+
+    def position(self, actions: Sequence[Action]) -> int:
+        """Return the position of the action that it is at, of a rank's; the first of the step, where none is such."""
+        if self.kind == "nan" and self.action != FORWARD:
+            # Gradients are there at last.
+            return next(position for position, action in enumerate(actions) if action.kind == UPDATE)
+        kinds = BACKWARDS if self.action == "B" else (self.action,)
+        matching = (
+            position
+            for position, action in enumerate(actions)
+            if self.action is None or (action.kind in kinds and self.micro_batch in (None, action.micro_batch))
+        )
+        first = next(matching, 0)
+        # Nobody is told of sends on a CPU: there, what follows one is the next that is.
+        return next((at for at in range(first, len(actions)) if actions[at].kind not in SENDS), first)
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        """Return a fault from its text.
+
+        >>> Fault.parse("kill@1:7:B0")
+        Fault(kind='kill', rank=1, step=7, action='B', micro_batch=0)
+
+        Raises:
+            UsageError: it is not one; says what one is.
+        """
+        found = _FAULT.fullmatch(text)
+        if found is None:
+            raise UsageError(f"a fault is {FAULT_GRAMMAR}; found {text!r}")
+        kind, action = found["kind"], found["action"]
+        if kind not in get_args(FaultKind):
+            raise UsageError(f"a fault is one of {', '.join(get_args(FaultKind))}; found {kind!r}")
+        if action is not None and action not in KINDS:
+            raise UsageError(f"an action of a program is one of {', '.join(KINDS)}; found {action!r}")
+        micro = None if found["micro"] is None else int(found["micro"])
+        return cls(kind, int(found["rank"]), int(found["step"]), action, micro)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        action = "" if self.action is None else f":{self.action}{'' if self.micro_batch is None else self.micro_batch}"
+        return f"{self.kind}@{self.rank}:{self.step}{action}"
+
+
+def parse_faults(texts: str | Sequence[str]) -> tuple[Fault, ...]:
+    """Return the faults of a text, or of several.
+
+    Raises:
+        UsageError: one is none; says what one is.
+    """
+    return tuple(map(Fault.parse, [texts] if isinstance(texts, str) else texts))

@@ -1,4 +1,4 @@
-"""Reports: what a training run did, how planners' plans compare, and how a plan's ranks and the plain loop compare."""
+"""Reports: what a training run did, or did last; how planners' plans compare, and how ranks and the plain loop do."""
 
 from __future__ import annotations
 
@@ -254,3 +254,37 @@ class Verification:
     def as_dict(self) -> dict[str, object]:
         differences = [{**asdict(each), "equal": each.equal} for each in self.differences]
         return {"equal": self.equal, **asdict(self), "differences": differences}
+
+
+class BeganAction(Record):
+    """An action that a rank had begun."""
+
+    step: Index
+    """From the run's first."""
+    action: Name
+    """As in a program's text, with the stage: ``B2@1``."""
+    before_s: Seconds
+    """How long before the failure was noticed."""
+
+
+class RankActions(Record):
+    """A rank's last actions, oldest first."""
+
+    rank: Index
+    doing: Name
+    """What it was doing when the failure was noticed, in words."""
+    actions: tuple[BeganAction, ...] = ()
+
+
+class BlackBox(Document):
+    """What the ranks of a host had last done when a run failed."""
+
+    KIND: ClassVar[str] = "blackbox"
+
+    format: Literal["autopar.blackbox"] = "autopar.blackbox"
+    version: Literal[1] = 1
+    message: Name
+    """What was said of the failure."""
+    date: Name
+    """When it was noticed: UTC, ISO 8601."""
+    ranks: tuple[RankActions, ...] = Field(min_length=1)

@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from autopar.formats.blackbox import BlackBox
     from autopar.formats.checkpoint import Checkpoint, CheckpointView, SavedPlan
     from autopar.formats.program import Program
-    from autopar.formats.report import CheckpointTimes, Report, Verification
+    from autopar.formats.report import BlackBox, CheckpointTimes, Report, Verification
 
 
 _SHOWN_LOSSES = 8

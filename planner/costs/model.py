@@ -13,7 +13,6 @@ from typing import NamedTuple
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Device, Level
 from autopar.formats.plan import Division, Shard
-from autopar.formats.prices import ActionPrices, RankBytes, RankPrices, price_key
 from autopar.formats.profile import Profile
 from autopar.formats.program import (
     BACKWARD,
@@ -26,7 +25,11 @@ from autopar.formats.program import (
     SENDS,
     UPDATE,
     WEIGHT_BACKWARD,
+    ActionPrices,
     Program,
+    RankBytes,
+    RankPrices,
+    price_key,
 )
 from autopar.hardware.kinds import kinds_of
 from autopar.hardware.topology import devices_of

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from autopar.errors import UsageError
-from autopar.formats.faults import SLOWER_S, Fault
-from autopar.formats.program import RankProgram
+from autopar.formats.program import SLOWER_S, Fault, RankProgram
 from autopar.runtime.times import PricedClock
 
 _OF_FILES = ("disk-full", "fail-write", "fail-fsync", "fail-rename")

@@ -17,9 +17,8 @@ from torch import nn
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.source import UserModel
 from autopar.formats.plan import Plan
-from autopar.formats.prices import LayerBytes
 from autopar.formats.profile import Profile
-from autopar.formats.program import Program
+from autopar.formats.program import LayerBytes, Program
 from autopar.runtime.data import Batch, Loader
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.settings import TrainSettings

@@ -14,11 +14,19 @@ from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from autopar.errors import UsageError
-from autopar.formats.faults import Fault
 from autopar.formats.plan import Plan
-from autopar.formats.prices import ActionPrices, LayerBytes, RankBytes, RankPrices
 from autopar.formats.profile import Profile
-from autopar.formats.program import KINDS, UPDATE, Action, Program
+from autopar.formats.program import (
+    KINDS,
+    UPDATE,
+    Action,
+    ActionPrices,
+    Fault,
+    LayerBytes,
+    Program,
+    RankBytes,
+    RankPrices,
+)
 from autopar.formats.timeline import Timeline
 from autopar.progress import Progress, no_progress
 from autopar.ranks.context import RankContext

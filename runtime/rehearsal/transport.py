@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from autopar.formats.plan import Plan
-from autopar.formats.prices import RankPrices, price_key
 from autopar.formats.program import (
     BACKWARD,
     INPUT_BACKWARD,
@@ -25,7 +24,9 @@ from autopar.formats.program import (
     SENDS,
     WEIGHT_BACKWARD,
     Action,
+    RankPrices,
     RankProgram,
+    price_key,
 )
 from autopar.runtime.messages.mailbox import messages_by_action
 from autopar.runtime.messages.transport import Pending, Transport, replica_ranks

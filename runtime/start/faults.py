@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from autopar.formats.faults import SLOWER_S, Fault
-from autopar.formats.program import FORWARD, RankProgram
+from autopar.formats.program import FORWARD, SLOWER_S, Fault, RankProgram
 from autopar.runtime.stage.parameters import local
 from autopar.runtime.start.job import Job
 

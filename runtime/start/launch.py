@@ -18,10 +18,9 @@ import torch
 from autopar.capture.data import seed_data
 from autopar.capture.source import UserModel
 from autopar.errors import UsageError
-from autopar.formats.faults import Fault, parse_faults
 from autopar.formats.plan import Plan
 from autopar.formats.profile import path_of
-from autopar.formats.program import Program
+from autopar.formats.program import Fault, Program, parse_faults
 from autopar.ranks.board import SET_UP_S
 from autopar.ranks.context import RankContext, join_from_environment
 from autopar.ranks.environment import LaunchedRank

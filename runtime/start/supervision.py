@@ -15,7 +15,6 @@ from functools import cache, partial
 from pathlib import Path
 
 from autopar.errors import AutoparError, FileError
-from autopar.formats.blackbox import BeganAction, BlackBox, RankActions
 from autopar.formats.plan import Plan
 from autopar.formats.program import (
     BACKWARD,
@@ -28,6 +27,7 @@ from autopar.formats.program import (
     Program,
     RankProgram,
 )
+from autopar.formats.report import BeganAction, BlackBox, RankActions
 from autopar.ranks.board import FINISHED, STEPPING, Board, Note
 from autopar.ranks.monitor import SLOW, Describe, Doing, Watch
 from autopar.schedules.check import read_program

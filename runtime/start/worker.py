@@ -22,9 +22,8 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.plain import float64_model
 from autopar.capture.source import UserModel, load
 from autopar.formats.checkpoint import StateKey
-from autopar.formats.faults import Fault
 from autopar.formats.plan import Plan
-from autopar.formats.program import Program
+from autopar.formats.program import Fault, Program
 from autopar.ranks.allocator import keep_pages
 from autopar.ranks.board import FINISHED
 from autopar.ranks.context import RankContext

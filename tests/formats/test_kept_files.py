@@ -14,7 +14,6 @@ from pydantic import TypeAdapter
 
 import autopar.formats
 from autopar import api
-from autopar.formats.blackbox import BlackBox
 from autopar.formats.checkpoint import Checkpoint
 from autopar.formats.cluster import Cluster
 from autopar.formats.document import Document
@@ -22,7 +21,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.formats.program import Program
 from autopar.formats.references import KINDS, kind_of
-from autopar.formats.report import ComparisonRow, Report, Verification
+from autopar.formats.report import BlackBox, ComparisonRow, Report, Verification
 from autopar.formats.timeline import Timeline
 from autopar.schedules.check import read_program
 

@@ -1,17 +1,35 @@
-"""Actions, programs and timelines survive their files; malformed ones are refused."""
+"""Programs as JSON and as text; prices of actions, that of the simulator's own durations; faults as texts."""
 
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.errors import FileError
-from autopar.formats.program import Action, Program, RankProgram
+from autopar.errors import FileError, UsageError
+from autopar.formats.program import (
+    REDUCE,
+    SENDS,
+    Action,
+    Fault,
+    FaultKind,
+    Program,
+    RankProgram,
+    parse_faults,
+    price_key,
+)
 from autopar.formats.timeline import Timeline
+from autopar.planner import PlanOptions
+from autopar.planner.assemble import action_prices, assemble
+from autopar.planner.costs.model import CostModel, durations
+from autopar.schedules.expand import expand
+from drawn import random_candidate
+from random_problems import random_cluster, random_profile
 
 numbers = st.integers(0, 10**6)
 nobody = st.just(-1)
@@ -163,3 +181,72 @@ def test_an_edited_event_is_refused_with_its_path(tmp_path: Path, change: dict[s
     (tmp_path / "t.json").write_text(json.dumps({"otherData": other, "traceEvents": [{**event, **change}]}))
     with pytest.raises(FileError, match=message):
         Timeline.load(tmp_path / "t.json")
+
+
+def test_actions_that_differ_in_their_micro_batch_have_one_price() -> None:
+    texts = ["F0@0", "F1@0", "F0@1", "S0@0>1@1", "S1@0>1@1", "S0@0>2@1", "S0@0>1@2", "T0@0", "T1@0", "A@0", "U@0"]
+    keys = [price_key(Action.parse(text)) for text in texts]
+    assert len(set(keys)) == 9
+    assert keys[0] == keys[1]
+    assert keys[3] == keys[4]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prices_are_the_durations_of_the_rank_that_acts(seed: int) -> None:
+    rng = random.Random(seed)
+    profile, cluster = random_profile(seed, batches=(2, 4)), random_cluster(seed, 4)
+    costs = CostModel(profile, cluster, PlanOptions(gpus=4))
+    candidate = random_candidate(rng, costs)
+    try:
+        plan = assemble(costs, candidate, PlanOptions(), 0.0, (), ())
+    except ValueError:
+        pytest.skip("more in flight than the stage before has")
+    times, prices = durations(costs, candidate), action_prices(plan, profile, cluster)
+    columns = {"F": times.forward_s, "B": times.backward_s, "U": times.update_s, REDUCE: times.reduce_s}
+    for rank, (actions, own) in enumerate(zip(expand(plan).ranks, prices.ranks, strict=True)):
+        for action in actions:
+            seconds = own.seconds.get(price_key(action))
+            if action.kind in columns:
+                assert seconds == columns[action.kind][rank]
+            elif action.kind in SENDS:
+                assert seconds == times.message_s[rank, action.peer]
+    assert prices.overhead_s == times.overhead_s
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_fault_is_written_and_read_and_comes_at_the_first_action_that_it_names(seed: int) -> None:
+    draw = random.Random(seed)
+    kinds = get_args(FaultKind)
+    actions = [Action.parse(text) for text in ("F0@0", "S0@0>1@1", "F1@0", "I0@0", "W0@0", "B1@0", "A@0", "U@0")]
+    for _ in range(30):
+        kind, micro = draw.choice(kinds), draw.choice((None, 0, 1))
+        action = None if micro is None and draw.random() < 0.5 else draw.choice("FBIWS")
+        fault = Fault(kind, draw.randrange(9), draw.randrange(99), action, micro)
+        assert parse_faults(str(fault)) == (fault,)
+        at = fault.position(actions)
+        if kind == "nan" and action != "F":
+            assert actions[at].kind == "U"
+            continue
+        names = {"B": "BI"}.get(action or "", action)
+        matching = [
+            position
+            for position, each in enumerate(actions)
+            if action is None or (each.kind in str(names) and micro in (None, each.micro_batch))
+        ]
+        # Of a send, what follows is the first that is noticed.
+        first = matching[0] if matching else 0
+        assert at == first + (actions[first].kind == "S")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kill", r"a fault is KIND@RANK:STEP\[:ACTION\[MICRO-BATCH\]\], such as kill@1:7:B0; found 'kill'"),
+        ("kill@1:7:", "a fault is KIND"),
+        ("melt@1:7", "a fault is one of kill, stop, .*; found 'melt'"),
+        ("kill@1:7:ZZ", "an action of a program is one of F, B, .*; found 'ZZ'"),
+    ],
+)
+def test_what_is_no_fault_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_faults(["kill@0:0", text])

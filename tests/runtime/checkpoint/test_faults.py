@@ -11,8 +11,8 @@ import torch
 from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.errors import TrainingError, UsageError
-from autopar.formats.faults import Fault
 from autopar.formats.plan import Plan
+from autopar.formats.program import Fault
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.folder import CheckpointFolder, read_verified
 from autopar.runtime.checkpoint.reader import CheckpointReader

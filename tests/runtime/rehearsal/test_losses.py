@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import UsageError
-from autopar.formats.faults import SLOWER_S, parse_faults
 from autopar.formats.plan import Plan
+from autopar.formats.program import SLOWER_S, parse_faults
 from autopar.planner import PlanOptions, action_prices, plan, simulate
 from autopar.runtime.rehearsal.steps import Rehearsal, rehearse_steps
 from random_problems import gpt_profile, local_cluster

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from autopar.formats.prices import RankPrices
-from autopar.formats.program import Action, RankProgram
+from autopar.formats.program import Action, RankPrices, RankProgram
 from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 from autopar.runtime.rehearsal.transport import PricedTransport
 from autopar.runtime.times import VirtualClock

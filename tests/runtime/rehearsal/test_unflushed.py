@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from autopar.errors import AutoparError, UsageError
-from autopar.formats.faults import Fault
 from autopar.formats.plan import Plan
-from autopar.formats.program import FORWARD, RECEIVE, SEND, Program, RankProgram
+from autopar.formats.program import FORWARD, RECEIVE, SEND, Fault, Program, RankProgram
 from autopar.formats.timeline import Timeline
 from autopar.planner import PlanOptions, action_prices, plan, simulate
 from autopar.planner.simulator.simulate import mini_batches

@@ -10,7 +10,7 @@ import pytest
 
 from autopar.capture.export import capture
 from autopar.capture.source import load
-from autopar.formats.faults import Fault
+from autopar.formats.program import Fault
 from autopar.ranks.board import Board
 from autopar.ranks.monitor import RankMonitor, Watch
 from autopar.ranks.pool import RankPool

@@ -15,8 +15,8 @@ import pytest
 
 from autopar import api
 from autopar.errors import TrainingError
-from autopar.formats.blackbox import BlackBox
 from autopar.formats.plan import Plan
+from autopar.formats.report import BlackBox
 from autopar.ranks.board import FINISHED, HISTORY, Board, Note
 from autopar.runtime.checkpoint.folder import CheckpointFolder
 from autopar.runtime.start.supervision import black_box_of, describe, slowness
