@@ -1,4 +1,4 @@
-"""The command line, one module per command; a command imports what it needs only when it runs."""
+"""The command line, one module per kind of commands; a command imports what it needs only when it runs."""
 
 from __future__ import annotations
 
@@ -12,24 +12,8 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from autopar.cli import (
-    checkpoint,
-    cluster,
-    compare,
-    demo,
-    export,
-    imports,
-    plan,
-    profile,
-    rehearse,
-    run,
-    show,
-    simulate,
-    verify,
-    worker,
-)
-from autopar.cli.arguments import as_flags
-from autopar.cli.commands import Quiet, add, examples
+from autopar.cli import cluster, demo, exchange, plan, profile, show, simulate, training
+from autopar.cli.arguments import Quiet, add, as_flags, examples
 from autopar.cli.output import quietly, results_only, version_of
 from autopar.errors import AutoparError, FileError, UsageError, printable
 from autopar.formats.references import allow_any_path
@@ -82,31 +66,31 @@ add(app, "profile", profile.command, "autopar profile gpt.py --batch 64", "autop
 add(
     app,
     "plan",
-    plan.command,
+    plan.plan,
     "autopar plan --gpus 8",
     "autopar plan --cluster 4x8xA100-80G:200Gbps --schedule 1f1b --shard auto",
 )
-add(app, "simulate", simulate.command, "autopar simulate plan.json --trace trace.json")
-add(app, "compare", compare.command, "autopar compare --gpus 8 --batch 256")
-add(app, "rehearse", rehearse.command, "autopar rehearse plan.json", "autopar rehearse --steps 2 --trace trace.json")
-add(app, "verify", verify.command, "autopar verify plan.json --steps 3")
+add(app, "simulate", simulate.simulate, "autopar simulate plan.json --trace trace.json")
+add(app, "compare", plan.compare, "autopar compare --gpus 8 --batch 256")
+add(app, "rehearse", simulate.rehearse, "autopar rehearse plan.json", "autopar rehearse --steps 2 --trace trace.json")
+add(app, "verify", training.verify, "autopar verify plan.json --steps 3")
 add(
     app,
     "run",
-    run.command,
+    training.run,
     "autopar run plan.json --steps 100 --trace trace.json",
     "autopar run --epochs 2 --save weights",
 )
-add(app, "worker", worker.command, "autopar worker plan.json --steps 100")
-app.add_typer(checkpoint.app, name="checkpoint")
+add(app, "worker", training.worker, "autopar worker plan.json --steps 100")
+app.add_typer(show.checkpoints, name="checkpoint")
 app.add_typer(cluster.app, name="cluster")
 add(app, "demo", demo.command, "autopar demo --folder autopar-demo")
-add(app, "show", show.command, "autopar show plan.json", "autopar show trace.json --over plan.json --png steps.png")
-add(app, "export", export.command, "autopar export torch plan.json -o schedule.csv")
+add(app, "show", show.show, "autopar show plan.json", "autopar show trace.json --over plan.json --png steps.png")
+add(app, "export", exchange.export, "autopar export torch plan.json -o schedule.csv")
 add(
     app,
     "import",
-    imports.command,
+    exchange.import_,
     "autopar import pipedream graph.txt --profiled-batch 32",
     "autopar import profiles h100.json a100.json -o both.json",
 )

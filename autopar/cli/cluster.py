@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.cli import arguments
-from autopar.cli.commands import add, examples
+from autopar.cli.arguments import add, examples
 from autopar.cli.output import say, screen
 from autopar.errors import UsageError
 
@@ -80,7 +80,7 @@ def probe(
 def _measure_here(ranks: int | None, device: str, threads: int, quick: bool, largest_bytes: int | None) -> Cluster:
     """Measure between ranks that are started on this machine."""
     from autopar import api
-    from autopar.cli.progress import phases
+    from autopar.cli.output import phases
 
     with phases() as progress:
         return api.probe(
@@ -109,7 +109,7 @@ def _largest(text: str | None) -> int | None:
 
 def _measure_as_rank(device: str, threads: int, quick: bool, largest_bytes: int | None) -> Cluster | None:
     """Measure as one of torchrun's ranks; return the cluster on the one that writes it."""
-    from autopar.cli.progress import phases
+    from autopar.cli.output import phases
     from autopar.formats.cluster import PROBED
     from autopar.profiler.device import choose
     from autopar.profiler.links import measure_from_environment, measured_cluster

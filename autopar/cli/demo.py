@@ -41,25 +41,21 @@ def command(
 
 def _perform(console: Console, folder: Path, files: dict[str, Path], picture: Path, ranks: int, steps: int) -> None:
     """Run one command after the other, each said before it begins."""
-    from autopar.cli import plan as plan_command
-    from autopar.cli import profile as profile_command
-    from autopar.cli import run as run_command
-    from autopar.cli import show as show_command
-    from autopar.cli import simulate as simulate_command
+    from autopar.cli import plan, profile, show, simulate, training
 
     traces = {name: folder / f"{name}.trace.json" for name in ("measured", "predicted")}
     _say(console, "autopar profile", "measure every layer of a GPT, and the links between ranks")
     model = str(_copy_example("gpt", folder))
-    profile_command.command(model, batch=BATCH, ranks=ranks, output=files["profile.json"], overwrite=True)
+    profile.command(model, batch=BATCH, ranks=ranks, output=files["profile.json"], overwrite=True)
     _say(console, f"autopar plan --gpus {ranks} --min-stages 2", "find the fastest pipeline")
-    plan_command.command(files["profile.json"], gpus=ranks, min_stages=2, output=files["plan.json"], overwrite=True)
+    plan.plan(files["profile.json"], gpus=ranks, min_stages=2, output=files["plan.json"], overwrite=True)
     _say(console, f"autopar run --steps {steps}", "train it that way")
-    run_command.command(
+    training.run(
         plan=files["plan.json"], steps=steps, report=files["report.json"], trace=traces["measured"], overwrite=True
     )
     _say(console, "autopar simulate, autopar show --over", "lay the measured step over the predicted one")
-    simulate_command.command(files["plan.json"], trace=traces["predicted"], overwrite=True)
-    show_command.command(traces["measured"], traces["predicted"], picture, overwrite=True)
+    simulate.simulate(files["plan.json"], trace=traces["predicted"], overwrite=True)
+    show.show(traces["measured"], traces["predicted"], picture, overwrite=True)
 
 
 def _copy_example(name: str, folder: Path) -> Path:

@@ -82,8 +82,7 @@ def command(
     For a GPU that is not there, all of this is estimated.
     """
     from autopar.cli.arguments import with_flags
-    from autopar.cli.output import check_output
-    from autopar.cli.progress import phases
+    from autopar.cli.output import check_output, phases
     from autopar.estimates import device_kinds, node_of
     from autopar.formats.references import rebase_paths
 

@@ -1,28 +1,34 @@
-"""``autopar show``: any of autopar's files, as tables and pictures."""
+"""Commands that show what files hold: ``autopar show``, and ``autopar checkpoint``, of a folder of checkpoints.
+
+Checkpoints are listed, verified, or exported: a model of one as one file.
+"""
 
 from __future__ import annotations
 
 import io
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.output import say, screen
-from autopar.errors import UsageError
+from autopar.cli.arguments import add, examples
+from autopar.cli.output import check_output, say, screen
+from autopar.errors import FileError, UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
 
+    from autopar.formats.checkpoint import CheckpointView
     from autopar.views import FileView
 
 
 _PICTURE = Path("timeline.png")
 
 
-def command(
+def show(
     file: Annotated[Path, typer.Argument(help="A profile, cluster, plan, program, report or trace.")],
     over: Annotated[
         Path | None, typer.Option(help="A second trace, or the plan: draw measured over predicted.")
@@ -43,7 +49,7 @@ def command(
 ) -> None:
     """Show a file of autopar as tables; a profile, a trace, and the step that a plan predicts, also as a picture."""
     from autopar import api
-    from autopar.cli.progress import long_simulation
+    from autopar.cli.output import long_simulation
     from autopar.formats.references import kind_of
 
     console = screen()
@@ -94,3 +100,73 @@ def _save_page(view: FileView, figures: list[Figure], path: Path, overwrite: boo
 
     write_text(path, page(view.title, view.render, figures), overwrite=overwrite)
     say(console, f"Written: {path}")
+
+
+CheckpointFolder = Annotated[Path, typer.Argument(help="What `autopar run --checkpoint` was given.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Put what was found on stdout as JSON.")]
+_MODEL = Path("model.safetensors")
+
+checkpoints = typer.Typer(
+    help="List the checkpoints of a run, verify them, or export a model of one.",
+    epilog=examples("autopar checkpoint list checkpoints"),
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def list_checkpoints(folder: CheckpointFolder, as_json: AsJson = False) -> None:
+    """List the checkpoints of a folder; their manifests are read, and nothing else."""
+    from autopar import api
+
+    _print_checkpoints(api.checkpoints(folder), as_json)
+
+
+def verify_checkpoints(folder: CheckpointFolder, as_json: AsJson = False) -> None:
+    """Read every file of every checkpoint, and compare it with what its manifest says."""
+    from autopar import api
+    from autopar.cli.output import phases
+
+    with phases() as progress:
+        found = api.checkpoints(folder, thorough=True, progress=progress)
+    _print_checkpoints(found, as_json)
+    damaged = [each.problem for each in found if each.problem is not None]
+    if damaged:
+        raise FileError(f"{len(damaged)} of {len(found)} checkpoints are damaged: {'; '.join(damaged)}")
+
+
+def export_checkpoint(
+    folder: CheckpointFolder,
+    step: Annotated[int | None, typer.Option("--step", help="Of which step; default: the newest sound one.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the model.")] = _MODEL,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+) -> None:
+    """Write the model of a checkpoint as one safetensors file, as `load_state_dict` takes it."""
+    from autopar import api
+
+    check_output(output, None, overwrite=overwrite)
+    say(screen(), f"Written: {output}, the model after step {api.export_checkpoint(folder, output, step=step)}")
+
+
+def _print_checkpoints(found: list[CheckpointView], as_json: bool) -> None:
+    if as_json:
+        content = [
+            {
+                "step": each.step,
+                "folder": str(each.folder),
+                "bytes": each.bytes,
+                "problem": each.problem,
+                "plan": None if each.manifest is None else each.manifest.plan.model_dump(mode="json"),
+                "run": None if each.manifest is None else each.manifest.run.model_dump(mode="json"),
+            }
+            for each in found
+        ]
+        sys.stdout.write(json.dumps(content, indent=1) + "\n")
+        return
+    from autopar.report.run import render_checkpoints
+
+    render_checkpoints(found, screen())
+
+
+add(checkpoints, "list", list_checkpoints, "autopar checkpoint list checkpoints")
+add(checkpoints, "verify", verify_checkpoints, "autopar checkpoint verify checkpoints")
+add(checkpoints, "export", export_checkpoint, "autopar checkpoint export checkpoints --step 100 -o model.safetensors")

@@ -1,19 +1,30 @@
-"""``autopar simulate``: the predicted timeline of a plan."""
+"""Commands that perform a plan without its devices: ``autopar simulate`` and ``autopar rehearse``.
+
+``simulate`` gives every action of the program its duration; ``rehearse`` has the runtime perform the program, to see
+what it holds, or how long it takes.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.arguments import ProgramFile, TimesOf
+from autopar.cli.arguments import InjectFault, ProgramFile, TimesOf
 from autopar.cli.output import check_outputs, say, screen
+from autopar.errors import InfeasibleError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autopar.formats.plan import Plan
+    from autopar.runtime.rehearsal.steps import Rehearsal
 
 
-def command(
+def simulate(
     plan: Annotated[Path, typer.Argument(help="What `autopar plan` wrote.")] = Path("plan.json"),
     profile: Annotated[Path | None, typer.Option(help="Profile to use in place of the one the plan records.")] = None,
     cluster: Annotated[
@@ -31,7 +42,7 @@ def command(
     """Predict when every action of a step runs."""
     from autopar import api
     from autopar.cli.arguments import as_flags, echo
-    from autopar.cli.progress import long_simulation, slow_phases
+    from autopar.cli.output import long_simulation, slow_phases
     from autopar.hardware.kinds import kinds_of
     from autopar.inputs import read_inputs
     from autopar.planner.simulator.simulate import pipeline_times
@@ -62,3 +73,171 @@ def command(
         say(console, f"Written: {trace}; open it in Perfetto, or `autopar show {trace}`")
     if as_json:
         sys.stdout.write(json.dumps(figures, indent=1) + "\n")
+
+
+_CPU_COUNTED = (
+    "note: counted with the operators of a CPU, whose attention, dropout and autocast keep other bytes than a GPU's "
+    "(docs/estimating.md)"
+)
+
+
+def rehearse(
+    plan: Annotated[Path, typer.Argument(help="What `autopar plan` wrote.")] = Path("plan.json"),
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Perform so many steps in virtual time, by all ranks, instead of checking memory."),
+    ] = None,
+    real_time: Annotated[
+        bool, typer.Option("--real-time", help="Sleep as long as actions take: steps are as long as on the devices.")
+    ] = False,
+    profile: Annotated[Path | None, typer.Option(help="Profile to use in place of the one the plan records.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Cluster, a file or a name, to use in place of the one the plan records.")
+    ] = None,
+    times_of: TimesOf = None,
+    program: ProgramFile = None,
+    inject_fault: InjectFault = None,
+    every: Annotated[
+        int | None, typer.Option(min=1, help="Steps from one checkpoint to the next, of what --inject-fault costs.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write when every action of the last step ran here, as a Chrome trace.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Put the stages' peaks, or the steps' figures, on stdout as JSON.")
+    ] = False,
+) -> None:
+    """Check the memory of every stage of a plan, or, with --steps, perform it in virtual time, without its devices.
+
+    Memory: the plan's program is performed on tensors without data. Operators are the CPU's: of a plan for GPUs, what
+    attention, dropout and autocast keep is counted as a CPU keeps it. Exits with 3 if a stage holds more than its
+    devices have.
+
+    Steps: every rank performs its program with layers that take the profile's seconds and compute nothing. Ranks are
+    processes of this machine; more than 16 are threads. The model's code does not run.
+    """
+    if steps is not None:
+        options = {"real_time": real_time, "inject_fault": inject_fault or (), "every": every}
+        _perform_steps(plan, steps, options, (profile, cluster, times_of), program, trace, overwrite, as_json)
+        return
+    others = {
+        "--profile": profile,
+        "--cluster": cluster,
+        "--times-of": times_of,
+        "--program": program,
+        "--inject-fault": inject_fault,
+        "--every": every,
+        "--trace": trace,
+    }
+    for flag, value in {**others, "--real-time": real_time or None, "--overwrite": overwrite or None}.items():
+        if value is not None:
+            raise UsageError(f"{flag} is of steps in virtual time; pass --steps, too")
+    _check_memory(plan, as_json)
+
+
+def _check_memory(plan: Path, as_json: bool) -> None:
+    from autopar import api
+    from autopar.cli.output import phases
+    from autopar.formats.plan import Plan
+    from autopar.report.plan import render_memory
+
+    chosen = Plan.load(plan)
+    with phases() as progress:
+        peaks = api.rehearse(plan, progress=progress)
+    console = screen()
+    render_memory(chosen, peaks, console)
+    if chosen.device_type == "cuda":
+        say(console, _CPU_COUNTED)
+    limits = chosen.predicted.limit_bytes
+    if as_json:
+        sys.stdout.write(json.dumps({"peak_bytes": peaks, "limit_bytes": limits or None}, indent=1) + "\n")
+    over = [index for index, (peak, limit) in enumerate(zip(peaks, limits, strict=False)) if peak > limit]
+    if over:
+        stage = over[0]
+        raise InfeasibleError(
+            f"stage {stage} holds {peaks[stage]:,} bytes, its devices have {limits[stage]:,}; "
+            f"plan again with a --memory that is smaller by the difference"
+        )
+
+
+def _perform_steps(
+    plan: Path,
+    steps: int,
+    options: dict[str, Any],
+    inputs: tuple[Path | None, str | None, str | None],
+    program: Path | None,
+    trace: Path | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    from autopar import api
+    from autopar.cli.arguments import echo
+    from autopar.cli.output import long_simulation, phases
+    from autopar.inputs import read_inputs
+    from autopar.planner.simulator.simulate import pipeline_times
+
+    profile, cluster, _ = inputs
+    check_outputs(plan, (profile, cluster, program), [trace], overwrite=overwrite)
+    planned, measured, machines = read_inputs(plan, *inputs, long_simulation)
+    simulated = api.simulate(planned, measured, machines, program=program)
+    with phases() as progress:
+        found = api.rehearse(
+            planned,
+            steps=steps,
+            profile=measured,
+            cluster=machines,
+            program=program,
+            **options,
+            progress=progress,
+        )
+    console = screen()
+    echo(cluster, machines, console)
+    simulated_s = simulated.end_s
+    if planned.weight_policy != "sync":
+        simulated_s = pipeline_times(simulated, planned).period_s
+    _print_steps(console, planned, found, simulated_s)
+    if trace is not None:
+        found.timeline.save(trace)
+        say(console, f"Written: {trace}; hold it against the prediction: `autopar show {trace} --over {plan}`")
+    if as_json:
+        figures = {
+            "steps_s": found.steps_s,
+            "simulated_s": simulated_s,
+            "peak_bytes": list(found.timeline.peaks_bytes().values()),
+            "losses": [loss._asdict() for loss in found.losses],
+            "notes": found.notes,
+        }
+        sys.stdout.write(json.dumps(figures, indent=1) + "\n")
+
+
+def _print_steps(console: Console, plan: Plan, rehearsal: Rehearsal, simulated_s: float) -> None:
+    """Print the last step's picture, and how far its seconds and bytes are from the prediction."""
+    from statistics import median
+
+    from autopar.cli.arguments import as_flags
+    from autopar.report.pictures import render
+    from autopar.report.table import duration, size
+    from autopar.schedules.continuing import lead
+    from autopar.schedules.expand import stages_of
+
+    steps_s, goes_on = rehearsal.steps_s, plan.weight_policy != "sync"
+    render(rehearsal.timeline, console)
+    # Filled, a pipeline that is never flushed takes as long for every mini-batch, and less for those that drain it.
+    last_s = median(steps_s[len(steps_s) // 2 : len(steps_s) - lead(plan)] or steps_s) if goes_on else steps_s[-1]
+    error = last_s / simulated_s - 1 if simulated_s > 0 else 0.0
+    each = " per mini-batch" if goes_on else ""
+    say(console, f"simulated: {duration(simulated_s)}{each}, rehearsed {error:+.2%}")
+    peaks, planned_bytes = rehearsal.timeline.peaks_bytes(), plan.predicted.peak_bytes
+    if peaks and any(planned_bytes):
+        rank = max(peaks, key=lambda each: (peaks[each], -each))
+        stages, _ = stages_of(plan, rank)
+        predicted = max(planned_bytes[stage] for stage in stages)
+        say(console, f"predicted of rank {rank}: {size(predicted)}, held {peaks[rank] / predicted - 1:+.2%}")
+    if len(steps_s) > 1:
+        say(console, f"steps: {duration(min(steps_s))} to {duration(max(steps_s))}")
+    for loss in rehearsal.losses:
+        since = f"from the checkpoint of step {loss.checkpoint} on" if loss.checkpoint else "from the first step on"
+        say(console, f"{loss.fault}: {duration(loss.lost_s)} are trained again, {since}")
+    for note in rehearsal.notes:
+        say(console, f"note: {as_flags(note)}")

@@ -1,14 +1,20 @@
-"""What the commands that train have in common: reading a plan, and writing what a run gives.
+"""Commands that train: ``autopar run``, ``autopar worker`` and ``autopar verify``.
 
-With ``--update-profile`` that is also the plan's profile and cluster, with the times that the run measured.
+``run`` starts a rank for every device of the plan on this host; ``worker`` is one rank of a run that a launcher has
+started, on one host or several: the process that the launcher starts reads the plan, starts the same command again as
+the rank, and watches over it. With ``--update-profile``, what a run gives is also the plan's profile and cluster, with
+the times that the run measured.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -16,10 +22,12 @@ import typer
 
 from autopar.cli.arguments import InjectFault, ProgramFile
 from autopar.cli.output import check_output, say, screen
-from autopar.errors import UsageError
+from autopar.errors import FileError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.references import plan_files, rebase_paths
-from autopar.inputs import read_inputs
+from autopar.inputs import data_of, model_of, predict, read_inputs, read_plan
+from autopar.ranks.environment import LaunchedRank, is_supervised, rank_from_environment
+from autopar.ranks.failure import SaidElsewhereError
 
 if TYPE_CHECKING:
     from autopar.runtime.result.outcome import Outcome
@@ -300,3 +308,128 @@ def _recorded_profile(loaded_plan: Plan, plan: Path) -> Path:
     if loaded_plan.profile is None:
         raise UsageError(f"--update-profile: {plan} records no profile; `autopar plan` writes plans that do")
     return plan.parent / loaded_plan.profile.path
+
+
+@training_command
+def run(arguments: TrainingArguments) -> None:
+    """Train on processes of this host, one per rank, and compare the step time with the prediction.
+
+    The same program runs under torchrun with `autopar worker`.
+    """
+    from autopar import api
+    from autopar.cli.output import long_simulation, steps_progress
+
+    chosen = Plan.load(arguments.plan)
+    arguments.check(chosen)
+    # What is not there is said before any rank starts.
+    model_of(chosen, arguments.plan)
+    with steps_progress(arguments.known_steps) as progress:
+        outcome = api.train(
+            arguments.plan, seed=arguments.seed, progress=progress, phases=long_simulation, **arguments.options()
+        )
+    conclude(arguments, outcome)
+
+
+@training_command
+def worker(arguments: TrainingArguments) -> None:
+    """Run one rank of a plan, as torchrun, srun, mpirun or Kubernetes starts it.
+
+    On every host: torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m autopar
+    worker plan.json
+    """
+    launch = rank_from_environment(os.environ)
+    try:
+        if is_supervised(os.environ):
+            _work(arguments, launch)
+        else:
+            _supervise(arguments, launch)
+    except SaidElsewhereError as error:
+        raise typer.Exit(error.exit_code) from None
+    except UsageError:
+        # Every rank finds the same mistake: one of them says it.
+        if launch.rank == 0:
+            raise
+        raise typer.Exit(UsageError.exit_code) from None
+
+
+def _supervise(arguments: TrainingArguments, launch: LaunchedRank) -> None:
+    """Start the rank, and watch over it."""
+    from autopar.ranks.supervisor import supervise
+    from autopar.runs import remedy_of
+    from autopar.runtime.start.supervision import watch_of
+
+    chosen, _ = _read_plan(arguments, launch)
+    place = (launch.ranks_of_host, arguments.timeout_s, arguments.black_box)
+    remedy = partial(remedy_of, loaded_plan=chosen, path=arguments.plan)
+    watch = watch_of(chosen, arguments.program, *place, remedy)
+    code = supervise(launch, watch, [sys.executable, "-m", "autopar", *sys.argv[1:]])
+    if code:
+        raise typer.Exit(code)
+
+
+def _work(arguments: TrainingArguments, launch: LaunchedRank) -> None:
+    """Train as the rank, and say what fails to whoever watches over it."""
+    from autopar.ranks.supervisor import SupervisedRank
+
+    with SupervisedRank(launch) as supervised:
+        try:
+            chosen, model = _read_plan(arguments, launch)
+
+            from autopar.cli.output import long_simulation, steps_progress
+            from autopar.runs import compare_with_prediction
+            from autopar.runtime.start.launch import join, run_options
+
+            options = run_options(data=data_of(chosen, arguments.plan), **arguments.options())
+            with steps_progress(arguments.known_steps, quiet=launch.rank != 0) as progress:
+                outcome = join(chosen, model, options, launch, progress, supervised)
+            if outcome is not None:
+                predicted = partial(predict, arguments.plan, progress=long_simulation)
+                conclude(arguments, compare_with_prediction(outcome, chosen, predicted))
+            supervised.finish()
+        except Exception as error:
+            supervised.fail(error)
+            raise typer.Exit(1) from None
+
+
+def _read_plan(arguments: TrainingArguments, launch: LaunchedRank) -> tuple[Plan, str]:
+    """Return the plan and MODEL; of a host's ranks, which read the same files, one says what is wrong with them."""
+    try:
+        chosen = read_plan(arguments.plan, arguments.seed)
+        if launch.rank == 0:
+            arguments.check(chosen)
+        return chosen, model_of(chosen, arguments.plan)
+    except FileError as error:
+        if launch.local_rank == 0:
+            raise
+        raise typer.Exit(error.exit_code) from None
+
+
+def verify(
+    plan: Annotated[Path, typer.Argument(help="What `autopar plan` wrote.")] = Path("plan.json"),
+    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps to train and compare.", min=1)] = 3,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", help="Seconds that a rank may stand still before the run is given up.")
+    ] = 300.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Put the differences on stdout as JSON.")] = False,
+) -> None:
+    """Check that a plan's ranks train what one process does: run them here for some steps, and a plain loop beside.
+
+    Both compute in float64 where the model can, on CPUs, whatever the plan is for. Losses, the first step's gradients,
+    parameters and buffers are compared. Exits with 5 if they differ by more than docs/promises.md allows.
+    """
+    from autopar import api
+    from autopar.cli.output import phases
+    from autopar.report.run import render_verification
+
+    with phases() as progress:
+        found = api.verify(plan, steps=steps, timeout_s=timeout_s, progress=progress)
+    render_verification(found, screen())
+    if as_json:
+        sys.stdout.write(json.dumps(found.as_dict(), indent=1) + "\n")
+    worst = next((each for each in found.differences if not each.equal), None)
+    if worst is not None:
+        largest = "differ" if worst.largest is None else f"differ by {worst.largest:.2g} ({worst.allowed:.2g} allowed)"
+        raise TrainingError(
+            f"{plan}: the ranks did not train what plain training does: {worst.what} {largest}, most at {worst.where}; "
+            "please report it with the plan and the model file"
+        )

@@ -1,11 +1,19 @@
-"""Standard output holds a command's result, and nothing that other code prints."""
+"""Standard output holds a command's result, and nothing that other code prints; progress is a bar, lines or none."""
 
 from __future__ import annotations
 
+import os
+import pty
+import select
 import subprocess
 import sys
+import time
 
 import pytest
+
+from autopar.cli import output
+from autopar.cli.output import quietly, screen
+from paths import ROOT
 
 SCRIPT = """
 import os
@@ -24,3 +32,73 @@ def test_what_libraries_and_programs_print_goes_to_standard_error() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "the result\nafterwards\n"
     assert done.stderr == "a library\na program\n"
+
+
+SLOW_PHASES = """
+import sys, time
+from autopar.cli import output
+output.SLOW_S = 0.2
+with output.slow_phases("beginning") as say:
+    say("searching families", 0.5)
+    time.sleep({})
+print("done", file=sys.stderr)
+"""
+
+
+def _on_a_terminal(script: str) -> str:
+    """Return what a script writes to a terminal of its own."""
+    leader, follower = pty.openpty()
+    try:
+        running = subprocess.Popen(
+            [sys.executable, "-c", script], cwd=ROOT, stdin=follower, stdout=follower, stderr=follower
+        )
+        os.close(follower)
+        found, deadline = b"", time.monotonic() + 60
+        while time.monotonic() < deadline and select.select([leader], [], [], 60)[0]:
+            try:
+                found += os.read(leader, 65536)
+            except OSError:
+                break
+        assert running.wait(60) == 0
+    finally:
+        os.close(leader)
+    return found.decode()
+
+
+def test_what_takes_long_shows_on_a_terminal_how_far_it_is_and_what_is_quick_does_not() -> None:
+    assert "searching families" in _on_a_terminal(SLOW_PHASES.format(1.0))
+    assert _on_a_terminal(SLOW_PHASES.format(0.0)).strip() == "done"
+
+
+def test_in_a_pipe_planning_shows_no_progress() -> None:
+    found = subprocess.run([sys.executable, "-c", SLOW_PHASES.format(0.5)], cwd=ROOT, capture_output=True, text=True)
+    assert found.stderr == "done\n"
+
+
+def test_a_quiet_bar_is_none(capfd: pytest.CaptureFixture[str]) -> None:
+    with quietly(), output.phases() as say, output.steps_progress(2) as step, output.slow_phases("x") as slow:
+        for each in (say, slow):
+            each("a phase", 0.5)
+        step(0, 1.0)
+        screen().print("a note")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_elsewhere_a_line_comes_every_two_seconds_and_with_the_last_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    with output.steps_progress(40) as step:
+        for index in range(40):
+            now_s = 100.0 + 0.25 * index
+            step(index, 1 / (index + 1))
+    lines = [f"step {done}/40: loss {1 / done:.4f}" for done in (1, 9, 17, 25, 33, 40)]
+    assert capsys.readouterr().err.splitlines() == ["starting ranks", *lines]
+
+
+def test_elsewhere_every_phase_has_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with output.phases() as say:
+        for what, share in (("measuring", 0.1), ("measuring", 0.6), ("linking", 0.9), ("measuring", 1.0)):
+            say(what, share)
+    assert capsys.readouterr().err == "measuring\nlinking\nmeasuring\n"

@@ -15,7 +15,7 @@ import torch
 from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
-from autopar.cli.rehearse import command
+from autopar.cli.simulate import rehearse as rehearse_command
 from autopar.errors import TrainingError
 from autopar.formats.plan import Shard
 from autopar.formats.references import allow_any_path
@@ -147,7 +147,7 @@ def test_the_command_says_whose_operators_were_counted(
     plan = dictate(capture(user, user.build(0)), user, (1, 1), micro_batches=2, rows=2)
     plan.model_copy(update={"device_type": device}).save(tmp_path / "plan.json")
     with allow_any_path():
-        command(tmp_path / "plan.json", as_json=True)
+        rehearse_command(tmp_path / "plan.json", as_json=True)
     out, err = capsys.readouterr()
     assert len(json.loads(out)["peak_bytes"]) == 2
     assert ("operators of a CPU" in err) == (device == "cuda")
