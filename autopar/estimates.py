@@ -87,7 +87,7 @@ def profile_kinds(user: UserModel, options: ProfileOptions, kinds: DeviceKinds, 
         from autopar.profiler import profile
 
         return profile(user, options, progress)
-    from autopar.interop.kinds import NamedProfile, join_profiles
+    from autopar.hardware.kinds import NamedProfile, join_profiles
     from autopar.profiler.device import choose
     from autopar.profiler.subject import prepare
 

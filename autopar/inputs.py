@@ -341,6 +341,6 @@ def import_profiles(files: Sequence[str | Path]) -> Profile:
     Raises:
         FileError: a file is missing or malformed, or they differ in more than their devices; names the JSON path.
     """
-    from autopar.interop.kinds import NamedProfile, join_profiles
+    from autopar.hardware.kinds import NamedProfile, join_profiles
 
     return join_profiles([NamedProfile(str(file), Profile.load(Path(file))) for file in files])

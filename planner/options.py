@@ -10,7 +10,7 @@ from autopar.errors import UsageError
 from autopar.formats.document import MOST_RANKS, parse_bandwidth, parse_bytes
 from autopar.formats.plan import SHARDS, ReplicatedState, Shard, WeightPolicy, layout_of
 from autopar.formats.profile import Profile
-from autopar.policies.predict import Ahead
+from autopar.policies import Ahead
 from autopar.schedules import SCHEDULES, schedule_named
 
 PLANNED = ("gpipe", "1f1b")

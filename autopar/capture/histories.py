@@ -16,10 +16,7 @@ from torch import nn
 
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
-from autopar.policies import POLICIES
-from autopar.policies.pipemare import DECAY, delay, rate_factor
-from autopar.policies.policy import StageDepths, UpdatesAhead
-from autopar.policies.predict import updates_ahead
+from autopar.policies import DECAY, POLICIES, StageDepths, UpdatesAhead, delay, rate_factor, updates_ahead
 
 Tensors = dict[str, torch.Tensor]
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
-from autopar.policies.pipemare import delay
+from autopar.policies import delay
 
 
 class StageTraits(NamedTuple):

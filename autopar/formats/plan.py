@@ -30,9 +30,7 @@ from autopar.formats.document import (
 )
 from autopar.formats.prediction import Alternative, Prediction
 from autopar.formats.profile import DeviceType, ModelSource, Precision, Threads
-from autopar.policies import POLICIES, stage_depths
-from autopar.policies.policy import StageDepths
-from autopar.policies.predict import Ahead
+from autopar.policies import POLICIES, Ahead, StageDepths, stage_depths
 
 Layout = Literal["line", "loop", "vee"]
 LAYOUTS: dict[str, Layout] = {

@@ -32,10 +32,10 @@ INPUT_BACKWARD = "I"
 WEIGHT_BACKWARD = "W"
 """The other half: the gradients of the stage's parameters."""
 PREDICT = "P"
-"""What the forwards of a mini-batch see, made of the newest weights (:mod:`autopar.policies.predict`)."""
+"""What the forwards of a mini-batch see, made of the newest weights (:class:`autopar.policies.Predict`)."""
 CORRECT = "C"
-"""What backwards see until the next update, made of the newest weights (:mod:`autopar.policies.pipemare`, and
-``xpipe`` in :mod:`autopar.policies.predict`)."""
+"""What backwards see until the next update, made of the newest weights (:class:`autopar.policies.PipeMare`, and
+``xpipe`` of :class:`autopar.policies.Predict`)."""
 BEGIN_SUM = "N"
 """Where a pipeline that is never flushed begins the sum over all ranks, of losses, counts and norms, that the update of
 the micro-batch's mini-batch waits for."""

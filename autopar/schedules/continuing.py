@@ -31,9 +31,7 @@ from autopar.formats.program import (
     Program,
     RankProgram,
 )
-from autopar.policies import POLICIES, distances
-from autopar.policies.pipedream import sum_lag
-from autopar.policies.policy import StageDepths
+from autopar.policies import POLICIES, StageDepths, distances, sum_lag
 
 
 class RepetitionEntry(NamedTuple):

@@ -13,8 +13,7 @@ from autopar.formats.profile import Profile
 from autopar.hardware.kinds import estimated_cluster
 from autopar.planner import PlanOptions
 from autopar.planner import plan as search
-from autopar.policies import POLICIES
-from autopar.policies.predict import Ahead
+from autopar.policies import POLICIES, Ahead
 from autopar.runtime.settings import check_scope
 from autopar.schedules import SCHEDULES
 

@@ -20,8 +20,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from autopar.errors import UsageError
-from autopar.policies.pipemare import DECAY, rate_factor
-from autopar.policies.policy import UpdatesAhead
+from autopar.policies import DECAY, UpdatesAhead, rate_factor
 
 
 class SavedWeights:
@@ -257,7 +256,7 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 class PredictedWeights(WeightVersions):
     """Forwards and backwards see weights that are predicted from the newest and the optimizer's state, or the newest.
 
-    See :mod:`autopar.policies.predict`.
+    See :class:`autopar.policies.Predict`.
     """
 
     def __init__(
@@ -366,7 +365,7 @@ def _next_step(group: Mapping[str, Any], state: Mapping[str, Any]) -> torch.Tens
 class CorrectedWeights(WeightVersions):
     """Forwards see the newest weights, backwards the newest less what they have changed by; rates are reduced at first.
 
-    See :mod:`autopar.policies.pipemare`.
+    See :class:`autopar.policies.PipeMare`.
     """
 
     def __init__(

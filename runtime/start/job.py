@@ -19,9 +19,7 @@ from autopar.capture.source import UserModel
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, Program
-from autopar.policies import POLICIES, kept_versions
-from autopar.policies.pipemare import delay
-from autopar.policies.predict import updates_ahead
+from autopar.policies import POLICIES, delay, kept_versions, updates_ahead
 from autopar.runtime.data import Batch, Batches, Loader, ShareLoader
 from autopar.runtime.execute import Executor, StepRecord, Surroundings
 from autopar.runtime.gradients.loss import BroughtLossTally, LossScale, LossTally

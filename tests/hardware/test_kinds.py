@@ -1,20 +1,27 @@
-"""Profiles of one kind of device on clusters of another: refused where both are known, unless times are to stand."""
+"""Profiles of several kinds of devices, joined or estimated; and those of one kind on clusters of another."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Device
-from autopar.formats.profile import DeviceCosts, DeviceKind, Profile
+from autopar.formats.plan import Plan
+from autopar.formats.profile import DeviceCosts, DeviceKind, Noise, Profile
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import GPUS
+from autopar.hardware.kinds import NamedProfile, join_profiles
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.costs.model import CostModel
 from autopar.planner.plan import compare
+from oracles.exhaustive import fastest_s
 from random_problems import gpt_profile, local_cluster, random_profile
 
 
@@ -188,3 +195,257 @@ def test_a_plan_with_stand_ins_is_that_of_a_profile_that_holds_the_times_twice(s
     found = plan(profile, cluster, replace(options, times_of="H100"))
     expected = plan(both, cluster, options)
     assert (found.predicted, found.stages) == (expected.predicted, expected.stages)
+
+
+Run = Callable[..., tuple[int, str, str]]
+Edit = Callable[[dict[str, Any]], object]
+MIB = 2**20
+
+
+def on_cpu(name: str, times_as_long: float = 1.0, blocks: int = 4) -> Profile:
+    """A small GPT on another kind of CPU."""
+    profile = gpt_profile(blocks=blocks, batch=8)
+    layers = [
+        layer.model_copy(
+            update={
+                "update_s": times_as_long * layer.update_s,
+                "costs": tuple(
+                    cost.model_copy(
+                        update={
+                            "forward_s": times_as_long * cost.forward_s,
+                            "backward_s": times_as_long * cost.backward_s,
+                        }
+                    )
+                    for cost in layer.costs
+                ),
+            }
+        )
+        for layer in profile.layers
+    ]
+    device = DeviceKind(type="cpu", name=name, memory_bytes=2**34)
+    return profile.model_copy(update={"device": device, "layers": tuple(layers)})
+
+
+def mixed(*types: str, memory: dict[str, int] | None = None) -> Cluster:
+    devices = [Device(type=name, memory_bytes=(memory or {}).get(name, 2**34)) for name in types]
+    return local_cluster(1).model_copy(update={"devices": tuple(devices)})
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
+    """Run autopar in a folder that holds profiles of two kinds; return (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    on_cpu("quick").save("quick.json")
+    on_cpu("slow", 3.0).save("slow.json")
+    return command
+
+
+def test_joined_profiles_hold_the_costs_of_every_kind_and_are_shown(run: Run) -> None:
+    code, out, err = run("import", "profiles", "quick.json", "slow.json", "--json")
+    assert code == 0, err
+    profile = Profile.load("profile.json")
+    assert out == profile.dumps()
+    assert "Written: profile.json, 6 layers on quick, slow" in err
+    assert profile.layers == on_cpu("quick").layers
+    assert [(other.device.name, other.layers) for other in profile.others] == [("slow", on_cpu("slow", 3.0).layers)]
+    code, _, err = run("show", "profile.json")
+    assert code == 0
+    assert "on quick and slow" in err
+    row = next(line.split() for line in err.splitlines() if line.split()[:1] == ["slow"])
+    assert "3.00" in row
+
+
+def test_joining_goes_on_and_keeps_what_is_worst() -> None:
+    kinds = [on_cpu(name) for name in ("a", "b", "c")]
+    kinds[1] = kinds[1].model_copy(update={"step_overhead_s": 9.0, "noise": Noise(median_spread=0.5, max_spread=0.6)})
+    kinds[2] = kinds[2].model_copy(update={"notes": ("slowed", "c: seen")})
+    first = join_profiles([NamedProfile("a.json", kinds[0]), NamedProfile("b.json", kinds[1])])
+    every = join_profiles([NamedProfile("ab.json", first), NamedProfile("c.json", kinds[2])])
+    assert [other.device.name for other in every.others] == ["b", "c"]
+    assert (every.step_overhead_s, every.noise.median_spread, every.noise.max_spread) == (9.0, 0.5, 0.6)
+    assert every.notes == ("c: slowed", "c: seen")
+    assert Profile.parse(every.dumps(), Path("profile.json")) == every
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda it: it["model"].update(sha256="1" * 64), 'slow.json: $.model.sha256 is "111'),
+        (lambda it: it["device"].update(type="cuda"), '$.device.type is "cuda", and "cpu" in quick.json; the ranks of'),
+        (
+            lambda it: it["device"].update(threads=2),
+            "$.device.threads is 2, and 1 in quick.json; profile with the same",
+        ),
+        (lambda it: it["device"].update(name="quick"), '$.device.name is "quick", which quick.json has costs for'),
+        (lambda it: it.update(precision="bf16"), '$.precision is "bf16", and "fp32" in quick.json; profile with the'),
+        (lambda it: it.update(batch=4), "$.batch is 4, and 8 in quick.json; profile with the same --batch"),
+        (lambda it: it.update(compiled=True), "$.compiled is true"),
+        (lambda it: it.update(updates_at_once=True), "$.updates_at_once is true"),
+        (lambda it: it["layers"][2].update(parameters_bytes=1), "$.layers[2].parameters_bytes is 1, and "),
+        (lambda it: it["tensors"][1].update(bytes_per_sample=1), "$.tensors[1].bytes_per_sample is 1, and "),
+        (lambda it: it["tied"].clear(), "the length of $.tied is 0, and 1 in quick.json"),
+    ],
+)
+def test_profiles_that_differ_in_more_than_the_device_are_refused_where_they_do(
+    run: Run, edit: Edit, message: str
+) -> None:
+    content = json.loads(Path("slow.json").read_text())
+    edit(content)
+    Path("slow.json").write_text(json.dumps(content))
+    code, out, err = run("import", "profiles", "quick.json", "slow.json")
+    assert (code, out, err.count("\n")) == (4, "", 1)
+    assert message in err
+    assert not Path("profile.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("import", "profiles", "quick.json"), 2, "quick.json is the only profile; name one for each kind"),
+        (
+            ("import", "profiles", "quick.json", "none.json"),
+            4,
+            "none.json: no such file; name one that `autopar profile`",
+        ),
+        (("import", "piper", "quick.json", "slow.json"), 2, "slow.json is a second file; piper profiles are read one"),
+        (("import", "profiles", "quick.json", "slow.json", "-o", "slow.json", "--overwrite"), 2, "is read by this"),
+        (("profile", "m.py", "--device", "cpu,H100"), 2, "--device cpu,H100: the ranks of a pipeline are all CPUs or"),
+        (("profile", "m.py", "--device", "auto,H100"), 2, "name GPUs, and cuda for the one of this machine"),
+        (("profile", "m.py", "--device", "H100,H100-SXM"), 2, "the same GPU is named twice; name every kind once"),
+        (("profile", "m.py", "--device", "H100,"), 2, "no GPU called '' is known"),
+        (("profile", "m.py", "--device", "H100,A100", "--threads", "2"), 2, "--threads 2: says how to measure"),
+        (
+            ("profile", "m.py", "--device", "H100,A100", "--calibrate-with", "r.csv"),
+            2,
+            "join the profiles with `autopar",
+        ),
+    ],
+    ids=str,
+)
+def test_bad_input_gets_one_line_and_its_exit_code(
+    run: Run, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    found, out, err = run(*arguments)
+    assert (found, out, err.count("\n")) == (code, "", 1)
+    assert message in err
+    assert Profile.load("slow.json") == on_cpu("slow", 3.0)
+
+
+def test_a_quick_kind_with_little_memory_and_a_slow_one_with_much_are_planned_for_as_the_oracle_does(run: Run) -> None:
+    assert run("import", "profiles", "quick.json", "slow.json")[0] == 0
+    steps = []
+    for poor in (10, 14, 20, 2**10):
+        mixed("slow", "quick", "slow", "quick", memory={"quick": poor * MIB}).save("cluster.json")
+        asked = ("plan", "--batch", "4", "--recompute", "none", "--micro-batches", "2", "--schedule", "1f1b")
+        assert run(*asked, "--gap", "0")[0] == 0
+        found = Plan.load("plan.json")
+        options = PlanOptions(batch=4, recompute="none", micro_batches=2, schedule="1f1b", gap=0.0)
+        oracle_s = fastest_s(Profile.load("profile.json"), Cluster.load("cluster.json"), options)
+        assert found.predicted.step_s == pytest.approx(oracle_s, rel=1e-9)
+        assert found.predicted.step_s == pytest.approx(found.predicted.lower_bound_s, rel=1e-9)
+        for stage, peak, limit in zip(
+            found.stages, found.predicted.peak_bytes, found.predicted.limit_bytes, strict=True
+        ):
+            assert peak <= limit
+            assert stage.types == (("quick",) if set(stage.devices) <= {1, 3} else ("slow",))
+        steps.append(found.predicted.step_s)
+    # With all the memory it wants the quick kind does without the slow one; with less, every plan takes longer.
+    assert {name for stage in found.stages for name in stage.types} == {"quick"}
+    assert steps == sorted(steps, reverse=True)
+    assert len(set(steps)) >= 3
+
+
+def test_a_plan_says_which_kind_each_stage_is_on_and_one_of_a_single_kind_does_not(run: Run) -> None:
+    assert run("import", "profiles", "quick.json", "slow.json")[0] == 0
+    mixed("slow", "quick").save("cluster.json")
+    code, _, err = run("plan", "--stages", "0-2:1,3-5:1")
+    assert code == 0
+    assert [stage.types for stage in Plan.load("plan.json").stages] == [("slow",), ("quick",)]
+    assert "\non slow: stage 0; on quick: stage 1\n" in err
+    assert run("simulate")[0] == 0
+    assert run("show", "plan.json")[0] == 0
+    assert run("plan", "quick.json", "--stages", "0-5:1", "--cluster", "cluster.json", "--gpus", "1")[0] == 0
+    assert [stage.types for stage in Plan.load("plan.json").stages] == [()]
+
+
+def test_a_device_whose_kind_the_profile_lacks_or_cannot_tell_is_named_with_the_commands_that_help(run: Run) -> None:
+    assert run("import", "profiles", "quick.json", "slow.json")[0] == 0
+    mixed("slow", "other").save("cluster.json")
+    code, _, err = run("plan")
+    assert (code, err.count("\n")) == (4, 1)
+    assert "$.devices[1].type: the profile has no costs for 'other', only for quick, slow; estimate them with" in err
+    assert "`autopar import profiles`" in err
+    mixed("slow", "cpu").save("cluster.json")
+    code, _, err = run("plan")
+    assert (code, err.count("\n")) == (4, 1)
+    assert "$.devices[1].type: 'cpu' may be any of quick, slow" in err
+    Path("cluster.json").unlink()
+    assert run("plan", "--gpus", "2")[0] == 0
+
+
+def test_a_gpus_other_names_are_its_own(run: Run) -> None:
+    gpu = DeviceKind(type="cuda", name="NVIDIA A100-SXM4-80GB", memory_bytes=80 * 10**9)
+    on_cpu("quick").model_copy(update={"device": gpu}).save("a100.json")
+    assert run("plan", "a100.json", "--cluster", "2xA100-80G")[0] == 0
+    assert not any("times are" in note for note in Plan.load("plan.json").notes)
+    on_cpu("quick").model_copy(update={"device": gpu.model_copy(update={"name": "A100"})}).save("same.json")
+    code, _, err = run("import", "profiles", "a100.json", "same.json")
+    assert code == 4
+    assert '$.device.name is "A100", which a100.json has costs for' in err
+
+
+@pytest.mark.parametrize("where", ["name", "file"])
+def test_a_kind_that_the_profile_is_not_of_is_refused_by_every_command_until_its_times_are_meant(
+    run: Run, where: str
+) -> None:
+    gpu = DeviceKind(type="cuda", name="NVIDIA H100 80GB HBM3", memory_bytes=80 * 10**9)
+    on_cpu("quick").model_copy(update={"device": gpu}).save("profile.json")
+    Path("lab.toml").write_text('[[nodes]]\ngpus = 2\ngpu = "A100"\n')
+    cluster = {"name": "2xA100", "file": "lab.toml"}[where]
+    message = (
+        "autopar: the cluster has A100-SXM-80G, and the profile has times of H100-SXM only: profile with --device "
+        "A100-SXM-80G, or plan with --times-of H100-SXM if its times are to stand for those of A100-SXM-80G\n"
+    )
+    assert run("plan", "--cluster", "2xH100")[0] == 0
+    for command in ("plan", "compare", "simulate"):
+        assert run(command, "--cluster", cluster) == (2, "", message)
+    code, _, err = run("simulate", "--cluster", cluster, "--times-of", "h100", "--json")
+    assert (code, "note: times of NVIDIA H100 80GB HBM3 stand for A100-SXM-80G" in err) == (0, True)
+    code, _, err = run("simulate", "--times-of", "H100")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "leave it out" in err
+    for command in ("plan", "compare"):
+        code, _, err = run(command, "--cluster", cluster, "--times-of", "H100")
+        assert code == 0, err
+        assert "note: times of NVIDIA H100 80GB HBM3 stand for A100-SXM-80G, as asked (--times-of)" in err
+        assert run(command, "--cluster", cluster, "--times-of", "V100")[0] == 2
+        assert run(command, "--cluster", "2xH100", "--times-of", "H100")[0] == 2
+    assert Plan.load("plan.json").times_of == "NVIDIA H100 80GB HBM3"
+    code, out, err = run("simulate", "--json")
+    assert (code, "note: times of NVIDIA H100 80GB HBM3 stand for A100-SXM-80G" in err) == (0, True)
+    assert json.loads(out)["step_s"] == Plan.load("plan.json").predicted.step_s
+    assert run("show", "plan.json", "--png", "step.png")[0] == 0
+    code, _, err = run("run", "--update-profile")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "times of NVIDIA H100 80GB HBM3 stand for other devices (--times-of)" in err
+
+
+def test_hetpipes_virtual_workers_are_shown_and_put_on_stdout(run: Run) -> None:
+    assert run("import", "profiles", "quick.json", "slow.json")[0] == 0
+    mixed("slow", "quick", "slow", "quick").save("cluster.json")
+    code, out, err = run("compare", "--json")
+    assert code == 0, err
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert [name for name, row in rows.items() if row["virtual_workers"] is not None] == ["HetPipe"]
+    found = rows["HetPipe"]["virtual_workers"]
+    assert list(found) == ["policy", "in_flight", "workers", "samples_per_s"]
+    assert "HetPipe's virtual workers" in err
+    devices = [stage["device"] for worker in found["workers"] for stage in worker["stages"]]
+    assert sorted(devices) == [0, 1, 2, 3]
+    for worker in found["workers"]:
+        assert worker["stages"][0]["layers"].startswith("0")
+        assert {stage["type"] for stage in worker["stages"]} <= {"quick", "slow"}
+        assert worker["samples_per_s"] * len(found["workers"]) >= found["samples_per_s"] * (1 - 1e-12)
+    # Reducing gradients, filling the pipelines and waiting for each other is what a step takes longer.
+    assert rows["HetPipe"]["step_s"] >= 8 / found["samples_per_s"]

@@ -14,9 +14,7 @@ from autopar.capture.source import load
 from autopar.capture.traits import StageTraits, stage_traits
 from autopar.errors import AutoparError, UsageError
 from autopar.formats.plan import Plan
-from autopar.policies import POLICIES
-from autopar.policies.policy import StageDepths, UpdatesAhead
-from autopar.policies.predict import updates_ahead
+from autopar.policies import POLICIES, StageDepths, UpdatesAhead, updates_ahead
 from autopar.runtime.gradients.reducer import Reducer
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.start.job import Job

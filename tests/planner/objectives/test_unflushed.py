@@ -24,7 +24,7 @@ from autopar.planner.constraints import FixedStages
 from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives.unflushed import PartitionTable, PipelinePartition, PolicyJudge, StageWay, device_orders
 from autopar.planner.simulator.simulate import Simulator, pipeline_times
-from autopar.policies.predict import xpipe_constants
+from autopar.policies import xpipe_constants
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 POLICIES = ("stash", "vertical-sync", "2bw")

@@ -1,0 +1,153 @@
+"""Weight policies: programs and replicas in turn see the versions of their rules, papers' formulas hold, XPipe's
+constants.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from fractions import Fraction
+from typing import get_args
+
+import pytest
+
+from autopar.formats.plan import WeightPolicy
+from autopar.formats.program import BACKWARD, BEGIN_SUM, FORWARD, UPDATE, Action
+from autopar.planner.candidate import Candidate, CandidateStage
+from autopar.planner.simulator.simulate import skeleton
+from autopar.policies import POLICIES, StageDepths, kept_versions, stage_depths, updates_ahead
+from autopar.schedules.continuing import Repetition, depths_of, lead, repetition
+from autopar.schedules.one_forward_one_backward import warmups
+from oracles.unflushed import RULES, SAME_BACKWARD, Question
+
+
+def test_plans_and_rules_know_the_same_policies() -> None:
+    assert set(get_args(WeightPolicy)) - {"sync"} == set(POLICIES) == set(RULES)
+
+
+@pytest.mark.parametrize("policy", SAME_BACKWARD)
+@pytest.mark.parametrize("seed", range(20))
+def test_every_forward_and_backward_sees_the_rules_version(seed: int, policy: str) -> None:
+    draw = random.Random(seed)
+    depths = sorted((draw.randint(1, 6) for _ in range(draw.randint(1, 4))), reverse=True)
+    micro_batches = max(draw.randint(1, 5), POLICIES[policy].least_micro_batches(depths[0]))
+    stages = tuple(CandidateStage(at, at + 1, (at,), (1,), depth) for at, depth in enumerate(depths))
+    plan = skeleton(Candidate(micro_batches, 1, "1f1b", stages), (), ())
+    plan = plan.model_copy(update={"weight_policy": policy})
+    rule = RULES[policy](depths, micro_batches)
+    for stage in range(len(depths)):
+        updates, most, seen = 0, 0, {}
+        for number in range(-lead(plan), 12):
+            here = Repetition(number, micro_batches, 12)
+            for kind, micro_batch, distance in repetition(plan, stage):
+                step, index = here.place(micro_batch) if kind != UPDATE else (number, 0)
+                if not 0 <= step < 12 or kind == BEGIN_SUM:
+                    continue
+                if kind == UPDATE:
+                    updates += 1
+                    continue
+                version = max(0, updates - distance)
+                most = max(most, updates - version)
+                assert version == rule(Question(step, index, stage))
+                if kind == FORWARD:
+                    seen[step, index] = version
+                else:
+                    assert kind == BACKWARD
+                    assert seen.pop((step, index)) == version
+        assert (updates, seen) == (12, {})
+        assert most + 1 == kept_versions(POLICIES[policy], depths_of(plan, stage))
+
+
+@pytest.mark.parametrize("depth", range(1, 5))
+@pytest.mark.parametrize("micro_batches", range(3, 7))
+def test_every_policy_sees_the_version_of_its_papers_formula(depth: int, micro_batches: int) -> None:
+    names = ("stash", "vertical-sync", "2bw")
+    stash, synced, buffered = (stage_depths(POLICIES[name], [4, depth], micro_batches)[1] for name in names)
+    for micro_batch in range(40):
+        # Weights are updated once the backward of a mini-batch's last micro-batch is done.
+        done = max(0, micro_batch - depth + 1)
+        assert max(0, POLICIES["stash"].forward_version(stash, micro_batch)) == done // micro_batches
+        done = max(0, micro_batch - 4 + 1)
+        assert max(0, POLICIES["vertical-sync"].forward_version(synced, micro_batch)) == done // micro_batches
+        assert POLICIES["2bw"].forward_version(buffered, micro_batch) == micro_batch // micro_batches - 1
+        for name, stage in (("stash", stash), ("vertical-sync", synced), ("2bw", buffered)):
+            rule = POLICIES[name]
+            assert rule.backward_version(stage, micro_batch) == rule.forward_version(stage, micro_batch)
+    assert kept_versions(POLICIES["stash"], stash) == 1 + -(-(depth - 1) // micro_batches)
+    assert kept_versions(POLICIES["2bw"], buffered) == 1 + (depth > 1)
+
+
+def test_the_late_update_of_two_buffers_is_there_before_the_next_but_one_mini_batch() -> None:
+    """By counting what a stage does: forwards run ``depth`` micro-batches ahead of backwards."""
+    for depth, micro_batches in ((each, count) for count in range(2, 7) for each in range(1, count + 2)):
+        lag = POLICIES["2bw"].lag(StageDepths(depth, depth, micro_batches))
+        last_backward, next_but_one = micro_batches - 1, 2 * micro_batches
+        # The forward of micro-batch m comes behind the backward of m - depth.
+        assert 0 <= lag <= max(0, next_but_one - depth - last_backward)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_replicas_in_turn_see_the_rules_version(seed: int) -> None:
+    draw = random.Random(seed)
+    stages, first = [], 0
+    for at in range(draw.randint(1, 3)):
+        width, turning = draw.randint(1, 4), draw.random() < 0.7
+        devices, division = tuple(range(first, first + width)), "round-robin" if turning else "split"
+        shares = (1.0,) * width if turning else (1 / width,) * width
+        stages.append(CandidateStage(at, at + 1, devices, shares, draw.randint(1, 4), division=division))  # type: ignore[arg-type]
+        first += width
+    plan = skeleton(Candidate(1, 1, "1f1b", tuple(stages)), (), ()).model_copy(update={"weight_policy": "stash"})
+    start, stop = draw.randint(0, 3), draw.randint(8, 20)
+    for stage, (placed, replica) in enumerate((each, replica) for each in stages for replica in range(each.turning)):
+        index, updates, met, seen = stages.index(placed), 0, set(), {}
+        for number in range(start - lead(plan), stop, plan.span):
+            here = Repetition(number, 1, stop, start, plan.span)
+            for kind, micro_batch, distance in repetition(plan, index, replica):
+                action = Action(kind, index, micro_batch, version=distance)
+                if not here.has(action) or kind == BEGIN_SUM:
+                    continue
+                step, count = here.step_of(action), (here.step_of(action) - start) // placed.turning
+                if kind == UPDATE:
+                    assert updates == count
+                    met |= set(here.mini_batches_of(action, placed.turning))
+                    updates += 1
+                    continue
+                assert (step - start) % placed.turning == replica, stage
+                version = max(0, updates - distance)
+                assert version == max(0, count - placed.warmup + 1)
+                assert kind == FORWARD or seen.pop(step) == version
+                if kind == FORWARD:
+                    seen[step] = version
+        assert (met, seen) == (set(range(start, stop)), {})
+
+
+def test_xpipes_constants_are_halves_rounded_up_and_seldom_what_is_counted() -> None:
+    agreeing, places = [0, 0], 0
+    for stages in range(2, 9):
+        for micro_batches in range(1, 9):
+            depths = warmups(stages, 1, stages)["PA"]
+            counted = stage_depths(POLICIES["predict"], depths, micro_batches)
+            given = stage_depths(POLICIES["predict"], depths, micro_batches, ahead="xpipe")
+            for stage in range(stages):
+                exact = (
+                    (stages + micro_batches - Fraction(stage, 2) - 2) / micro_batches,
+                    Fraction(micro_batches + stage // 2 - 1, micro_batches),
+                )
+                own, other = updates_ahead(given[stage]), updates_ahead(counted[stage])
+                assert own == tuple(math.floor(each + Fraction(1, 2)) for each in exact)
+                assert other == (math.ceil((depths[stage] - 1) / micro_batches), 0)
+                assert POLICIES["predict"].buffers(given[stage]) == sum(each > 0 for each in own)
+                agreeing = [sum_ + (one == two) for sum_, one, two in zip(agreeing, own, other, strict=True)]
+                places += 1
+    # The docstring of autopar.policies.Predict says so.
+    assert [f"{100 * each / places:.0f}" for each in agreeing] == ["34", "5"]
+
+
+def test_what_backwards_see_is_made_behind_every_update_where_it_is_not_the_newest() -> None:
+    stages = tuple(CandidateStage(at, at + 1, (at,), (1,), depth) for at, depth in enumerate((3, 2, 1)))
+    plan = skeleton(Candidate(2, 1, "1f1b", stages), (), ()).model_copy(update={"weight_policy": "predict"})
+    for ahead, made in (("counted", [["P"], ["P"], []]), ("xpipe", [["C", "P"], ["C", "P"], ["C", "P"]])):
+        asked = plan.model_copy(update={"ahead": ahead})
+        kinds = [[each.kind for each in repetition(asked, stage)] for stage in range(3)]
+        assert [sorted(set(each) & {"P", "C"}) for each in kinds] == made
+        assert all(each[each.index("U") + 1] == "C" for each in kinds if "C" in each)
