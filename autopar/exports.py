@@ -12,8 +12,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import TRANSFORMERS, Profile, path_of
 from autopar.formats.references import named_file, rebase_paths
 from autopar.interop import accelerate, deepspeed, launchers, megatron, torch_pipelining, torchtitan
-from autopar.interop.layout import parts_of
-from autopar.interop.target import ExportFile, ExportSubject, Target
+from autopar.interop.target import ExportFile, ExportSubject, Target, parts_of
 
 TARGETS: dict[str, Target] = {
     "torch": torch_pipelining.TARGET,

@@ -21,7 +21,7 @@ from autopar.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from autopar.formats.timeline import Timeline
-    from autopar.interop.layout import DictatedStages
+    from autopar.interop.target import DictatedStages
     from autopar.planner import PlanOptions
 
 
@@ -280,7 +280,7 @@ def import_layout(
         UsageError: the text is no layout, or not of so many layers, or the devices do not divide its stages.
         FileError: the profile is missing or malformed.
     """
-    from autopar.interop.layout import import_layout as stages_of
+    from autopar.interop.megatron import import_layout as stages_of
 
     for name, value in (("replicas", replicas), ("pipeline_size", pipeline_size)):
         if value is not None and value < 1:

@@ -19,7 +19,7 @@ from autopar.errors import FileError, UsageError
 
 if TYPE_CHECKING:
     from autopar.formats.profile import Profile
-    from autopar.interop.layout import DictatedStages
+    from autopar.interop.target import DictatedStages
 
 
 ExportFormat = Annotated[

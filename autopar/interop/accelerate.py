@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.formats.expressible import Expressible, grid_of, recomputation_of
-from autopar.interop.layout import BLOCKS, parts_of
-from autopar.interop.target import ExportFile, ExportSubject, Target, comment, heading, nodes_of
+from autopar.interop.target import BLOCKS, ExportFile, ExportSubject, Target, comment, heading, nodes_of, parts_of
 
 
 def write(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:

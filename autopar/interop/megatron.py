@@ -1,4 +1,8 @@
-"""megatron: a plan as Megatron-LM's arguments.
+"""Megatron: a plan as Megatron-LM's arguments, and its layouts, texts of which layers are in which stage.
+
+In a layout such as ``Et*7|(t*8|)*2t*9L``, ``E`` is the embedding, ``t`` a block, ``L`` the head with the loss; ``|``
+ends a stage. ``x*n`` is n times x, and so is ``(...)*n``, whatever stands in it; commas say nothing.
+(`megatron.core.transformer.pipeline_parallel_layer_layout`, ``PipelineParallelLayerLayout.parse_str_to_list``.)
 
 Data-parallel ranks are what the pipeline leaves of all; a step has ``--global-batch-size`` samples, of which every
 pipeline runs ``--micro-batch-size`` at a time (`megatron/training/arguments.py`, `megatron.core.transformer`).
@@ -6,12 +10,110 @@ pipeline runs ``--micro-batch-size`` at a time (`megatron/training/arguments.py`
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
+from autopar.errors import UsageError
 from autopar.formats.expressible import Expressible, first_blocks, grid_of, recomputation_of
-from autopar.interop.layout import ends_refusal, fold, letters_of, parts_of
-from autopar.interop.target import ExportFile, ExportSubject, Target, comment, heading
+from autopar.formats.plan import Plan
+from autopar.formats.profile import Profile
+from autopar.interop.target import (
+    DictatedStages,
+    ExportFile,
+    ExportSubject,
+    ModelParts,
+    Target,
+    comment,
+    ends_refusal,
+    heading,
+    parts_of,
+    stages_text,
+)
+
+_GROUP = re.compile(r"\(([^()]+)\)\*([0-9]{1,4})")
+_REPEATED = re.compile(r"(.)\*([0-9]{1,4})")
+_MOST = 10_000
+"""More letters than any layout has, or means."""
+
+
+def unfold(text: str) -> list[str]:
+    """Return the letters of every stage.
+
+    >>> unfold("Et*2|(t*3|)*2tL")
+    ['Ett', 'ttt', 'ttt', 'tL']
+
+    Raises:
+        UsageError: the text is no layout.
+    """
+    plain = text.replace(",", "")
+    for pattern in (_GROUP, _REPEATED):
+        if len(plain) < _MOST:
+            plain = pattern.sub(lambda match: match[1] * int(match[2]), plain)
+    stages = plain.split("|")
+    strange = next((each for each in plain if each not in "EtL|"), None)
+    if strange is not None or len(plain) >= _MOST:
+        what = "is too long" if len(plain) >= _MOST else f"has {strange!r}; autopar knows E, t and L"
+        raise UsageError(f"the layout {text[:80]!r} {what}")
+    whole = "".join(stages)
+    if not re.fullmatch("Et+L", whole):
+        raise UsageError(f"the layout {text[:80]!r} must have one E first, one L last, and t between them")
+    return stages
+
+
+def fold(stages: Sequence[str]) -> str:
+    """Return the short text of stages' letters.
+
+    >>> fold(["Ett", "ttt", "ttt", "tL"]), fold(["E", "t", "L"])
+    ('Ett|(t*3|)*2tL', 'E|t|L')
+    """
+    last = len(stages) - 1
+    ended = [_short(letters) + ("|" if at < last else "") for at, letters in enumerate(stages)]
+    runs = ((each, len(list(same))) for each, same in groupby(ended))
+    return "".join(each if count == 1 else f"({each})*{count}" for each, count in runs)
+
+
+def _short(letters: str) -> str:
+    runs = ((each, len(list(same))) for each, same in groupby(letters))
+    return "".join(each * count if count < 3 else f"{each}*{count}" for each, count in runs)
+
+
+def letters_of(plan: Plan, profile: Profile, parts: ModelParts) -> list[str]:
+    """Return the letters of a plan's stages."""
+    first = dict.fromkeys((profile.layers[index].name for index in parts.before[:1]), "E")
+    last = dict.fromkeys((profile.layers[index].name for index in parts.behind[-1:]), "L")
+    letter = {**dict.fromkeys(parts.names(profile), "t"), **first, **last}
+    return ["".join(letter.get(name, "") for name in stage.layers) for stage in plan.stages]
+
+
+def import_layout(text: str, profile: Profile, replicas: int = 1, groups: int | None = None) -> DictatedStages:
+    """Return the stages that a layout of Megatron's means of a profile's layers.
+
+    Args:
+        text: the layout.
+        profile: of the model.
+        replicas: pipelines beside each other (Megatron's data-parallel size).
+        groups: devices of a pipeline (its pipeline-parallel size); None: one for every stage.
+
+    Raises:
+        UsageError: the text is no layout, or not of so many layers, or the devices do not divide its stages.
+    """
+    letters, parts = unfold(text), parts_of(profile)
+    if parts is None or not parts.before or not parts.behind:
+        raise UsageError("the profile's layers are no blocks of one list between an embedding and a head")
+    count = sum(each.count("t") for each in letters)
+    if count != len(parts.blocks):
+        raise UsageError(f"the layout has {count} blocks, and the profile {len(parts.blocks)}")
+    sizes = [
+        each.count("t") + ("E" in each) * len(parts.before) + ("L" in each) * len(parts.behind) for each in letters
+    ]
+    groups = groups or len(letters)
+    if len(letters) % groups:
+        raise UsageError(f"{groups} devices do not divide the layout's {len(letters)} stages")
+    chunks = len(letters) // groups
+    schedule = "1f1b" if chunks == 1 else "interleaved"
+    return DictatedStages(stages_text(sizes, replicas), schedule, chunks)
 
 
 def write(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:

@@ -19,18 +19,23 @@ from autopar.errors import FileError, UsageError
 from autopar.formats.expressible import Expressible, Grid, grid_of, recomputation_of
 from autopar.formats.plan import layout_of
 from autopar.formats.profile import Profile
-from autopar.interop.layout import (
+from autopar.interop.target import (
     LLAMA_LIKE,
     DictatedStages,
+    ExportFile,
+    ExportSubject,
     ModelNames,
+    Target,
+    comment,
     ends_refusal,
     family_of,
+    heading,
     modules_of,
+    modules_of_stage,
     parts_of,
     rename,
     stages_text,
 )
-from autopar.interop.target import ExportFile, ExportSubject, Target, comment, heading, modules_of_stage
 from autopar.interop.torch_pipelining import computations, orders_of
 from autopar.schedules import TORCH_NAMES, canonical
 

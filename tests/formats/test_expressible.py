@@ -6,8 +6,7 @@ import pytest
 
 from autopar.formats.expressible import Expressible, Grid, first_blocks, grid_of, recomputation_of
 from autopar.formats.plan import Crossing, Plan
-from autopar.interop.layout import parts_of
-from autopar.interop.target import usual_depths
+from autopar.interop.target import parts_of, usual_depths
 from equal_plans import equal_plan, llama_profile
 
 PROFILE = llama_profile()
