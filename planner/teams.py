@@ -13,9 +13,8 @@ from typing import Protocol
 
 from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster
-from autopar.formats.cuts import LayerSplit, ParameterCut, SequenceCut
 from autopar.formats.plan import Plan, Stage
-from autopar.formats.profile import Layer, Profile
+from autopar.formats.profile import Layer, LayerSplit, ParameterCut, Profile, SequenceCut
 from autopar.hardware.topology import devices_of
 from autopar.planner.constraints import FixedStages
 from autopar.planner.options import PlanOptions

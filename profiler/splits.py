@@ -18,7 +18,7 @@ from autopar.capture.split.cuts import AttributeCut, cuts_of
 from autopar.capture.split.reasons import explain
 from autopar.capture.split.sequence_choice import choose_slices
 from autopar.formats import profile as formats
-from autopar.formats.cuts import LayerSplit, ParameterCut, SequenceCut
+from autopar.formats.profile import LayerSplit, ParameterCut, SequenceCut
 
 COUNTS = (2, 4, 8)
 """Ranks of a team that a profile says of how they divide a layer: as many as a node's GPUs."""

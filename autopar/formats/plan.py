@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from autopar.formats.cuts import ParameterCut, SequenceCut
 from autopar.formats.document import (
     MOST_RANKS,
     Bytes,
@@ -29,7 +28,7 @@ from autopar.formats.document import (
     fault,
 )
 from autopar.formats.prediction import Alternative, Prediction
-from autopar.formats.profile import DeviceType, ModelSource, Precision, Threads
+from autopar.formats.profile import DeviceType, ModelSource, ParameterCut, Precision, SequenceCut, Threads
 from autopar.policies import POLICIES, Ahead, StageDepths, stage_depths
 
 Layout = Literal["line", "loop", "vee"]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from autopar.formats.checkpoint import IndexRange, Kind, key_of
-from autopar.formats.cuts import CutPiece, ParameterCut
+from autopar.formats.profile import CutPiece, ParameterCut
 from autopar.runtime.stage.parameters import local, sharded_ranges
 from autopar.runtime.stage.team import Team, cut_views
 

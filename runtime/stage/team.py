@@ -20,8 +20,8 @@ from autopar.capture.split.rewrite import split_layer
 from autopar.capture.split.rules.attention import draw_alone, drops_weights
 from autopar.capture.split.sums import Summand
 from autopar.errors import UsageError
-from autopar.formats.cuts import CutPiece, ParameterCut
 from autopar.formats.plan import Plan
+from autopar.formats.profile import CutPiece, ParameterCut
 from autopar.ranks.channel import bytes_of
 from autopar.runtime.messages.transport import Transport, join, parts_that_sum, sendable
 from autopar.runtime.stage.parameters import sharded_ranges

@@ -24,8 +24,8 @@ from autopar.capture.histories import most_versions
 from autopar.capture.plain import PlainRun, in_double, train_plainly
 from autopar.capture.source import UserModel, load
 from autopar.errors import AutoparError, CaptureError, ModelError, UsageError
-from autopar.formats.cuts import ParameterCut
 from autopar.formats.plan import Crossing, Plan
+from autopar.formats.profile import ParameterCut
 from autopar.formats.report import Difference, Verification
 from autopar.progress import Progress, no_progress
 from autopar.ranks.pool import RankPool

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.capture.graph import LayerGraph
-from autopar.formats.cuts import LayerSplit
 from autopar.formats.plan import Plan
+from autopar.formats.profile import LayerSplit
 from autopar.planner.teams import with_sequences, with_teams
 from autopar.profiler.splits import splits_of
 

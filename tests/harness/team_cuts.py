@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from autopar.formats.cuts import ParameterCut
 from autopar.formats.plan import Plan
+from autopar.formats.profile import ParameterCut
 from drawn_plans import make
 from teams import resized
 

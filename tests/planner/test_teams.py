@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.formats.cuts import LayerSplit, ParameterCut
 from autopar.formats.plan import Plan
-from autopar.formats.profile import Profile
+from autopar.formats.profile import LayerSplit, ParameterCut, Profile
 from autopar.hardware.clusters import cluster_named
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.teams import NOT_PRICED

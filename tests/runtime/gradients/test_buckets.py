@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from autopar.formats.cuts import ParameterCut
+from autopar.formats.profile import ParameterCut
 from autopar.runtime.gradients.buckets import Bucket, SharedGradient, WholeBucket, fill_buckets
 from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 from autopar.runtime.stage.team import Team

@@ -19,8 +19,8 @@ from autopar.capture.export import capture
 from autopar.capture.plain import PlainRun
 from autopar.capture.source import load
 from autopar.errors import UsageError
-from autopar.formats.cuts import ParameterCut
 from autopar.formats.plan import Plan, Shard
+from autopar.formats.profile import ParameterCut
 from autopar.formats.report import Verification
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start import verify as room
