@@ -68,20 +68,20 @@ def _document(kind: str, file: Path, progress: Progress) -> FileView:
 
 def _view_profile(file: Path) -> FileView:
     from autopar.formats.profile import Profile
+    from autopar.report.inputs import render_profile, title_of
     from autopar.report.pictures import draw_profile
-    from autopar.report.profile import render, title_of
 
     profile = Profile.load(file)
-    tables, picture = partial(render, profile), partial(draw_profile, profile)
+    tables, picture = partial(render_profile, profile), partial(draw_profile, profile)
     return FileView("profile", title_of(profile), profile.dumps(), tables, picture)
 
 
 def _view_cluster(file: Path) -> FileView:
     from autopar.formats.cluster import Cluster
-    from autopar.report.cluster import render
+    from autopar.report.inputs import render_cluster
 
     cluster = Cluster.load(file)
-    return FileView("cluster", f"cluster {cluster.name}", cluster.dumps(), partial(render, cluster))
+    return FileView("cluster", f"cluster {cluster.name}", cluster.dumps(), partial(render_cluster, cluster))
 
 
 def _view_plan(file: Path, progress: Progress) -> FileView:

@@ -16,8 +16,8 @@ from autopar.formats.program import Program
 from autopar.formats.references import KINDS
 from autopar.formats.report import BlackBox, Report
 from autopar.formats.timeline import Timeline
+from autopar.report.inputs import render_profile
 from autopar.report.pictures import draw_profile
-from autopar.report.profile import render
 from autopar.schedules.expand import expand
 from autopar.views import page, view_file
 from played import play, small_plan
@@ -119,7 +119,8 @@ def test_a_page_is_whole_by_itself_and_the_same_every_time() -> None:
     profile = gpt_profile(blocks=2)
     profile = profile.model_copy(update={"model": profile.model.model_copy(update={"source": "<model>.py"})})
     pages = [
-        page("<model> & more", lambda console: render(profile, console), [draw_profile(profile)]) for _ in range(2)
+        page("<model> & more", lambda console: render_profile(profile, console), [draw_profile(profile)])
+        for _ in range(2)
     ]
     assert pages[0] == pages[1]
     outline = _Outline()

@@ -242,7 +242,7 @@ def echo(cluster_name: str | None, cluster: Cluster, console: Console) -> None:
     """Print in a line what was understood of ``--cluster``; nothing where none was named."""
     from autopar.hardware.clusters import is_file
     from autopar.hardware.collectives import NETWORK_SHARE
-    from autopar.report.cluster import cluster_summary
+    from autopar.report.inputs import cluster_summary
 
     if cluster_name is not None:
         published = not is_file(cluster_name) or Path(cluster_name).suffix == ".toml"

@@ -143,7 +143,7 @@ def list_known(
         return
     from autopar.hardware.clusters import EXAMPLES, GRAMMAR
     from autopar.hardware.gpus import GPUS
-    from autopar.report.cluster import render_gpus
+    from autopar.report.inputs import render_gpus
 
     render_gpus(GPUS, console)
     examples = ", ".join(EXAMPLES)
@@ -156,20 +156,20 @@ def list_known(
 
 def _show(text: str, console: Console, as_json: bool) -> None:
     from autopar.hardware.clusters import find_cluster
-    from autopar.report.cluster import render
+    from autopar.report.inputs import render_cluster
 
     found = find_cluster(text)
-    render(found, console)
+    render_cluster(found, console)
     if as_json:
         sys.stdout.write(found.dumps())
 
 
 def _write_cluster(cluster: Cluster, output: Path, as_json: bool) -> None:
-    from autopar.report.cluster import render
+    from autopar.report.inputs import render_cluster
 
     cluster.save(output)
     console = screen()
-    render(cluster, console, sizes=True)
+    render_cluster(cluster, console, sizes=True)
     say(console, f"Written: {output}; `autopar plan --cluster {output}` plans with it")
     if as_json:
         sys.stdout.write(cluster.dumps())

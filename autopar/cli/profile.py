@@ -168,10 +168,10 @@ def _load_probed_cluster(path: Path) -> Cluster | None:
 
 
 def _show(profile: Profile, output: Path, links: Path, probed_cluster: Cluster | None, *, with_links: bool) -> None:
-    from autopar.report.profile import render
+    from autopar.report.inputs import render_profile
 
     console = screen()
-    render(profile, console)
+    render_profile(profile, console)
     files = f"{output} and {links}" if with_links else str(output)
     lines = [f"Written: {files}; `autopar plan {output}` plans with {'them' if with_links else 'it'}"]
     if probed_cluster is not None:

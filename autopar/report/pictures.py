@@ -26,7 +26,7 @@ from autopar.formats.program import (
     WEIGHT_BACKWARD,
 )
 from autopar.formats.timeline import Event, Timeline, time_use, track_of
-from autopar.report.profile import title_of
+from autopar.report.inputs import title_of
 from autopar.report.table import Table, duration, fill, percentage, say, size
 
 if TYPE_CHECKING:
