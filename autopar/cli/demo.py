@@ -41,12 +41,12 @@ def command(
 
 def _perform(console: Console, folder: Path, files: dict[str, Path], picture: Path, ranks: int, steps: int) -> None:
     """Run one command after the other, each said before it begins."""
-    from autopar.cli import plan, profile, show, simulate, training
+    from autopar.cli import measure, plan, show, simulate, training
 
     traces = {name: folder / f"{name}.trace.json" for name in ("measured", "predicted")}
     _say(console, "autopar profile", "measure every layer of a GPT, and the links between ranks")
     model = str(_copy_example("gpt", folder))
-    profile.command(model, batch=BATCH, ranks=ranks, output=files["profile.json"], overwrite=True)
+    measure.profile(model, batch=BATCH, ranks=ranks, output=files["profile.json"], overwrite=True)
     _say(console, f"autopar plan --gpus {ranks} --min-stages 2", "find the fastest pipeline")
     plan.plan(files["profile.json"], gpus=ranks, min_stages=2, output=files["plan.json"], overwrite=True)
     _say(console, f"autopar run --steps {steps}", "train it that way")

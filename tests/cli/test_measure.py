@@ -1,8 +1,15 @@
-"""``autopar profile`` from the command line: what it writes, and how it refuses."""
+"""``autopar profile``: what it writes, and how it refuses; ``autopar cluster``: probing under torchrun and by itself,
+listing.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +19,8 @@ from autopar.cli import app
 from autopar.errors import AutoparError, UsageError
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Profile
+from autopar.hardware.clusters import cluster_named
+from autopar.hardware.gpus import GPUS
 
 MODEL = """
 import torch
@@ -24,7 +33,7 @@ def loss(output, batch):
 """
 
 
-def run(*arguments: str) -> Result:
+def run_profile(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["profile", *arguments])
 
 
@@ -37,13 +46,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_profile_and_cluster_are_written_and_the_source_is_relative(folder: Path) -> None:
     (folder / "out").mkdir()
-    result = run("model.py", "--batch", "4", "--device", "cpu", "-o", "out/p.json", "--json")
+    result = run_profile("model.py", "--batch", "4", "--device", "cpu", "-o", "out/p.json", "--json")
     assert result.exit_code == 0, result.output
     profile = Profile.load(folder / "out" / "p.json")
     assert profile.model.source == "../model.py"
     assert json.loads(result.stdout) == json.loads(profile.dumps())
     assert len(Cluster.load(folder / "out" / "cluster.json").devices) >= 1
-    again = run("model.py", "--batch", "4", "--device", "cpu", "-o", "out/p.json")
+    again = run_profile("model.py", "--batch", "4", "--device", "cpu", "-o", "out/p.json")
     assert isinstance(again.exception, AutoparError)
     assert again.exception.exit_code == 2
     assert "--overwrite" in str(again.exception)
@@ -87,7 +96,7 @@ def test_bad_input_is_one_line_an_exit_code_and_no_file(
     (folder / "model.py").write_text(MODEL.replace(replaced, by) if replaced else MODEL)
     given = options if "--batch" in options else ("--batch", "4", *options)
     device = () if "--device" in options else ("--device", "cpu")
-    result = run("model.py", *given, *device)
+    result = run_profile("model.py", *given, *device)
     assert isinstance(result.exception, AutoparError), result.output
     assert result.exception.exit_code == code
     assert message in str(result.exception)
@@ -98,7 +107,7 @@ def test_bad_input_is_one_line_an_exit_code_and_no_file(
 def test_a_layer_that_autocast_breaks_is_named(folder: Path) -> None:
     mask = "(lambda x: x.masked_fill(x > 0, torch.finfo(x.dtype).min))(output)"
     (folder / "model.py").write_text(MODEL.replace("(output - batch[1])", f"({mask} - batch[1])"))
-    result = run("model.py", "--batch", "2", "--device", "cpu", "--precision", "bf16")
+    result = run_profile("model.py", "--batch", "2", "--device", "cpu", "--precision", "bf16")
     assert isinstance(result.exception, AutoparError)
     assert result.exception.exit_code == 4
     assert "does not run" in str(result.exception)
@@ -123,7 +132,7 @@ def test_links_that_were_probed_are_kept_and_that_is_said(
 ) -> None:
     before = links("probed", device)
     (folder / "cluster.json").write_text(before)
-    result = run("model.py", "--batch", "2", "--device", "A100" if estimated else "cpu")
+    result = run_profile("model.py", "--batch", "2", "--device", "A100" if estimated else "cpu")
     assert result.exit_code == 0, result.output
     assert (folder / "cluster.json").read_text() == before
     line = " ".join(result.stderr.split())
@@ -134,11 +143,11 @@ def test_links_that_were_probed_are_kept_and_that_is_said(
 
 def test_links_that_were_probed_are_replaced_where_that_is_asked(folder: Path) -> None:
     (folder / "cluster.json").write_text(links("probed"))
-    refused = run("model.py", "--batch", "2", "--device", "A100", "--ranks", "4")
+    refused = run_profile("model.py", "--batch", "2", "--device", "A100", "--ranks", "4")
     assert isinstance(refused.exception, UsageError)
     assert "--ranks 4: cluster.json holds links that `autopar cluster probe` measured" in str(refused.exception)
     assert not (folder / "profile.json").exists()
-    result = run("model.py", "--batch", "2", "--device", "A100", "--ranks", "4", "--overwrite")
+    result = run_profile("model.py", "--batch", "2", "--device", "A100", "--ranks", "4", "--overwrite")
     assert result.exit_code == 0, result.output
     assert len(Cluster.load(folder / "cluster.json").devices) == 4
 
@@ -146,29 +155,161 @@ def test_links_that_were_probed_are_replaced_where_that_is_asked(folder: Path) -
 @pytest.mark.parametrize("text", [links("local"), "not a cluster"])
 def test_links_of_an_earlier_profile_are_replaced(folder: Path, text: str) -> None:
     (folder / "cluster.json").write_text(text)
-    result = run("model.py", "--batch", "2", "--device", "A100")
+    result = run_profile("model.py", "--batch", "2", "--device", "A100")
     assert result.exit_code == 0, result.output
     assert Cluster.load(folder / "cluster.json").devices[0].type == "A100-SXM-80G"
     assert "profile.json and cluster.json" in " ".join(result.stderr.split())
 
 
 def test_links_that_one_gpu_leaves_as_they_were_are_mentioned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.cli.profile._local_ranks", lambda here, asked: 1)
+    monkeypatch.setattr("autopar.cli.measure._local_ranks", lambda here, asked: 1)
     (folder / "cluster.json").write_text(links("local"))
-    result = run("model.py", "--batch", "2", "--device", "cpu")
+    result = run_profile("model.py", "--batch", "2", "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert (folder / "cluster.json").read_text() == links("local")
     line = " ".join(result.stderr.split())
     assert "note: cluster.json was there before and is not of this profile" in line
     (folder / "cluster.json").unlink()
-    assert "was there before" not in run("model.py", "--batch", "2", "--device", "cpu").stderr
+    assert "was there before" not in run_profile("model.py", "--batch", "2", "--device", "cpu").stderr
 
 
 def test_float64_is_not_estimated_and_no_option_is_advised_that_would_not_help(folder: Path) -> None:
     double = MODEL.replace("Linear(4, 1))", "Linear(4, 1)).double()").replace("ones(8, 2)", "ones(8, 2).double()")
     (folder / "model.py").write_text(double)
-    result = run("model.py", "--batch", "2", "--device", "A100")
+    result = run_profile("model.py", "--batch", "2", "--device", "A100")
     assert isinstance(result.exception, UsageError), result.output
     message = str(result.exception)
     assert message.startswith("`device='A100-SXM-80G'`: the parameters of model.py are float64, and no rate of A100")
     assert message.endswith("build them in float32, or profile on a device that is there")
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+KINDS = ["p2p", "all_reduce", "all_gather", "reduce_scatter"]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
+    """Run ``autopar cluster`` in an empty folder; return (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    return partial(command, "cluster")
+
+
+def test_a_quick_probe_writes_a_cluster_and_prints_both_bandwidths(run: Run) -> None:
+    Path("cluster.json").write_text("an older one")
+    code, out, err = run("probe", "--quick", "--device", "cpu", "--largest", "1MiB", "--json")
+    assert code == 0, err
+    cluster = Cluster.load("cluster.json")
+    assert out == cluster.dumps()
+    assert [curve.kind for curve in cluster.curves] == KINDS
+    assert cluster.overlaps == ()
+    for expected in ("algbw", "busbw", "1 MiB", "p2p among 2 ranks in a node", "Written: cluster.json"):
+        assert expected in err
+
+
+def _torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "autopar",
+        "cluster",
+        "probe",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def test_under_torchrun_all_ranks_join_and_one_writes(tmp_path: Path) -> None:
+    done = _torchrun(tmp_path, "--quick", "--device", "cpu", "--largest", "64KiB", "-o", "mine.json")
+    assert done.returncode == 0, done.stderr
+    cluster = Cluster.load(tmp_path / "mine.json")
+    assert [device.node for device in cluster.devices] == [0, 0]
+    assert {(curve.kind, curve.ranks) for curve in cluster.curves} == {(kind, 2) for kind in KINDS}
+    assert done.stderr.count("Written: mine.json") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("probe", "--ranks", "1"), 2, "--ranks 1: links connect at least 2 ranks"),
+        (("probe", "--device", "tpu"), 2, "--device must be auto, cpu or cuda, found 'tpu'"),
+        (("probe", "-o", "mine.json"), 2, "mine.json exists; pass --overwrite"),
+        (("probe", "-o", "no/cluster.json"), 4, "no such folder: no"),
+        (("probe", "--largest", "lots"), 2, "--largest 'lots': write a number and a unit"),
+        (("probe", "--largest", "1KiB"), 2, "--largest '1KiB': must lie between 16KiB and 64GiB"),
+        (("list", "8xH1000"), 2, "no GPU called 'H1000' is known; the nearest are H100-SXM"),
+        (("list", "none.toml"), 4, "none.toml: no such cluster file"),
+        (("measure",), 2, "No such command 'measure'"),
+    ],
+)
+def test_bad_input_gets_one_line_and_its_exit_code(
+    run: Run, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    Path("mine.json").write_text("mine")
+    found, out, err = run(*arguments)
+    assert (found, out) == (code, "")
+    assert err.startswith("autopar: ")
+    assert err.count("\n") == 1
+    assert message in err
+    assert Path("mine.json").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("size", "arguments", "message"),
+    [
+        ("1", (), "torchrun started a single rank"),
+        ("2", ("--ranks", "2"), "--ranks 2: torchrun has started the ranks; leave it out"),
+        ("two", (), "WORLD_SIZE must be a number, found 'two'"),
+    ],
+)
+def test_a_launcher_that_does_not_fit_is_refused(
+    run: Run, monkeypatch: pytest.MonkeyPatch, size: str, arguments: tuple[str, ...], message: str
+) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = run("probe", "--device", "cpu", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    monkeypatch.setenv("RANK", "1")
+    code, out, err = run("probe", "--device", "cpu", "--largest", "lots")
+    assert (code, out, err) == (2, "", "")
+    code, out, err = run("probe", "--device", "tpu", "--ranks", "2")
+    assert (code, out, err) == (2, "", "")
+
+
+def test_known_gpus_are_listed_with_their_sources(run: Run) -> None:
+    code, out, err = run("list", "--json")
+    assert code == 0
+    assert [gpu["name"] for gpu in json.loads(out)] == [gpu.name for gpu in GPUS]
+    squeezed = " ".join(err.split())
+    for gpu in GPUS:
+        assert f"{gpu.name}: {gpu.source}" in squeezed
+    assert "4x8xA100-80G:200Gbps" in squeezed
+
+
+def test_a_named_cluster_is_shown_and_given_as_json(run: Run) -> None:
+    code, out, err = run("list", "4x8xA100-80G:200Gbps", "--json")
+    assert code == 0
+    assert Cluster.parse(out, Path("stdout")) == cluster_named("4x8xA100-80G:200Gbps")
+    assert "Curves from 1 KiB to 1 GiB (estimated)" in err
+    # Tables are whole on a terminal of 80 columns.
+    assert all(len(line) <= 80 for line in err.splitlines())
+    assert "estimated from what is published" in " ".join(err.split())
+
+
+def test_listing_imports_no_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys; sys.argv = ['autopar', 'cluster', 'list']\n"
+        "from autopar.cli import main\n"
+        "try:\n    main()\nexcept SystemExit: pass\n"
+        "print(sorted({'torch', 'pandas', 'matplotlib'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert found.stdout == "[]\n", found.stderr
