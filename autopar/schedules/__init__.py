@@ -1,9 +1,10 @@
 """Schedules: a plan becomes a program.
 
-One file per schedule, and one for the three of zero bubbles; :data:`SCHEDULES` names them all. A schedule orders the
-forwards and backwards of one rank, and names the in-flight depths it may be run with;
-:func:`autopar.schedules.expand.expand` adds the messages, the reductions and the update. Which stages share devices is
-:mod:`autopar.formats.plan`'s. Users may spell a schedule as torch.distributed.pipelining does (:func:`canonical`).
+One file per schedule, and its variants: interleaved 1F1B is beside 1F1B, the three zero-bubble ones are in one;
+:data:`SCHEDULES` names them all. A schedule orders the forwards and backwards of one rank, and names the in-flight
+depths it may be run with; :func:`autopar.schedules.expand.expand` adds the messages, the reductions and the update.
+Which stages share devices is :mod:`autopar.formats.plan`'s. Users may spell a schedule as torch.distributed.pipelining
+does (:func:`canonical`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from autopar.errors import UsageError
-from autopar.schedules import dualpipe_v, gpipe, interleaved, one_forward_one_backward, zero_bubble
+from autopar.schedules import dualpipe_v, gpipe, one_forward_one_backward, zero_bubble
 from autopar.schedules.order import Computation, RankPlace
 
 __all__ = ["SCHEDULES", "TORCH_NAMES", "Schedule", "canonical", "schedule_named"]
@@ -32,7 +33,7 @@ class Schedule(NamedTuple):
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(gpipe.order, gpipe.warmups),
     "1f1b": Schedule(one_forward_one_backward.order, one_forward_one_backward.warmups),
-    "interleaved": Schedule(interleaved.order, interleaved.warmups),
+    "interleaved": Schedule(one_forward_one_backward.interleaved_order, one_forward_one_backward.interleaved_warmups),
     "zb-h1": Schedule(zero_bubble.h1_order, zero_bubble.h1_warmups, halves=True),
     "zb-h2": Schedule(zero_bubble.h2_order, zero_bubble.h2_warmups, halves=True),
     "zb-v": Schedule(zero_bubble.v_order, zero_bubble.v_warmups, halves=True),

@@ -1,10 +1,11 @@
-"""Interleaved 1F1B against the closed form of its paper, and its depths against its order."""
+"""1F1B, interleaved, against the closed form of its paper, and its depths against its order."""
 
 from __future__ import annotations
 
 import pytest
 
-from autopar.schedules import SCHEDULES, interleaved
+from autopar.schedules import SCHEDULES
+from autopar.schedules.one_forward_one_backward import interleaved_order
 from autopar.schedules.order import depths
 from timed import Times, orders, timed
 
@@ -14,7 +15,7 @@ from timed import Times, orders, timed
 def test_interleaved_holds_what_its_order_says(groups: int, chunks: int) -> None:
     for micro_batches in (*range(1, 3 * groups + 2), 64):
         found = SCHEDULES["interleaved"].warmups(groups, chunks, micro_batches)["all"]
-        assert found == depths(interleaved.order, "loop", groups, chunks, micro_batches)
+        assert found == depths(interleaved_order, "loop", groups, chunks, micro_batches)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
