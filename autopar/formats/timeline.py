@@ -397,7 +397,7 @@ _CAUSE = {
 }
 
 
-class _Place(NamedTuple):
+class _EventPlace(NamedTuple):
     """An event of a rank."""
 
     rank: int
@@ -413,22 +413,22 @@ def critical_path(timeline: Timeline) -> dict[str, float]:
     it reduced with. A backward counts with what it recomputes, and a message from its send to its arrival where it was
     waited for. The rest lies between actions, before the first one among them.
     """
-    return _Walk(timeline).seconds()
+    return _CriticalPath(timeline).seconds()
 
 
-class _Walk:
+class _CriticalPath:
     """A way through a timeline, from its end to its beginning."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._rows: dict[int, list[Event]] = defaultdict(list)
         self._end_s = timeline.end_s
-        self._sent: dict[tuple[int, Action], _Place] = {}
-        self._joint: dict[tuple[str, int], list[_Place]] = defaultdict(list)
+        self._sent: dict[tuple[int, Action], _EventPlace] = {}
+        self._joint: dict[tuple[str, int], list[_EventPlace]] = defaultdict(list)
         # A simulated send occupies no rank.
         self._occupied = timeline.origin == "measured"
         for event in timeline:
             row, kind = self._rows[event.rank], event.action.kind
-            place = _Place(event.rank, len(row))
+            place = _EventPlace(event.rank, len(row))
             if kind in SENDS:
                 self._sent[event.rank, event.action] = place
             elif kind in REDUCTIONS:
@@ -441,7 +441,7 @@ class _Walk:
         if not self._rows:
             return found
         rank = max(self._rows, key=lambda each: max(event.end_s for event in self._rows[each]))
-        place, now_s, gap = self._before(_Place(rank, len(self._rows[rank]))), self._end_s, BETWEEN
+        place, now_s, gap = self._before(_EventPlace(rank, len(self._rows[rank]))), self._end_s, BETWEEN
         while place is not None and now_s > 0:
             event = self._rows[place.rank][place.at]
             end_s = min(now_s, event.end_s)
@@ -452,7 +452,7 @@ class _Walk:
         found[gap] += max(0.0, now_s)
         return found
 
-    def _step(self, event: Event, place: _Place, end_s: float) -> tuple[_Place | None, float, str]:
+    def _step(self, event: Event, place: _EventPlace, end_s: float) -> tuple[_EventPlace | None, float, str]:
         """Return what an event that ends at a moment waited for, when it began to, and what lies before that."""
         kind = event.action.kind
         if kind in RECEIVES:
@@ -467,17 +467,17 @@ class _Walk:
             return self._before(last), min(end_s, came[last]), BETWEEN
         return self._before(place), min(end_s, event.start_s), BETWEEN
 
-    def _came_s(self, place: _Place) -> float:
+    def _came_s(self, place: _EventPlace) -> float:
         """When a rank came to an event: the end of the one before."""
         before = self._before(place)
         return 0.0 if before is None else self._rows[before.rank][before.at].end_s
 
-    def _before(self, place: _Place) -> _Place | None:
+    def _before(self, place: _EventPlace) -> _EventPlace | None:
         """Return the event before that occupied the rank, if there is one."""
         row = self._rows[place.rank]
         for at in range(place.at - 1, -1, -1):
             if self._occupied or row[at].action.kind not in SENDS:
-                return _Place(place.rank, at)
+                return _EventPlace(place.rank, at)
         return None
 
 

@@ -56,7 +56,7 @@ def _lines(rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"{','.join(row)}\n" for row in rows)
 
 
-class _Arrival(NamedTuple):
+class _ArrivedMessage(NamedTuple):
     stage: int
     kind: str
     micro_batch: int
@@ -73,7 +73,7 @@ class _Lowering:
         self._rank_of = {stage: rank for rank, own in enumerate(orders) for _, stage, _ in own}
         self._last = max(self._rank_of)
         self._rows: list[list[str]] = [[] for _ in orders]
-        self._arrived: set[_Arrival] = set()
+        self._arrived: set[_ArrivedMessage] = set()
         self._backwards = Counter(stage for own in orders for kind, stage, _ in own if kind in _ENDS)
 
     def run(self) -> list[list[str]]:
@@ -88,14 +88,14 @@ class _Lowering:
 
     def _ready(self, kind: str, stage: int, micro_batch: int) -> bool:
         first = stage == (0 if kind == FORWARD else self._last)
-        return first or kind == WEIGHT_BACKWARD or _Arrival(stage, _way(kind), micro_batch) in self._arrived
+        return first or kind == WEIGHT_BACKWARD or _ArrivedMessage(stage, _way(kind), micro_batch) in self._arrived
 
     def _compute(self, rank: int, kind: str, stage: int, micro_batch: int) -> None:
         row = self._rows[rank]
         row.append(f"{stage}{_COMPUTATIONS[kind]}{micro_batch}")
         peer = stage + (1 if kind == FORWARD else -1)
         if kind != WEIGHT_BACKWARD and 0 <= peer <= self._last:
-            self._arrived.add(_Arrival(peer, _way(kind), micro_batch))
+            self._arrived.add(_ArrivedMessage(peer, _way(kind), micro_batch))
             if self._rank_of[peer] != rank:
                 row.append(f"{stage}SEND_{_way(kind)}{micro_batch}")
                 self._rows[self._rank_of[peer]].append(f"{peer}RECV_{_way(kind)}{micro_batch}")

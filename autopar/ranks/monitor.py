@@ -122,7 +122,7 @@ class RankMonitor:
             board: what all ranks of the host note.
             watch: how.
             ranks: those of the host; by default the ones watched over.
-            whole: whether they are all of the run. If not, hosts agree on its last step (:mod:`.hosts`).
+            whole: whether they are all of the run. If not, hosts agree on its last step (:class:`.board.HostsLink`).
         """
         self._links, self._board, self._watch = links, board, watch
         self._ranks = list(links if ranks is None else ranks)

@@ -1,0 +1,161 @@
+"""What a monitor makes of what ranks say and note: results, the one to blame, slow ranks, and the last step."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from autopar.errors import TrainingError
+from autopar.ranks import monitor as monitors
+from autopar.ranks.board import FINISHED, SETTING_UP, STEPPING, Board
+from autopar.ranks.failure import Failure, PeerLostError
+from autopar.ranks.monitor import Doing, RankMonitor, RankProcess, Watch
+
+
+class Played:
+    """A rank that is no process: the test says what it answers, and how it ends."""
+
+    pid = None
+    stdin: IO[bytes] | None = None
+
+    def __init__(self) -> None:
+        reader, self._writer = os.pipe()
+        self.code: int | None = None
+        self.link = RankProcess(self, os.fdopen(reader, "rb", buffering=0))
+
+    def say(self, **message: object) -> None:
+        os.write(self._writer, json.dumps(message).encode() + b"\n")
+
+    def end(self, code: int) -> None:
+        self.code = code
+        os.close(self._writer)
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def wait(self) -> int:
+        assert self.code is not None
+        return self.code
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Played]]:
+    found = [Played() for _ in range(3)]
+    yield found
+    for each in found:
+        each.link.close()
+        if each.code is None:
+            each.end(0)
+
+
+@pytest.fixture
+def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
+    for name in ("POLL_S", "GRACE_S", "SETTLE_S"):
+        monkeypatch.setattr(monitors, name, 0.02)
+    with Board(tmp_path / "board", 3) as board:
+        for rank in range(3):
+            board.write(rank, STEPPING, 5)
+        yield board
+
+
+def _monitor(ranks: list[Played], board: Board, watch: Watch | None = None) -> RankMonitor:
+    return RankMonitor(
+        {rank: each.link for rank, each in enumerate(ranks)}, board, watch or Watch(60.0, on_message=None)
+    )
+
+
+def test_results_are_by_rank_whoever_is_first_and_messages_are_passed_on(ranks: list[Played], board: Board) -> None:
+    heard: list[tuple[int, object]] = []
+    watch = Watch(60.0, on_message=lambda rank, message: heard.append((rank, message)))
+    for rank in (2, 0, 1):
+        ranks[rank].say(message={"of": rank})
+        ranks[rank].say(result=[rank, "done"])
+    assert _monitor(ranks, board, watch).until_done() == [[rank, "done"] for rank in range(3)]
+    assert sorted(heard, key=lambda each: each[0]) == [(rank, {"of": rank}) for rank in range(3)]
+
+
+def test_who_ended_is_to_blame_and_not_who_lost_it(ranks: list[Played], board: Board) -> None:
+    lost = Failure.of(PeerLostError("rank 0: no message from rank 2")).as_dict()
+    ranks[0].say(failure=lost)
+    ranks[1].say(failure=lost)
+    ranks[2].end(-9)
+    watch = Watch(60.0, on_failure=lambda board, error: f"rank {board.blamed_rank} is to blame")
+    with pytest.raises(TrainingError, match=r"^rank 2 \(working\) was killed by SIGKILL; .*; rank 2 is to blame"):
+        _monitor(ranks, board, watch).until_done()
+    assert (board.blamed_rank, board.is_said) == (2, True)
+
+
+def test_where_no_cause_shows_the_first_consequence_is_raised(ranks: list[Played], board: Board) -> None:
+    ranks[1].say(failure=Failure.of(PeerLostError("rank 1: no message from rank 2")).as_dict())
+    with pytest.raises(TrainingError, match=r"^rank 1: no message from rank 2"):
+        _monitor(ranks, board).until_done()
+
+
+def test_of_ranks_that_stand_still_the_one_that_does_not_wait_is_named(ranks: list[Played], board: Board) -> None:
+    watch = Watch(0.1, describe=lambda rank, note: Doing(f"step {note.step}", waiting=rank != 1))
+    with pytest.raises(TrainingError, match=r"^rank 1 \(step 5\) made no progress for 0.1 s; raise `timeout_s`"):
+        _monitor(ranks, board, watch).until_done()
+
+
+def _play(ranks: list[Played], board: Board, ratios: list[float], on_slow: Callable[[int, float, float], None]) -> None:
+    """Have rank 1 note how slow it was, step by step, and all others that they were as planned."""
+    steps = iter(enumerate(ratios))
+
+    def step(rank: int, message: object) -> None:
+        found = next(steps, None)
+        if found is None:
+            for each in ranks:
+                each.say(result=None)
+            return
+        for each in range(3):
+            board.write(each, STEPPING, found[0])
+            board.write_slowness(each, found[1] if each == 1 else 1.0)
+        ranks[0].say(message={})
+
+    ranks[0].say(message={})
+    _monitor(ranks, board, Watch(60.0, on_message=step, on_slow=on_slow)).until_done()
+
+
+def test_a_rank_is_called_slow_after_three_steps_and_no_longer_once_it_is_quick(
+    ranks: list[Played], board: Board
+) -> None:
+    said: list[tuple[int, float, float]] = []
+    # Two slow steps, a quick one, four slow ones, one that is neither, and a quick one.
+    _play(ranks, board, [2.0, 2.0, 1.0, 2.0, 2.0, 2.0, 2.0, 1.4, 1.1], lambda *each: said.append(each))
+    assert said == [(1, 2.0, 1.0), (1, 1.1, 1.0)]
+
+
+def test_the_last_step_is_the_latest_that_any_has_begun(ranks: list[Played], board: Board) -> None:
+    board.write(1, SETTING_UP)
+    stopped = _monitor(ranks, board)
+    assert not stopped.ask_to_stop()
+    board.write(1, STEPPING, 7)
+    assert stopped.ask_to_stop()
+    said = iter((False, True))
+
+    def look(rank: int, message: object) -> None:
+        if board.last_step is None:
+            ranks[0].say(message={})
+        elif next(said):
+            for each in ranks:
+                each.say(result=None)
+        else:
+            ranks[0].say(message={})
+
+    watched = _monitor(ranks, board, Watch(60.0, on_message=look))
+    assert watched.ask_to_stop()
+    ranks[0].say(message={})
+    watched.until_done()
+    assert (board.stop_requested, board.last_step) == (True, 7)
+
+
+def test_a_rank_that_finished_has_trained_all(ranks: list[Played], board: Board) -> None:
+    board.write(0, FINISHED)
+    for each in ranks:
+        each.say(result=None)
+    assert _monitor(ranks, board).until_done() == [None] * 3
