@@ -24,7 +24,7 @@ from autopar.formats.program import ActionPrices, Program
 from autopar.formats.timeline import Timeline, sending_of, track_of
 from autopar.planner.bounds import binding
 from autopar.planner.candidate import Candidate, CandidateStage, Family, place, plain, splits_backward, with_depths
-from autopar.planner.costs.communication import Collective, Traffic
+from autopar.planner.costs.communication import Collective
 from autopar.planner.costs.layers import LayerCosts, Seconds
 from autopar.planner.costs.memory import backwards
 from autopar.planner.costs.model import CostModel, Durations, durations, prices_of, rank_bytes
@@ -189,7 +189,7 @@ def _simulate(
         return step_s, _bubble(candidate, durations(costs, candidate), step_s), None
     program = expand(plan)
     check(program, plan)
-    timeline = _trace(program, candidate, costs)
+    timeline = trace(program, durations(costs, candidate), costs.traffic(candidate.devices))
     return timeline.end_s, timeline.bubble(), shares_of(timeline)
 
 
@@ -208,11 +208,6 @@ def _bubble(candidate: Candidate, times: Durations, step_s: float) -> float:
     busy_s = sum(turns * (forward_s + backward_s) + update_s for turns, forward_s, backward_s, update_s in columns)
     ranks = 1 + max(times.ranks)
     return max(0.0, 1.0 - busy_s / (ranks * step_s)) if step_s > 0 else 0.0
-
-
-def _trace(program: Program, candidate: Candidate, costs: CostModel) -> Timeline:
-    traffic = Traffic(costs.sharing, candidate.devices) if costs.sharing else None
-    return trace(program, durations(costs, candidate), traffic)
 
 
 def candidate_of(plan: Plan, profile: Profile) -> Candidate:
@@ -364,10 +359,10 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, program: Program | 
         FileError: the plan's layers are not the profile's.
     """
     costs, candidate = _cost_model_of(plan, profile, cluster)
+    times, traffic = durations(costs, candidate), costs.traffic(candidate.devices)
     if plan.weight_policy != "sync":
-        traffic = Traffic(costs.sharing, candidate.devices) if costs.sharing else None
-        return trace_unflushed(plan, program or expand(plan), durations(costs, candidate), traffic)
-    return _trace(program or expand(plan), candidate, costs)
+        return trace_unflushed(plan, program or expand(plan), times, traffic)
+    return trace(program or expand(plan), times, traffic)
 
 
 def action_prices(plan: Plan, profile: Profile, cluster: Cluster, program: Program | None = None) -> ActionPrices:

@@ -374,10 +374,6 @@ def _options_text(**options: object) -> str:
     return f"with `{', '.join(f'{name}={value!r}' for name, value in options.items())}`"
 
 
-def _gpus_text(count: int | None) -> list[str]:
-    return [] if count is None else [_options_text(gpus=count)]
-
-
 def _left_out(options: PlanOptions, fits: Fits) -> list[tuple[str, ...]]:
     """Return the options without which there is a plan: each that helps alone, else as few as are needed."""
     asked = [name for name in _LEFT_OUT if getattr(options, name) != getattr(_USUAL, name)]
@@ -444,7 +440,7 @@ def _device_remedies(costs: CostModel, options: PlanOptions, fits: Fits, *, alon
     count = _devices(costs, options, fits)
     fewer = _devices(costs, both, fits) if changes else None
     found = [] if fewer is None or (count is not None and count <= fewer) else [_options_text(**changes, gpus=fewer)]
-    return found + _gpus_text(count)
+    return found if count is None else [*found, _options_text(gpus=count)]
 
 
 def _alone(changes: Changes, options: PlanOptions, fits: Fits) -> list[str]:

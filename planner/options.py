@@ -148,11 +148,8 @@ class PlanOptions:
             raise UsageError(f"`solver={self.solver!r}` knows {' and '.join(PLANNED)} only, not {self.schedule}")
 
     def _check_names(self) -> None:
-        if self.objective not in get_args(Objective):
-            names = ", ".join(get_args(Objective))
-            raise UsageError(f"`objective` must be one of {names}; found {self.objective!r}")
-        if self.policy not in get_args(WeightPolicy):
-            raise UsageError(f"`policy` must be one of {', '.join(get_args(WeightPolicy))}; found {self.policy!r}")
+        self._check_choice("objective", get_args(Objective))
+        self._check_choice("policy", get_args(WeightPolicy))
         if self.policy == "pipemare" and self.anneal_steps is None:
             raise UsageError(
                 "`policy='pipemare'` reduces rates at first; say for how many mini-batches: `anneal_steps`"
@@ -167,14 +164,17 @@ class PlanOptions:
             raise UsageError(f"`solver_seconds` must be positive, found {self.solver_seconds}")
         if self.recompute not in ("auto", "none", "full"):
             raise UsageError(f"`recompute` must be auto, none or full, found {self.recompute!r}")
-        if self.shard not in ("auto", *SHARDS):
-            raise UsageError(f"`shard` must be one of auto, {', '.join(SHARDS)}; found {self.shard!r}")
+        self._check_choice("shard", ("auto", *SHARDS))
         if self.replicate_state not in (None, *get_args(ReplicatedState)):
             raise UsageError(f"`replicate_state` must be first or average, found {self.replicate_state!r}")
 
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        if getattr(self, name) not in choices:
+            raise UsageError(f"`{name}` must be one of {', '.join(choices)}; found {getattr(self, name)!r}")
+
     def _check_ahead(self) -> None:
-        if self.ahead is not None and self.ahead not in get_args(Ahead):
-            raise UsageError(f"`ahead` must be one of {', '.join(get_args(Ahead))}; found {self.ahead!r}")
+        if self.ahead is not None:
+            self._check_choice("ahead", get_args(Ahead))
         if self.ahead is not None and self.policy != "predict":
             raise UsageError("`ahead` is of `policy='predict'`; leave it out")
 

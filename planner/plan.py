@@ -506,30 +506,25 @@ def compare(
     progress("trying usual plans", 0.0)
     beside = options if options.schedule == "auto" or plain(options.schedule) else other_schedules.usual(options)
     compared = references(simulator, runnable(costs, beside), beside)
-    rows = [_row(simulator, each) for each in peers(simulator, options, compared)]
-    dictated = [] if options.stages is None else [_row_of_stages(plan(profile, cluster, options), profile)]
-    options = _free(options)
+    rows = [_row_of_peer(simulator, each) for each in peers(simulator, options, compared)]
+    dictated = []
+    if options.stages is not None:
+        dictated = [_row_of_plan("dictated", plan(profile, cluster, options), profile)]
+        options = replace(options, stages=None, schedule="auto", chunks=None)
     own = plan(profile, cluster, options, lambda what, share: progress(what, 0.2 + 0.7 * share))
     progress("running its stages under other schedules", 0.9)
-    chosen = candidate_of(own, profile)
-    others = (_otherwise(costs, each) for each in other_schedules.otherwise(simulator, options, chosen))
-    first = _comparison_row("autopar", chosen, own.predicted.step_s, max(own.predicted.peak_bytes), None)
-    every = [first, *dictated, *others, *rows]
+    others = other_schedules.otherwise(simulator, options, candidate_of(own, profile))
+    first = _row_of_plan("autopar", own, profile)
+    every = [first, *dictated, *(_row_of_schedule(costs, each) for each in others), *rows]
     return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)
 
 
-def _free(options: PlanOptions) -> PlanOptions:
-    """Return options without stages and the schedule that these are for."""
-    return options if options.stages is None else replace(options, stages=None, schedule="auto", chunks=None)
+def _row_of_plan(name: str, found: Plan, profile: Profile) -> ComparisonRow:
+    step_s, peak_bytes = found.predicted.step_s, max(found.predicted.peak_bytes)
+    return _comparison_row(name, candidate_of(found, profile), step_s, peak_bytes)
 
 
-def _row_of_stages(dictated_plan: Plan, profile: Profile) -> ComparisonRow:
-    """Return the row of stages that the user dictates."""
-    found = dictated_plan.predicted
-    return _comparison_row("dictated", candidate_of(dictated_plan, profile), found.step_s, max(found.peak_bytes), None)
-
-
-def _row(simulator: Simulator, peer: Peer) -> ComparisonRow:
+def _row_of_peer(simulator: Simulator, peer: Peer) -> ComparisonRow:
     candidate, workers = peer.candidate, peer.virtual_workers
     if candidate is not None:
         step_s = simulator.step_s(candidate) if peer.reason is None else None
@@ -541,17 +536,17 @@ def _row(simulator: Simulator, peer: Peer) -> ComparisonRow:
     return ComparisonRow(peer.name, None, peer.micro_batches, "1f1b", peer.step_s, peak, None, workers)
 
 
-def _otherwise(costs: CostModel, each: Reference) -> ComparisonRow:
+def _row_of_schedule(costs: CostModel, each: Reference) -> ComparisonRow:
     """Return a row of autopar's own stages under another schedule."""
     name = f"autopar, as {each.name}"
     if each.simulated_plan is None:
         return ComparisonRow(name, schedule=each.name, infeasible=each.reason)
     step_s, candidate = each.simulated_plan
-    return _comparison_row(name, candidate, step_s, max(costs.peak_bytes(candidate)), None)
+    return _comparison_row(name, candidate, step_s, max(costs.peak_bytes(candidate)))
 
 
 def _comparison_row(
-    name: str, candidate: Candidate, step_s: float | None, peak_bytes: int, infeasible: str | None
+    name: str, candidate: Candidate, step_s: float | None, peak_bytes: int, infeasible: str | None = None
 ) -> ComparisonRow:
     return ComparisonRow(
         name, candidate.text(), candidate.micro_batches, candidate.schedule, step_s, peak_bytes, infeasible

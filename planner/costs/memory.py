@@ -385,18 +385,19 @@ class MemoryModel:
         return Areas(self._count, found)
 
     def _message_areas(self) -> tuple[Areas, ...]:
-        def read(tensors: Iterable[FlowTensor]) -> Iterator[Area]:
+        def areas_read(tensors: Iterable[FlowTensor]) -> Iterator[Area]:
             for each in tensors:
                 yield from self._first_meetings(each.producer, each.consumers, each.bytes_per_sample)
 
-        def made(tensors: Iterable[FlowTensor]) -> Iterator[Area]:
+        def areas_sent(tensors: Iterable[FlowTensor]) -> Iterator[Area]:
             for each in tensors:
                 yield Area(0, each.producer, each.producer + 1, each.consumers[-1], each.bytes_per_sample)
 
         inputs, crossing = self._flows.inputs, self._flows.crossing
         gradients = [tensor for tensor in crossing if tensor.gradient]
-        every = read(inputs), read(crossing), read(gradients), made(gradients), made(crossing)
-        return tuple(Areas(self._count, each) for each in every)
+        read = (areas_read(each) for each in (inputs, crossing, gradients))
+        sent = (areas_sent(each) for each in (gradients, crossing))
+        return tuple(Areas(self._count, each) for each in (*read, *sent))
 
     def _first_meetings(self, before: int, layers: Sequence[int], size: int) -> Iterator[Area]:
         """Yield what counts once for all stages that begin behind the layer ``before`` and hold any of ``layers``."""

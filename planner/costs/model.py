@@ -35,7 +35,7 @@ from autopar.hardware.kinds import kinds_of
 from autopar.hardware.topology import devices_of
 from autopar.planner.candidate import Candidate, CandidateStage, groups, has_chunks, plain, splits_backward
 from autopar.planner.costs.activations import rows_bytes
-from autopar.planner.costs.communication import Flows, LinkModel, Sharing
+from autopar.planner.costs.communication import Flows, LinkModel, Sharing, Traffic
 from autopar.planner.costs.layers import LayerCosts, Levels, Reduction, Reductions, StageSums, share_limits
 from autopar.planner.costs.memory import MemoryModel, backwards, rank_peaks, stage_terms, state_of
 from autopar.planner.options import PlanOptions
@@ -314,6 +314,10 @@ class CostModel:
     def message_s(self, size_bytes: float, sender: int, receiver: int) -> float:
         """Return the seconds of a message between two devices."""
         return self.links.message_s(size_bytes, self.links.topology.pair(sender, receiver))
+
+    def traffic(self, devices: Sequence[int]) -> Traffic | None:
+        """Return where ranks on some devices stand in the cluster; None where nothing can slow them."""
+        return Traffic(self.sharing, tuple(devices)) if self.sharing else None
 
     def peak_bytes(self, candidate: Candidate) -> list[int]:
         """Return the peak memory of every stage's largest replica, with what else its rank holds."""

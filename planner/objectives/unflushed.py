@@ -44,7 +44,6 @@ from autopar.planner.candidate import Candidate, CandidateStage, Family, within
 from autopar.planner.constraints import Constraints, FixedStages, Question
 from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import Counts, Numbers
-from autopar.planner.costs.communication import Traffic
 from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel, durations
 from autopar.planner.infeasible import Fits, advice, policy_remedies, size
@@ -354,7 +353,7 @@ class PolicyJudge:
         times = durations(self.costs, candidate)
         settings = {"weight_policy": self.options.weight_policy, "ahead": self.ahead}
         plan = outline(self.costs, candidate).model_copy(update=settings)
-        traffic = Traffic(self.costs.sharing, candidate.devices) if self.costs.sharing else None
+        traffic = self.costs.traffic(candidate.devices)
         try:
             return pipeline_times(trace_unflushed(plan, expand(plan), times, traffic), plan)
         except DeadlockError:

@@ -44,7 +44,6 @@ from autopar.formats.report import VirtualStage, VirtualWorker, VirtualWorkers
 from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import Candidate, CandidateStage, divisors
 from autopar.planner.costs import memoize
-from autopar.planner.costs.communication import Traffic
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel, Durations, durations
 from autopar.planner.peers.prices import Array, Indices, Prices, between
@@ -405,7 +404,7 @@ def _ready(costs: CostModel, own: Candidate, times: Durations) -> list[float]:
     """Return when each stage's gradients are there."""
     program = expand(outline(costs, own))
     found = [0.0] * len(own.devices)
-    for event in trace(program, times, Traffic(costs.sharing, own.devices) if costs.sharing else None):
+    for event in trace(program, times, costs.traffic(own.devices)):
         if event.action.kind in (BACKWARD, REDUCE_TIED):
             found[event.rank] = max(found[event.rank], event.end_s)
     return found

@@ -26,6 +26,7 @@ from autopar.planner.costs import memoize
 from autopar.planner.costs.layers import Levels, Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
+from autopar.planner.search import moves
 from autopar.planner.search.depths import depth_choices, least_recomputed, span_of
 from autopar.planner.search.judge import (
     CLIMB,
@@ -42,19 +43,6 @@ from autopar.planner.search.judge import (
     least_gap,
     shortened_us,
     simulated_us,
-)
-from autopar.planner.search.moves import (
-    SINGLE,
-    Layout,
-    balanced_shape,
-    cuts_moved,
-    devices_moved,
-    devices_of,
-    layers_passed,
-    manners_changed,
-    running_s,
-    stages_divided,
-    stages_joined,
 )
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.route import even_shares
@@ -80,7 +68,7 @@ class _SearchState(NamedTuple):
 
     simulated_plan: SimulatedPlan
     family: Family
-    layout: Layout
+    layout: moves.Layout
     order: tuple[int, ...]
     """All devices, in the order in which stages take them."""
 
@@ -122,7 +110,7 @@ class LocalSearch:
         self.edges = self.rules.edges(MOST_EDGES)
         self._prices: dict[tuple[object, ...], _StagePrice | None] = {}
         self._links: dict[tuple[object, ...], _StagePrice] = {}
-        self._tried_layouts: set[tuple[Family, Layout, tuple[int, ...]]] = set()
+        self._tried_layouts: set[tuple[Family, moves.Layout, tuple[int, ...]]] = set()
 
     def climb(self, simulated_plan: SimulatedPlan, enough_s: float = 0.0, tries: int = FEW_TRIES) -> None:
         """Move on while that makes a plan faster, or its slow stages fewer; ``tries`` moves are simulated of each."""
@@ -147,7 +135,7 @@ class LocalSearch:
         self.judge(at.family, at.layout, at.order, simulated_plan.step_s, few=False)
 
     def judge(
-        self, family: Family, layout: Layout, order: tuple[int, ...], below_s: float, *, few: bool = True
+        self, family: Family, layout: moves.Layout, order: tuple[int, ...], below_s: float, *, few: bool = True
     ) -> SimulatedPlan | None:
         """Return the fastest plan of a layout that was not judged, if it may take less than ``below_s``, and fits."""
         if (family, layout, order) in self._tried_layouts:
@@ -197,7 +185,7 @@ class LocalSearch:
 
     def _otherwise(self, at: _SearchState) -> _SearchState | None:
         """Return the layout with other micro-batches, or other manners, if that is faster."""
-        changed = manners_changed(at.layout, self.manners(), () if self.equal else self._busy(at)[:2])
+        changed = moves.manners_changed(at.layout, self.manners(), () if self.equal else self._busy(at)[:2])
         ways = [(at.family, layout) for layout in changed]
         if self.options.micro_batches is None:
             batch, (count, _, schedule) = self.costs.batch, at.family
@@ -208,23 +196,23 @@ class LocalSearch:
                 return at._replace(simulated_plan=found, family=family, layout=layout)
         return None
 
-    def _near(self, at: _SearchState) -> Iterator[Layout]:
+    def _near(self, at: _SearchState) -> Iterator[moves.Layout]:
         layout, busy = at.layout, self._busy(at)
         some = busy[:BUSY]
         inner = range(len(layout.cuts) - 1)
-        for cuts in cuts_moved(layout.cuts, self.edges, inner, 2):
+        for cuts in moves.cuts_moved(layout.cuts, self.edges, inner, 2):
             yield layout._replace(cuts=cuts)
         givers = busy[: max(BUSY, MOST_PASSED // len(layout.cuts))]
-        for cuts in layers_passed(layout.cuts, self.edges, givers):
+        for cuts in moves.layers_passed(layout.cuts, self.edges, givers):
             yield layout._replace(cuts=cuts)
         if self.equal:
             return
         idle = len(at.order) - sum(layout.widths)
-        for widths in devices_moved(layout.widths, idle, some, all_used=self.options.use_all):
+        for widths in moves.devices_moved(layout.widths, idle, some, all_used=self.options.use_all):
             yield layout.with_widths(widths)
-        yield from stages_joined(layout, inner)
+        yield from moves.stages_joined(layout, inner)
         sums = self.costs.sums.forward(at.family.micro_batch_size)
-        yield from stages_divided(layout, some, sums, idle)
+        yield from moves.stages_divided(layout, some, sums, idle)
 
     def manners(self) -> list[Manner]:
         """Return the manners in which replicas may be run."""
@@ -244,13 +232,13 @@ class LocalSearch:
         closing_s = self.costs.replica_exposed_s(stage, 0) + self.costs.update_s(stage)
         return _StagePrice(load_s, forward_s, backward_s, closing_s)
 
-    def _scores(self, at: _SearchState, layouts: Iterable[Layout]) -> dict[Layout, float]:
+    def _scores(self, at: _SearchState, layouts: Iterable[moves.Layout]) -> dict[moves.Layout, float]:
         """Return about how long the steps of layouts take, each layer with as much in flight as now."""
         stages = at.simulated_plan.candidate.stages
         depths = [stage.in_flight for stage in stages for _ in range(stage.first, stage.stop)]
         return {layout: self.score(at.family, layout, at.order, depths) for layout in layouts}
 
-    def score(self, family: Family, layout: Layout, order: tuple[int, ...], depths: Sequence[int]) -> float:
+    def score(self, family: Family, layout: moves.Layout, order: tuple[int, ...], depths: Sequence[int]) -> float:
         """Return about how long a step takes, more where many stages are slow; infinite where one does not fit.
 
         ``depths`` are how many micro-batches are in flight, by layer.
@@ -336,9 +324,9 @@ class LocalSearch:
         candidate = simulated_plan.candidate
         used = candidate.devices
         idle = sorted(set(range(len(self.costs.devices))) - set(used))
-        return _SearchState(simulated_plan, Family(*candidate[:3]), Layout.of(candidate), (*used, *idle))
+        return _SearchState(simulated_plan, Family(*candidate[:3]), moves.Layout.of(candidate), (*used, *idle))
 
-    def _frame(self, family: Family, layout: Layout, order: tuple[int, ...]) -> tuple[CandidateStage, ...] | None:
+    def _frame(self, family: Family, layout: moves.Layout, order: tuple[int, ...]) -> tuple[CandidateStage, ...] | None:
         """Return the stages of a layout, with all in flight and nothing recomputed; None where it cannot be."""
         if self.options.use_all and sum(layout.widths) < len(order):
             return None
@@ -351,11 +339,11 @@ class LocalSearch:
         return None if self.rules.broken(stages, self.costs.kind_of) is not None else tuple(stages)
 
 
-def _placed_stages(layout: Layout, order: Sequence[int], depths: Sequence[int]) -> Iterator[_PlacedStage]:
+def _placed_stages(layout: moves.Layout, order: Sequence[int], depths: Sequence[int]) -> Iterator[_PlacedStage]:
     """Return the stages of a layout, which take devices in an order; ``depths`` are by layer."""
     firsts = (0, *layout.cuts[:-1])
     in_flight = map(depths.__getitem__, firsts)
-    return map(_PlacedStage, firsts, *layout, in_flight, devices_of(layout.widths, order))
+    return map(_PlacedStage, firsts, *layout, in_flight, moves.devices_of(layout.widths, order))
 
 
 SEEDS, MOST_SEEDS = 4, 1_000
@@ -386,7 +374,7 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
         for at, quick_s in enumerate(_quick_steps_s(simulator.costs, family, division, layouts))
     )
     some = [each for each in quick if each[0] < FAR * best.step_s]
-    priced: list[tuple[float, int, Family, Layout, tuple[int, ...]]] = []
+    priced: list[tuple[float, int, Family, moves.Layout, tuple[int, ...]]] = []
     # Where many do not fit, the quickest of each kind come before others.
     for _, at, family, division in in_turn(some, lambda each: (layouts[each[1]].widths, each[3])):
         if climb.work_left <= START * options.effort / 2:
@@ -404,7 +392,7 @@ def judge_even_splits(simulator: Simulator, families: Sequence[Family], options:
 
 
 def _scores_by_order(
-    climb: LocalSearch, family: Family, layout: Layout, orders: Sequence[tuple[int, ...]], *, alike: bool
+    climb: LocalSearch, family: Family, layout: moves.Layout, orders: Sequence[tuple[int, ...]], *, alike: bool
 ) -> Iterator[tuple[tuple[int, ...], float]]:
     """Yield orders in which stages may take devices, and a layout's score with each; ``alike``: all devices are."""
     # As many in flight as `1f1b` keeps at least not to wait.
@@ -446,7 +434,7 @@ def device_orders(costs: CostModel) -> list[tuple[int, ...]]:
     return list(dict.fromkeys((along, tuple(sorted(along, key=turn.__getitem__)))))
 
 
-def even_layouts(costs: CostModel, family: Family) -> Iterator[Layout]:
+def even_layouts(costs: CostModel, family: Family) -> Iterator[moves.Layout]:
     """Yield splits into stages that take about as long, or have as many layers, on equal widths, or on all devices.
 
     Equal widths are as many devices as there are for each, as many whole nodes, or one node. On all devices, widths are
@@ -454,7 +442,7 @@ def even_layouts(costs: CostModel, family: Family) -> Iterator[Layout]:
     """
     devices, edges = len(costs.devices), list(range(costs.layer_count + 1))
     node = max(Counter(costs.links.topology.nodes).values())
-    running = running_s(costs, family.micro_batch_size)
+    running = moves.running_s(costs, family.micro_batch_size)
     for count in stage_counts(min(costs.layer_count, devices)):
         # Replicas that take turns wait for each other at every change of width, of which one is best.
         ascending = tuple(sorted(even_shares(devices, count)))
@@ -464,15 +452,15 @@ def even_layouts(costs: CostModel, family: Family) -> Iterator[Layout]:
         layers = even_shares(costs.layer_count, count)
         alike = [tuple(accumulate(each)) for each in (layers, layers[::-1])]
         every = {
-            each: dict.fromkeys((balanced_shape(costs, family, each, 1, edges).cuts, *alike))
+            each: dict.fromkeys((moves.balanced_shape(costs, family, each, 1, edges).cuts, *alike))
             for each in dict.fromkeys(widths)
         }
         for each, own in every.items():
             for cuts in own:
-                yield Layout(cuts, each, (SINGLE,) * count)
+                yield moves.Layout(cuts, each, (moves.SINGLE,) * count)
         for cuts in every[equal[0]]:
             seconds = np.diff(running[[0, *cuts]]).tolist()
-            yield Layout(cuts, widths_by_time(seconds, devices), (SINGLE,) * count)
+            yield moves.Layout(cuts, widths_by_time(seconds, devices), (moves.SINGLE,) * count)
 
 
 def widths_by_time(seconds: Sequence[float], devices: int) -> tuple[int, ...]:
@@ -492,14 +480,16 @@ def widths_by_time(seconds: Sequence[float], devices: int) -> tuple[int, ...]:
     return tuple(widths)
 
 
-def _quick_steps_s(costs: CostModel, family: Family, division: Division, layouts: Iterable[Layout]) -> Iterator[float]:
+def _quick_steps_s(
+    costs: CostModel, family: Family, division: Division, layouts: Iterable[moves.Layout]
+) -> Iterator[float]:
     """Yield about how long the steps of layouts take in which replicas divide micro-batches in a way.
 
     Were there no limit of memory; infinite where a layout cannot be, or has no replicas that could take turns.
     """
     count, rows = family.micro_batches, family.micro_batch_size
     most = 2**31 if costs.divisible else rows if division == "split" else count
-    sums_of = cache(lambda width: running_s(costs, max(costs.shares(rows, width, division))))
+    sums_of = cache(lambda width: moves.running_s(costs, max(costs.shares(rows, width, division))))
     for layout in layouts:
         edges, widths, own_s = np.array((0, *layout.cuts)), np.array(layout.widths), np.zeros(len(layout.cuts))
         if not (1 if division == "split" else 2) <= widths.max() <= most:

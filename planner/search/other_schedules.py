@@ -33,6 +33,7 @@ from autopar.planner.costs.layers import Sets
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import Fits, advice, explain, schedule_remedies
 from autopar.planner.options import PlanOptions
+from autopar.planner.search import moves
 from autopar.planner.search.best_first import (
     MOST_CLOSELY_BOUNDED,
     bounds_of_families,
@@ -41,14 +42,6 @@ from autopar.planner.search.best_first import (
 )
 from autopar.planner.search.depths import span_of
 from autopar.planner.search.judge import Best, Reference, SimulatedPlan, try_stages
-from autopar.planner.search.moves import (
-    balanced_shape,
-    cuts_moved,
-    devices_moved,
-    devices_of,
-    place_shape,
-    widths_of,
-)
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 
@@ -128,7 +121,7 @@ class Trials:
         if chunks == 1:
             yield family, shape
         elif len(shape.widths) * chunks < len(edges) and self._serves(family, shape.widths):
-            yield family, balanced_shape(self.costs, family, shape.widths, chunks, edges)
+            yield family, moves.balanced_shape(self.costs, family, shape.widths, chunks, edges)
 
     def starts(self, families: Sequence[Family], seeds: Sequence[Candidate], counts: Iterable[int]) -> Iterator[Start]:
         """Yield balanced shapes of these numbers of groups, and, of one stage a rank, the shapes of candidates."""
@@ -144,18 +137,18 @@ class Trials:
             edges, stages = self._rules(chunks).edges(MOST_EDGES), count * chunks
             for family in families if stages < len(edges) else ():
                 most = devices if self.costs.divisible else family.micro_batch_size
-                for widths in widths_of(devices, count, most, all_used=self.options.use_all):
+                for widths in moves.widths_of(devices, count, most, all_used=self.options.use_all):
                     if comb(len(edges) - 2, stages - 1) <= FEW_CUTS:
                         for cuts in combinations(edges[1:-1], stages - 1):
                             yield family, Shape((*cuts, edges[-1]), widths)
                     else:
-                        yield family, balanced_shape(self.costs, family, widths, chunks, edges)
+                        yield family, moves.balanced_shape(self.costs, family, widths, chunks, edges)
 
     def candidates(self, family: Family, shape: Shape) -> Iterator[Candidate]:
         """Yield what a shape may be run as: with every depth that the schedule names, recomputing what does not fit."""
         for depths in self._warmups(family, shape):
             for shard in self.options.shards:
-                stages = place_shape(self.costs, family, shape, self.order, shard)
+                stages = moves.place_shape(self.costs, family, shape, self.order, shard)
                 found = self._fitting(with_depths(family, stages, depths))
                 yield found
                 if max(self.costs.shortfalls(found)) <= 0:
@@ -173,12 +166,12 @@ class Trials:
             return float("inf")
         deepest = [max(each) for each in zip(*self._warmups(family, shape), strict=True)]
         shard = "none" if self.options.shard == "auto" else self.options.shard
-        stages = place_shape(self.costs, family, shape, self.order, shard)
+        stages = moves.place_shape(self.costs, family, shape, self.order, shard)
         return least_s(costs, with_depths(family, stages, deepest))
 
     def broken(self, family: Family, shape: Shape) -> Rule | None:
         """Return the first of the user's rules that a shape does not obey."""
-        stages = place_shape(self.costs, family, shape, self.order)
+        stages = moves.place_shape(self.costs, family, shape, self.order)
         return self._rules(shape.chunks).broken(stages, self.costs.kind_of)
 
     @property
@@ -191,7 +184,7 @@ class Trials:
         return self.costs.divisible or max(widths) <= family.micro_batch_size
 
     def _bound_s(self, family: Family, shape: Shape) -> float:
-        kinds = [{self.costs.kind_of[each] for each in group} for group in devices_of(shape.widths, self.order)]
+        kinds = [{self.costs.kind_of[each] for each in group} for group in moves.devices_of(shape.widths, self.order)]
         idle = len(self.order) - sum(shape.widths)
         # No stage of any search has devices of several kinds.
         mixed = any(len(each) > 1 for each in kinds)
@@ -228,9 +221,9 @@ class Trials:
         edges = self._rules(shape.chunks).edges(MOST_EDGES)
         idle = len(self.order) - sum(shape.widths)
         cuts, widths = shape
-        for each in cuts_moved(cuts, sorted({*edges, *cuts}), range(len(cuts) - 1)):
+        for each in moves.cuts_moved(cuts, sorted({*edges, *cuts}), range(len(cuts) - 1)):
             yield family, Shape(each, widths)
-        for each in devices_moved(widths, idle, range(len(widths)), all_used=self.options.use_all):
+        for each in moves.devices_moved(widths, idle, range(len(widths)), all_used=self.options.use_all):
             if self._serves(family, each):
                 yield family, Shape(cuts, each)
         if self.options.micro_batches is None:

@@ -101,7 +101,7 @@ def _backward_levels(forward: Whole, wide: Whole, depths: Whole, period: int) ->
 
 
 def simulate_levels(candidate: Candidate, times: Durations, tied_stages: Holders, levels: ActionLevels) -> float | None:
-    """Return the seconds of one step: those that :func:`.simulate.run` gives the expanded program.
+    """Return the seconds of one step: those that :func:`run` gives the expanded program.
 
     ``tied_stages`` are the stages of every parameter shared between stages. None where arrivals would be kept for too
     long.
