@@ -13,8 +13,7 @@ import torch
 
 from autopar.formats.checkpoint import IndexRange, Kind, key_of
 from autopar.formats.cuts import CutPiece, ParameterCut
-from autopar.runtime.stage.parameters import local, sharded_ranges
-from autopar.runtime.stage.team import Team, cut_views
+from autopar.runtime.stage.parameters import Team, cut_views, local, sharded_ranges
 
 
 class HeldPiece(NamedTuple):

@@ -35,8 +35,7 @@ from autopar.formats.checkpoint import (
 from autopar.runtime.checkpoint.pieces import HeldPiece, fill, held_pieces, own_values
 from autopar.runtime.checkpoint.plain import NotPlainError, from_plain, plain_items, to_plain
 from autopar.runtime.checkpoint.reader import CheckpointReader
-from autopar.runtime.stage.parameters import local
-from autopar.runtime.stage.team import Team
+from autopar.runtime.stage.parameters import Team, local
 from autopar.runtime.start.job import Job
 from autopar.runtime.update import Update
 

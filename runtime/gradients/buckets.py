@@ -13,8 +13,7 @@ import torch
 
 from autopar.capture.split.sums import Summand
 from autopar.runtime.messages.transport import Pending, Transport
-from autopar.runtime.stage.parameters import local, sharded_ranges
-from autopar.runtime.stage.team import Team
+from autopar.runtime.stage.parameters import Team, local, sharded_ranges
 from autopar.schedules.route import buckets
 
 

@@ -27,9 +27,8 @@ from autopar.runtime.gradients.buckets import (
 )
 from autopar.runtime.messages.transport import Pending, Transport, replica_ranks, sharing_groups
 from autopar.runtime.stage.layers import used_by_several
-from autopar.runtime.stage.parameters import LocalParameters
+from autopar.runtime.stage.parameters import LocalParameters, Team
 from autopar.runtime.stage.stage import Stage
-from autopar.runtime.stage.team import Team
 from autopar.schedules.continuing import depths_of
 from autopar.schedules.expand import rank_of, team_of
 

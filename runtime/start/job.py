@@ -31,16 +31,16 @@ from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.messages.transport import Transport, replica_ranks
 from autopar.runtime.settings import TrainSettings, check_compiling
 from autopar.runtime.stage.batch_norm import normalizing
-from autopar.runtime.stage.compile import compile_layers, warm_up
-from autopar.runtime.stage.layers import autocast_of, crossing_specs, seed_generator
+from autopar.runtime.stage.layers import autocast_of, compile_layers, crossing_specs, seed_generator, warm_up
 from autopar.runtime.stage.parameters import (
     OptimizerParameters,
+    Team,
     Weights,
+    check_split_seeds,
     hold,
     sharded_parameter_names,
 )
 from autopar.runtime.stage.stage import Stage
-from autopar.runtime.stage.team import Team, check_split_seeds
 from autopar.runtime.stage.versions import CorrectedWeights, NewestWeights, PredictedWeights, WeightVersions
 from autopar.runtime.start.workspace import check_shares
 from autopar.runtime.times import Clock, clock_of

@@ -32,8 +32,7 @@ from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
 from autopar.runtime.result import weights
 from autopar.runtime.settings import TrainSettings, check_scope
-from autopar.runtime.stage.parameters import stages_of_parameters
-from autopar.runtime.stage.team import cuts_of, part_of_tensor
+from autopar.runtime.stage.parameters import cuts_of, part_of_tensor, stages_of_parameters
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.start.worker import BUFFERS, GRADIENTS, PARAMETERS, UNREAD, kept_folder, load_for
 from autopar.runtime.start.workspace import host_memory_bytes
