@@ -17,7 +17,7 @@ from autopar.capture.graph import TensorSpec
 from autopar.capture.source import UserModel
 from autopar.errors import AutoparError, FileError, ModelError, TrainingError
 from autopar.formats.plan import Plan
-from autopar.runtime.messages.copies import Copies, move_to_device
+from autopar.runtime.device import Copies, move_to_device
 from autopar.runtime.settings import Last
 from autopar.schedules.expand import mine, stages_of
 

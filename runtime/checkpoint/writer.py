@@ -39,9 +39,9 @@ from autopar.ranks.context import RankContext
 from autopar.runtime.checkpoint.folder import MANIFEST, CheckpointFolder, check_file
 from autopar.runtime.checkpoint.pieces import HeldPiece
 from autopar.runtime.checkpoint.state import JobState, generators
+from autopar.runtime.device import clock_of
 from autopar.runtime.result import weights
 from autopar.runtime.start.job import Job
-from autopar.runtime.times import clock_of
 
 LOOK_S = 0.02
 """How often rank 0 looks for the notes of the others."""

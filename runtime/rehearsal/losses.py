@@ -12,7 +12,7 @@ from typing import NamedTuple
 from autopar.errors import UsageError
 from autopar.formats.faults import SLOWER_S, Fault
 from autopar.formats.program import RankProgram
-from autopar.runtime.times import PricedClock
+from autopar.runtime.device import PricedClock
 
 _OF_FILES = ("disk-full", "fail-write", "fail-fsync", "fail-rename")
 

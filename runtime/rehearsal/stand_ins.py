@@ -21,11 +21,11 @@ from autopar.formats.prices import LayerBytes
 from autopar.formats.profile import Profile
 from autopar.formats.program import Program
 from autopar.runtime.data import Batch, Loader
+from autopar.runtime.device import Clock, PricedClock
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage.versions import NewestWeights
 from autopar.runtime.start.job import Job
-from autopar.runtime.times import Clock, PricedClock
 from autopar.schedules.expand import mine
 
 _LOSS = "loss"

@@ -24,16 +24,15 @@ from autopar.progress import Progress, no_progress
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
 from autopar.ranks.pool import RankPool
-from autopar.runtime.messages.in_process import Exchange, InProcessTransport
+from autopar.runtime.device import PricedClock, SleepingClock, VirtualClock
 from autopar.runtime.messages.staging import connect
-from autopar.runtime.messages.transport import Transport, reducing_groups
+from autopar.runtime.messages.transport import Exchange, InProcessTransport, Transport, reducing_groups
 from autopar.runtime.rehearsal.losses import FaultMoments, Loss, Moment, check_faults, losses_of
 from autopar.runtime.rehearsal.stand_ins import MemoryLedger, StandInJob, count_bytes, stand_in_graph
 from autopar.runtime.rehearsal.transport import PricedTransport
 from autopar.runtime.settings import check_scope
 from autopar.runtime.start.job import DEFAULTS
 from autopar.runtime.start.supervision import describe
-from autopar.runtime.times import PricedClock, SleepingClock, VirtualClock
 from autopar.schedules.check import check
 from autopar.schedules.continuing import Repetition, lead, written_out
 from autopar.schedules.expand import expand

@@ -27,10 +27,10 @@ from autopar.formats.program import (
     Action,
     RankProgram,
 )
+from autopar.runtime.device import PricedClock
 from autopar.runtime.messages.mailbox import messages_by_action
 from autopar.runtime.messages.transport import Pending, Transport, replica_ranks
 from autopar.runtime.rehearsal.stand_ins import MemoryLedger
-from autopar.runtime.times import PricedClock
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

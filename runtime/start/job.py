@@ -23,10 +23,10 @@ from autopar.policies import POLICIES, kept_versions
 from autopar.policies.pipemare import delay
 from autopar.policies.predict import updates_ahead
 from autopar.runtime.data import Batch, Batches, Loader, ShareLoader
+from autopar.runtime.device import Clock, clock_of, copies_of
 from autopar.runtime.execute import Executor, StepRecord, Surroundings
 from autopar.runtime.gradients.loss import BroughtLossTally, LossScale, LossTally
 from autopar.runtime.gradients.reducer import Reducer, ReplicatedBuffers, reducer_of
-from autopar.runtime.messages.copies import copies_of
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.messages.transport import Transport, replica_ranks
 from autopar.runtime.settings import TrainSettings, check_compiling
@@ -43,7 +43,6 @@ from autopar.runtime.stage.parameters import (
 from autopar.runtime.stage.stage import Stage
 from autopar.runtime.stage.versions import CorrectedWeights, NewestWeights, PredictedWeights, WeightVersions
 from autopar.runtime.start.workspace import check_shares
-from autopar.runtime.times import Clock, clock_of
 from autopar.runtime.update import Update, UpdateSettings
 from autopar.schedules.continuing import Repetition, depths_of, lead
 from autopar.schedules.expand import stages_of

@@ -30,8 +30,8 @@ from autopar.ranks.board import FINISHED
 from autopar.ranks.context import RankContext
 from autopar.ranks.listeners import listens_everywhere
 from autopar.runtime.checkpoint.training import CheckpointArguments, RunCheckpoints
+from autopar.runtime.device import LayerTimes, PeakMemory, check_capacity, clock_of, is_out_of_memory, out_of_memory
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.memory import PeakMemory, check_capacity, is_out_of_memory, out_of_memory
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.result import weights
 from autopar.runtime.result.outcome import ForwardFlops, RankResult, StepResults, peak_of
@@ -42,7 +42,6 @@ from autopar.runtime.start.job import DEFAULTS, Job
 from autopar.runtime.start.saving import holders, write_stages
 from autopar.runtime.start.supervision import slowness
 from autopar.runtime.start.workspace import Workspace
-from autopar.runtime.times import LayerTimes, clock_of
 from autopar.schedules.check import check
 from autopar.schedules.continuing import lead
 from autopar.schedules.expand import expand, stages_of

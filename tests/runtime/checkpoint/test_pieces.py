@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autopar.formats.checkpoint import sides_of
 from autopar.runtime.checkpoint.pieces import fill, held_pieces, own_values
-from autopar.runtime.messages.in_process import Exchange, InProcessTransport
+from autopar.runtime.messages.transport import Exchange, InProcessTransport
 from autopar.runtime.stage.parameters import Team
 from team_cuts import DIVISIONS, PARTS, cut_by, team_plan
 

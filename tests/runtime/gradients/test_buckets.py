@@ -8,7 +8,7 @@ import torch
 
 from autopar.formats.cuts import ParameterCut
 from autopar.runtime.gradients.buckets import Bucket, SharedGradient, WholeBucket, fill_buckets
-from autopar.runtime.messages.in_process import Exchange, InProcessTransport
+from autopar.runtime.messages.transport import Exchange, InProcessTransport
 from autopar.runtime.stage.parameters import Team
 from drawn_plans import chain, make
 from teams import resized

@@ -15,8 +15,7 @@ from autopar.capture.export import capture_module
 from autopar.formats.profile import Writes
 from autopar.runtime.gradients.buckets import SharedGradient
 from autopar.runtime.gradients.reducer import Reducer, ReplicatedBuffers
-from autopar.runtime.messages.in_process import Exchange, InProcessTransport
-from autopar.runtime.messages.transport import Transport
+from autopar.runtime.messages.transport import Exchange, InProcessTransport, Transport
 from autopar.runtime.stage.parameters import LocalParameters
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from autopar.formats.prices import LayerBytes
+from autopar.runtime.device import VirtualClock
 from autopar.runtime.rehearsal.stand_ins import MemoryLedger, count_bytes, stand_in_graph
-from autopar.runtime.times import VirtualClock
 from random_problems import gpt_profile, random_profile
 
 

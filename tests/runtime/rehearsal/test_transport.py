@@ -10,9 +10,9 @@ import torch
 
 from autopar.formats.prices import RankPrices
 from autopar.formats.program import Action, RankProgram
-from autopar.runtime.messages.in_process import Exchange, InProcessTransport
+from autopar.runtime.device import VirtualClock
+from autopar.runtime.messages.transport import Exchange, InProcessTransport
 from autopar.runtime.rehearsal.transport import PricedTransport
-from autopar.runtime.times import VirtualClock
 from drawn_plans import chain, make
 
 

@@ -19,7 +19,7 @@ from autopar.capture.source import load
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan, Shard, chunks_of, layout_of
 from autopar.ranks.pool import RankPool
-from autopar.runtime.messages.in_process import Exchange, InProcessTransport
+from autopar.runtime.messages.transport import Exchange, InProcessTransport
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.launch import RunOptions, run

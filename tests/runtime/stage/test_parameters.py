@@ -17,7 +17,7 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.errors import FileError
 from autopar.formats.plan import Plan, Shard
-from autopar.runtime.messages.in_process import Exchange, InProcessTransport
+from autopar.runtime.messages.transport import Exchange, InProcessTransport
 from autopar.runtime.stage.parameters import LocalParameters, OptimizerParameters, Team, hold, sharded_parameter_names
 from dictated import dictate
 from drawn_plans import make
