@@ -439,7 +439,7 @@ def checkpoints(
     Raises:
         FileError: there is no such folder, or nothing in it.
     """
-    from autopar.runtime.checkpoint.export import views
+    from autopar.runtime.checkpoint.folder import views
 
     return views(Path(folder), thorough=thorough, progress=progress)
 
@@ -456,7 +456,7 @@ def export_checkpoint(folder: str | Path, output: str | Path, *, step: int | Non
         FileError: there is no such checkpoint, or it is damaged.
         UsageError: there are others, but none of that step.
     """
-    from autopar.runtime.checkpoint.export import export
+    from autopar.runtime.checkpoint.folder import export
 
     return export(Path(folder), Path(output), step)
 

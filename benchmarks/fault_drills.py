@@ -22,8 +22,7 @@ from autopar.errors import AutoparError, TrainingError
 from autopar.formats.faults import Fault, FaultKind
 from autopar.formats.plan import Plan
 from autopar.formats.program import Action
-from autopar.runtime.checkpoint.folder import CheckpointFolder, read_verified
-from autopar.runtime.checkpoint.reader import CheckpointReader
+from autopar.runtime.checkpoint.folder import CheckpointFolder, CheckpointReader, read_verified
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.schedules.expand import expand
 from cut import cut

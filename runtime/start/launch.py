@@ -29,8 +29,8 @@ from autopar.ranks.failure import Failure
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
 from autopar.ranks.supervisor import SupervisedRank
-from autopar.runtime.checkpoint.cadence import Every, known_every
 from autopar.runtime.checkpoint.training import Attempt, CheckpointArguments, attempt_in
+from autopar.runtime.checkpoint.writer import Every, known_every
 from autopar.runtime.data import steps_of_epoch
 from autopar.runtime.result.outcome import Outcome, RankResult, loss_of, outcome_of
 from autopar.runtime.result.weights import publish

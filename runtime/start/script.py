@@ -33,7 +33,7 @@ from autopar.errors import AutoparError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import Failure
-from autopar.runtime.checkpoint.script import ScriptCheckpoints
+from autopar.runtime.checkpoint.training import ScriptCheckpoints
 from autopar.runtime.data import Batch, Loader, split_rows
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.messages.staging import connect
