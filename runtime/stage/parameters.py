@@ -2,7 +2,8 @@
 
 In come whole layers, and the cuts that the plan records for a team, which runs a replica together. Out come the rank's
 parts of them, which add up over the team as they run, and which indices the rank has of every parameter. Replicas may
-divide what is left further; then the optimizer is given whole parameters as tensors of the divided kind, too.
+divide what is left further; then the optimizer is given whole parameters as tensors of the divided kind, too. Buffers
+that forwards write are made equal on all replicas after every step, as the plan asks.
 
 In evaluation mode a layer may end elsewhere than in training, and then need whole what training leaves in parts: a head
 that is split together with the loss gives whole predictions. Such a layer is joined: all ranks of a team run it whole.
@@ -29,7 +30,7 @@ from autopar.capture.split.rules.attention import draw_alone, drops_weights
 from autopar.capture.split.sums import Summand
 from autopar.errors import FileError, UsageError
 from autopar.formats.cuts import CutPiece, ParameterCut
-from autopar.formats.plan import Plan
+from autopar.formats.plan import Plan, ReplicatedState
 from autopar.ranks.channel import bytes_of
 from autopar.runtime.messages.transport import Transport, join, parts_that_sum, sendable
 from autopar.schedules.expand import stages_of, team_of
@@ -329,6 +330,46 @@ def hold(
     for layer in layers:
         materialize(layer, held.state(), device)
     return held
+
+
+class ReplicatedBuffers:
+    """The written buffers of one rank's layers."""
+
+    def __init__(
+        self,
+        layers: Iterable[Layer],
+        local_parameters: LocalParameters,
+        how: ReplicatedState | None,
+        transport: Transport,
+        ranks: tuple[int, ...],
+        rank: int,
+    ) -> None:
+        """Find them.
+
+        Args:
+            layers: the rank's.
+            local_parameters: have their buffers.
+            how: whose values all replicas get: those of the first, or the mean of all, where numbers are floating.
+            transport: carries sums.
+            ranks: the replicas, the first one first.
+            rank: this one.
+        """
+        written = [layer.writes.buffers for layer in layers if layer.writes is not None]
+        names = dict.fromkeys(name for each in written for name in each) if how and len(ranks) > 1 else {}
+        self._buffers = [local_parameters.buffers[name] for name in names]
+        self._how, self._transport, self._ranks, self._first = how, transport, ranks, rank == ranks[0]
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Make the buffers alike; every replica does so at once."""
+        for buffer in self._buffers:
+            mean = self._how == "average" and (buffer.is_floating_point() or buffer.is_complex())
+            # Backends do not add up booleans; of these and of integers, the first replica's are taken.
+            sent = buffer.to(torch.int64) if buffer.dtype is torch.bool else buffer.clone()
+            if not mean and not self._first:
+                sent.zero_()
+            self._transport.all_reduce(sent, self._ranks).wait()
+            buffer.copy_(sent / len(self._ranks) if mean else sent)
 
 
 def sharded_parameter_names(plan: Plan, stage: int, layers: Iterable[Layer]) -> set[str]:

@@ -26,7 +26,7 @@ from autopar.runtime.data import Batch, Batches, Loader, ShareLoader
 from autopar.runtime.device import Clock, clock_of, copies_of
 from autopar.runtime.execute import Executor, StepRecord, Surroundings
 from autopar.runtime.gradients.loss import BroughtLossTally, LossScale, LossTally
-from autopar.runtime.gradients.reducer import Reducer, ReplicatedBuffers, reducer_of
+from autopar.runtime.gradients.reducer import Reducer, reducer_of
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.messages.transport import Transport, replica_ranks
 from autopar.runtime.settings import TrainSettings, check_compiling
@@ -34,6 +34,7 @@ from autopar.runtime.stage.batch_norm import normalizing
 from autopar.runtime.stage.layers import autocast_of, compile_layers, crossing_specs, seed_generator, warm_up
 from autopar.runtime.stage.parameters import (
     OptimizerParameters,
+    ReplicatedBuffers,
     Team,
     Weights,
     check_split_seeds,
