@@ -34,7 +34,8 @@ from autopar.runtime.result import weights
 from autopar.runtime.settings import TrainSettings, check_scope
 from autopar.runtime.stage.parameters import cuts_of, part_of_tensor, stages_of_parameters
 from autopar.runtime.start.launch import RunOptions, run
-from autopar.runtime.start.worker import BUFFERS, GRADIENTS, PARAMETERS, UNREAD, kept_folder, load_for
+from autopar.runtime.start.saving import BUFFERS, GRADIENTS, PARAMETERS, UNREAD, kept_folder
+from autopar.runtime.start.worker import load_for
 from autopar.runtime.start.workspace import host_memory_bytes
 from autopar.schedules.expand import part_of, stages_of
 
