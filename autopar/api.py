@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from autopar.formats.report import Verification
     from autopar.planner import PlanOptions
     from autopar.planner.plan import Comparison
+    from autopar.runtime.outcome import Outcome
     from autopar.runtime.rehearsal.steps import Rehearsal
-    from autopar.runtime.result.outcome import Outcome
     from autopar.runtime.start.launch import StepProgress
     from autopar.shown import FileView
 

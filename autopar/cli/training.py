@@ -22,7 +22,7 @@ from autopar.formats.references import plan_files, rebase_paths
 from autopar.inputs import read_inputs
 
 if TYPE_CHECKING:
-    from autopar.runtime.result.outcome import Outcome
+    from autopar.runtime.outcome import Outcome
 
 
 DEFAULT_REPORT = Path("report.json")

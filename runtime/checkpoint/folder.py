@@ -26,8 +26,8 @@ from autopar.errors import FileError, UsageError
 from autopar.formats.checkpoint import Checkpoint, CheckpointView, IndexRange, Piece, PieceFile, StoredTensor, sides_of
 from autopar.formats.document import read_text, sync_folder
 from autopar.progress import Progress, no_progress
-from autopar.runtime.result import weights
-from autopar.runtime.result.weights import TensorFile
+from autopar.runtime import weights
+from autopar.runtime.weights import TensorFile
 
 MANIFEST = "manifest.json"
 KEPT = 2

@@ -38,10 +38,10 @@ from autopar.formats.checkpoint import (
 )
 from autopar.formats.document import write_text
 from autopar.ranks.context import RankContext
+from autopar.runtime import weights
 from autopar.runtime.checkpoint.folder import MANIFEST, CheckpointFolder, check_file
 from autopar.runtime.checkpoint.state import HeldPiece, JobState, generators
 from autopar.runtime.device import clock_of
-from autopar.runtime.result import weights
 from autopar.runtime.start.job import Job
 
 Every = int | Literal["auto"]

@@ -20,7 +20,7 @@ from autopar.capture.graph import LayerGraph
 from autopar.errors import FileError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
-from autopar.runtime.result import weights
+from autopar.runtime import weights
 from autopar.runtime.start.job import Job
 
 
@@ -106,7 +106,7 @@ def write_stages(
 
     Returns:
         What this rank wrote; nothing on other replicas and parts than the first. The folder's set is that before until
-        :func:`autopar.runtime.result.weights.publish` is given the files of all ranks.
+        :func:`autopar.runtime.weights.publish` is given the files of all ranks.
     """
     first, saved = holders(job.plan, graph), []
     for index in job.stages:

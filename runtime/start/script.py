@@ -33,12 +33,12 @@ from autopar.errors import AutoparError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import Failure
+from autopar.runtime import weights
 from autopar.runtime.checkpoint.training import ScriptCheckpoints
 from autopar.runtime.data import Batch, Loader, check_given, split_rows
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import Transport, sendable
-from autopar.runtime.result import weights
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.evaluate import Evaluation
 from autopar.runtime.start.job import Feed, Job, Metrics

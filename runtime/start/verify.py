@@ -30,7 +30,7 @@ from autopar.formats.report import Difference, Verification
 from autopar.progress import Progress, no_progress
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
-from autopar.runtime.result import weights
+from autopar.runtime import weights
 from autopar.runtime.settings import TrainSettings, check_scope
 from autopar.runtime.stage.parameters import cuts_of, part_of_tensor, stages_of_parameters
 from autopar.runtime.start.launch import RunOptions, run

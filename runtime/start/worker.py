@@ -41,14 +41,14 @@ from autopar.runtime.checkpoint.training import CheckpointArguments, RunCheckpoi
 from autopar.runtime.device import LayerTimes, PeakMemory, check_capacity, clock_of, is_out_of_memory, out_of_memory
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.messages.staging import connect
-from autopar.runtime.result.outcome import ForwardFlops, RankResult, StepResults, peak_of
-from autopar.runtime.result.weights import StoredFile
+from autopar.runtime.outcome import ForwardFlops, RankResult, StepResults, peak_of
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage.parameters import local
 from autopar.runtime.start.job import DEFAULTS, Job
 from autopar.runtime.start.saving import ComparisonFiles, holders, write_stages
 from autopar.runtime.start.supervision import slowness
 from autopar.runtime.start.workspace import Workspace
+from autopar.runtime.weights import StoredFile
 from autopar.schedules.check import check
 from autopar.schedules.continuing import lead
 from autopar.schedules.expand import expand, stages_of

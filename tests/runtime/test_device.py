@@ -17,7 +17,7 @@ from torch.autograd.function import FunctionCtx
 
 from autopar.formats.program import Action, RankProgram
 from autopar.runtime.device import CudaCopies, HostCopy, LayerTimes
-from autopar.runtime.result.outcome import ForwardFlops, peak_of
+from autopar.runtime.outcome import ForwardFlops, peak_of
 
 
 class CountingClock:

@@ -23,7 +23,7 @@ from autopar.formats.profile import Writes
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.folder import CheckpointFolder, CheckpointReader, export, read_verified
 from autopar.runtime.checkpoint.training import check_state, plan_notes
-from autopar.runtime.result.outcome import Outcome
+from autopar.runtime.outcome import Outcome
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.start.script import ScriptJob
 from dictated import dictate

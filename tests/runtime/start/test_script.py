@@ -24,7 +24,7 @@ from autopar.capture.export import capture
 from autopar.errors import CaptureError, FileError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
-from autopar.runtime.result import weights
+from autopar.runtime import weights
 from dictated import dictate
 from in_teams import in_teams
 from oracles.turns import train_in_turns
