@@ -236,7 +236,7 @@ def fill_buckets(groups: Sequence[Sequence[torch.nn.Parameter]]) -> list[Bucket]
     return filled
 
 
-Answered = Callable[[torch.nn.Parameter, torch.Tensor], list[torch.Tensor]]
+OwnedViews = Callable[[torch.nn.Parameter, torch.Tensor], list[torch.Tensor]]
 """Gives views of what a rank answers for of a parameter's gradient, of all of its team that have it."""
 
 
@@ -307,7 +307,7 @@ class Reducer:
         mark: Callable[[], object],
         rank: int,
         mini_batches: int = 1,
-        answered: Answered = lambda parameter, gradient: [gradient],
+        owned_views: OwnedViews = lambda parameter, gradient: [gradient],
         team_sums: Sequence[TeamSum] = (),
     ) -> None:
         """Lay the gradients out.
@@ -321,11 +321,11 @@ class Reducer:
             mark: marks the present moment, for :meth:`finish` to return.
             rank: which rank this is.
             mini_batches: of how many there are gradients at a time.
-            answered: gives what of a gradient no other rank of the team answers for.
+            owned_views: gives what of a gradient no other rank of the team answers for.
             team_sums: add up gradients that the ranks of the team have summands of.
         """
         self._team_sums = team_sums
-        self._answered = answered
+        self._owned_views = owned_views
         self._rank = rank
         self._replicas, self._sharded_stages, self._transport, self._mark = replicas, sharded_stages, transport, mark
         groups = _group_by_layer(stages, {id(shared.parameter) for shared in shared_parameters.values()})
@@ -463,7 +463,7 @@ class Reducer:
     def owned_gradients_of(self, index: int) -> list[torch.Tensor]:
         """Return those of one stage, for a norm over its replicas."""
         first = self._rank == self._replicas[0]
-        return self.gradients_of_stage(index) if first else self._divided_gradients(index, self._answered)
+        return self.gradients_of_stage(index) if first else self._divided_gradients(index, self._owned_views)
 
     def gradients_of_stage(self, index: int) -> list[torch.Tensor]:
         """Return all gradients of one stage that this replica has, those included that the others have, too.
@@ -472,11 +472,11 @@ class Reducer:
         """
         parameters = [each for bucket in self._updated.stages[index].buckets for each in bucket.parameters]
         own = self._answered_gradients((*self._plain_of[index], *parameters))
-        return [*own, *self._divided_gradients(index, self._answered)]
+        return [*own, *self._divided_gradients(index, self._owned_views)]
 
     def _answered_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
         found = ((each, each.grad) for each in parameters if each.grad is not None)
-        return [view for parameter, gradient in found for view in self._answered(parameter, gradient)]
+        return [view for parameter, gradient in found for view in self._owned_views(parameter, gradient)]
 
     def release_untouched(self) -> None:
         """Take the gradient from parameters that no backward reached: plain training would not update them.
@@ -486,9 +486,9 @@ class Reducer:
         for bucket in self._updated.buckets:
             bucket.release_untouched()
 
-    def _divided_gradients(self, index: int | None = None, answered: Answered | None = None) -> list[torch.Tensor]:
+    def _divided_gradients(self, index: int | None = None, owned_views: OwnedViews | None = None) -> list[torch.Tensor]:
         asked = [sharded for at, sharded in self._sharded_stages.items() if index in (None, at)]
-        return [each for sharded in asked for each in sharded.gradients(answered)]
+        return [each for sharded in asked for each in sharded.gradients(owned_views)]
 
     def _hook(self, parameters: Sequence[torch.nn.Parameter], note: Callable[[Reducer, torch.Tensor], None]) -> None:
         """Have gradients noted; a hook that held the reducer would keep both for good: no collector sees into it."""
@@ -575,8 +575,8 @@ def reducer_of(
     kept = 1 if plan.weight_policy == "sync" else max(depths_of(plan, index).gradients for index in stages)
     names = {id(parameter): name for name, parameter in local_parameters.parameters.items()}
 
-    def answered(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> list[torch.Tensor]:
-        return team.answered(names[id(parameter)], parameter, gradient)
+    def owned_views(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> list[torch.Tensor]:
+        return team.owned_views(names[id(parameter)], parameter, gradient)
 
     sums = team_sums(team, local_parameters.parameters)
-    return Reducer(layers, sharded, replicas, shared, transport, mark, rank, kept, answered, sums)
+    return Reducer(layers, sharded, replicas, shared, transport, mark, rank, kept, owned_views, sums)

@@ -269,16 +269,16 @@ def _by_part(plan: Plan, stages: Sequence[int]) -> list[tuple[int, ...]]:
     return [replica_ranks(plan, stages, part) for part in range(plan.stages[stages[0]].tensor_parallel)]
 
 
-def sharing_groups(plan: Plan, tied: SharedParameter) -> list[tuple[int, ...]]:
+def sharing_groups(plan: Plan, parameter: SharedParameter) -> list[tuple[int, ...]]:
     """Return the sets of ranks that reduce the gradients of a parameter that stages share.
 
     Those with the same part of it do so, or all together where stages have other parts of it.
     """
-    if plan.cuts_alike(tied):
-        return _by_part(plan, tied.stages)
+    if plan.cuts_alike(parameter):
+        return _by_part(plan, parameter.stages)
     ranks = (
         rank_of(plan, stage, replica, part)
-        for stage in tied.stages
+        for stage in parameter.stages
         for replica in range(plan.stages[stage].replicas)
         for part in range(plan.stages[stage].tensor_parallel)
     )
@@ -343,7 +343,7 @@ class _Meeting:
     """Where those who have something to do with each other wait for one another, and nobody else does."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self.condition = threading.Condition()
         self.messages: deque[torch.Tensor] = deque()
         self.parts: dict[int, torch.Tensor] = {}
         """Of a reduction, by rank."""
@@ -377,7 +377,7 @@ class Exchange:
 
     def wait(self, meeting: _Meeting, ready: _Ready, what: str) -> None:
         """Wait, holding a meeting, until something is so; ``what`` is lost otherwise."""
-        arrived = meeting.changed.wait_for(lambda: self.broken or ready(), self._timeout_s)
+        arrived = meeting.condition.wait_for(lambda: self.broken or ready(), self._timeout_s)
         if self.broken or not arrived:
             raise PeerLostError(what)
 
@@ -387,8 +387,8 @@ class Exchange:
             self.broken = True
             every = [*self._queues.values(), *self._reductions.values()]
         for meeting in every:
-            with meeting.changed:
-                meeting.changed.notify_all()
+            with meeting.condition:
+                meeting.condition.notify_all()
 
 
 class InProcessTransport:
@@ -402,9 +402,9 @@ class InProcessTransport:
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`autopar.runtime.messages.transport.Transport`."""
         queue = self._exchange.queue((self._rank, peer))
-        with queue.changed:
+        with queue.condition:
             queue.messages.append(bytes_of(tensor).clone())
-            queue.changed.notify_all()
+            queue.condition.notify_all()
         return Done(tensor)
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
@@ -441,9 +441,9 @@ class InProcessTransport:
         key = (*group, self._count[group])
         self._count[group] += 1
         meeting = self._exchange.reduction(key)
-        with meeting.changed:
+        with meeting.condition:
             meeting.parts[self._rank] = part.clone()
-            meeting.changed.notify_all()
+            meeting.condition.notify_all()
         return _Reduce(self._exchange, key, meeting, fill)
 
 
@@ -461,7 +461,7 @@ class _Receive:
 
     def _fill(self) -> None:
         queue = self._exchange.queue(self._pair)
-        with queue.changed:
+        with queue.condition:
             self._exchange.wait(queue, lambda: bool(queue.messages), f"no message from rank {self._pair[0]}")
             message = queue.messages.popleft()
         content = bytes_of(self._tensor)
@@ -478,7 +478,7 @@ class _Reduce:
     def wait(self) -> None:
         """See :class:`autopar.runtime.messages.transport.Pending`."""
         meeting, ranks = self._meeting, self._key[0]
-        with meeting.changed:
+        with meeting.condition:
             ready = f"no reduction among ranks {ranks}"
             self._exchange.wait(meeting, lambda: len(meeting.parts) == len(ranks), ready)
             meeting.left += 1

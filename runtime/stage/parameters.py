@@ -145,14 +145,14 @@ class Team:
         once = {name for name, count in uses.items() if count == 1}
         return [self._part_of(stage, layer, once) for layer in layers]
 
-    def _part_of(self, stage: int, layer: Layer, deferred: Collection[str]) -> Layer:
+    def _part_of(self, stage: int, layer: Layer, deferred_names: Collection[str]) -> Layer:
         again = "profile and plan again"
         if not isinstance(layer.module, fx.GraphModule):
             if self.divides(layer):
                 raise UsageError(f"layer {layer.name} was listed, not captured, and the plan has parts of it; {again}")
             return layer
         try:
-            return self.split_captured(stage, layer, self._plan.stages[stage].sequence_dims, deferred)
+            return self.split_captured(stage, layer, self._plan.stages[stage].sequence_dims, deferred_names)
         except MismatchError as error:
             raise UsageError(f"layer {layer.name} does not split as the plan says: {error}; {again}") from error
 
@@ -161,7 +161,7 @@ class Team:
         return any(name in self.cuts for name in layer.parameters.values())
 
     def split_captured(
-        self, stage: int, layer: Layer, sequence: Mapping[str, int] | None = None, deferred: Collection[str] = ()
+        self, stage: int, layer: Layer, sequence: Mapping[str, int] | None = None, deferred_names: Collection[str] = ()
     ) -> Layer:
         """Return this rank's part of a captured layer, cut as the plan says of its stage.
 
@@ -169,7 +169,7 @@ class Team:
             stage: whose layer it is.
             layer: as captured, in training or evaluation mode.
             sequence: dimensions of tensors that the team has in slices.
-            deferred: names of parameters whose gradients this rank adds up once a mini-batch.
+            deferred_names: names of parameters whose gradients this rank adds up once a mini-batch.
 
         Raises:
             MismatchError: it cannot be cut so, or then adds up over parts that do not add up as the plan has it.
@@ -180,7 +180,7 @@ class Team:
             if name in self.cuts
         }
         own = {name: dim for name, dim in (sequence or {}).items() if name in (*layer.inputs, *layer.outputs)}
-        later = [attribute for attribute, name in layer.parameters.items() if name in deferred]
+        later = [attribute for attribute, name in layer.parameters.items() if name in deferred_names]
         part = split_layer(layer, self, self.part, len(self.ranks), recorded, own, later)
         others = sorted(part.summing_parts - self._allowed[stage])
         if others:
@@ -206,7 +206,7 @@ class Team:
         cut = self.cuts.get(name)
         return whole if cut is None else part_of_tensor(cut, self.part, whole)
 
-    def answered(self, name: str, parameter: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
+    def owned_views(self, name: str, parameter: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
         """Return views of what this rank answers for, of all of its team that have the same.
 
         Args:

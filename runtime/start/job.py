@@ -439,8 +439,8 @@ class Feed:
     def __init__(self, job: Job, first: int) -> None:
         """Begin with mini-batch ``first``, the pipeline being empty."""
         self._job, self._lead, self._span = job, lead(job.plan), job.plan.span
-        self._start = self.given = first
-        """Of ``given``: how many mini-batches there have been, counted from the run's first."""
+        self._start = self.batches = first
+        """Of ``batches``: how many mini-batches there have been, counted from the run's first."""
         self._next = first - self._lead
         """The repetition that comes next."""
         self._inputs: dict[int, Batch] = {}
@@ -448,34 +448,34 @@ class Feed:
     @property
     def under_way(self) -> bool:
         """Whether mini-batches have begun that have not ended."""
-        return self._start < self.given and self._lead > 0
+        return self._start < self.batches and self._lead > 0
 
     def step(self, inputs: Batch) -> list[StepRecord]:
         """Take the next mini-batch; return the records of those that have ended: none while the pipeline fills."""
-        step = self.given
+        step = self.batches
         self._inputs[step] = inputs
-        self.given += 1
-        ended = self._perform_until(self.given - self._span)
+        self.batches += 1
+        ended = self._perform_until(self.batches - self._span)
         return ended + self.drain() if step < self._job.plan.synchronous_steps else ended
 
     def drain(self) -> list[StepRecord]:
         """End all that have begun; return their records."""
         if not self.under_way:
             return []
-        ended = self._perform_until(self.given + self._lead - 1)
-        self._start, self._next = self.given, self.given - self._lead
+        ended = self._perform_until(self.batches + self._lead - 1)
+        self._start, self._next = self.batches, self.batches - self._lead
         return ended
 
     def _perform_until(self, first: int) -> list[StepRecord]:
         """Perform the steps, or repetitions, whose first forward is of mini-batch ``first`` or one before."""
         ended = list[StepRecord]()
         while self._next + self._lead <= first:
-            record = self._job.train(self._next, self._inputs, self.given, self._start)
+            record = self._job.train(self._next, self._inputs, self.batches, self._start)
             for step in range(self._next, self._next + self._span):
                 self._inputs.pop(step, None)
             # There is none while the pipeline only fills.
             ended += record.every if self._next >= self._start else ()
             self._next += self._span
         if not self._lead:
-            self._start = self.given
+            self._start = self.batches
         return ended

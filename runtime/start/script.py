@@ -362,7 +362,7 @@ class ScriptJob:
     @property
     def _step(self) -> int:
         """How many mini-batches there have been."""
-        return self._first if self._feed is None else self._feed.given
+        return self._first if self._feed is None else self._feed.batches
 
     def _metrics(self, built_job: BuiltJob, record: StepRecord) -> Metrics:
         loss = record.total_loss

@@ -134,10 +134,10 @@ def test_what_ranks_take_of_a_tensor_joins_to_it_bit_for_bit(
 def test_every_element_is_answered_for_once(holders: list[set[int]]) -> None:
     holders = [*holders, set(range(PARTS))]
     plan, whole = team_plan(cut_by(holders)), torch.arange(len(holders), dtype=torch.float64)[:, None]
-    found = together(plan, lambda team: team.answered("w", team.take("w", whole), team.take("w", whole)))
+    found = together(plan, lambda team: team.owned_views("w", team.take("w", whole), team.take("w", whole)))
     rows = [float(value) for views in found for view in views for value in view.flatten()]
     assert sorted(rows) == list(range(len(holders)))
-    others = together(plan, lambda team: team.answered("b", whole, whole))
+    others = together(plan, lambda team: team.owned_views("b", whole, whole))
     assert [len(views) for views in others] == [1, 0, 0]
 
 
