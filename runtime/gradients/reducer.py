@@ -240,7 +240,7 @@ OwnedViews = Callable[[torch.nn.Parameter, torch.Tensor], list[torch.Tensor]]
 """Gives views of what a rank answers for of a parameter's gradient, of all of its team that have it."""
 
 
-class _Gradients:
+class _BatchGradients:
     """The gradients of one mini-batch, and how far their reductions are."""
 
     def __init__(
@@ -332,7 +332,7 @@ class Reducer:
         alone, none = len(replicas) == 1, {index: list[list[torch.nn.Parameter]]() for index in groups}
         plain, reduced = (groups, none) if alone else (none, groups)
         self._plain_of = {index: [each for layer in layers for each in layer] for index, layers in plain.items()}
-        self._gradients = [_Gradients(reduced, shared_parameters, self._plain) for _ in range(mini_batches)]
+        self._gradients = [_BatchGradients(reduced, shared_parameters, self._plain) for _ in range(mini_batches)]
         self._current = self._updated = self._gradients[0]
         """Those that backwards add to, and those that are asked for."""
         # Layers that share one may each run a backward of their own: its gradient is complete when all have.
@@ -379,7 +379,7 @@ class Reducer:
             self._current.attach()
             self._updated = self._current
 
-    def _of(self, step: int) -> _Gradients:
+    def _of(self, step: int) -> _BatchGradients:
         return self._gradients[step % len(self._gradients)]
 
     def begin_last_backward(self, index: int) -> None:
@@ -422,7 +422,7 @@ class Reducer:
         gradients.shared_pending[index].wait()
         gradients.shared_buckets[index][0].spread()
 
-    def _begin_shared(self, gradients: _Gradients, index: int) -> None:
+    def _begin_shared(self, gradients: _BatchGradients, index: int) -> None:
         bucket, shared = gradients.shared_buckets[index]
         bucket.mark(gradients.reached_ids)
         bucket.collect()
@@ -514,7 +514,7 @@ class Reducer:
             while stage.remaining_buckets and not stage.remaining_buckets[0].missing:
                 self._launch(self._current, stage)
 
-    def _launch(self, gradients: _Gradients, stage: StageBuckets) -> None:
+    def _launch(self, gradients: _BatchGradients, stage: StageBuckets) -> None:
         if stage.began is None:
             stage.began = self._mark()
         bucket = stage.remaining_buckets[0]

@@ -129,7 +129,7 @@ class Job:
         surroundings = Surroundings(plan, self.actions, rank, device, clock, note, scale, self.notes_sends)
         self.versions = self._weight_versions(graph)
         """Of its parameters."""
-        parts = self._mailbox, reducer, self._tally(), _StepEnd(self._settle, self._update, self._alike), self.versions
+        parts = self._mailbox, reducer, self._tally(), _Updates(self._settle, self._update, self._alike), self.versions
         self._executor = Executor(surroundings, self.stages, *parts)
         self._inputs: dict[int, Batch] = {}
 
@@ -400,7 +400,7 @@ class Job:
         return BroughtLossTally(self.rows, self.plan.batch, self._copies, self._batches.look_ahead)
 
 
-class _StepEnd:
+class _Updates:
     """What becomes of a mini-batch's gradients, and of buffers beside them."""
 
     def __init__(self, settle: Callable[[], None], update: Update, alike: ReplicatedBuffers) -> None:

@@ -267,7 +267,7 @@ def verify(
     """
     check_scope(plan, needs_flush=False)
     user = load(model, data, plan.model)
-    exact, own = (_Attempt(plan, model, data, steps, timeout_s, double) for double in (True, False))
+    exact, own = (_VerificationRun(plan, model, data, steps, timeout_s, double) for double in (True, False))
     exact.check(user)
     try:
         return exact.perform(progress, pool)
@@ -279,7 +279,7 @@ def verify(
 
 
 @dataclass
-class _Attempt:
+class _VerificationRun:
     """A verification in one type."""
 
     requested_plan: Plan
