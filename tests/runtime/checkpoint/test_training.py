@@ -27,9 +27,8 @@ from autopar.runtime.outcome import Outcome
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.start.script import ScriptJob
 from dictated import dictate
-from in_teams import in_teams
 from paths import MODELS
-from script_jobs import BATCH, batches, described, loss, make_model
+from script_jobs import batches, loss, make_model, script_plan
 
 STEPS = 12
 
@@ -352,18 +351,10 @@ def test_layers_that_go_by_the_division_are_said_where_it_has_changed(changed: d
     assert not [each for each in plan_notes(PLAN, other, random=False, batch_norm=False) if "otherwise" in each]
 
 
-def planned(widths: list[int], shard: Shard = "none", sizes: Sequence[int] = ()) -> autopar.Plan:
-    user = described()
-    graph = capture(user, user.build())
-    plan = dictate(graph, user, widths, 2, BATCH // 2, shard=shard)
-    plan = in_teams(graph, plan, sizes) if sizes else plan
-    return autopar.Plan.parse(plan.dumps(), Path("plan.json"))
-
-
 def train_by_script(
     pool: RankPool, widths: list[int], folder: Path, until: int, shard: Shard = "none", sizes: Sequence[int] = ()
 ) -> list[dict[str, Any]]:
-    plan = planned(widths, shard, sizes)
+    plan = script_plan(widths, shard, sizes)
     arguments = {"plan": plan.dumps(), "folder": str(folder), "until": until}
     found = pool.run("script_jobs:train_between", arguments, ranks=len(plan.devices), timeout_s=60.0)
     return cast(list[dict[str, Any]], found)
@@ -399,19 +390,19 @@ def test_generators_go_on_where_there_are_as_many_ranks(tmp_path: Path, pool: Ra
 
 def test_a_folder_of_another_run_is_left_alone(tmp_path: Path) -> None:
     (batch,) = batches(1)
-    with autopar.materialize(make_model(), planned([1]), batch, loss=loss) as job:
+    with autopar.materialize(make_model(), script_plan([1]), batch, loss=loss) as job:
         assert job.load(tmp_path) == 0
         job.step(batch)
         job.save(tmp_path, wait=True)
         assert CheckpointFolder(tmp_path).steps() == [1]
     with (
-        autopar.materialize(make_model(), planned([1]), batch, loss=loss) as job,
+        autopar.materialize(make_model(), script_plan([1]), batch, loss=loss) as job,
         pytest.raises(UsageError, match=r"holds checkpoints already, the newest of step 1; .*load\(\)"),
     ):
         job.save(tmp_path)
     (tmp_path / "step-1" / "manifest.json").write_text("")
     with (
-        autopar.materialize(make_model(), planned([1]), batch, loss=loss) as job,
+        autopar.materialize(make_model(), script_plan([1]), batch, loss=loss) as job,
         pytest.raises(FileError, match="no checkpoint is sound"),
     ):
         job.load(tmp_path)
@@ -424,7 +415,7 @@ def test_a_parameter_that_has_got_other_memory_is_saved_as_it_is(tmp_path: Path)
         assert job._built_job is not None
         return dict(job._built_job.job.parameters)
 
-    with autopar.materialize(make_model(), planned([1]), batch, loss=loss) as job:
+    with autopar.materialize(make_model(), script_plan([1]), batch, loss=loss) as job:
         job.step(batch)
         job.save(tmp_path, wait=True)
         for parameter in parameters(job).values():
@@ -432,6 +423,6 @@ def test_a_parameter_that_has_got_other_memory_is_saved_as_it_is(tmp_path: Path)
         job.step(batch)
         expected = {name: parameter.detach().clone() for name, parameter in parameters(job).items()}
         job.save(tmp_path, wait=True)
-    with autopar.materialize(make_model(), planned([1]), batch, loss=loss) as job:
+    with autopar.materialize(make_model(), script_plan([1]), batch, loss=loss) as job:
         assert job.load(tmp_path) == 2
         assert all(torch.equal(parameter, expected[name]) for name, parameter in parameters(job).items())
