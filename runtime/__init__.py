@@ -1,7 +1,7 @@
 """Runtime: a plan and a model become a training job.
 
 A step goes through the rooms in this order: ``start`` (once), ``data``, ``execute``, which runs ``stage`` and
-``messages``, then ``gradients``, ``update``, and at the end ``outcome`` (report and timeline) and ``weights`` (files).
+``messages``, then ``gradients`` and ``loss``, ``update``, and at the end ``outcome`` (report and timeline) and ``weights`` (files).
 ``checkpoint`` has what is gone on from; ``rehearsal`` has the same performed without devices. Read ``execute.py``
 first.
 """

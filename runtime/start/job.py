@@ -30,8 +30,8 @@ from autopar.policies.predict import updates_ahead
 from autopar.runtime.data import Batch, Batches, Loader, ShareLoader
 from autopar.runtime.device import Clock, clock_of, copies_of
 from autopar.runtime.execute import Executor, StepRecord, Surroundings
-from autopar.runtime.gradients.loss import BroughtLossTally, LossScale, LossTally
-from autopar.runtime.gradients.reducer import Reducer, reducer_of
+from autopar.runtime.gradients import Reducer, reducer_of
+from autopar.runtime.loss import BroughtLossTally, LossScale, LossTally
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.messages.transport import Transport, replica_ranks
 from autopar.runtime.settings import TrainSettings, check_compiling

@@ -16,7 +16,7 @@ from autopar.runtime import device as devices
 from autopar.runtime.data import Batches
 from autopar.runtime.device import CudaClock, HostClock
 from autopar.runtime.execute import Executor, StepRecord
-from autopar.runtime.gradients.loss import BroughtLossTally, LossTally
+from autopar.runtime.loss import BroughtLossTally, LossTally
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.worker import StepClock
 from autopar.schedules.continuing import Repetition

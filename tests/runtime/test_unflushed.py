@@ -13,7 +13,7 @@ from autopar.capture.traits import StageTraits, stage_traits
 from autopar.formats.plan import Plan
 from autopar.policies.policy import StageDepths, UpdatesAhead
 from autopar.policies.predict import updates_ahead
-from autopar.runtime.gradients.reducer import Reducer
+from autopar.runtime.gradients import Reducer
 from autopar.schedules.expand import expand
 from edits import edited
 from oracles.turns import train_in_turns

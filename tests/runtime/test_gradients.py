@@ -14,7 +14,7 @@ from torch import nn
 from autopar.capture.export import capture_module
 from autopar.formats.cuts import ParameterCut
 from autopar.formats.profile import Writes
-from autopar.runtime.gradients.reducer import Bucket, Reducer, SharedGradient, WholeBucket, fill_buckets
+from autopar.runtime.gradients import Bucket, Reducer, SharedGradient, WholeBucket, fill_buckets
 from autopar.runtime.messages.transport import Exchange, InProcessTransport, Transport
 from autopar.runtime.stage.parameters import LocalParameters, ReplicatedBuffers, Team
 from drawn_plans import chain, make
