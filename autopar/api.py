@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from autopar.formats.report import Verification
     from autopar.planner import PlanOptions
     from autopar.planner.plan import Comparison
+    from autopar.runtime.outcome import Outcome
     from autopar.runtime.rehearsal.steps import Rehearsal
-    from autopar.runtime.result.outcome import Outcome
     from autopar.runtime.start.launch import StepProgress
     from autopar.views import FileView
 
@@ -438,7 +438,7 @@ def checkpoints(
     Raises:
         FileError: there is no such folder, or nothing in it.
     """
-    from autopar.runtime.checkpoint.export import views
+    from autopar.runtime.checkpoint.folder import views
 
     return views(Path(folder), thorough=thorough, progress=progress)
 
@@ -455,7 +455,7 @@ def export_checkpoint(folder: str | Path, output: str | Path, *, step: int | Non
         FileError: there is no such checkpoint, or it is damaged.
         UsageError: there are others, but none of that step.
     """
-    from autopar.runtime.checkpoint.export import export
+    from autopar.runtime.checkpoint.folder import export
 
     return export(Path(folder), Path(output), step)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from autopar.formats.profile import Profile
     from autopar.formats.report import CauseTimes
     from autopar.formats.timeline import Timeline
-    from autopar.runtime.result.outcome import Outcome
+    from autopar.runtime.outcome import Outcome
 
 
 ESTIMATED = "devices are estimated; messages took as long in a run"

@@ -21,8 +21,7 @@ from autopar.capture.export import capture
 from autopar.errors import AutoparError, TrainingError
 from autopar.formats.plan import Plan
 from autopar.formats.program import Action, Fault, FaultKind
-from autopar.runtime.checkpoint.folder import CheckpointFolder, read_verified
-from autopar.runtime.checkpoint.reader import CheckpointReader
+from autopar.runtime.checkpoint.folder import CheckpointFolder, CheckpointReader, read_verified
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.schedules.expand import expand
 from cut import cut

@@ -39,7 +39,7 @@ from autopar.formats.program import BACKWARD, CORRECT, FORWARD, PREDICT, UPDATE
 from autopar.formats.timeline import Timeline
 from autopar.planner import action_prices, simulate
 from autopar.planner.simulator.simulate import mini_batches
-from autopar.runtime.messages.in_process import Exchange, InProcessTransport
+from autopar.runtime.messages.transport import Exchange, InProcessTransport
 from autopar.runtime.rehearsal.steps import rehearse_steps
 from autopar.runtime.start.job import Job
 from autopar.schedules.continuing import lead

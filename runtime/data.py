@@ -15,9 +15,9 @@ from autopar.capture.batch import named_tensors, row_count, slice_rows
 from autopar.capture.data import seed_data
 from autopar.capture.graph import TensorSpec
 from autopar.capture.source import UserModel
-from autopar.errors import AutoparError, FileError, ModelError, TrainingError
+from autopar.errors import AutoparError, FileError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Plan
-from autopar.runtime.messages.copies import Copies, move_to_device
+from autopar.runtime.device import Copies, move_to_device
 from autopar.runtime.settings import Last
 from autopar.schedules.expand import mine, stages_of
 
@@ -74,6 +74,28 @@ def check_inputs(values: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec]
                 f"{spec.name} is {value.dtype} of shape {found} per sample, the model was captured with {spec.dtype} "
                 f"of shape {expected}; pad samples to one shape"
             )
+
+
+def check_given(
+    rank: int, values: Mapping[str, torch.Tensor], rows: int | None, specs: list[TensorSpec], expected_rows: int | None
+) -> None:
+    """Refuse what a rank was given as a batch.
+
+    Raises:
+        UsageError: it is not as planned, or lacks what the rank's stages read.
+    """
+    if rows is None:
+        if specs:
+            raise UsageError(f"was given no batch, and its stages read {', '.join(spec.name for spec in specs)}")
+        return
+    if expected_rows is not None and rows != expected_rows:
+        raise UsageError(
+            f"a batch of {rows} samples, the plan is for {expected_rows}; drop or fill up what is incomplete "
+            "(DataLoader(drop_last=True)), or plan for another batch"
+        )
+    if rows == 0:
+        raise UsageError("a batch without samples")
+    check_inputs(values, specs)
 
 
 class ShareLoader:

@@ -36,15 +36,13 @@ from autopar.formats.program import (
     RankProgram,
 )
 from autopar.ranks.failure import PeerLostError, is_of_connection
-from autopar.runtime.gradients.loss import LossScale, LossTally
-from autopar.runtime.gradients.reducer import Reducer
-from autopar.runtime.memory import is_out_of_memory, out_of_memory
-from autopar.runtime.messages.copies import value_of
+from autopar.runtime.device import Clock, is_out_of_memory, out_of_memory, value_of
+from autopar.runtime.gradients import Reducer
+from autopar.runtime.loss import LossScale, LossTally
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.stage.layers import seed_generator, seed_of
 from autopar.runtime.stage.stage import InFlightMicroBatch, Stage
 from autopar.runtime.stage.versions import NewestWeights, SavedWeights, WeightVersions
-from autopar.runtime.times import Clock
 from autopar.schedules.continuing import Repetition
 from autopar.schedules.expand import part_of, stages_of
 

@@ -11,7 +11,7 @@ from autopar.formats.profile import Profile
 from autopar.formats.timeline import Timeline, compare_times, own_times
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.runs import ESTIMATED, compare_with_prediction, planned_times, recalibrate_inputs
-from autopar.runtime.result.outcome import outcome_of
+from autopar.runtime.outcome import outcome_of
 from autopar.schedules.expand import expand
 from played import play
 from random_problems import gpt_profile, local_cluster

@@ -30,7 +30,7 @@ from autopar.ranks.environment import LaunchedRank, is_supervised, rank_from_env
 from autopar.ranks.failure import SaidElsewhereError
 
 if TYPE_CHECKING:
-    from autopar.runtime.result.outcome import Outcome
+    from autopar.runtime.outcome import Outcome
 
 
 DEFAULT_REPORT = Path("report.json")

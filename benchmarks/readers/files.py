@@ -24,7 +24,7 @@ from autopar.interop.pipedream import pipedream_profile
 from autopar.interop.piper import piper_profile
 from autopar.planner import plan, simulate
 from autopar.profiler.calibrate import read_runs
-from autopar.runtime.result import weights
+from autopar.runtime import weights
 from autopar.schedules.expand import expand
 from instances import instance
 

@@ -1,7 +1,10 @@
-"""CheckpointFolder: the checkpoints of one run, a folder each, and which of them are sound.
+"""CheckpointFolder: the checkpoints of one run, a folder each; which are sound, and reading what they hold.
 
 A checkpoint is there once its folder has its name, ``step-N``: all of it was written, read again and found to be what
 was meant. While it is written its folder is called otherwise, and whoever opens the folder next removes it.
+
+Some of a stored tensor is put together of the pieces that hold it; nothing else is read. A checkpoint's model is
+exported as one file that other libraries read.
 """
 
 from __future__ import annotations
@@ -11,15 +14,20 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import file_digest
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
+
+import torch
 
 from autopar.errors import FileError, UsageError
-from autopar.formats.checkpoint import Checkpoint, PieceFile
+from autopar.formats.checkpoint import Checkpoint, CheckpointView, IndexRange, Piece, PieceFile, StoredTensor, sides_of
 from autopar.formats.document import read_text, sync_folder
+from autopar.progress import Progress, no_progress
+from autopar.runtime import weights
+from autopar.runtime.weights import TensorFile
 
 MANIFEST = "manifest.json"
 KEPT = 2
@@ -201,3 +209,131 @@ def _check_regular(path: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise FileError(f"{path}: not a regular file")
     return status.st_size
+
+
+class CheckpointReader:
+    """Reads the tensors of a checkpoint that has been verified."""
+
+    def __init__(self, folder: Path, checkpoint: Checkpoint) -> None:
+        """Open nothing yet; ``checkpoint`` is the manifest of ``folder``."""
+        self.checkpoint = checkpoint
+        self._folder = folder
+        self._opened: dict[str, TensorFile] = {}
+
+    def read(self, record: StoredTensor, ranges: Sequence[IndexRange] = ()) -> torch.Tensor:
+        """Return some of a tensor: the given indices of dimensions, and of the others all.
+
+        Raises:
+            FileError: a file does not hold what the manifest says.
+        """
+        wanted = sides_of(ranges, record.shape)
+        dtype = getattr(torch, record.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise FileError(f"{self._folder}: {record.key} is of type {record.dtype!r}, which torch has not")
+        if len(record.pieces) == 1 and wanted == sides_of(record.pieces[0].ranges, record.shape):
+            return self._of_piece(record, record.pieces[0], None, dtype)
+        found = torch.empty([stop - start for start, stop in wanted], dtype=dtype)
+        for piece in record.pieces:
+            held = sides_of(piece.ranges, record.shape)
+            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, held, strict=True)]
+            if all(start < stop for start, stop in common):
+                within = tuple(slice(s - h, e - h) for (s, e), (h, _) in zip(common, held, strict=True))
+                into = tuple(slice(s - w, e - w) for (s, e), (w, _) in zip(common, wanted, strict=True))
+                found[into] = self._of_piece(record, piece, within, dtype)
+        return found
+
+    def _of_piece(
+        self, record: StoredTensor, piece: Piece, within: tuple[slice, ...] | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        if piece.file not in self._opened:
+            self._opened[piece.file] = TensorFile(self._folder / piece.file)
+        file, shape = self._opened[piece.file], piece.shape(record.shape)
+        found = file.read(piece.key or record.key, within)
+        expected = shape if within is None else tuple(each.stop - each.start for each in within)
+        if found.dtype != dtype or tuple(found.shape) != expected:
+            raise FileError(
+                f"{self._folder / piece.file}: {record.key} is {found.dtype} {list(found.shape)}, the manifest says "
+                f"{record.dtype} {list(expected)}"
+            )
+        return found
+
+    def close(self) -> None:
+        """Close the files."""
+        for each in self._opened.values():
+            each.close()
+        self._opened.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def views(folder: Path, *, thorough: bool = False, progress: Progress = no_progress) -> list[CheckpointView]:
+    """Return the checkpoints of a folder, by their steps; ``thorough``: every file is read, and its hash compared.
+
+    Raises:
+        FileError: there is no such folder, or nothing in it.
+    """
+    checkpoints, found = CheckpointFolder(folder), list[CheckpointView]()
+    steps = _steps(checkpoints)
+    for at, step in enumerate(steps):
+        progress(f"reading step {step}", at / len(steps))
+        place, manifest, problem = checkpoints.folder_of(step), None, None
+        try:
+            manifest = read_verified(place) if thorough else read_manifest(place)
+        except FileError as error:
+            problem = str(error)
+        found.append(CheckpointView(step, place, manifest, problem, thorough and problem is None))
+    return found
+
+
+def _steps(checkpoints: CheckpointFolder) -> list[int]:
+    steps = checkpoints.steps()
+    if not steps:
+        raise FileError(f"{checkpoints.path}: holds no checkpoints (folders step-N)")
+    return steps
+
+
+def find_checkpoint(folder: Path, step: int | None) -> StoredCheckpoint:
+    """Return a checkpoint of a folder that is sound: that of a step, or the newest.
+
+    Raises:
+        FileError: there is none, or it is damaged.
+        UsageError: there is none of that step.
+    """
+    checkpoints = CheckpointFolder(folder)
+    steps = _steps(checkpoints)
+    if step is None:
+        newest, _ = checkpoints.newest()
+        assert newest is not None
+        return newest
+    if step not in steps:
+        raise UsageError(f"{folder} has no checkpoint of `step={step}`; it has those of {', '.join(map(str, steps))}")
+    return StoredCheckpoint(checkpoints.folder_of(step), read_verified(checkpoints.folder_of(step)))
+
+
+def export(folder: Path, output: Path, step: int | None = None) -> int:
+    """Write a checkpoint's model as one safetensors file, under the keys of its ``state_dict``; return its step.
+
+    A tied parameter is there under every one of its names. No more than one tensor is held at a time.
+
+    Raises:
+        FileError: as :func:`find_checkpoint`, or the file cannot be written.
+    """
+    place, manifest = find_checkpoint(folder, step)
+    stored = {each.name: each for each in manifest.tensors if each.kind in ("parameter", "buffer")}
+    keys = {each.key: each.tensor for each in manifest.state_keys} or {name: name for name in stored}
+    missing = [key for key, name in keys.items() if name not in stored]
+    if missing:
+        raise FileError(f"{place}: the manifest has the key {missing[0]!r}, but nothing that it is of")
+    with CheckpointReader(place, manifest) as reader:
+        like = {key: _like(stored[name]) for key, name in keys.items()}
+        weights.write(output, like, lambda key: reader.read(stored[keys[key]]))
+    return manifest.step
+
+
+def _like(record: StoredTensor) -> torch.Tensor:
+    """Return a tensor without values."""
+    return torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="meta")

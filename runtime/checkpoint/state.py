@@ -2,15 +2,17 @@
 
 In comes a job between two steps. Out come its tensors, as pieces of the model's own, with those that this rank writes:
 of what replicas hold alike the first writes, of what they divide each its part, of a tied parameter the first stage.
-Of a team, each rank writes what it is the first to have.
+Of a team, each rank writes what it is the first to have. A part of a fused weight has several ranges of one dimension,
+and so several pieces. Settings of optimizers and schedulers come out as JSON, from which they come back exactly.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +25,7 @@ from autopar.capture.source import is_of_model_file
 from autopar.errors import TrainingError
 from autopar.formats.checkpoint import (
     Checkpoint,
+    IndexRange,
     Kind,
     LossScaleState,
     OptimizerState,
@@ -31,14 +34,91 @@ from autopar.formats.checkpoint import (
     SchedulerState,
     StateNumber,
     StoredTensor,
+    key_of,
 )
-from autopar.runtime.checkpoint.pieces import HeldPiece, fill, held_pieces, own_values
-from autopar.runtime.checkpoint.plain import NotPlainError, from_plain, plain_items, to_plain
-from autopar.runtime.checkpoint.reader import CheckpointReader
-from autopar.runtime.stage.parameters import local
-from autopar.runtime.stage.team import Team
+from autopar.formats.profile import CutPiece, ParameterCut
+from autopar.runtime.checkpoint.folder import CheckpointReader
+from autopar.runtime.stage.parameters import Team, cut_views, local, sharded_ranges
 from autopar.runtime.start.job import Job
 from autopar.runtime.update import Update
+
+
+class HeldPiece(NamedTuple):
+    """What a rank holds of a tensor, or one of several pieces of that."""
+
+    kind: Kind
+    name: str
+    state: str | None
+    shape: tuple[int, ...]
+    """Of the whole."""
+    ranges: tuple[IndexRange, ...]
+    """Of the dimensions that are not whole here."""
+    tensor: torch.Tensor
+    """This rank's."""
+    is_sharded: bool = False
+    """Whether replicas divide it."""
+    answers: bool = True
+    """Whether this rank is the first of its team that has it."""
+    number: int = 0
+    """Among several pieces."""
+
+    @property
+    def key(self) -> str:
+        """Its name within a file."""
+        name = key_of(self.kind, self.name, self.state)
+        return f"{self.number}:{name}" if self.number else name
+
+
+def held_pieces(
+    kind: Kind, name: str, tensor: torch.Tensor, state: str | None = None, team: Team | None = None
+) -> list[HeldPiece]:
+    """Return what this rank holds of a tensor.
+
+    Args:
+        kind: what it is.
+        name: of the parameter or buffer that it is, or belongs to.
+        tensor: this rank's.
+        state: what it is to the optimizer.
+        team: with whom the rank divides the tensor; None: it is alike on all of a team.
+    """
+    # What has no rows here has no such range, and nobody writes it.
+    sides, own = sharded_ranges(tensor), local(tensor.detach())
+    ranges = [IndexRange.model_construct(dim=dim, start=start, stop=stop) for dim, start, stop in sides]
+    cut = None if team is None else team.cuts.get(name)
+    if team is None or cut is None:
+        first = team is None or team.part == 0
+        return [HeldPiece(kind, name, state, tuple(tensor.shape), tuple(ranges), own, bool(ranges), first)]
+    whole, others = team.shape(name, tensor.shape), [each for each in ranges if each.dim != cut.dim]
+    bounds = next(((each.start, each.stop) for each in ranges if each.dim == cut.dim), (0, tensor.shape[cut.dim]))
+    return [
+        HeldPiece(
+            kind, name, state, whole, (*others, _range(cut, piece)), view, bool(ranges), piece.parts[0] == team.part, at
+        )
+        for at, (piece, view) in enumerate(cut_views(cut, team.part, bounds, own))
+    ]
+
+
+def _range(cut: ParameterCut, piece: CutPiece) -> IndexRange:
+    return IndexRange.model_construct(dim=cut.dim, start=piece.start, stop=piece.start + piece.size)
+
+
+def fill(pieces: Sequence[HeldPiece], read: Callable[[Sequence[IndexRange]], torch.Tensor]) -> None:
+    """Put stored values where pieces have theirs; ``read`` gives those of ranges of the whole."""
+    for piece in pieces:
+        if piece.tensor.numel():
+            piece.tensor.copy_(read(piece.ranges))
+
+
+def own_values(
+    name: str, parameter: torch.Tensor, team: Team, read: Callable[[Sequence[IndexRange]], torch.Tensor]
+) -> torch.Tensor:
+    """Return what a rank has of something stored that is divided as its parameter is; see :func:`fill`."""
+    own = local(parameter)
+    if not own.numel() and own is not parameter:
+        return torch.empty_like(own)
+    found = [read(piece.ranges) for piece in held_pieces("parameter", name, parameter, None, team)]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=team.cuts[name].dim)
+
 
 SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "momentum", "base_momentum", "max_momentum", "betas"}
 """Settings that torch's schedulers change."""
@@ -356,3 +436,77 @@ def restore_generators(device: torch.device, read: Mapping[str, torch.Tensor]) -
     if "python" in read:
         gauss = read.get("python gauss")
         random.setstate((3, tuple(read["python"].tolist()), None if gauss is None else float(gauss)))
+
+
+MOST_NUMBERS = 1024
+"""Of a tensor among settings; a larger one is no setting."""
+
+
+class NotPlainError(Exception):
+    """A value is not made of numbers, texts, lists, dicts and small tensors."""
+
+
+def to_plain(value: object) -> JsonValue:
+    """Return a value as JSON.
+
+    >>> to_plain({"lr": 0.1, "betas": (0.9, math.inf)})
+    {'lr': 0.1, 'betas': {'tuple': [0.9, {'float': 'inf'}]}}
+
+    Raises:
+        NotPlainError: it has none.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": str(value)}
+    if isinstance(value, torch.Tensor) and value.numel() <= MOST_NUMBERS and not value.is_complex():
+        return {"tensor": to_plain(value.tolist()), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, tuple) and type(value) is tuple:
+        return {"tuple": [to_plain(each) for each in value]}
+    if isinstance(value, list):
+        return [to_plain(each) for each in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {str(key): to_plain(each) for key, each in value.items()}
+    raise NotPlainError(f"{type(value).__name__} is no plain value")
+
+
+def from_plain(value: JsonValue) -> object:
+    """Return what :func:`to_plain` was given.
+
+    >>> from_plain(to_plain({"betas": (0.9, -math.inf), "lr": torch.tensor(0.5)}))
+    {'betas': (0.9, -inf), 'lr': tensor(0.5000)}
+
+    Raises:
+        NotPlainError: it is not such a value.
+    """
+    if isinstance(value, list):
+        return [from_plain(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"float"}:
+        return float(str(value["float"]))
+    if value.keys() == {"tuple"}:
+        return tuple(from_plain(each) for each in _list(value["tuple"]))
+    if value.keys() == {"tensor", "dtype"}:
+        dtype = getattr(torch, str(value["dtype"]), None)
+        if not isinstance(dtype, torch.dtype):
+            raise NotPlainError(f"torch has no type {value['dtype']!r}")
+        return torch.tensor(from_plain(value["tensor"]), dtype=dtype)
+    return {key: from_plain(each) for key, each in value.items()}
+
+
+def _list(value: JsonValue) -> list[JsonValue]:
+    if not isinstance(value, list):
+        raise NotPlainError("a tuple is not given as a list")
+    return value
+
+
+def plain_items(values: Mapping[str, object]) -> dict[str, JsonValue]:
+    """Return those of some named values that have a JSON; the others are code, and stay where they are."""
+    found: dict[str, JsonValue] = {}
+    for name, value in values.items():
+        try:
+            found[str(name)] = to_plain(value)
+        except NotPlainError:
+            continue
+    return found

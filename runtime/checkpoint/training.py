@@ -1,29 +1,223 @@
-"""RunCheckpoints: a run's checkpoints, seen from one of its ranks: going on from one, and saving others."""
+"""Checkpoints of a run, seen from one of its ranks: going on from one, if changes allow it, and saving others.
+
+How training is carried out may change: plan, ranks, schedule, sharding, micro-batches, torch. That is said. What
+training is may not, unless its user accepts that: batch, seed, samples, architecture, optimizer, scheduler.
+``RunCheckpoints`` are those of ``autopar run``, ``ScriptCheckpoints`` of a job that a user's own script steps.
+"""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autopar.capture.graph import LayerGraph
 from autopar.errors import AutoparError, UsageError
-from autopar.formats.checkpoint import SavedPlan, SavedRun, StateKey
+from autopar.formats.checkpoint import Checkpoint, SavedPlan, SavedRun, StateKey
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import Failure
-from autopar.runtime.checkpoint.cadence import Cadence, known_every
-from autopar.runtime.checkpoint.folder import CheckpointFolder, read_manifest
-from autopar.runtime.checkpoint.resume import changes, check_state, plan_notes, resume, shapes_of
-from autopar.runtime.checkpoint.state import JobState
-from autopar.runtime.checkpoint.writer import CheckpointWriter, SaveResult, SaveSettings, file_name
+from autopar.runtime.checkpoint.folder import CheckpointFolder, CheckpointReader, read_manifest
+from autopar.runtime.checkpoint.state import (
+    JobState,
+    class_name,
+    plain_items,
+    restore_generators,
+    restore_optimizer,
+    restore_tensors,
+)
+from autopar.runtime.checkpoint.writer import (
+    Cadence,
+    CheckpointWriter,
+    SaveResult,
+    SaveSettings,
+    file_name,
+    known_every,
+)
 from autopar.runtime.start.job import Job
-from autopar.runtime.start.saving import holders
+from autopar.runtime.start.saving import check_shared, holders
+from autopar.runtime.start.workspace import state_keys
+
+SHOWN = 3
+"""Names that a refusal lists."""
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def changes(checkpoint: Checkpoint, run: SavedRun, shapes: Shapes) -> Iterator[str]:
+    """Say what of training is not as it was, but for the optimizer.
+
+    Args:
+        checkpoint: what is gone on from.
+        run: what is asked for now.
+        shapes: of the model's parameters and buffers.
+    """
+    for name, before, now in (
+        ("batch", checkpoint.run.batch, run.batch),
+        ("seed", checkpoint.run.seed, run.seed),
+        ("number of samples", checkpoint.run.samples, run.samples),
+        ("last", checkpoint.run.last, run.last),
+    ):
+        if before != now and None not in (before, now):
+            yield f"the {name} is {now}, it was {before}"
+    stored = {each.name: each.shape for each in checkpoint.tensors if each.kind in ("parameter", "buffer")}
+    for what, names in (
+        ("the model has {} that the checkpoint has not", shapes.keys() - stored.keys()),
+        ("the checkpoint has {} that the model has not", stored.keys() - shapes.keys()),
+    ):
+        if names:
+            yield what.format(_list_names(names))
+    for name in sorted(shapes.keys() & stored.keys()):
+        if shapes[name] != stored[name]:
+            yield f"{name} has shape {list(shapes[name])}, it had {list(stored[name])}"
+
+
+def _list_names(names: Sequence[str] | set[str]) -> str:
+    shown, more = sorted(names)[:SHOWN], len(names) - SHOWN
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+
+
+def optimizer_changes(checkpoint: Checkpoint, job: Job) -> Iterator[str]:
+    """Say what of a rank's optimizer and scheduler is not as it was."""
+    update, saved = job.update, checkpoint.optimizer
+    if update.optimizer is None or saved is None:
+        return
+    if saved.kind != class_name(update.optimizer):
+        yield f"the optimizer is {class_name(update.optimizer)}, it was {saved.kind}"
+        return
+    before = {name: group.settings for group in saved.groups for name in group.parameters}
+    names = {parameter: name for name, parameter in update.optimizer_parameters.items()}
+    for fresh, group in zip(update.fresh_groups, update.optimizer.param_groups, strict=True):
+        now = plain_items(fresh)
+        for name in (names[each] for each in group["params"] if each in names):
+            if name not in before:
+                yield f"the optimizer steps {name}, it did not"
+                continue
+            # Another version of torch may have settings that this one lacks.
+            key = next((key for key, value in now.items() if before[name].get(key, value) != value), None)
+            if key is not None:
+                yield f"the optimizer's {key} is {now[key]} for {name}, it was {before[name][key]}"
+                break
+    stepped = {names[each] for group in update.optimizer.param_groups for each in group["params"] if each in names}
+    left = sorted((update.optimizer_parameters.keys() & before.keys()) - stepped)
+    if left:
+        yield f"the optimizer leaves out {_list_names(left)}, which it stepped"
+    scheduler = None if update.scheduler is None else class_name(update.scheduler)
+    past = None if checkpoint.scheduler is None else checkpoint.scheduler.kind
+    if scheduler != past:
+        yield f"the scheduler is {scheduler or 'absent'}, it was {past or 'absent'}"
+
+
+def plan_notes(before: SavedPlan, now: SavedPlan, *, random: bool, batch_norm: bool) -> Iterator[str]:
+    """Say what of how training is carried out is not as it was, and what this changes of its numbers.
+
+    Args:
+        before: the checkpoint's.
+        now: the plan's.
+        random: whether some layer draws random numbers.
+        batch_norm: whether some layer is a batch normalisation.
+    """
+    for name, past, present in (
+        ("torch", before.torch, now.torch),
+        ("ranks", before.ranks, now.ranks),
+        ("stages", before.stages, now.stages),
+        ("schedule", before.schedule, now.schedule),
+        ("micro-batches", before.micro_batches, now.micro_batches),
+        ("precision", before.precision, now.precision),
+        ("ranks for a replica (by stage)", _team_sizes(before), _team_sizes(now)),
+    ):
+        if past != present:
+            yield f"goes on with {name} {present}; the checkpoint was saved with {past}"
+    if before.sharded != now.sharded:
+        yield f"goes on {'with' if now.sharded else 'without'} sharding, unlike the checkpoint's run"
+    if before.micro_batches == now.micro_batches and len({*before.division, *now.division}) == 1:
+        return
+    for there, what in ((random, "layers that draw random numbers"), (batch_norm, "batch normalisation")):
+        if there:
+            yield f"{what} go on otherwise: micro-batches are divided in another way (docs/seeds.md)"
+
+
+def _team_sizes(plan: SavedPlan) -> str:
+    """Return how many ranks run a replica of each stage together; of plans without teams, 1.
+
+    Teams that all stages have alike are one number: stages may be others.
+    """
+    sizes = set(plan.tensor_parallel or (1,))
+    return ", ".join(map(str, plan.tensor_parallel if len(sizes) > 1 else sizes))
+
+
+def check_state(graph: LayerGraph) -> None:
+    """Refuse a model whose forwards change what no checkpoint holds.
+
+    Raises:
+        UsageError: names the layer and the state.
+    """
+    for layer in graph.layers:
+        if layer.writes is not None and layer.writes.state:
+            raise UsageError(
+                f"layer {layer.name} changes the Python state {layer.writes.state[0]} as it runs, which checkpoints do "
+                "not hold; keep it in a buffer (register_buffer), or train without `checkpoint`"
+            )
+
+
+def shapes_of(graph: LayerGraph, unread: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's parameters and buffers."""
+    found = {name: tuple(tensor.shape) for name, tensor in unread.items()}
+    for layer in graph.layers:
+        tensors = {**dict(layer.module.named_parameters()), **dict(layer.module.named_buffers())}
+        for attribute, name in (*layer.parameters.items(), *layer.buffers.items()):
+            if attribute in tensors:
+                found[name] = tuple(tensors[attribute].shape)
+    return found
+
+
+def resume(
+    job: Job,
+    rank: int,
+    folder: Path,
+    checkpoint: Checkpoint,
+    differences: Sequence[str],
+    device: torch.device,
+    *,
+    accept: bool,
+) -> list[str]:
+    """Have a job go on from a checkpoint that was verified; return what its reader should know.
+
+    Args:
+        job: a rank's, before its first step.
+        rank: which.
+        folder: the checkpoint's.
+        checkpoint: its manifest.
+        differences: what :func:`changes` says.
+        device: of the rank.
+        accept: whether changes are accepted.
+
+    Raises:
+        UsageError: something has changed; says what it was, and is.
+    """
+    changed = [*differences, *optimizer_changes(checkpoint, job)]
+    if changed and not accept:
+        raise _changed_error(folder, changed)
+    with CheckpointReader(folder, checkpoint) as source:
+        restore_tensors(job, source)
+        restore_optimizer(job, source)
+        mine = [each for each in checkpoint.tensors if each.kind == "generator" and each.name == f"rank {rank}"]
+        restore_generators(device, {str(each.state): source.read(each) for each in mine})
+    return [f"accepted: {each}" for each in changed]
+
+
+def _changed_error(folder: Path, differences: Sequence[str]) -> UsageError:
+    """Return the error that names what has changed since a checkpoint, as far as it is shown."""
+    more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+    return UsageError(
+        f"{folder} cannot be gone on with: {'; '.join(differences[:SHOWN])}{more}; change it back, or pass "
+        "`accept_changes=True` to take what is new and all that still fits"
+    )
 
 
 class Attempt(NamedTuple):
@@ -229,3 +423,106 @@ def go_on(
         if failure:
             raise Failure(**failure).as_common_error(context.rank)
     return step, notes
+
+
+class ScriptCheckpoints:
+    """Saves and loads; all ranks call the same methods in the same order."""
+
+    def __init__(self, context: RankContext, job: Job, graph: LayerGraph, model: nn.Module) -> None:
+        """Look at a rank's job, the captured model, and the script's own.
+
+        Raises:
+            UsageError: the model has state that no checkpoint holds.
+        """
+        check_state(graph)
+        self._context, self._job, self._graph, self._model = context, job, graph, model
+        self._run = SavedRun(model=class_name(model), batch=job.plan.batch, seed=job.plan.seed)
+        self._writers: dict[Path, CheckpointWriter] = {}
+        self._loaded: dict[Path, int] = {}
+        self._open = ExitStack()
+
+    def save(self, folder: Path, step: int, *, wait: bool) -> None:
+        """Begin to save the state after so many steps; ``wait``: and wait until it is there.
+
+        Raises:
+            UsageError: the folder is another run's.
+            FileError: it cannot be written.
+        """
+        place = folder.resolve()
+        if place not in self._writers:
+            self._writers[place] = self._writer(place)
+        self._writers[place].save(step)
+        if wait:
+            self._writers[place].conclude()
+
+    def load(self, folder: Path, *, accept_changes: bool) -> tuple[int, list[str]]:
+        """Go on from the newest sound checkpoint; return its step, and what a reader should know.
+
+        Raises:
+            FileError: there are checkpoints, and none is sound.
+            UsageError: what is trained has changed.
+        """
+        place = folder.resolve()
+
+        def find() -> list[str]:
+            newest, wrong = CheckpointFolder(place).newest()
+            return ["" if newest is None else str(newest.folder), *wrong]
+
+        found, *wrong = self._of_rank_0(find)
+        if not found:
+            return 0, [f"{folder} holds no checkpoint"]
+        step, notes = go_on(
+            self._context, self._job, self._graph, self._unread(), self._run, Path(found), accept=accept_changes
+        )
+        self._loaded[place] = step
+        return step, [*(f"left out a damaged checkpoint: {each}" for each in wrong), *notes]
+
+    def close(self) -> None:
+        """Wait until what was saved is there."""
+        for writer in self._writers.values():
+            writer.conclude()
+        self._open.close()
+
+    def abandon(self) -> None:
+        """Give up what is being written, where other ranks may be gone."""
+        for writer in self._writers.values():
+            writer.abandon()
+        self._open.close()
+
+    def _writer(self, place: Path) -> CheckpointWriter:
+        if self._context.local_size < self._context.size:
+            check_shared(self._context, place)
+
+        def open_folder() -> list[str]:
+            return [
+                self._open.enter_context(
+                    attempt_in(place, resume=place in self._loaded, how_to_go_on="call load()")
+                ).token
+            ]
+
+        (token,) = self._of_rank_0(open_folder)
+        plan = SavedPlan.of(self._job.plan, torch.__version__)
+        keys = tuple(StateKey(key=key, tensor=name) for key, name in state_keys(self._model).items())
+        known = (self._loaded[place],) if place in self._loaded else ()
+        settings = SaveSettings(place, token, self._run, plan, keys, known)
+        state = JobState(self._job, holders(self._job.plan, self._graph))
+        return CheckpointWriter(self._context, state, settings, file_name(self._job), self._unread)
+
+    def _of_rank_0(self, act: Callable[[], list[str]]) -> list[str]:
+        """Return what a function returns on rank 0, on all ranks, or raise what it raises there."""
+        said: dict[str, object] = {}
+        if self._context.rank == 0:
+            try:
+                said = {"found": act()}
+            except AutoparError as error:
+                said = {"failure": Failure.of(error).as_dict()}
+        heard = json.loads(self._context.gather(json.dumps(said))[0])
+        if "failure" in heard:
+            raise Failure(**heard["failure"]).as_error()
+        found: list[str] = heard["found"]
+        return found
+
+    def _unread(self) -> Mapping[str, torch.Tensor]:
+        read = holders(self._job.plan, self._graph)
+        known = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        return {name: value for name, value in known.items() if name not in read}

@@ -91,7 +91,7 @@ _MARKS = ""
 """In place of a tensor's name: which gradients of a message there are."""
 
 
-class _Piece(NamedTuple):
+class _ReceivedRows(NamedTuple):
     start: int
     tensor: torch.Tensor | None
     there: bool = True
@@ -191,8 +191,8 @@ class Mailbox:
         kinds = [(position, action) for position, action in enumerate(self._actions) if action.peer >= 0]
         self._expected_tensors = {at: self._dues(action) for at, action in kinds if action.kind in _RECEIVES}
         self._slices = {at: self._rows_of(action) for at, action in kinds if action.kind not in _RECEIVES}
-        self._posted_receives: dict[int, list[tuple[Key, _Piece, Pending]]] = {}
-        self._pieces: dict[Key, list[_Piece]] = defaultdict(list)
+        self._posted_receives: dict[int, list[tuple[Key, _ReceivedRows, Pending]]] = {}
+        self._pieces: dict[Key, list[_ReceivedRows]] = defaultdict(list)
         answering = {action.peer for action in self._actions if action.kind in _RECEIVES}
         self._unanswered = {at for at, action in kinds if action.kind in _SENDS and action.peer not in answering}
         """Sends to peers that send nothing: nothing ever proves that they have arrived."""
@@ -234,7 +234,7 @@ class Mailbox:
                     pending = self._transport.receive(tensor, action.peer)
                 except PeerLostError as error:
                     raise self._peer_lost_error(action, error) from error
-                posted.append((key, _Piece(start, tensor), pending))
+                posted.append((key, _ReceivedRows(start, tensor), pending))
             self._posted_receives[due] = posted
 
     def receive(self, position: int) -> None:
@@ -299,7 +299,7 @@ class Mailbox:
             received = RECEIVE if kind == SEND else RECEIVE_GRADIENT
             for name in (self._plan.tensors[index].name for index in indices):
                 tensor = tensors[name]
-                piece = _Piece(0, None, there=False) if tensor is None else _Piece(0, tensor.detach())
+                piece = _ReceivedRows(0, None, there=False) if tensor is None else _ReceivedRows(0, tensor.detach())
                 self._pieces[received, other, micro_batch, stage, name] = [piece]
 
     def take(self, stage: int, micro_batch: int, peer_stage: int, name: str) -> torch.Tensor:

@@ -18,7 +18,7 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.channel import Channel, open_channels, partners
 from autopar.ranks.context import RankContext
-from autopar.runtime.messages.copies import Copies, CudaCopies
+from autopar.runtime.device import Copies, CudaCopies
 from autopar.runtime.messages.transport import (
     GroupTransport,
     Pending,

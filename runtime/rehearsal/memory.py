@@ -23,7 +23,7 @@ from autopar.formats.plan import Plan
 from autopar.progress import Progress, no_progress
 from autopar.runtime.data import Batch, Loader
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.gradients.loss import LossTally
+from autopar.runtime.loss import LossTally
 from autopar.runtime.messages.transport import Pending, replica_ranks
 from autopar.runtime.settings import TrainSettings, check_scope
 from autopar.runtime.start.job import Job

@@ -66,7 +66,7 @@ class NewestWeights:
         """See :class:`WeightVersions`."""
 
 
-class _Place(NamedTuple):
+class _WeightView(NamedTuple):
     """A view of a parameter's memory."""
 
     memory: int
@@ -226,7 +226,7 @@ class WeightVersions:
         version = weights.version
         return self._newest_memories if version == self.newest else self._earlier[version % self._slots]
 
-    def _pack(self, tensor: torch.Tensor) -> _Place | _OtherTensor:
+    def _pack(self, tensor: torch.Tensor) -> _WeightView | _OtherTensor:
         strided = tensor.layout == torch.strided
         memory = self._memory_at.get(tensor.untyped_storage().data_ptr()) if strided else None
         if memory is None:
@@ -236,9 +236,9 @@ class WeightVersions:
                 "a parameter is conjugated or negated as it is read, which is taken from no other version; plan with "
                 "`policy='sync'`"
             )
-        return _Place(memory, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return _WeightView(memory, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def _unpack(self, weights: SavedWeights, place: _Place | _OtherTensor) -> torch.Tensor:
+    def _unpack(self, weights: SavedWeights, place: _WeightView | _OtherTensor) -> torch.Tensor:
         if isinstance(place, _OtherTensor):
             if place.tensor._version != place.changes:
                 # Autograd says so itself of what no hook has packed.

@@ -21,8 +21,8 @@ from autopar.formats.program import FORWARD, RECEIVE, SEND, Action
 from autopar.runtime.data import split_rows
 from autopar.runtime.messages.mailbox import Mailbox, receives_ahead
 from autopar.runtime.messages.transport import Transport, sendable
-from autopar.runtime.stage.joined import join_layer, with_parts
 from autopar.runtime.stage.layers import autocast_of, crossing_specs, crossings, seed_generator, seed_of
+from autopar.runtime.stage.parameters import join_layer, with_parts
 from autopar.runtime.stage.stage import Stage
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.workspace import check_shares

@@ -2,11 +2,16 @@
 
 In come these; out come stages, of which replicas divide what the plan says, with an executor, an update and batches;
 stepped, they give the records of steps.
+
+``Feed`` steps a job by what it is given, one mini-batch at a time, where nobody knows how many there will be. In comes
+a rank's share of a mini-batch; out comes the record of the mini-batch that has ended. With flushes that is the same
+one. Without, it is one some mini-batches before, until the pipeline is drained; the next one then fills it again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
@@ -21,27 +26,27 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, Program
 from autopar.policies import POLICIES, delay, kept_versions, updates_ahead
 from autopar.runtime.data import Batch, Batches, Loader, ShareLoader
+from autopar.runtime.device import Clock, clock_of, copies_of
 from autopar.runtime.execute import Executor, StepRecord, Surroundings
-from autopar.runtime.gradients.loss import BroughtLossTally, LossScale, LossTally
-from autopar.runtime.gradients.reducer import Reducer, ReplicatedBuffers, reducer_of
-from autopar.runtime.messages.copies import copies_of
+from autopar.runtime.gradients import Reducer, reducer_of
+from autopar.runtime.loss import BroughtLossTally, LossScale, LossTally
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.messages.transport import Transport, replica_ranks
 from autopar.runtime.settings import TrainSettings, check_compiling
 from autopar.runtime.stage.batch_norm import normalizing
-from autopar.runtime.stage.compile import compile_layers, warm_up
-from autopar.runtime.stage.layers import autocast_of, crossing_specs, seed_generator
+from autopar.runtime.stage.layers import autocast_of, compile_layers, crossing_specs, seed_generator, warm_up
 from autopar.runtime.stage.parameters import (
     OptimizerParameters,
+    ReplicatedBuffers,
+    Team,
     Weights,
+    check_split_seeds,
     hold,
     sharded_parameter_names,
 )
 from autopar.runtime.stage.stage import Stage
-from autopar.runtime.stage.team import Team, check_split_seeds
 from autopar.runtime.stage.versions import CorrectedWeights, NewestWeights, PredictedWeights, WeightVersions
 from autopar.runtime.start.workspace import check_shares
-from autopar.runtime.times import Clock, clock_of
 from autopar.runtime.update import Update, UpdateSettings
 from autopar.schedules.continuing import Repetition, depths_of, lead
 from autopar.schedules.expand import stages_of
@@ -122,7 +127,7 @@ class Job:
         surroundings = Surroundings(plan, self.actions, rank, device, clock, note, scale, self.notes_sends)
         self.versions = self._weight_versions(graph)
         """Of its parameters."""
-        parts = self._mailbox, reducer, self._tally(), _StepEnd(self._settle, self._update, self._alike), self.versions
+        parts = self._mailbox, reducer, self._tally(), _Updates(self._settle, self._update, self._alike), self.versions
         self._executor = Executor(surroundings, self.stages, *parts)
         self._inputs: dict[int, Batch] = {}
 
@@ -393,7 +398,7 @@ class Job:
         return BroughtLossTally(self.rows, self.plan.batch, self._copies, self._batches.look_ahead)
 
 
-class _StepEnd:
+class _Updates:
     """What becomes of a mini-batch's gradients, and of buffers beside them."""
 
     def __init__(self, settle: Callable[[], None], update: Update, alike: ReplicatedBuffers) -> None:
@@ -410,3 +415,65 @@ class _StepEnd:
         self._settle()
         self._update(record, mini_batches)
         self._alike.settle()
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What one step gave, on every rank alike."""
+
+    step: int
+    """Counts from 0."""
+    loss: float
+    """Of the whole mini-batch."""
+    gradient_norm: float | None
+    """Of all gradients of the model before clipping, where it was asked for."""
+    overflow: bool
+    """Whether scaled gradients were not finite: nothing was updated."""
+
+
+class Feed:
+    """Steps a job by what it is given; every rank is given as much."""
+
+    def __init__(self, job: Job, first: int) -> None:
+        """Begin with mini-batch ``first``, the pipeline being empty."""
+        self._job, self._lead, self._span = job, lead(job.plan), job.plan.span
+        self._start = self.batches = first
+        """Of ``batches``: how many mini-batches there have been, counted from the run's first."""
+        self._next = first - self._lead
+        """The repetition that comes next."""
+        self._inputs: dict[int, Batch] = {}
+
+    @property
+    def under_way(self) -> bool:
+        """Whether mini-batches have begun that have not ended."""
+        return self._start < self.batches and self._lead > 0
+
+    def step(self, inputs: Batch) -> list[StepRecord]:
+        """Take the next mini-batch; return the records of those that have ended: none while the pipeline fills."""
+        step = self.batches
+        self._inputs[step] = inputs
+        self.batches += 1
+        ended = self._perform_until(self.batches - self._span)
+        return ended + self.drain() if step < self._job.plan.synchronous_steps else ended
+
+    def drain(self) -> list[StepRecord]:
+        """End all that have begun; return their records."""
+        if not self.under_way:
+            return []
+        ended = self._perform_until(self.batches + self._lead - 1)
+        self._start, self._next = self.batches, self.batches - self._lead
+        return ended
+
+    def _perform_until(self, first: int) -> list[StepRecord]:
+        """Perform the steps, or repetitions, whose first forward is of mini-batch ``first`` or one before."""
+        ended = list[StepRecord]()
+        while self._next + self._lead <= first:
+            record = self._job.train(self._next, self._inputs, self.batches, self._start)
+            for step in range(self._next, self._next + self._span):
+                self._inputs.pop(step, None)
+            # There is none while the pipeline only fills.
+            ended += record.every if self._next >= self._start else ()
+            self._next += self._span
+        if not self._lead:
+            self._start = self.batches
+        return ended

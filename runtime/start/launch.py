@@ -28,11 +28,10 @@ from autopar.ranks.failure import Failure
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
 from autopar.ranks.supervisor import SupervisedRank
-from autopar.runtime.checkpoint.cadence import Every, known_every
 from autopar.runtime.checkpoint.training import Attempt, CheckpointArguments, attempt_in
+from autopar.runtime.checkpoint.writer import Every, known_every
 from autopar.runtime.data import steps_of_epoch
-from autopar.runtime.result.outcome import Outcome, RankResult, loss_of, outcome_of
-from autopar.runtime.result.weights import publish
+from autopar.runtime.outcome import Outcome, RankResult, loss_of, outcome_of
 from autopar.runtime.settings import (
     DEFAULT_STEPS,
     Last,
@@ -48,6 +47,7 @@ from autopar.runtime.start.saving import check_shared, folder_of, make_folder, n
 from autopar.runtime.start.supervision import black_box_of, describe, say_slow
 from autopar.runtime.start.worker import TrainArguments, load_for, train
 from autopar.runtime.start.workspace import Workspace
+from autopar.runtime.weights import publish
 from autopar.schedules.check import check, read_program
 from autopar.schedules.expand import expand
 

@@ -1,4 +1,8 @@
-"""Saving: which stage writes which parameters and buffers, one file a stage, into a folder that all hosts see."""
+"""Saving: which stage writes which parameters and buffers, one file a stage, into a folder that all hosts see.
+
+What is compared with another training (see ``verify.py``) goes into a folder of each rank: its gradients of the first
+step, as the optimizer was given them, its parameters and its buffers.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.capture.graph import LayerGraph
 from autopar.errors import FileError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
-from autopar.runtime.result import weights
+from autopar.runtime import weights
 from autopar.runtime.start.job import Job
 
 
@@ -101,7 +106,7 @@ def write_stages(
 
     Returns:
         What this rank wrote; nothing on other replicas and parts than the first. The folder's set is that before until
-        :func:`autopar.runtime.result.weights.publish` is given the files of all ranks.
+        :func:`autopar.runtime.weights.publish` is given the files of all ranks.
     """
     first, saved = holders(job.plan, graph), []
     for index in job.stages:
@@ -147,3 +152,51 @@ def _mark(folder: Path) -> str:
         # Found missing, then, like a folder that is another's.
         pass
     return marker
+
+
+GRADIENTS, PARAMETERS, BUFFERS, UNREAD = "gradients", "parameters", "buffers", "unread"
+"""Folders of a rank: of the first step, as the optimizer was given them; after the last; and what no layer reads."""
+
+
+def kept_folder(folder: Path, rank: int, what: str) -> Path:
+    """Return where a rank leaves something."""
+    return folder / f"rank-{rank}" / what
+
+
+class ComparisonFiles:
+    """A rank's gradients of the first step, which the optimizer is given, and its parameters and buffers."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        """Watch for the first step of the rank's optimizer, and write into ``folder``."""
+        self._job, self._folder = job, folder
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._handle = register_optimizer_step_pre_hook(lambda *_: self._keep())
+
+    def write(self, unread: Mapping[str, torch.Tensor]) -> None:
+        """Write all of it after the last step, ``unread`` on rank 0; replicas that divide parameters do so together."""
+        self._write(GRADIENTS, self._gradients)
+        for what, names in ((PARAMETERS, self._job.parameters), (BUFFERS, self._job.buffers)):
+            state = self._job.state()
+            self._write(what, {name: state[name] for name in names})
+        if self._job.rank == 0:
+            self._write(UNREAD, unread)
+
+    def _keep(self) -> None:
+        self._handle.remove()
+        parameters = self._job.parameters.items()
+        gradients = {name: each.grad.detach() for name, each in parameters if each.grad is not None}
+        dense = {name: each.to_dense() if each.is_sparse else each for name, each in gradients.items()}
+        self._gradients = {name: each.clone() for name, each in dense.items()}
+
+    def _write(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        folder = kept_folder(self._folder, self._job.rank, what)
+        folder.mkdir(parents=True)
+        weights.write(folder / weights.SINGLE, tensors, lambda name: _whole_tensor(tensors[name]), durable=False)
+
+
+def _whole_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return None
+    from autopar.runtime.stage.sharded import whole
+
+    return whole(tensor)

@@ -33,16 +33,15 @@ from autopar.errors import AutoparError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import Failure
-from autopar.runtime.checkpoint.script import ScriptCheckpoints
-from autopar.runtime.data import Batch, Loader, split_rows
+from autopar.runtime import weights
+from autopar.runtime.checkpoint.training import ScriptCheckpoints
+from autopar.runtime.data import Batch, Loader, check_given, split_rows
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import Transport, sendable
-from autopar.runtime.result import weights
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.evaluate import Evaluation
-from autopar.runtime.start.feed import Feed, Metrics, check_given
-from autopar.runtime.start.job import Job
+from autopar.runtime.start.job import Feed, Job, Metrics
 from autopar.runtime.start.saving import holders, make_folder, new_set, set_of, write_stages
 from autopar.runtime.start.workspace import fit_to_plan
 from autopar.runtime.update import check_together, whole_settings
@@ -363,7 +362,7 @@ class ScriptJob:
     @property
     def _step(self) -> int:
         """How many mini-batches there have been."""
-        return self._first if self._feed is None else self._feed.given
+        return self._first if self._feed is None else self._feed.batches
 
     def _metrics(self, built_job: BuiltJob, record: StepRecord) -> Metrics:
         loss = record.total_loss

@@ -30,12 +30,12 @@ from autopar.formats.report import Difference, Verification
 from autopar.progress import Progress, no_progress
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
-from autopar.runtime.result import weights
+from autopar.runtime import weights
 from autopar.runtime.settings import TrainSettings, check_scope
-from autopar.runtime.stage.parameters import stages_of_parameters
-from autopar.runtime.stage.team import cuts_of, part_of_tensor
+from autopar.runtime.stage.parameters import cuts_of, part_of_tensor, stages_of_parameters
 from autopar.runtime.start.launch import RunOptions, run
-from autopar.runtime.start.worker import BUFFERS, GRADIENTS, PARAMETERS, UNREAD, kept_folder, load_for
+from autopar.runtime.start.saving import BUFFERS, GRADIENTS, PARAMETERS, UNREAD, kept_folder
+from autopar.runtime.start.worker import load_for
 from autopar.runtime.start.workspace import host_memory_bytes
 from autopar.schedules.expand import part_of, stages_of
 
@@ -267,7 +267,7 @@ def verify(
     """
     check_scope(plan, needs_flush=False)
     user = load(model, data, plan.model)
-    exact, own = (_Attempt(plan, model, data, steps, timeout_s, double) for double in (True, False))
+    exact, own = (_VerificationRun(plan, model, data, steps, timeout_s, double) for double in (True, False))
     exact.check(user)
     try:
         return exact.perform(progress, pool)
@@ -279,7 +279,7 @@ def verify(
 
 
 @dataclass
-class _Attempt:
+class _VerificationRun:
     """A verification in one type."""
 
     requested_plan: Plan

@@ -2,97 +2,55 @@
 
 In come a plan, a program and a workspace; out comes a rank's result. It builds the rank's job, runs its steps, notes
 when each began and ended, looks inside stages in the first steps alone (times, FLOPs, memory), and writes weights, and
-what others compare its training by, to files.
+what others compare its training by, to files. Faults that are injected happen as the rank begins the actions that they
+name.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import math
+import os
+import resource
+import signal
+import socket
+import stat
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, TypedDict
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.capture.graph import LayerGraph
 from autopar.capture.plain import float64_model
 from autopar.capture.source import UserModel, load
 from autopar.formats.checkpoint import StateKey
 from autopar.formats.plan import Plan
-from autopar.formats.program import Fault, Program
+from autopar.formats.program import FORWARD, SLOWER_S, Fault, Program, RankProgram
 from autopar.ranks.allocator import keep_pages
 from autopar.ranks.board import FINISHED
 from autopar.ranks.context import RankContext
 from autopar.ranks.meeting import listens_everywhere
 from autopar.runtime.checkpoint.training import CheckpointArguments, RunCheckpoints
+from autopar.runtime.device import LayerTimes, PeakMemory, check_capacity, clock_of, is_out_of_memory, out_of_memory
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.memory import PeakMemory, check_capacity, is_out_of_memory, out_of_memory
 from autopar.runtime.messages.staging import connect
-from autopar.runtime.result import weights
-from autopar.runtime.result.outcome import ForwardFlops, RankResult, StepResults, peak_of
-from autopar.runtime.result.weights import StoredFile
+from autopar.runtime.outcome import ForwardFlops, RankResult, StepResults, peak_of
 from autopar.runtime.settings import TrainSettings
-from autopar.runtime.start.faults import FaultInjector
+from autopar.runtime.stage.parameters import local
 from autopar.runtime.start.job import DEFAULTS, Job
-from autopar.runtime.start.saving import holders, write_stages
+from autopar.runtime.start.saving import ComparisonFiles, holders, write_stages
 from autopar.runtime.start.supervision import slowness
 from autopar.runtime.start.workspace import Workspace
-from autopar.runtime.times import LayerTimes, clock_of
+from autopar.runtime.weights import StoredFile
 from autopar.schedules.check import check
 from autopar.schedules.continuing import lead
 from autopar.schedules.expand import expand, stages_of
-
-GRADIENTS, PARAMETERS, BUFFERS, UNREAD = "gradients", "parameters", "buffers", "unread"
-"""Folders of a rank: of the first step, as the optimizer was given them; after the last; and what no layer reads."""
-
-
-def kept_folder(folder: Path, rank: int, what: str) -> Path:
-    """Return where a rank leaves something."""
-    return folder / f"rank-{rank}" / what
-
-
-class ComparisonFiles:
-    """A rank's gradients of the first step, which the optimizer is given, and its parameters and buffers."""
-
-    def __init__(self, job: Job, folder: Path) -> None:
-        """Watch for the first step of the rank's optimizer, and write into ``folder``."""
-        self._job, self._folder = job, folder
-        self._gradients: dict[str, torch.Tensor] = {}
-        self._handle = register_optimizer_step_pre_hook(lambda *_: self._keep())
-
-    def write(self, unread: Mapping[str, torch.Tensor]) -> None:
-        """Write all of it after the last step, ``unread`` on rank 0; replicas that divide parameters do so together."""
-        self._write(GRADIENTS, self._gradients)
-        for what, names in ((PARAMETERS, self._job.parameters), (BUFFERS, self._job.buffers)):
-            state = self._job.state()
-            self._write(what, {name: state[name] for name in names})
-        if self._job.rank == 0:
-            self._write(UNREAD, unread)
-
-    def _keep(self) -> None:
-        self._handle.remove()
-        parameters = self._job.parameters.items()
-        gradients = {name: each.grad.detach() for name, each in parameters if each.grad is not None}
-        dense = {name: each.to_dense() if each.is_sparse else each for name, each in gradients.items()}
-        self._gradients = {name: each.clone() for name, each in dense.items()}
-
-    def _write(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        folder = kept_folder(self._folder, self._job.rank, what)
-        folder.mkdir(parents=True)
-        weights.write(folder / weights.SINGLE, tensors, lambda name: _whole(tensors[name]), durable=False)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor | None:
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        return None
-    from autopar.runtime.stage.sharded import whole
-
-    return whole(tensor)
-
 
 TIMED_STEPS = range(1, 5)
 """Those in which layers are timed; the first step warms up."""
@@ -326,7 +284,7 @@ class TrainArguments(TypedDict):
     faults: list[str]
     """What is to go wrong."""
     keep: str | None
-    """Folder for what is compared with another training; see :class:`autopar.runtime.start.worker.Kept`."""
+    """Folder for what is compared with another training; see :class:`autopar.runtime.start.saving.ComparisonFiles`."""
 
 
 def train(context: RankContext, arguments: TrainArguments) -> RankResult:
@@ -467,3 +425,115 @@ def _save(job: Job, graph: LayerGraph, workspace: Workspace, folder: str | None,
 def _unread(workspace: Workspace, read: Iterable[str]) -> Mapping[str, torch.Tensor]:
     """Return what no layer reads, given what some layer does."""
     return workspace.read(workspace.names().difference(read))
+
+
+class FaultInjector:
+    """Stands in the way of what notes a rank's actions."""
+
+    def __init__(self, faults: Sequence[Fault], rank: int, actions: RankProgram) -> None:
+        """Find where the faults of a rank are; the job is given once there is one."""
+        self.job: Job | None = None
+        self._due: dict[tuple[int, int], Fault] = {}
+        self._slow_from: tuple[int, int] | None = None
+        every = list(actions)
+        for fault in faults:
+            if fault.rank == rank:
+                self._due[fault.step, fault.position(every)] = fault
+
+    def noting(self, note: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        """Return what notes actions and has faults happen as they begin."""
+
+        def act(step: int, position: int) -> None:
+            note(step, position)
+            fault = self._due.pop((step, position), None)
+            if fault is not None:
+                self._happen(fault, (step, position))
+            if self._slow_from is not None and (step, position) >= self._slow_from:
+                time.sleep(SLOWER_S)
+
+        return act
+
+    def _happen(self, fault: Fault, at: tuple[int, int]) -> None:
+        kind = fault.kind
+        if kind == "slow":
+            self._slow_from = at
+        elif kind in _SIGNALS:
+            os.kill(os.getpid(), _SIGNALS[kind])
+        elif kind == "segfault":
+            ctypes.string_at(0)
+        elif kind == "exit":
+            os._exit(3)
+        elif kind == "exception":
+            raise RuntimeError(f"injected: {fault}")
+        elif kind == "out-of-memory":
+            raise torch.OutOfMemoryError(f"injected: {fault}")
+        elif kind == "disconnect":
+            _disconnect()
+        elif kind == "nan":
+            self._poison(fault)
+        elif kind == "fail-write":
+            _forbid_writing()
+        else:
+            _fail_next(*_CALLS[kind])
+
+    def _poison(self, fault: Fault) -> None:
+        """Have not-a-numbers come out of a forward, else stand in the gradients that are there."""
+        assert self.job is not None
+        if fault.action == FORWARD:
+            module = next(iter(self.job.stages.values())).layers[-1].module
+
+            def spoil(_: object, __: object, outputs: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+                handle.remove()
+                return tuple(each * math.nan if each.is_floating_point() else each for each in outputs)
+
+            handle = module.register_forward_hook(spoil)
+            return
+        for parameter in self.job.parameters.values():
+            if parameter.grad is not None:
+                local(parameter.grad).fill_(math.nan)
+
+
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_CALLS = {
+    "disk-full": ("fsync", errno.ENOSPC),
+    "fail-fsync": ("fsync", errno.EIO),
+    "fail-rename": ("replace", errno.EIO),
+}
+
+
+def _fail_next(name: str, code: int) -> None:
+    """Have the next call of a function of ``os`` fail; of a folder, nobody depends on its outcome."""
+    real = getattr(os, name)
+
+    def fail(first: Any, *others: Any, **options: Any) -> Any:  # noqa: ANN401
+        if name == "fsync" and not stat.S_ISREG(os.fstat(first).st_mode):
+            return real(first, *others, **options)
+        setattr(os, name, real)
+        raise OSError(code, os.strerror(code))
+
+    setattr(os, name, fail)
+
+
+def _forbid_writing() -> None:
+    """Have the system refuse to let this process' files grow, until what one has failed at is removed."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before, real = resource.getrlimit(resource.RLIMIT_FSIZE), os.unlink
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+
+    def allow(*arguments: Any, **options: Any) -> None:  # noqa: ANN401
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        os.unlink = real
+        real(*arguments, **options)
+
+    os.unlink = allow
+
+
+def _disconnect() -> None:
+    """Shut this process' connections, as a network that is gone does."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as found:
+                    found.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue

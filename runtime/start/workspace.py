@@ -25,7 +25,7 @@ from autopar.capture.source import UserModel, check_code
 from autopar.capture.store import load_graph, merge_layers, save_graph
 from autopar.errors import CaptureError, FileError, ModelError, UsageError
 from autopar.formats.plan import Plan
-from autopar.runtime.result import weights
+from autopar.runtime import weights
 from autopar.runtime.stage.layers import crossing_specs, crossings
 from autopar.runtime.update import check_together, whole_settings
 

@@ -16,8 +16,7 @@ from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.formats.plan import SHARDS, Plan, layout_of
 from autopar.ranks.pool import RankPool
-from autopar.runtime.checkpoint.folder import CheckpointFolder, read_verified
-from autopar.runtime.checkpoint.reader import CheckpointReader
+from autopar.runtime.checkpoint.folder import CheckpointFolder, CheckpointReader, read_verified
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.schedules import SCHEDULES
 from dictated import dictate

@@ -24,7 +24,7 @@ from autopar.capture.store import load_graph
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.gradients.loss import all_finite
+from autopar.runtime.loss import all_finite
 from autopar.runtime.messages.staging import StagedTransport, connect
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage.sharded import whole

@@ -8,7 +8,7 @@ from autopar.formats.plan import Crossing, Plan, Stage
 from autopar.formats.prediction import Prediction
 from autopar.formats.profile import ModelSource
 from autopar.formats.program import Action
-from autopar.runtime.result.outcome import RankResult
+from autopar.runtime.outcome import RankResult
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand, stages_of
 

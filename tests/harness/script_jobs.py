@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ from torch import nn
 
 import autopar
 from autopar.capture.batch import given_model
+from autopar.capture.export import capture
 from autopar.capture.source import UserModel
 from autopar.errors import AutoparError
+from autopar.formats.plan import Shard
 from autopar.ranks.context import RankContext
+from dictated import dictate
+from in_teams import in_teams
 
 LEARNING_RATE = 0.1
 BATCH = 12
@@ -43,6 +48,16 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def described() -> UserModel:
     return given_model(make_model(), batches(1)[0], loss=loss)
+
+
+def script_plan(
+    widths: list[int], shard: Shard = "none", turns: Sequence[int] = (), sizes: Sequence[int] = ()
+) -> autopar.Plan:
+    user, count = described(), 1 if turns else 2
+    graph = capture(user, user.build())
+    plan = dictate(graph, user, widths, count, BATCH // count, shard=shard, turns=turns)
+    plan = in_teams(graph, plan, sizes) if sizes else plan
+    return autopar.Plan.parse(plan.dumps(), Path("plan.json"))
 
 
 def train_and_refuse(context: RankContext, arguments: dict[str, Any]) -> dict[str, Any]:

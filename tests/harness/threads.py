@@ -19,11 +19,10 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.runtime.data import ShareLoader
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.messages.in_process import Exchange, InProcessTransport
-from autopar.runtime.messages.transport import Transport
+from autopar.runtime.messages.transport import Exchange, InProcessTransport, Transport
 from autopar.runtime.settings import TrainSettings
+from autopar.runtime.stage.parameters import Team
 from autopar.runtime.stage.stage import Segment
-from autopar.runtime.stage.team import Team
 from autopar.runtime.start.job import DEFAULTS, Job
 from autopar.runtime.update import Update
 from autopar.schedules.check import check

@@ -16,9 +16,9 @@ from autopar.formats.plan import Shard
 from autopar.profiler.subject import ProfileOptions, prepare
 from autopar.ranks.pool import RankPool
 from autopar.runtime.messages.transport import sendable
-from autopar.runtime.result.weights import names, read
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.weights import names, read
 from dictated import dictate
 from paths import MODELS
 

@@ -15,8 +15,8 @@ from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.profiler.device import _workspace_bytes
 from autopar.ranks.pool import RankPool
-from autopar.runtime.messages.copies import CudaCopies
-from autopar.runtime.messages.in_process import Exchange, InProcessTransport
+from autopar.runtime.device import CudaCopies
+from autopar.runtime.messages.transport import Exchange, InProcessTransport
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.start.workspace import Workspace

@@ -11,8 +11,8 @@ import torch
 
 from autopar.capture.export import capture
 from autopar.capture.source import load
-from autopar.errors import FileError, ModelError, TrainingError
-from autopar.runtime.data import ShareLoader, sample_order
+from autopar.errors import FileError, ModelError, TrainingError, UsageError
+from autopar.runtime.data import ShareLoader, check_given, sample_order
 from autopar.runtime.stage.stage import Stage
 from dictated import dictate
 from paths import MODELS
@@ -150,3 +150,11 @@ def test_what_is_drawn_for_a_sample_is_the_same_on_all_ranks(text: str, tmp_path
             assert torch.equal(inputs.sum(1, keepdim=True), targets)
             seen.append(inputs)
     assert not any(torch.equal(a, b) for a, b in combinations(seen, 2))
+
+
+def test_what_a_rank_is_not_given_as_planned_is_refused() -> None:
+    with pytest.raises(UsageError, match="a batch of 3 samples, the plan is for 4"):
+        check_given(0, {}, 3, [], 4)
+    with pytest.raises(UsageError, match="a batch without samples"):
+        check_given(0, {}, 0, [], None)
+    check_given(0, {}, None, [], 4)

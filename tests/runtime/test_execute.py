@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 
 from autopar.errors import TrainingError
 from autopar.formats.program import Action
-from autopar.runtime import times as clocks
+from autopar.runtime import device as devices
 from autopar.runtime.data import Batches
+from autopar.runtime.device import CudaClock, HostClock
 from autopar.runtime.execute import Executor, StepRecord
-from autopar.runtime.gradients.loss import BroughtLossTally, LossTally
+from autopar.runtime.loss import BroughtLossTally, LossTally
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.worker import StepClock
-from autopar.runtime.times import CudaClock, HostClock
 from autopar.schedules.continuing import Repetition
 from dictated import dictate
 from drawn_models import captured
@@ -117,8 +117,8 @@ class DeviceEvent:
 
 def test_a_gpus_clock_waits_only_to_compare_clocks_and_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
-    monkeypatch.setattr(clocks, "_event", device.event)
-    monkeypatch.setattr(clocks.time, "perf_counter", lambda: device.host_s)
+    monkeypatch.setattr(devices, "_event", device.event)
+    monkeypatch.setattr(devices.time, "perf_counter", lambda: device.host_s)
     monkeypatch.setattr(torch.cuda, "Event", DeviceEvent)
     clock = CudaClock()
     earlier: list[object] = []

@@ -12,7 +12,7 @@ import pytest
 from autopar.errors import UsageError
 from autopar.ranks.pool import RankPool
 from autopar.runtime.settings import TrainSettings
-from autopar.runtime.stage.team import check_split_seeds
+from autopar.runtime.stage.parameters import check_split_seeds
 from family_cases import (
     Layout,
     Variant,

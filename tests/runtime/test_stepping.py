@@ -20,9 +20,9 @@ from autopar.capture.traits import stage_traits
 from autopar.errors import AutoparError, FileError, ModelError, UsageError
 from autopar.formats.plan import Plan, Shard
 from autopar.ranks.pool import RankPool
-from autopar.runtime.result.weights import names, read
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.update import check_settings, left_out, whole_settings
+from autopar.runtime.weights import names, read
 from dictated import dictate
 from paths import MODELS
 from script_jobs import batches, described, loss, make_model

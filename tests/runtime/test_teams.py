@@ -19,8 +19,7 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.messages.in_process import InProcessTransport
-from autopar.runtime.messages.transport import Pending, Transport
+from autopar.runtime.messages.transport import InProcessTransport, Pending, Transport
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.job import Job
 from autopar.schedules.expand import expand

@@ -17,7 +17,7 @@ from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.formats.plan import Plan
 from autopar.formats.report import Report
-from autopar.runtime.result.weights import read
+from autopar.runtime.weights import read
 from dictated import dictate
 from paths import MODELS
 from threads import train_in_threads

@@ -18,7 +18,7 @@ from autopar.capture.source import load
 from autopar.errors import ModelError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.gradients.loss import LossScale
+from autopar.runtime.loss import LossScale
 from autopar.runtime.settings import TrainSettings
 from dictated import dictate
 from paths import MODELS

@@ -14,8 +14,7 @@ from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import Fault
 from autopar.ranks.pool import RankPool
-from autopar.runtime.checkpoint.folder import CheckpointFolder, read_verified
-from autopar.runtime.checkpoint.reader import CheckpointReader
+from autopar.runtime.checkpoint.folder import CheckpointFolder, CheckpointReader, read_verified
 from autopar.runtime.start.launch import RunOptions, run
 from dictated import dictate
 from paths import MODELS

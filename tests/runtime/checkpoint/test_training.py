@@ -1,28 +1,34 @@
-"""Runs that are gone on with, beside runs that were never interrupted; between any two plans."""
+"""Runs, and scripts, that are gone on with, beside those that were never interrupted; between any two plans."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import autopar
 from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.errors import FileError, UsageError
-from autopar.formats.checkpoint import Checkpoint
-from autopar.formats.plan import Plan
+from autopar.formats.checkpoint import Checkpoint, SavedPlan
+from autopar.formats.plan import Plan, Shard
+from autopar.formats.profile import Writes
 from autopar.ranks.pool import RankPool
-from autopar.runtime.checkpoint.export import export
-from autopar.runtime.checkpoint.folder import CheckpointFolder, read_verified
-from autopar.runtime.checkpoint.reader import CheckpointReader
-from autopar.runtime.result.outcome import Outcome
+from autopar.runtime.checkpoint.folder import CheckpointFolder, CheckpointReader, export, read_verified
+from autopar.runtime.checkpoint.training import check_state, plan_notes
+from autopar.runtime.outcome import Outcome
 from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.start.script import ScriptJob
 from dictated import dictate
 from paths import MODELS
+from script_jobs import batches, loss, make_model, script_plan
 
 STEPS = 12
 
@@ -305,3 +311,118 @@ def test_a_manifest_says_which_indices_of_which_tensor_a_replica_has_written(
     # Tied weights stay whole, and one replica writes them.
     table = manifest.tensor("parameter", "embedding.weight")
     assert table is not None
+
+
+PLAN = SavedPlan(
+    sha256="a" * 64, ranks=2, stages=2, schedule="1f1b", micro_batches=2, division=((4,), (4,)), sharded=False,
+    precision="fp32", torch="2.13.0",
+)  # fmt: skip
+
+
+def test_python_state_that_a_forward_changes_is_refused_by_name() -> None:
+    layers = [SimpleNamespace(name="a", writes=None), SimpleNamespace(name="b", writes=Writes(state=("b.count",)))]
+    graph: Any = SimpleNamespace(layers=layers)
+    with pytest.raises(UsageError, match=r"layer b changes the Python state b\.count .*register_buffer"):
+        check_state(graph)
+    layers.pop()
+    check_state(graph)
+
+
+@pytest.mark.reliability(23, 26)
+def test_what_another_plan_does_otherwise_is_said() -> None:
+    other = PLAN.model_copy(update={"ranks": 3, "schedule": "gpipe", "torch": "2.14.0", "sharded": True})
+    said = list(plan_notes(PLAN, other, random=True, batch_norm=True))
+    assert said == [
+        "goes on with torch 2.14.0; the checkpoint was saved with 2.13.0",
+        "goes on with ranks 3; the checkpoint was saved with 2",
+        "goes on with schedule gpipe; the checkpoint was saved with 1f1b",
+        "goes on with sharding, unlike the checkpoint's run",
+    ]
+
+
+@pytest.mark.parametrize("changed", [{"micro_batches": 4}, {"division": ((2, 2), (4,))}])
+def test_layers_that_go_by_the_division_are_said_where_it_has_changed(changed: dict[str, object]) -> None:
+    other = PLAN.model_copy(update=changed)
+    said = list(plan_notes(PLAN, other, random=True, batch_norm=True))
+    assert [each.split(" go on otherwise")[0] for each in said][-2:] == [
+        "layers that draw random numbers",
+        "batch normalisation",
+    ]
+    assert not [each for each in plan_notes(PLAN, other, random=False, batch_norm=False) if "otherwise" in each]
+
+
+def train_by_script(
+    pool: RankPool, widths: list[int], folder: Path, until: int, shard: Shard = "none", sizes: Sequence[int] = ()
+) -> list[dict[str, Any]]:
+    plan = script_plan(widths, shard, sizes)
+    arguments = {"plan": plan.dumps(), "folder": str(folder), "until": until}
+    found = pool.run("script_jobs:train_between", arguments, ranks=len(plan.devices), timeout_s=60.0)
+    return cast(list[dict[str, Any]], found)
+
+
+@pytest.mark.reliability(23)
+def test_a_script_goes_on_from_what_another_plan_saved(tmp_path: Path, pool: RankPool) -> None:
+    whole = train_by_script(pool, [1], tmp_path / "whole", 7)[0]["losses"]
+    losses: list[float] = []
+    chain: list[tuple[int, list[int], Shard, Sequence[int]]] = [
+        (1, [1, 2], "none", ()),
+        (2, [1, 1], "none", (4, 2)),
+        (3, [2, 1], "parameters", ()),
+        (4, [2, 1], "parameters", (2, 1)),
+        (5, [1, 1, 1], "none", ()),
+        (7, [3], "none", ()),
+    ]
+    for until, widths, shard, sizes in chain:
+        results = train_by_script(pool, widths, tmp_path / "parts", until, shard, sizes)
+        assert {result["begun"] for result in results} == {len(losses)}
+        assert all("has trained" in result["said"] for result in results)
+        losses += results[0]["losses"]
+    assert losses == pytest.approx(whole, rel=1e-12)
+    assert CheckpointFolder(tmp_path / "parts").steps() == [6, 7]
+
+
+def test_generators_go_on_where_there_are_as_many_ranks(tmp_path: Path, pool: RankPool) -> None:
+    train_by_script(pool, [1, 1], tmp_path, 3)
+    torch.manual_seed(2)
+    expected = float(torch.rand(()))
+    assert [result["drawn"] for result in train_by_script(pool, [1, 1], tmp_path, 4)] == [expected, expected]
+
+
+def test_a_folder_of_another_run_is_left_alone(tmp_path: Path) -> None:
+    (batch,) = batches(1)
+    with autopar.materialize(make_model(), script_plan([1]), batch, loss=loss) as job:
+        assert job.load(tmp_path) == 0
+        job.step(batch)
+        job.save(tmp_path, wait=True)
+        assert CheckpointFolder(tmp_path).steps() == [1]
+    with (
+        autopar.materialize(make_model(), script_plan([1]), batch, loss=loss) as job,
+        pytest.raises(UsageError, match=r"holds checkpoints already, the newest of step 1; .*load\(\)"),
+    ):
+        job.save(tmp_path)
+    (tmp_path / "step-1" / "manifest.json").write_text("")
+    with (
+        autopar.materialize(make_model(), script_plan([1]), batch, loss=loss) as job,
+        pytest.raises(FileError, match="no checkpoint is sound"),
+    ):
+        job.load(tmp_path)
+
+
+def test_a_parameter_that_has_got_other_memory_is_saved_as_it_is(tmp_path: Path) -> None:
+    (batch,) = batches(1)
+
+    def parameters(job: ScriptJob) -> dict[str, torch.Tensor]:
+        assert job._built_job is not None
+        return dict(job._built_job.job.parameters)
+
+    with autopar.materialize(make_model(), script_plan([1]), batch, loss=loss) as job:
+        job.step(batch)
+        job.save(tmp_path, wait=True)
+        for parameter in parameters(job).values():
+            parameter.data = torch.full_like(parameter, 3.0)
+        job.step(batch)
+        expected = {name: parameter.detach().clone() for name, parameter in parameters(job).items()}
+        job.save(tmp_path, wait=True)
+    with autopar.materialize(make_model(), script_plan([1]), batch, loss=loss) as job:
+        assert job.load(tmp_path) == 2
+        assert all(torch.equal(parameter, expected[name]) for name, parameter in parameters(job).items())

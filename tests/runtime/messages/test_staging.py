@@ -18,9 +18,8 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.failure import PeerLostError
 from autopar.ranks.pool import RankPool
-from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 from autopar.runtime.messages.staging import StagedTransport
-from autopar.runtime.messages.transport import Pending, Transport
+from autopar.runtime.messages.transport import Exchange, InProcessTransport, Pending, Transport
 from autopar.runtime.start.workspace import Workspace
 from dictated import dictate
 from fake_copies import TIMEOUT_S, FakeCopies

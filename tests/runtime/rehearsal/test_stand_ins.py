@@ -1,15 +1,19 @@
-"""Stand-ins read and make what a profile's layers do, and gradients flow where these have them."""
+"""Stand-ins read and make what a profile's layers do, and have gradients where these have; messages take their time."""
 
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from autopar.formats.program import LayerBytes
-from autopar.runtime.rehearsal.stand_ins import MemoryLedger, count_bytes, stand_in_graph
-from autopar.runtime.times import VirtualClock
+from autopar.formats.program import Action, LayerBytes, RankPrices, RankProgram
+from autopar.runtime.device import VirtualClock
+from autopar.runtime.messages.transport import Exchange, InProcessTransport
+from autopar.runtime.rehearsal.stand_ins import MemoryLedger, PricedTransport, count_bytes, stand_in_graph
+from drawn_plans import chain, make
 from random_problems import gpt_profile, random_profile
 
 
@@ -97,3 +101,77 @@ def test_nothing_counts_as_nothing() -> None:
     ledger.count(torch.zeros(1), 0)
     ledger.spike(0)
     assert ledger.moments == [(0.0, 0)]
+
+
+def _ranks(
+    shares: list[tuple[int, ...]], *ranks: tuple[list[str], RankPrices]
+) -> list[tuple[PricedTransport, VirtualClock]]:
+    plan = make("1f1b", 2, shares, [1] * len(shares), chain(len(shares)))
+    exchange, found = Exchange(5.0), []
+    for rank, (actions, prices) in enumerate(ranks):
+        clock = VirtualClock(1.0)
+        program = RankProgram.of(map(Action.parse, actions))
+        inner = InProcessTransport(exchange, rank)
+        found.append((PricedTransport(inner, clock, prices, plan, rank, program), clock))
+    return found
+
+
+def test_messages_of_a_pair_follow_each_other_and_are_waited_for() -> None:
+    prices = RankPrices({"F@0": 2.0, "S@0>1@1": 5.0})
+    (sender, here), (receiver, there) = _ranks(
+        [(1,), (1,)],
+        (["F0@0", "S0@0>1@1", "F1@0", "S1@0>1@1"], prices),
+        (["R0@1<0@0", "F0@1", "R1@1<0@0", "F1@1"], RankPrices({"F@1": 1.0})),
+    )
+    for _ in range(2):
+        # Every step begins anew, whatever was under way.
+        here.start()
+        there.start()
+        for position in range(4):
+            sender.charge(position)
+            if position % 2:
+                sender.send(torch.zeros(1), 1)
+        # Two forwards behind an overhead of 1; sending took no time.
+        assert here.now_s == 5.0
+        moments = []
+        for position in range(4):
+            receiver.charge(position)
+            if position % 2 == 0:
+                receiver.receive(torch.zeros(1), 0).wait()
+                moments.append(there.now_s)
+        # The first is sent at 3 and there at 8; the second waits for it.
+        assert moments == [8.0, 13.0]
+        assert there.now_s == 14.0
+
+
+def _together(*acts: Callable[[], None]) -> None:
+    threads = [threading.Thread(target=act) for act in acts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+
+
+def test_a_reduction_ends_with_its_last_part_and_no_sooner_after_the_one_before_than_it_takes() -> None:
+    ranks = _ranks(
+        [(1, 1)],
+        (["B0@0", "A@0", "A@0", "U@0"], RankPrices({"B@0": 3.0, "A@0": 4.0, "U@0": 1.0}, {"A@0": 0.5})),
+        (["B0@0", "A@0", "A@0", "U@0"], RankPrices({"B@0": 5.0, "A@0": 4.0, "U@0": 1.0}, {"A@0": 0.25})),
+    )
+
+    def act(transport: PricedTransport, clock: VirtualClock) -> None:
+        clock.start()
+        for position in range(4):
+            transport.charge(position)
+
+    _together(*(lambda each=each: act(*each) for each in ranks))
+    # The slower one's backward ends at 6, its part at 6.25; the next one ends 4 later, and both update.
+    assert [clock.now_s for _, clock in ranks] == [11.25, 11.25]
+
+
+def test_what_is_not_priced_takes_no_time() -> None:
+    ((transport, clock),) = _ranks([(1,)], (["F0@0", "A@0", "U@0"], RankPrices()))
+    clock.start()
+    for position in range(3):
+        transport.charge(position)
+    assert clock.now_s == pytest.approx(1.0)

@@ -1,21 +1,28 @@
-"""The parameters and buffers of one rank, put in place by the model's own names."""
+"""The parameters and buffers of one rank, put in place by the model's own names, and its team's parts of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
 from autopar.errors import FileError
-from autopar.formats.plan import Shard
-from autopar.runtime.stage.parameters import LocalParameters, OptimizerParameters, hold, sharded_parameter_names
+from autopar.formats.plan import Plan, Shard
+from autopar.runtime.messages.transport import Exchange, InProcessTransport
+from autopar.runtime.stage.parameters import LocalParameters, OptimizerParameters, Team, hold, sharded_parameter_names
 from dictated import dictate
+from drawn_plans import make
 from paths import MODELS
+from team_cuts import DIVISIONS, PARTS, cut_by, team_plan
 
 CPU = torch.device("cpu")
 
@@ -89,3 +96,77 @@ def test_nothing_is_held_of_parameters_while_they_are_divided_and_their_order_st
     assert {name for name, value in local.parameters.items() if value.shape == (1,) and not value.any()} >= divided
     given = OptimizerParameters(local.trainable_parameters(), None)
     assert given.optimizer_parameters == given.trainable_parameters
+
+
+def together(plan: Plan, act: Callable[[Team], Any]) -> list[Any]:
+    """Have all ranks of a team do something at once; return what each gives."""
+    exchange, found = Exchange(), dict[int, Any]()
+
+    def work(rank: int) -> None:
+        found[rank] = act(Team(plan, rank, InProcessTransport(exchange, rank)))
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(PARTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [found[rank] for rank in range(PARTS)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(DIVISIONS, st.integers(0, 1), st.sampled_from([torch.float64, torch.bool, torch.int32, torch.complex64]))
+def test_what_ranks_take_of_a_tensor_joins_to_it_bit_for_bit(
+    holders: list[set[int]], dim: int, dtype: torch.dtype
+) -> None:
+    holders = [*holders, set(range(PARTS))]
+    shape = (len(holders), 2) if dim == 0 else (2, len(holders))
+    whole = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    if dtype is torch.float64:
+        whole[0, 0], whole[-1, -1] = -0.0, float("nan")
+    plan = team_plan(cut_by(holders, dim))
+    for found in together(plan, lambda team: team.whole("w", team.take("w", whole))):
+        assert found.dtype == dtype
+        assert torch.equal(found.view(torch.uint8), whole.view(torch.uint8))
+
+
+@settings(max_examples=40, deadline=None)
+@given(DIVISIONS)
+def test_every_element_is_answered_for_once(holders: list[set[int]]) -> None:
+    holders = [*holders, set(range(PARTS))]
+    plan, whole = team_plan(cut_by(holders)), torch.arange(len(holders), dtype=torch.float64)[:, None]
+    found = together(plan, lambda team: team.owned_views("w", team.take("w", whole), team.take("w", whole)))
+    rows = [float(value) for views in found for view in views for value in view.flatten()]
+    assert sorted(rows) == list(range(len(holders)))
+    others = together(plan, lambda team: team.owned_views("b", whole, whole))
+    assert [len(views) for views in others] == [1, 0, 0]
+
+
+def test_parts_sum_and_gather_what_they_have() -> None:
+    plan = team_plan(cut_by([{0}, {1}, {2}]))
+    mine = [torch.full((2, 3), float(part)) for part in range(PARTS)]
+    everyone = (0, 1, 2)
+    assert all(each.eq(3).all() for each in together(plan, lambda team: team.sum(mine[team.part], everyone)))
+    gathered = together(plan, lambda team: team.gather(mine[team.part], 1, everyone))
+    assert all(torch.equal(each, torch.cat(mine, 1)) for each in gathered)
+    scattered = together(plan, lambda team: team.reduce_scatter(torch.arange(6.0).view(2, 3), 1, everyone))
+    assert [each.tolist() for each in scattered] == [[[3.0 * at], [3.0 * (at + 3)]] for at in range(3)]
+
+
+def test_a_rank_alone_has_everything() -> None:
+    plan = make("gpipe", 1, [(4,)], [1], ())
+    team = Team(plan, 0, InProcessTransport(Exchange(), 0))
+    whole = torch.ones(3)
+    assert team.take("w", whole) is whole
+    assert team.whole("w", whole) is whole
+    assert team.shape("w", (3,)) == (3,)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_shapes_of_parts_are_those_of_the_whole_but_for_the_cut(dim: int) -> None:
+    plan = team_plan(cut_by([{0}, {0}, {1}, {2}], dim))
+    whole = torch.ones((4, 5) if dim == 0 else (5, 4))
+    for part, size in enumerate((2, 1, 1)):
+        team = Team(plan, part, InProcessTransport(Exchange(), part))
+        own = team.take("w", whole)
+        assert own.shape[dim] == size
+        assert team.shape("w", own.shape) == tuple(whole.shape)

@@ -13,8 +13,8 @@ from autopar.capture.source import load
 from autopar.errors import TrainingError
 from autopar.formats.plan import Plan, Shard
 from autopar.ranks.pool import RankPool
-from autopar.runtime.result.weights import names, read
 from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.weights import names, read
 from dictated import dictate
 from paths import MODELS
 

@@ -20,11 +20,11 @@ from autopar.formats.plan import Shard
 from autopar.formats.program import WEIGHT_BACKWARD
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.ranks.pool import RankPool
-from autopar.runtime.result.weights import names, read
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage.parameters import stages_of_parameters
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.start.workspace import Workspace
+from autopar.runtime.weights import names, read
 from autopar.schedules.expand import expand
 from dictated import dictate
 from paths import MODELS

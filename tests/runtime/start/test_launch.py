@@ -23,8 +23,8 @@ from autopar.formats.plan import Plan
 from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
 from autopar.ranks.pool import RankPool
-from autopar.runtime.result.weights import read
 from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.weights import read
 from autopar.schedules.expand import expand
 from paths import MODELS
 from pooled import process_ids

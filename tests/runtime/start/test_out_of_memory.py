@@ -15,7 +15,7 @@ from autopar.errors import OutOfMemoryError
 from autopar.formats.plan import Plan
 from autopar.planner import PlanOptions, plan
 from autopar.runs import remedy_of
-from autopar.runtime import memory
+from autopar.runtime import device as devices
 from random_problems import gpt_profile, local_cluster
 
 MIB = 2**20
@@ -42,9 +42,9 @@ def planned(tmp_path: Path, command: Callable[..., tuple[int, str, str]]) -> tup
 @pytest.mark.reliability(13)
 def test_held_and_planned_bytes_are_said(error: Exception) -> None:
     made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2))
-    assert memory.is_out_of_memory(error)
-    with patch.object(memory, "held_bytes", lambda device: 3 * made.predicted.peak_bytes[0]):
-        found = memory.out_of_memory("rank 0 (here)", error, made, [0], torch.device("cpu"))
+    assert devices.is_out_of_memory(error)
+    with patch.object(devices, "held_bytes", lambda device: 3 * made.predicted.peak_bytes[0]):
+        found = devices.out_of_memory("rank 0 (here)", error, made, [0], torch.device("cpu"))
     peak, limit = (each / MIB for each in (made.predicted.peak_bytes[0], made.predicted.limit_bytes[0]))
     said = f"the process held at most {3 * peak:,.0f} MiB, {peak:,.0f} MiB of {limit:,.0f} MiB were planned"
     assert str(found).startswith("rank 0 (here): ")
@@ -63,13 +63,13 @@ def test_a_gpu_with_less_memory_than_planned_is_refused_before_anything_is_put_t
     for there in (most, most - 1, most // 2):
         with patch("torch.cuda.get_device_properties", return_value=Mock(total_memory=there)) as asked:
             asked.return_value.name = "A GPU"
-            memory.check_capacity(made, 0, stages, torch.device("cpu"))
+            devices.check_capacity(made, 0, stages, torch.device("cpu"))
             if there == most:
-                memory.check_capacity(made, 0, stages, gpu)
+                devices.check_capacity(made, 0, stages, gpu)
                 continue
             said = r"rank 0 \(setting up\): A GPU has .* MiB were planned"
             with pytest.raises(OutOfMemoryError, match=said) as caught:
-                memory.check_capacity(made, 0, stages, gpu)
+                devices.check_capacity(made, 0, stages, gpu)
         assert abs(caught.value.memory_bytes - there) <= 2 * MIB
         assert re.search("--memory|no plan of these devices", str(remedy_of(caught.value, made, path)))
 

@@ -20,7 +20,7 @@ from autopar.formats import document as atomic
 from autopar.formats.document import write_text
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
-from autopar.runtime.result import weights
+from autopar.runtime import weights
 from autopar.runtime.start.saving import new_set, set_of
 from autopar.runtime.start.workspace import Workspace
 from dictated import dictate

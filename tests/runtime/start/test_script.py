@@ -21,28 +21,16 @@ from torch.utils.data import DataLoader, TensorDataset
 import autopar
 import plain
 from autopar.capture.export import capture
-from autopar.errors import CaptureError, FileError, ModelError, TrainingError, UsageError
+from autopar.errors import CaptureError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
-from autopar.runtime.result import weights
-from dictated import dictate
-from in_teams import in_teams
+from autopar.runtime import weights
 from oracles.turns import train_in_turns
 from oracles.unflushed import Asked, train
 from paths import EXAMPLES, HARNESS
-from script_jobs import LEARNING_RATE, batches, described, loss, make_model
+from script_jobs import LEARNING_RATE, batches, described, loss, make_model, script_plan
 
 STEPS = 3
-
-
-def planned(
-    widths: list[int], shard: Shard = "none", turns: Sequence[int] = (), sizes: Sequence[int] = ()
-) -> autopar.Plan:
-    user, count = described(), 1 if turns else 2
-    graph = capture(user, user.build())
-    plan = dictate(graph, user, widths, count, 12 // count, shard=shard, turns=turns)
-    plan = in_teams(graph, plan, sizes) if sizes else plan
-    return autopar.Plan.parse(plan.dumps(), Path("plan.json"))
 
 
 def trained_plainly() -> tuple[list[float], torch.nn.Module]:
@@ -67,7 +55,7 @@ def test_one_process_trains_as_a_plain_loop_and_leaves_the_scripts_model_alone(t
     expected, truth = trained_plainly()
     model = make_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with autopar.materialize(model, planned([1]), loss=loss, optimizer=make_optimizer) as job:
+    with autopar.materialize(model, script_plan([1]), loss=loss, optimizer=make_optimizer) as job:
         assert [job.step(batch).loss for batch in batches(STEPS)] == pytest.approx(expected, rel=1e-12)
         state = job.state_dict()
         job.save_weights(tmp_path)
@@ -100,14 +88,14 @@ def test_a_script_clips_stages_and_has_its_optimizer_told_of_them() -> None:
     found: dict[str, list[float]] = {}
     for clip in ("model", "stage"):
         asked: dict[str, Any] = {"clip_norm": 1e-2, "clip": clip}
-        with autopar.materialize(make_model(), planned([1]), loss=loss, optimizer=told, **asked) as job:
+        with autopar.materialize(make_model(), script_plan([1]), loss=loss, optimizer=told, **asked) as job:
             metrics = [job.step(batch) for batch in batches(3)]
         found[clip] = [each.loss for each in metrics]
         assert [each.gradient_norm is None for each in metrics] == [clip == "stage"] * 3
     assert found["model"] == found["stage"]
     assert found["model"] != pytest.approx(trained_plainly()[0][:3], rel=1e-6)
     with pytest.raises(UsageError, match="`clip='stage'` says whose norm is bounded"):
-        autopar.materialize(make_model(), planned([1]), loss=loss, clip="stage")
+        autopar.materialize(make_model(), script_plan([1]), loss=loss, clip="stage")
 
 
 def test_a_model_that_changes_python_state_is_held_to_what_the_plan_ignores() -> None:
@@ -116,44 +104,19 @@ def test_a_model_that_changes_python_state_is_held_to_what_the_plan_ignores() ->
     model[2].register_forward_hook(lambda module, given, output: seen.append(len(seen)))
     message = "closure variable seen of <lambda> changes with every forward"
     with pytest.raises(FileError, match=message):
-        autopar.materialize(model, planned([1]), (inputs, targets), loss=loss)
+        autopar.materialize(model, script_plan([1]), (inputs, targets), loss=loss)
     with pytest.raises(CaptureError, match=message):
         autopar.profile(model, (inputs, targets), loss=loss, budget_s=0.1)
-    ignoring = planned([1]).model_copy(update={"ignored_state": ("seen",)})
+    ignoring = script_plan([1]).model_copy(update={"ignored_state": ("seen",)})
     with autopar.materialize(model, ignoring, (inputs, targets), loss=loss, optimizer=make_optimizer) as job:
         assert job.step((inputs, targets)).loss == pytest.approx(trained_plainly()[0][0], rel=1e-12)
     measured = autopar.profile(model, (inputs, targets), loss=loss, ignored_state=["seen"], budget_s=0.1)
     assert autopar.plan(measured, gpus=1).ignored_state == ("seen",)
 
 
-def contrastive(output: torch.Tensor, batch: object) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(output @ output.T, torch.arange(output.shape[0]))
-
-
-def test_a_loss_that_no_parts_add_up_to_is_refused_unless_accepted_or_not_divided() -> None:
-    model, (batch,) = make_model(), batches(1)
-    with pytest.raises(FileError, match=r"no mean over samples.* `accept_loss=True`"):
-        autopar.materialize(model, planned([1]), batch, loss=contrastive)
-    with autopar.materialize(model, planned([1]), batch, loss=contrastive, accept_loss=True) as job:
-        job.step(batch)
-    with pytest.raises(ModelError, match="no mean over samples"):
-        autopar.profile(model, batch, loss=contrastive, budget_s=0.1)
-    measured = autopar.profile(model, batch, loss=contrastive, accept_loss=True, budget_s=0.1)
-    divided = autopar.plan(measured, gpus=1, micro_batches=2)
-    assert divided.loss_difference == measured.loss_difference
-    assert "results depend on micro-batches" in " ".join(divided.explain().split())
-    whole = autopar.plan(measured, gpus=1, micro_batches=1)
-    assert "results depend" not in " ".join(whole.explain().split())
-    for plan in (divided, whole):
-        with autopar.materialize(model, plan, batch, loss=contrastive) as job:
-            found = job.step(batch).loss
-    truth = contrastive(make_model()(batch[0]), batch).item()
-    assert found == pytest.approx(truth, rel=1e-12)
-
-
 @pytest.mark.reliability(37)
 def test_a_batch_that_is_not_as_planned_is_refused_and_training_goes_on() -> None:
-    with autopar.materialize(make_model(), planned([1]), loss=loss, optimizer=make_optimizer) as job:
+    with autopar.materialize(make_model(), script_plan([1]), loss=loss, optimizer=make_optimizer) as job:
         with pytest.raises(UsageError, match="the job has seen no batch yet"):
             job.state_dict()
         (first, second, _) = batches(3)
@@ -181,19 +144,9 @@ def test_a_loader_that_forks_gives_a_job_what_one_without_processes_does() -> No
     losses = []
     for workers in (0, 1):
         loader = DataLoader(data, 12, num_workers=workers, multiprocessing_context="fork" if workers else None)
-        with autopar.materialize(make_model(), planned([1]), loss=loss, optimizer=make_optimizer) as job:
+        with autopar.materialize(make_model(), script_plan([1]), loss=loss, optimizer=make_optimizer) as job:
             losses.append([job.step(tuple(batch)).loss for batch in loader])
     assert losses[0] == losses[1] == pytest.approx(trained_plainly()[0], rel=1e-12)
-
-
-def test_another_model_or_too_few_ranks_are_refused_before_training() -> None:
-    other = torch.nn.Sequential(*make_model(), torch.nn.Linear(3, 3)).double()
-    (batch,) = batches(1)
-    with pytest.raises(FileError, match=r"the plan does not fit Sequential: layer \d+ is .*"):
-        autopar.materialize(other, planned([1]), batch, loss=loss)
-    with pytest.raises(UsageError, match=r"the plan needs 2 ranks, .* torchrun --nproc-per-node 2"):
-        autopar.materialize(make_model(), planned([1, 1]), batch, loss=loss)
-    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize(
@@ -210,7 +163,7 @@ def test_ranks_train_evaluate_and_refuse_together(
     pool: RankPool, widths: list[int], shard: Shard, sizes: Sequence[int], tmp_path: Path
 ) -> None:
     expected, truth = trained_plainly()
-    plan = planned(widths, shard, sizes=sizes)
+    plan = script_plan(widths, shard, sizes=sizes)
     arguments = {"plan": plan.dumps(), "steps": STEPS, "folder": str(tmp_path)}
     results = pool.run("script_jobs:train_and_refuse", arguments, ranks=len(plan.devices), timeout_s=60)
     assert all(result == results[0] for result in results)
@@ -261,7 +214,7 @@ def test_the_example_script_plans_and_trains_under_torchrun(tmp_path: Path) -> N
 def test_jobs_of_a_script_follow_each_other_also_behind_one_that_failed(start: str, tmp_path: Path) -> None:
     plans: dict[str, tuple[list[int], Shard]] = {"a": ([2, 2], "none"), "b": ([1, 3], "none"), "c": ([4], "parameters")}
     for name, (widths, shard) in plans.items():
-        planned(widths, shard).save(tmp_path / f"{name}.json")
+        script_plan(widths, shard).save(tmp_path / f"{name}.json")
     script = [str(HARNESS / "several_jobs.py"), *(str(tmp_path / f"{name}.json") for name in "aabc")]
     said = _on_four_ranks(start, script)
     expected, _ = trained_plainly()
@@ -354,7 +307,7 @@ def test_without_flushes_a_step_gives_what_has_ended(
     policy: str, widths: Sequence[int], depths: Sequence[int], turns: Sequence[int], tmp_path: Path, pool: RankPool
 ) -> None:
     count, drains_at = 12, 7
-    plan = planned(list(widths), turns=turns)
+    plan = script_plan(list(widths), turns=turns)
     stages = [each.model_copy(update={"warmup": depth}) for each, depth in zip(plan.stages, depths, strict=True)]
     plan = plan.model_copy(update={"weight_policy": policy, "stages": tuple(stages)})
     arguments = {"plan": plan.dumps(), "steps": count, "drains_at": drains_at, "folder": str(tmp_path)}

@@ -127,7 +127,7 @@ def test_the_command_compares_a_plan_for_gpus_on_cpus_in_float64(tmp_path: Path)
 
 
 BUGS = {
-    "zero in place of none": ("gradients/buckets.py", "if not reached:", "if not reached and False:"),
+    "zero in place of none": ("gradients.py", "if not reached:", "if not reached and False:"),
     "a share's weight": (
         "execute.py",
         "return self._rows /",

@@ -16,8 +16,8 @@ from autopar.capture.source import UserModel, load
 from autopar.capture.storages import StorageTracker
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
-from autopar.runtime.messages.in_process import Exchange, InProcessTransport
-from autopar.runtime.result import weights
+from autopar.runtime import weights
+from autopar.runtime.messages.transport import Exchange, InProcessTransport
 from autopar.runtime.start import workspace
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.saving import write_stages

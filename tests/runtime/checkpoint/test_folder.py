@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from autopar.formats.checkpoint import IndexRange, Piece, PieceFile, RankPart, SavedPlan, SavedRun, StoredTensor, merge
-from autopar.runtime.checkpoint.reader import CheckpointReader
-from autopar.runtime.result import weights
+from autopar.runtime import weights
+from autopar.runtime.checkpoint.folder import CheckpointReader
 
 RUN = SavedRun(model="model.py", batch=8, seed=0, samples=64)
 PLAN = SavedPlan(

@@ -24,7 +24,7 @@ from autopar.formats.report import CheckpointTimes, RankTimes, Report, StepTimes
 from autopar.formats.timeline import OwnTimes, Timeline, TimeUse, medians, own_times, time_use_between
 from autopar.hardware.gpus import find
 from autopar.runtime.checkpoint.writer import SaveResult
-from autopar.runtime.result.weights import StoredFile
+from autopar.runtime.weights import StoredFile
 from autopar.schedules.continuing import lead, written_out
 from autopar.schedules.order import in_flight
 

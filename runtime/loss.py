@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from autopar.errors import TrainingError
-from autopar.runtime.messages.copies import Copies, HostCopy, value_of
+from autopar.runtime.device import Copies, HostCopy, value_of
 
 
 class LossTally:

@@ -15,7 +15,7 @@ from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.capture.storages import StorageTracker
 from autopar.errors import FileError, TrainingError
-from autopar.runtime.result import weights
+from autopar.runtime import weights
 from autopar.runtime.start.saving import folder_of, make_folder
 from dictated import dictate
 from threads import train_in_threads

@@ -17,7 +17,7 @@ from autopar.errors import TrainingError
 from autopar.formats.plan import Plan, Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.gradients.loss import all_finite, first_not_finite
+from autopar.runtime.loss import all_finite, first_not_finite
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.start.workspace import Workspace

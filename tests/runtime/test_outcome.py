@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from autopar.runtime.result.outcome import outcome_of
+from autopar.runtime.outcome import outcome_of
 from autopar.schedules.expand import expand
 from rank_results import plan_of, results_of
 

@@ -1,8 +1,9 @@
 """Reducer: a rank's gradients, summed over the replicas of its stages and over stages that share parameters.
 
 In comes what backwards leave in parameters, bucket by bucket while the last backward runs; out come gradients that are
-equal on all ranks that hold a parameter. Buffers that forwards write are made equal on all replicas after every step,
-as the plan asks.
+equal on all ranks that hold a parameter. A bucket has gradients that are reduced together as views into one buffer, one
+behind the other, with a mark for each that a backward has reached. A parameter of which ranks have different parts has
+a buffer for all of it.
 """
 
 from __future__ import annotations
@@ -10,38 +11,236 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 from weakref import ref
 
 import torch
 
-from autopar.capture.graph import Layer
-from autopar.formats.plan import Plan, ReplicatedState
-from autopar.runtime.gradients.buckets import (
-    SharedGradient,
-    StageBuckets,
-    TeamSum,
-    fill_buckets,
-    gradients_in,
-    team_sums,
-)
+from autopar.capture.split.sums import Summand
+from autopar.formats.plan import Plan
 from autopar.runtime.messages.transport import Pending, Transport, replica_ranks, sharing_groups
 from autopar.runtime.stage.layers import used_by_several
-from autopar.runtime.stage.parameters import LocalParameters
+from autopar.runtime.stage.parameters import LocalParameters, Team, local, sharded_ranges
 from autopar.runtime.stage.stage import Stage
-from autopar.runtime.stage.team import Team
 from autopar.schedules.continuing import depths_of
 from autopar.schedules.expand import rank_of, team_of
+from autopar.schedules.route import buckets
 
 if TYPE_CHECKING:
     from autopar.runtime.stage.sharded import ShardedStage
 
 
-Answered = Callable[[torch.nn.Parameter, torch.Tensor], list[torch.Tensor]]
+class Bucket:
+    """Parameters whose gradients are views into one buffer and are reduced together."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], total: int | None = None) -> None:
+        """Lay them out; ``total`` are the numbers that are reduced, by default theirs."""
+        self.parameters = list(parameters)
+        sample = self.parameters[0]
+        self._total = sum(parameter.numel() for parameter in self.parameters) if total is None else total
+        # Behind the gradients, a mark for each parameter: on how many ranks a backward reached it.
+        size = self._total + len(self.parameters)
+        self.buffer = torch.zeros(size, dtype=sample.dtype, device=sample.device)
+        self._marks = self.buffer[self._total :]
+        self._all_reached = False
+        self.missing = len(self.parameters)
+
+    def attach(self) -> None:
+        """Zero the buffer and make every gradient a view into it."""
+        self.buffer.zero_()
+        self._place()
+        self._all_reached = False
+        self.missing = len(self.parameters)
+
+    def _place(self) -> None:
+        offset = 0
+        for parameter in self.parameters:
+            parameter.grad = self.buffer[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """What holds all its gradients."""
+        return [self.buffer]
+
+    def mark(self, reached_ids: set[int]) -> None:
+        """Mark the parameters that a backward of this rank reached, just before the buffer is reduced."""
+        reached = [float(id(parameter) in reached_ids) for parameter in self.parameters]
+        self._all_reached = all(reached)
+        if self._all_reached:
+            # Copying a list would make the host wait for a GPU.
+            self._marks.fill_(1.0)
+        else:
+            self._marks.copy_(torch.tensor(reached, dtype=self.buffer.dtype))
+
+    def collect(self) -> None:
+        """Have the gradients in the buffer, which is about to be reduced."""
+
+    def spread(self) -> None:
+        """Have the gradients that have been reduced."""
+
+    def release_untouched(self) -> None:
+        """Take the gradient from parameters that no rank's backward reached."""
+        if self._all_reached:
+            return
+        for parameter, reached in zip(self.parameters, self._marks.tolist(), strict=True):
+            if not reached:
+                parameter.grad = None
+
+
+class WholeBucket(Bucket):
+    """A parameter of which ranks have different parts: the gradient of all of it is reduced among them.
+
+    Each part is given by the first rank of every team that has it.
+    """
+
+    def __init__(self, parameter: torch.nn.Parameter, name: str, team: Team) -> None:
+        """Lay it out; ``team`` knows the parameter by its name in the model."""
+        self._name, self._team, self._shape = name, team, torch.Size(team.shape(name, parameter.shape))
+        super().__init__([parameter], self._shape.numel())
+
+    def _place(self) -> None:
+        # The parameter may have that of another mini-batch when this one is reduced.
+        self.parameters[0].grad = self._gradient = torch.zeros_like(self.parameters[0])
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """See :class:`Bucket`."""
+        return [self._gradient]
+
+    def collect(self) -> None:
+        """See :class:`Bucket`."""
+        self._team.put(self._name, self._gradient, self._whole)
+
+    def spread(self) -> None:
+        """See :class:`Bucket`."""
+        self._gradient.copy_(self._team.take(self._name, self._whole))
+
+    @property
+    def _whole(self) -> torch.Tensor:
+        return self.buffer[: self._total].view(self._shape)
+
+
+class SharedGradient(NamedTuple):
+    """A parameter that stages share, and who adds up its gradients."""
+
+    parameter: torch.nn.Parameter
+    ranks: tuple[int, ...]
+    """Those that reduce together, this one among them."""
+    owners: tuple[int, ...]
+    """Those that answer for it where every element counts once."""
+    name: str = ""
+    """In the model."""
+    team: Team | None = None
+    """This rank's, where others have other parts of the parameter."""
+
+    def bucket(self) -> Bucket:
+        """Return a bucket for its gradient."""
+        if self.team is None:
+            return Bucket([self.parameter])
+        return WholeBucket(self.parameter, self.name, self.team)
+
+
+class TeamSum:
+    """Gradients of which the ranks of a team have summands, added up together once a mini-batch is complete.
+
+    Those of parameters that every rank has as a whole, and reads where it computes a part only.
+    """
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        """Begin without any; ``ranks`` add up."""
+        self._ranks = ranks
+        self._places: list[tuple[torch.nn.Parameter, Summand]] = []
+
+    def add(self, parameter: torch.nn.Parameter, summand: Summand) -> None:
+        """Take a parameter's gradient, or some of it."""
+        self._places.append((parameter, summand))
+
+    def reduce(self, transport: Transport) -> None:
+        """Add up what there is; all ranks do so at once, of the same parameters."""
+        views = [view for parameter, summand in self._places for view in _views_of_summands(parameter, summand)]
+        if not views:
+            return
+        buffer = torch.cat([view.flatten() for view in views])
+        transport.all_reduce(buffer, self._ranks).wait()
+        for view, total in zip(views, torch.split(buffer, [view.numel() for view in views]), strict=True):
+            view.copy_(total.view_as(view))
+
+
+def _views_of_summands(parameter: torch.nn.Parameter, summand: Summand) -> list[torch.Tensor]:
+    """Return views of those entries of a gradient that are summands, if there is a gradient.
+
+    Replicas may divide it: the ranks of a team that add up have the same indices.
+    """
+    if parameter.grad is None:
+        return []
+    gradient = local(parameter.grad)
+    if summand.indices is None:
+        return [gradient]
+    bounds = next((each[1:] for each in sharded_ranges(parameter) if each[0] == summand.dim), None)
+    low, high = bounds or (0, gradient.shape[summand.dim])
+    inside = [(max(start, low), min(stop, high)) for start, stop in summand.indices]
+    return [gradient.narrow(summand.dim, start - low, stop - start) for start, stop in inside if start < stop]
+
+
+def team_sums(team: Team, parameters: Mapping[str, torch.nn.Parameter]) -> list[TeamSum]:
+    """Return what adds up the gradients that a rank has summands of, in the order in which its team does so.
+
+    Args:
+        team: the rank's.
+        parameters: by the model's own names.
+    """
+    found: dict[tuple[int, tuple[int, ...], torch.dtype], TeamSum] = {}
+    for name, summands in team.summands.items():
+        parameter = parameters[name]
+        for at, summand in enumerate(summands):
+            # A parameter's second sum takes what its first one gives.
+            key = at, team.ranks_of(summand.parts), parameter.dtype
+            found.setdefault(key, TeamSum(key[1])).add(parameter, summand)
+    return [found[key] for key in sorted(found, key=lambda key: key[0])]
+
+
+class StageBuckets:
+    """The buckets of one stage of a rank, and how far their reduction is."""
+
+    def __init__(self, stage_buckets: list[Bucket]) -> None:
+        self.buckets = stage_buckets
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin anew."""
+        self.pending: list[Pending] = []
+        self.last_backward, self.began = False, cast(object, None)
+
+    @property
+    def remaining_buckets(self) -> list[Bucket]:
+        """Those whose reduction has not begun."""
+        return self.buckets[len(self.pending) :]
+
+
+def gradients_in(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Return the gradients that there are."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def fill_buckets(groups: Sequence[Sequence[torch.nn.Parameter]]) -> list[Bucket]:
+    """Return buckets for the parameters of a stage's layers, in the order in which backwards complete them."""
+    sizes = [sum(p.numel() * p.element_size() for p in group) for group in groups]
+    filled = []
+    for indices in buckets(sizes):
+        parameters = [parameter for index in indices for parameter in groups[index]]
+        # One buffer holds one type; models of mixed types get a buffer each.
+        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+            alike = [parameter for parameter in parameters if parameter.dtype == dtype]
+            filled.append(Bucket(alike))
+    return filled
+
+
+OwnedViews = Callable[[torch.nn.Parameter, torch.Tensor], list[torch.Tensor]]
 """Gives views of what a rank answers for of a parameter's gradient, of all of its team that have it."""
 
 
-class _Gradients:
+class _BatchGradients:
     """The gradients of one mini-batch, and how far their reductions are."""
 
     def __init__(
@@ -108,7 +307,7 @@ class Reducer:
         mark: Callable[[], object],
         rank: int,
         mini_batches: int = 1,
-        answered: Answered = lambda parameter, gradient: [gradient],
+        owned_views: OwnedViews = lambda parameter, gradient: [gradient],
         team_sums: Sequence[TeamSum] = (),
     ) -> None:
         """Lay the gradients out.
@@ -122,18 +321,18 @@ class Reducer:
             mark: marks the present moment, for :meth:`finish` to return.
             rank: which rank this is.
             mini_batches: of how many there are gradients at a time.
-            answered: gives what of a gradient no other rank of the team answers for.
+            owned_views: gives what of a gradient no other rank of the team answers for.
             team_sums: add up gradients that the ranks of the team have summands of.
         """
         self._team_sums = team_sums
-        self._answered = answered
+        self._owned_views = owned_views
         self._rank = rank
         self._replicas, self._sharded_stages, self._transport, self._mark = replicas, sharded_stages, transport, mark
         groups = _group_by_layer(stages, {id(shared.parameter) for shared in shared_parameters.values()})
         alone, none = len(replicas) == 1, {index: list[list[torch.nn.Parameter]]() for index in groups}
         plain, reduced = (groups, none) if alone else (none, groups)
         self._plain_of = {index: [each for layer in layers for each in layer] for index, layers in plain.items()}
-        self._gradients = [_Gradients(reduced, shared_parameters, self._plain) for _ in range(mini_batches)]
+        self._gradients = [_BatchGradients(reduced, shared_parameters, self._plain) for _ in range(mini_batches)]
         self._current = self._updated = self._gradients[0]
         """Those that backwards add to, and those that are asked for."""
         # Layers that share one may each run a backward of their own: its gradient is complete when all have.
@@ -180,7 +379,7 @@ class Reducer:
             self._current.attach()
             self._updated = self._current
 
-    def _of(self, step: int) -> _Gradients:
+    def _of(self, step: int) -> _BatchGradients:
         return self._gradients[step % len(self._gradients)]
 
     def begin_last_backward(self, index: int) -> None:
@@ -223,7 +422,7 @@ class Reducer:
         gradients.shared_pending[index].wait()
         gradients.shared_buckets[index][0].spread()
 
-    def _begin_shared(self, gradients: _Gradients, index: int) -> None:
+    def _begin_shared(self, gradients: _BatchGradients, index: int) -> None:
         bucket, shared = gradients.shared_buckets[index]
         bucket.mark(gradients.reached_ids)
         bucket.collect()
@@ -264,7 +463,7 @@ class Reducer:
     def owned_gradients_of(self, index: int) -> list[torch.Tensor]:
         """Return those of one stage, for a norm over its replicas."""
         first = self._rank == self._replicas[0]
-        return self.gradients_of_stage(index) if first else self._divided_gradients(index, self._answered)
+        return self.gradients_of_stage(index) if first else self._divided_gradients(index, self._owned_views)
 
     def gradients_of_stage(self, index: int) -> list[torch.Tensor]:
         """Return all gradients of one stage that this replica has, those included that the others have, too.
@@ -273,11 +472,11 @@ class Reducer:
         """
         parameters = [each for bucket in self._updated.stages[index].buckets for each in bucket.parameters]
         own = self._answered_gradients((*self._plain_of[index], *parameters))
-        return [*own, *self._divided_gradients(index, self._answered)]
+        return [*own, *self._divided_gradients(index, self._owned_views)]
 
     def _answered_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
         found = ((each, each.grad) for each in parameters if each.grad is not None)
-        return [view for parameter, gradient in found for view in self._answered(parameter, gradient)]
+        return [view for parameter, gradient in found for view in self._owned_views(parameter, gradient)]
 
     def release_untouched(self) -> None:
         """Take the gradient from parameters that no backward reached: plain training would not update them.
@@ -287,9 +486,9 @@ class Reducer:
         for bucket in self._updated.buckets:
             bucket.release_untouched()
 
-    def _divided_gradients(self, index: int | None = None, answered: Answered | None = None) -> list[torch.Tensor]:
+    def _divided_gradients(self, index: int | None = None, owned_views: OwnedViews | None = None) -> list[torch.Tensor]:
         asked = [sharded for at, sharded in self._sharded_stages.items() if index in (None, at)]
-        return [each for sharded in asked for each in sharded.gradients(answered)]
+        return [each for sharded in asked for each in sharded.gradients(owned_views)]
 
     def _hook(self, parameters: Sequence[torch.nn.Parameter], note: Callable[[Reducer, torch.Tensor], None]) -> None:
         """Have gradients noted; a hook that held the reducer would keep both for good: no collector sees into it."""
@@ -315,7 +514,7 @@ class Reducer:
             while stage.remaining_buckets and not stage.remaining_buckets[0].missing:
                 self._launch(self._current, stage)
 
-    def _launch(self, gradients: _Gradients, stage: StageBuckets) -> None:
+    def _launch(self, gradients: _BatchGradients, stage: StageBuckets) -> None:
         if stage.began is None:
             stage.began = self._mark()
         bucket = stage.remaining_buckets[0]
@@ -376,48 +575,8 @@ def reducer_of(
     kept = 1 if plan.weight_policy == "sync" else max(depths_of(plan, index).gradients for index in stages)
     names = {id(parameter): name for name, parameter in local_parameters.parameters.items()}
 
-    def answered(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> list[torch.Tensor]:
-        return team.answered(names[id(parameter)], parameter, gradient)
+    def owned_views(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> list[torch.Tensor]:
+        return team.owned_views(names[id(parameter)], parameter, gradient)
 
     sums = team_sums(team, local_parameters.parameters)
-    return Reducer(layers, sharded, replicas, shared, transport, mark, rank, kept, answered, sums)
-
-
-class ReplicatedBuffers:
-    """The written buffers of one rank's layers."""
-
-    def __init__(
-        self,
-        layers: Iterable[Layer],
-        local_parameters: LocalParameters,
-        how: ReplicatedState | None,
-        transport: Transport,
-        ranks: tuple[int, ...],
-        rank: int,
-    ) -> None:
-        """Find them.
-
-        Args:
-            layers: the rank's.
-            local_parameters: have their buffers.
-            how: whose values all replicas get: those of the first, or the mean of all, where numbers are floating.
-            transport: carries sums.
-            ranks: the replicas, the first one first.
-            rank: this one.
-        """
-        written = [layer.writes.buffers for layer in layers if layer.writes is not None]
-        names = dict.fromkeys(name for each in written for name in each) if how and len(ranks) > 1 else {}
-        self._buffers = [local_parameters.buffers[name] for name in names]
-        self._how, self._transport, self._ranks, self._first = how, transport, ranks, rank == ranks[0]
-
-    @torch.no_grad()
-    def settle(self) -> None:
-        """Make the buffers alike; every replica does so at once."""
-        for buffer in self._buffers:
-            mean = self._how == "average" and (buffer.is_floating_point() or buffer.is_complex())
-            # Backends do not add up booleans; of these and of integers, the first replica's are taken.
-            sent = buffer.to(torch.int64) if buffer.dtype is torch.bool else buffer.clone()
-            if not mean and not self._first:
-                sent.zero_()
-            self._transport.all_reduce(sent, self._ranks).wait()
-            buffer.copy_(sent / len(self._ranks) if mean else sent)
+    return Reducer(layers, sharded, replicas, shared, transport, mark, rank, kept, owned_views, sums)

@@ -1,0 +1,510 @@
+"""What a rank's device is to the host that drives it: copies beside its work, its clock, and its memory.
+
+Copies between a GPU's memory and its host's go both ways on streams of their own, between events: nothing waits for the
+whole device. What a copy reads and writes is kept until it is done, so that no memory is given to others meanwhile.
+
+A clock marks moments on the device that runs the actions, and resolves marks to seconds of this host's performance
+counter; layer times collect, of marks around the layers of a stage, how long each runs forward and backward. Of memory
+the most is known that was held, and what is said where there was not enough.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+from autopar.errors import OutOfMemoryError
+from autopar.formats.plan import Plan
+from autopar.formats.program import BACKWARD, FORWARD, RankProgram
+
+
+class HostCopy(Protocol):
+    """A copy in the host's memory, under way."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The copy, which has its values once it has been waited for."""
+
+    def wait(self) -> None:
+        """Return when it is done, in whichever thread."""
+
+
+class Copies(Protocol):
+    """Copies of one device; its calls return before the device has copied."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is in the device's memory."""
+
+    def to_host(self, tensor: torch.Tensor) -> HostCopy:
+        """Begin to copy what the device's work so far makes of a tensor, which must stay untouched until it is done."""
+
+    def buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return host memory for a copy of a contiguous tensor."""
+
+    def moment(self) -> object:
+        """Mark the end of the device's work so far."""
+
+    def to_device(self, host: torch.Tensor, tensor: torch.Tensor, since: object) -> None:
+        """Begin to fill a tensor that no work after the moment ``since`` uses; work from now on waits for it."""
+
+    def bring(self, host: torch.Tensor) -> torch.Tensor:
+        """Begin to copy a tensor to the device, beside its work; that may use it once it is admitted."""
+
+    def admit(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let the device's work from now on use what was brought, for which it waits."""
+
+    def prepare_thread(self) -> None:
+        """Let the present thread wait for copies."""
+
+
+class _CudaHostCopy:
+    """Keeps the tensor that is copied until the copy is done."""
+
+    def __init__(self, tensor: torch.Tensor, source: torch.Tensor, done: torch.cuda.Event) -> None:
+        self.tensor = tensor
+        self._source: torch.Tensor | None = source
+        self._done = done
+
+    def wait(self) -> None:
+        """See :class:`HostCopy`."""
+        self._done.synchronize()
+        self._source = None
+
+
+class CudaCopies:
+    """Copies through page-locked memory, on a stream for each purpose."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._bringing = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """See :class:`Copies`."""
+        return tensor.is_cuda
+
+    def to_host(self, tensor: torch.Tensor) -> HostCopy:
+        """See :class:`Copies`."""
+        host = self.buffer(tensor)
+        # Whoever waits for it sleeps: computing threads may want the processor.
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._out):
+            host.copy_(tensor, non_blocking=True)
+            done.record(self._out)
+        return _CudaHostCopy(host, tensor, done)
+
+    def buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :class:`Copies`."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+    def moment(self) -> object:
+        """See :class:`Copies`."""
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def to_device(self, host: torch.Tensor, tensor: torch.Tensor, since: object) -> None:
+        """See :class:`Copies`."""
+        assert isinstance(since, torch.cuda.Event)
+        self._in.wait_event(since)
+        with torch.cuda.stream(self._in):
+            # The allocator of page-locked memory keeps ``host`` from others until the copy is done.
+            tensor.copy_(host, non_blocking=True)
+        torch.cuda.current_stream(self._device).wait_stream(self._in)
+
+    def bring(self, host: torch.Tensor) -> torch.Tensor:
+        """See :class:`Copies`."""
+        with torch.cuda.stream(self._bringing):
+            return _through_page_locked(host, self._device)
+
+    def admit(self, tensors: Iterable[torch.Tensor]) -> None:
+        """See :class:`Copies`."""
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._bringing)
+        for tensor in tensors:
+            # Its memory belongs to the other stream, which must not have it back before this one is done with it.
+            tensor.record_stream(current)
+
+    def prepare_thread(self) -> None:
+        """See :class:`Copies`."""
+        torch.cuda.set_device(self._device)
+
+
+def copies_of(device: torch.device) -> Copies | None:
+    """Return the copies of a device with a memory of its own; None for the CPU."""
+    return CudaCopies(device) if device.type == "cuda" else None
+
+
+def move_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device; the host waits for no work of a GPU, on whose current stream the copy goes."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return _through_page_locked(tensor, device)
+    return tensor.to(device)
+
+
+def value_of(scalar: torch.Tensor) -> float:
+    """Return a number that a device makes; the host sleeps until it is there, whatever is behind it."""
+    if not scalar.is_cuda:
+        return float(scalar)
+    host = torch.empty(scalar.shape, dtype=scalar.dtype, pin_memory=True).copy_(scalar, non_blocking=True)
+    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    done.record(torch.cuda.current_stream(scalar.device))
+    done.synchronize()
+    return float(host)
+
+
+def _through_page_locked(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+ANCHOR_S = 10.0
+"""After how many seconds the clocks of host and GPU are compared anew: they may drift apart by some millionths, and a
+GPU tells times in milliseconds of 24 bits."""
+
+
+class Clock(Protocol):
+    """Marks moments without waiting for the device, and tells their times afterwards."""
+
+    lags: bool
+    """Whether the device may be behind the host, so that telling times waits for it."""
+
+    def start(self) -> None:
+        """Begin a step."""
+
+    def mark(self) -> object:
+        """Mark the present moment of the device's work."""
+
+    def resolve(self, marks: list[object]) -> list[float]:
+        """Wait for the last of the marks, and return the times of all."""
+
+
+class HostClock:
+    """For devices whose work is done when the call returns."""
+
+    lags = False
+
+    def start(self) -> None:
+        """See :class:`Clock`."""
+
+    def mark(self) -> object:
+        """See :class:`Clock`."""
+        return time.perf_counter()
+
+    def resolve(self, marks: list[object]) -> list[float]:
+        """See :class:`Clock`."""
+        return [mark for mark in marks if isinstance(mark, float)]
+
+
+class _Anchor(NamedTuple):
+    """An event of which the host's time is known."""
+
+    event: torch.cuda.Event
+    host_s: float
+
+
+class _Mark(NamedTuple):
+    anchor: _Anchor
+    event: torch.cuda.Event
+
+
+class CudaClock:
+    """Marks are events on the current stream, told in host time by one that the host has waited for."""
+
+    lags = True
+
+    def __init__(self) -> None:
+        self._anchor: _Anchor | None = None
+
+    def start(self) -> None:
+        """See :class:`Clock`; waits for the device once every few seconds, and not in between."""
+        if self._anchor is None or time.perf_counter() - self._anchor.host_s > ANCHOR_S:
+            event = _event()
+            event.record()
+            event.synchronize()
+            self._anchor = _Anchor(event, time.perf_counter())
+
+    def mark(self) -> object:
+        """See :class:`Clock`."""
+        assert self._anchor is not None
+        event = _event()
+        event.record()
+        return _Mark(self._anchor, event)
+
+    def resolve(self, marks: list[object]) -> list[float]:
+        """See :class:`Clock`."""
+        known = [mark for mark in marks if isinstance(mark, _Mark)]
+        if known:
+            known[-1].event.synchronize()
+        return [anchor.host_s + anchor.event.elapsed_time(event) / 1e3 for anchor, event in known]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class PricedClock(Clock, Protocol):
+    """A clock of a rank whose actions take no time of their own: their prices pass in it."""
+
+    @property
+    def now_s(self) -> float:
+        """The present moment; ranks that tell each other moments have it of the same origin."""
+
+    def spend(self, seconds: float) -> None:
+        """Let time pass."""
+
+    def wait_until(self, moment_s: float) -> None:
+        """Let time pass until a moment, if that is to come."""
+
+
+class VirtualClock(HostClock):
+    """Time is a number: every step begins at 0, but of pipelines that are never flushed."""
+
+    def __init__(self, overhead_s: float, *, goes_on: bool = False) -> None:
+        """Begin; ``overhead_s`` is what a step takes before its first action, unless time ``goes_on``."""
+        self._overhead_s, self._goes_on, self.now_s = overhead_s, goes_on, 0.0
+
+    def start(self) -> None:
+        """See :class:`Clock`."""
+        if not self._goes_on:
+            self.now_s = self._overhead_s
+
+    def mark(self) -> object:
+        """See :class:`Clock`."""
+        return self.now_s
+
+    def spend(self, seconds: float) -> None:
+        """See :class:`PricedClock`."""
+        self.now_s += seconds
+
+    def wait_until(self, moment_s: float) -> None:
+        """See :class:`PricedClock`."""
+        self.now_s = max(self.now_s, moment_s)
+
+
+class SleepingClock(HostClock):
+    """Time is this host's: a rank sleeps as long as its actions take."""
+
+    def __init__(self, overhead_s: float) -> None:
+        """Begin; ``overhead_s`` is what a step takes before its first action."""
+        self._overhead_s = overhead_s
+
+    @property
+    def now_s(self) -> float:
+        """See :class:`PricedClock`."""
+        return time.perf_counter()
+
+    def start(self) -> None:
+        """See :class:`Clock`."""
+        time.sleep(self._overhead_s)
+
+    def spend(self, seconds: float) -> None:
+        """See :class:`PricedClock`."""
+        time.sleep(seconds)
+
+    def wait_until(self, moment_s: float) -> None:
+        """See :class:`PricedClock`."""
+        time.sleep(max(0.0, moment_s - time.perf_counter()))
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock for a device."""
+    return CudaClock() if device.type == "cuda" else HostClock()
+
+
+class LayerTimes:
+    """Watches a rank's layers for a few steps.
+
+    A forward is timed around the layer. A layer's backward begins when the gradients of its outputs are complete, or
+    with its recomputation, and ends when the next one's begins, or the stage's backward is over.
+    """
+
+    def __init__(self, actions: RankProgram, stages: Mapping[int, Sequence[str]], clock: Clock) -> None:
+        """Prepare to watch.
+
+        Args:
+            actions: the rank's program.
+            stages: names of the layers of its stages, in order.
+            clock: marks moments.
+        """
+        self._clock, self._stages = clock, stages
+        self._actions = list(actions)
+        self._marks: dict[tuple[str, str, int], object] = {}
+        """Moments of a layer's forwards (``start``, ``end``) and backwards (``again``: it was begun once more), in
+        order; and when, of a forward's outputs, the latest gradient was complete (``reached``)."""
+        self._runs: dict[tuple[str, bool], int] = defaultdict(int)
+        self._seconds: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+
+    def __call__(self, layer: str, run: Callable[[], Sequence[torch.Tensor]], again: bool) -> Sequence[torch.Tensor]:
+        """Run a layer forward, timed; once more is part of its backward."""
+        start = self._clock.mark()
+        outputs = run()
+        number = self._runs[layer, again]
+        self._runs[layer, again] += 1
+        if again:
+            self._marks["again", layer, number] = start
+            return outputs
+        self._marks["start", layer, number], self._marks["end", layer, number] = start, self._clock.mark()
+        for tensor in outputs:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._reach(layer, number))  # type: ignore[no-untyped-call]
+        return outputs
+
+    def begin_step(self) -> None:
+        """Forget the marks of the step before."""
+        self._clock.start()
+        self._marks.clear()
+        self._runs.clear()
+
+    def end_step(self, times_s: Sequence[tuple[float, float]]) -> None:
+        """Take in a step, given when its actions ran."""
+        at_s = dict(zip(self._marks, self._clock.resolve(list(self._marks.values())), strict=True))
+        for (what, layer, number), end_s in at_s.items():
+            if what == "end":
+                self._seconds[layer][0].append(end_s - at_s["start", layer, number])
+        turns: dict[tuple[int, str], list[int]] = defaultdict(list)
+        for action, span in zip(self._actions, times_s, strict=True):
+            turns[action.stage, action.kind].append(action.micro_batch)
+            if action.kind == BACKWARD:
+                first = turns[action.stage, FORWARD].index(action.micro_batch)
+                last = len(turns[action.stage, BACKWARD]) - 1
+                begun = {
+                    layer: at_s.get(("again", layer, last), at_s.get(("reached", layer, first)))
+                    for layer in self._stages[action.stage]
+                }
+                self._part(action.stage, begun, span)
+
+    def medians(self) -> dict[str, tuple[float, float]]:
+        """Return the median seconds of every layer, forward and backward; 0 backward where none was seen whole."""
+        return {
+            layer: (median(forward), median(backward) if backward else 0.0)
+            for layer, (forward, backward) in self._seconds.items()
+        }
+
+    def _reach(self, layer: str, number: int) -> None:
+        self._marks["reached", layer, number] = self._clock.mark()
+
+    def _part(self, stage: int, starts_s: Mapping[str, float | None], span: tuple[float, float]) -> None:
+        """Divide a stage's backward among its layers, given when that of each began."""
+        layers = list(reversed(self._stages[stage]))
+        moments, latest = [], span[0]
+        for layer in layers:
+            moment = starts_s[layer]
+            latest = latest if moment is None else min(max(moment, latest), span[1])
+            moments.append(latest)
+        for layer, (start_s, end_s) in zip(layers, pairwise([*moments, span[1]]), strict=True):
+            self._seconds[layer][1].append(end_s - start_s)
+
+
+_ON_THE_HOST = "can't allocate memory"
+"""In what torch raises where the host has none, which is no error of a kind of its own."""
+_MIB = 2**20
+
+
+class PeakMemory:
+    """Watches from its creation on; create it before the stage is built."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.kind: Literal["resident", "allocated"] = "allocated" if device.type == "cuda" else "resident"
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            with suppress(OSError):
+                # Linux forgets the process's high-water mark.
+                Path("/proc/self/clear_refs").write_text("5")
+            self._before_bytes = _status_bytes("VmRSS")
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes held since creation, beyond those held then; 0 where the system does not tell."""
+        return held_bytes(self._device) if self._device.type == "cuda" else max(0, _most_bytes() - self._before_bytes)
+
+
+def held_bytes(device: torch.device) -> int:
+    """Return the most bytes that were held: on a GPU by tensors, else by this process; 0 where nobody tells."""
+    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else _most_bytes()
+
+
+def _most_bytes() -> int:
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(key: str) -> int:
+    try:
+        match = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(match[1]) * 1024 if match else 0
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device, or the host, had no memory left.
+
+    >>> [is_out_of_memory(each) for each in (MemoryError(), RuntimeError("can't allocate memory"), ValueError())]
+    [True, True, False]
+    """
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and _ON_THE_HOST in str(error)
+    )
+
+
+def out_of_memory(
+    place: str, error: BaseException, plan: Plan, stages: Collection[int], device: torch.device
+) -> OutOfMemoryError:
+    """Return what is said where there is no memory left: what was asked for, what was held and what was planned.
+
+    Args:
+        place: where it was, in words.
+        error: what was raised.
+        plan: what is carried out.
+        stages: those of the rank.
+        device: the rank's.
+    """
+    # What was asked for and what there is; then follows advice on settings of torch's.
+    said = ". ".join(str(error).split(". ")[:3]).removesuffix(".") or "out of memory"
+    held = held_bytes(device)
+    planned = max(plan.predicted.peak_bytes[stage] for stage in stages)
+    limits = plan.predicted.limit_bytes
+    limit = max((limits[stage] for stage in stages if limits), default=planned)
+    holder = "tensors" if device.type == "cuda" else "the process"
+    numbers = f"{holder} held at most {_mib(held)}, {_mib(planned)} of {_mib(limit)} were planned"
+    return OutOfMemoryError(f"{place}: {said}; {numbers}", memory_to_plan_with(held, planned, limit))
+
+
+def check_capacity(plan: Plan, rank: int, stages: Collection[int], device: torch.device) -> None:
+    """Refuse a GPU with less memory than the rank is planned to hold, before anything is put there.
+
+    Raises:
+        OutOfMemoryError: it has less.
+    """
+    if device.type != "cuda":
+        return
+    properties = torch.cuda.get_device_properties(device)
+    planned, there = max(plan.predicted.peak_bytes[stage] for stage in stages), properties.total_memory
+    if planned > there:
+        numbers = f"{properties.name} has {_mib(there)}, {_mib(planned)} were planned"
+        raise OutOfMemoryError(f"rank {rank} (setting up): {numbers}", memory_to_plan_with(there, planned, there))
+
+
+def memory_to_plan_with(peak_bytes: int, predicted_bytes: int, limit_bytes: int) -> int:
+    """Return the limit of a device, in bytes, under which a plan that is off as much fits; below what was planned.
+
+    Where more was held than planned, plans are off by that share; where less was, the device has less than was thought.
+
+    >>> memory_to_plan_with(12 << 20, 10 << 20, 16 << 20) >> 20, memory_to_plan_with(6 << 20, 10 << 20, 16 << 20) >> 20
+    (9, 6)
+    """
+    fits = limit_bytes * predicted_bytes // peak_bytes if peak_bytes > predicted_bytes else peak_bytes
+    return max(1, min(fits, predicted_bytes - _MIB) // _MIB) * _MIB
+
+
+def _mib(count: int) -> str:
+    return f"{count / _MIB:,.0f} MiB"

@@ -1,0 +1,45 @@
+"""What does not fit its plan is refused before a job is there, or held to what the plan says of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import autopar
+from autopar.errors import FileError, ModelError, UsageError
+from script_jobs import batches, loss, make_model, script_plan
+
+
+def contrastive(output: torch.Tensor, batch: object) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(output @ output.T, torch.arange(output.shape[0]))
+
+
+def test_a_loss_that_no_parts_add_up_to_is_refused_unless_accepted_or_not_divided() -> None:
+    model, (batch,) = make_model(), batches(1)
+    with pytest.raises(FileError, match=r"no mean over samples.* `accept_loss=True`"):
+        autopar.materialize(model, script_plan([1]), batch, loss=contrastive)
+    with autopar.materialize(model, script_plan([1]), batch, loss=contrastive, accept_loss=True) as job:
+        job.step(batch)
+    with pytest.raises(ModelError, match="no mean over samples"):
+        autopar.profile(model, batch, loss=contrastive, budget_s=0.1)
+    measured = autopar.profile(model, batch, loss=contrastive, accept_loss=True, budget_s=0.1)
+    divided = autopar.plan(measured, gpus=1, micro_batches=2)
+    assert divided.loss_difference == measured.loss_difference
+    assert "results depend on micro-batches" in " ".join(divided.explain().split())
+    whole = autopar.plan(measured, gpus=1, micro_batches=1)
+    assert "results depend" not in " ".join(whole.explain().split())
+    for plan in (divided, whole):
+        with autopar.materialize(model, plan, batch, loss=contrastive) as job:
+            found = job.step(batch).loss
+    truth = contrastive(make_model()(batch[0]), batch).item()
+    assert found == pytest.approx(truth, rel=1e-12)
+
+
+def test_another_model_or_too_few_ranks_are_refused_before_training() -> None:
+    other = torch.nn.Sequential(*make_model(), torch.nn.Linear(3, 3)).double()
+    (batch,) = batches(1)
+    with pytest.raises(FileError, match=r"the plan does not fit Sequential: layer \d+ is .*"):
+        autopar.materialize(other, script_plan([1]), batch, loss=loss)
+    with pytest.raises(UsageError, match=r"the plan needs 2 ranks, .* torchrun --nproc-per-node 2"):
+        autopar.materialize(make_model(), script_plan([1, 1]), batch, loss=loss)
+    assert not torch.distributed.is_initialized()
