@@ -13,10 +13,8 @@ from torch import fx
 
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.split.analysis import Analysis, analyse
-from autopar.capture.split.choice import choose
-from autopar.capture.split.cuts import AttributeCut, cuts_of
-from autopar.capture.split.reasons import explain
-from autopar.capture.split.sequence_choice import choose_slices
+from autopar.capture.split.choice import AttributeCut, choose, cuts_of, explain
+from autopar.capture.split.edges import choose_slices
 from autopar.formats import profile as formats
 from autopar.formats.cuts import LayerSplit, ParameterCut, SequenceCut
 

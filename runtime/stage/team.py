@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
-from autopar.capture.split.cuts import AttributeCut
+from autopar.capture.split.choice import AttributeCut
 from autopar.capture.split.names import MismatchError
 from autopar.capture.split.rewrite import split_layer
 from autopar.capture.split.rules.attention import draw_alone, drops_weights

@@ -9,7 +9,7 @@ from torch import nn
 
 from autopar.capture.export import capture_module
 from autopar.capture.graph import LayerGraph
-from autopar.capture.split.sequence_choice import sequence_dims
+from autopar.capture.split.edges import sequence_dims
 from autopar.formats.cuts import ParameterCut
 from autopar.formats.profile import Layer as Record
 from autopar.profiler.splits import COUNTS, splits_of, with_splits

@@ -20,8 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autopar.capture.graph import Layer
 from autopar.capture.split.analysis import Analysis, analyse
-from autopar.capture.split.choice import Split, choose
-from autopar.capture.split.cuts import AttributeCut, split_dim
+from autopar.capture.split.choice import AttributeCut, Split, choose, split_dim
 from autopar.capture.split.edges import NO_EDGES, Edges, find_edges
 from autopar.capture.split.names import MismatchError, is_partial, split_places
 from autopar.capture.split.rules import Axis, Part, ranges, take_ranges

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from autopar.capture.split.analysis import Analysis
-from autopar.capture.split.cuts import Split
+from autopar.capture.split.choice import Split
 from autopar.capture.split.names import Dim, MismatchError, Name, carries, leaves, resolve, size, unite
 from autopar.capture.split.rules import Axis, Dims, LocalCall, OperatorCall, Part, find_rule
 from autopar.capture.split.rules.rule import ROWS, broadcast, new_dim, plain_size

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.capture.graph import Layer
+from autopar.capture.split.edges import sequence_dims
 from autopar.capture.split.names import MismatchError
 from autopar.capture.split.rewrite import LayerPart, split_layer
-from autopar.capture.split.sequence_choice import sequence_dims
 from drawn_split import Drawn
 from drawn_streams import TOKENS, Stream
 from families import EAGER, LENGTH, WIDTH
