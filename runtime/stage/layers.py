@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from autopar.capture.data import number_of, seed_data
+from autopar.capture.batch import number_of, seed_data
 from autopar.capture.evaluation import EvaluationGraph
 from autopar.capture.graph import LayerGraph, TensorSpec
 from autopar.formats.plan import Crossing, Plan

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.capture.data import check_reading
+from autopar.capture.batch import check_reading
 from autopar.capture.source import load
 from autopar.errors import ModelError
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.capture.storages import StorageTracker
+from autopar.capture.effects import StorageTracker
 
 
 @pytest.mark.parametrize("fake", [False, True])

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from autopar.capture.traits import StageTraits, stage_traits
+from autopar.capture.source import StageTraits, stage_traits
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan, SharedParameter
 from autopar.formats.program import FORWARD, UPDATE

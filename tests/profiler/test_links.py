@@ -10,8 +10,7 @@ import pytest
 
 from autopar.planner.costs.communication import LinkModel
 from autopar.profiler.device import choose, describe
-from autopar.profiler.links import local_cluster, measure_links, measured_cluster
-from autopar.profiler.probe import LinkMeasurements, MeasuredCurve
+from autopar.profiler.probe import LinkMeasurements, MeasuredCurve, local_cluster, measure_links, measured_cluster
 
 
 def test_nodes_of_one_rank_have_no_links_of_their_own() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autopar.hardware.clusters import message_sizes
-from autopar.profiler.links import measure_links, measured_cluster
 from autopar.profiler.operations import slowdowns
-from autopar.profiler.probe import Probe, groups_of
+from autopar.profiler.probe import Probe, groups_of, measure_links, measured_cluster
 
 
 def test_a_node_is_probed_in_groups_that_double() -> None:

@@ -12,7 +12,7 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.split.edges import sequence_dims
 from autopar.formats.cuts import ParameterCut
 from autopar.formats.profile import Layer as Record
-from autopar.profiler.splits import COUNTS, splits_of, with_splits
+from autopar.profiler.subject import COUNTS, splits_of, with_splits
 from drawn_models import captured
 from random_problems import cost
 

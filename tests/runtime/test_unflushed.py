@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from autopar.capture.export import capture
-from autopar.capture.source import load
-from autopar.capture.traits import StageTraits, stage_traits
+from autopar.capture.source import StageTraits, load, stage_traits
 from autopar.errors import AutoparError, UsageError
 from autopar.formats.plan import Plan
 from autopar.policies import POLICIES
