@@ -305,7 +305,7 @@ class _Survey:
         while True:
             found = {layer.name: self._cuts_of(layer, count, whole, alike) for layer in self.graph.layers}
             disputed = {
-                name for name, layers in self._shared() if len({_cut_of(found[each], name) for each in layers}) > 1
+                name for name, layers in self._ties() if len({_cut_of(found[each], name) for each in layers}) > 1
             }
             if disputed <= whole:
                 return found
@@ -334,7 +334,7 @@ class _Survey:
             text = text.replace(attribute, name)
         return text
 
-    def _shared(self) -> Collection[tuple[str, tuple[str, ...]]]:
+    def _ties(self) -> Collection[tuple[str, tuple[str, ...]]]:
         return self.graph.tied_parameters().items()
 
     def _analysis(self, layer: Layer) -> Analysis | None:

@@ -103,7 +103,7 @@ NEARLY = 0.75
 def choose(
     analysis: Analysis,
     count: int,
-    recorded: Mapping[str, AttributeCut] | None = None,
+    earlier_cuts: Mapping[str, AttributeCut] | None = None,
     forbidden: Collection[str] = (),
 ) -> tuple[Split, ...]:
     """Choose what is split among a number of parts; of the same layer, always the same.
@@ -111,15 +111,15 @@ def choose(
     Args:
         analysis: of the layer.
         count: of parts.
-        recorded: cuts of an earlier choice, which this one repeats.
+        earlier_cuts: cuts of an earlier choice, which this one repeats.
         forbidden: attributes of parameters that stay whole.
 
     Raises:
         MismatchError: a parameter cannot be cut as it was recorded.
     """
     found = [split for split in _candidates(analysis, count) if not _cuts_any(analysis, split, forbidden)]
-    if recorded is not None:
-        found = [split for split in found if cuts_of(analysis, [split]).items() <= recorded.items()]
+    if earlier_cuts is not None:
+        found = [split for split in found if cuts_of(analysis, [split]).items() <= earlier_cuts.items()]
     else:
         found = [split for split in found if not any(_is_much_cheaper(other, split) for other in found)]
     # Sorting keeps the order of the graph among equals.
@@ -128,8 +128,8 @@ def choose(
     for split in found:
         if not any(split.region & other.region for other in chosen):
             chosen.append(split)
-    if recorded is not None:
-        _check_repeated(cuts_of(analysis, chosen), recorded, count)
+    if earlier_cuts is not None:
+        _check_repeated(cuts_of(analysis, chosen), earlier_cuts, count)
     return tuple(chosen)
 
 
@@ -154,8 +154,8 @@ def _cuts_any(analysis: Analysis, split: Split, attributes: Collection[str]) -> 
     return any(split_dim(each, part) is not None for each in dims)
 
 
-def _check_repeated(cuts: Mapping[str, AttributeCut], recorded: Mapping[str, AttributeCut], count: int) -> None:
-    for attribute, cut in recorded.items():
+def _check_repeated(cuts: Mapping[str, AttributeCut], earlier_cuts: Mapping[str, AttributeCut], count: int) -> None:
+    for attribute, cut in earlier_cuts.items():
         if cuts.get(attribute) != cut:
             raise MismatchError(f"parameter {attribute} cannot be cut in {count} parts as it was recorded")
 

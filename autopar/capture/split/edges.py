@@ -103,19 +103,19 @@ Seeds = Sequence[tuple[str, fx.Node, int]]
 """Names of inputs and outputs, their nodes, and the dimension that slices are of."""
 
 
-def sequence_dims(layer: Layer, count: int, recorded: Mapping[str, AttributeCut] | None = None) -> dict[str, int]:
+def sequence_dims(layer: Layer, count: int, earlier_cuts: Mapping[str, AttributeCut] | None = None) -> dict[str, int]:
     """Return the dimensions along which a layer can take and give tensors in slices, by name; none if not worth it.
 
     Args:
         layer: as captured.
         count: of parts, and of slices.
-        recorded: cuts of an earlier choice of how its parameters are split.
+        earlier_cuts: cuts of an earlier choice of how its parameters are split.
 
     Raises:
         MismatchError: a parameter cannot be cut as it was recorded.
     """
     analysis = analyse(layer)
-    return choose_slices(analysis, choose(analysis, count, recorded), layer.inputs, layer.outputs, count)
+    return choose_slices(analysis, choose(analysis, count, earlier_cuts), layer.inputs, layer.outputs, count)
 
 
 def choose_slices(
@@ -142,19 +142,21 @@ def _split(analysis: Analysis, splits: Sequence[Split], seeds: Seeds, count: int
     return split_sequence(analysis, splits, count, placeholders, [(node, dim) for _, node, dim in seeds])
 
 
-def _is_sliced(found: SequenceSplit, seed: tuple[str, fx.Node, int]) -> bool:
-    place = found.places.get(seed[1])
+def _is_sliced(sequence: SequenceSplit, seed: tuple[str, fx.Node, int]) -> bool:
+    place = sequence.places.get(seed[1])
     return place is not None and (place.dim, place.period) == (seed[2], None)
 
 
 def _seeds(
     analysis: Analysis, regions: Collection[fx.Node], inputs: Sequence[str], outputs: Sequence[str], count: int
 ) -> Iterator[tuple[str, fx.Node, int]]:
-    taken = dict.fromkeys(name for dims in analysis.parameters.values() for dim in dims for name in leaves(dim))
+    parameter_names = dict.fromkeys(
+        name for dims in analysis.parameters.values() for dim in dims for name in leaves(dim)
+    )
     crossing = [*zip(inputs, input_nodes(analysis.module), strict=True)]
     crossing += zip(outputs, output_nodes(analysis.module), strict=True)
     for name, node in crossing:
-        dim = _first_dim(analysis, node, taken, count) if node in analysis.varying else None
+        dim = _first_dim(analysis, node, parameter_names, count) if node in analysis.varying else None
         if dim is not None and (node.op != "placeholder" or _streams(analysis, regions, node, dim)):
             yield name, node, dim
 
@@ -168,39 +170,39 @@ def _streams(analysis: Analysis, regions: Collection[fx.Node], node: fx.Node, di
     )
 
 
-def _first_dim(analysis: Analysis, node: fx.Node, taken: Collection[Name], count: int) -> int | None:
+def _first_dim(analysis: Analysis, node: fx.Node, parameter_names: Collection[Name], count: int) -> int | None:
     """Return the outermost dimension of which there are even slices, and which no parameter has."""
     if len(analysis.dims.get(node, ())) != 1:
         return None
     for place, dim in enumerate(analysis.dims[node][0]):
-        if has_even_slices(node, place, count) and not any(name in taken for name in leaves(dim)):
+        if has_even_slices(node, place, count) and not any(name in parameter_names for name in leaves(dim)):
             return place
     return None
 
 
-def _worth(analysis: Analysis, regions: AbstractSet[fx.Node], found: SequenceSplit, seeds: Seeds) -> set[Name]:
+def _worth(analysis: Analysis, regions: AbstractSet[fx.Node], sequence: SequenceSplit, seeds: Seeds) -> set[Name]:
     """Return the names of which slices save something, and cost little beside what is summed without."""
-    gathered, crossing, used = Counter[Name](), Counter[Name](), set(found.call_names.values())
+    gathered, crossing, used = Counter[Name](), Counter[Name](), set(sequence.call_names.values())
     for _, node, _ in seeds:
-        name = found.places[node].name
+        name = sequence.places[node].name
         crossing[name] = max(crossing[name], numbers(node))
-    for node, place in found.places.items():
+    for node, place in sequence.places.items():
         if node in regions or not regions.isdisjoint(node.users):
             used.add(place.name)
-        if any(user not in regions and user not in found.calls and user.op != "output" for user in node.users):
+        if any(user not in regions and user not in sequence.calls and user.op != "output" for user in node.users):
             gathered[place.name] += numbers(node)
-    for source, name in _taken_of_whole(analysis, found):
+    for source, name in _taken_of_whole(analysis, sequence):
         gathered[name] += numbers(source)
     return {name for name in used if gathered[name] <= crossing[name]}
 
 
-def _taken_of_whole(analysis: Analysis, found: SequenceSplit) -> set[tuple[fx.Node, Name]]:
+def _taken_of_whole(analysis: Analysis, sequence: SequenceSplit) -> set[tuple[fx.Node, Name]]:
     """Return what is computed whole, with a gradient, and read in slices of a name."""
     pairs = set()
-    for reader in found.calls:
+    for reader in sequence.calls:
         for source in reader.all_input_nodes:
-            if source.op == "call_function" and source in analysis.varying and source not in found.places:
-                place = found.taken(reader, source)
+            if source.op == "call_function" and source in analysis.varying and source not in sequence.places:
+                place = sequence.slice_of(reader, source)
                 pairs |= set() if place is None else {(source, place.name)}
     return pairs
 

@@ -71,9 +71,9 @@ def split_layer(
     sums: Sums,
     index: int,
     count: int,
-    recorded: Mapping[str, AttributeCut] | None = None,
+    earlier_cuts: Mapping[str, AttributeCut] | None = None,
     sequence: Mapping[str, int] | None = None,
-    deferred: Collection[str] = (),
+    deferred_sums: Collection[str] = (),
 ) -> LayerPart:
     """Return a layer's part of so many.
 
@@ -82,10 +82,10 @@ def split_layer(
         sums: the sums among parts: each part's forwards and backwards call them in the same order.
         index: which part, from 0.
         count: how many parts there are.
-        recorded: cuts of an earlier choice, which this one repeats.
+        earlier_cuts: cuts of an earlier choice, which this one repeats.
         sequence: inputs and outputs that come and go in slices, by name, with the dimension: part 0 has the first
             slice. Others are whole; if all are, so is everything outside regions.
-        deferred: attributes of parameters whose gradients need not be complete after every backward.
+        deferred_sums: attributes of parameters whose gradients need not be complete after every backward.
 
     Raises:
         MismatchError: a parameter cannot be cut as it was recorded, or an input or output is not divided evenly.
@@ -94,7 +94,7 @@ def split_layer(
     with unset_fake_temporarily():
         analysis = analyse(layer)
         edges = find_edges(analysis.module, layer, sequence or {}, count)
-        return rewrite(analysis, choose(analysis, count, recorded), sums, index, count, edges, deferred)
+        return rewrite(analysis, choose(analysis, count, earlier_cuts), sums, index, count, edges, deferred_sums)
 
 
 def rewrite(
@@ -104,7 +104,7 @@ def rewrite(
     index: int,
     count: int = 1,
     edges: Edges = NO_EDGES,
-    deferred: Collection[str] = (),
+    deferred_sums: Collection[str] = (),
 ) -> LayerPart:
     """Return a part of an analysed layer.
 
@@ -115,7 +115,7 @@ def rewrite(
         index: which part.
         count: how many parts have slices.
         edges: what comes and goes in slices.
-        deferred: see :func:`split_layer`.
+        deferred_sums: see :func:`split_layer`.
     """
     sequence = NOTHING
     if edges != NO_EDGES:
@@ -126,7 +126,7 @@ def rewrite(
     cuts = {attribute: cut for attribute in analysis.parameters if (cut := _cut(analysis, attribute, parts))}
     regions = {node: part for split, part in zip(splits, parts, strict=True) for node in split.region}
     graph = _Rewrite(analysis, regions, sequence, edges, (index, count)).run()
-    summands = {name: found for name in deferred if (found := _defer(graph, name))}
+    summands = {name: found for name in deferred_sums if (found := _defer(graph, name))}
     attributes: dict[str, Any] = {_ENTER: Enter(sums), _LEAVE: Leave(sums)}
     if sequence is not NOTHING:
         attributes |= {name: Move(sums, index, count, *directions) for name, directions in _MOVES.items()}
@@ -267,7 +267,7 @@ class _Rewrite:
         """Return what a reader that computes a slice reads: of a whole tensor, parts have summands of the gradient."""
         if node in self._sequence.places:
             return self._made[node]
-        place = self._sequence.taken(reader, node)
+        place = self._sequence.slice_of(reader, node)
         if place is not None:
             return (
                 self._move("take", self._made[node], place.dim, place.period)

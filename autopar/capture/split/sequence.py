@@ -56,7 +56,7 @@ class SequenceSplit:
     reads: Mapping[fx.Node, Reads]
     """How those, and operators that end a region, read what they are given."""
 
-    def taken(self, reader: fx.Node, source: fx.Node) -> Place | None:
+    def slice_of(self, reader: fx.Node, source: fx.Node) -> Place | None:
         """Return the slice that a reader takes of what is there as a whole, if it does not need all."""
         found = self.reads[reader].get(source, ())
         return find_place(found[0], self.names) if len(found) == 1 else None
@@ -108,7 +108,7 @@ def split_sequence(
         names = frozenset(name for node, dim in seeds for name in walk.names_at(node, dim, count))
         opaque = walk.stopped | {node for node in walk.dims if not walk.keeps(node, names, count)}
         if not opaque:
-            return walk.found(names)
+            return walk.result(names)
         whole |= opaque
 
 
@@ -239,7 +239,7 @@ class _Walk:
             local_call(node, call, Part((Axis(sliced[0], 0, count),)))
         return all(find_place(dims, sliced) for dims in found)
 
-    def found(self, names: frozenset[Name]) -> SequenceSplit:
+    def result(self, names: frozenset[Name]) -> SequenceSplit:
         """Return what is computed in slices of some names."""
         found = {node: find_place(outputs[0], names) for node, outputs in self.dims.items()}
         places = {node: place for node, place in found.items() if place is not None}
