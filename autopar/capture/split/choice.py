@@ -44,6 +44,10 @@ class AttributeCut(NamedTuple):
     parts: tuple[Ranges, ...]
     """By part, its indices along that dimension."""
 
+    def indices(self, part: int) -> torch.Tensor:
+        """Return the indices that a part has, in ascending order; takes their number."""
+        return torch.cat([torch.arange(start, stop) for start, stop in self.parts[part]])
+
 
 @dataclass(frozen=True, eq=False)
 class Split:

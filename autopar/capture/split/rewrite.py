@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autopar.capture.graph import Layer
 from autopar.capture.split.analysis import Analysis, analyse
-from autopar.capture.split.choice import AttributeCut, Split, choose, split_dim
+from autopar.capture.split.choice import AttributeCut, Split, choose, cuts_of
 from autopar.capture.split.edges import NO_EDGES, Edges, find_edges
 from autopar.capture.split.names import MismatchError, is_partial, split_places
 from autopar.capture.split.rules import Axis, Part, ranges, take_ranges
@@ -38,21 +38,12 @@ _MOVES = {
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
-    """What a part has of a parameter."""
-
-    dim: int
-    indices: torch.Tensor
-    """Along that dimension, ascending."""
-
-
-@dataclass(frozen=True, eq=False)
 class LayerPart:
     """A layer's module for one part, with parameters of its own."""
 
     module: fx.GraphModule
-    cuts: Mapping[str, Cut]
-    """Of parameters that are cut, by attribute; others are whole."""
+    cuts: Mapping[str, AttributeCut]
+    """How parameters are divided, by attribute; others are whole."""
     summands: Mapping[str, tuple[Summand, ...]] = field(default_factory=dict)
     """Of parameters whose gradients are to be added up yet, by attribute, one sum after the other. Those of all others
     are complete on every part."""
@@ -123,14 +114,14 @@ def rewrite(
             raise MismatchError("the layer writes into tensors, and slices of them would not see it")
         sequence = split_sequence(analysis, splits, count, edges.inputs, edges.output_nodes(analysis.module))
     parts = [split.part(index) for split in splits]
-    cuts = {attribute: cut for attribute in analysis.parameters if (cut := _cut(analysis, attribute, parts))}
+    cuts = cuts_of(analysis, splits)
     regions = {node: part for split, part in zip(splits, parts, strict=True) for node in split.region}
     graph = _Rewrite(analysis, regions, sequence, edges, (index, count)).run()
     summands = {name: found for name in deferred_sums if (found := _defer(graph, name))}
     attributes: dict[str, Any] = {_ENTER: Enter(sums), _LEAVE: Leave(sums)}
     if sequence is not NOTHING:
         attributes |= {name: Move(sums, index, count, *directions) for name, directions in _MOVES.items()}
-    attributes |= _attributes(analysis, cuts)
+    attributes |= _attributes(analysis, cuts, index)
     return LayerPart(fx.GraphModule(attributes, graph), cuts, summands)
 
 
@@ -154,17 +145,8 @@ def _defer(graph: fx.Graph, attribute: str) -> tuple[Summand, ...]:
     return tuple(Summand(*enter.args[1:]) for enter in enters)  # type: ignore[arg-type]
 
 
-def _cut(analysis: Analysis, attribute: str, parts: Sequence[Part]) -> Cut | None:
-    dims = analysis.parameters[attribute]
-    for part in parts:
-        at = split_dim(dims, part)
-        if at is not None:
-            return Cut(at, part.positions(dims[at]))
-    return None
-
-
-def _attributes(analysis: Analysis, cuts: Mapping[str, Cut]) -> dict[str, Any]:
-    """Return what the graph reads of its module; parameters are copies, and remain one where they were."""
+def _attributes(analysis: Analysis, cuts: Mapping[str, AttributeCut], index: int) -> dict[str, Any]:
+    """Return what the graph of a part reads of its module; parameters are copies, and remain one where they were."""
     found: dict[str, Any] = {}
     copies: dict[int, nn.Parameter] = {}
     for node in analysis.module.graph.nodes:
@@ -173,14 +155,14 @@ def _attributes(analysis: Analysis, cuts: Mapping[str, Cut]) -> dict[str, Any]:
         attribute = str(node.target)
         value = operator.attrgetter(attribute)(analysis.module)
         if attribute in analysis.parameters:
-            value = copies.setdefault(id(value), _parameter_part(value, cuts.get(attribute)))
+            value = copies.setdefault(id(value), _parameter_part(value, cuts.get(attribute), index))
         found[attribute] = value
     return found
 
 
-def _parameter_part(parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
+def _parameter_part(parameter: nn.Parameter, cut: AttributeCut | None, index: int) -> nn.Parameter:
     value = parameter.detach()
-    value = value.clone() if cut is None else value.index_select(cut.dim, cut.indices.to(value.device))
+    value = value.clone() if cut is None else value.index_select(cut.dim, cut.indices(index).to(value.device))
     return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
 

@@ -160,7 +160,7 @@ class Shared(nn.Module):
 def test_a_parameter_that_is_read_twice_is_one() -> None:
     layer = layer_of(Shared(), torch.zeros(2, 4))
     part = split_layer(layer, None, 0, 2)  # type: ignore[arg-type]
-    assert [(cut.dim, cut.indices.tolist()) for cut in part.cuts.values()] == [(0, [0, 1, 2])]
+    assert [(cut.dim, cut.indices(0).tolist()) for cut in part.cuts.values()] == [(0, [0, 1, 2])]
     assert len(list(part.module.parameters())) == 1
 
 
@@ -184,7 +184,7 @@ def renamed(layer: Layer) -> Layer:
 def test_names_of_parameters_and_modules_count_nothing() -> None:
     layer = chain(F.gelu)
     cuts = [
-        [(cut.dim, cut.indices.tolist()) for cut in split_layer(each, None, 1, 2).cuts.values()]  # type: ignore[arg-type]
+        [(cut.dim, cut.indices(1).tolist()) for cut in split_layer(each, None, 1, 2).cuts.values()]  # type: ignore[arg-type]
         for each in (layer, renamed(layer))
     ]
     assert cuts[0] == cuts[1]

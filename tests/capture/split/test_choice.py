@@ -19,6 +19,7 @@ from autopar.capture.split.choice import (
     counts_that_split,
     cuts_of,
     explain,
+    split_dim,
     written_tensor,
 )
 from autopar.capture.split.names import MismatchError
@@ -171,11 +172,28 @@ def test_ranges_are_the_indices_that_a_part_is_cut_by(seed: int) -> None:
     cuts = cuts_of(analysis, choose(analysis, 2))
     for index in range(2):
         part = split_layer(layer, None, index, 2)  # type: ignore[arg-type]
-        written = {
-            name: [i for start, stop in cut.parts[index] for i in range(start, stop)] for name, cut in cuts.items()
-        }
-        assert written == {name: cut.indices.tolist() for name, cut in part.cuts.items()}
-        assert {name: cut.dim for name, cut in part.cuts.items()} == {name: cut.dim for name, cut in cuts.items()}
+        assert part.cuts == cuts
+        for name in layer.parameters:
+            whole, own = layer.module.get_parameter(name), part.module.get_parameter(name)
+            if name in cuts:
+                rows = [i for start, stop in cuts[name].parts[index] for i in range(start, stop)]
+                whole = torch.stack([whole.select(cuts[name].dim, row) for row in rows], cuts[name].dim)
+            assert torch.equal(own, whole)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_ranges_are_those_of_the_first_split_that_cuts_a_parameter(seed: int) -> None:
+    analysis = drawn(seed)
+    splits = choose(analysis, 2)
+    expected: dict[str, tuple[int, list[list[int]]]] = {}
+    for split in splits:
+        for name, dims in analysis.parameters.items():
+            at = split_dim(dims, split.part(0))
+            if at is not None and name not in expected:
+                expected[name] = (at, [part.positions(dims[at]).tolist() for part in split.parts()])
+    cuts = cuts_of(analysis, splits)
+    found = {name: (cut.dim, [cut.indices(part).tolist() for part in range(2)]) for name, cut in cuts.items()}
+    assert found == expected
 
 
 def test_indices_without_a_gap_are_one_range() -> None:
