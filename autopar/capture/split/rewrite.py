@@ -24,7 +24,7 @@ from autopar.capture.split.choice import AttributeCut, Split, choose, cuts_of
 from autopar.capture.split.edges import NO_EDGES, Edges, find_edges
 from autopar.capture.split.names import MismatchError, is_partial, split_places
 from autopar.capture.split.rules import Axis, Part, ranges, take_ranges
-from autopar.capture.split.sequence import NOTHING, Place, SequenceSplit, local_call, split_sequence, writes_slices
+from autopar.capture.split.sequence import NOTHING, SequenceSplit, SlicePlace, local_call, split_sequence, writes_slices
 from autopar.capture.split.sums import Enter, Leave, Move, Summand, Sums
 
 _ENTER, _LEAVE = "enter", "leave"
@@ -265,7 +265,7 @@ class _Rewrite:
         place = self._sequence.places.get(node)
         return self._made[node] if place is None else self._move_once("gather_alike", node, place)
 
-    def _move_once(self, name: str, node: fx.Node, place: Place) -> fx.Node:
+    def _move_once(self, name: str, node: fx.Node, place: SlicePlace) -> fx.Node:
         key = (name, node, (place.dim, place.period))
         if key not in self._moved:
             self._moved[key] = self._move(name, self._made[node], place.dim, place.period)
