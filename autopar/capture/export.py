@@ -28,6 +28,15 @@ from torch.export.graph_signature import InputKind
 
 from autopar.capture.batch import StepModule, named_tensors, row_count
 from autopar.capture.build import SegmentedProgram, build_layers, right_for_one, tensor_specs
+from autopar.capture.check import (
+    carried_over,
+    other_batches,
+    refuse_backward_hooks,
+    refuse_lost,
+    refuse_shared_writes,
+    refuse_stale,
+    refuse_state,
+)
 from autopar.capture.effects import FALLBACK, first_fixing, first_line, general_masks, submodules, user_line, watch
 from autopar.capture.fallback import NOTHING_TO_TRAIN, declared_layers, listed_layers
 from autopar.capture.graph import Layer, LayerGraph
@@ -37,15 +46,6 @@ from autopar.capture.python_state import Path, preserve_state
 from autopar.capture.segment import GraphInputs, segment
 from autopar.capture.source import UserModel
 from autopar.capture.split_backward import gradient_flow
-from autopar.capture.unsupported import (
-    carried_over,
-    other_batches,
-    refuse_backward_hooks,
-    refuse_lost,
-    refuse_shared_writes,
-    refuse_stale,
-    refuse_state,
-)
 from autopar.ending import unwinding_aborts
 from autopar.errors import AutoparError, CaptureError, ModelError
 

@@ -21,11 +21,11 @@ from torch import nn
 
 from autopar.capture.batch import loss_outputs, model_arguments, named_outputs, named_tensors, rebuild, row_count
 from autopar.capture.build import merge_writes, read_statistics, record_writes, running_statistics
+from autopar.capture.check import refuse_lasting, stateful_modules
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.meta import HollowRunner, hollow_runner, is_hollow
 from autopar.capture.model_state import preserve_buffers, preserve_parameters
 from autopar.capture.python_state import Path, preserve_state, roots_of, snapshot
-from autopar.capture.unsupported import refuse_lasting, stateful_modules
 from autopar.errors import ModelError
 from autopar.formats.profile import Writes
 
