@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from autopar.capture.split.choice import (
 )
 from autopar.capture.split.names import MismatchError
 from autopar.capture.split.rewrite import peers, split_layer
-from autopar.capture.split.rules import ranges
 from drawn_split import Drawn
 from single_layers import layer_of
 
@@ -194,13 +192,6 @@ def test_ranges_are_those_of_the_first_split_that_cuts_a_parameter(seed: int) ->
     cuts = cuts_of(analysis, splits)
     found = {name: (cut.dim, [cut.indices(part).tolist() for part in range(2)]) for name, cut in cuts.items()}
     assert found == expected
-
-
-def test_indices_without_a_gap_are_one_range() -> None:
-    for indices in ([3], [0, 1, 2], [0, 2, 3, 7], [1, 3, 5]):
-        found = ranges(torch.tensor(indices))
-        assert [i for start, stop in found for i in range(start, stop)] == indices
-        assert all(stop < start for (_, stop), (start, _) in pairwise(found))
 
 
 def restored(cuts: dict[str, AttributeCut]) -> dict[str, AttributeCut]:
