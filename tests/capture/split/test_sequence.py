@@ -8,6 +8,7 @@ from math import prod
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from autopar.capture.split.edges import sequence_dims
@@ -70,7 +71,7 @@ def test_gradients_of_whole_parameters_may_be_added_up_after_the_last_backward(f
     assert (apart.error < CLOSE) != forgets
 
 
-class Rescaled(Block):
+class Rescaled(AttentionBlock):
     """Scale what is in slices and what a region reads by the same numbers, twice or once, or the input, too."""
 
     def __init__(self, reads: str) -> None:
