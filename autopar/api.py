@@ -505,8 +505,7 @@ def probe(
         UsageError: the machine has no such devices, or too few.
         TrainingError: a rank failed.
     """
-    from autopar.profiler.links import cluster_here
-    from autopar.profiler.probe import Probe
+    from autopar.profiler.probe import Probe, cluster_here
 
     return cluster_here(ranks, device, threads, Probe(quick, largest_bytes), clusters.PROBED, progress)
 
@@ -518,7 +517,7 @@ def links(
 
     Arguments are those of :func:`probe`.
     """
-    from autopar.profiler.links import cluster_here
+    from autopar.profiler.probe import cluster_here
 
     return cluster_here(ranks, device, threads, None, "local", progress)
 

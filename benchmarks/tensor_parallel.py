@@ -31,7 +31,7 @@ from autopar.capture.export import capture
 from autopar.capture.source import UserModel
 from autopar.formats.plan import Plan
 from autopar.planner.teams import with_teams
-from autopar.profiler.splits import splits_of
+from autopar.profiler.subject import splits_of
 from autopar.ranks.context import RankContext
 from autopar.ranks.pool import RankPool
 from autopar.runtime.data import sample_order

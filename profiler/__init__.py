@@ -7,7 +7,7 @@ for a GPU that is not there (``estimate.py``), and the links between ranks (``pr
 if __name__ != "autopar.profiler":
     raise ImportError("import this package as autopar.profiler; profiler/ on its own is not a package")
 
-from autopar.profiler.links import local_cluster, measure_links
+from autopar.profiler.probe import local_cluster, measure_links
 from autopar.profiler.profile import profile
 from autopar.profiler.subject import ProfileOptions, Subject, prepare
 

@@ -112,10 +112,10 @@ class _ParameterLayer(nn.Module):
         self.weights = nn.ParameterList(torch.zeros(ranks, part) for _ in range(PARAMETERS))
 
     def forward(self, gradient_seconds: list[float]) -> torch.Tensor:
-        return _Gradients.apply(gradient_seconds, *self.weights)  # type: ignore[no-untyped-call, no-any-return]
+        return _LayerGradients.apply(gradient_seconds, *self.weights)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _Gradients(torch.autograd.Function):
+class _LayerGradients(torch.autograd.Function):
     """Makes gradients of parameters, and notes its seconds."""
 
     @staticmethod

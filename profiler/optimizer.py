@@ -19,8 +19,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture import UserModel
+from autopar.capture.effects import StorageTracker
 from autopar.capture.source import NamedParameters, user_code
-from autopar.capture.storages import StorageTracker
 from autopar.profiler.kernels import KernelLog
 from autopar.profiler.layer_runs import storage_key
 
@@ -51,10 +51,10 @@ def measure_updates(
     groups = [list(layers)]
     if sum(each.nbytes for _, parameters in layers for _, each in parameters) > room:
         groups = [[first] for first in dict(reversed(list(layers))).items()]
-    times: dict[Kind, _StepTimes] = {}
+    times: dict[Kind, _UpdateTimes] = {}
     for group in groups:
         turns = [
-            _LayerOptimizer(user, times.setdefault(kind, _StepTimes()), parameters, device, room)
+            _LayerOptimizer(user, times.setdefault(kind, _UpdateTimes()), parameters, device, room)
             for kind, parameters in group
         ]
         for number in range(WARM_UP + REPEATS):
@@ -64,7 +64,7 @@ def measure_updates(
 
 
 @dataclass
-class _StepTimes:
+class _UpdateTimes:
     update: list[float] = field(default_factory=list)
     add: list[float] = field(default_factory=list)
 
@@ -73,7 +73,7 @@ class _LayerOptimizer:
     """One layer's copies and their optimizer."""
 
     def __init__(
-        self, user: UserModel, times: _StepTimes, parameters: NamedParameters, device: torch.device, room: int
+        self, user: UserModel, times: _UpdateTimes, parameters: NamedParameters, device: torch.device, room: int
     ) -> None:
         self._times, self._device = times, device
         self._copies, self._scale = _copies([each for _, each in parameters], room)

@@ -11,8 +11,7 @@ from typing import Protocol, cast
 
 import torch
 
-from autopar.capture.batch import named_tensors, row_count, slice_rows
-from autopar.capture.data import seed_data
+from autopar.capture.batch import named_tensors, row_count, seed_data, slice_rows
 from autopar.capture.graph import TensorSpec
 from autopar.capture.source import UserModel
 from autopar.errors import AutoparError, FileError, ModelError, TrainingError, UsageError

@@ -20,8 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autopar.capture.graph import LayerGraph
 from autopar.capture.optimizer import Settings, group_settings, needs_all, settings_of
-from autopar.capture.source import ALONE, UserModel
-from autopar.capture.traits import StageTraits, stage_traits
+from autopar.capture.source import ALONE, StageTraits, UserModel, stage_traits
 from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.policies import POLICIES

@@ -2,7 +2,7 @@
 
 In: a model, its loss, its optimizer, and an example batch (``source.py``, ``batch.py``). Out: a ``LayerGraph``, whose
 layers run on their own, with a split backward where a schedule asks for it. ``export.py`` has the steps in their order:
-read it first. What cannot be captured is refused by ``effects.py`` and ``unsupported.py``, with its line.
+read it first. What cannot be captured is refused by ``effects.py`` and ``check.py``, with its line.
 ``plain.py`` is the plain loop that every training run is held to; it uses none of the rest.
 """
 

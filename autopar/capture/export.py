@@ -28,17 +28,7 @@ from torch.export.graph_signature import InputKind
 
 from autopar.capture.batch import StepModule, named_tensors, row_count
 from autopar.capture.build import SegmentedProgram, build_layers, right_for_one, tensor_specs
-from autopar.capture.effects import FALLBACK, first_fixing, first_line, general_masks, submodules, user_line, watch
-from autopar.capture.fallback import NOTHING_TO_TRAIN, listed_layers
-from autopar.capture.graph import Layer, LayerGraph
-from autopar.capture.meta import fake_parameters, is_hollow, refuse_lost_buffers, without_fakes
-from autopar.capture.model_state import preserve_buffers, preserve_parameters
-from autopar.capture.pipeline_plan import declared_layers
-from autopar.capture.python_state import Path, preserve_state
-from autopar.capture.segment import GraphInputs, segment
-from autopar.capture.source import UserModel
-from autopar.capture.split_backward import gradient_flow
-from autopar.capture.unsupported import (
+from autopar.capture.check import (
     carried_over,
     other_batches,
     refuse_backward_hooks,
@@ -47,6 +37,15 @@ from autopar.capture.unsupported import (
     refuse_stale,
     refuse_state,
 )
+from autopar.capture.effects import FALLBACK, first_fixing, first_line, general_masks, submodules, user_line, watch
+from autopar.capture.fallback import NOTHING_TO_TRAIN, declared_layers, listed_layers
+from autopar.capture.graph import Layer, LayerGraph
+from autopar.capture.meta import fake_parameters, is_hollow, refuse_lost_buffers, without_fakes
+from autopar.capture.model_state import preserve_buffers, preserve_parameters
+from autopar.capture.python_state import Path, preserve_state
+from autopar.capture.segment import GraphInputs, segment
+from autopar.capture.source import UserModel
+from autopar.capture.split_backward import gradient_flow
 from autopar.errors import AutoparError, CaptureError, ModelError
 from autopar.signals import unwinding_aborts
 

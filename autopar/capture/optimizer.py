@@ -21,8 +21,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from autopar.capture.source import ALONE, NamedParameters, UserModel
-from autopar.capture.traits import StageTraits
+from autopar.capture.source import ALONE, NamedParameters, StageTraits, UserModel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

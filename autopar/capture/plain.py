@@ -43,8 +43,7 @@ from autopar.capture.division import (
     shares_of,
 )
 from autopar.capture.histories import WeightHistories, check_comparable
-from autopar.capture.source import UserModel
-from autopar.capture.traits import stage_traits
+from autopar.capture.source import UserModel, stage_traits
 from autopar.errors import FileError, ModelError, TrainingError
 from autopar.formats.plan import Plan
 

@@ -3,6 +3,12 @@
 Before any of it runs, the files that it is made of are found and hashed: the imports of a file are read from its text,
 and followed as far as they lead to files below the same folder. What is imported by a name that only running the code
 shows is not seen, nor is what a file reads.
+
+Its ``optimizer`` is told of the stage whose parameters it steps what it asks for by name. PipeDream multiplies a
+stage's rate by its replicas, PipeMare divides it by its delay; the function may do either, or anything else:
+
+    def optimizer(parameters, delay, replicas):
+        return torch.optim.SGD(parameters, lr=0.1 * replicas / (1 + delay))
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -32,9 +38,10 @@ from autopar.capture.effects import first_line, user_line
 from autopar.capture.hooks import HOOKS, a, check_hook, given_to, missing_model, options_of
 from autopar.capture.huggingface import PREFIX, SYNTHETIC, read_configured
 from autopar.capture.meta import hollow_parameters
-from autopar.capture.traits import StageTraits
 from autopar.errors import AutoparError, CaptureError, FileError, ModelError, UsageError
+from autopar.formats.plan import Plan
 from autopar.formats.profile import ModelSource, path_of
+from autopar.policies import delay
 
 _AGAIN = "run `autopar profile` and `autopar plan` again"
 MOST_FILES = 5000
@@ -181,6 +188,15 @@ def _read(path: Path) -> bytes:
         raise ModelError(f"{path}: no such model file") from error
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
+
+
+class StageTraits(NamedTuple):
+    """What an optimizer may be told of a stage; by default, of the only one of a pipeline with flushes."""
+
+    delay: float = 0.0
+    """Mean over a mini-batch of the updates between a micro-batch's forward and its own update; 0 with flushes."""
+    replicas: int = 1
+    """Of the stage."""
 
 
 ALONE = StageTraits()
@@ -524,3 +540,28 @@ def _where(error: BaseException, path: Path) -> str:
     names = {str(path), str(path.resolve())}
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename in names]
     return f"{path}:{lines[-1]}" if lines else str(path)
+
+
+def stage_traits(plan: Plan, options: tuple[str, ...]) -> list[StageTraits]:
+    """Return what is told of every stage of a plan: the defaults but for ``options``, which the function asks for.
+
+    A rank's several stages have the same replicas, and no delay: they are told alike.
+
+    Raises:
+        UsageError: stages share a parameter, and are told different things.
+    """
+    delays = [0.0] * len(plan.stages) if plan.weight_policy == "sync" else [delay(each) for each in plan.depths]
+    replicas = [stage.replicas for stage in plan.stages]
+    every = [StageTraits(*each) for each in zip(delays, replicas, strict=True)]
+    found = [StageTraits(**{name: getattr(each, name) for name in options}) for each in every]
+    for tied in plan.tied:
+        told = dict.fromkeys(found[stage] for stage in tied.stages)
+        if len(told) > 1:
+            name = next(name for name in options if len({getattr(each, name) for each in told}) > 1)
+            other = "policy='sync'" if name == "delay" else "max_stages=1"
+            values = " and ".join(dict.fromkeys(f"{getattr(each, name):g}" for each in told))
+            raise UsageError(
+                f"optimizer() asks for {name}, which is {values} on stages that share {tied.parameter}, whose copies "
+                f"would part; leave {name} out of its parameters, or plan with `{other}`"
+            )
+    return found

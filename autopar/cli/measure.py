@@ -298,8 +298,7 @@ def _measure_as_rank(device: str, threads: int, quick: bool, largest_bytes: int 
     from autopar.cli.output import phases
     from autopar.formats.cluster import PROBED
     from autopar.profiler.device import choose
-    from autopar.profiler.links import measure_from_environment, measured_cluster
-    from autopar.profiler.probe import Probe
+    from autopar.profiler.probe import Probe, measure_from_environment, measured_cluster
 
     probe = Probe(quick, largest_bytes)
     kind: DeviceType = "cuda" if choose(device).type == "cuda" else "cpu"

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autopar.capture.effects import StorageTracker
 from autopar.capture.export import outline
 from autopar.capture.graph import LayerGraph, TensorSpec
 from autopar.capture.source import UserModel, load
-from autopar.capture.storages import StorageTracker
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.progress import Progress, no_progress

@@ -18,7 +18,7 @@ import torch._functorch.config
 import torch._inductor.config
 from torch import fx, nn
 
-from autopar.capture.data import number_of, seed_data
+from autopar.capture.batch import number_of, seed_data
 from autopar.capture.evaluation import EvaluationGraph
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.formats.plan import Crossing, Plan

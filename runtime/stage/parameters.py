@@ -23,7 +23,7 @@ from torch.func import functional_call
 
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.meta import materialize, place
-from autopar.capture.split.cuts import AttributeCut
+from autopar.capture.split.choice import AttributeCut
 from autopar.capture.split.names import MismatchError
 from autopar.capture.split.rewrite import split_layer
 from autopar.capture.split.rules.attention import draw_alone, drops_weights

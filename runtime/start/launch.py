@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from autopar.capture.data import seed_data
+from autopar.capture.batch import seed_data
 from autopar.capture.source import UserModel
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from autopar.capture.data import seed_data
+from autopar.capture.batch import seed_data
 from autopar.capture.export import capture, outline
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.optimizer import Settings

@@ -1,19 +1,26 @@
-"""Listed modules may change Python state that is theirs alone; they say so, and start where plain training does."""
-# ruff: noqa: ANN001, ANN201, ANN202, ANN204
+"""Listed modules may change Python state that is theirs alone; a declared plan gives layers where capture fails.
+
+State that changes is told, and starts where plain training does.
+"""
+# ruff: noqa: ANN001, ANN201, ANN202, ANN204, ANN205
 
 from __future__ import annotations
 
 import itertools
+import json
 import random
 
 import pytest
 import torch
 from torch import nn
 
-from autopar.capture import capture_module
-from autopar.capture.evaluation import capture_evaluation
+from autopar.capture import capture, capture_module, load, materialize, named_tensors, slice_rows
+from autopar.capture.batch import rebuild
+from autopar.capture.check import check_gradients
+from autopar.capture.evaluation import capture_evaluation, capture_prediction
 from autopar.errors import CaptureError
 from capture_zoo import Chain, mean_square, regression
+from stage_runs import clones, plain, run_stages
 from state_models import Between, Late, counting_loss
 
 TABLE = {"n": 0}
@@ -161,3 +168,136 @@ def test_state_that_changes_once_is_found_and_buffers_are_none():
         step.means = [step.mean]
     graph = capture_module(steps, regression(), mean_square, list)
     assert [layer.stateful for layer in graph.layers] == [(f"Sequential.{index}.calls",) for index in range(3)]
+
+
+TINY = {"vocab_size": 61, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+TINY |= {"num_hidden_layers": 3, "intermediate_size": 16, "max_position_embeddings": 10, "pad_token_id": 0}
+TINY |= {"bos_token_id": 1, "eos_token_id": 2}
+GEMMA = {"model_type": "gemma3_text", **TINY, "sliding_window": 4, "architectures": ["Gemma3ForCausalLM"]}
+LLAMA = {"model_type": "llama", **TINY, "attention_dropout": 0.1, "architectures": ["LlamaForCausalLM"]}
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * 3
+
+
+class OwnActivation(nn.Module):
+    """An activation whose backward is not its forward's derivative, which no capture keeps."""
+
+    def forward(self, x):
+        return Tripled.apply(torch.tanh(x))
+
+
+def models(folder, content):
+    pytest.importorskip("transformers", reason="autopar[hf] is not installed")
+    (folder / "config.json").write_text(json.dumps(content))
+    user = load(f"hf:{folder}")
+    model = user.build(1).train()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = OwnActivation()
+    return user, model
+
+
+@pytest.mark.parametrize("content", [LLAMA, GEMMA], ids=["llama", "gemma3"])
+def test_the_declared_plan_gives_the_gradients_of_the_plain_model(content, tmp_path):
+    user, model = models(tmp_path, content)
+    graph = capture(user, model)
+    assert not graph.portable
+    assert "pipeline plan" in graph.notes[0]
+    blocks = [f"model.layers.{index}" for index in range(3)]
+    assert [layer.name for layer in graph.layers] == ["model.embed_tokens", *blocks, "model.norm", "lm_head"]
+    batch = user.load_batch(user.dataset(), range(4))
+    check_gradients(model, graph, batch, user.loss)
+    for rows, cuts in ((4, (1, 2, 3, 4, 5)), (3, (2,)), (1, (3,))):
+        part = rebuild(batch, slice_rows(named_tensors(batch), 0, rows))
+        expected, gradients, _ = plain(model, part, user.loss)
+        parameters, buffers = clones(model)
+        for layer in graph.layers:
+            materialize(layer, {**parameters, **buffers})
+        outputs = run_stages(graph, part, cuts)
+        assert all(torch.equal(one, other) for one, other in zip(outputs, expected, strict=True))
+        largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+        for name, gradient in gradients.items():
+            assert float((parameters[name].grad - gradient).abs().max()) <= 1e-6 * largest, name
+
+
+def test_the_declared_plan_evaluates_as_the_plain_model(tmp_path):
+    user, model = models(tmp_path, LLAMA)
+    graph, batch = capture(user, model), user.load_batch(user.dataset(), range(3))
+    model.eval()
+    with torch.no_grad():
+        output = model(**batch)
+        expected = {"loss_sum": user.loss(output, batch)[0], "logits": output.logits}
+        # It is copies that are in evaluation mode.
+        model.train()
+        for captured, name in ((capture_evaluation, "loss_sum"), (capture_prediction, "logits")):
+            found, known = captured(model, batch, user.loss, graph), named_tensors(batch)
+            for layer in found.layers:
+                inputs = [known[each] for each in layer.inputs]
+                known.update(zip(layer.outputs, layer.module(3, *inputs), strict=True))
+            assert torch.equal(known[name], expected[name])
+
+
+def test_a_model_that_declares_no_plan_is_refused_as_before(tmp_path):
+    user, model = models(tmp_path, LLAMA)
+    model._pp_plan, model.config.base_model_pp_plan = {}, None
+    with pytest.raises(CaptureError, match=r"autograd\.Function Tripled"):
+        capture(user, model)
+
+
+class Named(nn.Module):
+    """A plan whose second module is not called as the library calls its layers: with an argument of its own name."""
+
+    _pp_plan = {"first": (), "second": ()}  # noqa: RUF012
+
+    class Second(nn.Linear):
+        def forward(self, signal):
+            return super().forward(Tripled.apply(signal))
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), Named.Second(4, 4)
+
+    def forward(self, x):
+        return self.second(signal=self.first(x))
+
+
+def test_a_plan_that_the_forward_does_not_follow_does_not_hold():
+    with pytest.raises(CaptureError, match=r"autograd\.Function Tripled"):
+        capture_module(Named(), torch.ones(3, 4), lambda output, batch: output.mean())
+
+
+def test_a_plan_that_leaves_parameters_out_does_not_hold(tmp_path):
+    user, model = models(tmp_path, LLAMA)
+    model.model.rotary_emb.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(CaptureError, match=r"autograd\.Function Tripled"):
+        capture(user, model)
+
+
+class Deciding(nn.Module):
+    """An activation that values choose."""
+
+    def forward(self, x):
+        return torch.tanh(x) if x.sum() < 1e9 else x
+
+
+@pytest.mark.parametrize("activation", [OwnActivation, Deciding])
+def test_the_declared_plan_of_a_hollow_model_is_that_of_the_real_one(activation, tmp_path):
+    user, model = models(tmp_path, {**LLAMA, "tie_word_embeddings": True})
+    shapes = user.build(1, hollow=True)
+    for layer in (*model.model.layers, *shapes.model.layers):
+        layer.mlp.act_fn = activation()
+    real, hollow = capture(user, model), capture(user, shapes)
+    assert (real.hollow, hollow.hollow, hollow.notes) == (False, True, real.notes)
+    for one, other in zip(real.layers, hollow.layers, strict=True):
+        assert (one.name, one.inputs, one.outputs, one.parameters, one.buffers, one.random) == (
+            (other.name, other.inputs, other.outputs, other.parameters, other.buffers, other.random)
+        )
+    assert (real.tensors, real.tied_parameters()) == (hollow.tensors, hollow.tied_parameters())
+    assert all(parameter.device.type == "meta" for parameter in shapes.parameters())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autopar.capture import capture, load
-from autopar.capture.traits import StageTraits
+from autopar.capture.source import StageTraits
 from autopar.errors import AutoparError, ModelError, UsageError
 
 

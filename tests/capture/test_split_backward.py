@@ -13,8 +13,8 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import get_gradient_edge
 
+from autopar.capture.effects import StorageTracker
 from autopar.capture.split_backward import SplitBackward
-from autopar.capture.storages import StorageTracker
 
 
 class Parts(nn.Module):

@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autopar.capture.graph import Layer
+from single_layers import layer_of
+
 TOKENS, WIDTH = 8, 6
 
 Step = Callable[["Stream", random.Random, torch.Tensor], torch.Tensor]
@@ -138,3 +141,10 @@ def squeeze(module: Stream, draw: random.Random, x: torch.Tensor) -> torch.Tenso
 
 STEPS: list[Step] = [norm, plain_norm, matrices, flat_matrices, attend, drop, place, mix, fold, gate, squeeze]
 STEPS += [norm, matrices, flat_matrices, attend, drop]
+
+
+def drawn_stream(seed: int) -> tuple[Layer, list[torch.Tensor]]:
+    """Draw a layer of a stream, and what it is given: three rows of tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [torch.randn(3, TOKENS, 6, generator=generator, dtype=torch.float64) for _ in range(2)]
+    return layer_of(Stream(seed), *inputs), inputs

@@ -8,7 +8,7 @@ from autopar.capture.graph import LayerGraph
 from autopar.formats.plan import Plan
 from autopar.formats.profile import LayerSplit
 from autopar.planner.teams import with_sequences, with_teams
-from autopar.profiler.splits import splits_of
+from autopar.profiler.subject import splits_of
 
 
 def in_teams(graph: LayerGraph, plan: Plan, sizes: Sequence[int], *, sequence: bool = False) -> Plan:

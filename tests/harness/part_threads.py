@@ -319,10 +319,11 @@ def _parameter_pairs(
         if name not in parts[0].cuts or whole is None:
             pairs += [(gradient, whole) for gradient in own]
             continue
-        cuts = [part.cuts[name] for part in parts]
-        pairs += [(gradient, whole.index_select(cut.dim, cut.indices)) for cut, gradient in zip(cuts, own, strict=True)]
-        indices = torch.cat([cut.indices for cut in cuts]).unique()
-        assert indices.tolist() == list(range(whole.shape[cuts[0].dim])), f"no part has some of {name}"
+        cut = parts[0].cuts[name]
+        indices = [cut.indices(part) for part in range(len(parts))]
+        pairs += [(gradient, whole.index_select(cut.dim, rows)) for rows, gradient in zip(indices, own, strict=True)]
+        every = torch.cat(indices).unique().tolist()
+        assert every == list(range(whole.shape[cut.dim])), f"no part has some of {name}"
     return pairs
 
 

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from autopar.capture.batch import named_tensors
+from autopar.capture.effects import StorageTracker
 from autopar.capture.evaluation import capture_evaluation, capture_prediction
 from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
-from autopar.capture.storages import StorageTracker
 from autopar.capture.store import load_graph
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext

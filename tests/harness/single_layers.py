@@ -1,10 +1,11 @@
-"""Make one layer of a module, as capture does, however many layers capture would cut it into."""
+"""Make one layer of a module, as capture does, however many layers capture would cut it into; and a module for it."""
 
 from __future__ import annotations
 
 import operator
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
@@ -42,3 +43,22 @@ def layer_of_program(program: ExportedProgram, module: nn.Module) -> Layer:
     outputs = tuple(output.arg.name for output in program.graph_signature.output_specs)
     names = ("layer", ("layer",), tuple(inputs), outputs)
     return Layer(*names, parameters, {}, False, "", fx.GraphModule(attributes, graph))
+
+
+class AttentionBlock(nn.Module):
+    """Attention and two matrices, with norms and dropout, before or behind a residual stream."""
+
+    def __init__(self, heads: int = 4, width: int = 16) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(self.first(x)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=0.1, is_causal=True)
+        x = x + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), 0.1)
+        return x + F.dropout(self.down(F.gelu(self.up(self.second(x)))), 0.1)

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture import capture_module, materialize, named_tensors
 from autopar.capture.batch import StepModule
-from autopar.capture.storages import StorageTracker
+from autopar.capture.effects import StorageTracker
 from autopar.profiler.device import peak_bytes
 from autopar.profiler.layer_runs import LayerPass, SavedStorages, record
 from capture_zoo import build

@@ -1,13 +1,29 @@
-"""Which operations a probe measures among which ranks, and what two real ranks find."""
+"""Which operations a probe measures among which ranks, what connects them, and how that becomes a cluster."""
 
 from __future__ import annotations
 
+import random
+import statistics
+
+import numpy as np
 import pytest
 
 from autopar.hardware.clusters import message_sizes
-from autopar.profiler.links import measure_links, measured_cluster
+from autopar.planner.costs.communication import LinkModel
+from autopar.profiler.device import choose, describe
 from autopar.profiler.operations import slowdowns
-from autopar.profiler.probe import Probe, groups_of
+from autopar.profiler.probe import (
+    LinkMeasurements,
+    MeasuredCurve,
+    Probe,
+    groups_of,
+    local_cluster,
+    measure_links,
+    measured_cluster,
+    node_of_each,
+    parse_topology,
+    topology_notes,
+)
 
 
 def test_a_node_is_probed_in_groups_that_double() -> None:
@@ -80,3 +96,145 @@ def test_two_local_ranks_are_probed() -> None:
         "computing while communicating",
     ]
     assert [share for what, share in said] == sorted(share for what, share in said)
+
+
+DGX = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV12\tNV12\tNV12\tPXB\tSYS\t48-63,176-191\t3\t\tN/A
+GPU1\tNV12\t X \tNV12\tNV12\tPXB\tSYS\t48-63,176-191\t3\t\tN/A
+GPU2\tNV12\tNV12\t X \tNV12\tSYS\tPXB\t16-31,144-159\t1\t\tN/A
+GPU3\tNV12\tNV12\tNV12\t X \tSYS\tPXB\t16-31,144-159\t1\t\tN/A
+NIC0\tPXB\tPXB\tSYS\tSYS\t X \tSYS\t\t\t\t
+NIC1\tSYS\tSYS\tPXB\tPXB\tSYS\t X \t\t\t\t
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
+  NODE = Connection traversing PCIe as well as the interconnect between PCIe Host Bridges within a NUMA node
+  PHB  = Connection traversing PCIe as well as a PCIe Host Bridge (typically the CPU)
+  PXB  = Connection traversing multiple PCIe bridges (without traversing the PCIe Host Bridge)
+  PIX  = Connection traversing at most a single PCIe bridge
+  NV#  = Connection traversing a bonded set of # NVLinks
+
+NIC Legend:
+
+  NIC0: mlx5_0
+  NIC1: mlx5_1
+"""
+
+WORKSTATION = """\
+\tGPU0\tGPU1\tGPU2\tmlx5_0\tCPU Affinity\tNUMA Affinity
+GPU0\t X \tPIX\tSYS\tPHB\t0-11\t0
+GPU1\tPIX\t X \tNODE\tPHB\t0-11\t0
+GPU2\tSYS\tNODE\t X \tSYS\t12-23\t1
+mlx5_0\tPHB\tPHB\tSYS\t X
+"""
+
+SINGLE = """\
+\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
+GPU0\t X \t0-15\t0\t\tN/A
+"""
+
+
+def test_a_node_with_nvlinks_is_described() -> None:
+    pairs = parse_topology(DGX)
+    assert pairs["GPU0", "GPU3"] == "NV12"
+    assert pairs["GPU2", "NIC1"] == "PXB"
+    assert len(pairs) == 6 + 8 + 1
+    assert topology_notes(DGX) == [
+        "GPUs are connected by 12 NVLinks (NV12): 6 pairs",
+        "GPUs and network cards are connected by several PCIe switches (PXB): 4 pairs, "
+        "by the link between NUMA nodes (SYS): 4 pairs",
+    ]
+
+
+def test_a_workstation_without_nvlinks_is_described() -> None:
+    assert topology_notes(WORKSTATION) == [
+        "GPUs are connected by one PCIe switch (PIX): 1 pair, by the link between NUMA nodes (SYS): 1 pair, "
+        "by PCIe bridges of one NUMA node (NODE): 1 pair",
+        "GPUs and network cards are connected by the host's PCIe bridge (PHB): 2 pairs, "
+        "by the link between NUMA nodes (SYS): 1 pair",
+    ]
+
+
+def test_nothing_is_said_of_a_single_gpu_or_of_other_text() -> None:
+    assert topology_notes(SINGLE) == []
+    assert topology_notes("") == []
+    assert topology_notes("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.") == []
+
+
+def test_ranks_of_a_host_are_of_a_node_however_they_are_numbered() -> None:
+    assert node_of_each([("a", 0), ("b", 0), ("a", 1), ("b", 1)]) == [0, 1, 0, 1]
+
+
+def test_nodes_of_one_rank_have_no_links_of_their_own() -> None:
+    curve = MeasuredCurve(kind="p2p", ranks=2, level="network", sizes=[1024, 2048], seconds=[1e-3, 2e-3])
+    memory = [2**30, 2**31]
+    measured = LinkMeasurements(
+        curves=[curve], overlaps=[], nodes=[0, 1], memory_bytes=memory, names=["one", "other"], notes=["seen"]
+    )
+    cluster = measured_cluster(measured, "cpu", "two")
+    assert {device.type for device in cluster.devices} == {"cpu"}
+    assert [device.type for device in measured_cluster(measured, "cuda", "two").devices] == ["one", "other"]
+    measured["names"] = ["one", "one"]
+    assert {device.type for device in measured_cluster(measured, "cuda", "two").devices} == {"cuda"}
+    assert [(link.level, link.provenance) for link in cluster.links] == [("node", "estimated"), ("network", "measured")]
+    assert [(device.node, device.memory_bytes) for device in cluster.devices] == [(0, 2**30), (1, 2**31)]
+    assert cluster.notes == ("seen",)
+
+
+@pytest.mark.parametrize("seconds", [[1e-3, 4e-3, 3e-3], [2e-3, 2e-3, 2e-3]])
+def test_messages_beyond_a_curve_that_ends_flat_go_at_the_links_bandwidth(seconds: list[float]) -> None:
+    sizes = [1024, 10**6, 3 * 10**6]
+    curves = [MeasuredCurve(kind="p2p", ranks=2, level="node", sizes=sizes, seconds=seconds)]
+    curves.append(MeasuredCurve(kind="all_reduce", ranks=4, level="node", sizes=sizes, seconds=seconds))
+    same = {"nodes": [0] * 4, "memory_bytes": [2**30] * 4, "names": ["one"] * 4}
+    measured = LinkMeasurements(curves=curves, overlaps=[], notes=[], **same)  # type: ignore[typeddict-item]
+    cluster = measured_cluster(measured, "cpu", "four")
+    (link,) = cluster.links
+    assert link.bytes_per_s < 2e9
+    last_s = cluster.curves[0].seconds[-1]
+    assert last_s == pytest.approx((seconds[1] + seconds[2]) / 2, rel=1e-3)
+    model = LinkModel(cluster, cluster.devices)
+    for more in (10**6, 10**9):
+        beyond_s = more / link.bytes_per_s
+        assert model.message_s(sizes[-1] + more, "node") == pytest.approx(last_s + beyond_s, rel=1e-6)
+        line = model._lines["all_reduce", 4, "node"]
+        # A ring of four sends every byte one and a half times.
+        assert float(line(np.array([sizes[-1] + more]))[0]) == pytest.approx(last_s + 1.5 * beyond_s, rel=1e-3)
+
+
+def test_links_between_two_ranks_make_a_cluster() -> None:
+    measured = measure_links(2, "cpu", 1)
+    kind = describe(choose("cpu"), 1)
+    cluster = local_cluster(measured, kind, 4)
+    assert [curve.kind for curve in cluster.curves] == ["p2p", "all_reduce", "all_gather", "reduce_scatter"]
+    for curve in cluster.curves:
+        assert list(curve.seconds) == sorted(curve.seconds)
+        assert curve.seconds[0] > 0
+        assert (len(curve.sizes), curve.sizes[0], curve.sizes[-1]) == (12, 1024, 64 * 2**20)
+    assert len(cluster.devices) == 4
+    assert "estimated" in cluster.notes[0]
+
+
+def test_times_that_fall_are_made_the_nearest_that_rise() -> None:
+    draw = random.Random(4)
+    for _ in range(30):
+        count = draw.randint(2, 9)
+        seconds = [draw.uniform(1e-3, 2e-3) for _ in range(count)]
+        curve = MeasuredCurve(
+            kind="p2p", ranks=2, level="node", sizes=[1024 * 2**place for place in range(count)], seconds=seconds
+        )
+        same = {"nodes": [0, 0], "memory_bytes": [2**30] * 2, "names": ["one"] * 2}
+        measured = LinkMeasurements(curves=[curve], overlaps=[], notes=[], **same)  # type: ignore[typeddict-item]
+        (found,) = measured_cluster(measured, "cpu", "two").curves
+        # Isotonic regression in closed form: the largest, over beginnings, of the least mean of what follows.
+        expected = [
+            max(
+                min(statistics.fmean(seconds[first : last + 1]) for last in range(place, count))
+                for first in range(place + 1)
+            )
+            for place in range(count)
+        ]
+        assert found.seconds == pytest.approx(expected)

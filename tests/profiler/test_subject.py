@@ -1,4 +1,4 @@
-"""A model that is prepared to be measured or estimated, and what is refused before that."""
+"""A model that is prepared to be measured or estimated, what is refused before that, and how its layers split."""
 
 from __future__ import annotations
 
@@ -7,10 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from autopar.capture import load
+from autopar.capture.export import capture_module
+from autopar.capture.graph import LayerGraph
+from autopar.capture.split.edges import sequence_dims
 from autopar.errors import ModelError, UsageError
-from autopar.profiler.subject import ProfileOptions, Subject, prepare
+from autopar.formats.profile import Layer as Record
+from autopar.formats.profile import ParameterCut
+from autopar.profiler.subject import COUNTS, ProfileOptions, Subject, prepare, splits_of, with_splits
+from drawn_models import captured
+from random_problems import cost
 
 
 @pytest.mark.parametrize("option", ["batch", "threads"])
@@ -73,3 +82,117 @@ def test_a_model_is_captured_with_its_samples_and_the_precision_of_its_layers(tm
     assert whole.keys() == set(subject.graph.inputs)
     assert all(torch.equal(part[name], whole[name][:3]) for name in whole)
     assert _prepare(tmp_path, ProfileOptions(batch=4)).precision == "fp32"
+
+
+class Words(nn.Module):
+    """An embedding, blocks of a kind, and a head that may share the embedding's rows."""
+
+    def __init__(self, *, tied: bool, folded: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
+        self.head = nn.Linear(8, 12, bias=False)
+        self.folded = folded
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        if self.folded:
+            # What is summed over here is the width, as the head's rows are kept apart by a sort.
+            return torch.sort(self.head(hidden), -1).values
+        return self.head(hidden)
+
+
+def graph_of(**how: bool) -> LayerGraph:
+    torch.manual_seed(0)
+    batch = {"tokens": torch.randint(12, (4, 5)), "targets": torch.randint(12, (4, 5))}
+    return capture_module(
+        Words(**how).double(),
+        batch,
+        lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch["targets"].flatten()),
+    )
+
+
+def cuts_of(graph: LayerGraph, count: int) -> dict[str, tuple[ParameterCut, ...]]:
+    splits = splits_of(graph, count)
+    return {layer.name: splits[layer.name].cuts if layer.name in splits else () for layer in graph.layers}
+
+
+def cut_of(cuts: tuple[ParameterCut, ...], name: str) -> ParameterCut | None:
+    return next((cut for cut in cuts if cut.parameter == name), None)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_layers_of_a_kind_split_alike_each_under_its_own_names(count: int) -> None:
+    cuts = cuts_of(graph_of(tied=False), count)
+    blocks = [name for name in cuts if name.startswith("blocks")]
+    of_kinds = {name: [cut.model_copy(update={"parameter": ""}) for cut in cuts[name]] for name in blocks}
+    assert {cut.parameter for name in blocks for cut in cuts[name]} >= {f"blocks.{at}.0.weight" for at in range(3)}
+    first, *others = of_kinds.values()
+    assert all(other == first for other in others) or len({len(each) for each in of_kinds.values()}) > 1
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_layers_that_share_a_parameter_cut_it_alike(count: int) -> None:
+    graph = graph_of(tied=True)
+    cuts = cuts_of(graph, count)
+    ((name, layers),) = graph.tied_parameters().items()
+    found = [cut_of(cuts[layer], name) for layer in layers]
+    assert found[0] is not None
+    assert found[0].dim == 0
+    assert len(set(found)) == 1
+
+
+def test_a_parameter_that_one_layer_cannot_cut_is_whole_in_all() -> None:
+    graph = graph_of(tied=True, folded=True)
+    ((name, layers),) = graph.tied_parameters().items()
+    apart = cuts_of(graph_of(tied=False, folded=True), 2)
+    assert cut_of(apart["embedding"], "embedding.weight") is not None
+    cuts = cuts_of(graph, 2)
+    assert len({cut_of(cuts[layer], name) for layer in layers}) == 1
+
+
+def test_a_profile_has_the_splits_of_every_layer_and_what_does_not_split() -> None:
+    _, graph, _ = captured("everything")
+    sizes = {"parameters_bytes": 0, "trainable_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
+    costs = (cost(1, 1.0, 2.0, {}, 0, 0),)
+    records = with_splits(graph, [Record(name=each.name, modules=(), costs=costs, **sizes) for each in graph.layers])
+    assert [record.name for record in records] == [layer.name for layer in graph.layers]
+    for count in COUNTS:
+        cuts = cuts_of(graph, count)
+        for record in records:
+            found = record.split(count)
+            assert (() if found is None else found.cuts) == cuts[record.name]
+
+
+def test_a_profile_says_of_a_layer_that_writes_buffers_which_it_writes() -> None:
+    _, graph, _ = captured("narrow_resnet")
+    sizes = {"parameters_bytes": 0, "trainable_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
+    costs = (cost(1, 1.0, 2.0, {}, 0, 0),)
+    records = with_splits(graph, [Record(name=each.name, modules=(), costs=costs, **sizes) for each in graph.layers])
+    writing = [record for record in records if record.name.startswith("blocks")]
+    assert writing
+    for record in writing:
+        assert not record.splits
+        assert record.split_obstacles[0].startswith("splits in no number of parts: it writes into")
+        (written,) = (name for name in graph.layer(record.name).buffers.values() if name in record.split_obstacles[0])
+        assert written
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_what_layers_may_have_in_slices_is_what_each_says_for_itself(count: int) -> None:
+    torch.manual_seed(0)
+    batch = {"tokens": torch.randint(12, (4, 8)), "targets": torch.randint(12, (4, 8))}
+    graph = capture_module(
+        Words(tied=False).double(),
+        batch,
+        lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch["targets"].flatten()),
+    )
+    found = {name: {cut.tensor: cut.dim for cut in split.sequence} for name, split in splits_of(graph, count).items()}
+    assert found == {name: sequence_dims(graph.layer(name), count) for name in found}
+    between = [tensor.name for tensor in graph.tensors if tensor.producer is not None]
+    assert all(dims.get(name) == 1 for dims in found.values() for name in dims)
+    assert {name for dims in found.values() for name in dims} == set(between)

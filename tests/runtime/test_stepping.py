@@ -13,10 +13,9 @@ from torch import nn
 
 import autopar
 import plain
-from autopar.capture.data import seed_data
+from autopar.capture.batch import seed_data
 from autopar.capture.export import capture
-from autopar.capture.source import load
-from autopar.capture.traits import stage_traits
+from autopar.capture.source import load, stage_traits
 from autopar.errors import AutoparError, FileError, ModelError, UsageError
 from autopar.formats.plan import Plan, Shard
 from autopar.ranks.pool import RankPool

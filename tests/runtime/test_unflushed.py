@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.capture.traits import StageTraits, stage_traits
+from autopar.capture.source import StageTraits, stage_traits
 from autopar.formats.plan import Plan
 from autopar.policies import StageDepths, UpdatesAhead, updates_ahead
 from autopar.runtime.gradients import Reducer
@@ -302,7 +302,7 @@ def test_a_norm_that_counts_replicas_is_found(tmp_path: Path, monkeypatch: pytes
 
 
 TELLING = [(policy, *each) for policy in RULES for each in DEPTHS if each[1] > 1 or policy != "2bw"]
-"""Of 2BW, those whose updates are all one behind; test_traits.py counts others."""
+"""Of 2BW, those whose updates are all one behind; capture/test_source.py counts others."""
 
 
 @pytest.mark.parametrize(("policy", "depths", "micro_batches"), TELLING)

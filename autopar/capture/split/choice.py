@@ -1,4 +1,8 @@
-"""Which names of a layer are split, for a number of parts.
+"""Which names of a layer are split, for a number of parts; what that makes of its parameters, or why none is.
+
+    splits = choose(analysis, 2)
+    cuts_of(analysis, splits)["up_weight"]    # AttributeCut(dim=0, parts=(((0, 4), (8, 12)), ((4, 8), (12, 16))))
+    explain(analysis, 3)                      # "does not split in 3 parts; 2, 4, 8 would"
 
 A candidate ends inside the layer: every operator that reads it keeps it or sums over it. It is one name, or two where
 neither is long enough: of 2 key and value heads with 2 queries each, four ranks have a pair each, and two of them the
@@ -6,26 +10,95 @@ same keys. Candidates that leave a part with the fewest numbers of parameters ar
 fewest numbers are summed among parts, then the first ones in the graph. One is left out if another saves nearly as much
 and sums much less: few heads of keys can be split by their width, but then all scores are summed. No operator is in two
 regions: a part that had the first halves of two names would know nothing of the first half of one with the second of
-the other.
+the other. It takes pairs of names times operators; a block has about ten times a hundred.
 
-It takes pairs of names times operators; a block has about ten times a hundred.
+Cuts are plain numbers that a plan can keep. Of a fused matrix of queries, keys and values a part has a range of each.
+Where there are fewer key heads than parts, several parts have the same ranges.
+
+A layer splits in a number of parts if they divide nearly as many numbers of its parameters as any other number does.
+Two matrices split in any number, but a block only in one that its heads allow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import permutations
 from math import gcd, prod
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
+from autopar.capture.effects import Storages
 from autopar.capture.split.analysis import Analysis
-from autopar.capture.split.cuts import AttributeCut, Split, cuts_of, make_part, split_dim
 from autopar.capture.split.names import MismatchError, Name, leaves, resolve, size
-from autopar.capture.split.rules import find_rule
+from autopar.capture.split.rules import Axis, Dims, Part, Ranges, find_rule
 
-__all__ = ["Split", "choose"]
+
+class AttributeCut(NamedTuple):
+    """How a parameter is divided among the parts of a layer."""
+
+    dim: int
+    parts: tuple[Ranges, ...]
+    """By part, its indices along that dimension."""
+
+    def indices(self, part: int) -> torch.Tensor:
+        """Return the indices that a part has, in ascending order; takes their number."""
+        return torch.cat([torch.arange(start, stop) for start, stop in self.parts[part]])
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Names that are split together, with the operators that are computed in parts."""
+
+    names: tuple[Name, ...]
+    counts: tuple[int, ...]
+    """In how many parts each name is split."""
+    region: frozenset[fx.Node]
+    numbers_saved: float
+    """How many numbers of parameters a part has less than the whole."""
+    numbers_summed: int
+    """How many are summed among parts, for a sample."""
+
+    def part(self, index: int) -> Part:
+        """Return what the rank of that index has: the last name's parts come first."""
+        return make_part(self.names, self.counts, index)
+
+    def parts(self) -> list[Part]:
+        """Return what every rank has, in their order."""
+        return [self.part(index) for index in range(prod(self.counts))]
+
+
+def make_part(names: tuple[Name, ...], counts: tuple[int, ...], index: int) -> Part:
+    """Return the part of an index among all pairs of parts of names; the last name's index runs fastest."""
+    axes: list[Axis] = []
+    for name, count in zip(reversed(names), reversed(counts), strict=True):
+        index, own = divmod(index, count)
+        axes.insert(0, Axis(name, own, count))
+    return Part(tuple(axes))
+
+
+def split_dim(dims: Dims, part: Part) -> int | None:
+    """Return which dimension of a tensor is cut, if one is."""
+    return next((place for place, dim in enumerate(dims) if part.splits(dim)), None)
+
+
+def cuts_of(analysis: Analysis, splits: Iterable[Split]) -> dict[str, AttributeCut]:
+    """Return how parameters are divided, by attribute; those that are whole on every part are left out.
+
+    It takes the parameters' lengths times the number of parts.
+    """
+    found: dict[str, AttributeCut] = {}
+    for split in splits:
+        parts = split.parts()
+        for attribute, dims in analysis.parameters.items():
+            at = split_dim(dims, parts[0])
+            if at is not None:
+                found[attribute] = AttributeCut(at, tuple(part.ranges(dims[at]) for part in parts))
+    return found
+
 
 NEARLY = 0.75
 """Of the numbers of parameters that a split saves, which it is not worth to sum twice as many numbers for."""
@@ -34,7 +107,7 @@ NEARLY = 0.75
 def choose(
     analysis: Analysis,
     count: int,
-    recorded: Mapping[str, AttributeCut] | None = None,
+    earlier_cuts: Mapping[str, AttributeCut] | None = None,
     forbidden: Collection[str] = (),
 ) -> tuple[Split, ...]:
     """Choose what is split among a number of parts; of the same layer, always the same.
@@ -42,15 +115,15 @@ def choose(
     Args:
         analysis: of the layer.
         count: of parts.
-        recorded: cuts of an earlier choice, which this one repeats.
+        earlier_cuts: cuts of an earlier choice, which this one repeats.
         forbidden: attributes of parameters that stay whole.
 
     Raises:
         MismatchError: a parameter cannot be cut as it was recorded.
     """
     found = [split for split in _candidates(analysis, count) if not _cuts_any(analysis, split, forbidden)]
-    if recorded is not None:
-        found = [split for split in found if cuts_of(analysis, [split]).items() <= recorded.items()]
+    if earlier_cuts is not None:
+        found = [split for split in found if cuts_of(analysis, [split]).items() <= earlier_cuts.items()]
     else:
         found = [split for split in found if not any(_is_much_cheaper(other, split) for other in found)]
     # Sorting keeps the order of the graph among equals.
@@ -59,8 +132,8 @@ def choose(
     for split in found:
         if not any(split.region & other.region for other in chosen):
             chosen.append(split)
-    if recorded is not None:
-        _check_repeated(cuts_of(analysis, chosen), recorded, count)
+    if earlier_cuts is not None:
+        _check_repeated(cuts_of(analysis, chosen), earlier_cuts, count)
     return tuple(chosen)
 
 
@@ -85,8 +158,8 @@ def _cuts_any(analysis: Analysis, split: Split, attributes: Collection[str]) -> 
     return any(split_dim(each, part) is not None for each in dims)
 
 
-def _check_repeated(cuts: Mapping[str, AttributeCut], recorded: Mapping[str, AttributeCut], count: int) -> None:
-    for attribute, cut in recorded.items():
+def _check_repeated(cuts: Mapping[str, AttributeCut], earlier_cuts: Mapping[str, AttributeCut], count: int) -> None:
+    for attribute, cut in earlier_cuts.items():
         if cuts.get(attribute) != cut:
             raise MismatchError(f"parameter {attribute} cannot be cut in {count} parts as it was recorded")
 
@@ -145,3 +218,64 @@ def _value(node: fx.Node) -> torch.Tensor:
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor)
     return value
+
+
+NEARLY_ALL = 0.9
+"""Of the numbers of parameters that the best number of parts divides."""
+
+
+def explain(analysis: Analysis, count: int, most: int = 8) -> str | None:
+    """Say why a layer does not split in a number of parts, to stand behind its name; none if it does.
+
+    Args:
+        analysis: of the layer.
+        count: of parts.
+        most: parts that are tried, to say which would do.
+    """
+    counts = counts_that_split(analysis, max(most, count))
+    if count in counts:
+        return None
+    if counts:
+        return f"does not split in {count} parts; {', '.join(map(str, counts))} would"
+    return f"splits in no number of parts: {_obstacle(analysis)}"
+
+
+def counts_that_split(analysis: Analysis, most: int = 8) -> tuple[int, ...]:
+    """Return the numbers of parts that a layer splits in, from 2 to ``most``."""
+    numbers = {count: _numbers_divided(analysis, count) for count in range(2, most + 1)}
+    best = max(numbers.values(), default=0)
+    return tuple(count for count, found in numbers.items() if best and found >= NEARLY_ALL * best)
+
+
+def _numbers_divided(analysis: Analysis, count: int) -> float:
+    """Return how many numbers parts would have saved as much of, had they divided those and no others."""
+    return sum(split.numbers_saved for split in choose(analysis, count)) / (1 - 1 / count)
+
+
+def _obstacle(analysis: Analysis) -> str:
+    """Return what keeps most numbers of parameters whole."""
+    if not analysis.parameters:
+        return "it has no parameters"
+    found = written_tensor(analysis.module)
+    if found is not None:
+        return f"it writes into {found}"
+    votes: Counter[str] = Counter()
+    for dims in dict.fromkeys(analysis.parameters.values()):
+        reasons = {
+            name.obstacle or "it is not there in every operator that reads it" for d in dims for name in leaves(d)
+        }
+        votes.update(dict.fromkeys(reasons, prod(map(size, dims))))
+    return "; ".join(reason for reason, _ in votes.most_common(3)) or "its parameters are single numbers"
+
+
+def written_tensor(module: fx.GraphModule) -> str | None:
+    """Return the name of a tensor that a graph writes into: a buffer's or input's, if it is one."""
+    nodes = list(module.graph.nodes)
+    schemas = ((node, getattr(node.target, "_schema", None)) for node in nodes)
+    writing = [node for node, schema in schemas if schema is not None and schema.is_mutable]
+    if not writing:
+        return None
+    storages = Storages(nodes)
+    roots = {storages.root(source) for node in writing for source in node.all_input_nodes[:1]}
+    named = [node for node in nodes if node.op in ("get_attr", "placeholder") and storages.root(node) in roots]
+    return str(named[0].target) if named else f"tensors that are read again ({writing[0].target})"

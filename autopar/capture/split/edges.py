@@ -1,18 +1,34 @@
-"""Which tensors cross a layer's edge in slices of the sequence.
+"""Which inputs and outputs of a layer come and go in slices of the sequence, and which of them are worth it.
 
-find_edges(module, layer, {"embedding": 1}, 2)    # its input comes in two slices of dimension 1, one on each part
+    sequence_dims(block, 2)                           # {"embedding": 1, "block_0": 1}
+    find_edges(module, block, {"embedding": 1}, 2)    # its input comes in two slices of dimension 1, one on each part
+
+Of every input and output that a gradient may be asked of, it is the outermost dimension that parts divide evenly, but
+not the number of rows, nor a dimension of a parameter. What regions alone read comes in slices only if it is read there
+with parameters, by operators that could do without the rest, as the sequence is by matrices. Masks and tables of angles
+are read in many layers, and are whole, and so are images that are convolved.
+
+It has to be worth it. A tensor that is gathered for a region, and its gradient reduce-scattered, costs as much as the
+sum of its gradient, and so does what leaves one. Gathering for operators that are computed whole comes on top: at most
+as many numbers may be gathered for them as one tensor has that comes or goes in slices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import fx
 
 from autopar.capture.graph import Layer
-from autopar.capture.split.names import MismatchError
+from autopar.capture.split.analysis import Analysis, analyse
+from autopar.capture.split.choice import AttributeCut, Split, choose
+from autopar.capture.split.names import MismatchError, Name, leaves
+from autopar.capture.split.sequence import SequenceSplit, reads_slices, split_sequence, writes_slices
 
 
 @dataclass(frozen=True)
@@ -81,3 +97,118 @@ def has_even_slices(node: object, dim: int, count: int) -> bool:
         return False
     length = value.shape[dim]
     return isinstance(length, int) and length > 1 and length % count == 0
+
+
+Seeds = Sequence[tuple[str, fx.Node, int]]
+"""Names of inputs and outputs, their nodes, and the dimension that slices are of."""
+
+
+def sequence_dims(layer: Layer, count: int, earlier_cuts: Mapping[str, AttributeCut] | None = None) -> dict[str, int]:
+    """Return the dimensions along which a layer can take and give tensors in slices, by name; none if not worth it.
+
+    Args:
+        layer: as captured.
+        count: of parts, and of slices.
+        earlier_cuts: cuts of an earlier choice of how its parameters are split.
+
+    Raises:
+        MismatchError: a parameter cannot be cut as it was recorded.
+    """
+    analysis = analyse(layer)
+    return choose_slices(analysis, choose(analysis, count, earlier_cuts), layer.inputs, layer.outputs, count)
+
+
+def choose_slices(
+    analysis: Analysis, splits: Sequence[Split], inputs: Sequence[str], outputs: Sequence[str], count: int
+) -> dict[str, int]:
+    """Do so for an analysed layer whose splits were chosen, with names for its inputs and outputs."""
+    if writes_slices(analysis):
+        return {}
+    regions = {node for split in splits for node in split.region}
+    seeds = list(_seeds(analysis, regions, inputs, outputs, count))
+    while seeds:
+        found = _split(analysis, splits, seeds, count)
+        kept = [seed for seed in seeds if _is_sliced(found, seed)]
+        worth = _worth(analysis, regions, found, kept)
+        kept = [seed for seed in kept if found.places[seed[1]].name in worth]
+        if kept == seeds:
+            break
+        seeds = kept
+    return {name: dim for name, _, dim in seeds}
+
+
+def _split(analysis: Analysis, splits: Sequence[Split], seeds: Seeds, count: int) -> SequenceSplit:
+    placeholders = {node: dim for _, node, dim in seeds if node.op == "placeholder"}
+    return split_sequence(analysis, splits, count, placeholders, [(node, dim) for _, node, dim in seeds])
+
+
+def _is_sliced(sequence: SequenceSplit, seed: tuple[str, fx.Node, int]) -> bool:
+    place = sequence.places.get(seed[1])
+    return place is not None and (place.dim, place.period) == (seed[2], None)
+
+
+def _seeds(
+    analysis: Analysis, regions: Collection[fx.Node], inputs: Sequence[str], outputs: Sequence[str], count: int
+) -> Iterator[tuple[str, fx.Node, int]]:
+    parameter_names = dict.fromkeys(
+        name for dims in analysis.parameters.values() for dim in dims for name in leaves(dim)
+    )
+    crossing = [*zip(inputs, input_nodes(analysis.module), strict=True)]
+    crossing += zip(outputs, output_nodes(analysis.module), strict=True)
+    for name, node in crossing:
+        dim = _first_dim(analysis, node, parameter_names, count) if node in analysis.varying else None
+        if dim is not None and (node.op != "placeholder" or _streams(analysis, regions, node, dim)):
+            yield name, node, dim
+
+
+def _streams(analysis: Analysis, regions: Collection[fx.Node], node: fx.Node, dim: int) -> bool:
+    """Tell whether an input is read outside regions, or with parameters, by operators that need no other slices."""
+    parameters = {each for each in analysis.dims if each.op == "get_attr" and each.target in analysis.parameters}
+    with_parameters = (user for user in node.users if not parameters.isdisjoint(user.all_input_nodes))
+    return any(user not in regions for user in node.users) or any(
+        reads_slices(analysis, user, node, dim) for user in with_parameters
+    )
+
+
+def _first_dim(analysis: Analysis, node: fx.Node, parameter_names: Collection[Name], count: int) -> int | None:
+    """Return the outermost dimension of which there are even slices, and which no parameter has."""
+    if len(analysis.dims.get(node, ())) != 1:
+        return None
+    for place, dim in enumerate(analysis.dims[node][0]):
+        if has_even_slices(node, place, count) and not any(name in parameter_names for name in leaves(dim)):
+            return place
+    return None
+
+
+def _worth(analysis: Analysis, regions: AbstractSet[fx.Node], sequence: SequenceSplit, seeds: Seeds) -> set[Name]:
+    """Return the names of which slices save something, and cost little beside what is summed without."""
+    gathered, crossing, used = Counter[Name](), Counter[Name](), set(sequence.call_names.values())
+    for _, node, _ in seeds:
+        name = sequence.places[node].name
+        crossing[name] = max(crossing[name], numbers(node))
+    for node, place in sequence.places.items():
+        if node in regions or not regions.isdisjoint(node.users):
+            used.add(place.name)
+        if any(user not in regions and user not in sequence.calls and user.op != "output" for user in node.users):
+            gathered[place.name] += numbers(node)
+    for source, name in _taken_of_whole(analysis, sequence):
+        gathered[name] += numbers(source)
+    return {name for name in used if gathered[name] <= crossing[name]}
+
+
+def _taken_of_whole(analysis: Analysis, sequence: SequenceSplit) -> set[tuple[fx.Node, Name]]:
+    """Return what is computed whole, with a gradient, and read in slices of a name."""
+    pairs = set()
+    for reader in sequence.calls:
+        for source in reader.all_input_nodes:
+            if source.op == "call_function" and source in analysis.varying and source not in sequence.places:
+                place = sequence.slice_of(reader, source)
+                pairs |= set() if place is None else {(source, place.name)}
+    return pairs
+
+
+def numbers(node: fx.Node) -> int:
+    """Return how many numbers a node gives for a sample."""
+    value = node.meta.get("val")
+    assert isinstance(value, torch.Tensor)
+    return prod(length for length in value.shape if isinstance(length, int))

@@ -20,12 +20,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from autopar.capture.graph import Layer
 from autopar.capture.split.analysis import Analysis, analyse
-from autopar.capture.split.choice import Split, choose
-from autopar.capture.split.cuts import AttributeCut, split_dim
+from autopar.capture.split.choice import AttributeCut, Split, choose, cuts_of
 from autopar.capture.split.edges import NO_EDGES, Edges, find_edges
 from autopar.capture.split.names import MismatchError, is_partial, split_places
 from autopar.capture.split.rules import Axis, Part, ranges, take_ranges
-from autopar.capture.split.sequence import NOTHING, Place, SequenceSplit, local_call, split_sequence, writes_slices
+from autopar.capture.split.sequence import NOTHING, SequenceSplit, SlicePlace, local_call, split_sequence, writes_slices
 from autopar.capture.split.sums import Enter, Leave, Move, Summand, Sums
 
 _ENTER, _LEAVE = "enter", "leave"
@@ -39,21 +38,12 @@ _MOVES = {
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
-    """What a part has of a parameter."""
-
-    dim: int
-    indices: torch.Tensor
-    """Along that dimension, ascending."""
-
-
-@dataclass(frozen=True, eq=False)
 class LayerPart:
     """A layer's module for one part, with parameters of its own."""
 
     module: fx.GraphModule
-    cuts: Mapping[str, Cut]
-    """Of parameters that are cut, by attribute; others are whole."""
+    cuts: Mapping[str, AttributeCut]
+    """How parameters are divided, by attribute; others are whole."""
     summands: Mapping[str, tuple[Summand, ...]] = field(default_factory=dict)
     """Of parameters whose gradients are to be added up yet, by attribute, one sum after the other. Those of all others
     are complete on every part."""
@@ -72,9 +62,9 @@ def split_layer(
     sums: Sums,
     index: int,
     count: int,
-    recorded: Mapping[str, AttributeCut] | None = None,
+    earlier_cuts: Mapping[str, AttributeCut] | None = None,
     sequence: Mapping[str, int] | None = None,
-    deferred: Collection[str] = (),
+    deferred_sums: Collection[str] = (),
 ) -> LayerPart:
     """Return a layer's part of so many.
 
@@ -83,10 +73,10 @@ def split_layer(
         sums: the sums among parts: each part's forwards and backwards call them in the same order.
         index: which part, from 0.
         count: how many parts there are.
-        recorded: cuts of an earlier choice, which this one repeats.
+        earlier_cuts: cuts of an earlier choice, which this one repeats.
         sequence: inputs and outputs that come and go in slices, by name, with the dimension: part 0 has the first
             slice. Others are whole; if all are, so is everything outside regions.
-        deferred: attributes of parameters whose gradients need not be complete after every backward.
+        deferred_sums: attributes of parameters whose gradients need not be complete after every backward.
 
     Raises:
         MismatchError: a parameter cannot be cut as it was recorded, or an input or output is not divided evenly.
@@ -95,7 +85,7 @@ def split_layer(
     with unset_fake_temporarily():
         analysis = analyse(layer)
         edges = find_edges(analysis.module, layer, sequence or {}, count)
-        return rewrite(analysis, choose(analysis, count, recorded), sums, index, count, edges, deferred)
+        return rewrite(analysis, choose(analysis, count, earlier_cuts), sums, index, count, edges, deferred_sums)
 
 
 def rewrite(
@@ -105,7 +95,7 @@ def rewrite(
     index: int,
     count: int = 1,
     edges: Edges = NO_EDGES,
-    deferred: Collection[str] = (),
+    deferred_sums: Collection[str] = (),
 ) -> LayerPart:
     """Return a part of an analysed layer.
 
@@ -116,7 +106,7 @@ def rewrite(
         index: which part.
         count: how many parts have slices.
         edges: what comes and goes in slices.
-        deferred: see :func:`split_layer`.
+        deferred_sums: see :func:`split_layer`.
     """
     sequence = NOTHING
     if edges != NO_EDGES:
@@ -124,14 +114,14 @@ def rewrite(
             raise MismatchError("the layer writes into tensors, and slices of them would not see it")
         sequence = split_sequence(analysis, splits, count, edges.inputs, edges.output_nodes(analysis.module))
     parts = [split.part(index) for split in splits]
-    cuts = {attribute: cut for attribute in analysis.parameters if (cut := _cut(analysis, attribute, parts))}
+    cuts = cuts_of(analysis, splits)
     regions = {node: part for split, part in zip(splits, parts, strict=True) for node in split.region}
     graph = _Rewrite(analysis, regions, sequence, edges, (index, count)).run()
-    summands = {name: found for name in deferred if (found := _defer(graph, name))}
+    summands = {name: found for name in deferred_sums if (found := _defer(graph, name))}
     attributes: dict[str, Any] = {_ENTER: Enter(sums), _LEAVE: Leave(sums)}
     if sequence is not NOTHING:
         attributes |= {name: Move(sums, index, count, *directions) for name, directions in _MOVES.items()}
-    attributes |= _attributes(analysis, cuts)
+    attributes |= _attributes(analysis, cuts, index)
     return LayerPart(fx.GraphModule(attributes, graph), cuts, summands)
 
 
@@ -155,17 +145,8 @@ def _defer(graph: fx.Graph, attribute: str) -> tuple[Summand, ...]:
     return tuple(Summand(*enter.args[1:]) for enter in enters)  # type: ignore[arg-type]
 
 
-def _cut(analysis: Analysis, attribute: str, parts: Sequence[Part]) -> Cut | None:
-    dims = analysis.parameters[attribute]
-    for part in parts:
-        at = split_dim(dims, part)
-        if at is not None:
-            return Cut(at, part.positions(dims[at]))
-    return None
-
-
-def _attributes(analysis: Analysis, cuts: Mapping[str, Cut]) -> dict[str, Any]:
-    """Return what the graph reads of its module; parameters are copies, and remain one where they were."""
+def _attributes(analysis: Analysis, cuts: Mapping[str, AttributeCut], index: int) -> dict[str, Any]:
+    """Return what the graph of a part reads of its module; parameters are copies, and remain one where they were."""
     found: dict[str, Any] = {}
     copies: dict[int, nn.Parameter] = {}
     for node in analysis.module.graph.nodes:
@@ -174,14 +155,14 @@ def _attributes(analysis: Analysis, cuts: Mapping[str, Cut]) -> dict[str, Any]:
         attribute = str(node.target)
         value = operator.attrgetter(attribute)(analysis.module)
         if attribute in analysis.parameters:
-            value = copies.setdefault(id(value), _parameter_part(value, cuts.get(attribute)))
+            value = copies.setdefault(id(value), _parameter_part(value, cuts.get(attribute), index))
         found[attribute] = value
     return found
 
 
-def _parameter_part(parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
+def _parameter_part(parameter: nn.Parameter, cut: AttributeCut | None, index: int) -> nn.Parameter:
     value = parameter.detach()
-    value = value.clone() if cut is None else value.index_select(cut.dim, cut.indices.to(value.device))
+    value = value.clone() if cut is None else value.index_select(cut.dim, cut.indices(index).to(value.device))
     return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
 
@@ -268,7 +249,7 @@ class _Rewrite:
         """Return what a reader that computes a slice reads: of a whole tensor, parts have summands of the gradient."""
         if node in self._sequence.places:
             return self._made[node]
-        place = self._sequence.taken(reader, node)
+        place = self._sequence.slice_of(reader, node)
         if place is not None:
             return (
                 self._move("take", self._made[node], place.dim, place.period)
@@ -284,7 +265,7 @@ class _Rewrite:
         place = self._sequence.places.get(node)
         return self._made[node] if place is None else self._move_once("gather_alike", node, place)
 
-    def _move_once(self, name: str, node: fx.Node, place: Place) -> fx.Node:
+    def _move_once(self, name: str, node: fx.Node, place: SlicePlace) -> fx.Node:
         key = (name, node, (place.dim, place.period))
         if key not in self._moved:
             self._moved[key] = self._move(name, self._made[node], place.dim, place.period)

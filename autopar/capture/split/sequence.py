@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from autopar.capture.split.analysis import Analysis
-from autopar.capture.split.cuts import Split
+from autopar.capture.split.choice import Split
 from autopar.capture.split.names import Dim, MismatchError, Name, carries, leaves, resolve, size, unite
 from autopar.capture.split.rules import Axis, Dims, LocalCall, OperatorCall, Part, find_rule
 from autopar.capture.split.rules.rule import ROWS, broadcast, new_dim, plain_size
@@ -33,7 +33,7 @@ Reads = Mapping[fx.Node, tuple[Dims, ...]]
 """The dimensions of what an operator is given, as it reads them."""
 
 
-class Place(NamedTuple):
+class SlicePlace(NamedTuple):
     """Where a tensor has a name that slices are of."""
 
     dim: int
@@ -47,7 +47,7 @@ class SequenceSplit:
     """What is computed in slices outside regions."""
 
     names: frozenset[Name]
-    places: Mapping[fx.Node, Place]
+    places: Mapping[fx.Node, SlicePlace]
     """Of nodes that give slices."""
     calls: Mapping[fx.Node, OperatorCall]
     """Of operators outside regions that are computed in slices."""
@@ -56,7 +56,7 @@ class SequenceSplit:
     reads: Mapping[fx.Node, Reads]
     """How those, and operators that end a region, read what they are given."""
 
-    def taken(self, reader: fx.Node, source: fx.Node) -> Place | None:
+    def slice_of(self, reader: fx.Node, source: fx.Node) -> SlicePlace | None:
         """Return the slice that a reader takes of what is there as a whole, if it does not need all."""
         found = self.reads[reader].get(source, ())
         return find_place(found[0], self.names) if len(found) == 1 else None
@@ -66,18 +66,18 @@ NOTHING = SequenceSplit(frozenset(), {}, {}, {}, {})
 """Where all tensors outside regions are whole."""
 
 
-def find_place(dims: Dims, names: Collection[Name]) -> Place | None:
+def find_place(dims: Dims, names: Collection[Name]) -> SlicePlace | None:
     """Return where a tensor has one of some names.
 
     Raises:
         MismatchError: it has several, or one of them twice, or in pieces of a dimension.
     """
-    found: list[Place] = []
+    found: list[SlicePlace] = []
     for at, dim in enumerate(dims):
         product = resolve(dim)
         for place, name in enumerate(product):
             if name in names:
-                found.append(Place(at, name, size(product[place:]) if place else None))
+                found.append(SlicePlace(at, name, size(product[place:]) if place else None))
             elif any(carries(piece, each) for piece in name.pieces or () for each in names):
                 raise MismatchError("some indices of a dimension would be in slices")
     if len(found) > 1:
@@ -104,15 +104,15 @@ def split_sequence(
     seeds = [*inputs.items(), *outputs]
     whole: set[fx.Node] = set()
     while True:
-        walk = _Walk(analysis, splits, inputs, whole)
+        walk = _SequenceWalk(analysis, splits, inputs, whole)
         names = frozenset(name for node, dim in seeds for name in walk.names_at(node, dim, count))
         opaque = walk.stopped | {node for node in walk.dims if not walk.keeps(node, names, count)}
         if not opaque:
-            return walk.found(names)
+            return walk.result(names)
         whole |= opaque
 
 
-class _Walk:
+class _SequenceWalk:
     """What the operators outside regions make of names, if some of them are computed whole."""
 
     def __init__(
@@ -223,7 +223,7 @@ class _Walk:
 
     def _keeps_name(self, node: fx.Node, name: Name, reads: Reads, count: int) -> bool:
         """Ask an operator's rule, of copies of all names."""
-        copies = _Copies(name)
+        copies = _NameCopies(name)
         own = {source: tuple(map(copies.dims, outputs)) for source, outputs in reads.items()}
         expected = tuple(map(copies.dims, self.dims[node]))
         call, found = self._output_dims(node, own)
@@ -239,7 +239,7 @@ class _Walk:
             local_call(node, call, Part((Axis(sliced[0], 0, count),)))
         return all(find_place(dims, sliced) for dims in found)
 
-    def found(self, names: frozenset[Name]) -> SequenceSplit:
+    def result(self, names: frozenset[Name]) -> SequenceSplit:
         """Return what is computed in slices of some names."""
         found = {node: find_place(outputs[0], names) for node, outputs in self.dims.items()}
         places = {node: place for node, place in found.items() if place is not None}
@@ -248,7 +248,7 @@ class _Walk:
         return SequenceSplit(names, single, calls, {node: places[node].name for node in calls}, self.reads)
 
 
-class _Copies:
+class _NameCopies:
     """Copies of names with what was found out about them; the name that is asked about has no pieces, nor obstacles."""
 
     def __init__(self, name: Name) -> None:

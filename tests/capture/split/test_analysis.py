@@ -1,8 +1,9 @@
-"""What is found of a layer's dimensions, and what forbids to split them."""
+"""What is found of a layer's dimensions, and what forbids to split them; and graphs without their writes."""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 import re
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch import fx, nn
 
 import autopar.capture.split
 from autopar.capture.graph import Layer
-from autopar.capture.split.analysis import Analysis, analyse
+from autopar.capture.split.analysis import Analysis, analyse, new_operator, without_writes
 from autopar.capture.split.choice import choose
 from autopar.capture.split.names import Name, leaves
 from autopar.capture.split.rewrite import split_layer
@@ -159,7 +160,7 @@ class Shared(nn.Module):
 def test_a_parameter_that_is_read_twice_is_one() -> None:
     layer = layer_of(Shared(), torch.zeros(2, 4))
     part = split_layer(layer, None, 0, 2)  # type: ignore[arg-type]
-    assert [(cut.dim, cut.indices.tolist()) for cut in part.cuts.values()] == [(0, [0, 1, 2])]
+    assert [(cut.dim, cut.indices(0).tolist()) for cut in part.cuts.values()] == [(0, [0, 1, 2])]
     assert len(list(part.module.parameters())) == 1
 
 
@@ -183,7 +184,7 @@ def renamed(layer: Layer) -> Layer:
 def test_names_of_parameters_and_modules_count_nothing() -> None:
     layer = chain(F.gelu)
     cuts = [
-        [(cut.dim, cut.indices.tolist()) for cut in split_layer(each, None, 1, 2).cuts.values()]  # type: ignore[arg-type]
+        [(cut.dim, cut.indices(1).tolist()) for cut in split_layer(each, None, 1, 2).cuts.values()]  # type: ignore[arg-type]
         for each in (layer, renamed(layer))
     ]
     assert cuts[0] == cuts[1]
@@ -200,3 +201,102 @@ def test_no_source_line_reads_names_or_classes_of_modules() -> None:
     assert [
         (file.name, line) for file in files for line in file.read_text().splitlines() if forbidden.search(line)
     ] == []
+
+
+aten = torch.ops.aten
+
+
+def graph_of(module: nn.Module) -> fx.GraphModule:
+    found = layer_of(module, torch.ones(2, 3, 4)).module
+    assert isinstance(found, fx.GraphModule)
+    return found
+
+
+def writes(module: fx.GraphModule) -> list[str]:
+    schemas = ((node, getattr(node.target, "_schema", None)) for node in module.graph.nodes)
+    return [str(node.target) for node, schema in schemas if schema is not None and schema.is_mutable]
+
+
+class DrawnWrites(nn.Module):
+    """Writes into and reads tensors that share memory, in an order that is drawn."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.bias = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        draw, tensors = random.Random(self.seed), [x * self.bias]
+        for _ in range(draw.randint(2, 7)):
+            one, other = draw.choice(tensors), draw.choice(tensors)
+            kind = draw.randrange(6)
+            if kind == 0:
+                tensors.append(one + other)
+            elif kind == 1:
+                tensors.append(one.view(-1, 3, 4))
+            elif kind == 2:
+                tensors.append(one.add_(other))
+            elif kind == 3:
+                tensors.append(one.transpose(1, 2).mul_(2).transpose(1, 2))
+            elif kind == 4:
+                tensors.append(one.detach().clone().tanh_())
+            else:
+                tensors.append(draw.choice([one.sigmoid_, one.relu])())
+        return sum(draw.sample(tensors, 2 if len(tensors) > 1 else 1), torch.zeros(()))
+
+
+def run(module: fx.GraphModule, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        (found,) = module(2, x)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_drawn_graphs_compute_the_same_without_writes(seed: int) -> None:
+    module, x = graph_of(DrawnWrites(seed)), torch.rand(2, 3, 4)
+    assert torch.equal(run(without_writes(module), x.clone()), run(module, x.clone()))
+
+
+def test_most_writes_that_are_not_seen_are_left_out() -> None:
+    modules = [graph_of(DrawnWrites(seed)) for seed in range(30)]
+    before = sum(len(writes(module)) for module in modules)
+    after = sum(len(writes(without_writes(module))) for module in modules)
+    assert before > 20
+    assert 0 < after < before / 2
+
+
+class Input(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.add_(1)
+
+
+class Buffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.total.add_(x[0, 0])  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("module", [Input(), Buffer()])
+def test_what_others_hold_is_written_into(module: nn.Module) -> None:
+    captured = graph_of(module)
+    assert writes(without_writes(captured)) == writes(captured) == ["aten.add_.Tensor"]
+
+
+def test_a_graph_that_writes_nothing_is_the_same_one() -> None:
+    module = graph_of(nn.Linear(4, 4))
+    assert without_writes(module) is module
+
+
+def test_an_operator_that_takes_the_type_of_what_it_writes_into_stays() -> None:
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    x.meta["val"], y.meta["val"] = torch.zeros(2), torch.zeros(2)
+    call = graph.call_function(aten.add_.Tensor, (x, y))
+    assert new_operator(call) is aten.add.Tensor
+    y.meta["val"] = torch.zeros(2, dtype=torch.float64)
+    assert new_operator(call) is None
+    assert new_operator(graph.call_function(aten.copy_.default, (x, x))) is aten.copy.default
+    assert new_operator(graph.call_function(aten.add.Tensor, (x, x))) is None

@@ -1,6 +1,8 @@
-"""Which names are chosen, and in which order."""
+"""Which names are chosen, in which order; how that divides parameters; and what is said of layers that do not split."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 import torch
@@ -8,9 +10,20 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.capture.split import choice
-from autopar.capture.split.analysis import analyse
-from autopar.capture.split.choice import Split, choose
-from autopar.capture.split.rewrite import peers
+from autopar.capture.split.analysis import Analysis, analyse
+from autopar.capture.split.choice import (
+    AttributeCut,
+    Split,
+    choose,
+    counts_that_split,
+    cuts_of,
+    explain,
+    split_dim,
+    written_tensor,
+)
+from autopar.capture.split.names import MismatchError
+from autopar.capture.split.rewrite import peers, split_layer
+from drawn_split import Drawn
 from single_layers import layer_of
 
 
@@ -103,3 +116,197 @@ def test_the_same_layer_is_always_split_alike() -> None:
     for module in (Two(), Attention(2, 2)):
         shown = [[(each.counts, sorted(map(str, each.region))) for each in splits(module, 4)] for _ in range(3)]
         assert shown[0] == shown[1] == shown[2]
+
+
+class Grouped(nn.Module):
+    """Two key heads with two queries each, in one fused projection; and two matrices after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 16, bias=False), nn.Linear(8, 8)
+        self.up, self.down = nn.Linear(8, 10), nn.Linear(10, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(x).split([8, 4, 4], -1)
+        query = query.unflatten(-1, (4, 2)).transpose(1, 2)
+        key, value = (each.unflatten(-1, (2, 2)).transpose(1, 2).repeat_interleave(2, 1) for each in (key, value))
+        x = x + self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def grouped() -> Analysis:
+    torch.manual_seed(0)
+    return analyse(layer_of(Grouped(), torch.zeros(2, 3, 8)))
+
+
+def drawn(seed: int) -> Analysis:
+    return analyse(layer_of(Drawn(seed), torch.zeros(2, 3, 8, dtype=torch.float64)))
+
+
+def test_a_part_has_ranges_of_queries_keys_and_values_and_uneven_ones_of_a_plain_name() -> None:
+    analysis = grouped()
+    cuts = cuts_of(analysis, choose(analysis, 4))
+    assert cuts["held_up_weight"] == AttributeCut(0, (((0, 3),), ((3, 6),), ((6, 8),), ((8, 10),)))
+    assert cuts_of(analysis, choose(analysis, 2))["held_qkv_weight"] == AttributeCut(
+        0, (((0, 4), (8, 10), (12, 14)), ((4, 8), (10, 12), (14, 16)))
+    )
+    assert "held_down_bias" not in cuts
+    # Of two key heads, two parts have the same one.
+    assert cuts["held_qkv_weight"] == AttributeCut(
+        0,
+        (
+            ((0, 2), (8, 10), (12, 14)),
+            ((2, 4), (8, 10), (12, 14)),
+            ((4, 6), (10, 12), (14, 16)),
+            ((6, 8), (10, 12), (14, 16)),
+        ),
+    )
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_ranges_are_the_indices_that_a_part_is_cut_by(seed: int) -> None:
+    layer = layer_of(Drawn(seed), torch.zeros(2, 3, 8, dtype=torch.float64))
+    analysis = analyse(layer)
+    cuts = cuts_of(analysis, choose(analysis, 2))
+    for index in range(2):
+        part = split_layer(layer, None, index, 2)  # type: ignore[arg-type]
+        assert part.cuts == cuts
+        for name in layer.parameters:
+            whole, own = layer.module.get_parameter(name), part.module.get_parameter(name)
+            if name in cuts:
+                rows = [i for start, stop in cuts[name].parts[index] for i in range(start, stop)]
+                whole = torch.stack([whole.select(cuts[name].dim, row) for row in rows], cuts[name].dim)
+            assert torch.equal(own, whole)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_ranges_are_those_of_the_first_split_that_cuts_a_parameter(seed: int) -> None:
+    analysis = drawn(seed)
+    splits = choose(analysis, 2)
+    expected: dict[str, tuple[int, list[list[int]]]] = {}
+    for split in splits:
+        for name, dims in analysis.parameters.items():
+            at = split_dim(dims, split.part(0))
+            if at is not None and name not in expected:
+                expected[name] = (at, [part.positions(dims[at]).tolist() for part in split.parts()])
+    cuts = cuts_of(analysis, splits)
+    found = {name: (cut.dim, [cut.indices(part).tolist() for part in range(2)]) for name, cut in cuts.items()}
+    assert found == expected
+
+
+def restored(cuts: dict[str, AttributeCut]) -> dict[str, AttributeCut]:
+    """Write cuts to JSON and read them back."""
+    text = json.dumps({name: cut._asdict() for name, cut in cuts.items()})
+    return {
+        name: AttributeCut(each["dim"], tuple(tuple((a, b) for a, b in part) for part in each["parts"]))
+        for name, each in json.loads(text).items()
+    }
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_choice_repeats_the_cuts_that_were_recorded_of_any(seed: int) -> None:
+    """Also of a choice that would not be made now: one of fewer regions."""
+    analysis, another, count = drawn(seed), drawn(seed), 2 if seed % 3 else 4
+    splits = choose(analysis, count)
+    for end in range(len(splits) + 1):
+        cuts = cuts_of(analysis, splits[:end])
+        again = choose(another, count, restored(cuts))
+        assert [split.counts for split in again] == [split.counts for split in splits[:end]]
+        assert cuts_of(analysis, choose(analysis, count, cuts)) == cuts
+
+
+def test_cuts_that_cannot_be_repeated_are_refused_with_the_parameter() -> None:
+    analysis = grouped()
+    cuts = cuts_of(analysis, choose(analysis, 2))
+    up = cuts["held_up_weight"]
+    for wrong in (up._replace(dim=1), up._replace(parts=up.parts[::-1])):
+        with pytest.raises(MismatchError, match="held_up_weight cannot be cut in 2 parts"):
+            choose(analysis, 2, {**cuts, "held_up_weight": wrong})
+    with pytest.raises(MismatchError, match="held_down_bias"):
+        choose(analysis, 2, {**cuts, "held_down_bias": AttributeCut(0, (((0, 4),), ((4, 8),)))})
+    with pytest.raises(MismatchError, match="in 4 parts"):
+        choose(analysis, 4, cuts)
+    with pytest.raises(MismatchError, match="held_other"):
+        split_layer(layer_of(Grouped(), torch.zeros(2, 3, 8)), None, 0, 2, {"held_other": up})  # type: ignore[arg-type]
+
+
+def test_a_parameter_that_stays_whole_keeps_those_whole_that_are_cut_with_it() -> None:
+    analysis = grouped()
+    cuts = cuts_of(analysis, choose(analysis, 2))
+    without = cuts_of(analysis, choose(analysis, 2, forbidden=["held_down_weight", "held_down_bias", "no_such"]))
+    assert cuts.keys() - without.keys() == {"held_up_weight", "held_up_bias", "held_down_weight"}
+    assert without.items() <= cuts.items()
+    assert cuts_of(analysis, choose(analysis, 2, without, ["held_up_bias"])) == without
+
+
+class Heads(nn.Module):
+    """Attention of some heads, and two matrices that split in any number of parts."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.width = 24 // heads
+        self.qkv, self.out, self.up, self.down = (
+            nn.Linear(24, 72),
+            nn.Linear(24, 24),
+            nn.Linear(24, 24),
+            nn.Linear(24, 24),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pieces = (each.unflatten(-1, (-1, self.width)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(*pieces).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Function(nn.Module):
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.up, self.down, self.function = nn.Linear(6, 6), nn.Linear(6, 6), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.function(self.up(x)))  # type: ignore[operator]
+
+
+def analysis_of(module: nn.Module, *sizes: int) -> Analysis:
+    return analyse(layer_of(module, torch.zeros(2, 3, *sizes)))
+
+
+def test_a_block_splits_in_the_numbers_that_its_heads_allow() -> None:
+    six = analysis_of(Heads(6), 24)
+    assert counts_that_split(six) == (2, 3, 6)
+    assert counts_that_split(six, 3) == (2, 3)
+    assert explain(six, 3) is None
+    assert explain(six, 4) == "does not split in 4 parts; 2, 3, 6 would"
+    assert explain(analysis_of(Heads(12), 24), 12) is None
+
+
+def test_what_splits_in_no_number_of_parts_says_what_keeps_it_whole() -> None:
+    assert explain(analysis_of(nn.LayerNorm(6), 6), 2) == ("splits in no number of parts: it is normalised as a whole")
+    assert explain(analysis_of(nn.GELU(), 6), 2) == "splits in no number of parts: it has no parameters"
+
+
+def test_a_layer_that_writes_a_buffer_says_which() -> None:
+    module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    analysis = analyse(layer_of(module, torch.zeros(2, 6)))
+    assert explain(analysis, 2) == "splits in no number of parts: it writes into held_1_num_batches_tracked"
+    seen = analysis_of(Function(lambda x: (x.view(-1, 3, 6), x.relu_())[0]), 6)
+    assert written_tensor(seen.module) == "tensors that are read again (aten.relu_.default)"
+    assert written_tensor(analysis_of(Function(F.relu_), 6).module) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_numbers_of_parts_are_those_that_cut_nearly_as_much_as_any(seed: int) -> None:
+    layer = layer_of(Drawn(seed), torch.zeros(2, 3, 8, dtype=torch.float64))
+    analysis = analyse(layer)
+    numbers = list[float]()
+    for count in range(2, 6):
+        cuts = cuts_of(analysis, choose(analysis, count))
+        saved = 0.0
+        for name, cut in cuts.items():
+            length, parameter = layer.module.get_parameter(name).shape[cut.dim], layer.module.get_parameter(name)
+            own = [sum(stop - start for start, stop in part) for part in cut.parts]
+            saved += parameter.numel() * (1 - sum(own) / count / length)
+        numbers.append(saved * count / (count - 1))
+    wanted = [count for count, found in enumerate(numbers, 2) if found and found >= 0.9 * max(numbers)]
+    assert list(counts_that_split(analysis, 5)) == wanted
+    assert [count for count in range(2, 6) if explain(analysis, count, 5) is None] == wanted

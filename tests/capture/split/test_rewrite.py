@@ -87,7 +87,8 @@ def test_the_rows_of_a_fused_matrix_are_cut_in_both_halves(count: int) -> None:
     layer = layer_of(module, numbers(2, 3, 8))
     parts = [split_layer(layer, None, index, count) for index in range(count)]  # type: ignore[arg-type]
     rows = [
-        next(cut.indices.tolist() for cut in part.cuts.values() if len(cut.indices) == 24 // count) for part in parts
+        next(own for cut in part.cuts.values() if len(own := cut.indices(index).tolist()) == 24 // count)
+        for index, part in enumerate(parts)
     ]
     assert rows[0] == [*range(12 // count), *range(12, 12 + 12 // count)]
     assert sorted(row for own in rows for row in own) == list(range(24))

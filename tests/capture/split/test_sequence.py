@@ -11,16 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.capture.graph import Layer
-from autopar.capture.split.names import MismatchError
+from autopar.capture.split.edges import sequence_dims
 from autopar.capture.split.rewrite import LayerPart, split_layer
-from autopar.capture.split.sequence_choice import sequence_dims
 from drawn_split import Drawn
-from drawn_streams import TOKENS, Stream
+from drawn_streams import drawn_stream
 from families import EAGER, LENGTH, WIDTH
 from model_layers import CASES, LENGTHS, is_block, layers_of
 from part_threads import Comparison, ThreadSums, compare, run_parts
-from single_layers import layer_of
+from single_layers import AttentionBlock, layer_of
 
 CLOSE = 1e-12
 SINGLE = {"gemma": 1e-7, "gemma2": 1e-7}
@@ -41,28 +39,9 @@ def moves(found: Comparison, least: int) -> tuple[Counter[str], Counter[str]]:
     return forward, backward
 
 
-class Block(nn.Module):
-    """Attention and two matrices, with norms and dropout, before or behind a residual stream."""
-
-    def __init__(self, heads: int = 4, width: int = 16) -> None:
-        super().__init__()
-        self.heads = heads
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = (
-            each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(self.first(x)).chunk(3, -1)
-        )
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=0.1, is_causal=True)
-        x = x + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), 0.1)
-        return x + F.dropout(self.down(F.gelu(self.up(self.second(x)))), 0.1)
-
-
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_a_block_gathers_twice_and_scatters_twice_forwards_and_backwards(count: int) -> None:
-    layer, x = layer_of(Block(heads=12, width=24).double(), numbers(2, 12, 24)), numbers(2, 12, 24)
+    layer, x = layer_of(AttentionBlock(heads=12, width=24).double(), numbers(2, 12, 24)), numbers(2, 12, 24)
     dims = sequence_dims(layer, count)
     assert dims == dict.fromkeys((*layer.inputs, *layer.outputs), 1)
     found = compare(layer, [x], count, sequence=dims)
@@ -82,7 +61,7 @@ def test_gradients_of_whole_parameters_may_be_added_up_after_the_last_backward(f
         if forgets:
             part.summands.pop(names[0])  # type: ignore[attr-defined]
 
-    layer = layer_of(Block().double(), numbers(2, 8, 16))
+    layer = layer_of(AttentionBlock().double(), numbers(2, 8, 16))
     dims = sequence_dims(layer, 2)
     apart = compare(layer, [numbers(2, 8, 16)], 2, sequence=dims, break_part=look, deferred=True)
     inside = compare(layer, [numbers(2, 8, 16)], 2, sequence=dims)
@@ -92,7 +71,7 @@ def test_gradients_of_whole_parameters_may_be_added_up_after_the_last_backward(f
     assert (apart.error < CLOSE) != forgets
 
 
-class Rescaled(Block):
+class Rescaled(AttentionBlock):
     """Scale what is in slices and what a region reads by the same numbers, twice or once, or the input, too."""
 
     def __init__(self, reads: str) -> None:
@@ -115,7 +94,7 @@ def test_a_parameter_with_several_readers_has_the_gradient_of_all(reads: str) ->
 
 @pytest.mark.parametrize("ends", ["input", "output"])
 def test_tensors_that_are_not_named_cross_whole(ends: str) -> None:
-    layer = layer_of(Block().double(), numbers(2, 8, 16))
+    layer = layer_of(AttentionBlock().double(), numbers(2, 8, 16))
     dims = dict.fromkeys(layer.inputs if ends == "input" else layer.outputs, 1)
     found = compare(layer, [numbers(2, 8, 16)], 2, sequence=dims)
     assert found.error < CLOSE
@@ -125,23 +104,8 @@ def test_tensors_that_are_not_named_cross_whole(ends: str) -> None:
     assert (forward - usual, backward - usual) == ((extra, Counter()) if ends == "input" else (Counter(), extra))
 
 
-def test_without_names_nothing_changes() -> None:
-    layer = layer_of(Block().double(), numbers(2, 8, 16))
-    plain, empty = (split_layer(layer, None, 1, 2, sequence=each) for each in (None, {}))  # type: ignore[arg-type]
-    assert plain.module.code == empty.module.code
-    assert "gather" not in plain.module.code
-
-
-def test_what_is_no_tensor_of_the_layer_or_has_no_even_slices_is_refused() -> None:
-    layer = layer_of(Block().double(), numbers(2, 6, 16))
-    for names, count in (({"other": 1}, 2), ({layer.inputs[0]: 1}, 4), ({layer.inputs[0]: 0}, 2)):
-        with pytest.raises(MismatchError, match=next(iter(names))):
-            split_layer(layer, None, 0, count, sequence=names)  # type: ignore[arg-type]
-    assert sequence_dims(layer, 4) == {}
-
-
 def test_sums_are_over_the_parts_that_the_sequence_is_split_among() -> None:
-    layer = layer_of(Block(), torch.zeros(2, 8, 16))
+    layer = layer_of(AttentionBlock(), torch.zeros(2, 8, 16))
     part = split_layer(layer, None, 0, 4, sequence=sequence_dims(layer, 4))  # type: ignore[arg-type]
     assert part.summing_parts == {(0, 1, 2, 3)}
 
@@ -188,12 +152,6 @@ def test_drawn_layers_in_slices_are_the_whole(seed: int, count: int) -> None:
     assert found.error < CLOSE
 
 
-def drawn_stream(seed: int) -> tuple[Layer, list[torch.Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    inputs = [torch.randn(3, TOKENS, 6, generator=generator, dtype=torch.float64) for _ in range(2)]
-    return layer_of(Stream(seed), *inputs), inputs
-
-
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("seed", range(30))
 def test_drawn_streams_in_slices_are_the_whole(seed: int, count: int) -> None:
@@ -204,12 +162,6 @@ def test_drawn_streams_in_slices_are_the_whole(seed: int, count: int) -> None:
     some = {name: 1 if count == 4 else draw.choice([1, 1, 2]) for name in names}
     for sequence in (some, sequence_dims(layer, count)):
         assert compare(layer, inputs, count, sequence=sequence, deferred=seed % 2 == 0).error < CLOSE
-
-
-def test_most_drawn_streams_are_worth_slices() -> None:
-    layers = [drawn_stream(seed)[0] for seed in range(60)]
-    worth = [layer for layer in layers if sequence_dims(layer, 2)]
-    assert 30 <= len(worth) < 60
 
 
 class Scaled(nn.Module):
@@ -252,7 +204,7 @@ def test_slices_that_are_moved_wrongly_are_found(name: str, directions: tuple[st
                 node.replace_all_uses_with(node.args[0])
         part.module.recompile()
 
-    layer = layer_of(Block().double(), numbers(2, 8, 16))
+    layer = layer_of(AttentionBlock().double(), numbers(2, 8, 16))
     found = compare(layer, [numbers(2, 8, 16)], 2, sequence=sequence_dims(layer, 2), break_part=forget)
     assert found.error > 1e-3
 
@@ -262,7 +214,7 @@ def test_halves_of_a_backward_in_slices_make_the_gradients_of_a_whole_one() -> N
 
     from autopar.capture.split_backward import SplitBackward
 
-    layer, x = layer_of(Block().double(), numbers(2, 8, 16)), numbers(2, 8, 16)
+    layer, x = layer_of(AttentionBlock().double(), numbers(2, 8, 16)), numbers(2, 8, 16)
     dims = sequence_dims(layer, 2)
 
     def act(sums: ThreadSums, index: int, halves: bool) -> tuple[dict[str, torch.Tensor | None], list[str]]:

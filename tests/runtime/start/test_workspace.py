@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.capture.data import seed_data
+from autopar.capture.batch import seed_data
+from autopar.capture.effects import StorageTracker
 from autopar.capture.export import outline
 from autopar.capture.source import UserModel, load
-from autopar.capture.storages import StorageTracker
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime import weights

@@ -1,21 +1,19 @@
 """One rule per operator: what it does to the names of dimensions, and what a part calls in its place.
 
 In: an operator. Out: its rule, if there is one. ``rule.py`` says what a rule promises; read it first. The other files
-have the rules, a family each.
+have the rules, a family each: ``arithmetic.py``, ``products.py`` (convolutions among them), ``attention.py``,
+``vocabulary.py`` (embeddings, losses over classes), ``shapes.py``, ``indexing.py`` (what is cut, joined and picked),
+and ``draws.py`` (random numbers).
 """
 
 from __future__ import annotations
 
 from autopar.capture.split.rules import (
+    arithmetic,
     attention,
-    convolutions,
     draws,
-    elementwise,
-    indices,
-    losses,
-    pieces,
+    indexing,
     products,
-    reductions,
     shapes,
     vocabulary,
 )
@@ -49,15 +47,11 @@ __all__ = [
 ]
 
 FAMILIES = (
+    arithmetic,
     attention,
-    convolutions,
     draws,
-    elementwise,
-    indices,
-    losses,
-    pieces,
+    indexing,
     products,
-    reductions,
     shapes,
     vocabulary,
 )
@@ -66,4 +60,4 @@ FAMILIES = (
 
 def find_rule(target: object) -> SplitRule | None:
     """Return the rule of an operator, if it has one."""
-    return RULES.get(str(target)) or elementwise.pointwise(target)
+    return RULES.get(str(target)) or arithmetic.pointwise(target)

@@ -1,14 +1,25 @@
-"""Products of matrices: the dimension in the middle is summed over, all others are kept.
+"""Products of matrices, and convolutions: what they multiply is summed over, all other dimensions are kept.
 
-Where a part has only some of what is summed over, it gives a summand of the product; the bias is added to the sum.
+Where a part has only some of what is summed over, it gives a summand of the product; the bias is added to the sum. Of a
+convolution, input channels are summed over, and output channels are kept; in depthwise ones both are one. What goes
+over the edge of one position is in the next, so that places are not split.
 """
 
 from __future__ import annotations
 
 import torch
 
-from autopar.capture.split.names import Dim, MismatchError
-from autopar.capture.split.rules.rule import Dims, LocalCall, OperatorCall, Part, broadcast, rule, unite_or_block
+from autopar.capture.split.names import Dim, MismatchError, block
+from autopar.capture.split.rules.rule import (
+    Dims,
+    LocalCall,
+    OperatorCall,
+    Part,
+    broadcast,
+    rule,
+    unite_or_block,
+    whole_dim,
+)
 
 _ADD = torch.ops.aten.add.Tensor
 
@@ -102,3 +113,44 @@ def _product_dims(call: OperatorCall, one: Dims, other: Dims) -> Dims:
         raise MismatchError("it multiplies a vector")
     call.summed.append(unite_or_block(one[-1], other[-2]))
     return (*broadcast([one[:-2], other[:-2]]), one[-2], other[-1])
+
+
+_NEIGHBOURS = "a convolution reads neighbours"
+
+
+def add_channels(total: torch.Tensor, bias: torch.Tensor, places: int) -> torch.Tensor:
+    """Add a number to every channel, behind which are dimensions of places."""
+    return total + bias.view(-1, *[1] * places)
+
+
+def _local_convolution(call: OperatorCall, part: Part) -> LocalCall:
+    places = len(call.dims("weight")) - 2
+    if not part.splits(call.dims("input")[-places - 1]):
+        return LocalCall(call.node.target, call.node.args, call.node.kwargs)
+    if call.argument("groups") > 1:
+        groups = part.length(call.dims("weight")[0])
+        return LocalCall(call.node.target, *call.replace_arguments(groups=groups))
+    bias = call.argument("bias")
+    args, kwargs = call.replace_arguments(bias=None)
+    if bias is None:
+        return LocalCall(call.node.target, args, kwargs)
+    return LocalCall(call.node.target, args, kwargs, add_channels, (bias, places))
+
+
+@rule("conv1d.default", "conv1d.padding", "conv2d.default", "conv2d.padding", local=_local_convolution)
+def convolution(call: OperatorCall) -> Dims:
+    """Sum over input channels, or keep channels that are convolved each for itself."""
+    given, weight, sizes = call.dims("input"), call.dims("weight"), call.output_sizes()
+    places = len(weight) - 2
+    channels, groups = given[-places - 1], call.argument("groups")
+    if groups == 1:
+        call.summed.append(unite_or_block(channels, weight[1]))
+    elif call.sizes("weight")[:2] == (groups, 1):
+        unite_or_block(channels, weight[0])
+    else:
+        raise MismatchError("its channels are in groups")
+    if call.argument("bias") is not None:
+        unite_or_block(call.dims("bias")[0], weight[0])
+    for dim in (*given[-places:], *weight[-places:]):
+        block(dim, _NEIGHBOURS)
+    return (*given[: -places - 1], weight[0], *(whole_dim(size, _NEIGHBOURS) for size in sizes[-places:]))

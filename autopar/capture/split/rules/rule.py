@@ -3,7 +3,7 @@
 A rule promises this of every name in its operator's inputs and outputs that it does not block. Give each input the
 indices of one part of the name, and the operator gives that part of the output, if the output has the name; or a
 summand of it, if the rule has said that it is summed over; or the whole of it, if it has the name nowhere.
-``tests/capture/split/test_rules.py`` holds it to that.
+``tests/capture/split/rules`` holds it to that.
 """
 
 from __future__ import annotations

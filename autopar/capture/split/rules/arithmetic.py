@@ -1,4 +1,9 @@
-"""Operators that read the whole of a dimension: sums are summed over, others cannot be split."""
+"""Operators on numbers in their places, on the whole of a dimension, and of numbers against numbers.
+
+Elementwise operators broadcast their inputs, and nothing else: torch tags most of them as pointwise; those here are,
+and are not tagged. Of a sum every part gives the sum of its own, of a mean too, in its share of the whole. What is
+normalised, or reduced otherwise, cannot be split.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,58 @@ from typing import Any
 import torch
 
 from autopar.capture.split.names import block, size
-from autopar.capture.split.rules.rule import Dims, LocalCall, OperatorCall, Part, normal, rule, unite_or_block
+from autopar.capture.split.rules.rule import (
+    Dims,
+    LocalCall,
+    OperatorCall,
+    Part,
+    SplitRule,
+    broadcast,
+    normal,
+    rule,
+    unite_or_block,
+)
+
+
+@rule(
+    "__and__.Tensor",
+    "__or__.Tensor",
+    "_to_copy.default",
+    "alias.default",
+    "contiguous.default",
+    "detach.default",
+    "expand_as.default",
+    "full_like.default",
+    "lift_fresh_copy.default",
+    "masked_fill.Tensor",
+    "ones_like.default",
+    "to.device",
+    "to.dtype",
+    "to.dtype_layout",
+    "where.Scalar",
+    "where.ScalarOther",
+    "where.ScalarSelf",
+    "zeros_like.default",
+)
+def elementwise(call: OperatorCall) -> Dims:
+    """Broadcast all tensors."""
+    return broadcast(map(call.dims_of, call.tensors()))
+
+
+@rule("to.other", "type_as.default")
+def like(call: OperatorCall) -> Dims:
+    """Take the type of another tensor, of which nothing else counts."""
+    return call.dims("self")
+
+
+def pointwise(target: object) -> SplitRule | None:
+    """Return the rule of an operator that torch says is pointwise; not those that draw, or write into what they read.
+
+    What they write into may be read elsewhere as a whole.
+    """
+    tags, schema = getattr(target, "tags", ()), getattr(target, "_schema", None)
+    draws_or_writes = torch.Tag.nondeterministic_seeded in tags or (schema is not None and schema.is_mutable)
+    return SplitRule(elementwise) if torch.Tag.pointwise in tags and not draws_or_writes else None
 
 
 def _drop(dims: Dims, places: set[int], keep: bool) -> Dims:
@@ -90,3 +146,19 @@ def norm(call: OperatorCall) -> Dims:
             for dim, own in zip(last, call.dims(name), strict=True):
                 unite_or_block(dim, own)
     return given
+
+
+def _local_loss(call: OperatorCall, part: Part) -> LocalCall:
+    if call.argument("reduction") != 1:
+        return LocalCall(call.node.target, call.node.args, call.node.kwargs)
+    return local_mean(call, part)
+
+
+@rule("huber_loss.default", "l1_loss.default", "mse_loss.default", "smooth_l1_loss.default", local=_local_loss)
+def loss(call: OperatorCall) -> Dims:
+    """Compare every number with its target; sum them over all dimensions, or take the mean."""
+    dims = broadcast([call.dims("self"), call.dims("target")])
+    if call.argument("reduction") == 0:
+        return dims
+    call.summed += dims
+    return ()

@@ -1,4 +1,7 @@
-"""The backward of a part in two halves, against its whole backward: the first makes the sums that others wait for."""
+"""What is summed among parts and moved between them, against plain tensors; and in a backward of two halves.
+
+The first half makes the sums that others wait for.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from autopar.capture.graph import Layer
 from autopar.capture.split.analysis import analyse
 from autopar.capture.split.choice import choose
 from autopar.capture.split.rewrite import rewrite
+from autopar.capture.split.sums import Enter, Leave, Move
 from autopar.capture.split_backward import SplitBackward
 from drawn_split import Drawn
 from part_threads import ThreadSums, run_parts
@@ -99,3 +103,91 @@ def test_the_second_half_sums_gradients_of_parameters_that_every_part_reads() ->
 @pytest.mark.parametrize("seed", range(12))
 def test_halves_of_drawn_layers_make_the_gradients_of_a_whole_backward(seed: int) -> None:
     check(layer_of(Drawn(seed), torch.zeros(2, 3, 8, dtype=torch.float64)), 2 if seed % 2 else 4)
+
+
+def numbers(*sizes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("parts", [(0, 1), (0, 2, 3), (0, 1, 2, 3)])
+def test_what_enters_has_the_sum_of_gradients_and_what_leaves_is_the_sum(parts: tuple[int, ...]) -> None:
+    factors, weights = numbers(4, 5), numbers(5, seed=1)
+
+    def act(sums: ThreadSums, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x = torch.ones(5, dtype=torch.float64, requires_grad=True)
+        if index not in parts:
+            return x.detach(), None
+        output = Leave(sums)(Enter(sums)(x, parts) * factors[index], parts)
+        (output * weights).sum().backward()
+        return output.detach(), x.grad
+
+    total = factors[list(parts)].sum(0)
+    for index, (output, gradient) in enumerate(run_parts(4, act)):
+        if index in parts:
+            assert gradient is not None
+            torch.testing.assert_close(output, total)
+            torch.testing.assert_close(gradient, total * weights)
+
+
+def test_gradients_of_pieces_that_are_whole_alone_are_summed() -> None:
+    """Of six columns, the first and the last two are the same on both parts."""
+    factors, ranges = numbers(2, 3, 6), ((0, 1), (4, 6))
+
+    def act(sums: ThreadSums, index: int) -> torch.Tensor | None:
+        x = torch.ones(3, 6, dtype=torch.float64, requires_grad=True)
+        (Enter(sums)(x, (0, 1), 1, ranges) * factors[index]).sum().backward()
+        return x.grad
+
+    for index, gradient in enumerate(run_parts(2, act)):
+        expected = factors[index].clone()
+        expected[:, [0, 4, 5]] = factors[:, :, [0, 4, 5]].sum(0)
+        torch.testing.assert_close(gradient, expected)
+
+
+def own(tensor: torch.Tensor, index: int, count: int, period: int | None) -> torch.Tensor:
+    """Take a part's indices of the second dimension, one by one."""
+    length = tensor.shape[1]
+    every = period or length
+    kept = [place for place in range(length) if place % every // (every // count) == index]
+    return tensor[:, kept]
+
+
+@pytest.mark.parametrize("period", [None, 4])
+@pytest.mark.parametrize("backwards", ["reduce_scatter", "take"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_slices_are_gathered_and_gradients_scattered(count: int, backwards: str, period: int | None) -> None:
+    whole, gradients = numbers(3, 12 if period else 8, 2), numbers(count, 3, 12 if period else 8, 2, seed=1)
+    if backwards == "take":
+        # Parts compute alike what they have gathered.
+        gradients = gradients[:1].expand(gradients.shape)
+
+    def act(sums: ThreadSums, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x = own(whole, index, count, period).requires_grad_()
+        output = Move(sums, index, count, "gather", backwards)(x, 1, period)
+        output.backward(gradients[index])
+        return output.detach(), x.grad
+
+    total = gradients.sum(0) if backwards == "reduce_scatter" else gradients[0]
+    for index, (output, gradient) in enumerate(run_parts(count, act)):
+        assert gradient is not None
+        assert torch.equal(output, whole)
+        torch.testing.assert_close(gradient, own(total, index, count, period))
+
+
+@pytest.mark.parametrize("period", [None, 4])
+@pytest.mark.parametrize("forwards", ["reduce_scatter", "take"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_wholes_are_scattered_and_gradients_gathered(count: int, forwards: str, period: int | None) -> None:
+    wholes, gradient = numbers(count, 3, 12 if period else 8, 2), numbers(3, 12 if period else 8, 2, seed=1)
+
+    def act(sums: ThreadSums, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x = wholes[index].clone().requires_grad_()
+        output = Move(sums, index, count, forwards, "gather")(x, 1, period)
+        output.backward(own(gradient, index, count, period))
+        return output.detach(), x.grad
+
+    for index, (output, found) in enumerate(run_parts(count, act)):
+        assert found is not None
+        whole = wholes.sum(0) if forwards == "reduce_scatter" else wholes[index]
+        torch.testing.assert_close(output, own(whole, index, count, period))
+        assert torch.equal(found, gradient)
