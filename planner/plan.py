@@ -519,9 +519,9 @@ def compare(
     return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)
 
 
-def _row_of_plan(name: str, found: Plan, profile: Profile) -> ComparisonRow:
-    step_s, peak_bytes = found.predicted.step_s, max(found.predicted.peak_bytes)
-    return _comparison_row(name, candidate_of(found, profile), step_s, peak_bytes)
+def _row_of_plan(name: str, own: Plan, profile: Profile) -> ComparisonRow:
+    step_s, peak_bytes = own.predicted.step_s, max(own.predicted.peak_bytes)
+    return _comparison_row(name, candidate_of(own, profile), step_s, peak_bytes)
 
 
 def _row_of_peer(simulator: Simulator, peer: Peer) -> ComparisonRow:

@@ -59,38 +59,25 @@ def plan_teams(
     Raises:
         UsageError: a stage or the optimizer's step does not split so, or there are too few devices.
     """
-    if options.objective != "step":
-        raise UsageError(
-            f"`stages` with several devices a replica go with `objective='step'`, not {options.objective!r}"
-        )
-    _check_optimizer(profile)
-    layers = {layer.name: layer for layer in profile.layers}
-    for index, (first, stop) in enumerate(zip((0, *stages.cuts), stages.cuts, strict=False)):
-        _check_splits(index, profile.layers[first:stop], stages.team_sizes[index])
-    memory_bytes = options.memory_bytes or min(device.memory_bytes for device in cluster.devices)
-    alone = replace(
-        options,
-        stages=_without_teams(stages),
-        gpus=None,
-        memory_bytes=memory_bytes * max(stages.team_sizes),
-        sequence_parallel=False,
-        across_nodes=False,
-    )
-    found = plan(alone)
-    sizes = stages.team_sizes
+    _check_teams(profile, options, stages)
+    layers, sizes = {layer.name: layer for layer in profile.layers}, stages.team_sizes
+    found = plan(_options_alone(cluster, options, stages))
     needed = sum(size * len(stage.devices) for size, stage in _groups(found, sizes))
     places = _places(found, sizes, _nodes(cluster, options, needed), options.across_nodes)
-    made = with_teams(found, sizes, places, lambda name, count: layers[name].split(count))
+
+    def split_of(name: str, count: int) -> LayerSplit | None:
+        return layers[name].split(count)
+
+    made = with_teams(found, sizes, places, split_of)
     if options.sequence_parallel:
-        made = with_sequences(made, profile.tensors, lambda name, count: layers[name].split(count))
+        made = with_sequences(made, profile.tensors, split_of)
         if not any(stage.sequence for stage in made.stages):
             raise UsageError(
                 "`sequence_parallel`: nothing between the layers of these stages can be kept in slices; leave it out"
             )
-    more = needed - len(cluster.devices)
-    if more <= 0:
+    if needed <= (count := len(cluster.devices)):
         return made
-    note = f"the cluster lists {len(cluster.devices)} devices; the plan assumes {more} more like them"
+    note = f"the cluster lists {count} devices; the plan assumes {needed - count} more like them"
     return made.model_copy(update={"notes": (*made.notes, note)})
 
 
@@ -99,15 +86,15 @@ def _groups(plan: Plan, sizes: Sequence[int]) -> list[tuple[int, Stage]]:
     return [(sizes[chunks[0]], plan.stages[chunks[0]]) for chunks in plan.groups]
 
 
-def _nodes(cluster: Cluster, options: PlanOptions, needed: int) -> list[int]:
+def _nodes(cluster: Cluster, options: PlanOptions, count: int) -> list[int]:
     """Return the node of every device; where the cluster lists too few, more are like those.
 
     Raises:
         UsageError: fewer are allowed than are needed.
     """
-    if options.gpus is not None and options.gpus < needed:
-        raise UsageError(f"`stages` needs {needed} devices, but `gpus` is {options.gpus}")
-    return [device.node for device in devices_of(cluster, max(needed, len(cluster.devices)))]
+    if options.gpus is not None and options.gpus < count:
+        raise UsageError(f"`stages` needs {count} devices, but `gpus` is {options.gpus}")
+    return [device.node for device in devices_of(cluster, max(count, len(cluster.devices)))]
 
 
 def check_alone(options: PlanOptions) -> None:
@@ -121,17 +108,23 @@ def check_alone(options: PlanOptions) -> None:
             raise UsageError(f"`{name}` is of `stages` with several devices a replica, such as 0-5:2x4; leave it out")
 
 
-def _check_optimizer(profile: Profile) -> None:
-    """Refuse an optimizer that steps no parts of parameters.
+def _check_teams(profile: Profile, options: PlanOptions, stages: FixedStages) -> None:
+    """Refuse stages that no teams can run.
 
     Raises:
-        UsageError: says why it does not, and what to do.
+        UsageError: of another objective; the optimizer steps no parts of parameters; or a stage does not split so.
     """
+    if options.objective != "step":
+        raise UsageError(
+            f"`stages` with several devices a replica go with `objective='step'`, not {options.objective!r}"
+        )
     if profile.indivisible is not None:
         raise UsageError(
             f"`stages` with several devices a replica: the optimizer of {profile.model.source} cannot step parts of "
             f"parameters: {profile.indivisible}; give each replica one device, or profile with another optimizer"
         )
+    for index, (first, stop) in enumerate(zip((0, *stages.cuts), stages.cuts, strict=False)):
+        _check_splits(index, profile.layers[first:stop], stages.team_sizes[index])
 
 
 def _check_splits(stage: int, layers: Sequence[Layer], count: int) -> None:
@@ -148,6 +141,13 @@ def _check_splits(stage: int, layers: Sequence[Layer], count: int) -> None:
     raise UsageError(
         f"`stages`: nothing in stage {stage} ({layers[0].name}..{layers[-1].name}) splits in {count} parts; {do}{why}"
     )
+
+
+def _options_alone(cluster: Cluster, options: PlanOptions, stages: FixedStages) -> PlanOptions:
+    """Return options of the same stages on single devices, each with the memory of the largest team."""
+    memory_bytes = options.memory_bytes or min(device.memory_bytes for device in cluster.devices)
+    asked = replace(options, sequence_parallel=False, across_nodes=False, gpus=None)
+    return replace(asked, stages=_without_teams(stages), memory_bytes=memory_bytes * max(stages.team_sizes))
 
 
 def _without_teams(stages: FixedStages) -> str:
