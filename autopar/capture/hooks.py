@@ -52,7 +52,8 @@ class ModelFile(Protocol):
 
         ``batch`` is the whole batch as ``collate`` makes it, and ``output`` anything that the model returns. Default:
         the model's output is a scalar, or carries ``.loss`` or ``["loss"]``. Where samples have unevenly many of what
-        is averaged, such as labelled tokens, return the sum and the count:
+        is averaged, such as labelled tokens, return the sum and the count. A parameter that the loss does not lead back
+        to has no gradient, as in plain training: an optimizer with weight decay would shrink it for a gradient of zero.
 
             def loss(output, batch):
                 scores, labels = output.flatten(0, 1), batch["labels"].flatten()

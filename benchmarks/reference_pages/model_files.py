@@ -21,12 +21,10 @@ from autopar.capture import (
     python_state,
     segment,
     source,
-    split_backward,
     traits,
     units,
-    unsupported,
 )
-from reference_pages.text import markdown, page, signature, table
+from reference_pages.text import inline, markdown, page, signature, table
 
 TOPICS: dict[str, tuple[ModuleType, ...]] = {
     "Samples and batches": (batch,),
@@ -34,16 +32,15 @@ TOPICS: dict[str, tuple[ModuleType, ...]] = {
     "Optimizers: parameters by name, and rates by stage": (optimizer, traits),
     "Data that is read more than once": (data,),
     "How a model becomes layers": (export, segment, units),
-    "How many samples at once": (build,),
-    "Models that cannot be captured": (unsupported, fallback),
+    "Buffers that a forward writes, and how many samples it takes": (build,),
+    "Models that cannot be captured": (fallback,),
     "Python state": (python_state,),
-    "Parameters without a gradient": (split_backward,),
     "Evaluation mode": (evaluation,),
     "Transformers models: hf:": (huggingface, pipeline_plan),
     "Models larger than memory": (meta,),
     "Which files are the model's": (source,),
 }
-"""Modules by heading, whose docstrings say it."""
+"""Modules by heading; their docstrings, but for the titles, are what the page says."""
 _INTRODUCTION = """
 ```python
 import torch
@@ -72,11 +69,16 @@ def model_file_page() -> str:
     parts = [f"## {name}\n\n{signature(name, value)}\n\n{markdown(value.__doc__)}" for name, value in functions.items()]
     parts.append(f"## ignored_state\n\n{markdown(hooks.IGNORED_STATE)}")
     for heading, modules in TOPICS.items():
-        parts += [f"## {heading}", *(markdown(each.__doc__) for each in modules)]
+        parts += [f"## {heading}", *(markdown(_body(each)) for each in modules)]
     said = markdown(hooks.ModelFile.__doc__)
     index = table(["function", ""], rows)
     return page("The model file", "the code in `autopar/capture/`", _INTRODUCTION, said, index, *parts)
 
 
 def _first(docstring: str | None) -> str:
-    return (docstring or "").strip().split("\n")[0]
+    return inline((docstring or "").strip().split("\n")[0])
+
+
+def _body(module: ModuleType) -> str:
+    """Return a module's docstring without its title."""
+    return (module.__doc__ or "").partition("\n\n")[2]
