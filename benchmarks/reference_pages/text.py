@@ -79,7 +79,7 @@ def _block(lines: list[str]) -> str:
     if lines[0] in SECTIONS:
         return f"**{SECTIONS[lines[0]]}**\n\n" + "\n".join(_entries(lines[1:]))
     if lines[0].startswith(">>> "):
-        return "\n".join(("```python", *lines, "```"))
+        return "\n".join(("```python", *(line.removesuffix("  # doctest: +SKIP") for line in lines), "```"))
     if lines[0].startswith("    "):
         code = dedent("\n".join(lines))
         return "\n".join((f"```{_language(code)}", code, "```"))

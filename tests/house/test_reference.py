@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+
 import pytest
 import typer
 
@@ -37,6 +39,15 @@ def test_every_option_of_every_command_is_on_the_page_with_its_help() -> None:
                 words,
                 parameter.opts,
             )
+
+
+@pytest.mark.parametrize("name", [name for name in autopar.__all__ if name.islower()])
+def test_a_public_function_has_an_example_that_compiles(name: str) -> None:
+    # Examples run as doctests, but for those that take minutes or several hosts.
+    examples = doctest.DocTestParser().get_examples(getattr(autopar, name).__doc__)
+    assert examples
+    for each in examples:
+        compile(each.source, name, "single")
 
 
 def test_an_argument_on_the_page_of_commands_is_one_of_the_function() -> None:
