@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -22,7 +22,10 @@ from autopar.formats.document import Record
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.formats.report import ComparisonRow, Report, Verification
-from reference_pages.text import field_docstrings, inline, markdown, page, table
+from autopar.hardware import clusters
+from autopar.hardware.clusters import ClusterDescription
+from autopar.profiler.calibrate import COLUMNS, MeasuredRun
+from reference_pages.text import body, field_docstrings, inline, markdown, page, table
 
 DOCUMENTS: tuple[tuple[type[BaseModel], str], ...] = (
     (Profile, "`autopar profile`, `autopar import`, `autopar run --update-profile`"),
@@ -152,14 +155,50 @@ would read in place of the index. Other files of the folder (a tokenizer, a `con
 """
 
 
+_CLUSTERS = """
+## Cluster names
+
+`--cluster` takes a cluster that was measured (`.json`), one that is described (`.toml`), or a name. Sizes and
+bandwidths in GB mean 10^9 bytes; a network's Gbps are bits.
+"""
+_RACKS = """
+Two devices are connected at the level `node` within a node, `rack` between two nodes of a rack, and `network`
+otherwise. `network` is required where there are several racks. Without a link of level `rack`, racks mean nothing.
+
+- Several links of one level, such as NVLink and PCIe, are ways beside each other: a message takes the one that is
+  quickest for its size, and so does a collective. They are not added up. Only a `.json` can state them.
+- Several equal network cards of a node are one link with fewer devices each: eight GPUs on four cards have `shared_by`
+  2. Devices share in the order in which the cluster lists them; `bytes_per_s` is a card's.
+- Ports between racks are those of the rack: `shared_by` 32 says that 32 devices share a way out of `bytes_per_s`.
+- Curves are of a level, and count before its links. There is at most one for each operation, number of ranks and level.
+"""
+_RUNS = """
+## Measured runs for --calibrate-with
+
+A CSV file with a header and one row per measured run, all in the precision that is profiled. Cells may be left empty
+for the default.
+
+```csv
+step_s,batch,devices,stages,micro_batches,recompute
+0.412,64,1,,8,
+0.121,64,4,,2,
+0.139,64,4,4,16,full
+```
+"""
+
+
 def files_page() -> str:
     """Return the page of files."""
     kinds = [(f"[{name}](#{name.lower()})", who) for name, who in _kinds()]
-    parts = [_document(kind, who) for kind, who in (*DOCUMENTS, *RESULTS)]
+    parts = [_document(kind, f"Written by {who}.") for kind, who in (*DOCUMENTS, *RESULTS)]
     program_keys = _columns("Program", program, program.Program.dumps)
     trace_keys = _columns("Trace", timeline, timeline.Timeline.save)
     index = table(["kind", "written by"], kinds)
-    said = (_INTRODUCTION, index, _SAFETY, *parts, program_keys, trace_keys)
+    names = body(clusters.__doc__)
+    described = _document(ClusterDescription, "What `--cluster` reads of a `.toml` file.")
+    runs = [each for each in _keys(MeasuredRun) if each.name in COLUMNS]
+    written = (_CLUSTERS, names, described, _RACKS, _RUNS, _table(runs, MeasuredRun))
+    said = (_INTRODUCTION, index, _SAFETY, *parts, program_keys, trace_keys, *written)
     return page("Files", "the records in `autopar/formats/`", *said)
 
 
@@ -172,9 +211,9 @@ def _kinds() -> Iterator[tuple[str, str]]:
     yield "Trace", "`--trace` of `autopar simulate`, `run`, `worker` and `rehearse`"
 
 
-def _document(kind: type, who: str) -> str:
+def _document(kind: type, said: str) -> str:
     """Return a document's keys, and those of every object in it."""
-    parts = [f"## {kind.__name__}", f"Written by {who}.", markdown(kind.__doc__), _keys_table(kind, kind)]
+    parts = [f"## {kind.__name__}", said, markdown(kind.__doc__), _keys_table(kind, kind)]
     for each in _objects(kind):
         parts += [f"### {kind.__name__}: {each.__name__}", markdown(each.__doc__), _keys_table(each, kind)]
     return "\n\n".join(parts)
@@ -247,7 +286,11 @@ def _json(value: object) -> str:
 
 
 def _keys_table(kind: type, holder: type) -> str:
-    rows = ([f"`{each.name}`", _type(each.hint, holder), each.default, each.meaning] for each in _keys(kind))
+    return _table(_keys(kind), holder)
+
+
+def _table(keys: Iterable[Key], holder: type) -> str:
+    rows = ([f"`{each.name}`", _type(each.hint, holder), each.default, each.meaning] for each in keys)
     return table(["key", "type", "default", "meaning"], rows)
 
 

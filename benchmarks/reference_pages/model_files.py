@@ -24,7 +24,7 @@ from autopar.capture import (
     traits,
     units,
 )
-from reference_pages.text import inline, markdown, page, signature, table
+from reference_pages.text import body, inline, markdown, page, signature, table
 
 TOPICS: dict[str, tuple[ModuleType, ...]] = {
     "Samples and batches": (batch,),
@@ -69,7 +69,7 @@ def model_file_page() -> str:
     parts = [f"## {name}\n\n{signature(name, value)}\n\n{markdown(value.__doc__)}" for name, value in functions.items()]
     parts.append(f"## ignored_state\n\n{markdown(hooks.IGNORED_STATE)}")
     for heading, modules in TOPICS.items():
-        parts += [f"## {heading}", *(markdown(_body(each)) for each in modules)]
+        parts += [f"## {heading}", *(body(each.__doc__) for each in modules)]
     said = markdown(hooks.ModelFile.__doc__)
     index = table(["function", ""], rows)
     return page("The model file", "the code in `autopar/capture/`", _INTRODUCTION, said, index, *parts)
@@ -77,8 +77,3 @@ def model_file_page() -> str:
 
 def _first(docstring: str | None) -> str:
     return inline((docstring or "").strip().split("\n")[0])
-
-
-def _body(module: ModuleType) -> str:
-    """Return a module's docstring without its title."""
-    return (module.__doc__ or "").partition("\n\n")[2]

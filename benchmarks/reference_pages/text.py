@@ -59,7 +59,16 @@ def markdown(docstring: str | None) -> str:
     a + a
     ```
     """
-    return "\n\n".join(_block(each) for each in _blocks(inspect.cleandoc(docstring or "")) if each)
+    return _rendered(inspect.cleandoc(docstring or ""))
+
+
+def body(docstring: str | None) -> str:
+    """Return a docstring without its first paragraph, as Markdown."""
+    return _rendered(inspect.cleandoc(docstring or "").partition("\n\n")[2])
+
+
+def _rendered(text: str) -> str:
+    return "\n\n".join(_block(each) for each in _blocks(text) if each)
 
 
 def _blocks(text: str) -> Iterator[list[str]]:
