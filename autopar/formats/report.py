@@ -15,8 +15,9 @@ Ratio = Annotated[float, Field(ge=0)]
 class StepTimes(Record):
     """Distribution of measured step times.
 
-    The first step is left out where there are others: it allocates memory, builds the optimizer's state and opens
-    connections. No other is: outliers show in ``p90`` and ``longest``, and move no median.
+    A step lasts from the end of the one before it, on the slowest rank, to its own end there; on a GPU, of its last
+    action. The first step is left out where there are others: it allocates memory, builds the optimizer's state and
+    opens connections. No other is: outliers show in ``p90`` and ``longest``, and move no median.
     """
 
     median: Seconds
@@ -34,8 +35,8 @@ class StepTimes(Record):
 class RankTimes(Record):
     """Where one rank's time went in a step of median length; the seconds sum to that step.
 
-    The step lasts from the end of the one before it, on the slowest rank, to its own end there: what a rank that is
-    ahead does of the next step meanwhile counts, too.
+    Where two go on at once, the one that stands first here counts. What a rank that is ahead does of the next step
+    meanwhile counts, too.
     """
 
     rank: Index
@@ -62,8 +63,10 @@ class RankTimes(Record):
 class KindTimes(Record):
     """How long the actions of one kind take by themselves, over what was predicted of them.
 
-    A reduction counts from when its last rank has come, a message from its send to its arrival. What an action takes is
-    its median over the recorded steps but the first; the medians here are over actions.
+    A reduction counts from when its last rank has come, a message from its send to its arrival, and only where the
+    receiver was waiting for it already and no message of the same queue was still under way. An update of a run that
+    clips, scales or counts waits for all ranks. An action takes its median over the recorded steps, the last 32, but
+    the first; the medians here are over actions.
     """
 
     kind: Literal["F", "B", "I", "W", "S", "SG", "A", "T", "U"]
@@ -81,7 +84,10 @@ class KindTimes(Record):
 class CauseTimes(Record):
     """What a step's critical path is spent on: the one way through a step that nothing was waited for.
 
-    Causes add up to the step, and their differences to the error of the prediction.
+    From the end of a step backwards: an action waited for the one before it on its rank, for the message that it
+    received, or for the last rank of its reduction. Causes add up to the step, and their differences to the error of
+    the prediction. The two ways may lead over different ranks: where a cause is longer and another shorter by as much,
+    a rank was waited for that was not predicted to be.
     """
 
     cause: Name
@@ -109,7 +115,12 @@ class CheckpointTimes(Record):
 
 
 class Report(Document):
-    """Outcome of ``autopar run``."""
+    """Outcome of ``autopar run``.
+
+    The prediction is the simulated timeline of the plan, from the profile and the cluster that it records. Where they
+    are gone, or no longer what they were, forwards and backwards are compared with the plan's own times of every
+    stage's busiest replica, and a note says so.
+    """
 
     KIND: ClassVar[str] = "report"
 
@@ -159,8 +170,8 @@ class Report(Document):
     causes: tuple[CauseTimes, ...] = ()
     """What a step of median length and the predicted one were spent on; empty like ``kinds``."""
     model_flops: float | None = Field(default=None, ge=0)
-    """Of a step: three times what the forwards' products take, whatever is recomputed; none where the devices' peak is
-    not known."""
+    """Of a step: three times the operations of forwards, whatever is recomputed; null where the devices' peak is not
+    known, as of CPUs. Peaks are those of the known GPUs in the plan's precision."""
     flops_utilisation: float | None = Field(default=None, ge=0)
     """``model_flops`` over what the devices' peak makes of a median step."""
     initial_weights: Name

@@ -416,7 +416,7 @@ class ClusterDescription(Record):
     network: NetworkDescription | None = None
     """``[network]``, required where there are several nodes."""
     rack: NetworkDescription | None = None
-    """``[rack]``: between the nodes of a rack, required where there are several racks; ``network`` then connects these."""
+    """``[rack]``: between the nodes of a rack, required where there are several, which ``network`` connects."""
 
 
 def _build_cluster(description: ClusterDescription, path: Path) -> Cluster:
