@@ -1,7 +1,10 @@
-"""kubernetes: the launch of autopar's own ranks as a TrainJob of Kubeflow's trainer (`docs/hosts.md`).
+"""kubernetes: the launch of autopar's own ranks as a TrainJob of Kubeflow's trainer (`docs/howto/several_hosts.md`).
 
-Its runtime `torch-distributed` tells every pod by ``PET_*`` where ranks meet, which torchrun reads
-(`trainer.kubeflow.org/v1alpha1`).
+You name an image in it. Its runtime `torch-distributed` tells every pod by ``PET_*`` where ranks meet, which torchrun
+reads (`trainer.kubeflow.org/v1alpha1`).
+
+Tried: the models of the schema of kubeflow-trainer-api 2.3.0 read the manifest and leave nothing out; there was no
+cluster.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""slurm: the launch of autopar's own ranks by Slurm, a task for each (`docs/hosts.md`)."""
+"""slurm: the launch of autopar's own ranks by Slurm, a task for each (`docs/howto/several_hosts.md`).
+
+A batch script, for any plan that can be run. Arguments behind it are options of ``autopar worker``.
+
+Tried: ``bash -n``; there was no cluster.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""torchrun: the launch of autopar's own ranks by torch's launcher (`docs/hosts.md`)."""
+"""torchrun: the launch of autopar's own ranks by torch's launcher (`docs/howto/several_hosts.md`).
+
+A script for every machine, for any plan that can be run. Arguments of the script are options of ``autopar worker``,
+such as ``--steps 100``. All machines have as many ranks, and ranks of a machine follow each other.
+
+Tried: ``bash -n``; a script trains two steps on this machine.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,36 @@
+"""Exports: every trainer that plans are exported to, and every system whose files are imported, by their docstrings."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from autopar.exports import TARGETS
+from autopar.interop import kinds, layout, pipedream, piper
+from autopar.planner import nearest
+from reference_pages.text import body, inline, markdown, page, table
+
+IMPORTS: dict[str, ModuleType] = {"profiles": kinds, "pipedream": pipedream, "piper": piper, "layout": layout}
+_INTRODUCTION = """
+```bash
+autopar export torchtitan plan.json --nearest
+autopar import layout "Et|tttL"
+```
+
+[Export a plan](../howto/export.md) and [import profiles and stages](../howto/import.md) say how these are used. `make
+exports` has the trainers read the files, in an environment of theirs with pinned versions, and records what they say
+([results](../../benchmarks/results/exports.json)). There is no GPU in that: nothing is trained but by torch. Of 200
+random plans with equal widths, stages that are exported to Megatron-LM or torchtitan and imported again are the same.
+"""
+
+
+def exports_page() -> str:
+    """Return the page of other systems."""
+    rows, parts = [], []
+    for name, target in TARGETS.items():
+        rows.append([f"[`{name}`](#{name})", f"`{target.file}`", target.version, inline(target.trial)])
+        parts.append(f"## {name}\n\n{body(sys.modules[target.write.__module__].__doc__)}")
+    parts.append(f"## --nearest\n\n{markdown(nearest.__doc__)}")
+    parts += [f"## import {name}\n\n{markdown(module.__doc__)}" for name, module in IMPORTS.items()]
+    index = table(["format", "main file", "written for", "tried"], rows)
+    return page("Other trainers and systems", "the docstrings in `autopar/interop/`", _INTRODUCTION, index, *parts)
