@@ -30,8 +30,11 @@ H100 (`docs/design/estimates.md`). A vocabulary of 50,257 has rows of an odd num
 
 @dataclass(frozen=True)
 class Constants:
-    """What a data sheet does not say. The defaults are starting points; `docs/design/estimates.md` says where each is from,
-    and ``--calibrate-with`` fits them to measured runs."""
+    """What a data sheet does not say.
+
+    The defaults are starting points; `docs/design/estimates.md` says where each is from, and ``--calibrate-with`` fits
+    them to measured runs.
+    """
 
     matmul_share: float = 0.75
     """Of the peak rate, that large products of matrices, convolutions and attention reach."""
