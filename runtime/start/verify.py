@@ -42,7 +42,7 @@ from autopar.schedules.expand import part_of, stages_of
 Allowed = Mapping[str, float]
 """Kind -> the largest difference: of gradients, over the model's largest; of others, over their largest element + 1."""
 PROMISED: Allowed = {"losses": 1e-10, "gradients": 1e-12, "parameters": 1e-10, "buffers": 1e-10}
-"""Of float64: docs/promises.md."""
+"""Of float64: docs/howto/verify.md."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -410,7 +410,7 @@ class _Attempt:
         return notes
 
 
-_PROMISE = "what docs/promises.md promises"
+_PROMISE = "what docs/howto/verify.md promises"
 
 
 def _beyond_a_promise(differences: Sequence[Difference]) -> bool:
