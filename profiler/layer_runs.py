@@ -418,7 +418,7 @@ def compile_layers(graph: LayerGraph) -> LayerGraph:
 
 @contextmanager
 def compiling(device: torch.device) -> Iterator[None]:
-    """Compile in the block, with random numbers as uncompiled layers draw them (``docs/seeds.md``).
+    """Compile in the block, with random numbers as uncompiled layers draw them (``docs/howto/verify.md``).
 
     Raises:
         UsageError: there is no working compiler, or it does not take a layer.

@@ -1,7 +1,7 @@
 """Reading data: whether a sample is the same however often, and in whichever order, samples are read.
 
 Every rank has a dataset of its own, and reads the samples of its own share: what one gives may depend on its index and
-on the default generators, which are seeded alike on every rank that reads it (``docs/seeds.md``), and on nothing that
+on the default generators, which are seeded alike on every rank that reads it (``docs/howto/verify.md``), and on nothing that
 was read before.
 """
 

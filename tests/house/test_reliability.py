@@ -1,4 +1,4 @@
-"""docs/reliability.md: every case has its tests, and every test that shows a case is named there."""
+"""docs/reference/faults.md: every case has its tests, and every test that shows a case is named there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import defaultdict
 from paths import ROOT
 
 CASES = range(1, 59)
-PAGE = (ROOT / "docs" / "reliability.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "faults.md").read_text()
 ROWS = {int(number): cells for number, cells in re.findall(r"^\| (\d+) \|(.+)\|$", PAGE, re.MULTILINE)}
 
 
