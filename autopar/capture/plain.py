@@ -8,8 +8,8 @@
     trained.losses, trained.gradients, trained.parameters, trained.buffers
 
 Nothing is captured, cut or sent here: the model's own forward runs, on the micro-batches and shares of the plan, with
-the seeds of ``docs/howto/verify.md``, and an optimizer of the user steps all parameters. Of autopar it imports how a model
-file and its batches are read, the plan's format, and how stages divide micro-batches
+the seeds of ``docs/howto/verify.md``, and an optimizer of the user steps all parameters. Of autopar it imports how a
+model file and its batches are read, the plan's format, and how stages divide micro-batches
 (:mod:`autopar.capture.division`). Of a plan that is never flushed, every micro-batch sees the weights that its policy's
 rule says (:mod:`autopar.capture.histories`). In float64, parameters, buffers and inputs are cast, so that rounding
 hides nothing.

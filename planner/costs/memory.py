@@ -170,7 +170,7 @@ def lengths_swept(layers: int) -> Iterator[int]:
 
 
 class MemoryModel:
-    """Peak memory of a stage (docs/design/costs.md), with k of the step's M micro-batches in flight at a replica's rows.
+    """Peak memory of a stage (docs/design/costs.md): k of the step's M micro-batches in flight, at a replica's rows.
 
     It is the largest of three moments, with everywhere the state (parameters, buffers, optimizer state; a parameter
     tied within the stage counted once), the mini-batch's M shares of model inputs, and messages under way:
