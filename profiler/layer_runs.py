@@ -8,6 +8,8 @@ the same tensors are not.
 
 A recording runs each layer once and notes the storages that it keeps from forward to backward. Of a model that is
 larger than memory one layer at a time is given weights, measured, and emptied again.
+
+Why: docs/design/decisions.md, "Profiler: Layers are timed in the course of a step".
 """
 
 from __future__ import annotations

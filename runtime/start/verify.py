@@ -5,6 +5,8 @@ then nothing but the order of additions differs, and what is promised is what is
 model computes in its own types only, what rounding changes is found by moving every initial weight by its last bit. A
 fault changes more than that by orders of magnitude. A host without the memory for all ranks and the plain loop is
 refused before anything starts.
+
+Why: docs/design/decisions.md, "Runtime: Rounding is measured".
 """
 
 from __future__ import annotations
