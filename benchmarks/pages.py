@@ -2,9 +2,9 @@
 
     python benchmarks/pages.py [--json pages.json]
 
-Counted are the pages that are written by hand: README.md and `docs/` without `docs/reference/`. `words` are all that
-`wc -w` counts; the other figures are of the prose alone, without code, tables and headings. They are examples to steer
-by, and no gates.
+Counted are the pages that are written by hand: README.md and `docs/` without `docs/reference/`. `words` are those
+outside of blocks of code, `all` those that `wc -w` counts. The other figures are of the prose alone, without code, tables
+and headings. They are examples to steer by, and no gates.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class Figures(NamedTuple):
     """A page's figures."""
 
     words: int
+    """Outside of blocks of code."""
+    all_words: int
     blocks: int
     prose: int
     """Words of the prose."""
@@ -45,6 +47,7 @@ class Figures(NamedTuple):
         per_1000 = 1000 / max(self.prose, 1)
         return {
             "words": self.words,
+            "all": self.all_words,
             "blocks": self.blocks,
             "what": round(self.what * per_1000, 1),
             "you": round(self.you * per_1000, 1),
@@ -59,7 +62,8 @@ def figures(path: Path) -> Figures:
     plain = " ".join(paragraphs)
     counts = (len(re.findall(rf"\b{word}\b", plain, re.IGNORECASE)) for word in ("what", "you"))
     sentences = tuple(len(each.split()) for part in paragraphs for each in _SENTENCE_END.split(part) if each.strip())
-    return Figures(len(text.split()), len(blocks_of(path)), len(plain.split()), *counts, sentences)
+    words = len(_CODE.sub("", text).split())
+    return Figures(words, len(text.split()), len(blocks_of(path)), len(plain.split()), *counts, sentences)
 
 
 def prose(text: str) -> list[str]:
@@ -97,9 +101,11 @@ def main() -> None:
         if not path.is_relative_to(ROOT / "docs" / "reference")
     }
     rows = {name: each.row() for name, each in {**counted, "in all": together(list(counted.values()))}.items()}
-    sys.stdout.write(f"{'':36}{'words':>8}{'blocks':>8}   per 1,000: {'what':>6}{'you':>6}   median sentence\n")
+    sys.stdout.write(
+        f"{'':36}{'words':>8}{'all':>8}{'blocks':>8}   per 1,000: {'what':>6}{'you':>6}   median sentence\n"
+    )
     for name, row in rows.items():
-        figure = f"{name:36}{row['words']:8}{row['blocks']:8}{row['what']:20}{row['you']:6}{row['sentence']:18}"
+        figure = f"{name:36}{row['words']:8}{row['all']:8}{row['blocks']:8}{row['what']:20}{row['you']:6}{row['sentence']:18}"
         sys.stdout.write(f"{figure}\n")
     if asked.json is not None:
         asked.json.write_text(json.dumps(rows, indent=2) + "\n")
