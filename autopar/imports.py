@@ -31,6 +31,11 @@ def import_layout(
     Raises:
         UsageError: the text is no layout, or not of so many layers, or the devices do not divide its stages.
         FileError: the profile is missing or malformed.
+
+    >>> found = autopar.import_layout("Ett|ttL", "llama.json", replicas=2)
+    >>> found.options
+    {'stages': '0-2:2,3-5:2', 'schedule': '1f1b'}
+    >>> plan = autopar.plan("llama.json", **found.options)
     """
     from autopar.interop.layout import import_layout as stages_of
 
@@ -54,6 +59,9 @@ def import_torchtitan(
     Raises:
         FileError: a file is missing or malformed, or states no stages.
         UsageError: the modules are not those of the profile's layers.
+
+    >>> autopar.import_torchtitan("train.toml", "llama.json").stages
+    '0-2:2,3-5:2'
     """
     from autopar.interop.torchtitan import import_torchtitan as stages_of
 
@@ -70,6 +78,10 @@ def import_pipedream(file: str | Path, profiled_batch: int = 1) -> Profile:
 
     Raises:
         FileError: the file is missing or malformed; names the line.
+
+    >>> profile = autopar.import_pipedream("graph.txt", profiled_batch=64)
+    >>> [layer.name for layer in profile.layers]
+    ['node2', 'node3']
     """
     from autopar.interop.pipedream import pipedream_profile
 
@@ -81,6 +93,10 @@ def import_piper(file: str | Path) -> Profile:
 
     Raises:
         FileError: the file is missing or malformed; names the JSON path.
+
+    >>> profile = autopar.import_piper("bert.json")
+    >>> [option.tensor_parallel for option in profile.layers[0].options]
+    [1, 2]
     """
     from autopar.interop.piper import piper_profile
 
@@ -92,6 +108,10 @@ def import_profiles(files: Sequence[str | Path]) -> Profile:
 
     Raises:
         FileError: a file is missing or malformed, or they differ in more than their devices; names the JSON path.
+
+    >>> both = autopar.import_profiles(["h100.json", "a100.json"])
+    >>> [both.device.name, *(each.device.name for each in both.others)]
+    ['H100-SXM', 'A100-80G']
     """
     from autopar.interop.kinds import NamedProfile, join_profiles
 

@@ -246,6 +246,12 @@ def planned_file(plan: Plan | str | Path) -> Path:
     return Path("plan.json") if isinstance(plan, Plan) else Path(plan)
 
 
+def model_inputs(plan: Plan | str | Path, seed: int | None = None) -> tuple[Plan, str, Path | None]:
+    """Return a plan, its MODEL, and the file that feeds an ``hf:`` one; what is missing is found before torch loads."""
+    planned, path = open_plan(plan, seed)
+    return planned, model_of(planned, path), data_of(planned, path)
+
+
 def resolve_machines(
     profile: Profile | str | Path, cluster: Cluster | str | None, options: PlanOptions
 ) -> tuple[Profile, Cluster]:

@@ -1,5 +1,11 @@
 """Batches: from what ``collate`` gives to named tensors, to rows of them, and into the model's call.
 
+A sample is a dict, a tuple or a tensor. Keys of a dict that are parameters of ``forward`` are its inputs (all keys, if
+it takes ``**keywords`` only). A tuple's last item is the target where there is a loss; the others are the positional
+inputs. The loss is given the whole batch. A dict's values may be dicts or tuples of tensors in turn.
+
+Every tensor of a batch has the samples as its first dimension. Other sizes are fixed, so ``collate`` pads.
+
 A model that a script holds already, with its batch and functions, becomes what a model file would give.
 """
 

@@ -1,4 +1,13 @@
-"""The ``layers(model)`` fallback: the user's own list of modules, called one after another."""
+"""The ``layers(model)`` fallback: the user's own list of modules, called one after another.
+
+    def layers(model):
+        return [model.embedding, *model.blocks, model.head]
+
+The first module is called with the model's inputs, each other one with the output before it: a tensor, or a tuple of
+tensors, each with the samples as exactly one dimension. The loss gets the last output and the whole batch. All their
+parameters must be the model's. Such layers run as they are, checkpointing and own functions included; every rank builds
+the model for itself.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The pipeline plan that a Transformers model declares: its modules one after another, where capturing fails.
 
-Such a model says which of its modules form the pipeline (``embed_tokens``, ``layers``, ``norm``, ``lm_head``). What its
-forward does between them (masks, rotary positions, scaling, the loss) is code of its own, so every layer runs that
-forward, with what comes before its module passed through, its module fed with the hidden states that it was sent, and
-an end at the call of the next module.
+Such a model says which of its modules form the pipeline (``embed_tokens``, ``layers``, ``norm``, ``lm_head``; its
+``base_model_pp_plan``). What its forward does between them (masks, rotary positions, scaling, the loss) is code of its
+own, so every layer runs that forward, with what comes before its module passed through, its module fed with the hidden
+states that it was sent, and an end at the call of the next module. A note says so; such layers are used as listed ones.
 """
 
 from __future__ import annotations

@@ -84,6 +84,7 @@ class LayerSplit(SparseRecord):
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("sequence",)
 
     count: Annotated[int, Field(ge=2)]
+    """Ranks that divide it."""
     cuts: tuple[ParameterCut, ...] = Field(min_length=1)
     sequence: tuple[SequenceCut, ...] = ()
     """Tensors that the layer may take or give in parts."""

@@ -20,10 +20,15 @@ class StepTimes(Record):
     """
 
     median: Seconds
+    """Half of the steps are shorter."""
     p10: Seconds
+    """A tenth of the steps are shorter."""
     p90: Seconds
+    """Nine tenths are shorter."""
     longest: Seconds | None = None
+    """The longest of them."""
     first: Seconds | None = None
+    """The first step."""
 
 
 class RankTimes(Record):
@@ -51,6 +56,7 @@ class RankTimes(Record):
     in_flight: tuple[Index, ...] = ()
     """By stage, the most micro-batches that were in flight."""
     predicted_in_flight: tuple[Index, ...] = ()
+    """By stage, as planned."""
 
 
 class KindTimes(Record):
@@ -65,7 +71,9 @@ class KindTimes(Record):
     actions: Count
     """How many could be compared."""
     measured_s: Seconds
+    """Median over its actions."""
     predicted_s: Seconds
+    """Likewise, as predicted."""
     ratio: Ratio
     """Median over the actions of measured over predicted."""
 
@@ -82,6 +90,7 @@ class CauseTimes(Record):
     measured_s: float
     """Less than 0 between actions where a step begins before the one before it has ended on all ranks."""
     predicted_s: float
+    """Of the predicted step."""
 
 
 class CheckpointTimes(Record):
@@ -108,6 +117,7 @@ class Report(Document):
     version: Literal[1] = 1
     model: Name
     plan_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """SHA-256 of the plan's file."""
     device: Name
     backend: Name
     torch: Name
@@ -117,18 +127,22 @@ class Report(Document):
     first_step: Index = 0
     """The number of the first of them, counted from the run's first; not 0 where it went on from a checkpoint."""
     loss: tuple[float, ...]
+    """Of every step, the mini-batch's mean."""
     gradient_norm: tuple[Annotated[float, Field(ge=0)] | None, ...] = ()
     """Per step, of all gradients before they were clipped, where it was needed; none of a step that overflowed."""
     overflows: Index = 0
     """Steps whose scaled gradients were not finite, and which updated nothing (float16)."""
     step_s: StepTimes
     predicted_step_s: Seconds
+    """As planned."""
     error: float
     """Predicted over measured median, less one."""
     predicted_compute: Provenance | None = None
     """Where the least certain of the prediction's computing times came from."""
     predicted_communication: Provenance | None = None
+    """Likewise, of its times of communication."""
     samples_per_s: float = Field(ge=0)
+    """The batch over the median step."""
     peak_bytes: tuple[Bytes, ...]
     """Per rank: the most memory held; see ``peak_kind``."""
     peak_kind: Literal["resident", "allocated"]
@@ -138,6 +152,7 @@ class Report(Document):
     """Per rank, as planned: parameters, gradients, the optimizer's state and activations, and of a GPU what its context
     takes. A process grows by more than that; CUDA's allocator does not see the context."""
     bubble: float = Field(ge=0, le=1)
+    """Share of all ranks' time in neither ``compute_s`` nor ``update_s``."""
     rank_times: tuple[RankTimes, ...]
     kinds: tuple[KindTimes, ...] = ()
     """Measured over predicted by kind of action; empty where nothing was predicted of single actions."""
@@ -149,6 +164,7 @@ class Report(Document):
     flops_utilisation: float | None = Field(default=None, ge=0)
     """``model_flops`` over what the devices' peak makes of a median step."""
     initial_weights: Name
+    """Where they are from."""
     checkpoints: CheckpointTimes | None = None
     notes: tuple[Name, ...] = ()
 
@@ -167,6 +183,7 @@ class VirtualStage:
     stage_s: float
     """Of one micro-batch: forward, backward, and receiving its activations and gradients."""
     peak_bytes: int
+    """Most bytes held."""
 
 
 @dataclass(frozen=True)
@@ -222,6 +239,7 @@ class Difference:
     where: str
     """The tensor and the rank, or the step."""
     allowed: float
+    """The largest that counts as equal."""
     unit: str
     """What differences are divided by."""
 

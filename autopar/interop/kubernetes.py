@@ -1,4 +1,4 @@
-"""kubernetes: the launch of autopar's own ranks as a TrainJob of Kubeflow's trainer (`docs/hosts.md`).
+"""kubernetes: the launch of autopar's own ranks as a TrainJob of Kubeflow's trainer (`docs/howto/several_hosts.md`).
 
 Its runtime `torch-distributed` tells every pod by ``PET_*`` where ranks meet, which torchrun reads
 (`trainer.kubeflow.org/v1alpha1`).

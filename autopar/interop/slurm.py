@@ -1,4 +1,4 @@
-"""slurm: the launch of autopar's own ranks by Slurm, a task for each (`docs/hosts.md`)."""
+"""slurm: the launch of autopar's own ranks by Slurm, a task for each (`docs/howto/several_hosts.md`)."""
 
 from __future__ import annotations
 

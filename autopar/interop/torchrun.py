@@ -1,4 +1,4 @@
-"""torchrun: the launch of autopar's own ranks by torch's launcher (`docs/hosts.md`)."""
+"""torchrun: the launch of autopar's own ranks by torch's launcher (`docs/howto/several_hosts.md`)."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_a_plan_whose_replicas_are_groups_of_devices_keeps_them_and_is_neither_s
     assert made.predicted.peak_bytes == tuple(stage.memory_bytes for stage in own.stages)
     assert any("devices each, options" in note for note in made.notes)
     for refuse in (lambda: simulate(made, profile, cluster), lambda: check_scope(made)):
-        with pytest.raises(UsageError, match="runs each replica on 2 devices.*plan with `objective='step'`"):
+        with pytest.raises(UsageError, match=r"runs each replica on 2 devices.*plan with `objective='step'`"):
             refuse()
 
 
