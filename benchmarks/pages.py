@@ -1,10 +1,14 @@
 """Pages: how the documentation is written, in figures: words, blocks of code, and how it speaks to you.
 
     python benchmarks/pages.py [--json pages.json]
+    python benchmarks/pages.py --run docs/start.md "takes minutes" --record benchmarks/results/page_start.json
 
-Counted are the pages that are written by hand: README.md and `docs/` without `docs/reference/`. `words` are all that
-`wc -w` counts; the other figures are of the prose alone, without code, tables and headings. They are examples to steer
-by, and no gates.
+Counted are the pages that are written by hand: README.md and `docs/` without `docs/reference/`. `words` are those
+outside of blocks of code, `all` those that `wc -w` counts. The other figures are of the prose alone, without code,
+tables and headings. They are examples to steer by, and no gates.
+
+`--run` runs a page as the tests do, and with it the blocks that are marked with the reasons that are named: where there
+are such hosts, GPUs or minutes. The record says when that was.
 """
 
 from __future__ import annotations
@@ -15,12 +19,16 @@ import re
 import statistics
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
+
+from machine import Watch
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS / "harness")]
 
-from pages import blocks_of  # noqa: E402
+from page_blocks import blocks_of, read_page  # noqa: E402
+from page_runs import run_page  # noqa: E402
 from paths import ROOT  # noqa: E402
 
 _CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -32,6 +40,8 @@ class Figures(NamedTuple):
     """A page's figures."""
 
     words: int
+    """Outside of blocks of code."""
+    all_words: int
     blocks: int
     prose: int
     """Words of the prose."""
@@ -45,6 +55,7 @@ class Figures(NamedTuple):
         per_1000 = 1000 / max(self.prose, 1)
         return {
             "words": self.words,
+            "all": self.all_words,
             "blocks": self.blocks,
             "what": round(self.what * per_1000, 1),
             "you": round(self.you * per_1000, 1),
@@ -59,7 +70,8 @@ def figures(path: Path) -> Figures:
     plain = " ".join(paragraphs)
     counts = (len(re.findall(rf"\b{word}\b", plain, re.IGNORECASE)) for word in ("what", "you"))
     sentences = tuple(len(each.split()) for part in paragraphs for each in _SENTENCE_END.split(part) if each.strip())
-    return Figures(len(text.split()), len(blocks_of(path)), len(plain.split()), *counts, sentences)
+    words = len(_CODE.sub("", text).split())
+    return Figures(words, len(text.split()), len(blocks_of(path)), len(plain.split()), *counts, sentences)
 
 
 def prose(text: str) -> list[str]:
@@ -86,10 +98,19 @@ def together(pages: list[Figures]) -> Figures:
 
 
 def main() -> None:
-    """Print every page's figures, and those of all."""
+    """Print every page's figures, and those of all; or run a page's marked blocks."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
+    parser.add_argument("--run", nargs="+", metavar=("PAGE", "REASON"), help="run a page, with marked blocks")
+    parser.add_argument("--record", type=Path, help="write to this file which blocks --run has run")
     asked = parser.parse_args()
+    if asked.run is not None:
+        _run(Path(asked.run[0]), tuple(asked.run[1:]), asked.record)
+    else:
+        _print_figures(asked.json)
+
+
+def _print_figures(output: Path | None) -> None:
     paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     counted = {
         path.relative_to(ROOT).as_posix(): figures(path)
@@ -97,12 +118,22 @@ def main() -> None:
         if not path.is_relative_to(ROOT / "docs" / "reference")
     }
     rows = {name: each.row() for name, each in {**counted, "in all": together(list(counted.values()))}.items()}
-    sys.stdout.write(f"{'':36}{'words':>8}{'blocks':>8}   per 1,000: {'what':>6}{'you':>6}   median sentence\n")
+    columns = {"words": 8, "all": 8, "blocks": 8, "what": 8, "you": 8, "sentence": 10}
+    sys.stdout.write(f"{'':36}{''.join(f'{name:>{width}}' for name, width in columns.items())}\n")
     for name, row in rows.items():
-        figure = f"{name:36}{row['words']:8}{row['blocks']:8}{row['what']:20}{row['you']:6}{row['sentence']:18}"
-        sys.stdout.write(f"{figure}\n")
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(rows, indent=2) + "\n")
+        sys.stdout.write(f"{name:36}{''.join(f'{row[key]:{width}}' for key, width in columns.items())}\n")
+    sys.stdout.write("what, you: in 1,000 words; sentence: median of words\n")
+    if output is not None:
+        output.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def _run(path: Path, reasons: tuple[str, ...], record: Path | None) -> None:
+    """Run a page in a fresh folder, and record which of its marked blocks ran, for how long."""
+    watch, page = Watch(), read_page(path.resolve())
+    with TemporaryDirectory() as folder:
+        marked = run_page(page, Path(folder), reasons)
+    name = page.path.relative_to(ROOT).as_posix()
+    watch.record({"page": name, "marked_blocks_run": [each._asdict() for each in marked]}, record)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from reference_pages.commands import commands_page
 from reference_pages.exports import exports_page
+from reference_pages.faults import faults_page
 from reference_pages.files import files_page
 from reference_pages.library import python_page
 from reference_pages.model_files import model_file_page
@@ -22,6 +23,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 PAGES: dict[str, Callable[[], str]] = {
     "commands.md": commands_page,
     "exports.md": exports_page,
+    "faults.md": faults_page,
     "files.md": files_page,
     "model_file.md": model_file_page,
     "python.md": python_page,

@@ -230,7 +230,7 @@ def read_runs(path: str | Path) -> tuple[MeasuredRun, ...]:
     """
     path = Path(path)
     if not path.exists():
-        raise FileError(f"{path}: no such file; docs/estimating.md says which runs it holds, and how")
+        raise FileError(f"{path}: no such file; docs/howto/other_gpus.md says which runs it holds, and how")
     reader = csv.DictReader(io.StringIO(read_text(path, "runs").removeprefix("\ufeff")))
     try:
         names = [name.strip() for name in reader.fieldnames or ()]

@@ -1,8 +1,8 @@
 """Reading data: whether a sample is the same however often, and in whichever order, samples are read.
 
 Every rank has a dataset of its own, and reads the samples of its own share: what one gives may depend on its index and
-on the default generators, which are seeded alike on every rank that reads it (``docs/seeds.md``), and on nothing that
-was read before. ``dataset()`` and ``collate`` may cache. A few samples are read twice, and once more from another
+on the default generators, which are seeded alike on every rank that reads it (``docs/howto/verify.md``), and on nothing
+that was read before. ``dataset()`` and ``collate`` may cache. A few samples are read twice, and once more from another
 ``dataset()``, in other orders and seeded alike; if they differ, ``dataset()[i]`` or ``collate()`` is refused.
 """
 

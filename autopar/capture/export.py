@@ -420,7 +420,7 @@ def placeholders(program: ExportedProgram, tensors: Sequence[str], canonical: Ma
             if isinstance(program.constants.get(str(spec.target)), torch.Generator):
                 raise CaptureError(
                     "the model draws from a torch.Generator of its own, whose state no layer takes along; draw from "
-                    f"the default one (docs/seeds.md), {FALLBACK}"
+                    f"the default one (docs/howto/verify.md), {FALLBACK}"
                 )
     node = next(node for node in program.graph.nodes if node.name in tables["tensors"])
     rows = node.meta["val"].shape[0]

@@ -24,6 +24,8 @@ It is walked from a value through attributes, items, closures, and globals of th
 model.py`` in a file of the user's own. Values are compared by structure, never by ``==``, which may be costly, raise,
 or give no truth value. Globals of installed packages are not looked at, nor what C extensions keep. State is put back
 as it was after capturing, so that training starts where plain training does.
+
+Why: docs/design/decisions.md, "Capture: Python state is walked".
 """
 
 from __future__ import annotations

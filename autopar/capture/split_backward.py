@@ -13,6 +13,8 @@ lead from the loss to something trained. For that, layers run forward on fake te
 parameter that the loss does not lead back to has no gradient in plain training, and none here: an optimizer with weight
 decay would shrink it for a gradient of zero. Listed modules may decide from micro-batch to micro-batch; their gradient
 messages say which tensors have none.
+
+Why: docs/design/decisions.md, "Capture: A backward is split where operators part".
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _CPU_COUNTED = (
     "note: counted with the operators of a CPU, whose attention, dropout and autocast keep other bytes than a GPU's "
-    "(docs/estimating.md)"
+    "(docs/design/estimates.md)"
 )
 
 

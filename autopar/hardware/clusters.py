@@ -350,7 +350,7 @@ def find_cluster(text: str) -> Cluster:
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """Read a cluster that was measured (``.json``), or one that is described (``.toml``, see ``docs/clusters.md``).
+    """Read a cluster that was measured (``.json``), or one that is described (``.toml``: docs/howto/other_gpus.md).
 
     Raises:
         FileError: the file is missing or broken, or names a GPU that is not known; names the key.

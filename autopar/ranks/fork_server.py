@@ -2,6 +2,8 @@
 
 In come how many, and modules to import. Out come processes, each with a pipe for jobs and one for answers, and how
 every one ended. What a rank needs takes seconds of a processor to import, which is so spent once, not once a rank.
+
+Why: docs/design/decisions.md, "Ranks: Ranks are forked from one process".
 """
 
 from __future__ import annotations

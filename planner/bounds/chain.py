@@ -1,4 +1,4 @@
-"""Bounds: a step time that no schedule with whole forwards and backwards can undercut (docs/planning.md).
+"""Bounds: a step time that no schedule with whole forwards and backwards can undercut (docs/design/bound.md).
 
 With stages s = 1..S, one micro-batch's forward f and backward b, t = f + b, transfers c forth and c' back across the
 boundary behind a stage, M micro-batches, k in flight, and a from the last backward to the end of the update:

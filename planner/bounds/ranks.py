@@ -1,4 +1,4 @@
-"""Rank bounds: lower bounds where ranks run several stages, or backwards are in two halves (docs/planning.md).
+"""Rank bounds: lower bounds where ranks run several stages, or backwards are in two halves (docs/design/bound.md).
 
 Let i be what others wait for of a backward (all of it, or its input half), w the weight half (0 of whole ones), and
 otherwise as in :mod:`autopar.planner.bounds.chain`. A backward's way through the stages takes i of each, so R, U and V

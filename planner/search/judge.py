@@ -2,6 +2,8 @@
 
 What bounds a search is a sum of about how long its parts take, in microseconds of a core, counted and not timed: so the
 same question has the same answer on every machine.
+
+Why: docs/design/decisions.md, "Search: A count ends the search".
 """
 
 from __future__ import annotations

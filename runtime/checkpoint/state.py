@@ -3,6 +3,8 @@
 In comes a job between two steps. Out come its tensors, as pieces of the model's own, with those that this rank writes:
 of what replicas hold alike the first writes, of what they divide each its part, of a tied parameter the first stage.
 Of a team, each rank writes what it is the first to have.
+
+Why: docs/design/decisions.md, "Checkpoints: Pieces, agreed on through the folder".
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The executor, the mailbox and the messages are those of training. Ranks are processes of this host, or threads of this
 process; what passes between two actions is no time at all, but where ranks sleep.
+
+Why: docs/design/decisions.md, "Simulator and bounds: Steps in virtual time".
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import re
 from itertools import groupby
 
 _TIMES, _SIZES = r"(?:us|ms|s|min|h)", r"(?:[kKMGTP]i?B|B|bytes)"
-_NUMBER = re.compile(rf"(?<![\w.])[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?(?: ?(?:({_TIMES})|({_SIZES}))(?:/s)?(?!\w))?")
+_NUMBER = re.compile(rf"(?<!\w)[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?(?: ?(?:({_TIMES})|({_SIZES}))(?:/s)?(?!\w))?")
 _COLOURS = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 _LEFT_OUT = "..."
 

@@ -9,24 +9,35 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from typer.exceptions import TyperException
 
 from command_lines import parse
+from page_blocks import Block, Page, PageError
 from page_output import difference
-from pages import Block, Page, PageError
 from paths import HARNESS, ROOT
 
 _LAUNCHERS = ("torchrun", "srun", "mpirun", "python", "python3")
 _SEPARATORS = ("|", "||", "&", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&>")
 
 
-def run_page(page: Page, folder: Path) -> None:
-    """Run a page's blocks in a folder.
+class MarkedRun(NamedTuple):
+    """A block that is marked not to run, and was run."""
+
+    line: int
+    reason: str
+    seconds: float
+
+
+def run_page(page: Page, folder: Path, reasons: tuple[str, ...] = ()) -> list[MarkedRun]:
+    """Run a page's blocks in a folder; return those that are marked for one of the reasons, which run, too.
 
     Raises:
         PageError: a block fails, or prints something else than the page shows.
@@ -34,9 +45,15 @@ def run_page(page: Page, folder: Path) -> None:
     if page.folder:
         for file in sorted((ROOT / page.folder).glob("*.py")):
             shutil.copy(file, folder)
+    marked = []
     with PageRun(page, folder) as run:
         for block in page.blocks:
-            run.block(block)
+            is_asked = block.mark == "not run" and block.value in reasons
+            begin = time.monotonic()
+            run.block(replace(block, mark="", value="") if is_asked else block)
+            if is_asked:
+                marked.append(MarkedRun(block.line, block.value, round(time.monotonic() - begin, 1)))
+    return marked
 
 
 class PageRun:

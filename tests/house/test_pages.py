@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from page_blocks import Block, PageError, pages, read_page
 from page_output import difference
 from page_runs import command_lines, run_page
-from pages import Block, PageError, pages, read_page
+from pages import figures, together
 from paths import ROOT
 
 SOUND = """<!-- folder: examples -->
@@ -51,6 +52,7 @@ autopar plan --gpus 8 > plan.txt
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_the_blocks_of_a_page_run_and_print_what_it_shows(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "page"
@@ -124,7 +126,7 @@ def test_an_error_may_be_expected_and_is_compared(tmp_path: Path) -> None:
         ("loss 1.5e-3\n", "loss 2,000\n", None),
         ("took 3 ms\n", "took 3 MiB\n", 0),
         ("┃ a  ┃\n──── 5 %\n", "┃ a ┃\n─ -17.0 %\n", None),
-        ("layer h.3\n", "layer h.4\n", 0),
+        ("layer h.3\n", "layer h.14\n", None),
         ("layer h3\n", "layer h4\n", 0),
     ],
 )
@@ -141,3 +143,23 @@ def test_commands_are_found_behind_launchers_and_settings() -> None:
         (11, ["run", "--steps", "2"]),
         (14, ["worker", "p.json"]),
     ]
+
+
+def test_blocks_that_are_marked_run_where_their_reason_is_named(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("<!-- not run: takes minutes -->\n```bash\necho 1 > made\n```\n")
+    (tmp_path / "folder").mkdir()
+    page = read_page(tmp_path / "page.md")
+    assert run_page(page, tmp_path / "folder", ("needs a GPU",)) == []
+    assert not (tmp_path / "folder" / "made").exists()
+    (found,) = run_page(page, tmp_path / "folder", ("takes minutes",))
+    assert (found.line, found.reason) == (3, "takes minutes")
+    assert (tmp_path / "folder" / "made").is_file()
+
+
+def test_words_are_counted_outside_of_code_and_speech_in_sentences(tmp_path: Path) -> None:
+    text = "# What a title\n\nYou see what you get. It is `what`!\n\n| what | a table |\n\n```text\nwhat\n```\n"
+    (tmp_path / "page.md").write_text(text)
+    found = figures(tmp_path / "page.md")
+    assert (found.all_words, found.words, found.blocks, found.prose) == (21, 18, 1, 8)
+    assert (found.what, found.you, found.sentences) == (2, 2, (5, 3))
+    assert together([found, found]).row()["you"] == found.row()["you"] == 250.0
