@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from autopar.formats.checkpoint import CheckpointView
     from autopar.formats.report import Verification
     from autopar.planner import PlanOptions
-    from autopar.planner.compare import Comparison
+    from autopar.planner.plan import Comparison
     from autopar.runtime.result.outcome import Outcome
     from autopar.runtime.start.launch import StepProgress
     from autopar.shown import FileView
@@ -214,7 +214,7 @@ def compare(
     """
     from autopar.inputs import resolve_machines
     from autopar.planner import PlanOptions
-    from autopar.planner.compare import compare as judge
+    from autopar.planner.plan import compare as judge
 
     asked = PlanOptions.of("compare", options, named)
     return judge(*resolve_machines(profile, cluster, asked), asked, progress)

@@ -171,10 +171,10 @@ def _prepare_subject(spec: str, runs: tuple[MeasuredRun, ...], options: ProfileO
 
 def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Progress) -> list[Observation]:
     """Return the runs of one model, whose layers are estimated at the rows that its replicas had."""
+    from autopar.planner.assemble import DictatedRun
     from autopar.planner.candidate import Family
     from autopar.planner.costs.model import CostModel
     from autopar.planner.options import PlanOptions
-    from autopar.planner.repricing import DictatedRun
     from autopar.profiler.calibrate import Observation
     from autopar.profiler.estimate import profile_of, workload
     from autopar.profiler.roofline import default_constants

@@ -102,7 +102,7 @@ def _subject(
 
 def _nearest(target: Target, subject: ExportSubject, why: str) -> ExportSubject:
     """Return the nearest plan that a trainer can express; ``why`` it cannot the one that there is."""
-    from autopar.planner.nearest import nearest_plan
+    from autopar.planner.objectives.nearest import nearest_plan
 
     plan, limits, parts = subject.plan, target.limits(subject), parts_of(subject.profile)
     if limits is None or plan.weight_policy != "sync":

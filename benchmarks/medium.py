@@ -28,7 +28,7 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
-from autopar.planner.plan import Question as PlanQuestion
+from autopar.planner.constraints import Question as PlanQuestion
 from autopar.planner.plan import starting_plans
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best

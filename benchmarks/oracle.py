@@ -29,7 +29,8 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import Candidate
-from autopar.planner.plan import Question, starting_plans
+from autopar.planner.constraints import Question
+from autopar.planner.plan import starting_plans
 from machine import Watch
 from oracles.exhaustive import fastest_s
 from random_problems import small_question

@@ -28,10 +28,10 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.interop.pipedream import pipedream_profile
 from autopar.planner import PlanOptions, action_prices, plan, simulate
-from autopar.planner.alternatives import references
 from autopar.planner.assemble import assemble
+from autopar.planner.constraints import Question
 from autopar.planner.peers import peers
-from autopar.planner.plan import Question
+from autopar.planner.search.judge import references
 from autopar.ranks.pool import RankPool
 from autopar.runtime.rehearsal.steps import rehearse_steps
 from emulation import profile_of

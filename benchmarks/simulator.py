@@ -28,10 +28,9 @@ from autopar.formats.cluster import Cluster, Overlap
 from autopar.formats.plan import Crossing, Plan, Stage
 from autopar.hardware.clusters import cluster_named
 from autopar.planner.candidate import Candidate, Family, place, with_depths
-from autopar.planner.costs.durations import Durations
-from autopar.planner.costs.links import LinkModel, Sharing, Traffic
-from autopar.planner.simulator.levels import action_levels, simulate_levels
-from autopar.planner.simulator.simulate import compile_rows, run
+from autopar.planner.costs.communication import LinkModel, Sharing, Traffic
+from autopar.planner.costs.model import Durations
+from autopar.planner.simulator.simulate import action_levels, compile_rows, run, simulate_levels
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand
 from autopar.schedules.route import routes

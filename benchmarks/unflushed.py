@@ -22,7 +22,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.interop.pipedream import pipedream_profile
 from autopar.planner import PlanOptions, action_prices, plan, simulate
-from autopar.planner.simulator.unflushed import CYCLE, mini_batches, pipeline_times
+from autopar.planner.simulator.simulate import CYCLE, mini_batches, pipeline_times
 from autopar.runtime.rehearsal.steps import rehearse_steps
 from machine import Watch
 from published import Topology, cluster_of

@@ -38,7 +38,7 @@ from autopar.formats.profile import ModelSource
 from autopar.formats.program import BACKWARD, CORRECT, FORWARD, PREDICT, UPDATE
 from autopar.formats.timeline import Timeline
 from autopar.planner import action_prices, simulate
-from autopar.planner.simulator.unflushed import mini_batches
+from autopar.planner.simulator.simulate import mini_batches
 from autopar.runtime.messages.in_process import Exchange, InProcessTransport
 from autopar.runtime.rehearsal.steps import rehearse_steps
 from autopar.runtime.start.job import Job

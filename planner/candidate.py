@@ -163,10 +163,35 @@ def within(layers: Iterable[int], first: int, stop: int) -> tuple[int, ...]:
     return tuple(sorted(layer for layer in layers if first <= layer < stop))
 
 
+class Shape(NamedTuple):
+    """Stages of a candidate, without what is in flight."""
+
+    cuts: tuple[int, ...]
+    """Layers before which the stages end."""
+    widths: tuple[int, ...]
+    """Replicas, by group of devices."""
+
+    @property
+    def chunks(self) -> int:
+        """Stages of every group."""
+        return len(self.cuts) // len(self.widths)
+
+
 def with_depths(family: Family, stages: Sequence[CandidateStage], depths: Sequence[int]) -> Candidate:
     """Return the candidate of stages with so many micro-batches in flight."""
     deep = (stage._replace(warmup=depth) for stage, depth in zip(stages, depths, strict=True))
     return Candidate(*family, tuple(deep))
+
+
+def equal_widths(stages: Sequence[CandidateStage]) -> bool:
+    """Whether all stages have as many replicas, with equal shares, that run and shard alike.
+
+    >>> [equal_widths(place(Family(2, 4, "1f1b"), (3, 5), widths)) for widths in ((2, 2), (2, 1), (3, 3))]
+    [True, False, False]
+    """
+    first = stages[0]
+    alike = {(len(stage.devices), stage.division, stage.shard, *stage.shares) for stage in stages}
+    return len(alike) == 1 and len(set(first.shares)) == 1
 
 
 def divisors(batch: int) -> list[int]:

@@ -284,3 +284,26 @@ def check_flags(options: PlanOptions) -> None:
             )
     if options.objective == "cost" and options.schedule not in ("auto", *PLANNED):
         raise UsageError(f"`objective='cost'` searches {' and '.join(PLANNED)} only, not {options.schedule}")
+
+
+_FLUSHED = ("schedule", "chunks", "solver", "exact", "equal_widths", "deadline_s", "divisible", "max_candidates")
+"""Options that pipelines without flushes do not know."""
+
+
+def check_policy(options: PlanOptions) -> PlanOptions:
+    """Return the options with what a weight policy decides.
+
+    Raises:
+        UsageError: they ask for what no pipeline without flushes has.
+    """
+    usual = PlanOptions()
+    asked = f"`policy={options.policy!r}`" if options.policy != "sync" else f"`objective={options.objective!r}`"
+    for name in _FLUSHED:
+        value = getattr(options, name)
+        if value != getattr(usual, name) and (name, value) != ("schedule", "1f1b"):
+            raise UsageError(f"`{name}` does not go with {asked}; leave out one of them")
+    if options.objective == "cost":
+        raise UsageError(f"{asked} does not go with `objective='cost'`; leave out one of them")
+    if options.shard not in ("auto", "none"):
+        raise UsageError(f"`shard={options.shard!r}`: no versions are kept of what replicas divide; leave out `shard`")
+    return replace(options, shard="none", schedule="1f1b")

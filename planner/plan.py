@@ -1,7 +1,7 @@
 """Planning: a question of a profile, a cluster and options becomes a plan.
 
-In this order: the question, and which plans may answer it; its answer, by objective, schedule and dictated stages; and
-notes: what is said of a plan, and what was not searched.
+In this order: its answer, by objective, schedule and dictated stages; notes: what is said of a plan, and what was not
+searched; and the plan beside those that its peers' planners would choose.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from autopar.errors import InfeasibleError, UsageError
@@ -18,9 +18,36 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.prediction import Alternative, Bounds
 from autopar.formats.profile import Profile
+from autopar.formats.report import ComparisonRow
 from autopar.hardware.kinds import check_times_of
-from autopar.planner.alternatives import (
+from autopar.planner.assemble import assemble, candidate_of
+from autopar.planner.bounds import candidate_bound_s
+from autopar.planner.candidate import (
+    MOST_MICRO_BATCHES,
+    Candidate,
+    Family,
+    equal_widths,
+    has_chunks,
+    place,
+    plain,
+    splits_backward,
+)
+from autopar.planner.constraints import FixedStages, Question, parse, refusal_of_all, runnable, shape_of, too_wide
+from autopar.planner.costs.model import CostModel
+from autopar.planner.infeasible import advice, any_plan_fits, closest, infeasible, remedies
+from autopar.planner.milp.solve import search_by_milp
+from autopar.planner.objectives.cost import cheapest_plan
+from autopar.planner.objectives.unflushed import policy_fits, policy_plan
+from autopar.planner.options import PlanOptions, admissible_options, check_flags, check_policy
+from autopar.planner.peers import Peer, peers
+from autopar.planner.placement import pool_of
+from autopar.planner.search import other_schedules
+from autopar.planner.search.best_first import bounds_of_families, least_bound_s, search
+from autopar.planner.search.judge import (
+    ENOUGH,
+    Best,
     Reference,
+    SimulatedPlan,
     frames,
     neighbours,
     references,
@@ -29,22 +56,6 @@ from autopar.planner.alternatives import (
     straddling,
     try_stages,
 )
-from autopar.planner.assemble import assemble
-from autopar.planner.bounds.chain import candidate_bound_s
-from autopar.planner.candidate import MOST_MICRO_BATCHES, Candidate, Family, has_chunks, place, plain, splits_backward
-from autopar.planner.closest import closest
-from autopar.planner.constraints import Constraints, FixedStages, parse, refusal_of_all, runnable, too_wide
-from autopar.planner.costs.model import CostModel
-from autopar.planner.infeasible import advice, any_plan_fits, infeasible, remedies
-from autopar.planner.milp.solve import search_by_milp
-from autopar.planner.objectives.cost import cheapest_plan
-from autopar.planner.objectives.unflushed import check_policy, policy_fits, policy_plan
-from autopar.planner.options import PlanOptions, admissible_options, check_flags
-from autopar.planner.peers import Peer, peers
-from autopar.planner.placement.places import pool_of
-from autopar.planner.search import other_schedules
-from autopar.planner.search.best_first import bounds_of_families, least_bound_s, search
-from autopar.planner.search.judge import ENOUGH, Best, SimulatedPlan, equal_widths
 from autopar.planner.search.local import judge_even_splits, search_locally
 from autopar.planner.simulator.simulate import Simulator
 from autopar.planner.teams import check_alone, plan_teams
@@ -53,112 +64,6 @@ from autopar.progress import Progress, no_progress
 _NO_EQUAL = "no plan was found whose stages are equally wide and fit the memory"
 _WITHOUT_EQUAL = "without `equal_widths`"
 DICTATED_NOTE = "the stages were dictated; the lower bound is that of these stages"
-
-
-@dataclass(frozen=True)
-class Question:
-    """A profile and a cluster, as the simulator prices them, and what the user asks of their plan."""
-
-    simulator: Simulator
-    options: PlanOptions
-    fixed_stages: FixedStages | None = None
-    """Stages that the user dictates."""
-
-    @classmethod
-    def of(cls, profile: Profile, cluster: Cluster, options: PlanOptions, progress: Progress = no_progress) -> Question:
-        """Read what the user asks.
-
-        Raises:
-            UsageError: the options contradict the profile, the cluster or each other.
-        """
-        names = [layer.name for layer in profile.layers]
-        fixed_stages = None if options.stages is None else parse(options.stages, names)
-        options = options if fixed_stages is None else _options_for_stages(fixed_stages, options)
-        options = replace(options, gpus=options.gpus or len(cluster.devices))
-        question = cls(Simulator(CostModel(profile, cluster, options), progress=progress), options, fixed_stages)
-        question._check_stages()
-        return question
-
-    @property
-    def costs(self) -> CostModel:
-        """Prices of the profile on the cluster."""
-        return self.simulator.costs
-
-    @cached_property
-    def families(self) -> list[Family]:
-        """Those that the options admit, some plan of which can run."""
-        return runnable(self.costs, self.options)
-
-    @cached_property
-    def constraints(self) -> Constraints:
-        """What the options forbid of stages."""
-        return Constraints.of(self.costs, self.options)
-
-    def under(self, options: PlanOptions) -> Question:
-        """Return the question of the same profile and cluster, priced anew, with other options.
-
-        Raises:
-            UsageError: these contradict the profile.
-        """
-        options = admissible_options(options, self.costs.profile)
-        costs = CostModel(self.costs.profile, self.costs.cluster, options)
-        return Question(Simulator(costs), options, self.fixed_stages)
-
-    def excluding_option(self, candidate: Candidate) -> str | None:
-        """Return the option that excludes a plan of others; None where it may be chosen."""
-        costs, options, stages = self.costs, self.options, candidate.stages
-        shards = {stage.shard for stage in stages if len(stage.devices) > 1}
-        broken = self.constraints.broken(stages, costs.kind_of)
-        if broken is not None:
-            return broken.text
-        excludes = {
-            "`use_all`": options.use_all and len(candidate.devices) < len(costs.devices),
-            f"`shard={options.shard!r}`": options.shard != "auto" and not shards <= {options.shard},
-            f"`schedule={options.schedule!r}`": not _as_asked(options.schedule, candidate),
-            f"`recompute={options.recompute!r}`": options.recompute != "auto"
-            and _recomputes(costs, candidate) != options.recompute,
-            "`equal_widths`": options.equal_widths and not equal_widths(stages),
-        }
-        return next((option for option, excluding in excludes.items() if excluding), None)
-
-    def _check_stages(self) -> None:
-        """Refuse more stages than can be."""
-        layers, devices = self.costs.layer_count, len(self.costs.devices)
-        most, on = min(layers, devices), f" on {devices} devices"
-        if self.options.schedule != "auto" and has_chunks(self.options.schedule):
-            most, on = layers, ""
-        if self.options.min_stages > most:
-            raise UsageError(f"`min_stages={self.options.min_stages}`: {layers} layers{on} make at most {most} stages")
-
-
-def _options_for_stages(fixed_stages: FixedStages, options: PlanOptions) -> PlanOptions:
-    shape = fixed_stages if options.schedule == "auto" else other_schedules.shape_of(fixed_stages, options)
-    needed = sum(shape.widths)
-    if options.gpus is not None and needed > options.gpus:
-        raise UsageError(f"`stages` needs {needed} devices, but `gpus` is {options.gpus}")
-    if options.use_all and options.gpus is not None and needed < options.gpus:
-        raise UsageError(f"`stages` uses {needed} devices, but `use_all` asks for all {options.gpus}")
-    if len(fixed_stages.cuts) < options.min_stages:
-        raise UsageError(f"`stages` has {len(fixed_stages.cuts)} stages, but `min_stages` is {options.min_stages}")
-    return replace(options, gpus=options.gpus or needed)
-
-
-def _as_asked(schedule: str, candidate: Candidate) -> bool:
-    """Whether a candidate is of a schedule; with all in flight, `1f1b` and `gpipe` are one."""
-    if schedule == "auto":
-        return True
-    whole = plain(schedule) and plain(candidate.schedule)
-    return schedule == candidate.schedule or (whole and (schedule == "1f1b" or candidate.all_in_flight))
-
-
-def _recomputes(costs: CostModel, candidate: Candidate) -> str:
-    """Return whether no layer is recomputed, or all that may be; or ``auto``."""
-    again = sum(len(stage.recompute) for stage in candidate.stages)
-    if not again:
-        return "none"
-    kind = costs.kind_of[candidate.stages[0].devices[0]]
-    most = len(costs.recompute_levels(candidate.micro_batch_size, kind)[-1])
-    return "full" if again == most else "auto"
 
 
 def starting_plans(question: Question) -> tuple[list[Reference], list[Peer]]:
@@ -196,8 +101,7 @@ def plan(
     with _without_collection():
         question = Question.of(profile, cluster, options, progress)
         if options.weight_policy != "sync":
-            own = question.constraints, question.options, question.fixed_stages, partial(_policy_fits, question)
-            return policy_plan(question.simulator, question.families, *own)
+            return policy_plan(question, partial(_policy_fits, question))
         if options.schedule != "auto" and not plain(options.schedule):
             return _plan_schedule(question)
         if options.objective == "cost":
@@ -347,8 +251,7 @@ def _policy_fits(question: Question, options: PlanOptions) -> bool:
     """Whether there is a plan with other options, with flushes or without."""
     if options.weight_policy == "sync":
         return _plan_fits(question, options)
-    other = Question.of(question.costs.profile, question.costs.cluster, options)
-    return policy_fits(other.simulator, other.families, other.constraints, other.options, other.fixed_stages)
+    return policy_fits(Question.of(question.costs.profile, question.costs.cluster, options))
 
 
 def _plan_fits(question: Question, options: PlanOptions) -> bool:
@@ -398,7 +301,7 @@ def _bounds_of_shape(question: Question, fixed_stages: FixedStages, step_s: floa
     """Return what bounds the plans of dictated stages under a schedule that is found by trying."""
     costs, options = question.costs, question.options
     trials = other_schedules.Trials(question.simulator, options.schedule, options, range(len(costs.devices)))
-    shape = other_schedules.shape_of(fixed_stages, options)
+    shape = shape_of(fixed_stages, options)
 
     def bound_s(model: CostModel, family: Family, below_s: float) -> float:
         return min(below_s, trials.bound_s(model, family, shape))
@@ -568,3 +471,88 @@ def _is_admitted(options: PlanOptions, **changes: float) -> bool:
     except UsageError:
         return False
     return True
+
+
+class Comparison(NamedTuple):
+    """What :func:`compare` returns."""
+
+    rows: tuple[ComparisonRow, ...]
+    """Fastest first; plans that cannot be run last."""
+    plan: Plan
+    """autopar's own."""
+
+
+def compare(
+    profile: Profile, cluster: Cluster, options: PlanOptions | None = None, progress: Progress = no_progress
+) -> Comparison:
+    """Return autopar's plan, also under other schedules, and its peers', all judged by autopar's costs and simulator.
+
+    autopar's search starts from the peers' plans, but for those that take their planners long; virtual workers that cut
+    the layers differently are no plan. Of ``stages`` in the options, and the schedule for them, there is a row beside
+    autopar's free choice. ``progress`` is told what is done.
+
+    Raises:
+        UsageError: the options contradict the profile or each other.
+        InfeasibleError: nothing fits the memory; names the stage and by how much.
+    """
+    options = admissible_options(options or PlanOptions(), profile)
+    if options.stages is not None:
+        names = [layer.name for layer in profile.layers]
+        if max(parse(options.stages, names).team_sizes) > 1:
+            raise UsageError("`stages`: nothing prices replicas that several devices run; give them one device each")
+    options = replace(options, gpus=options.gpus or len(cluster.devices))
+    costs = CostModel(profile, cluster, options)
+    simulator = Simulator(costs, progress=progress)
+    progress("trying usual plans", 0.0)
+    beside = options if options.schedule == "auto" or plain(options.schedule) else other_schedules.usual(options)
+    compared = references(simulator, runnable(costs, beside), beside)
+    rows = [_row(simulator, each) for each in peers(simulator, options, compared)]
+    dictated = [] if options.stages is None else [_row_of_stages(plan(profile, cluster, options), profile)]
+    options = _free(options)
+    own = plan(profile, cluster, options, lambda what, share: progress(what, 0.2 + 0.7 * share))
+    progress("running its stages under other schedules", 0.9)
+    chosen = candidate_of(own, profile)
+    others = (_otherwise(costs, each) for each in other_schedules.otherwise(simulator, options, chosen))
+    first = _comparison_row("autopar", chosen, own.predicted.step_s, max(own.predicted.peak_bytes), None)
+    every = [first, *dictated, *others, *rows]
+    return Comparison(tuple(sorted(every, key=lambda row: (row.step_s is None, row.step_s or 0.0))), own)
+
+
+def _free(options: PlanOptions) -> PlanOptions:
+    """Return options without stages and the schedule that these are for."""
+    return options if options.stages is None else replace(options, stages=None, schedule="auto", chunks=None)
+
+
+def _row_of_stages(dictated_plan: Plan, profile: Profile) -> ComparisonRow:
+    """Return the row of stages that the user dictates."""
+    found = dictated_plan.predicted
+    return _comparison_row("dictated", candidate_of(dictated_plan, profile), found.step_s, max(found.peak_bytes), None)
+
+
+def _row(simulator: Simulator, peer: Peer) -> ComparisonRow:
+    candidate, workers = peer.candidate, peer.virtual_workers
+    if candidate is not None:
+        step_s = simulator.step_s(candidate) if peer.reason is None else None
+        row = _comparison_row(peer.name, candidate, step_s, max(simulator.costs.peak_bytes(candidate)), peer.reason)
+        return row._replace(virtual_workers=workers)
+    if workers is None:
+        return ComparisonRow(peer.name, infeasible=peer.reason)
+    peak = max(stage.peak_bytes for worker in workers.workers for stage in worker.stages)
+    return ComparisonRow(peer.name, None, peer.micro_batches, "1f1b", peer.step_s, peak, None, workers)
+
+
+def _otherwise(costs: CostModel, each: Reference) -> ComparisonRow:
+    """Return a row of autopar's own stages under another schedule."""
+    name = f"autopar, as {each.name}"
+    if each.simulated_plan is None:
+        return ComparisonRow(name, schedule=each.name, infeasible=each.reason)
+    step_s, candidate = each.simulated_plan
+    return _comparison_row(name, candidate, step_s, max(costs.peak_bytes(candidate)), None)
+
+
+def _comparison_row(
+    name: str, candidate: Candidate, step_s: float | None, peak_bytes: int, infeasible: str | None
+) -> ComparisonRow:
+    return ComparisonRow(
+        name, candidate.text(), candidate.micro_batches, candidate.schedule, step_s, peak_bytes, infeasible
+    )

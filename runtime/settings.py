@@ -55,6 +55,8 @@ class TrainSettings:
     """Whether batch normalisation takes the statistics of whole micro-batches that replicas divide."""
     compile: bool = False
     """Whether layers are compiled (``torch.compile``)."""
+    split_seeds: bool = False
+    """Whether the ranks of a team draw the dropout of fused attention each for itself, of the heads that it has."""
 
     time_layers: bool = False
     """Whether the layers inside stages are timed in the first steps."""
@@ -70,6 +72,8 @@ class TrainSettings:
             raise UsageError(f"`clip={self.clip!r}` says whose norm is bounded; say by what, too: `clip_norm`")
         if self.deferred_batch_norm and self.sync_batch_norm:
             raise UsageError("`deferred_batch_norm` and `sync_batch_norm` exclude each other; choose one")
+        if self.split_seeds and self.compile:
+            raise UsageError("`split_seeds` and `compile` exclude each other; choose one")
 
         if self.last not in get_args(Last):
             raise UsageError(f"`last` must be one of {', '.join(get_args(Last))}; found {self.last!r}")

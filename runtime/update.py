@@ -276,6 +276,7 @@ class Update:
             TrainingError: a gradient is not finite, and its loss was not scaled; or nothing was counted in the whole
                 mini-batch.
         """
+        self._reducer.sum_in_team(record.step)
         if mini_batches > 1:
             self._reducer.scale(1.0 / mini_batches)
         factors, applies = self._agree(record)
@@ -350,6 +351,7 @@ class Update:
         if not self._sums_gradients:
             # There may be none yet.
             return [0.0] * len(self._settings.parts)
+        self._reducer.sum_in_team(step)
         with self._reducer.gradients_of(step):
             return self._squares_or_finite()
 

@@ -10,7 +10,7 @@ import autopar
 from autopar.errors import UsageError
 from autopar.planner import PlanOptions, simulate
 from autopar.planner import plan as search
-from autopar.planner.compare import compare
+from autopar.planner.plan import compare
 from random_problems import gpt_profile, local_cluster
 
 

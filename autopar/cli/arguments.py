@@ -45,7 +45,17 @@ ARGUMENTS = frozenset(
         *("policy", "anneal_steps", "synchronous_steps", "ahead", "across_nodes", "sequence_parallel"),
         *("precision", "profile", "profiled_batch", "program", "ranks", "real_time", "recompute"),
         *("replicate_state", "resume", "save", "schedule", "seed", "sequence", "shard", "share_gpus"),
-        *("solver", "solver_seconds", "stages", "steps", "sync_batch_norm", "threads", "times_of", "use_all"),
+        *(
+            "solver",
+            "solver_seconds",
+            "split_seeds",
+            "stages",
+            "steps",
+            "sync_batch_norm",
+            "threads",
+            "times_of",
+            "use_all",
+        ),
         *("weights", "replicas", "pipeline_size", "schedule_file", "nearest"),
         *_OWN,
     )

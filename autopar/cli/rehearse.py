@@ -119,7 +119,7 @@ def _perform(
     from autopar.cli.arguments import echo
     from autopar.cli.progress import long_simulation, phases
     from autopar.inputs import read_inputs
-    from autopar.planner.simulator.unflushed import pipeline_times
+    from autopar.planner.simulator.simulate import pipeline_times
 
     profile, cluster, _ = inputs
     check_outputs(plan, (profile, cluster, program), [trace], overwrite=overwrite)

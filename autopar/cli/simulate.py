@@ -34,7 +34,7 @@ def command(
     from autopar.cli.progress import long_simulation, slow_phases
     from autopar.hardware.kinds import kinds_of
     from autopar.inputs import read_inputs
-    from autopar.planner.simulator.unflushed import pipeline_times
+    from autopar.planner.simulator.simulate import pipeline_times
     from autopar.report.pictures import render
     from autopar.report.table import duration
     from autopar.schedules.check import read_program

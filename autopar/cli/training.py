@@ -120,6 +120,13 @@ class TrainingArguments:
             "--sync-batch-norm", help="Normalise by whole micro-batches' statistics where replicas divide them."
         ),
     ] = False
+    split_seeds: Annotated[
+        bool,
+        typer.Option(
+            "--split-seeds",
+            help="Let each device of a replica draw the dropout of fused attention for the heads that it has.",
+        ),
+    ] = False
     compile_layers: Annotated[
         bool,
         typer.Option("--compile", help="Compile layers (torch.compile) before the first step, one of each kind."),
@@ -232,7 +239,8 @@ class TrainingArguments:
             "black_box",
         )
         switches = ("resume", "accept_changes", "share_gpus", "cpu_offload", "deferred_batch_norm", "sync_batch_norm")
-        own = {name: getattr(self, name) for name in (*names, *switches)} | {"inject_fault": self.inject_fault or ()}
+        more = (*switches, "split_seeds")
+        own = {name: getattr(self, name) for name in (*names, *more)} | {"inject_fault": self.inject_fault or ()}
         return {**own, "compile": self.compile_layers, "time_layers": self.update_profile}
 
 

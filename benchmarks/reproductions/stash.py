@@ -31,7 +31,6 @@ from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
-from autopar.planner.objectives.unflushed import parameter_bytes
 from autopar.planner.options import PlanOptions
 
 
@@ -202,3 +201,21 @@ def _latency_notes(prices: StashCosts, candidate: Candidate, step_s: float) -> l
     if longest <= step_s * (1 + 1e-9):
         return []
     return [f"with so few in flight, a mini-batch's way there and back may make it {longest:.4g} s per mini-batch"]
+
+
+def parameter_bytes(costs: CostModel) -> tuple[Numbers, Numbers]:
+    """Return reduced and trained bytes, ``[first, stop]``."""
+    sums = np.concatenate([[0.0], np.cumsum([float(layer.trainable_bytes) for layer in costs.profile.layers])])
+    reduced = np.subtract.outer(sums, sums).T[:-1].copy()
+    trained = reduced.copy()
+    for tied in costs.flows.tied:
+        if tied.trainable:
+            held = np.zeros(costs.layer_count + 1)
+            held[np.array(tied.layers) + 1] = 1
+            counts = np.cumsum(held)
+            within = np.maximum(0.0, np.subtract.outer(counts, counts).T[:-1])
+            again = np.maximum(0.0, within - 1)
+            trained -= tied.bytes * again
+            # What other stages hold, too, is reduced with them.
+            reduced -= tied.bytes * np.where(within < len(tied.layers), within, again)
+    return np.maximum(0.0, reduced), np.maximum(0.0, trained)

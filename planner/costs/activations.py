@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.planner.costs import memoize
-from autopar.planner.costs.flows import Flows, FlowTensor
+from autopar.planner.costs.communication import Flows, FlowTensor
 from autopar.planner.costs.layers import LayerCosts
 
 Counts = npt.NDArray[np.int64]

@@ -1,9 +1,13 @@
-"""Memory: the most bytes that a stage holds at once."""
+"""Memory: the most bytes that a stage holds at once, and those that a rank does.
+
+Of a stage of its own rank whose backwards are whole a closed form says what is in flight. Of ranks whose stages run one
+after the other, and of backwards in two halves, it is read off the rank's order, moment by moment.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -13,6 +17,8 @@ import numpy as np
 from autopar.formats.plan import Shard
 from autopar.formats.prices import LayerBytes
 from autopar.formats.profile import Layer
+from autopar.formats.program import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
+from autopar.planner.candidate import Candidate, CandidateStage, groups, splits_backward
 from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import (
     ActivationBytes,
@@ -24,8 +30,10 @@ from autopar.planner.costs.activations import (
     running,
     window_sums,
 )
-from autopar.planner.costs.flows import Flows, TiedLayers
+from autopar.planner.costs.communication import Flows, FlowTensor, TiedLayers
 from autopar.planner.costs.layers import LayerCosts
+from autopar.schedules import SCHEDULES
+from autopar.schedules.order import RankPlace
 
 MOST_KEPT = 100_000
 """Peaks of single stages that are remembered."""
@@ -93,7 +101,7 @@ def moments_of(parts: Parts, terms: PeakTerms) -> tuple[Bytes, Bytes]:
     """Return :func:`peak_of` while a stage computes, and in the update, which has nothing in flight."""
     kept, gradients, update = state_of(parts, terms)
     full = terms.warmup - 1
-    messages, unanswered = messages_of(parts, terms), unanswered_of(parts, terms)
+    messages, unanswered = messages_of(parts, terms), waiting_bytes(parts.unanswered_sends, terms)
     begun: Bytes = 0
     sent: Bytes = 0
     if terms.warmup == terms.micro_batches and terms.replicas == 1:
@@ -146,13 +154,8 @@ def messages_of(parts: Parts, terms: PeakTerms) -> Bytes:
     return longest + answered
 
 
-def unanswered_of(parts: Parts, terms: PeakTerms) -> Bytes:
-    """Return the bytes of sent activations that wait for the next step's to be let go, beside what is in flight."""
-    return waiting_bytes(parts.unanswered_sends, terms)
-
-
 def waiting_bytes(per_sample: Bytes, terms: PeakTerms) -> Bytes:
-    """Return the bytes of so much per sample that waits for the next step's to be let go, beside what is in flight."""
+    """Return the bytes of so much sent per sample that waits for the next step's, beside what is in flight."""
     # The new one is in flight, too.
     return max(0, terms.micro_batches + 1 - terms.warmup) * rows_bytes(terms.rows, per_sample)
 
@@ -292,10 +295,8 @@ class MemoryModel:
         gradients = record.gradient_bytes - sum(
             _share(record, tied, record.gradient_bytes) for tied in self._flows.tied if layer in tied.layers
         )
-        own, pending = (
-            sum(size for name, size in saved.items() if name not in tensors),
-            self.pending(layer, layer + 1, rows),
-        )
+        own = sum(size for name, size in saved.items() if name not in tensors)
+        pending = self.pending(layer, layer + 1, rows)
         return LayerBytes(
             saved=own,
             saved_tensors=tuple(sorted(tensors.intersection(saved))),
@@ -368,14 +369,12 @@ class MemoryModel:
 
     def _tied_areas(self, share: Callable[[Layer, TiedLayers], int]) -> Areas:
         """What layers of one stage count twice, since they share a parameter."""
-        return Areas(
-            self._count,
-            (
-                Area(0, before, layer + 1, self._count, share(self._costs.layers[layer], tied))
-                for tied in self._flows.tied
-                for before, layer in pairwise(tied.layers)
-            ),
+        pairs = ((tied, *pair) for tied in self._flows.tied for pair in pairwise(tied.layers))
+        areas = (
+            Area(0, before, layer + 1, self._count, share(self._costs.layers[layer], tied))
+            for tied, before, layer in pairs
         )
+        return Areas(self._count, areas)
 
     def _lasting_areas(self) -> Areas:
         """Gradients of parameters that a stage holds, and another one too."""
@@ -387,23 +386,18 @@ class MemoryModel:
         return Areas(self._count, found)
 
     def _message_areas(self) -> tuple[Areas, ...]:
-        gradients = [tensor for tensor in self._flows.crossing if tensor.gradient]
-        received, sent = (
-            [
-                Area(0, tensor.producer, tensor.producer + 1, tensor.consumers[-1], tensor.bytes_per_sample)
-                for tensor in tensors
-            ]
-            for tensors in (gradients, self._flows.crossing)
-        )
-        read = (
-            (
-                area
-                for each in tensors
-                for area in self._first_meetings(each.producer, each.consumers, each.bytes_per_sample)
-            )
-            for tensors in (self._flows.inputs, self._flows.crossing, gradients)
-        )
-        return tuple(Areas(self._count, each) for each in (*read, received, sent))
+        def read(tensors: Iterable[FlowTensor]) -> Iterator[Area]:
+            for each in tensors:
+                yield from self._first_meetings(each.producer, each.consumers, each.bytes_per_sample)
+
+        def made(tensors: Iterable[FlowTensor]) -> Iterator[Area]:
+            for each in tensors:
+                yield Area(0, each.producer, each.producer + 1, each.consumers[-1], each.bytes_per_sample)
+
+        inputs, crossing = self._flows.inputs, self._flows.crossing
+        gradients = [tensor for tensor in crossing if tensor.gradient]
+        every = read(inputs), read(crossing), read(gradients), made(gradients), made(crossing)
+        return tuple(Areas(self._count, each) for each in every)
 
     def _first_meetings(self, before: int, layers: Sequence[int], size: int) -> Iterator[Area]:
         """Yield what counts once for all stages that begin behind the layer ``before`` and hold any of ``layers``."""
@@ -416,3 +410,189 @@ def _share(layer: Layer, ties: TiedLayers, size: int) -> int:
     """Bytes of a layer's gradients or optimizer state that belong to a tied parameter."""
     share = min(1.0, ties.bytes / layer.trainable_bytes) if ties.trainable and layer.trainable_bytes else 0.0
     return int(share * size)
+
+
+class Backwards(NamedTuple):
+    """How a stage's backwards of a step are computed."""
+
+    whole: int
+    """How many are whole."""
+    split: int
+    """How many are in halves."""
+    ends_whole: bool
+    """Whether the last one's gradients are those of a whole one."""
+
+
+class RankMoment(NamedTuple):
+    """While a rank computes."""
+
+    chunk: int
+    """Which of its stages it computes."""
+    kind: str
+    beside: tuple[int, ...]
+    """By stage, the micro-batches that are kept, but for the one that is computed."""
+    pending: tuple[int, ...]
+    """By stage, those that wait for the weight half of their backward."""
+    has_gradients: tuple[bool, ...]
+    """By stage, whether gradients are there."""
+    makes: bool
+    """Whether this backward makes its stage's gradients."""
+
+
+@lru_cache(maxsize=4096)
+def moments(schedule: str, place: RankPlace) -> tuple[RankMoment, ...]:
+    """Return all moments of a rank's order that differ.
+
+    A micro-batch is kept from its forward to the end of its backward; or to that of the input half, and then waits for
+    the weight half.
+
+    >>> place = RankPlace(0, 2, (0,), 2, (2,))
+    >>> [(each.beside, each.has_gradients, each.makes) for each in moments("1f1b", place)]
+    [((0,), (False,), False), ((1,), (False,), False), ((1,), (False,), True), ((0,), (True,), False)]
+    """
+    index = {stage: at for at, stage in enumerate(place.stages)}
+    kept, pending, made = [0] * len(index), [0] * len(index), [False] * len(index)
+    found: dict[RankMoment, None] = {}
+    for kind, stage, _ in SCHEDULES[schedule].order(place):
+        at = index[stage]
+        makes = kind in (BACKWARD, WEIGHT_BACKWARD)
+        kept[at] -= kind in (BACKWARD, INPUT_BACKWARD)
+        pending[at] -= kind == WEIGHT_BACKWARD
+        found[RankMoment(at, kind, tuple(kept), tuple(pending), tuple(made), makes and not made[at])] = None
+        made[at] = made[at] or makes
+        kept[at] += kind == FORWARD
+        pending[at] += kind == INPUT_BACKWARD
+    return tuple(found)
+
+
+def backwards(candidate: Candidate) -> list[Backwards]:
+    """Return how the backwards of every stage are computed."""
+    found: dict[int, Backwards] = {}
+    for place in _places(candidate):
+        found |= _backwards(candidate.schedule, place)
+    return [found[stage] for stage in range(len(candidate.stages))]
+
+
+@lru_cache(maxsize=4096)
+def _backwards(schedule: str, place: RankPlace) -> dict[int, Backwards]:
+    if not splits_backward(schedule):
+        return dict.fromkeys(place.stages, Backwards(place.micro_batches, 0, True))
+    found = dict.fromkeys(place.stages, Backwards(0, 0, True))
+    for kind, stage, _ in SCHEDULES[schedule].order(place):
+        whole, split, _ = found[stage]
+        if kind in (BACKWARD, WEIGHT_BACKWARD):
+            found[stage] = Backwards(whole + (kind == BACKWARD), split + (kind != BACKWARD), kind == BACKWARD)
+    return found
+
+
+def rank_peaks(memory: Sequence[MemoryModel], kind_of: Sequence[int], candidate: Candidate) -> list[int]:
+    """Return the peak memory of every stage's largest replica: of all stages of a rank, the same.
+
+    ``memory`` is by kind of device, ``kind_of`` by device.
+    """
+    found = [0] * len(candidate.stages)
+    for place in _places(candidate):
+        chunks, first = place.stages, candidate.stages[place.stages[0]]
+        order = moments(candidate.schedule, place)
+        for rows, kind in {(rows, kind_of[device]) for rows, device in zip(first.shares, first.devices, strict=True)}:
+            priced = [_stage_in_flight(memory[kind], candidate, at, rows, place) for at in chunks]
+            peak = rank_peak(order, priced, updates_at_once=memory[kind].updates_at_once)
+            for at in chunks:
+                found[at] = max(found[at], peak)
+    return found
+
+
+def _places(candidate: Candidate) -> Iterator[RankPlace]:
+    """Yield where the first rank of every group of devices stands in a candidate's pipeline."""
+    every = groups(candidate.stages)
+    for group, chunks in enumerate(every):
+        own = [candidate.stages[at] for at in chunks]
+        turns = own[0].turns(0, candidate.micro_batches)
+        yield RankPlace(group, len(every), chunks, turns, tuple(min(stage.warmup, turns) for stage in own))
+
+
+class StageInFlight(NamedTuple):
+    """What a rank keeps of one of its stages."""
+
+    parts: Parts
+    terms: PeakTerms
+    pending: int
+    """Bytes that a micro-batch holds between the halves of its backward."""
+    further: int = 0
+    """Bytes of messages that depend on where later stages end."""
+    receives_activations: bool = True
+    """Whether what it receives comes from another rank."""
+    receives_gradients: bool = True
+    """Whether the gradients that come back do."""
+
+
+def stage_terms(stage: CandidateStage, micro_batches: int, lead: int, rows: float) -> PeakTerms:
+    """Return what the memory of a stage's replica depends on; of later turns, none takes part in more."""
+    turns, recompute = stage.turns(0, micro_batches), frozenset(stage.recompute)
+    return PeakTerms(rows, stage.warmup, turns, len(stage.devices), lead, recompute, stage.shard)
+
+
+def _stage_in_flight(
+    memory: MemoryModel, candidate: Candidate, at: int, rows: float, place: RankPlace
+) -> StageInFlight:
+    stages, stage, count = candidate.stages, candidate.stages[at], candidate.micro_batches
+    held = stage_terms(stage, count, stage.lead(stages[at - 1], count) if at else 0, rows)
+    further = memory.further(stage.first, stage.stop, held, [later.stop for later in stages[at + 1 :]])
+    parts = memory.parts(stage.first, stage.stop, rows, held.recompute)
+    pending = memory.pending(stage.first, stage.stop, rows)
+    kept = int(parts.activations) if pending is None else pending
+    return StageInFlight(parts, held, kept, further, at - 1 not in place.stages, at + 1 not in place.stages)
+
+
+def rank_peak(every: Sequence[RankMoment], stages: Sequence[StageInFlight], *, updates_at_once: bool) -> int:
+    """Return the most bytes that a rank holds of its stages together."""
+    states = [tuple(map(int, state_of(each.parts, each.terms))) for each in stages]
+    kept = sum(state for state, _, _ in states)
+    kept += sum(each.terms.micro_batches * int(rows_bytes(each.terms.rows, each.parts.inputs)) for each in stages)
+    messages = _messages(stages)
+    kept += sum(
+        int(waiting_bytes(each.parts.unanswered_sends, each.terms)) for each in stages if each.receives_gradients
+    )
+    lasting = [each.terms.replicas > 1 for each in stages]
+    most = 0
+    for moment in every:
+        size = _at_work(stages[moment.chunk], moment.kind, first=moment.makes and not lasting[moment.chunk])
+        for at, each in enumerate(stages):
+            size += moment.beside[at] * int(each.parts.activations) + moment.pending[at] * each.pending
+            size += states[at][1] if moment.has_gradients[at] or lasting[at] else int(each.parts.lasting)
+        most = max(most, size)
+    update = (sum if updates_at_once else max)(update for _, _, update in states)
+    return kept + max(most + messages, sum(gradients for _, gradients, _ in states) + update)
+
+
+def _messages(stages: Sequence[StageInFlight]) -> int:
+    """Return the bytes of messages under way on a rank.
+
+    Receives are posted two computations ahead, whichever of several stages they are of; beside them there are the
+    gradients of the computation that runs, and what was sent back and may not have arrived.
+    """
+    further = sum(each.further for each in stages)
+    alone = sum(int(messages_of(each.parts, each.terms)) for each in stages)
+    if len(stages) == 1:
+        return alone + further
+    rows = stages[0].terms.rows
+    posted = [each.parts.received_activations for each in stages if each.receives_activations]
+    posted += [each.parts.received_gradients for each in stages if each.receives_gradients]
+    at_work = max(each.parts.received_gradients for each in stages)
+    sent = sum(
+        min(each.terms.lead, each.terms.micro_batches) * each.parts.sent_gradients
+        for each in stages
+        if each.receives_activations
+    )
+    return min(alone, int(rows_bytes(rows, 2 * max(posted, default=0) + at_work + sent))) + further
+
+
+def _at_work(stage: StageInFlight, kind: str, *, first: bool) -> int:
+    """Return the bytes of the micro-batch that is computed; ``first``: with the gradients that it makes."""
+    parts = stage.parts
+    passing = int(parts.peak) - int(parts.activations)
+    if kind == WEIGHT_BACKWARD:
+        return stage.pending + passing + (int(parts.gradients) if first else 0)
+    whole = int(parts.first_peak if first else parts.peak)
+    # An input half lets nothing go that its weight half reads, and keeps gradients for it beside.
+    return max(whole, stage.pending + passing) if kind == INPUT_BACKWARD else whole

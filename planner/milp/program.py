@@ -25,12 +25,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from autopar.planner.bounds.chain import LinkTerms, StageTerms, link_terms, stage_terms
+from autopar.planner.bounds import LinkTerms, StageTerms, link_terms, stage_terms
 from autopar.planner.candidate import Candidate, CandidateStage, Family, manners_of, within
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement.pool import Pool
+from autopar.planner.placement import Pool
 
 MOST_ARCS = 20_000
 MOST_PRICED = 100_000

@@ -12,7 +12,7 @@ their update,
     V = min over first stages of  max(max(M t, t + U) + a, f + V)
 
 over all first stages that fit a device with one micro-batch in flight. Every plan's bound has these terms, and more
-(:mod:`autopar.planner.bounds.chain`, also for boundaries that no gradient, or nothing, crosses); one table holds all
+(:mod:`autopar.planner.bounds`, also for boundaries that no gradient, or nothing, crosses); one table holds all
 numbers of devices, so that it takes little beside a search.
 """
 
@@ -31,9 +31,8 @@ import numpy.typing as npt
 from autopar.errors import FileError, InfeasibleError, UsageError
 from autopar.formats.plan import Division, Plan
 from autopar.formats.prediction import Alternative, Price
-from autopar.planner.alternatives import Reference, references
 from autopar.planner.assemble import assemble
-from autopar.planner.bounds.chain import ROUNDING, layers_work_s
+from autopar.planner.bounds import ROUNDING, layers_work_s
 from autopar.planner.candidate import Candidate, Family, divisions_of, placed_on
 from autopar.planner.constraints import Constraints, runnable
 from autopar.planner.costs.activations import Numbers
@@ -41,10 +40,9 @@ from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import advice, any_plan_fits, infeasible
 from autopar.planner.options import PlanOptions, admissible_options
-from autopar.planner.placement.places import groups_of
-from autopar.planner.placement.pool import Pool, in_order
+from autopar.planner.placement import Pool, groups_of, in_order
 from autopar.planner.search.best_first import search
-from autopar.planner.search.judge import Best, SimulatedPlan
+from autopar.planner.search.judge import Best, Reference, SimulatedPlan, references
 from autopar.planner.simulator.simulate import Simulator
 
 

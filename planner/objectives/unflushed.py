@@ -1,45 +1,257 @@
-"""PolicyJudge: the pipeline of a weight policy whose mini-batches follow each other soonest.
+"""Unflushed: the pipeline of a weight policy whose mini-batches follow each other soonest.
 
 A pipeline that is never flushed has a period, from one mini-batch to the next once it is filled. No rank does with less
 than its own work, and with micro-batches enough in flight the busiest one has nothing to wait for. Partitions are
-therefore gone through in the order of their busiest stage, best first (:mod:`.partitions`). Each is simulated from fill
-to drain, with depths as deep as PA, PB and memory say; the first one behind whose busiest stage no period is left to be
-won ends the search. An update that comes late has its reduction beside other micro-batches, and it then takes no longer
-than a period.
+therefore gone through in the order of their busiest stage, best first. Each is simulated from fill to drain, with
+depths as deep as PA, PB and memory say; the first one behind whose busiest stage no period is left to be won ends the
+search. An update that comes late has its reduction beside other micro-batches, and it then takes no longer than a
+period.
+
+A partition says which layers are a stage, how many replicas it has, and how these divide micro-batches; devices are
+taken in a given order. No replica takes less for a mini-batch than its own backwards, forwards, reduction and update:
+
+    busy(stage) = (T (forward + backward) + reduction behind the last backward + update) / n
+
+with n = 1, or as many as take turns. A table has the least that the busiest stage does of all that begin with a layer,
+on the devices behind ``start``:
+
+    F(first, start) = min over stop, width, division of  max( busy(stage), F(stop, start + width) )
+
+What stands behind the last backward takes a while to find. A bound of ``busy`` without it, of all stops at once, says
+for which stages it need not be known. Partitions follow from the table one by one, by A*, with F for what is left.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice, permutations, product
+from heapq import heappop, heappush
+from itertools import count, islice, permutations, product
+from math import lcm
 from operator import add
 from typing import NamedTuple
 
 import numpy as np
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.formats.plan import Division, Plan
+from autopar.formats.cluster import Level
+from autopar.formats.plan import Division, Plan, turn_count
 from autopar.formats.prediction import Alternative
 from autopar.planner.assemble import plan_of, prediction, stage_record
 from autopar.planner.candidate import Candidate, CandidateStage, Family, within
-from autopar.planner.constraints import Constraints, FixedStages
+from autopar.planner.constraints import Constraints, FixedStages, Question
 from autopar.planner.costs import memoize
-from autopar.planner.costs.activations import Numbers
-from autopar.planner.costs.durations import durations
-from autopar.planner.costs.links import Traffic
+from autopar.planner.costs.activations import Counts, Numbers
+from autopar.planner.costs.communication import Traffic
 from autopar.planner.costs.memory import PeakTerms, peak_of
-from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
+from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel, durations
 from autopar.planner.infeasible import Fits, advice, policy_remedies, size
-from autopar.planner.objectives.partitions import PartitionTable
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.contention import DeadlockError
-from autopar.planner.simulator.simulate import Simulator, skeleton
-from autopar.planner.simulator.unflushed import PipelineTimes, pipeline_times, trace_unflushed
+from autopar.planner.simulator.simulate import PipelineTimes, Simulator, outline, pipeline_times, trace_unflushed
 from autopar.policies import POLICIES, kept_versions, stage_depths
 from autopar.schedules.expand import expand
+
+
+class StageWay(NamedTuple):
+    """How a stage's replicas are."""
+
+    width: int
+    division: Division
+
+    @property
+    def turning(self) -> int:
+        """How many replicas take turns; see :func:`autopar.formats.plan.turn_count`."""
+        return turn_count(self.division, self.width)
+
+
+class PipelinePartition(NamedTuple):
+    """Stages by their stops and ways, and the seconds of the busiest one per mini-batch."""
+
+    busiest_s: float
+    stops: tuple[int, ...]
+    ways: tuple[StageWay, ...]
+
+    @property
+    def width(self) -> int:
+        """Devices of all stages."""
+        return sum(way.width for way in self.ways)
+
+
+class _Site(NamedTuple):
+    """What prices know of a stage's devices: what connects them, the kind of each, and the smallest memory."""
+
+    level: Level
+    kinds: tuple[int, ...]
+    limit_bytes: int
+
+
+class _Next(NamedTuple):
+    """A stage that may follow; the order of fields is that of preference."""
+
+    least_s: float
+    """Of the busiest stage of all that begin with it."""
+    layers_left: int
+    way: StageWay
+    busy_s: float
+
+
+class PartitionTable:
+    """The partitions of one family of plans."""
+
+    def __init__(
+        self,
+        costs: CostModel,
+        family: Family,
+        devices: Sequence[int],
+        divisions: Callable[[int], Sequence[Division]],
+        busy_s: Callable[[CandidateStage], float],
+        fixed_stages: FixedStages | None = None,
+    ) -> None:
+        """Fill the table.
+
+        Args:
+            costs: prices.
+            family: micro-batches, and their samples.
+            devices: in the order in which stages take them.
+            divisions: returns how so many replicas may divide micro-batches.
+            busy_s: returns what a stage's busiest replica does per mini-batch.
+            fixed_stages: the only stages that are wanted, if some are.
+        """
+        self._costs, self._family, self._divisions, self._busy_of = costs, family, divisions, busy_s
+        self._layers, self._order, self._devices = costs.layer_count, tuple(devices), len(devices)
+        self._fixed = _by_first(fixed_stages)
+        self._known_s: dict[tuple[int, int, StageWay, _Site], float] = {}
+        # From a layer on, behind so many devices.
+        self._least = np.full((self._layers + 1, self._devices + 1), np.inf)
+        self._least[self._layers] = 0.0
+        for first in reversed(range(self._layers)):
+            for start in range(self._devices):
+                following = next(self._following(first, start, 0.0), None)
+                if following is not None:
+                    self._least[first, start] = following.least_s
+
+    def stages(self, partition: PipelinePartition) -> tuple[CandidateStage, ...]:
+        """Return a partition's stages, with one micro-batch in flight."""
+        found, first, start = list[CandidateStage](), 0, 0
+        for stop, way in zip(partition.stops, partition.ways, strict=True):
+            found.append(self._stage(first, stop, start, way))
+            first, start = stop, start + way.width
+        return tuple(found)
+
+    def in_order(self, most_stages: int | None, most_in_span: int) -> Iterator[PipelinePartition]:
+        """Yield all partitions of at most so many stages, those whose busiest stage does least first.
+
+        Where replicas take turns, all have had equally many after at most ``most_in_span`` mini-batches. Of partitions
+        alike, such come first as have more layers in their first stages, and fewer devices.
+        """
+        serial = count()
+        ahead: list[tuple[float, int, int, int, PipelinePartition, PipelinePartition, Iterator[_Next]]] = []
+
+        def put(before: PipelinePartition, followers: Iterator[_Next]) -> None:
+            """Add the next stage to a partition's beginning."""
+            span = lcm(*(way.turning for way in before.ways))
+            within = (each for each in followers if lcm(span, each.way.turning) <= most_in_span)
+            found = next(within, None)
+            if found is not None:
+                stops, ways = (*before.stops, self._layers - found.layers_left), (*before.ways, found.way)
+                after = PipelinePartition(max(before.busiest_s, found.busy_s), stops, ways)
+                heappush(ahead, (found.least_s, found.layers_left, after.width, next(serial), after, before, followers))
+
+        put(PipelinePartition(0.0, (), ()), self._following(0, 0, 0.0))
+        while ahead:
+            _, layers_left, start, _, partition, before, others = heappop(ahead)
+            put(before, others)
+            if not layers_left:
+                yield partition
+            elif len(partition.stops) != most_stages:
+                put(partition, self._following(partition.stops[-1], start, partition.busiest_s))
+
+    def _following(self, first: int, start: int, busiest_s: float) -> Iterator[_Next]:
+        """Yield the stages from a layer on, behind so many devices, by what is the least behind a ``busiest_s``."""
+        each = [(stops, way, bounds) for stops, way, bounds in self._beginnings(first, start)]
+        if not each:
+            return
+        bounds_s = np.maximum(np.concatenate([bounds for *_, bounds in each]), busiest_s)
+        stops = np.concatenate([own for own, *_ in each])
+        way_of = np.repeat(np.arange(len(each)), [len(own) for own, *_ in each])
+        found: list[_Next] = []
+        while True:
+            at = int(bounds_s.argmin())
+            bound_s = float(bounds_s[at])
+            while found and found[0].least_s <= bound_s:
+                yield heappop(found)
+            if bound_s == np.inf:
+                return
+            stop, way = int(stops[at]), each[way_of[at]][1]
+            busy_s = self._busy_s(first, stop, start, way)
+            least_s = max(bound_s, busy_s)
+            bounds_s[at] = np.inf
+            heappush(found, _Next(least_s, self._layers - stop, way, busy_s))
+
+    def _beginnings(self, first: int, start: int) -> Iterator[tuple[Counts, StageWay, Numbers]]:
+        """Yield stops, a way, and no more than what the busiest stage does of all that begin with such a stage."""
+        stops = np.arange(first + 1, self._layers + 1)
+        fixed = self._fixed.get(first, (0, 0)) if self._fixed else None
+        widths = range(1, self._devices - start + 1) if fixed is None else [fixed[1]]
+        for width in (width for width in widths if 0 < width <= self._devices - start):
+            for division in self._divisions(width):
+                way = StageWay(width, division)
+                bounds_s = np.maximum(
+                    self._least_busy(first, way, self._site(start, width)), self._least[first + 1 :, start + width]
+                )
+                if fixed is not None:
+                    bounds_s = np.where(stops == fixed[0], bounds_s, np.inf)
+                yield stops, way, bounds_s
+
+    @memoize
+    def _least_busy(self, first: int, way: StageWay, site: _Site) -> Numbers:
+        """Return no more than what stages from a layer on are busy for, by their stop."""
+        costs, family = self._costs, self._family
+        shares = costs.shares(family.micro_batch_size, way.width, way.division)
+        computing = [
+            self._both_sums(rows, kind, costs.adding(family.micro_batches, way.width))
+            for rows, kind in set(zip(shares, site.kinds, strict=True))
+        ]
+        least_s = family.micro_batches * np.maximum.reduce([sums[first + 1 :] - sums[first] for sums in computing])
+        # Sums from the first layer on are rounded.
+        return np.asarray(least_s * (1 - _ROUNDING) / way.turning)
+
+    @memoize
+    def _both_sums(self, rows: float, kind: int, adding: float) -> Numbers:
+        """Return the seconds of forwards and backwards of all layers before each position."""
+        sums = self._costs.sums
+        return np.array(sums.forward(rows, kind=kind)) + sums.backward(rows, adding, kind=kind)
+
+    def _busy_s(self, first: int, stop: int, start: int, way: StageWay) -> float:
+        key = first, stop, way, self._site(start, way.width)
+        if key not in self._known_s:
+            self._known_s[key] = self._busy_of(self._stage(first, stop, start, way))
+        return self._known_s[key]
+
+    @memoize
+    def _site(self, start: int, width: int) -> _Site:
+        devices, costs = self._order[start : start + width], self._costs
+        kinds = tuple(costs.kind_of[each] for each in devices)
+        return _Site(costs.links.level(devices), kinds, costs.limit_bytes(devices))
+
+    def _stage(self, first: int, stop: int, start: int, way: StageWay) -> CandidateStage:
+        shares = self._costs.shares(self._family.micro_batch_size, way.width, way.division)
+        return CandidateStage(first, stop, self._order[start : start + way.width], shares, 1, division=way.division)
+
+
+_ROUNDING = 1e-9
+
+
+def _by_first(fixed_stages: FixedStages | None) -> dict[int, tuple[int, int]]:
+    """Return, by first layer, stop and width of the only stage that may begin there."""
+    if fixed_stages is None:
+        return {}
+    each = zip([0, *fixed_stages.cuts], fixed_stages.cuts, fixed_stages.widths, strict=False)
+    return {first: (stop, width) for first, stop, width in each}
+
 
 MOST_TRIED = 60
 """Partitions that are simulated, times the effort."""
@@ -67,7 +279,6 @@ class PolicyJudge:
         """Judge by a simulator's cost model, under the options' policy."""
         self.simulator, self.costs, self.options = simulator, simulator.costs, options
         self.policy, self.ahead = POLICIES[options.weight_policy], options.ahead or "counted"
-        _, self.trained_bytes = parameter_bytes(self.costs)
 
     def busy_s(self, family: Family, stage: CandidateStage) -> float:
         """Return what a stage's busiest replica does of every mini-batch; infinity where it fits in no way."""
@@ -102,7 +313,7 @@ class PolicyJudge:
                 loaded = stage.warmup + 2 * candidate.micro_batches
                 lead = stage.lead(before, before.in_flight)
                 terms = PeakTerms(rows, stage.warmup, loaded, len(stage.devices), lead, frozenset(stage.recompute))
-                own = int(peak_of(steady, terms)) + versions * int(self.trained_bytes[stage.first, stage.stop])
+                own = int(peak_of(steady, terms)) + versions * self._trained_bytes(stage.first, stage.stop)
                 most = max(most, own)
             found.append(most)
             before = stage
@@ -114,15 +325,19 @@ class PolicyJudge:
         return {key: at for at, key in enumerate(zip(stage.shares, kinds, strict=True))}
 
     def _recompute_sets(self, family: Family, stage: CandidateStage) -> Iterator[tuple[int, ...]]:
-        """Yield the layers that a stage may recompute, fewest first."""
-        kind = self.costs.kind_of[stage.devices[0]]
-        for every in self._recompute_sets_of(family.micro_batch_size):
-            yield within(every[kind], stage.first, stage.stop)
+        """Yield the layers that a stage may recompute, fewest first: none, all that free memory, or both."""
+        levels = self.costs.recompute_levels(family.micro_batch_size, self.costs.kind_of[stage.devices[0]])
+        for end in {"none": (0,), "full": (-1,), "auto": (0, -1)}[self.options.recompute]:
+            yield within(levels[end], stage.first, stage.stop)
 
     @memoize
-    def _recompute_sets_of(self, rows: int) -> list[dict[int, frozenset[int]]]:
-        """Return what :func:`recompute_sets` does, once for all stages."""
-        return recompute_sets(self.costs, rows, self.options)
+    def _trained_bytes(self, first: int, stop: int) -> int:
+        """Return the bytes of a stage's trained parameters, those of several of its layers once."""
+        total = sum(layer.trainable_bytes for layer in self.costs.profile.layers[first:stop])
+        for tied in self.costs.flows.tied:
+            if tied.trainable:
+                total -= tied.bytes * max(0, sum(first <= layer < stop for layer in tied.layers) - 1)
+        return max(0, total)
 
     def judge(self, family: Family, frame: Sequence[CandidateStage], below_s: float = math.inf) -> _Verdict | None:
         """Return the best depths of a partition that fit and take less than ``below_s``; none if none do."""
@@ -137,13 +352,8 @@ class PolicyJudge:
     def simulate(self, candidate: Candidate) -> PipelineTimes:
         """Return how a candidate goes on; for ever, where replicas that take turns wait for each other."""
         times = durations(self.costs, candidate)
-        flows = tuple(
-            (producer, consumer, flow.gradients > 0)
-            for producer, consumer, flow in self.costs.flows.exchanges(candidate.cuts)
-        )
-        tied = [holders for _, holders in self.costs.tied_between(candidate.stages)]
         settings = {"weight_policy": self.options.weight_policy, "ahead": self.ahead}
-        plan = skeleton(candidate, flows, tied).model_copy(update=settings)
+        plan = outline(self.costs, candidate).model_copy(update=settings)
         traffic = Traffic(self.costs.sharing, candidate.devices) if self.costs.sharing else None
         try:
             return pipeline_times(trace_unflushed(plan, expand(plan), times, traffic), plan)
@@ -175,7 +385,8 @@ class PolicyJudge:
 
     def _fitting(self, family: Family, frame: Sequence[CandidateStage], depths: Sequence[int]) -> Candidate | None:
         """Return a partition so deep, or as deep as its policy and memory admit; none where one in flight does not."""
-        most = next((depth for depth in range(max(depths), 0, -1) if self._least(depth) <= family.micro_batches), 0)
+        least = self.policy.least_micro_batches
+        most = next((depth for depth in range(max(depths), 0, -1) if least(depth) <= family.micro_batches), 0)
         found = [min(depth, most) for depth in depths]
         ways = [tuple(self._recompute_sets(family, stage)) for stage in frame]
         while most:
@@ -200,9 +411,6 @@ class PolicyJudge:
             found = [*found[:worst], *fewer[worst:]]
         return None
 
-    def _least(self, depth: int) -> int:
-        return self.policy.least_micro_batches(depth)
-
 
 class _Search(NamedTuple):
     """What a search has found."""
@@ -215,63 +423,44 @@ class _Search(NamedTuple):
     is_partial: bool
 
 
-def policy_plan(
-    simulator: Simulator,
-    families: Sequence[Family],
-    constraints: Constraints,
-    options: PlanOptions,
-    fixed_stages: FixedStages | None,
-    fits: Fits,
-) -> Plan:
+def policy_plan(question: Question, fits: Fits) -> Plan:
     """Return the plan of the options' weight policy with the least period, or the one of dictated stages.
 
-    Args:
-        simulator: judges candidates.
-        families: micro-batches, and their samples.
-        constraints: what the options forbid of stages.
-        options: what the user asks.
-        fixed_stages: the only stages that are wanted, if some are.
-        fits: whether there is a plan with other options.
+    ``fits`` says whether there is a plan with other options.
 
     Raises:
         UsageError: no partition obeys the options.
         InfeasibleError: none fits the memory.
     """
-    judge = PolicyJudge(simulator, options)
-    found = _search(judge, families, constraints, fixed_stages)
+    judge = PolicyJudge(question.simulator, question.options)
+    found = _search(judge, question)
     if found.best is None:
-        ample = CostModel(judge.costs.profile, judge.costs.cluster, replace(options, memory_bytes=UNLIMITED_BYTES))
-        without_limit = PolicyJudge(Simulator(ample, progress=simulator.progress), options)
-        raise _nothing(without_limit, _search(without_limit, families, constraints, fixed_stages), fits)
+        options = replace(judge.options, memory_bytes=UNLIMITED_BYTES)
+        ample = CostModel(judge.costs.profile, judge.costs.cluster, options)
+        without_limit = PolicyJudge(Simulator(ample, progress=judge.simulator.progress), judge.options)
+        raise _nothing(without_limit, _search(without_limit, question), fits)
     return _plan_of(judge, found)
 
 
-def policy_fits(
-    simulator: Simulator,
-    families: Sequence[Family],
-    constraints: Constraints,
-    options: PlanOptions,
-    fixed_stages: FixedStages | None,
-) -> bool:
+def policy_fits(question: Question) -> bool:
     """Whether some pipeline of the options' weight policy fits the memory."""
-    judge = PolicyJudge(simulator, options)
+    judge, constraints = PolicyJudge(question.simulator, question.options), question.constraints
     parts = (
         (family, frame)
-        for family, devices in product(families, device_orders(judge.costs))
-        for _, frame in islice(_partitions(judge, family, devices, constraints, fixed_stages), MOST_TRIED)
+        for family, devices in product(question.families, device_orders(judge.costs))
+        for _, frame in islice(_partitions(judge, family, devices, constraints, question.fixed_stages), MOST_TRIED)
     )
     return any(next(judge.candidates(family, frame), None) is not None for family, frame in parts)
 
 
-def _search(
-    judge: PolicyJudge, families: Sequence[Family], constraints: Constraints, fixed_stages: FixedStages | None
-) -> _Search:
+def _search(judge: PolicyJudge, question: Question) -> _Search:
+    constraints = question.constraints
     best: _Verdict | None = None
     tried, is_partial, least_s = 0, False, math.inf
-    asked = list(product(families, device_orders(judge.costs)))
+    asked = list(product(question.families, device_orders(judge.costs)))
     for position, (family, devices) in enumerate(asked):
         judge.simulator.progress(f"searching {judge.options.weight_policy}", position / len(asked))
-        parts = _partitions(judge, family, devices, constraints, fixed_stages)
+        parts = _partitions(judge, family, devices, constraints, question.fixed_stages)
         for number, (busiest_s, frame) in enumerate(parts):
             if not number:
                 least_s = min(least_s, busiest_s)
@@ -395,28 +584,6 @@ def _nothing(judge: PolicyJudge, search: _Search, fits: Fits) -> Exception:
     )
 
 
-_UNKNOWN = ("schedule", "chunks", "solver", "exact", "equal_widths", "deadline_s", "divisible", "max_candidates")
-
-
-def check_policy(options: PlanOptions) -> PlanOptions:
-    """Return the options with what a weight policy decides.
-
-    Raises:
-        UsageError: they ask for what no pipeline without flushes has.
-    """
-    usual = PlanOptions()
-    asked = f"`policy={options.policy!r}`" if options.policy != "sync" else f"`objective={options.objective!r}`"
-    for name in _UNKNOWN:
-        value = getattr(options, name)
-        if value != getattr(usual, name) and (name, value) != ("schedule", "1f1b"):
-            raise UsageError(f"`{name}` does not go with {asked}; leave out one of them")
-    if options.objective == "cost":
-        raise UsageError(f"{asked} does not go with `objective='cost'`; leave out one of them")
-    if options.shard not in ("auto", "none"):
-        raise UsageError(f"`shard={options.shard!r}`: no versions are kept of what replicas divide; leave out `shard`")
-    return replace(options, shard="none", schedule="1f1b")
-
-
 def shallow_depths(turning: Sequence[int]) -> list[int]:
     """Return the mini-batches in flight on a replica of every stage, of which so many take turns.
 
@@ -426,28 +593,3 @@ def shallow_depths(turning: Sequence[int]) -> list[int]:
     ([2, 3, 1], [3, 2, 1])
     """
     return [-(-sum(turning[index:]) // own) for index, own in enumerate(turning)]
-
-
-def parameter_bytes(costs: CostModel) -> tuple[Numbers, Numbers]:
-    """Return reduced and trained bytes, ``[first, stop]``."""
-    sums = np.concatenate([[0.0], np.cumsum([float(layer.trainable_bytes) for layer in costs.profile.layers])])
-    reduced = np.subtract.outer(sums, sums).T[:-1].copy()
-    trained = reduced.copy()
-    for tied in costs.flows.tied:
-        if tied.trainable:
-            held = np.zeros(costs.layer_count + 1)
-            held[np.array(tied.layers) + 1] = 1
-            counts = np.cumsum(held)
-            within = np.maximum(0.0, np.subtract.outer(counts, counts).T[:-1])
-            again = np.maximum(0.0, within - 1)
-            trained -= tied.bytes * again
-            # What other stages hold, too, is reduced with them.
-            reduced -= tied.bytes * np.where(within < len(tied.layers), within, again)
-    return np.maximum(0.0, reduced), np.maximum(0.0, trained)
-
-
-def recompute_sets(costs: CostModel, rows: int, options: PlanOptions) -> list[dict[int, frozenset[int]]]:
-    """Return the sets of layers to recompute, by kind: none, all that free memory, or both."""
-    every = {kind: costs.recompute_levels(rows, kind) for kind in sorted(set(costs.kind_of))}
-    ends = {"none": (0,), "full": (-1,), "auto": (0, -1)}[options.recompute]
-    return [{kind: levels[end] for kind, levels in every.items()} for end in ends]

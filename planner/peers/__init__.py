@@ -1,8 +1,8 @@
 """Peers: what other systems' planners would choose, judged by autopar's own cost model, memory and simulator.
 
-One file per peer, each written from its paper. A peer's planner sees the same profile and the same links as autopar's,
-priced by the peer's own formulas; what it proposes is then tried like any other plan: both in
-:mod:`autopar.planner.peers.prices`. None of them but HetPipe's looks at memory, as none of the papers' planners does.
+Each is written from its paper. A peer's planner sees the same profile and the same links as autopar's, priced by the
+peer's own formulas; what it proposes is then tried like any other plan: both in :mod:`autopar.planner.peers.prices`.
+None of them but HetPipe's looks at memory, as none of the papers' planners does.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from autopar.formats.report import VirtualWorkers
-from autopar.planner.alternatives import Reference
 from autopar.planner.candidate import Candidate, families
 from autopar.planner.constraints import crossed_limit
 from autopar.planner.options import PlanOptions
-from autopar.planner.peers import dapple, gpipe, hetpipe, pipedream, torchgpipe
+from autopar.planner.peers import dapple, gpipe, hetpipe, pipedream
 from autopar.planner.peers.prices import LITTLE_WORK, MOST_WORK, Prices, Proposal, planned_counts, trial
+from autopar.planner.search.judge import Reference
 from autopar.planner.simulator.simulate import Simulator
 
 __all__ = ["PLANNERS", "Peer", "PeerPlanner", "peers"]
@@ -48,8 +48,8 @@ class PeerPlanner(NamedTuple):
 
 PLANNERS: tuple[PeerPlanner, ...] = (
     PeerPlanner("GPipe", "gpipe", gpipe.propose, gpipe.work),
-    PeerPlanner("torchgpipe, by time", "gpipe", torchgpipe.by_time, torchgpipe.work),
-    PeerPlanner("torchgpipe, by size", "gpipe", torchgpipe.by_size, torchgpipe.work),
+    PeerPlanner("torchgpipe, by time", "gpipe", gpipe.by_time, gpipe.blocks_work),
+    PeerPlanner("torchgpipe, by size", "gpipe", gpipe.by_size, gpipe.blocks_work),
     PeerPlanner("PipeDream", "1f1b", pipedream.propose, pipedream.work),
     PeerPlanner("DAPPLE", "1f1b", dapple.propose, dapple.work),
 )

@@ -35,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.planner.peers.prices import Array, Indices, Prices, Proposal
-from autopar.planner.placement.pool import Free, choices, less
+from autopar.planner.placement import Free, choices, less
 
 
 def pivots(forward_s: Array, backward_s: Array, micro_batches: int) -> Indices:

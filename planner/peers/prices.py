@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.cluster import Level
-from autopar.planner.bounds.chain import candidate_bound_s
+from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import Candidate, Family, place, placed_on, with_depths
 from autopar.planner.constraints import crossed_limit
 from autopar.planner.costs import memoize

@@ -2,6 +2,8 @@
 
 Best first over prefixes of stages, all families on one heap. A whole plan is a node of its own, still without depths:
 its bound has in flight what fits. It opens into the candidates that differ in depths, each with its exact bound.
+
+A prefix of stages is a function from the terms of what follows to the seconds of the step.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.formats.prediction import Bounds
-from autopar.planner.bounds.chain import (
+from autopar.planner.bounds import (
     LinkTerms,
     StageTerms,
     Terms,
+    Value,
     candidate_bound_s,
     fold,
     link_terms,
@@ -29,13 +32,12 @@ from autopar.planner.candidate import Candidate, CandidateStage, Family
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement.places import Places, pool_of
-from autopar.planner.placement.pool import Pool
+from autopar.planner.placement import Places, Pool, pool_of
 from autopar.planner.search.depths import depth_choices
 from autopar.planner.search.judge import BEST_FIRST, ENOUGH, FITTED, PACES, TABLES, Best, least_gap, simulated_us
 from autopar.planner.search.pace import FamilySearch
 from autopar.planner.search.stages import StageTables, Step
-from autopar.planner.search.tables import NOTHING, ROUNDING, CappedStages, Prefix, SuffixTables
+from autopar.planner.search.tables import ROUNDING, CappedStages, SuffixTables
 from autopar.planner.search.variants import COARSE, FINE, ROUGH, Fineness
 from autopar.planner.simulator.simulate import Simulator
 
@@ -69,6 +71,89 @@ class SearchResult(NamedTuple):
     """The least bound of any plan that fits; infinite where none does, or none was met."""
     linked_s: dict[Family, float]
     """Of families that were looked at: what none of their plans falls below, nor the best step then, in any memory."""
+
+
+_NONE = float("-inf")
+
+
+class Prefix(NamedTuple):
+    """The largest of a number, of a term of what follows and a number, and of lines over its round trip.
+
+    :func:`autopar.planner.bounds.fold` is made of sums and maxima, so that folding any number of stages is again
+    of this form.
+    """
+
+    constant_s: float = 0.0
+    backward_s: float = _NONE
+    """Added to the term U of what follows."""
+    done_s: float = _NONE
+    """Added to its term V."""
+    lines: tuple[tuple[float, float], ...] = ()
+    """(slope, seconds) over its term R, those only that are the largest somewhere."""
+
+    def step_s(self, behind: Terms) -> Value:
+        """Return the seconds of the step of this prefix before the stages ``behind``; scalars and arrays alike."""
+        found = np.maximum(self.constant_s, behind.step_s)
+        if self.backward_s > _NONE:
+            found = np.maximum(found, self.backward_s + behind.backward_s)
+        if self.done_s > _NONE:
+            found = np.maximum(found, self.done_s + behind.done_s)
+        for slope, seconds in self.lines:
+            found = np.maximum(found, slope * behind.trip_s + seconds)
+        return found
+
+    def then(self, stage: StageTerms, link: LinkTerms) -> Prefix:
+        """Return this prefix with one more stage behind it, and the boundary behind that."""
+        # The step is the term V of the first stage, or that of a stage behind a boundary that nothing crosses.
+        done_s = max(self.done_s, 0.0)
+        backward_s = max(self.backward_s, done_s + float(stage.closing_s))
+        own = float(stage.forward_s + stage.backward_s)
+        forth_s, back_s = float(link.forth_s), float(link.back_s)
+        rate, around, beside = float(stage.rate), own + forth_s + back_s, float(stage.beside_s)
+        constant_s = max(self.constant_s, backward_s + float(stage.work_s))
+        halves = stage.total_s, stage.rest_s
+        total_s, rest_s = (_NONE if each is None else done_s + float(each) for each in halves)
+        constant_s = max(constant_s, total_s)
+        then_done_s = done_s + float(stage.forward_s) + forth_s if link.forth else _NONE
+        if not link.back:
+            fixed = (
+                backward_s + rate * own,
+                backward_s + own + beside,
+                own + rest_s,
+                *(slope * own + seconds for slope, seconds in self.lines),
+            )
+            return Prefix(max(constant_s, *fixed), _NONE, then_done_s)
+        queued = max(float(link.forth_work_s) + back_s, forth_s + float(link.back_work_s))
+        lines = [(slope, slope * around + seconds) for slope, seconds in self.lines]
+        lines += [
+            (rate, rate * around + backward_s),
+            (1.0, max(backward_s + max(own + queued, around + beside), around + rest_s)),
+        ]
+        return Prefix(constant_s, backward_s + around, then_done_s, _largest(lines))
+
+
+NOTHING = Prefix()
+
+
+def _largest(lines: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Return those lines that are the largest at some round trip from 0 on, by slope, ascending.
+
+    >>> _largest([(1.0, 5.0), (2.0, 1.0), (1.0, 4.0), (1.5, 2.0)])
+    ((1.0, 5.0), (2.0, 1.0))
+    """
+    hull: list[tuple[float, float]] = []
+    for slope, seconds in sorted(lines):
+        while hull and hull[-1][1] <= seconds:
+            hull.pop()
+        while len(hull) > 1 and _is_hidden(hull[-2], hull[-1], (slope, seconds)):
+            hull.pop()
+        hull.append((slope, seconds))
+    return tuple(hull)
+
+
+def _is_hidden(flat: tuple[float, float], middle: tuple[float, float], steep: tuple[float, float]) -> bool:
+    """Whether a line is nowhere above both of its neighbours."""
+    return (flat[1] - middle[1]) * (steep[0] - flat[0]) >= (flat[1] - steep[1]) * (middle[0] - flat[0])
 
 
 class _StagePath(NamedTuple):

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from autopar.formats.plan import Division, shards_of
-from autopar.planner.bounds.chain import candidate_bound_s, link_terms
+from autopar.planner.bounds import candidate_bound_s, link_terms
 from autopar.planner.candidate import Candidate, CandidateStage, Family, Manner, counts_beside
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs import memoize

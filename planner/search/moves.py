@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.plan import Shard, group_of, layout_of
-from autopar.planner.candidate import Candidate, CandidateStage, Family, Manner
+from autopar.planner.candidate import Candidate, CandidateStage, Family, Manner, Shape
 from autopar.planner.costs.model import CostModel
 
 SINGLE: Manner = ("split", "none")
@@ -164,20 +164,6 @@ FEW = 4
 """Groups of which one may be wide to begin with."""
 HALVINGS = 40
 """Of the seconds of the slowest stage; what is left of an error is rounding."""
-
-
-class Shape(NamedTuple):
-    """Stages of a candidate, without what is in flight."""
-
-    cuts: tuple[int, ...]
-    """Layers before which the stages end."""
-    widths: tuple[int, ...]
-    """Replicas, by group of devices."""
-
-    @property
-    def chunks(self) -> int:
-        """Stages of every group."""
-        return len(self.cuts) // len(self.widths)
 
 
 def devices_of(widths: Sequence[int], order: Sequence[int]) -> list[tuple[int, ...]]:

@@ -15,14 +15,12 @@ from math import comb
 from operator import itemgetter
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.formats.plan import group_of, layout_of
 from autopar.formats.prediction import Bounds
-from autopar.planner.alternatives import Reference, try_stages
-from autopar.planner.bounds.chain import work_s
-from autopar.planner.bounds.ranks import least_s
+from autopar.planner.bounds import least_s, work_s
 from autopar.planner.candidate import (
     Candidate,
     Family,
+    Shape,
     chunk_counts,
     counts_beside,
     has_chunks,
@@ -30,7 +28,7 @@ from autopar.planner.candidate import (
     splits_backward,
     with_depths,
 )
-from autopar.planner.constraints import Constraints, FixedStages, Rule, refusal_of_all, runnable, too_wide
+from autopar.planner.constraints import Constraints, FixedStages, Rule, refusal_of_all, runnable, shape_of, too_wide
 from autopar.planner.costs.layers import Sets
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import Fits, advice, explain, schedule_remedies
@@ -42,9 +40,8 @@ from autopar.planner.search.best_first import (
     least_of_families_s,
 )
 from autopar.planner.search.depths import span_of
-from autopar.planner.search.judge import Best, SimulatedPlan
+from autopar.planner.search.judge import Best, Reference, SimulatedPlan, try_stages
 from autopar.planner.search.moves import (
-    Shape,
     balanced_shape,
     cuts_moved,
     devices_moved,
@@ -330,29 +327,6 @@ def dictated_best(
     if best.fastest is None:
         raise _infeasible(costs, options, best, fits)
     return best
-
-
-def shape_of(fixed_stages: FixedStages, options: PlanOptions) -> Shape:
-    """Return dictated stages as groups of devices.
-
-    Raises:
-        UsageError: the stages do not go round the groups, or to and fro, each with the replicas of its group.
-    """
-    cuts, widths = fixed_stages.cuts, fixed_stages.widths
-    if not has_chunks(options.schedule):
-        return Shape(cuts, widths)
-    asked = options.chunks or (2 if layout_of(options.schedule) == "vee" else None)
-    for chunks in range(2, len(cuts) + 1) if asked is None else (asked,):
-        groups = len(cuts) // chunks
-        if groups * chunks == len(cuts) and groups > 0:
-            wanted = [widths[group_of(layout_of(options.schedule), at, groups)] for at in range(len(cuts))]
-            if tuple(wanted) == widths:
-                return Shape(cuts, widths[:groups])
-    how = "in which the replicas of the first stages repeat" if asked is None else f"{asked} for every group of devices"
-    raise UsageError(
-        f"`stages`: {options.schedule} has several stages on the same devices, {how}; found {len(cuts)} stages of "
-        f"{', '.join(map(str, widths))} replicas"
-    )
 
 
 def bounds_of(costs: CostModel, options: PlanOptions, step_s: float, *, quickly: bool = False) -> Bounds:

@@ -15,7 +15,7 @@ the last of these forwards comes back R(s) later: with E = R(s) - W, (M - k) W /
 
 And it computes no more than B while none of R(s) passes. From the last stage to the first, the suffix with the shortest
 round trip is kept for every state of the pool: it needs the fewest in flight. What may come of it is bounded in
-:mod:`autopar.planner.search.round_trips`.
+:mod:`autopar.planner.search.tables`.
 
 Why: docs/design/decisions.md, "Search: Large problems are opened by paces".
 """
@@ -29,17 +29,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.bounds.chain import beside_s, candidate_bound_s, work_s
+from autopar.planner.bounds import beside_s, candidate_bound_s, work_s
 from autopar.planner.candidate import CandidateStage, with_depths
 from autopar.planner.costs.activations import Counts
 from autopar.planner.costs.layers import Span
 from autopar.planner.options import PlanOptions
-from autopar.planner.search.depth_limits import LEAD
-from autopar.planner.search.depths import depth_choices, least_recomputed
+from autopar.planner.search.depths import LEAD, depth_choices, least_recomputed
 from autopar.planner.search.judge import ENOUGH, SWEPT, Best
-from autopar.planner.search.round_trips import RoundTrips
 from autopar.planner.search.stages import StageTables, Step
-from autopar.planner.search.tables import CappedStages, States, SuffixTables
+from autopar.planner.search.tables import CappedStages, RoundTrips, States, SuffixTables
 from autopar.planner.simulator.simulate import Simulator
 
 Numbers = npt.NDArray[np.floating]

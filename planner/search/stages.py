@@ -17,17 +17,16 @@ import numpy.typing as npt
 from autopar.errors import UsageError
 from autopar.formats.cluster import Level
 from autopar.formats.plan import SCATTERING, Division, Shard
-from autopar.planner.bounds.chain import LinkTerms, StageTerms, beside_s, last
+from autopar.planner.bounds import LinkTerms, StageTerms, beside_s, last
 from autopar.planner.candidate import CandidateStage, Family, splits_backward
 from autopar.planner.constraints import Constraints, limits_met
 from autopar.planner.costs.activations import Area, Areas, Counts, Numbers
+from autopar.planner.costs.communication import Collective
 from autopar.planner.costs.layers import Span
-from autopar.planner.costs.links import Collective
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement.places import Places, StateMove
-from autopar.planner.placement.pool import Pool
-from autopar.planner.search.depth_limits import DepthLimits
+from autopar.planner.placement import Places, Pool, StateMove
+from autopar.planner.search.depths import DepthLimits
 from autopar.planner.search.judge import MOST_TABLED, TABLED, TABLED_APART
 from autopar.planner.search.variants import Choice, Fineness, Queues, Variant, choices, lengths_of, queues, ways_of
 

@@ -6,8 +6,8 @@ from collections import defaultdict, deque
 from heapq import heappop, heappush
 from math import inf
 
-from autopar.planner.costs.durations import Durations
-from autopar.planner.costs.links import Traffic
+from autopar.planner.costs.communication import Traffic
+from autopar.planner.costs.model import Durations
 from autopar.planner.simulator.rows import (
     RECEIVES,
     REDUCE_CODE,

@@ -31,8 +31,8 @@ from autopar.formats.program import (
     Action,
     Program,
 )
-from autopar.planner.costs.durations import Durations
-from autopar.planner.costs.links import Port, Slowdown, Traffic
+from autopar.planner.costs.communication import Port, Slowdown, Traffic
+from autopar.planner.costs.model import Durations
 from autopar.schedules.expand import entries_of, first_ranks
 from autopar.schedules.order import Entry
 

@@ -1,22 +1,339 @@
-"""Simulate: interpret a program with durations; the planner's judge, and the predicted timeline."""
+"""Simulate: interpret a program with durations; the planner's judge, and the predicted timeline.
+
+Many actions may be simulated at once that have the same level, because none of them waits for another one. An action's
+level in the graph of a program's actions is one more than the largest of what it stands behind: what its rank did
+before, and what it receives. Here levels are those of whole stages, so that a formula gives them. No duration is in
+them; they only say in which order numbers can be had. A forward of micro-batch m on stage s has level s + P m, its
+backward has level b(s) + P m, with the least period P for which that order is every rank's own.
+
+A message that passes stages by is often there before what these hand on: only messages that may be late are waited for.
+
+A pipeline that is never flushed is simulated from its fill to its drain; its period is what lies in between.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
-from autopar.formats.program import Program
+from autopar.formats.program import BACKWARD, FORWARD, UPDATE, Program
 from autopar.formats.timeline import Timeline
 from autopar.planner.candidate import Candidate, groups, has_chunks, plain
-from autopar.planner.costs.durations import Durations, durations
-from autopar.planner.costs.links import Sharing, Traffic
-from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.communication import Sharing, Traffic
+from autopar.planner.costs.model import CostModel, Durations, durations
 from autopar.planner.simulator.contention import ContentionSimulation
-from autopar.planner.simulator.levels import action_levels, drop_covered_messages, simulate_levels
 from autopar.planner.simulator.rows import Lanes, Rows, compile_rows, rows_of
 from autopar.progress import Progress, no_progress
+from autopar.schedules.continuing import lead, written_out
+
+Numbers = npt.NDArray[np.float64]
+Whole = npt.NDArray[np.int64]
+Holders = Sequence[tuple[int, ...]]
+NEVER_S = float("-inf")
+"""When a message arrives that is not sent: who would receive it waits for nothing."""
+SCHEDULES = ("1f1b", "gpipe")
+"""Schedules in which F(m) stands behind B(m - k) on a rank, and B(m) behind F(m + k - 1)."""
+MOST_LATE = 2**23
+"""Arrivals kept until they are read, of eight bytes; steps of more are simulated action by action."""
+
+
+class ActionLevels(NamedTuple):
+    """The levels of all stages."""
+
+    period: int
+    """Levels from one micro-batch's to the next one's."""
+    forward: Whole
+    """By stage, the level of the first micro-batch's forward."""
+    backward: Whole
+    """By stage, that of its backward; falls from stage to stage."""
+    total: int
+
+
+def action_levels(candidate: Candidate) -> ActionLevels | None:
+    """Return the levels of a candidate's program; None of a schedule or depths that have none.
+
+    With k in flight on each of r replicas that take turns (r = 1 where they split), b(s) lies in
+
+        s + P r (k - 1)  <  b(s)  <  s + P r k
+
+    the right side only where some micro-batches come after the k first; and b(s) > b(s + 1).
+
+    >>> from autopar.planner.candidate import CandidateStage
+    >>> stages = tuple(CandidateStage(at, at + 1, (at,), (1,), 3 - at) for at in range(3))
+    >>> found = action_levels(Candidate(4, 1, "1f1b", stages))
+    >>> found.period, found.forward.tolist(), found.backward.tolist(), found.total
+    (2, [0, 1, 2], [5, 4, 3], 12)
+    """
+    if candidate.schedule not in SCHEDULES:
+        return None
+    micro_batches, stages = candidate.micro_batches, candidate.stages
+    turns = np.array([stage.turns(0, micro_batches) for stage in stages])
+    wide = np.array([stage.turning for stage in stages])
+    depths = turns if candidate.schedule == "gpipe" else np.minimum(turns, [stage.warmup for stage in stages])
+    own, followed = np.arange(len(stages)), depths < turns
+
+    def fits(period: int) -> bool:
+        levels = _backward_levels(own, wide, depths, period)
+        return bool((levels < own + period * wide * depths)[followed].all())
+
+    # Feasible periods have no gaps, and beyond this none follows where none came before.
+    most = 2 * len(stages) + 2
+    period = 1 + bisect_left(range(1, most + 1), True, key=fits)
+    if period > most:
+        return None
+    levels = _backward_levels(own, wide, depths, period)
+    return ActionLevels(period, own, levels, int(levels[0]) + period * (micro_batches - 1) + 1)
+
+
+def _backward_levels(forward: Whole, wide: Whole, depths: Whole, period: int) -> Whole:
+    """Return the least levels of the first micro-batch's backwards, by stage; ``forward`` are those of its forwards."""
+    least = 2 * forward + period * wide * (depths - 1) + 1
+    return np.asarray(np.maximum.accumulate(least[::-1])[::-1] - forward)
+
+
+def simulate_levels(candidate: Candidate, times: Durations, tied_stages: Holders, levels: ActionLevels) -> float | None:
+    """Return the seconds of one step: those that :func:`.simulate.run` gives the expanded program.
+
+    ``tied_stages`` are the stages of every parameter shared between stages. None where arrivals would be kept for too
+    long.
+    """
+    state = _LevelState(candidate, times, levels)
+    if state.late * state.columns > MOST_LATE:
+        return None
+    clock = state.go()
+    stages = np.array(times.stage)
+    exposed_s = np.array(times.exposed_s)
+    for index, stage in enumerate(candidate.stages):
+        if len(stage.devices) > 1:
+            mine = stages == index
+            clock[mine] = (clock[mine] + exposed_s[mine]).max()
+    for holders, seconds in zip(tied_stages, times.tied_s, strict=True):
+        members = np.isin(stages, holders)
+        clock[members] = clock[members].max() + seconds
+    return float((clock + times.update_s).max())
+
+
+class _LevelActions(NamedTuple):
+    """Forwards and backwards of ranks that are run at once, and the messages that these send."""
+
+    ranks: Whole
+    seconds: Numbers
+    arrival_columns: slice | Whole
+    """Columns in which what they wait for arrives."""
+    starts: Whole | None
+    """Where those of every action start; None where each has one."""
+    messages: slice | Whole
+    """Messages."""
+    sender: Whole
+    """Of every message, among these actions."""
+    target: Whole
+    """How many columns from the first one of this level's row its arrival waits."""
+    length_s: Numbers
+
+
+class _LevelState:
+    """What one level leaves to the next.
+
+    A place is a rank's forward or its backward; places stand in the order of (level modulo period, level), so that
+    those of one level are neighbours. A message has a column, where its arrival waits, in the row of its receiver's
+    level; there are as many rows as arrivals may wait levels, used in turn.
+    """
+
+    def __init__(self, candidate: Candidate, times: Durations, levels: ActionLevels) -> None:
+        self._levels, self._count = levels, candidate.micro_batches
+        self.clock = np.full(len(times.stage), times.overhead_s)
+        stages, ranks = np.array(times.stage), np.arange(len(times.stage))
+        level = np.concatenate((levels.forward[stages], levels.backward[stages]))
+        order = np.lexsort((level, level % levels.period))
+        self._level = level[order]
+        self._ranks = np.concatenate((ranks, ranks))[order]
+        self._seconds = np.array([*times.forward_s, *times.backward_s])[order]
+        self._wide = np.array([stage.turning for stage in candidate.stages])[stages][self._ranks]
+        self._turn = (ranks - np.searchsorted(stages, stages))[self._ranks] % self._wide
+        """Which of the replicas that take turns a place is."""
+        self._wire(times, stages, np.argsort(order))
+
+    def _wire(self, times: Durations, stages: Whole, position: Whole) -> None:
+        """Give every message its column, and its place in the order of the senders."""
+        places, count = len(position), len(times.message_s)
+        senders, receivers = np.array(list(times.message_s), dtype=np.int64).reshape(-1, 2).T
+        back = np.where(stages[senders] > stages[receivers], len(stages), 0)
+        sender, receiver = position[senders + back], position[receivers + back]
+        lag = self._level[receiver] - self._level[sender]
+        # Who receives nothing has a column where nothing arrives.
+        self._idle = np.setdiff1d(np.arange(places), receiver)
+        columns = np.concatenate((receiver, self._idle))
+        by_column = np.argsort(columns, kind="stable")
+        column = np.argsort(by_column)
+        self._starts = np.searchsorted(columns[by_column], np.arange(places + 1))
+        self.columns, self.late = len(columns), int(lag.max(initial=0)) + 1
+        by_sender = np.argsort(sender, kind="stable")
+        self._sends = np.searchsorted(sender[by_sender], np.arange(places + 1))
+        self._sender, self._receiver = sender[by_sender], receiver[by_sender]
+        self._column, self._idle_column = column[:count][by_sender], column[count:]
+        self._target = lag[by_sender] * self.columns + self._column
+        self._length_s = np.array(list(times.message_s.values()))[by_sender]
+        self._free_s = np.full(count, NEVER_S)
+        taken = np.array([times.turns.get(pair, (0, 1)) for pair in times.message_s], dtype=np.int64)
+        self._first, self._every = taken.reshape(-1, 2)[by_sender].T
+
+    def go(self) -> Numbers:
+        """Run all levels; return when every rank ends its last backward."""
+        arrivals = np.full(self.late * self.columns, NEVER_S)
+        for level, actions in self._in_turn() if (self._wide > 1).any() else self._all_alike():
+            self._perform(level, actions, arrivals)
+        return self.clock
+
+    def _all_alike(self) -> Iterator[tuple[int, _LevelActions]]:
+        """Yield the levels of ranks that all take part in every micro-batch: many have the same places."""
+        levels, period = np.arange(self._levels.total), self._levels.period
+        scale = self._levels.total + 1
+        keys = self._level % period * scale + self._level
+        last = levels - period * (self._count - 1)
+        first = np.searchsorted(keys, levels % period * scale + np.maximum(last, 0))
+        stop = np.searchsorted(keys, levels % period * scale + levels, side="right")
+        some = np.flatnonzero(first < stop)
+        actions = cache(self._actions)
+        for level, low, high in zip(some.tolist(), first[some].tolist(), stop[some].tolist(), strict=True):
+            yield level, actions(low, high)
+
+    def _actions(self, low: int, high: int) -> _LevelActions:
+        """Return what levels of the places ``low:high`` run."""
+        starts, sent = self._starts[low : high + 1], slice(self._sends[low], self._sends[high])
+        received = slice(int(starts[0]), int(starts[-1]))
+        own = None if len(starts) - 1 == received.stop - received.start else starts[:-1] - starts[0]
+        sends = sent, self._sender[sent] - low, self._target[sent], self._length_s[sent]
+        return _LevelActions(self._ranks[low:high], self._seconds[low:high], received, own, *sends)
+
+    def _in_turn(self) -> Iterator[tuple[int, _LevelActions]]:
+        """Yield the levels where replicas take turns: the actions of all are laid out at once."""
+        period, places = self._levels.period, len(self._level)
+        place, index = _turns_taken(self._turn, self._wide, self._count)
+        level = self._level[place] + period * index
+        order = np.lexsort((place, level))
+        place, index, level = place[order], index[order], level[order]
+        every, first = np.unique(level, return_index=True)
+        stop = np.append(first[1:], len(place))
+        # Which action of its level each is, by place and micro-batch.
+        which = np.empty((places, self._count), dtype=np.int64)
+        which[place, index] = np.arange(len(place)) - np.repeat(first, stop - first)
+        sent, carried = _turns_taken(self._first, self._every, self._count)
+        sent_level = self._level[self._sender[sent]] + period * carried
+        order = np.argsort(sent_level, kind="stable")
+        sender, message = which[self._sender[sent], carried][order], sent[order]
+        sends = np.searchsorted(sent_level[order], np.append(every, every[-1] + 1))
+        column, starts = self._read_in_turn(place, level, sent, carried)
+        reads = np.append(starts[first], len(column))
+        ranks, seconds = self._ranks[place], self._seconds[place]
+        target, length_s = self._target[message], self._length_s[message]
+        bounds = (each.tolist() for each in (every, first, stop, sends[:-1], sends[1:], reads[:-1], reads[1:]))
+        for number, low, high, out, last_out, into, last_into in zip(*bounds, strict=True):
+            mine, own = slice(low, high), slice(out, last_out)
+            begun = None if high - low == last_into - into else starts[mine] - into
+            outgoing = message[own], sender[own], target[own], length_s[own]
+            yield number, _LevelActions(ranks[mine], seconds[mine], column[into:last_into], begun, *outgoing)
+
+    def _read_in_turn(self, place: Whole, level: Whole, messages: Whole, numbers: Whole) -> tuple[Whole, Whole]:
+        """Return the columns that actions read, in their order, and where those of each start.
+
+        ``place`` and ``level`` are those of the actions; of every message and the micro-batches that it carries,
+        ``messages`` and ``numbers``.
+        """
+        idle = np.flatnonzero(np.isin(place, self._idle))
+        receiver, where = self._receiver[messages], self._idle_column[np.searchsorted(self._idle, place[idle])]
+        came = np.append(self._level[receiver] + self._levels.period * numbers, level[idle])
+        keys = came * len(self._level) + np.append(receiver, place[idle])
+        order = np.argsort(keys, kind="stable")
+        column = np.append(self._column[messages], where)[order]
+        return column, np.searchsorted(keys[order], level * len(self._level) + place)
+
+    def _perform(self, level: int, actions: _LevelActions, arrivals: Numbers) -> None:
+        """Run what has this level."""
+        row = level % self.late * self.columns
+        waits = arrivals[row : row + self.columns][actions.arrival_columns]
+        if actions.starts is not None:
+            waits = np.maximum.reduceat(waits, actions.starts)
+        ends = np.maximum(self.clock.take(actions.ranks), waits)
+        ends += actions.seconds
+        arrives = np.maximum(self._free_s[actions.messages], ends.take(actions.sender))
+        arrives += actions.length_s
+        self.clock[actions.ranks] = ends
+        self._free_s[actions.messages] = arrives
+        arrivals[(actions.target + row) % len(arrivals)] = arrives
+
+
+def _turns_taken(first: Whole, every: Whole, count: int) -> tuple[Whole, Whole]:
+    """Return who takes which of ``count`` micro-batches: each from a first one on, every so many.
+
+    >>> which, turn = _turns_taken(np.array([0, 1]), np.array([2, 3]), 5)
+    >>> which.tolist(), turn.tolist()
+    ([0, 0, 0, 1, 1], [0, 2, 4, 1, 4])
+    """
+    counts = np.maximum(0, -(-(count - first) // every))
+    which = np.repeat(np.arange(len(first)), counts)
+    turn = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return which, first[which] + every[which] * turn
+
+
+def drop_covered_messages(candidate: Candidate, times: Durations) -> Durations:
+    """Return durations without the messages that no action ever waits for; the step takes as long without them.
+
+    Let stage p send to c > p + 1, and every stage between to the next one. A row of the message is computed by one
+    replica of each stage, so it also comes to its receiver step by step: at the earliest
+
+        path = the seconds of all messages between + the forwards of the stages between
+
+    after the forward on p. The j-th micro-batch from there on comes j x pace later at the earliest, if pace is the
+    longest of these messages and of these forwards, the one on p included: each rank and each queue takes one after
+    the other. The direct message comes at most its seconds after that forward, and j times as much later if it had to
+    queue. Hence it is there in time if its seconds exceed neither path nor pace. Gradients likewise, from c back to p.
+
+    Of replicas and messages of unequal seconds, the shortest count. Where replicas of some stage take turns, all
+    messages stay.
+    """
+    stages = times.stage
+    skipping = {pair for pair in times.message_s if abs(stages[pair[0]] - stages[pair[1]]) > 1}
+    if not skipping or any(stage.division == "round-robin" for stage in candidate.stages):
+        return times
+    least_s = _least_s(times, times.forward_s, 1) | _least_s(times, times.backward_s, -1)
+    kept = {
+        pair: seconds
+        for pair, seconds in times.message_s.items()
+        if pair not in skipping or seconds > least_s.get((stages[pair[0]], stages[pair[1]]), NEVER_S)
+    }
+    return replace(times, message_s=kept)
+
+
+def _least_s(times: Durations, compute_s: Sequence[float], step: int) -> dict[tuple[int, int], float]:
+    """Return the smaller of path and pace in one direction, by (sending stage, receiving stage); no path: no entry."""
+    own_s: dict[int, float] = {}
+    for stage, seconds in zip(times.stage, compute_s, strict=True):
+        own_s[stage] = min(own_s.get(stage, seconds), seconds)
+    hand_s: dict[int, float] = {}
+    """By sending stage, of those that some neighbour sends to."""
+    for (sender, receiver), seconds in times.message_s.items():
+        stage = times.stage[sender]
+        if times.stage[receiver] == stage + step:
+            hand_s[stage] = min(hand_s.get(stage, seconds), seconds)
+    found = {}
+    for first in hand_s:
+        path, pace, stage = 0.0, 0.0, first
+        while stage in hand_s:
+            path += hand_s[stage] + (0.0 if stage == first else own_s[stage])
+            pace = max(pace, hand_s[stage], own_s[stage])
+            stage += step
+            found[first, stage] = min(path, pace)
+    return found
+
 
 # Microseconds of one core: only their ratios matter, and only to which simulator is asked.
 COST_ACTION, COST_LEVEL = 0.65, 8.0
@@ -185,3 +502,71 @@ def skeleton(
         ),
         tied=tuple(SharedParameter.model_construct(stages=holders) for holders in tied_stages),
     )
+
+
+def outline(costs: CostModel, candidate: Candidate) -> Plan:
+    """Return :func:`skeleton` with everything that the stages of a candidate send, and share."""
+    every = costs.flows.exchanges(candidate.cuts)
+    flows = [(producer, consumer, flow.gradients > 0) for producer, consumer, flow in every]
+    return skeleton(candidate, flows, [holders for _, holders in costs.tied_between(candidate.stages)])
+
+
+CYCLE = 12
+"""Mini-batches that the period is the mean of, at least; what repeats after 2, 3, 4 or 6 of them is met."""
+
+
+class PipelineTimes(NamedTuple):
+    """How a pipeline that is never flushed goes on."""
+
+    period_s: float
+    """From one mini-batch to the next, once it is filled."""
+    fill_s: float
+    """From the beginning to the first backward of the last stage."""
+    drain_s: float
+    """From the end of the first stage's last forward to the end."""
+
+
+def cycle(plan: Plan) -> int:
+    """Return how many mini-batches the period of a plan is the mean of: whole repetitions."""
+    return -(-CYCLE // plan.span) * plan.span
+
+
+def mini_batches(plan: Plan) -> int:
+    """Return how many mini-batches are simulated: the pipeline fills, goes on for two cycles, and drains."""
+    return 2 * lead(plan) + 2 * cycle(plan)
+
+
+def trace_unflushed(plan: Plan, program: Program, times: Durations, traffic: Traffic | None = None) -> Timeline:
+    """Return the timeline of a plan with a weight policy, from its fill to its drain; micro-batches count through."""
+    written = written_out(program, plan.micro_batches, -lead(plan), mini_batches(plan))
+    return trace(written, without_flushes(times), traffic, plan.micro_batches)
+
+
+def without_flushes(times: Durations) -> Durations:
+    """Return durations of which every update takes what a step takes beside its actions."""
+    update_s = [seconds + times.overhead_s for seconds in times.update_s]
+    return replace(times, overhead_s=0.0, update_s=update_s, prepare_s=times.update_s)
+
+
+def pipeline_times(timeline: Timeline, plan: Plan) -> PipelineTimes:
+    """Return the period, fill and drain of what :func:`trace_unflushed` has made."""
+    last_stage, updates = len(plan.stages) - 1, defaultdict[tuple[int, int], list[float]](list)
+    for event in timeline:
+        if event.action.kind == UPDATE:
+            updates[event.action.stage, event.rank].append(event.end_s)
+    # Behind it, the first stage has fewer forwards than a full pipeline's. Without gradients that go back, a stage may
+    # be faster than those behind it for as long as there are samples: the slowest sets the pace.
+    ended, several = mini_batches(plan) - lead(plan), cycle(plan)
+    period_s = max(
+        _between(sorted(ends), ended, several, plan.stages[stage].turning) / several
+        for (stage, _), ends in updates.items()
+    )
+    places = [(event.action.kind, event.action.stage, event) for event in timeline]
+    fill_s = min(event.start_s for kind, stage, event in places if (kind, stage) == (BACKWARD, last_stage))
+    drained_s = max(event.end_s for kind, stage, event in places if (kind, stage) == (FORWARD, 0))
+    return PipelineTimes(period_s, fill_s, timeline.end_s - drained_s)
+
+
+def _between(updates_s: list[float], count: int, several: int, turning: int) -> float:
+    """Return what the last ``several`` of ``count`` mini-batches took, given when updates of ``turning`` ended."""
+    return updates_s[count // turning - 1] - updates_s[(count - several) // turning - 1]

@@ -6,12 +6,14 @@ parameter of which ranks have different parts has a buffer for all of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
 
-from autopar.runtime.messages.transport import Pending
+from autopar.capture.split.sums import Summand
+from autopar.runtime.messages.transport import Pending, Transport
+from autopar.runtime.stage.parameters import local, sharded_ranges
 from autopar.runtime.stage.team import Team
 from autopar.schedules.route import buckets
 
@@ -130,6 +132,65 @@ class SharedGradient(NamedTuple):
         if self.team is None:
             return Bucket([self.parameter])
         return WholeBucket(self.parameter, self.name, self.team)
+
+
+class TeamSum:
+    """Gradients of which the ranks of a team have summands, added up together once a mini-batch is complete.
+
+    Those of parameters that every rank has as a whole, and reads where it computes a part only.
+    """
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        """Begin without any; ``ranks`` add up."""
+        self._ranks = ranks
+        self._places: list[tuple[torch.nn.Parameter, Summand]] = []
+
+    def add(self, parameter: torch.nn.Parameter, summand: Summand) -> None:
+        """Take a parameter's gradient, or some of it."""
+        self._places.append((parameter, summand))
+
+    def reduce(self, transport: Transport) -> None:
+        """Add up what there is; all ranks do so at once, of the same parameters."""
+        views = [view for parameter, summand in self._places for view in _views_of_summands(parameter, summand)]
+        if not views:
+            return
+        buffer = torch.cat([view.flatten() for view in views])
+        transport.all_reduce(buffer, self._ranks).wait()
+        for view, total in zip(views, torch.split(buffer, [view.numel() for view in views]), strict=True):
+            view.copy_(total.view_as(view))
+
+
+def _views_of_summands(parameter: torch.nn.Parameter, summand: Summand) -> list[torch.Tensor]:
+    """Return views of those entries of a gradient that are summands, if there is a gradient.
+
+    Replicas may divide it: the ranks of a team that add up have the same indices.
+    """
+    if parameter.grad is None:
+        return []
+    gradient = local(parameter.grad)
+    if summand.indices is None:
+        return [gradient]
+    bounds = next((each[1:] for each in sharded_ranges(parameter) if each[0] == summand.dim), None)
+    low, high = bounds or (0, gradient.shape[summand.dim])
+    inside = [(max(start, low), min(stop, high)) for start, stop in summand.indices]
+    return [gradient.narrow(summand.dim, start - low, stop - start) for start, stop in inside if start < stop]
+
+
+def team_sums(team: Team, parameters: Mapping[str, torch.nn.Parameter]) -> list[TeamSum]:
+    """Return what adds up the gradients that a rank has summands of, in the order in which its team does so.
+
+    Args:
+        team: the rank's.
+        parameters: by the model's own names.
+    """
+    found: dict[tuple[int, tuple[int, ...], torch.dtype], TeamSum] = {}
+    for name, summands in team.summands.items():
+        parameter = parameters[name]
+        for at, summand in enumerate(summands):
+            # A parameter's second sum takes what its first one gives.
+            key = at, team.ranks_of(summand.parts), parameter.dtype
+            found.setdefault(key, TeamSum(key[1])).add(parameter, summand)
+    return [found[key] for key in sorted(found, key=lambda key: key[0])]
 
 
 class StageBuckets:

@@ -17,7 +17,14 @@ import torch
 
 from autopar.capture.graph import Layer
 from autopar.formats.plan import Plan, ReplicatedState
-from autopar.runtime.gradients.buckets import SharedGradient, StageBuckets, fill_buckets, gradients_in
+from autopar.runtime.gradients.buckets import (
+    SharedGradient,
+    StageBuckets,
+    TeamSum,
+    fill_buckets,
+    gradients_in,
+    team_sums,
+)
 from autopar.runtime.messages.transport import Pending, Transport, replica_ranks, sharing_groups
 from autopar.runtime.stage.layers import used_by_several
 from autopar.runtime.stage.parameters import LocalParameters
@@ -48,6 +55,8 @@ class _Gradients:
         self.shared_buckets = {index: (shared.bucket(), shared) for index, shared in shared_parameters.items()}
         self.shared_pending: dict[int, Pending] = {}
         self.reached_ids: set[int] = set()
+        self.is_complete = False
+        """Whether those that a team has summands of are added up."""
         own = [bucket for stage in self.stages.values() for bucket in stage.buckets]
         self.buckets = own + [bucket for bucket, _ in self.shared_buckets.values()]
         self._plain = plain
@@ -57,6 +66,7 @@ class _Gradients:
     def begin(self) -> None:
         """Clear them, and let backwards add to them."""
         self._kept.clear()
+        self.is_complete = False
         for parameter in self._plain:
             parameter.grad = None
         for bucket in self.buckets:
@@ -99,6 +109,7 @@ class Reducer:
         rank: int,
         mini_batches: int = 1,
         answered: Answered = lambda parameter, gradient: [gradient],
+        team_sums: Sequence[TeamSum] = (),
     ) -> None:
         """Lay the gradients out.
 
@@ -112,7 +123,9 @@ class Reducer:
             rank: which rank this is.
             mini_batches: of how many there are gradients at a time.
             answered: gives what of a gradient no other rank of the team answers for.
+            team_sums: add up gradients that the ranks of the team have summands of.
         """
+        self._team_sums = team_sums
         self._answered = answered
         self._rank = rank
         self._replicas, self._sharded_stages, self._transport, self._mark = replicas, sharded_stages, transport, mark
@@ -154,7 +167,7 @@ class Reducer:
     def gradients_of(self, step: int) -> Iterator[None]:
         """Return the context in which parameters have the gradients of a mini-batch, maybe not that of backwards."""
         asked = self._of(step)
-        if asked is self._current:
+        if asked is self._updated:
             yield
             return
         self._current.detach()
@@ -215,6 +228,16 @@ class Reducer:
         bucket.mark(gradients.reached_ids)
         bucket.collect()
         gradients.shared_pending[index] = self._transport.all_reduce(bucket.buffer, shared.ranks)
+
+    def sum_in_team(self, step: int) -> None:
+        """Add up what the ranks of the team have summands of, once in a mini-batch; replicas have each other's."""
+        gradients = self._of(step)
+        if gradients.is_complete:
+            return
+        gradients.is_complete = True
+        with self.gradients_of(step):
+            for each in self._team_sums:
+                each.reduce(self._transport)
 
     def scale(self, factor: float, index: int | None = None) -> None:
         """Multiply all gradients, or those of one stage."""
@@ -356,7 +379,8 @@ def reducer_of(
     def answered(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> list[torch.Tensor]:
         return team.answered(names[id(parameter)], parameter, gradient)
 
-    return Reducer(layers, sharded, replicas, shared, transport, mark, rank, kept, answered)
+    sums = team_sums(team, local_parameters.parameters)
+    return Reducer(layers, sharded, replicas, shared, transport, mark, rank, kept, answered, sums)
 
 
 class ReplicatedBuffers:

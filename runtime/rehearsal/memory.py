@@ -191,6 +191,7 @@ class _UnreadUpdate(Update):
     """An update that asks for no number."""
 
     def __call__(self, record: StepRecord, mini_batches: int = 1) -> None:
+        self._reducer.sum_in_team(record.step)
         if self.optimizer is not None:
             self.optimizer.step()
 

@@ -40,7 +40,7 @@ from autopar.runtime.stage.parameters import (
     sharded_parameter_names,
 )
 from autopar.runtime.stage.stage import Stage
-from autopar.runtime.stage.team import Team
+from autopar.runtime.stage.team import Team, check_split_seeds
 from autopar.runtime.stage.versions import CorrectedWeights, NewestWeights, PredictedWeights, WeightVersions
 from autopar.runtime.start.workspace import check_shares
 from autopar.runtime.times import Clock, clock_of
@@ -49,6 +49,10 @@ from autopar.schedules.continuing import Repetition, depths_of, lead
 from autopar.schedules.expand import stages_of
 
 DEFAULTS = TrainSettings()
+_SPLIT_SEEDS = (
+    "`split_seeds`: every part of a layer drew the dropout of its attention for itself, so what was trained depends on "
+    "how many devices run a replica"
+)
 
 
 class Job:
@@ -99,7 +103,9 @@ class Job:
         self._turning = 1 if plan.weight_policy == "sync" else plan.stages[indices[0]].turning
         self._lead, self._span = lead(plan), plan.span
         self._specs = {tensor.name: tensor for tensor in graph.tensors}
-        self.team = Team(plan, rank, transport)
+        if settings.split_seeds:
+            check_split_seeds(plan, graph)
+        self.team = Team(plan, rank, transport, split_seeds=settings.split_seeds)
         """With whom it runs its replica."""
         layers = {
             index: self.team.split(index, [graph.layer(name) for name in plan.stages[index].layers])
@@ -171,8 +177,8 @@ class Job:
 
     @property
     def notes(self) -> list[str]:
-        """What whoever reads the report should know of this rank's optimizer."""
-        return self._update.notes
+        """What whoever reads the report should know of this rank."""
+        return [*self._update.notes, *([_SPLIT_SEEDS] if self.team.draws_alone else [])]
 
     @property
     def update(self) -> Update:

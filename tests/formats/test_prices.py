@@ -10,8 +10,7 @@ from autopar.formats.prices import price_key
 from autopar.formats.program import REDUCE, SENDS, Action
 from autopar.planner import PlanOptions
 from autopar.planner.assemble import action_prices, assemble
-from autopar.planner.costs.durations import durations
-from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.model import CostModel, durations
 from autopar.schedules.expand import expand
 from drawn import random_candidate
 from random_problems import random_cluster, random_profile

@@ -13,8 +13,8 @@ from autopar.formats.profile import DeviceCosts, DeviceKind, Profile
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import GPUS
 from autopar.planner import PlanOptions, plan, simulate
-from autopar.planner.compare import compare
 from autopar.planner.costs.model import CostModel
+from autopar.planner.plan import compare
 from random_problems import gpt_profile, local_cluster, random_profile
 
 

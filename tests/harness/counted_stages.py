@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from autopar.errors import UsageError
 from autopar.planner.candidate import Candidate, Family
-from autopar.planner.closest import closest
 from autopar.planner.costs.model import CostModel
+from autopar.planner.infeasible import closest
 from autopar.planner.options import PlanOptions
 
 

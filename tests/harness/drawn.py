@@ -7,8 +7,7 @@ from itertools import pairwise
 
 from autopar.formats.plan import shards_of
 from autopar.planner.candidate import Candidate, CandidateStage
-from autopar.planner.costs.durations import Durations
-from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.model import CostModel, Durations
 from autopar.planner.search.moves import SINGLE, Layout
 from autopar.schedules.route import even_shares, routes
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.program import KINDS
-from autopar.planner.costs.durations import Durations
+from autopar.planner.costs.model import Durations
 from autopar.planner.simulator.rows import Rows
 
 _Port = tuple[int, str, int, int, str]

@@ -173,11 +173,12 @@ def compare(
     choice: Callable[[Analysis, int], tuple[Split, ...]] = choose,
     break_part: Callable[[LayerPart, int], object] = lambda part, index: None,
     sequence: Mapping[str, int] | None = None,
+    deferred: bool = False,
 ) -> Comparison:
     """Run a layer whole, and in parts, forwards and backwards from the same random gradients of its outputs.
 
     All draw from the same seed, and must leave the generator alike. ``sequence`` names inputs and outputs that come and
-    go in slices.
+    go in slices. ``deferred`` sums of parameters' gradients come after the backward.
     """
     rows = inputs[0].shape[0]
     layer.module.zero_grad()
@@ -192,10 +193,12 @@ def compare(
     slices = _Slices(layer, sequence or {}, count)
 
     def act(sums: ThreadSums, index: int) -> tuple[LayerPart, list[torch.Tensor], list[torch.Tensor | None], int]:
-        part = rewrite(analysis, splits, sums, index, count, edges)
+        part = rewrite(analysis, splits, sums, index, count, edges, list(layer.parameters) if deferred else [])
         break_part(part, index)
         own, drawn_slices = slices.inputs(inputs, index), slices.outputs(drawn, index)
         outputs, gradients, forward = _run_counted(part.module, rows, own, sums, drawn_slices)
+        assert deferred or not part.summands
+        _add_up(part, sums)
         assert torch.equal(torch.get_rng_state(), state), "a part draws more or less than the whole layer"
         return part, outputs, gradients, forward
 
@@ -229,6 +232,19 @@ def compare(
         splits,
         (table[0].kinds[:first], table[0].kinds[first:]),
     )
+
+
+def _add_up(part: LayerPart, sums: ThreadSums) -> None:
+    """Complete the gradients that are summands."""
+    for name, summands in part.summands.items():
+        gradient = part.module.get_parameter(name).grad
+        for summand in summands if gradient is not None else ():
+            rows = range(gradient.shape[summand.dim])
+            if summand.indices is not None:
+                rows = [row for start, stop in summand.indices for row in range(start, stop)]
+            index = torch.tensor(rows, dtype=torch.int64)
+            total = sums.sum(gradient.index_select(summand.dim, index), summand.parts)
+            gradient.index_copy_(summand.dim, index, total)
 
 
 class _Slices:

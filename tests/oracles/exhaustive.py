@@ -15,13 +15,12 @@ import numpy as np
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Division, Shard, shards_of
 from autopar.formats.profile import Profile
-from autopar.planner.bounds.chain import candidate_bound_s
+from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import Candidate, CandidateStage, divisors, within
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PLANNED, PlanOptions
-from autopar.planner.placement.places import groups_of
-from autopar.planner.placement.pool import DeviceGroup
+from autopar.planner.placement import DeviceGroup, groups_of
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
 
@@ -41,7 +40,7 @@ class _Free(NamedTuple):
     """The devices that are left while stages take theirs."""
 
     groups: tuple[tuple[int, DeviceGroup], ...]
-    """Kind and devices of all groups of :func:`autopar.planner.placement.places.groups_of`."""
+    """Kind and devices of all groups of :func:`autopar.planner.placement.groups_of`."""
     left: tuple[int, ...]
     """By group."""
     begun: tuple[int, ...] = ()

@@ -12,14 +12,13 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
-from autopar.planner.alternatives import neighbours
 from autopar.planner.candidate import Candidate, families
-from autopar.planner.closest import closest
-from autopar.planner.compare import compare
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
+from autopar.planner.infeasible import closest
+from autopar.planner.plan import compare
 from autopar.planner.search.best_first import search
-from autopar.planner.search.judge import Best
+from autopar.planner.search.judge import Best, neighbours
 from autopar.planner.search.local import judge_even_splits, search_locally
 from autopar.planner.simulator.simulate import Simulator
 from counted_stages import closest_of

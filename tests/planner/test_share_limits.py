@@ -12,9 +12,9 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import Candidate
-from autopar.planner.compare import compare
 from autopar.planner.constraints import crossed_limit, runnable
 from autopar.planner.costs.model import CostModel
+from autopar.planner.plan import compare
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator

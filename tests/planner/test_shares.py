@@ -10,9 +10,8 @@ import pytest
 from autopar.formats.cluster import Overlap
 from autopar.formats.timeline import Event, Timeline, track_of
 from autopar.planner.assemble import shares_of
-from autopar.planner.costs.durations import durations
-from autopar.planner.costs.links import Traffic
-from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.communication import Traffic
+from autopar.planner.costs.model import CostModel, durations
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.simulate import skeleton, trace
 from autopar.schedules.expand import expand

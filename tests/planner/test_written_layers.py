@@ -12,8 +12,8 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile, Writes
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.candidate import families
-from autopar.planner.compare import compare
 from autopar.planner.costs.model import CostModel
+from autopar.planner.plan import compare
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator

@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from autopar.planner.costs.links import LinkModel
+from autopar.planner.costs.communication import LinkModel
 from autopar.profiler.device import choose, describe
 from autopar.profiler.links import local_cluster, measure_links, measured_cluster
 from autopar.profiler.probe import LinkMeasurements, MeasuredCurve

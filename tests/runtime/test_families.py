@@ -2,96 +2,80 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
-from autopar.formats.plan import Plan
-from dictated import dictate
-from families import EAGER
-from in_teams import in_teams
-from threads import train_in_threads
-from training_cases import STEPS, Case, make_case, own_part
+from autopar.errors import UsageError
+from autopar.ranks.pool import RankPool
+from autopar.runtime.settings import TrainSettings
+from autopar.runtime.stage.team import check_split_seeds
+from family_cases import (
+    Layout,
+    Variant,
+    differences,
+    family_case,
+    pairwise_cover,
+    plan_of,
+    thread_variants,
+    train_processes,
+    train_threads,
+)
+from paths import HARNESS
 
-FILE = """
-import torch
-from families import VOCABULARY, example_of, family
-
-batch, objective = example_of({name!r})
-
-
-class Samples(torch.utils.data.Dataset):
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        chance = torch.Generator().manual_seed(index)
-        sample = {{}}
-        for name, tensor in batch.items():
-            if tensor.is_floating_point():
-                sample[name] = torch.rand(tensor.shape[1:], generator=chance, dtype=tensor.dtype)
-            else:
-                most = 7 if name == "labels" else VOCABULARY
-                sample[name] = torch.randint(3, most, tensor.shape[1:], generator=chance)
-        return sample
+pytest.importorskip("transformers")
+EVERY = {key: list(found) for key, found in groupby(thread_variants(), key=lambda each: each[:2])}
+# Both kinds of attention are tried in turn; ``benchmarks/family_ranks.py`` tries both of each model.
+BY_MODEL = {key: found for at, (key, found) in enumerate(EVERY.items()) if at % 4 in (0, 3)}
+COVER = pairwise_cover()
 
 
-def model():
-    return family({name!r}, {attention!r}).double()
-
-
-def dataset():
-    return Samples()
-
-
-def loss(output, batch):
-    return objective(output, batch)
-
-
-def optimizer(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
-"""
-NAMES = ("gpt2", "llama", "llama-2", "qwen2", "mistral", "gemma", "phi3", "phi3-2", "neox", "opt", "bert", "t5", "vit")
-CLOSE = 1e-12
-SINGLE = {"gemma": 1e-7}
-"""Those whose norms compute in float32 whatever the model does: slices add their gradients up in another order."""
-
-
-def trained(case: Case, plan: Plan, folder: Path) -> list[float]:
-    folder.mkdir()
-    module = case.model.build(0)
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    state = {name: each.detach().clone() for name, each in state.items()}
-    return train_in_threads(plan, case.graph, case.model, state, folder, STEPS)
-
-
-def largest_difference(plan: Plan, folder: Path, truth: Path, what: str) -> float:
-    """Return how far what ranks end with is from what one rank does, relative to the largest of all."""
-    whole, seen, apart = load_file(truth / f"{what}-0"), set[str](), 0.0
-    for rank in range(len(plan.devices)):
-        for name, each in load_file(folder / f"{what}-{rank}").items():
-            seen.add(name)
-            apart = max(apart, float((each - own_part(plan, rank, name, whole[name])).abs().max()))
-    assert seen == whole.keys()
-    return apart / max(float(each.abs().max()) for each in whole.values())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_teams_train_a_model_as_one_rank_does(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    attention = "eager" if name in EAGER or NAMES.index(name) % 2 else "sdpa"
-    (tmp_path / "model.py").write_text(FILE.format(name=name, attention=attention))
-    case = make_case(tmp_path / "model.py")
-    alone = dictate(case.graph, case.model, [1], 2, 3)
-    losses = trained(case, alone, tmp_path / "alone")
+@pytest.mark.parametrize("model", BY_MODEL, ids="-".join)
+def test_teams_train_a_model_as_one_rank_does(model: tuple[str, str], tmp_path: Path) -> None:
+    case = family_case(*model, tmp_path)
     assert len(case.graph.layers) > 2
-    for widths, sizes, sequence in [([1], [2], False), ([1, 1], [2, 4], False), ([1, 1], [4, 4], True)]:
-        plan = in_teams(case.graph, dictate(case.graph, case.model, widths, 2, 3), sizes, sequence=sequence)
-        assert all(stage.cuts for stage in plan.stages)
-        folder = tmp_path / f"{sizes}-{sequence}"
-        close = SINGLE.get(name, CLOSE) if sequence else CLOSE
-        assert trained(case, plan, folder) == pytest.approx(losses, rel=max(close, 1e-10))
-        assert largest_difference(plan, folder, tmp_path / "alone", "gradients") < close
-        if close == CLOSE:
-            assert largest_difference(plan, folder, tmp_path / "alone", "parameters") < 1e-10
+    for at, variant in enumerate(BY_MODEL[model]):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        found = differences(case, variant, folder)
+        assert found.within(variant), (variant, found)
+
+
+def test_parts_that_draw_for_themselves_train_alike_each_time(tmp_path: Path) -> None:
+    """With recomputation, too, whose masks are those of the forward; other devices a replica draw other masks."""
+    case, settings = family_case("gpt2", "sdpa", tmp_path), TrainSettings(split_seeds=True)
+    losses = {}
+    for size, recompute in ((2, False), (2, True), (4, False)):
+        variant = Variant("gpt2", "sdpa", Layout((1,), (size,)), False, ("1f1b", 1), recompute, "none")
+        folder = tmp_path / f"{size}-{recompute}"
+        losses[size, recompute] = train_threads(case, plan_of(case, variant), folder, settings)
+    assert losses[2, False] == pytest.approx(losses[2, True], rel=1e-12)
+    assert losses[2, False] != pytest.approx(losses[4, False], rel=1e-6)
+    assert losses[2, False] == pytest.approx(losses[4, False], rel=0.1)
+
+
+@pytest.mark.parametrize(("name", "attention", "size"), [("gpt2", "sdpa", 1), ("gpt2", "eager", 2)])
+def test_seeds_are_not_split_where_no_part_draws(name: str, attention: str, size: int, tmp_path: Path) -> None:
+    case = family_case(name, attention, tmp_path)
+    variant = Variant(name, attention, Layout((1,), (size,)), False, ("1f1b", 1), False, "none")
+    with pytest.raises(UsageError, match="`split_seeds`: no stage of several devices a replica attends"):
+        check_split_seeds(plan_of(case, variant), case.graph)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
+        with RankPool(8) as pool:
+            yield pool
+
+
+@pytest.mark.parametrize("variant", COVER[:: len(COVER) // 3], ids=lambda each: each.name)
+def test_rank_processes_do(variant: Variant, pool: RankPool, tmp_path: Path) -> None:
+    """Some of the cover; the benchmark runs all of it."""
+    case = family_case(variant.name, variant.attention, tmp_path)
+    found = differences(case, variant, tmp_path, train_processes(pool))
+    assert found.within(variant), (variant, found)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import plain
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
+from autopar.runtime.execute import StepRecord
 from autopar.runtime.messages.in_process import InProcessTransport
 from autopar.runtime.messages.transport import Pending, Transport
 from autopar.runtime.settings import TrainSettings
@@ -188,6 +190,18 @@ def test_blocks_sum_twice_forwards_and_twice_backwards_and_gather_no_weight() ->
         assert len(between) == 2 * micro_batches * 4 * len(blocks)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_gradients_of_whole_parameters_are_summed_once_a_step_together(micro_batches: int) -> None:
+    """Tensors between layers are in slices, which are gathered and scattered: what is summed are those gradients."""
+    model, graph, state = captured("narrow_gpt")
+    plan = in_teams(graph, dictate(graph, model, [1], micro_batches, 3), [2], sequence=True)
+    whole = set(dict(model.build(0).named_parameters())) - {cut.parameter for cut in plan.stages[0].cuts}
+    summed = sums_of("narrow_gpt", plan)[0]
+    numbers = sum(state[name].numel() for name in whole)
+    # Everything else that is summed belongs to one micro-batch, and is smaller.
+    assert [shape for _, _, shape in summed if math.prod(shape) >= numbers] == [(numbers,)] * 2
+
+
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=team_plans("narrow_gpt"))
 def test_ranks_that_sum_together_do_so_in_one_order(plan: Plan) -> None:
@@ -202,7 +216,8 @@ def test_ranks_that_sum_together_do_so_in_one_order(plan: Plan) -> None:
 def test_a_stage_is_clipped_by_the_norm_of_all_its_parts(policy: str, clip_norm: float, tmp_path: Path) -> None:
     case = _untied(tmp_path)
     alone = dictate(case.graph, case.model, [1, 1], 2, 5, warmup=[1, 1])
-    plans = [_unflushed(in_teams(case.graph, alone, sizes), policy) for sizes in ((1, 1), (2, 2))]
+    teams = in_teams(case.graph, alone, (2, 2), sequence=policy == "stash")
+    plans = [_unflushed(plan, policy) for plan in (alone, teams)]
     state = {name: each.detach().clone() for name, each in case.model.build(0).named_parameters()}
     folders = [tmp_path / "alone", tmp_path / "teams"]
     settings = TrainSettings(clip_norm=clip_norm, clip="stage")
@@ -233,6 +248,22 @@ def _unflushed(plan: Plan, policy: str) -> Plan:
     return plan.model_copy(update={"stages": tuple(stages), "weight_policy": policy, **more})
 
 
+def test_the_norm_of_all_gradients_has_those_that_are_added_up_late(tmp_path: Path) -> None:
+    case = _untied(tmp_path)
+    state = {name: each.detach().clone() for name, each in case.model.build(0).named_parameters()}
+    settings, norms = TrainSettings(clip_norm=0.05), []
+    for sizes in ((1, 1), (2, 2), (2, 4)):
+        alone = dictate(case.graph, case.model, [1, 1], 2, 5)
+        plan = in_teams(case.graph, alone, sizes, sequence=sizes != (2, 4))
+        records: dict[int, list[StepRecord]] = {}
+        folder = tmp_path / str(sizes)
+        folder.mkdir()
+        train_in_threads(plan, case.graph, case.model, state, folder, STEPS, settings, records)
+        norms.append([record.gradient_norm for record in records[0]])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-12)
+    assert norms[2] == pytest.approx(norms[0], rel=1e-12)
+
+
 OF_MATRICES = "torch.optim.Muon([each for each in parameters if each.dim() == 2])"
 
 
@@ -258,6 +289,37 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused_before_training(
     assert all(
         "cannot step parts of parameters" in each and "plan with `stages` of one device" in each for each in said
     )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_in_half_precision_teams_are_as_far_from_exact_gradients_as_one_rank_is(
+    precision: Literal["bf16", "fp16"], size: int, sequence: bool, tmp_path: Path
+) -> None:
+    """They round sums of parts, one rank rounds whole sums: neither equals the other, and neither is the better one."""
+    files = {}
+    for kind in ("double", "float"):
+        files[kind] = tmp_path / f"{kind}.py"
+        text = FILE.format(base=str(EXAMPLES / "gpt.py"), narrow=NARROW["gpt"], optimizer=OPTIMIZERS["sgd"])
+        files[kind].write_text(text.replace("double()", f"{kind}()"))
+    case = make_case(files["float"])
+    plan = in_teams(case.graph, dictate(case.graph, case.model, [1], 2, 8), [size], sequence=sequence)
+    plan = plan.model_copy(update={"precision": precision})
+    state = {name: each.detach().clone() for name, each in case.model.build(0).named_parameters()}
+    losses = train_in_threads(plan, case.graph, case.model, state, tmp_path, STEPS)
+    exact = plain.train(files["double"], 2, 8, lambda name: [8])
+    single = plain.train(files["float"], 2, 8, lambda name: [8], precision=precision)
+    assert losses == pytest.approx(exact.losses, rel=0.02)
+    teams, one, largest = 0.0, 0.0, 0.0
+    for rank in range(size):
+        for name, gradient in load_file(tmp_path / f"gradients-{rank}").items():
+            wanted, other = (own_part(plan, rank, name, each.gradients[name]) for each in (exact, single))
+            teams += float((gradient - wanted).square().sum())
+            one += float((other - wanted).square().sum())
+            largest += float(wanted.square().sum())
+    assert 0.5 < math.sqrt(teams / one) < 1.5
+    assert math.sqrt(teams / largest) < 0.05
 
 
 @pytest.mark.parametrize(("widths", "sizes"), [([3, 1], [2, 1]), ([2, 1], [2, 2])])

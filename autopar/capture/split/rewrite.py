@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from autopar.capture.split.edges import NO_EDGES, Edges, find_edges
 from autopar.capture.split.names import MismatchError, is_partial, split_places
 from autopar.capture.split.rules import Axis, Part, ranges, take_ranges
 from autopar.capture.split.sequence import NOTHING, Place, SequenceSplit, local_call, split_sequence, writes_slices
-from autopar.capture.split.sums import Enter, Leave, Move, Sums
+from autopar.capture.split.sums import Enter, Leave, Move, Summand, Sums
 
 _ENTER, _LEAVE = "enter", "leave"
 _MOVES = {
@@ -53,13 +53,17 @@ class LayerPart:
 
     module: fx.GraphModule
     cuts: Mapping[str, Cut]
-    """Of parameters that are cut, by attribute; others are whole, and have whole gradients on every part."""
+    """Of parameters that are cut, by attribute; others are whole."""
+    summands: Mapping[str, tuple[Summand, ...]] = field(default_factory=dict)
+    """Of parameters whose gradients are to be added up yet, by attribute, one sum after the other. Those of all others
+    are complete on every part."""
 
     @property
     def summing_parts(self) -> frozenset[tuple[int, ...]]:
-        """The sets of parts over which it sums."""
+        """The sets of parts over which it sums, or whoever runs it."""
         calls = [node for node in self.module.graph.nodes if node.op == "call_module"]
         sums = {node.args[1] for node in calls if node.target in (_ENTER, _LEAVE)}
+        sums |= {each.parts for found in self.summands.values() for each in found}
         return frozenset(sums | {getattr(self.module, node.target).parts for node in calls if node.target in _MOVES})
 
 
@@ -70,6 +74,7 @@ def split_layer(
     count: int,
     recorded: Mapping[str, AttributeCut] | None = None,
     sequence: Mapping[str, int] | None = None,
+    deferred: Collection[str] = (),
 ) -> LayerPart:
     """Return a layer's part of so many.
 
@@ -81,6 +86,7 @@ def split_layer(
         recorded: cuts of an earlier choice, which this one repeats.
         sequence: inputs and outputs that come and go in slices, by name, with the dimension: part 0 has the first
             slice. Others are whole; if all are, so is everything outside regions.
+        deferred: attributes of parameters whose gradients need not be complete after every backward.
 
     Raises:
         MismatchError: a parameter cannot be cut as it was recorded, or an input or output is not divided evenly.
@@ -89,7 +95,7 @@ def split_layer(
     with unset_fake_temporarily():
         analysis = analyse(layer)
         edges = find_edges(analysis.module, layer, sequence or {}, count)
-        return rewrite(analysis, choose(analysis, count, recorded), sums, index, count, edges)
+        return rewrite(analysis, choose(analysis, count, recorded), sums, index, count, edges, deferred)
 
 
 def rewrite(
@@ -99,6 +105,7 @@ def rewrite(
     index: int,
     count: int = 1,
     edges: Edges = NO_EDGES,
+    deferred: Collection[str] = (),
 ) -> LayerPart:
     """Return a part of an analysed layer.
 
@@ -109,6 +116,7 @@ def rewrite(
         index: which part.
         count: how many parts have slices.
         edges: what comes and goes in slices.
+        deferred: see :func:`split_layer`.
     """
     sequence = NOTHING
     if edges != NO_EDGES:
@@ -119,11 +127,32 @@ def rewrite(
     cuts = {attribute: cut for attribute in analysis.parameters if (cut := _cut(analysis, attribute, parts))}
     regions = {node: part for split, part in zip(splits, parts, strict=True) for node in split.region}
     graph = _Rewrite(analysis, regions, sequence, edges, (index, count)).run()
+    summands = {name: found for name in deferred if (found := _defer(graph, name))}
     attributes: dict[str, Any] = {_ENTER: Enter(sums), _LEAVE: Leave(sums)}
     if sequence is not NOTHING:
         attributes |= {name: Move(sums, index, count, *directions) for name, directions in _MOVES.items()}
     attributes |= _attributes(analysis, cuts)
-    return LayerPart(fx.GraphModule(attributes, graph), cuts)
+    return LayerPart(fx.GraphModule(attributes, graph), cuts, summands)
+
+
+def _defer(graph: fx.Graph, attribute: str) -> tuple[Summand, ...]:
+    """Take from a graph the sums of a parameter's gradients, and return them in their order.
+
+    None is taken of a parameter that some operators read before it enters: of the gradient that these give, all parts
+    have the whole.
+    """
+    nodes = [node for node in graph.find_nodes(op="get_attr") if node.target == attribute]
+    if len(nodes) != 1:
+        return ()
+    enters: list[fx.Node] = []
+    node = nodes[0]
+    while len(node.users) == 1 and (user := next(iter(node.users))).target == _ENTER:
+        enters.insert(0, user)
+        node = user
+    for enter in enters:
+        enter.replace_all_uses_with(enter.all_input_nodes[0])
+        graph.erase_node(enter)
+    return tuple(Summand(*enter.args[1:]) for enter in enters)  # type: ignore[arg-type]
 
 
 def _cut(analysis: Analysis, attribute: str, parts: Sequence[Part]) -> Cut | None:

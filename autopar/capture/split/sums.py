@@ -16,7 +16,7 @@ to enter, and reduce-scattered to leave: :class:`Move` does that, and what else 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -35,6 +35,16 @@ class Sums(Protocol):
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int, parts: tuple[int, ...]) -> torch.Tensor:
         """Return this part's slice of the sum of what these parts give; slices of a dimension are of one length."""
+
+
+class Summand(NamedTuple):
+    """A gradient of which parts have summands after a backward, to be added up by whoever runs it."""
+
+    parts: tuple[int, ...]
+    """Those that have some."""
+    dim: int = 0
+    indices: Ranges | None = None
+    """Of that dimension of the part's own; others are complete. None: all are summands."""
 
 
 class Enter(nn.Module):

@@ -10,6 +10,7 @@ from torch import fx, nn
 from autopar.capture.split.analysis import analyse
 from autopar.capture.split.choice import choose
 from autopar.capture.split.rewrite import LayerPart, split_layer
+from autopar.capture.split.rules.attention import attend_alone
 from autopar.capture.split.rules.draws import drop_part
 from drawn_split import Drawn
 from part_threads import Comparison, compare, run_parts
@@ -212,7 +213,8 @@ def test_a_tensor_that_is_written_into_is_read_as_it_is_then() -> None:
 
 @pytest.mark.parametrize("seed", range(90))
 def test_drawn_layers_train_in_parts_as_whole(seed: int) -> None:
-    found = compared(Drawn(seed), 2 if seed % 2 else 4, numbers(2, 3, 8))
+    layer, x = layer_of(Drawn(seed).double(), numbers(2, 3, 8)), numbers(2, 3, 8)
+    found = compare(layer, [x], 2 if seed % 2 else 4, deferred=seed % 3 == 0)
     # Some multiply numbers that grow, and with them what was rounded.
     assert found.error < 10 * CLOSE
 
@@ -255,6 +257,32 @@ def test_numbers_that_are_drawn_do_not_depend_on_the_number_of_parts(count: int,
     assert len(found.forward) == len(found.backward) == 2
 
 
+@pytest.mark.parametrize("share_keys", [False, True])
+def test_parts_may_draw_the_dropout_of_fused_attention_each_for_itself(share_keys: bool) -> None:
+    """Other weights are dropped on every part, the same ones each time; what is drawn behind is alike."""
+    query, key = numbers(2, 4, 50, 8), numbers(2, 2 if share_keys else 4, 50, 8)
+    value = torch.eye(50, dtype=torch.float64).expand(2, key.shape[1], 50, 50)
+    weights = F.scaled_dot_product_attention(query, key, value, enable_gqa=share_keys)
+
+    def dropped(part: int) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(5)
+        return attend_alone(part, query, key, value, None, 0.25, False, None, share_keys), torch.rand(1)
+
+    torch.manual_seed(5)
+    first, following = torch.rand(1), torch.rand(1)
+    masks = []
+    for part in (0, 1, 0):
+        found, then = dropped(part)
+        assert then == following != first
+        mask = found != 0
+        torch.testing.assert_close(found, weights * mask / 0.75)
+        assert float(mask.double().mean()) == pytest.approx(0.75, abs=0.02)
+        masks.append(mask)
+    assert torch.equal(masks[0], masks[2])
+    # Of two masks that do not depend on each other, 1 - 2 * 0.75 * 0.25 agree.
+    assert float((masks[0] == masks[1]).double().mean()) == pytest.approx(0.625, abs=0.02)
+
+
 def test_a_part_that_draws_for_itself_is_found() -> None:
     def draw_alone(part: LayerPart, index: int) -> None:
         for node in part.module.graph.nodes:
@@ -294,6 +322,9 @@ def test_keys_of_a_fused_projection_are_on_every_part_where_they_are_too_few(key
     # Of the whole rows of the projection, and its bias.
     rows = 4 * keys // min(keys, count)
     assert sorted(found.backward) == [(2, 3, 8), (rows,), (rows, 8)]
+    deferred = compare(layer, (x,), count, deferred=True)
+    assert deferred.error < CLOSE
+    assert deferred.backward[0] == (2, 3, 8)
 
 
 def test_the_gradients_of_whole_rows_of_a_projection_are_summed() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autopar.formats.profile import Profile
-from autopar.planner.costs.flows import Flows
+from autopar.planner.costs.communication import Flows
 from autopar.planner.costs.layers import LayerCosts
 from autopar.planner.costs.memory import MemoryModel
 from random_problems import random_profile

@@ -1,4 +1,4 @@
-"""Bytes of models far larger than today's: sums and products are exact, or the profile is refused."""
+"""Bytes of models far larger than today's, exact or refused; and peaks of ranks against a rehearsal on fake tensors."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ import random
 import numpy as np
 import pytest
 
+from autopar.capture import LayerGraph, load
+from autopar.capture.source import UserModel
 from autopar.errors import FileError
 from autopar.formats.plan import SHARDS
 from autopar.formats.profile import Profile, TiedParameter
+from autopar.hardware.clusters import cluster_named
+from autopar.hardware.gpus import find
 from autopar.planner import PlanOptions, plan
 from autopar.planner.costs.memory import PeakTerms, peak_of, state_of
 from autopar.planner.costs.model import CostModel
+from autopar.profiler.estimate import estimate
+from autopar.profiler.subject import ProfileOptions, prepare
+from autopar.runtime.rehearsal.memory import rehearse
+from paths import EXAMPLES
 from random_problems import gpt_profile, local_cluster, random_profile
 
 SIZES = ("parameters_bytes", "trainable_bytes", "gradient_bytes", "optimizer_bytes")
@@ -75,3 +83,26 @@ def test_sizes_that_no_64_bits_hold_are_refused_with_the_layer(field: str) -> No
     )
     with pytest.raises(FileError, match=r"the layers may hold \d+ bytes .* \$\.layers\[\d\] \(.*\) holds most"):
         plan(profile.model_copy(update={"layers": layers}), local_cluster(4), PlanOptions(gpus=4))
+
+
+Model = tuple[UserModel, LayerGraph, Profile]
+
+
+@pytest.fixture(scope="module")
+def perceptron() -> Model:
+    options = ProfileOptions(batch=512)
+    user = load(str(EXAMPLES / "mlp.py"))
+    subject = prepare(user, options)
+    return user, subject.graph, estimate(subject, find("A100"), options)
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_batches"),
+    [("0-1,2-3,4-5,6-10", 8), ("0-1:2,2-3,4-5:2,6-10", 4), ("0,1,2-3,4-5,6-7,8-10", 8), ("0-1,2-3,4-5,6-10", 2)],
+)
+def test_a_rank_holds_what_was_predicted_of_all_its_stages(perceptron: Model, stages: str, micro_batches: int) -> None:
+    user, graph, profile = perceptron
+    options = PlanOptions(schedule="interleaved", chunks=2, stages=stages, micro_batches=micro_batches)
+    made = plan(profile, cluster_named("4xA100-80G"), options)
+    # Messages, counted with some to spare, are a large part of so small a model.
+    assert list(made.predicted.peak_bytes) == pytest.approx(rehearse(made, graph, user), rel=0.12)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from scipy.optimize import LinearConstraint, milp
 
-from autopar.planner.bounds.chain import candidate_bound_s
+from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import Candidate, families
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.milp.program import ArcNetwork, Linear, linear, network
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement.places import pool_of
+from autopar.planner.placement import pool_of
 from oracles.exhaustive import everything
 from random_problems import random_cluster, random_profile, two_kinds
 

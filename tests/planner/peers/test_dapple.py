@@ -11,7 +11,7 @@ from autopar.formats.cluster import Level
 from autopar.planner.peers import dapple
 from autopar.planner.peers.dapple import latency_s
 from autopar.planner.peers.prices import Prices
-from autopar.planner.placement.pool import choices
+from autopar.planner.placement import choices
 from priced import prices_of
 
 Stages = list[tuple[int, tuple[int, ...]]]

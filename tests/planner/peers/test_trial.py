@@ -8,11 +8,11 @@ from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
-from autopar.planner.alternatives import references
 from autopar.planner.candidate import divisors, families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.peers import Peer, peers
 from autopar.planner.peers.prices import MOST_WORK, Proposal, candidates_of, in_order, planned_counts, trial
+from autopar.planner.search.judge import references
 from autopar.planner.simulator.simulate import Simulator
 from priced import gpt_profile, local_cluster, nodes_of, random_cluster, random_profile
 

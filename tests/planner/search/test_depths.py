@@ -1,16 +1,22 @@
-"""Depths that do not deadlock, and plans that fit only with the least in flight."""
+"""Depths that do not deadlock, and plans that fit only with the least in flight.
+
+How many micro-batches in flight fit, against the cost model asked stage by stage and depth by depth.
+"""
 
 from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from autopar.planner import PlanOptions, plan
-from autopar.planner.candidate import CandidateStage, Family
+from autopar.planner.candidate import Candidate, CandidateStage, Family, families
 from autopar.planner.costs.layers import Levels, Span
 from autopar.planner.costs.model import CostModel
-from autopar.planner.search.depths import depth_choices
+from autopar.planner.placement import pool_of
+from autopar.planner.search.depths import DepthLimits, LayerOrder, depth_choices
+from autopar.planner.search.variants import FINE, Choice, choices
 from oracles.exhaustive import everything
 from random_problems import random_cluster, random_profile
 
@@ -50,3 +56,106 @@ def test_a_plan_is_found_with_the_least_memory_that_any_plan_needs(shard: str) -
         least = min(max(costs.peak_bytes(candidate)) for candidate in everything(costs, options))
         made = plan(profile, cluster, PlanOptions(gpus=3, shard=shard, memory_bytes=max(1, least)))  # type: ignore[arg-type]
         assert max(made.predicted.peak_bytes) <= max(1, least), f"seed {seed}"
+
+
+def _problem(seed: int, most_layers: int = 6) -> tuple[CostModel, Family, PlanOptions]:
+    rng = random.Random(seed)
+    options = PlanOptions(
+        gpus=3, memory_bytes=int(10 ** rng.uniform(5.5, 8.0)), schedule="gpipe" if seed % 4 == 0 else "1f1b"
+    )
+    costs = CostModel(
+        random_profile(seed, most_layers=most_layers, batches=(4, 6, 12)), random_cluster(seed, 3), options
+    )
+    return costs, rng.choice(families(costs.batch, options)), options
+
+
+def _widths(family: Family, choice: Choice) -> range:
+    widths = choice.widths(family.micro_batches, family.micro_batch_size, False)
+    return range(widths.start, min(widths.stop, 4))
+
+
+def _deepest(costs: CostModel, family: Family, stage: CandidateStage) -> int:
+    """The most in flight with which a stage fits by itself; 0 if it never does."""
+    turns = stage.turns(0, family.micro_batches)
+    for depth in range(turns, 0, -1) if family.schedule != "gpipe" else (turns,):
+        if costs.shortfall(Candidate(*family, (stage._replace(warmup=depth),)), 0) <= 0:
+            return depth
+    return 0
+
+
+def _stage(costs: CostModel, family: Family, choice: Choice, width: int, span: tuple[int, int]) -> CandidateStage:
+    shares = costs.shares(family.micro_batch_size, width, choice.division)
+    return CandidateStage(*span, tuple(range(width)), shares, 1, (), choice.shard, choice.division)
+
+
+def test_as_many_are_in_flight_as_fit_and_no_recomputation_of_the_range_lets_more_in() -> None:
+    exact = some = recomputing = 0
+    for seed in range(32):
+        costs, family, options = _problem(seed)
+        limits = DepthLimits(costs, family, pool_of(costs, exact=True, use_all=False))
+        levels = costs.recompute_levels(family.micro_batch_size)
+        for choice in choices(costs, options, True, FINE):
+            for width in _widths(family, choice):
+                depths = limits.depth(choice, 0, width, costs.limits_bytes[0])
+                sure, _ = limits.sure_depth(choice, 0, width, costs.limits_bytes[0])
+                counts = limits.layer_order(0).counts
+                for first in range(costs.layer_count):
+                    for length in range(1, costs.layer_count - first + 1):
+                        stage = _stage(costs, family, choice, width, (first, first + length))
+                        able = [layer for layer in levels.order if first <= layer < first + length]
+                        assert len(able) == counts[first, length - 1]
+                        low, high = choice.recompute_range(np.array([len(able)]))
+                        for number in range(int(low[0]), int(high[0]) + 1):
+                            again = stage._replace(recompute=tuple(sorted(able[:number])))
+                            truth, found = _deepest(costs, family, again), int(depths[first, length - 1])
+                            assert found >= truth, f"seed {seed}: {choice} {again}"
+                            if number == int(low[0]):
+                                assert int(sure[first, length - 1]) <= truth, f"seed {seed}: {choice} {again}"
+                            if not choice.recomputes:
+                                assert found == truth, f"seed {seed}: {choice} {again}"
+                                exact += 1
+                                some += 0 < truth < stage.turns(0, family.micro_batches)
+                            recomputing += choice.recomputes
+    assert min(exact, recomputing) > 1000
+    assert some > 20
+
+
+def test_memory_binds_where_a_stage_does_not_fit_with_all_in_flight_and_none_longer_than_the_reach_fits() -> None:
+    binding = short = 0
+    for seed in range(40):
+        costs, family, options = _problem(seed, most_layers=40)
+        limits = DepthLimits(costs, family, pool_of(costs, exact=True, use_all=False))
+        stops = np.arange(costs.layer_count)[:, None] + limits.lengths
+        binds = False
+        for first in range(costs.layer_count):
+            for stop in range(first + 1, costs.layer_count + 1):
+                stage = _stage(costs, family, Choice("split", "none"), 1, (first, stop))
+                full = Candidate(*family, (stage._replace(warmup=family.micro_batches),))
+                binds = binds or costs.shortfall(full, 0) > 0
+        assert limits.binding(0) == binds, f"seed {seed}"
+        asked = choices(costs, options, binds)
+        reach = limits.reach({0: asked})
+        for choice in asked:
+            for width in _widths(family, choice):
+                fits = (limits.depth(choice, 0, width, costs.limits_bytes[0]) > 0) & (stops <= costs.layer_count)
+                assert not fits[:, reach:].any(), f"seed {seed}: {choice}"
+        binding += binds
+        short += reach < costs.layer_count
+    assert min(binding, 40 - binding, short) > 3
+
+
+def test_sums_over_the_first_layers_of_an_order_are_those_of_sorted_layers() -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        layers = rng.randint(1, 8)
+        order = rng.sample(range(layers), rng.randint(0, layers))
+        lengths = np.array(sorted(rng.sample(range(1, layers + 1), rng.randint(1, layers))))
+        ordered, values = LayerOrder(Levels(order), layers, lengths), np.array([rng.random() for _ in range(layers)])
+        asked = np.array([[rng.randint(0, int(most)) for most in row] for row in ordered.counts])
+        found = ordered.sums(values, asked)
+        for first in range(layers):
+            for column, length in enumerate(lengths):
+                own = [layer for layer in order if first <= layer < first + length]
+                assert ordered.counts[first, column] == len(own)
+                expected = sum(values[layer] for layer in own[: asked[first, column]])
+                assert found[first, column] == pytest.approx(expected, rel=1e-12)

@@ -12,10 +12,10 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
-from autopar.planner.candidate import families
+from autopar.planner.candidate import equal_widths, families
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
-from autopar.planner.search.judge import Best, equal_widths
+from autopar.planner.search.judge import Best
 from autopar.planner.search.local import LocalSearch, judge_even_splits, search_locally, widths_by_time
 from autopar.planner.search.moves import (
     Layout,

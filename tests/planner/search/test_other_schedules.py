@@ -13,10 +13,9 @@ import pytest
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import Plan
 from autopar.planner import PlanOptions, plan, simulate
-from autopar.planner.candidate import Family, families, has_chunks
+from autopar.planner.candidate import Family, Shape, families, has_chunks
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search.best_first import MOST_CLOSELY_BOUNDED, least_bound_s
-from autopar.planner.search.moves import Shape
 from autopar.planner.search.other_schedules import Trials, bounds_of
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.check import check

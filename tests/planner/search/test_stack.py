@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.planner import PlanOptions, plan
-from autopar.planner.bounds.chain import candidate_bound_s
+from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search.best_first import bounds_of_families, least_bound_s

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from autopar.errors import UsageError
-from autopar.planner.bounds.chain import stage_terms
+from autopar.planner.bounds import stage_terms
 from autopar.planner.candidate import Candidate, CandidateStage, families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement.places import pool_of
+from autopar.planner.placement import pool_of
 from autopar.planner.search import stages
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.variants import Fineness

@@ -12,9 +12,8 @@ from autopar.formats.cluster import Cluster, Device, Link, Overlap
 from autopar.planner import PlanOptions
 from autopar.planner.assemble import assemble
 from autopar.planner.candidate import Candidate
-from autopar.planner.costs.durations import Durations, durations
-from autopar.planner.costs.links import Sharing, Traffic
-from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.communication import Sharing, Traffic
+from autopar.planner.costs.model import CostModel, Durations, durations
 from autopar.planner.simulator.contention import ContentionSimulation
 from autopar.planner.simulator.rows import Rows
 from autopar.planner.simulator.simulate import Simulator, compile_rows, run, trace

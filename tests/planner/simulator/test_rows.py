@@ -11,9 +11,8 @@ from autopar.formats.program import KINDS, REDUCE, REDUCE_TIED, Program
 from autopar.planner import PlanOptions
 from autopar.planner.assemble import assemble
 from autopar.planner.candidate import Candidate
-from autopar.planner.costs.durations import Durations, durations
-from autopar.planner.costs.links import Sharing, Traffic
-from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.communication import Sharing, Traffic
+from autopar.planner.costs.model import CostModel, Durations, durations
 from autopar.planner.simulator.rows import Lanes, compile_rows, joint_reductions, rows_of, views
 from autopar.schedules.expand import expand
 from chunked import OTHERS, random_chunked, random_costs

@@ -1,28 +1,50 @@
-"""The simulator against closed forms and against a naive solution of the program's dependencies."""
+"""The simulator against closed forms and against a naive solution of the program's dependencies.
+
+Steps simulated level by level, against the simulation of the expanded program, action by action; messages that nobody
+waits for, against programs with and without them; and pipelines that are never flushed, which take as long as their
+order says, from fill to drain.
+"""
 
 from __future__ import annotations
 
 import random
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
+from math import ceil
 
 import pytest
 
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Layer, Profile, Tensor
-from autopar.formats.program import Program
+from autopar.formats.program import UPDATE, Program
 from autopar.formats.timeline import Timeline
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.assemble import assemble
-from autopar.planner.candidate import Family, place, with_depths
-from autopar.planner.costs.durations import Durations, durations
-from autopar.planner.costs.model import CostModel
-from autopar.planner.simulator.simulate import Simulator, compile_rows, run, trace
+from autopar.planner.candidate import Candidate, CandidateStage, Family, place, with_depths
+from autopar.planner.costs.model import CostModel, Durations, durations
+from autopar.planner.simulator.rows import rows_of
+from autopar.planner.simulator.simulate import (
+    CYCLE,
+    Simulator,
+    action_levels,
+    compile_rows,
+    drop_covered_messages,
+    mini_batches,
+    pipeline_times,
+    run,
+    simulate_levels,
+    skeleton,
+    trace,
+    trace_unflushed,
+)
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand
-from drawn import random_candidate
+from drawn import long_candidate, random_candidate
+from oracles.timetable import StageTimes, update_ends
 from random_problems import cost, gpt_profile, local_cluster, profile_of, random_cluster, random_profile
 
 Times = dict[tuple[int, int], float]
@@ -209,3 +231,217 @@ def test_a_plan_of_another_profile_is_refused() -> None:
     with pytest.raises(Exception, match=r"not of this profile: layer 3 is 'h.2' in the plan and 'head'"):
         simulate(made, gpt_profile(blocks=2), local_cluster(2))
     assert isinstance(simulate(made, gpt_profile(), local_cluster(2)), Timeline)
+
+
+def test_levels_take_as_long_as_the_program() -> None:
+    applied = turning = tied = 0
+    for seed in range(500):
+        rng = random.Random(seed)
+        devices = rng.randint(1, 8)
+        profile = random_profile(seed, batches=(2, 4, 6, 12), skips=rng.choice([0.0, 0.12, 0.5]))
+        costs = CostModel(profile, random_cluster(seed, devices), PlanOptions(gpus=devices))
+        candidate = random_candidate(rng, costs)
+        times, levels = durations(costs, candidate), action_levels(candidate)
+        holders = [stages for _, stages in costs.tied_between(candidate.stages)]
+        if levels is not None:
+            applied += 1
+            turning += bool(times.turns)
+            tied += bool(holders)
+            expected = run(Simulator(costs).rows_of(candidate), times)
+            assert simulate_levels(candidate, times, holders, levels) == pytest.approx(expected, rel=1e-12)
+    assert applied > 480
+    assert min(turning, tied) > 20
+
+
+def test_long_programs_of_any_shape_take_as_long_as_one_action_after_the_other() -> None:
+    periods, turning = set(), 0
+    for seed in range(150):
+        candidate, times, flows = long_candidate(seed)
+        levels = action_levels(candidate)
+        assert levels is not None
+        periods.add(levels.period)
+        turning += bool(times.turns)
+        expected = run(rows_of(skeleton(candidate, flows, ())), times)
+        assert simulate_levels(candidate, times, (), levels) == pytest.approx(expected, rel=1e-12)
+    assert turning > 50
+    assert len(periods) > 10
+
+
+def test_an_even_chain_without_messages_takes_the_textbook_time_at_any_length() -> None:
+    stages, count = 300, 64
+    free = {(at, at + step): 0.0 for at in range(stages) for step in (-1, 1) if 0 <= at + step < stages}
+    ones, none = [1.0] * stages, [0.0] * stages
+    times = Durations(0.0, list(range(stages)), ones, [2.0] * stages, none, none, none, message_s=free)
+    for depths in ([count] * stages, [min(stages - at, count) for at in range(stages)]):
+        placed = tuple(CandidateStage(at, at + 1, (at,), (1,), depth) for at, depth in enumerate(depths))
+        candidate = Candidate(count, 1, "1f1b", placed)
+        levels = action_levels(candidate)
+        assert levels is not None
+        assert simulate_levels(candidate, times, (), levels) == pytest.approx((count + stages - 1) * 3.0, rel=1e-12)
+
+
+def test_a_step_of_too_many_late_arrivals_is_not_simulated_by_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidate, times, _ = long_candidate(3)
+    levels = action_levels(candidate)
+    assert levels is not None
+    assert simulate_levels(candidate, times, (), levels) is not None
+    monkeypatch.setattr("autopar.planner.simulator.simulate.MOST_LATE", 1)
+    assert simulate_levels(candidate, times, (), levels) is None
+
+
+def test_a_period_is_the_least_one() -> None:
+    """By hand: equal depths wait for the last stage's backward, one more than the stage behind does for its own."""
+    for stages, depths, period in ((4, (4, 3, 2, 1), 2), (4, (2, 2, 2, 2), 8), (3, (8, 8, 8), 1), (3, (3, 3, 1), 4)):
+        placed = tuple(CandidateStage(at, at + 1, (at,), (1,), depths[at]) for at in range(stages))
+        levels = action_levels(Candidate(8, 1, "1f1b", placed))
+        assert levels is not None
+        assert levels.period == period
+
+
+def test_depths_that_deadlock_have_no_levels() -> None:
+    placed = tuple(CandidateStage(at, at + 1, (at,), (1,), depth) for at, depth in enumerate((1, 3)))
+    assert action_levels(Candidate(8, 1, "1f1b", placed)) is None
+
+
+def test_a_step_takes_as_long_without_the_messages_that_nobody_waits_for() -> None:
+    dropped = kept = 0
+    for seed in range(200):
+        candidate, times, flows = long_candidate(seed, turns=0.0 if seed % 4 else 0.2, skips=0.15)
+        needed, levels = drop_covered_messages(candidate, times), action_levels(candidate)
+        assert levels is not None
+        missing = times.message_s.keys() - needed.message_s.keys()
+        assert not any(abs(times.stage[sender] - times.stage[receiver]) == 1 for sender, receiver in missing)
+        dropped += bool(missing)
+        kept += any(abs(times.stage[sender] - times.stage[receiver]) > 1 for sender, receiver in needed.message_s)
+        expected = run(rows_of(skeleton(candidate, flows, ())), times)
+        assert simulate_levels(candidate, needed, (), levels) == pytest.approx(expected, rel=1e-12)
+    assert min(dropped, kept) > 50
+
+
+def _skipping(past_s: float, hand_s: float) -> tuple[Candidate, Durations]:
+    """Three stages with forwards of a second; the first one's tensor goes to both others."""
+    stages = tuple(CandidateStage(at, at + 1, (at,), (1,), 6) for at in range(3))
+    messages = {(0, 1): hand_s, (1, 2): hand_s, (1, 0): hand_s, (2, 1): hand_s, (0, 2): past_s}
+    columns = [[1.0] * 3 for _ in range(5)]
+    return Candidate(6, 1, "1f1b", stages), Durations(0.0, [0, 1, 2], *columns, message_s=messages)
+
+
+def test_a_message_stays_where_it_may_come_last_or_has_to_queue() -> None:
+    for past_s, hand_s, stays in ((1.0, 0.0, False), (1.0, 2.0, False), (1.1, 0.0, True), (2.0, 2.0, False)):
+        candidate, times = _skipping(past_s, hand_s)
+        assert ((0, 2) in drop_covered_messages(candidate, times).message_s) == stays
+    # Shorter than path, longer than pace: six of them queue, and delay the last one.
+    candidate, times = _skipping(2.9, 1.0)
+    assert (0, 2) in drop_covered_messages(candidate, times).message_s
+    rows = rows_of(skeleton(candidate, [(0, 1, True), (1, 2, True), (0, 2, False)], ()))
+    without = rows_of(skeleton(candidate, [(0, 1, True), (1, 2, True)], ()))
+    assert run(rows, times) > run(without, times)
+
+
+def test_a_message_stays_where_a_stage_between_hands_nothing_on() -> None:
+    candidate, times = _skipping(0.5, 1.0)
+    broken = {pair: seconds for pair, seconds in times.message_s.items() if pair != (1, 2)}
+    assert (0, 2) in drop_covered_messages(candidate, replace(times, message_s=broken)).message_s
+
+
+@pytest.fixture(autouse=True)
+def _deep_recursion() -> Iterator[None]:
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(100_000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+def drawn(seed: int) -> tuple[list[StageTimes], list[int], int]:
+    draw = random.Random(seed)
+    count = draw.randint(1, 4)
+    stages = [
+        StageTimes(
+            *(draw.uniform(0.5, 2.0), draw.uniform(0.5, 4.0), draw.choice([0.0, 0.3])),
+            *(draw.choice([0.0, 0.1, 1.5]), draw.choice([0.0, 0.1, 1.5])),
+        )
+        for _ in range(count)
+    ]
+    depths = [1]
+    for _ in range(count - 1):
+        depths.insert(0, depths[0] + draw.randint(0, 2))
+    return stages, depths, draw.randint(1, 4)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_updates_end_when_the_order_says(seed: int) -> None:
+    stages, depths, micro_batches = drawn(seed)
+    last = len(stages) - 1
+    policy, lags, shared = "stash", [0] * len(stages), []
+    if seed % 3 == 1 and last:
+        shared = sorted(random.Random(seed).sample(range(len(stages)), 2))
+        lags[shared[1]] = ceil((depths[shared[0]] - depths[shared[1]]) / 2)
+    if seed % 3 == 2:
+        policy, micro_batches = "2bw", max(micro_batches, depths[0] + 1)
+        # As late as can be, and no later than the mini-batch's sums and all micro-batches of the next.
+        begins = [micro_batches - depths[0] + (depths[0] - depth) // 2 for depth in depths]
+        lags = [
+            min(micro_batches - depth + 1, micro_batches - 1 + begun)
+            for depth, begun in zip(depths, begins, strict=True)
+        ]
+    candidate = Candidate(
+        micro_batches,
+        1,
+        "1f1b",
+        tuple(CandidateStage(at, at + 1, (at,), (1,), depth) for at, depth in enumerate(depths)),
+    )
+    plan = skeleton(candidate, [(at, at + 1, True) for at in range(last)], [shared] if shared else [])
+    plan = plan.model_copy(update={"weight_policy": policy})
+    messages = {(at, at + 1): stages[at].forth_s for at in range(last)}
+    messages |= {(at + 1, at): stages[at + 1].back_s for at in range(last)}
+    times = Durations(
+        0.25,
+        stage=list(range(len(stages))),
+        forward_s=[each.forward_s for each in stages],
+        backward_s=[each.backward_s for each in stages],
+        exposed_s=[0.0] * len(stages),
+        reduce_s=[0.0] * len(stages),
+        update_s=[each.update_s for each in stages],
+        message_s=messages,
+        tied_s=[0.7] if shared else [],
+    )
+    timeline = trace_unflushed(plan, expand(plan), times)
+    own = [each._replace(update_s=each.update_s + 0.25) for each in stages]
+    expected = update_ends(own, depths, micro_batches, mini_batches(plan), lags, shared, 0.7)
+    for stage, ends in enumerate(expected):
+        found = [each.end_s for each in timeline if each.rank == stage and each.action.kind == UPDATE]
+        assert found == pytest.approx(ends, rel=1e-12)
+    how = pipeline_times(timeline, plan)
+    busiest = max(micro_batches * (each.forward_s + each.backward_s) + each.update_s for each in own)
+    # What is behind the mean over a cycle is not yet what it will be for ever.
+    assert how.period_s >= busiest * (1 - 1e-9)
+    assert how.fill_s + how.period_s * (mini_batches(plan) - CYCLE) <= timeline.end_s
+
+
+@pytest.mark.parametrize("policy", ["stash", "2bw"])
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+@pytest.mark.parametrize("deep", [False, True])
+def test_nobody_waits_for_the_sum_of_a_shared_parameter(policy: str, count: int, deep: bool) -> None:
+    """Everything takes one slot: with the sums, a mini-batch takes no longer than without."""
+    depths = [2 * (count - at) - 1 if deep else count - at for at in range(count)]
+    micro_batches = depths[0] if policy == "2bw" else 1
+    stages = tuple(CandidateStage(at, at + 1, (at,), (1,), depth) for at, depth in enumerate(depths))
+    candidate, period_s = Candidate(micro_batches, 1, "1f1b", stages), {}
+    for shared in ([], [[0, count - 1]]):
+        plan = skeleton(candidate, [(at, at + 1, True) for at in range(count - 1)], shared)
+        plan = plan.model_copy(update={"weight_policy": policy})
+        ones, zeros = [1.0] * count, [0.0] * count
+        pairs = {pair: 0.0 for at in range(count - 1) for pair in ((at, at + 1), (at + 1, at))}
+        times = Durations(
+            0.0,
+            stage=list(range(count)),
+            forward_s=ones,
+            backward_s=ones,
+            exposed_s=zeros,
+            reduce_s=zeros,
+            update_s=zeros,
+            message_s=pairs,
+            tied_s=[0.0] * len(shared),
+        )
+        period_s[bool(shared)] = pipeline_times(trace_unflushed(plan, expand(plan), times), plan).period_s
+    assert period_s[True] == pytest.approx(period_s[False])

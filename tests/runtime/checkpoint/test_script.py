@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,33 +17,41 @@ from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.folder import CheckpointFolder
 from autopar.runtime.start.script import ScriptJob
 from dictated import dictate
+from in_teams import in_teams
 from script_jobs import BATCH, batches, described, loss, make_model
 
 
-def planned(widths: list[int], shard: Shard = "none") -> autopar.Plan:
+def planned(widths: list[int], shard: Shard = "none", sizes: Sequence[int] = ()) -> autopar.Plan:
     user = described()
-    plan = dictate(capture(user, user.build()), user, widths, 2, BATCH // 2, shard=shard)
+    graph = capture(user, user.build())
+    plan = dictate(graph, user, widths, 2, BATCH // 2, shard=shard)
+    plan = in_teams(graph, plan, sizes) if sizes else plan
     return autopar.Plan.parse(plan.dumps(), Path("plan.json"))
 
 
-def train(pool: RankPool, widths: list[int], folder: Path, until: int, shard: Shard = "none") -> list[dict[str, Any]]:
-    arguments = {"plan": planned(widths, shard).dumps(), "folder": str(folder), "until": until}
-    return cast(
-        list[dict[str, Any]], pool.run("script_jobs:train_between", arguments, ranks=sum(widths), timeout_s=60.0)
-    )
+def train(
+    pool: RankPool, widths: list[int], folder: Path, until: int, shard: Shard = "none", sizes: Sequence[int] = ()
+) -> list[dict[str, Any]]:
+    plan = planned(widths, shard, sizes)
+    arguments = {"plan": plan.dumps(), "folder": str(folder), "until": until}
+    found = pool.run("script_jobs:train_between", arguments, ranks=len(plan.devices), timeout_s=60.0)
+    return cast(list[dict[str, Any]], found)
 
 
 @pytest.mark.reliability(23)
 def test_a_script_goes_on_from_what_another_plan_saved(tmp_path: Path, pool: RankPool) -> None:
     whole = train(pool, [1], tmp_path / "whole", 7)[0]["losses"]
     losses: list[float] = []
-    for until, widths, shard in (
-        (2, [1, 2], "none"),
-        (3, [2, 1], "parameters"),
-        (5, [1, 1, 1], "none"),
-        (7, [3], "none"),
-    ):
-        results = train(pool, widths, tmp_path / "parts", until, cast(Shard, shard))
+    chain: list[tuple[int, list[int], Shard, Sequence[int]]] = [
+        (1, [1, 2], "none", ()),
+        (2, [1, 1], "none", (4, 2)),
+        (3, [2, 1], "parameters", ()),
+        (4, [2, 1], "parameters", (2, 1)),
+        (5, [1, 1, 1], "none", ()),
+        (7, [3], "none", ()),
+    ]
+    for until, widths, shard, sizes in chain:
+        results = train(pool, widths, tmp_path / "parts", until, shard, sizes)
         assert {result["begun"] for result in results} == {len(losses)}
         assert all("has trained" in result["said"] for result in results)
         losses += results[0]["losses"]

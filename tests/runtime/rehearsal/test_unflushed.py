@@ -13,7 +13,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, RECEIVE, SEND, Program, RankProgram
 from autopar.formats.timeline import Timeline
 from autopar.planner import PlanOptions, action_prices, plan, simulate
-from autopar.planner.simulator.unflushed import mini_batches
+from autopar.planner.simulator.simulate import mini_batches
 from autopar.runtime.rehearsal.steps import rehearse_steps
 from autopar.schedules.check import check, check_bounds
 from autopar.schedules.continuing import lead

@@ -2,15 +2,20 @@
 
 With dropout, torch computes it on a CPU by plain operators, and draws for weights of ``(rows, heads, queries, keys)``.
 A part does so too, draws the weights of all heads, and takes its own. On a GPU a fused kernel draws inside, which no
-part can repeat.
+part can repeat: there, it is refused, unless every part is to draw for itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from math import sqrt
 
 import torch
+import torch.nn.functional as F
+from torch import fx
 
+from autopar.capture.data import number_of
 from autopar.capture.split.names import Dim, Name, block, resolve, size
 from autopar.capture.split.rules.draws import Taken, drop_part, own_ranges
 from autopar.capture.split.rules.rule import Dims, LocalCall, OperatorCall, Part, broadcast, rule, unite_or_block
@@ -18,7 +23,8 @@ from autopar.errors import UsageError
 
 _FUSED = (
     "fused attention draws its dropout inside a GPU's kernel, and cannot be split there; turn dropout of attention "
-    "off, or write it in plain operators (Transformers: `attn_implementation='eager'`)"
+    "off, write it in plain operators (Transformers: `attn_implementation='eager'`), or pass `split_seeds=True`, with "
+    "which every part draws for itself"
 )
 
 
@@ -50,6 +56,54 @@ def attend_part(
     weights = torch.ops.aten._safe_softmax.default(scores, -1)
     found = drop_part(weights, rate, tuple(range(weights.dim())), own) @ wide[2]
     return found.to(query.dtype)
+
+
+def attend_alone(
+    part: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    rate: float,
+    causal: bool,
+    scale: float | None,
+    share_keys: bool,
+) -> torch.Tensor:
+    """Attend with dropout that a part draws for itself, as torch does it: no part knows the others' numbers."""
+    with _own_numbers(query.device, part):
+        return F.scaled_dot_product_attention(query, key, value, mask, rate, causal, scale=scale, enable_gqa=share_keys)
+
+
+@contextmanager
+def _own_numbers(device: torch.device, part: int) -> Iterator[None]:
+    """Draw other numbers on every part; behind it the default generator is as on all others, and one number further."""
+    generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(number_of(f"{bytes(state.numpy()).hex()}/{part}"))
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+        torch.rand(1, generator=generator, device=device)
+
+
+def drops_weights(nodes: Iterable[fx.Node]) -> bool:
+    """Tell whether some nodes attend in one operator with dropout, of all heads or of a part's."""
+    fused = torch.ops.aten.scaled_dot_product_attention.default
+    return any(node.target is attend_part or (node.target is fused and _rate_of(node)) for node in nodes)
+
+
+def _rate_of(node: fx.Node) -> object:
+    """Return the rate of dropout, the fifth argument, or none."""
+    return node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p")
+
+
+def draw_alone(module: fx.GraphModule, part: int) -> None:
+    """Have attention of a part's graph draw its dropout for itself, not as a part of what is drawn for all heads."""
+    for node in module.graph.nodes:
+        if node.target is attend_part:
+            node.target, node.args = attend_alone, (part, *node.args[:-1])
+    module.recompile()
 
 
 def _hide(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:

@@ -18,13 +18,22 @@ from autopar.formats.expressible import Expressible, Recomputation
 from autopar.formats.plan import Plan, Shard, layout_of
 from autopar.formats.profile import Profile
 from autopar.planner.assemble import assemble
-from autopar.planner.bounds.ranks import least_s
-from autopar.planner.candidate import Candidate, Family, chunk_counts, divisors, groups, splits_backward, with_depths
+from autopar.planner.bounds import least_s
+from autopar.planner.candidate import (
+    Candidate,
+    Family,
+    Shape,
+    chunk_counts,
+    divisors,
+    groups,
+    splits_backward,
+    with_depths,
+)
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions, admissible_options
 from autopar.planner.search.judge import Best
-from autopar.planner.search.moves import Shape, balanced_shape, cuts_moved, place_shape
+from autopar.planner.search.moves import balanced_shape, cuts_moved, place_shape
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules import SCHEDULES
 

@@ -16,10 +16,10 @@ from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.interop.target import ExportSubject
 from autopar.planner import PlanOptions, plan
-from autopar.planner.alternatives import try_stages
 from autopar.planner.assemble import assemble
-from autopar.planner.nearest import nearest_plan
-from autopar.planner.plan import Question
+from autopar.planner.constraints import Question
+from autopar.planner.objectives.nearest import nearest_plan
+from autopar.planner.search.judge import try_stages
 from equal_plans import equal_plan, llama_profile
 from random_problems import local_cluster
 
