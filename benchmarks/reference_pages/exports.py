@@ -7,7 +7,7 @@ from types import ModuleType
 
 from autopar.exports import TARGETS
 from autopar.interop import kinds, layout, pipedream, piper
-from autopar.planner import nearest
+from autopar.planner.objectives import nearest
 from reference_pages.text import body, inline, markdown, page, table
 
 IMPORTS: dict[str, ModuleType] = {"profiles": kinds, "pipedream": pipedream, "piper": piper, "layout": layout}

@@ -13,7 +13,7 @@ from autopar.formats.checkpoint import CheckpointView
 from autopar.formats.report import Difference, Verification
 from autopar.interop.layout import DictatedStages
 from autopar.planner import PlanOptions
-from autopar.planner.compare import Comparison
+from autopar.planner.plan import Comparison
 from autopar.runtime.rehearsal.steps import Rehearsal
 from autopar.runtime.result.outcome import Outcome
 from autopar.runtime.settings import TrainSettings
