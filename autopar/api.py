@@ -7,19 +7,24 @@ torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from autopar.errors import UsageError
 from autopar.formats import cluster as clusters
-from autopar.formats import plan as plans
 from autopar.formats.profile import Precision, Profile
-from autopar.formats.program import parse_faults
-from autopar.inputs import import_layout, import_pipedream, import_piper, import_profiles, import_torchtitan
-from autopar.objects import Cluster, Plan, Timeline
+from autopar.inputs import (
+    import_layout,
+    import_pipedream,
+    import_piper,
+    import_profiles,
+    import_torchtitan,
+    model_inputs,
+)
+from autopar.objects import Cluster, Plan, PlanFile, Timeline, plan_inputs
 from autopar.progress import Progress, no_progress
+from autopar.rehearsals import rehearse
 
 __all__ = [
     "Cluster",
@@ -57,13 +62,8 @@ if TYPE_CHECKING:
     from autopar.planner import PlanOptions
     from autopar.planner.plan import Comparison
     from autopar.runtime.outcome import Outcome
-    from autopar.runtime.rehearsal.steps import Rehearsal
     from autopar.runtime.start.launch import StepProgress
     from autopar.views import FileView
-
-
-PlanFile = plans.Plan | str | Path
-"""A plan, or the file that it is in. Files that a plan names are relative to its own, or to the working folder."""
 
 
 def profile(
@@ -116,6 +116,10 @@ def profile(
         UsageError: the options do not fit the machine or each other.
         ModelError: model, batch and loss do not fit together.
         CaptureError: the model cannot be captured.
+
+    >>> profile = autopar.profile("mlp.py", batch=64, budget_s=0.1)
+    >>> len(profile.layers), profile.layers[0].name
+    (11, '0')
     """
     from autopar.estimates import device_kinds, profile_kinds
     from autopar.objects import user_model
@@ -140,6 +144,10 @@ def estimate(model: nn.Module | str | Path, batch: object = 64, *, device: str, 
     Raises:
         UsageError: a GPU is not known.
         AutoparError: as :func:`profile`.
+
+    >>> profile = autopar.estimate("mlp.py", batch=64, device="H100")
+    >>> profile.device.name, profile.layers[0].costs[0].provenance
+    ('H100-SXM', 'estimated')
     """
     from autopar.estimates import device_kinds
 
@@ -170,6 +178,11 @@ def plan(
     Raises:
         UsageError: options contradict the profile or each other.
         InfeasibleError: nothing fits the memory; names the stage and by how much.
+
+    >>> plan = autopar.plan("profile.json", gpus=2, memory_bytes="1GiB")
+    >>> plan.predicted.step_s >= plan.predicted.lower_bound_s
+    True
+    >>> plan.save("best.json")
     """
     from autopar.inputs import resolve_machines
     from autopar.planner import PlanOptions
@@ -200,6 +213,10 @@ def compare(
     Raises:
         UsageError: options contradict the profile or each other.
         InfeasibleError: nothing fits the memory; names the stage and by how much.
+
+    >>> rows = autopar.compare("profile.json", gpus=2).rows
+    >>> min(rows, key=lambda row: row.step_s or 1e9).name
+    'autopar'
     """
     from autopar.inputs import resolve_machines
     from autopar.planner import PlanOptions
@@ -232,114 +249,17 @@ def simulate(
         FileError: a file is missing, malformed, or no longer what it was when the plan was made.
         ProgramError: the program does not carry out its plan.
         UsageError: the program is too long to be listed action by action, or asynchronous.
+
+    >>> timeline = autopar.simulate("plan.json")
+    >>> timeline.save("predicted.json")
+    >>> 0 <= timeline.bubble() < 1
+    True
     """
     from autopar.inputs import program_of
     from autopar.planner import simulate as timeline_of
 
-    inputs = _resolve_inputs(plan, profile, cluster, times_of, progress)
+    inputs = plan_inputs(plan, profile, cluster, times_of, progress)
     return Timeline.of(timeline_of(*inputs, program_of(program, inputs[0])))
-
-
-@overload
-def rehearse(plan: PlanFile, *, progress: Progress = no_progress) -> tuple[int, ...]: ...
-
-
-@overload
-def rehearse(
-    plan: PlanFile,
-    *,
-    steps: int,
-    profile: Profile | str | Path | None = None,
-    cluster: clusters.Cluster | str | None = None,
-    times_of: str | None = None,
-    program: str | Path | None = None,
-    real_time: bool = False,
-    threads: bool | None = None,
-    timeout_s: float = 300.0,
-    inject_fault: str | Sequence[str] = (),
-    every: int | None = None,
-    progress: Progress = no_progress,
-) -> Rehearsal: ...
-
-
-def rehearse(
-    plan: PlanFile,
-    *,
-    steps: int | None = None,
-    profile: Profile | str | Path | None = None,
-    cluster: clusters.Cluster | str | None = None,
-    times_of: str | None = None,
-    program: str | Path | None = None,
-    real_time: bool = False,
-    threads: bool | None = None,
-    timeout_s: float = 300.0,
-    inject_fault: str | Sequence[str] = (),
-    every: int | None = None,
-    progress: Progress = no_progress,
-) -> tuple[int, ...] | Rehearsal:
-    """Perform a plan's program without its devices: return the peak bytes of every stage, or how long steps take.
-
-    Bytes are those of the model's tensors, which hold no data meanwhile. Operators are the CPU's: of a plan for GPUs,
-    attention, dropout and autocast keep what a CPU keeps. Steps are performed by all ranks in virtual time, with layers
-    that take the profile's seconds and compute nothing; the model's code does not run.
-
-    Args:
-        plan: a plan, or its file.
-        steps: how many are performed; None: bytes are counted. The other arguments go with ``steps``.
-        profile: what the plan was made of, in place of what it knows or its file records.
-        cluster: likewise; a cluster, its file, or its name.
-        times_of: the kind of the profile's devices whose times stand for others.
-        program: a file of the plan's program, edited or not; None: what the plan expands to.
-        real_time: whether ranks sleep as long as actions take.
-        threads: whether ranks are threads, and not processes; None: those of more than 16 ranks are.
-        timeout_s: longest that a rank may stand still.
-        inject_fault: what is to go wrong, as for :func:`train`: the rehearsal's ``losses`` say what is trained again.
-        every: steps from one checkpoint to the next; None: there are none.
-        progress: told what is done.
-
-    Raises:
-        FileError: a file is missing or malformed, or the model is not the one that was planned for.
-        ProgramError: the program does not carry out its plan.
-        UsageError: no program follows from the plan, or options contradict each other.
-        TrainingError: the program cannot be performed, or a rank was lost.
-    """
-    inputs = profile, cluster, times_of, program
-    if steps is not None:
-        options = {"real_time": real_time, "threads": threads, "timeout_s": timeout_s, "every": every}
-        return _perform(plan, steps, inputs, progress, faults=parse_faults(inject_fault), **options)
-    named = dict(zip(("profile", "cluster", "times_of", "program"), inputs, strict=True))
-    others = {"real_time": real_time or None, "threads": threads, "inject_fault": inject_fault or None, "every": every}
-    for name, value in {**named, **others}.items():
-        if value is not None:
-            raise UsageError(f"`{name}` is of steps in virtual time; pass `steps`, too")
-    model = _runnable(plan)
-
-    from autopar.runtime.rehearsal.memory import rehearse_model
-
-    return rehearse_model(*model, progress)
-
-
-def _perform(
-    plan: PlanFile,
-    steps: int,
-    inputs: tuple[Any, Any, str | None, Any],
-    progress: Progress,
-    **options: Any,  # noqa: ANN401
-) -> Rehearsal:
-    """Perform steps in virtual time; ``inputs`` are profile, cluster, times_of and program."""
-    if steps < 1:
-        raise UsageError(f"`steps` must be at least 1, found {steps}")
-    profile, cluster, times_of, program = inputs
-    resolved = _resolve_inputs(plan, profile, cluster, times_of, progress)
-
-    from autopar.inputs import program_of
-    from autopar.planner import action_prices
-    from autopar.runtime.rehearsal.steps import rehearse_steps
-
-    edited = program_of(program, resolved[0])
-    prices = action_prices(*resolved, edited)
-    found = rehearse_steps(*resolved[:2], prices, steps, program=edited, progress=progress, **options)
-    return replace(found, timeline=Timeline.of(found.timeline))
 
 
 def verify(
@@ -356,8 +276,11 @@ def verify(
     Raises:
         UsageError: the plan cannot be run, or not on this host, or not be compared; says why.
         AutoparError: the model does not fit the plan, or a rank failed.
+
+    >>> autopar.verify("plan.json", steps=1).equal
+    True
     """
-    inputs = _runnable(plan)
+    inputs = model_inputs(plan)
 
     from autopar.runtime.start.verify import verify as check
 
@@ -411,8 +334,13 @@ def train(
 
     Raises:
         AutoparError: the model does not fit the plan, or a rank failed; no process is left.
+
+    >>> outcome = autopar.train("plan.json", steps=2, clip_norm=1.0, checkpoint="checkpoints")
+    >>> len(outcome.report.loss), outcome.report.ranks
+    (2, 2)
+    >>> outcome.report.save("report.json")
     """
-    planned, model, data = _runnable(plan, seed)
+    planned, model, data = model_inputs(plan, seed)
 
     from autopar.runs import advise_on_memory, compare_with_prediction
     from autopar.runtime.start.launch import run, run_options
@@ -437,6 +365,9 @@ def checkpoints(
 
     Raises:
         FileError: there is no such folder, or nothing in it.
+
+    >>> [each.step for each in autopar.checkpoints("saved")]
+    [2]
     """
     from autopar.runtime.checkpoint.folder import views
 
@@ -454,6 +385,9 @@ def export_checkpoint(folder: str | Path, output: str | Path, *, step: int | Non
     Raises:
         FileError: there is no such checkpoint, or it is damaged.
         UsageError: there are others, but none of that step.
+
+    >>> autopar.export_checkpoint("saved", "model.safetensors")
+    2
     """
     from autopar.runtime.checkpoint.folder import export
 
@@ -476,10 +410,14 @@ def recalibrate(
 
     Raises:
         FileError: a file is missing, malformed, or no longer what it was when the plan was made.
+
+    >>> outcome = autopar.train("plan.json", steps=6, time_layers=True)
+    >>> profile, cluster = autopar.recalibrate("plan.json", outcome)
+    >>> plan = autopar.plan(profile, cluster)
     """
     from autopar.runs import recalibrate_inputs
 
-    return recalibrate_inputs(*_resolve_inputs(plan, profile, cluster), outcome)
+    return recalibrate_inputs(*plan_inputs(plan, profile, cluster), outcome)
 
 
 def probe(
@@ -504,6 +442,10 @@ def probe(
     Raises:
         UsageError: the machine has no such devices, or too few.
         TrainingError: a rank failed.
+
+    >>> cluster = autopar.probe(ranks=2, device="cpu", quick=True, largest_bytes=65536)
+    >>> sorted({curve.kind for curve in cluster.curves})
+    ['all_gather', 'all_reduce', 'p2p', 'reduce_scatter']
     """
     from autopar.profiler.probe import Probe, cluster_here
 
@@ -516,6 +458,8 @@ def links(
     """Return this machine as a cluster, from what ranks soon measure: what `autopar profile` writes beside a profile.
 
     Arguments are those of :func:`probe`.
+
+    >>> cluster = autopar.links(ranks=2, device="cpu")  # doctest: +SKIP
     """
     from autopar.profiler.probe import cluster_here
 
@@ -533,6 +477,11 @@ def show(file: str | Path, over: str | Path | None = None, *, progress: Progress
     Raises:
         FileError: a file is missing or malformed.
         UsageError: the two cannot be compared.
+
+    >>> view = autopar.show("plan.json")
+    >>> view.kind
+    'plan'
+    >>> view.draw().savefig("plan.png")
     """
     from autopar.views import view_file
 
@@ -565,34 +514,12 @@ def export(
         UsageError: there is no such format, or it cannot express the plan; says why.
         FileError: a file is missing, malformed, or no longer what it was when the plan was made.
         InfeasibleError: no plan that the trainer can express fits the memory.
+
+    >>> [file.name for file in autopar.export("plan.json", "torch").files]
+    ['schedule.csv', 'stages.py']
     """
     from autopar.exports import export_plan
     from autopar.inputs import planned_file
 
-    resolved, path = _resolve_inputs(plan, profile, cluster), planned_file(plan)
+    resolved, path = plan_inputs(plan, profile, cluster), planned_file(plan)
     return export_plan(target, resolved, path, None if output is None else Path(output), schedule_file, nearest=nearest)
-
-
-def _resolve_inputs(
-    plan: PlanFile,
-    profile: Profile | str | Path | None,
-    cluster: clusters.Cluster | str | None,
-    times_of: str | None = None,
-    progress: Progress = no_progress,
-) -> tuple[plans.Plan, Profile, clusters.Cluster]:
-    """Return a plan, and what it was made of: what is given, what it knows, or what its file records."""
-    from autopar.inputs import open_plan, resolve_inputs
-
-    planned, path = open_plan(plan)
-    known = plan.origin if isinstance(plan, Plan) else None
-    if known is not None:
-        profile, cluster = profile or known[0], cluster or known[1]
-    return resolve_inputs(planned, path, profile, cluster, times_of, progress)
-
-
-def _runnable(plan: PlanFile, seed: int | None = None) -> tuple[plans.Plan, str, Path | None]:
-    """Return a plan, its MODEL, and the file that feeds an ``hf:`` one; what is missing is found before torch loads."""
-    from autopar.inputs import data_of, model_of, open_plan
-
-    planned, path = open_plan(plan, seed)
-    return planned, model_of(planned, path), data_of(planned, path)

@@ -252,6 +252,12 @@ def planned_file(plan: Plan | str | Path) -> Path:
     return Path("plan.json") if isinstance(plan, Plan) else Path(plan)
 
 
+def model_inputs(plan: Plan | str | Path, seed: int | None = None) -> tuple[Plan, str, Path | None]:
+    """Return a plan, its MODEL, and the file that feeds an ``hf:`` one; what is missing is found before torch loads."""
+    planned, path = open_plan(plan, seed)
+    return planned, model_of(planned, path), data_of(planned, path)
+
+
 def resolve_machines(
     profile: Profile | str | Path, cluster: Cluster | str | None, options: PlanOptions
 ) -> tuple[Profile, Cluster]:
@@ -279,6 +285,11 @@ def import_layout(
     Raises:
         UsageError: the text is no layout, or not of so many layers, or the devices do not divide its stages.
         FileError: the profile is missing or malformed.
+
+    >>> found = autopar.import_layout("Ett|ttL", "llama.json", replicas=2)
+    >>> found.options
+    {'stages': '0-2:2,3-5:2', 'schedule': '1f1b'}
+    >>> plan = autopar.plan("llama.json", **found.options)
     """
     from autopar.interop.megatron import import_layout as stages_of
 
@@ -302,6 +313,9 @@ def import_torchtitan(
     Raises:
         FileError: a file is missing or malformed, or states no stages.
         UsageError: the modules are not those of the profile's layers.
+
+    >>> autopar.import_torchtitan("train.toml", "llama.json").stages
+    '0-2:2,3-5:2'
     """
     from autopar.interop.torchtitan import import_torchtitan as stages_of
 
@@ -318,6 +332,10 @@ def import_pipedream(file: str | Path, profiled_batch: int = 1) -> Profile:
 
     Raises:
         FileError: the file is missing or malformed; names the line.
+
+    >>> profile = autopar.import_pipedream("graph.txt", profiled_batch=64)
+    >>> [layer.name for layer in profile.layers]
+    ['node2', 'node3']
     """
     from autopar.interop.pipedream import pipedream_profile
 
@@ -329,6 +347,10 @@ def import_piper(file: str | Path) -> Profile:
 
     Raises:
         FileError: the file is missing or malformed; names the JSON path.
+
+    >>> profile = autopar.import_piper("bert.json")
+    >>> [option.tensor_parallel for option in profile.layers[0].options]
+    [1, 2]
     """
     from autopar.interop.piper import piper_profile
 
@@ -340,6 +362,10 @@ def import_profiles(files: Sequence[str | Path]) -> Profile:
 
     Raises:
         FileError: a file is missing or malformed, or they differ in more than their devices; names the JSON path.
+
+    >>> both = autopar.import_profiles(["h100.json", "a100.json"])
+    >>> [both.device.name, *(each.device.name for each in both.others)]
+    ['H100-SXM', 'A100-80G']
     """
     from autopar.hardware.kinds import NamedProfile, join_profiles
 

@@ -1,7 +1,18 @@
 """Weight policies: which weights the forwards and backwards of a pipeline that is never flushed see.
 
-In: how deep a stage is, and a micro-batch. Out: the version of the weights that its forward and its backward see;
-version v has v updates. Read :class:`Policy` first; :func:`distances` is what programs are made of.
+Version v of a stage's weights has v updates. Micro-batches m count through all mini-batches t, T of them each. K_s of
+them are in flight on stage s, counted from 0. On stage s, forward and backward of m see the version
+
+    stash           max(0, floor((m - K_s + 1) / T)): the newest when the forward comes
+    vertical-sync   max(0, floor((m - K_0 + 1) / T)): the one that the first stage sees of m, on all stages
+    2bw             max(0, t - 1): the one before the newest update of all
+    predict         forward: predicted from the newest; backward: the newest, or predicted, too
+    pipemare        forward: the newest; backward: the newest, corrected
+
+and under ``sync``, with a flush at the end of every step, all see those of the step.
+
+In: how deep a stage is, and a micro-batch. Out: the version of the weights that its forward and its backward see. Read
+:class:`Policy` first; :func:`distances` is what programs are made of.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
         --json benchmarks/results/differential.json
 
 Draws models from a grammar (benchmarks/fuzzing/) and plans of one to six ranks for them, takes each through profile,
-plan and run, and holds the result against a plain loop by docs/promises.md. Every case is *equal*, or *refused* by a
-message that a part of the model accounts for. Else it is *wrong*, a *crash*, a *hang*, a *false refusal*, or *taken*
+plan and run, and holds the result against a plain loop by docs/howto/verify.md. Every case is *equal*, or *refused* by
+a message that a part of the model accounts for. Else it is *wrong*, a *crash*, a *hang*, a *false refusal*, or *taken*
 where it should have been refused. *rounding* is equal as far as the model can tell: weights moved by 1e-15 of
 themselves make a difference of that size. Where a model makes torch's plain loop fail, another is drawn.
 

@@ -1,4 +1,4 @@
-"""Bounds: a step time that no schedule of some stages can undercut (docs/planning.md), and which of its terms bind.
+"""Bounds: a step time that no schedule of some stages can undercut (docs/design/bound.md), and which of its terms bind.
 
 In: stages with their seconds. First the recursion for whole forwards and backwards.
 

@@ -197,22 +197,28 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One row (docs/estimating.md)."""
+    """One measured run, priced by the simulator as a plan of these stages would be."""
 
     at: str
     """Where it stands, for messages: file and row."""
     step_s: float
+    """Of one optimizer step, steady state; between a microsecond and a day."""
     batch: int
+    """Samples per step, over all devices."""
     model: str | None = None
-    """None: the model that is profiled."""
+    """As on the command line; None: the model that is profiled."""
     devices: int = 1
+    """How many were used."""
     stages: str = "1"
-    """How many equal ones, or which: ``0-5:2,6-11:2``."""
+    """How many equal ones (a divisor of ``devices``), or which: ``0-5:2,6-11:2``."""
     micro_batches: int = 1
+    """Per step; a divisor of ``batch``."""
     schedule: str = "1f1b"
+    """Or ``gpipe``."""
     recompute: bool = False
+    """``full`` in the file: every layer's backward ran its forward again; else ``none``."""
     cluster: str | None = None
-    """None: nodes of eight devices, as many as are needed."""
+    """A name or a file; None: nodes of eight such GPUs, as many as are needed."""
 
 
 def read_runs(path: str | Path) -> tuple[MeasuredRun, ...]:
@@ -224,7 +230,7 @@ def read_runs(path: str | Path) -> tuple[MeasuredRun, ...]:
     """
     path = Path(path)
     if not path.exists():
-        raise FileError(f"{path}: no such file; docs/estimating.md says which runs it holds, and how")
+        raise FileError(f"{path}: no such file; docs/howto/other_gpus.md says which runs it holds, and how")
     reader = csv.DictReader(io.StringIO(read_text(path, "runs").removeprefix("\ufeff")))
     try:
         names = [name.strip() for name in reader.fieldnames or ()]

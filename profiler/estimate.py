@@ -349,7 +349,7 @@ def profile_of(
         step_overhead_s=constants.step_s,
         notes=(
             *subject.notes,
-            f"times are estimated for {gpu.name} by its data sheet, not measured (docs/estimating.md)",
+            f"times are estimated for {gpu.name} by its data sheet, not measured (docs/howto/other_gpus.md)",
             *notes,
         ),
     )

@@ -8,6 +8,8 @@ the same tensors are not.
 
 A recording runs each layer once and notes the storages that it keeps from forward to backward. Of a model that is
 larger than memory one layer at a time is given weights, measured, and emptied again.
+
+Why: docs/design/decisions.md, "Profiler: Layers are timed in the course of a step".
 """
 
 from __future__ import annotations
@@ -418,7 +420,7 @@ def compile_layers(graph: LayerGraph) -> LayerGraph:
 
 @contextmanager
 def compiling(device: torch.device) -> Iterator[None]:
-    """Compile in the block, with random numbers as uncompiled layers draw them (``docs/seeds.md``).
+    """Compile in the block, with random numbers as uncompiled layers draw them (``docs/howto/verify.md``).
 
     Raises:
         UsageError: there is no working compiler, or it does not take a layer.

@@ -3,6 +3,22 @@
 In come what a plan was made of, and every action's measured and predicted seconds; out come layers whose times are
 multiplied by what their stages took longer, links and curves whose messages take as long as those of the run, and
 curves of gathers and scatters where ranks divided what they trained.
+
+- A stage's forwards, backwards, halves and updates over the predicted ones correct the layers of the stage. In steps 2
+  to 5 every layer is timed inside its stage, so that each gets its own part of that: a backward of a layer lasts from
+  the gradients of its outputs to those of the next layer's. Stages whose backwards go in halves, and runs too short for
+  it, correct all layers of a stage alike.
+- Layers that were measured as one stay alike: they have the median of their corrections.
+- Every micro-batch size of a layer is corrected by the same factor; the size that ran is then ``measured``, others are
+  as they were.
+- Stages on several kinds of devices tell nothing of any. Nor do those that divide gradients or parameters: they gather
+  and scatter while they compute, and the seconds beyond the profile's computing are taken for that. They correct the
+  curves of all-gathers and reduce-scatters, unless computing is predicted to hide them. Updates of stages that divide
+  anything correct none: a gather is predicted behind them, which runs do in the next forward.
+- Messages of at least two sizes, the largest twice the smallest, give a link's latency and bandwidth. Messages of one
+  size, curves, and levels with several links are multiplied by measured over predicted. All-reduces stay as they are:
+  a run hides most of them behind backwards.
+- ``step_overhead_s`` is the time of a step before its first action.
 """
 
 from __future__ import annotations

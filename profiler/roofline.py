@@ -25,13 +25,16 @@ Numbers = npt.NDArray[np.float64]
 
 ALIGNED_SHARE = {16: 1.0, 8: 0.37, 4: 0.37, 2: 0.17}
 """Of the rate of 16-bit products whose rows are multiples of 16 bytes, what others reach: medians of 19 products on an
-H100 (`docs/estimating.md`). A vocabulary of 50,257 has rows of an odd number of elements."""
+H100 (`docs/design/estimates.md`). A vocabulary of 50,257 has rows of an odd number of elements."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What a data sheet does not say. The defaults are starting points; `docs/estimating.md` says where each is from,
-    and ``--calibrate-with`` fits them to measured runs."""
+    """What a data sheet does not say.
+
+    The defaults are starting points; `docs/design/estimates.md` says where each is from, and ``--calibrate-with`` fits
+    them to measured runs.
+    """
 
     matmul_share: float = 0.75
     """Of the peak rate, that large products of matrices, convolutions and attention reach."""

@@ -101,7 +101,7 @@ class ShareLoader:
     """Loads, for one rank, the model inputs that its layers read.
 
     An incomplete last mini-batch of an epoch is dropped, or filled up with the epoch's first samples. Data sets may
-    draw random numbers: see ``docs/seeds.md``.
+    draw random numbers: see ``docs/howto/verify.md``.
     """
 
     def __init__(

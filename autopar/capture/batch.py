@@ -1,10 +1,18 @@
 """Batches: from what ``collate`` gives to named tensors, to rows of them, and into the model's call; and reading data.
 
+A sample is a dict, a tuple or a tensor. Keys of a dict that are parameters of ``forward`` are its inputs (all keys, if
+it takes ``**keywords`` only). A tuple's last item is the target where there is a loss; the others are the positional
+inputs. The loss is given the whole batch. A dict's values may be dicts or tuples of tensors in turn.
+
+Every tensor of a batch has the samples as its first dimension. Other sizes are fixed, so ``collate`` pads.
+
 A model that a script holds already, with its batch and functions, becomes what a model file would give.
 
 Every rank has a dataset of its own, and reads the samples of its own share. A sample is the same however often, and in
 whichever order, samples are read: what one gives may depend on its index and on the default generators, which are
-seeded alike on every rank that reads it (``docs/seeds.md``), and on nothing that was read before.
+seeded alike on every rank that reads it (``docs/howto/verify.md``), and on nothing that was read before. ``dataset()``
+and ``collate`` may cache. A few samples are read twice, and once more from another ``dataset()``, in other orders and
+seeded alike; if they differ, ``dataset()[i]`` or ``collate()`` is refused.
 """
 
 from __future__ import annotations

@@ -3,10 +3,30 @@
 Of a captured layer the graph tells what it changes beside its outputs; of a listed module, what operators write while
 it runs, and which of its buffers are others afterwards. Running statistics of batch normalisation do not count.
 
-It is found, too, how many samples a layer needs. Batch normalisation in training refuses a single value per channel, as
-torch's modules do; its operator, which is what a graph holds, goes on, and makes its running variance not a number. And
-a model may do something else with a single sample (``if len(x) == 1:``), of which a graph that was captured with two
-shows nothing.
+    class Average(nn.Module):
+        def forward(self, x):
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)  # a moving average, in a buffer
+            return x - self.mean
+
+Every micro-batch in flight keeps the buffers that its forward writes as they were: its backward, and a recomputation,
+see them as its first forward did. The copies are counted in a plan's memory, and so are those of model inputs that a
+recomputed layer writes. Running statistics of batch normalisation need no copies, since nothing reads them in training.
+
+Replicas would each write their own, so such a layer has one replica in every plan that is found; profile and plan say
+which layer and why, and stages of your own that ask for more are refused. ``autopar plan --replicate-state first`` (or
+``average``) lifts that for buffers: after every step, those of the first replica, or the mean of all (of integers, the
+first's), go to all. Training then differs from one replica's, and the plan says so.
+
+A layer whose forward writes a parameter (``nn.Embedding(max_norm=1.0)``, a clamped weight) always has one replica, and
+is not recomputed. No other stage may hold what it writes: captured layers that share it are one layer, listed modules
+that do are refused. A listed module may assign a buffer anew (``self.mean = ...``).
+
+It is found, too, how many samples a layer needs. The number of samples stays free, or within the range that torch
+names: a model that has an ``if x.shape[0] < 64`` takes 1 to 63 at once. Batch normalisation in training refuses a
+single value per channel, as torch's modules do; its operator, which is what a graph holds, goes on, and makes its
+running variance not a number. And a model may do something else with a single sample (``if len(x) == 1:``), of which a
+graph that was captured with two shows nothing. Such layers take at least two samples, and so does a listed module that
+raises for one. Every plan that is found obeys; stages of your own, and edited plans, that do not are refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,23 @@
 """Capture: a model, a loss and an example batch become a LayerGraph.
 
-In training mode one ordinary forward is tried out, the model with its loss is exported for any number of rows, and the
-exported graph is cut into layers. Where that fails, the modules that the model or its user lists are taken instead. The
-parameters of a model that is captured for its graph and shapes alone need no values.
+In training mode one ordinary forward is tried out, the model with its loss is exported from two samples
+(``torch.export``, not strict, number of samples free), and the exported graph is cut into layers. Where that fails, the
+modules that the model or its user lists are taken instead. The parameters of a model that is captured for its graph and
+shapes alone need no values.
+
+All modules are put into training mode, as ``train()`` does; profile, plan and report name those that were in evaluation
+mode. To keep one there, give it a ``train()`` of its own. ``autopar profile`` compares the gradients of one batch with
+the plain model's, and refuses a graph that differs.
+
+Refused with file and line are: a branch that depends on values, an ``autograd.Function`` of your own,
+``torch.utils.checkpoint``, a hook on a gradient, a random number of Python's or NumPy's global generators, a buffer or
+number of a module that a forward replaces, and batch normalisation with ``momentum=None``. Refused by name are: Python
+state that changes from forward to forward, a tensor that is no buffer and that a forward replaces and reads, a hook on
+a parameter's gradient or a module's backward, a parameter that shares memory with another tensor of the model. For
+these, list the layers.
+
+Where a graph is compiled, its parameters, buffers and constants are arguments of the code, so that layers of a kind
+share it; listed layers are compiled one by one.
 """
 
 from __future__ import annotations
@@ -404,7 +419,7 @@ def placeholders(program: ExportedProgram, tensors: Sequence[str], canonical: Ma
             if isinstance(program.constants.get(str(spec.target)), torch.Generator):
                 raise CaptureError(
                     "the model draws from a torch.Generator of its own, whose state no layer takes along; draw from "
-                    f"the default one (docs/seeds.md), {FALLBACK}"
+                    f"the default one (docs/howto/verify.md), {FALLBACK}"
                 )
     node = next(node for node in program.graph.nodes if node.name in tables["tensors"])
     rows = node.meta["val"].shape[0]

@@ -1,10 +1,18 @@
 """Layers that are listed, not captured: modules of ``layers(model)``, or of the pipeline plan that a model declares.
 
-The modules that a user lists are called one after another. A Transformers model may say itself which of its modules
-form the pipeline (``embed_tokens``, ``layers``, ``norm``, ``lm_head``). What its forward does between them (masks,
-rotary positions, scaling, the loss) is code of its own, so every layer runs that forward, with what comes before its
-module passed through, its module fed with the hidden states that it was sent, and an end at the call of the next
-module.
+    def layers(model):
+        return [model.embedding, *model.blocks, model.head]
+
+The first module is called with the model's inputs, each other one with the output before it: a tensor, or a tuple of
+tensors, each with the samples as exactly one dimension. The loss gets the last output and the whole batch. All their
+parameters must be the model's. Such layers run as they are, checkpointing and own functions included; every rank builds
+the model for itself.
+
+A Transformers model may say itself which of its modules form the pipeline (``embed_tokens``, ``layers``, ``norm``,
+``lm_head``; its ``base_model_pp_plan``). What its forward does between them (masks, rotary positions, scaling, the
+loss) is code of its own, so every layer runs that forward, with what comes before its module passed through, its module
+fed with the hidden states that it was sent, and an end at the call of the next module. A note says so; such layers are
+used as listed ones.
 """
 
 from __future__ import annotations

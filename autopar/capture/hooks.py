@@ -5,17 +5,103 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
+import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from autopar.errors import ModelError
 
 MOST_SHOWN = 60
 """Characters of a file that are repeated in what to write instead."""
+
+
+class ModelFile(Protocol):
+    """The functions of a model file: a Python file, or ``package.module:factory``, which imports nothing of autopar.
+
+    ``model`` is required, and so is ``dataset`` to profile and to run; the others have defaults. With a factory, the
+    other functions are looked up in the factory's module. The file is executed once in every process, with its folder
+    on ``sys.path``; what it prints goes to standard error. A function that cannot be called as it stands here is
+    refused when the file is loaded, with its line and what to write instead.
+    """
+
+    def model(self) -> nn.Module:
+        """Return the model, built on the CPU right after ``torch.manual_seed(seed)``.
+
+        ``model = Net`` will do where the class takes no arguments, and so will ``functools.partial``. ``model = Net()``
+        will not: its weights would be drawn before they are seeded. Parameters are all float32 or complex64, or all
+        float64 or complex128. Complex numbers of double precision are saved as pairs of real ones, as safetensors
+        knows them; ``torch.view_as_complex`` makes them what they were. The model is trained in training mode.
+        """
+        ...
+
+    def dataset(self) -> Dataset[Any]:
+        """Return a map-style dataset: it has ``__len__`` and ``__getitem__``; a list of samples is one.
+
+        Samples may be drawn at random, on the default generators of Python, NumPy and torch: they are seeded by the
+        run's seed, the epoch and the sample's index before a sample is read.
+        """
+        ...
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | int]:  # noqa: ANN401
+        """Return the loss of a batch: a mean over samples, or ``(sum, count)``.
+
+        ``batch`` is the whole batch as ``collate`` makes it, and ``output`` anything that the model returns. Default:
+        the model's output is a scalar, or carries ``.loss`` or ``["loss"]``. Where samples have unevenly many of what
+        is averaged, such as labelled tokens, return the sum and the count. A parameter that the loss does not lead back
+        to has no gradient, as in plain training: an optimizer with weight decay would shrink it for a gradient of zero.
+
+            def loss(output, batch):
+                scores, labels = output.flatten(0, 1), batch["labels"].flatten()
+                return F.cross_entropy(scores, labels, reduction="sum"), (batch["labels"] != -100).sum()
+        """
+        ...
+
+    def optimizer(self, parameters: Iterable[nn.Parameter], *, delay: float, replicas: int) -> torch.optim.Optimizer:
+        """Return an optimizer of some parameters. Default: ``torch.optim.AdamW(parameters, lr=1e-3)``.
+
+        Every rank makes one, for the parameters of its stages. Call the argument ``named_parameters`` to be given pairs
+        with the model's own names, and make groups by name:
+
+            def optimizer(named_parameters):
+                pairs = list(named_parameters)  # ("blocks.0.linear.weight", parameter), ...
+                decayed = [each for name, each in pairs if name.endswith("weight")]
+                others = [each for name, each in pairs if not name.endswith("weight")]
+                return torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-3)
+
+        ``delay`` and ``replicas`` are passed only if you have parameters of these names.
+        """
+        ...
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        """Return a scheduler of rates, stepped once a step; ``ReduceLROnPlateau`` with the mini-batch's loss.
+
+        Default: none.
+        """
+        ...
+
+    def collate(self, samples: list[Any]) -> Any:  # noqa: ANN401
+        """Return a batch of samples. Default: ``torch.utils.data.default_collate``.
+
+        One of your own is given all samples of a micro-batch on every rank that reads from it, which costs every
+        replica the loading of the whole. Sizes other than the number of samples are fixed, so this is where you pad.
+        """
+        ...
+
+    def layers(self, model: nn.Module) -> list[nn.Module]:
+        """Return modules that are called one after another, where the model cannot be captured. Default: capture.
+
+        If the function is there, it is used.
+        """
+        ...
+
+
+IGNORED_STATE = """A list of paths of Python state that forwards change and that you only log, such as
+``["Net.calls"]``. Default: none. See "Python state"."""
 
 
 class Hook(NamedTuple):
@@ -25,9 +111,9 @@ class Hook(NamedTuple):
     """What it is given, in order."""
     body: str
     """What it may return."""
-    argument_text: str = "nothing"
+    argument_text: str
     """What it is given, in words."""
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...]
     """What it is given by name, if it asks for it."""
 
     def call(self, name: str) -> str:
@@ -37,20 +123,26 @@ class Hook(NamedTuple):
         return f"`def {self.call(name)}: return {body or self.body}`"
 
 
+def _hook(name: str, body: str, argument_text: str = "nothing") -> Hook:
+    """Return a function of :class:`ModelFile`; what it is given by name alone is optional."""
+    _, *parameters = inspect.signature(getattr(ModelFile, name)).parameters.values()
+    optional = [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    required = [each.name for each in parameters if each.name not in optional]
+    return Hook(tuple(required), body, argument_text, tuple(optional))
+
+
 HOOKS = {
-    "model": Hook((), "Net()"),
-    "dataset": Hook((), "TensorDataset(inputs, targets)"),
-    "loss": Hook(
-        ("output", "batch"),
+    "model": _hook("model", "Net()"),
+    "dataset": _hook("dataset", "TensorDataset(inputs, targets)"),
+    "loss": _hook(
+        "loss",
         "nn.functional.cross_entropy(output, batch[1])",
         "the model's output and the whole batch, as collate makes it",
     ),
-    "optimizer": Hook(
-        ("parameters",), "torch.optim.AdamW(parameters, lr=1e-3)", "a list of parameters", ("delay", "replicas")
-    ),
-    "scheduler": Hook(("optimizer",), "torch.optim.lr_scheduler.StepLR(optimizer, 100)", "the optimizer"),
-    "collate": Hook(("samples",), "torch.utils.data.default_collate(samples)", "a list of samples"),
-    "layers": Hook(("model",), "[model.embedding, *model.blocks, model.head]", "the model"),
+    "optimizer": _hook("optimizer", "torch.optim.AdamW(parameters, lr=1e-3)", "a list of parameters"),
+    "scheduler": _hook("scheduler", "torch.optim.lr_scheduler.StepLR(optimizer, 100)", "the optimizer"),
+    "collate": _hook("collate", "torch.utils.data.default_collate(samples)", "a list of samples"),
+    "layers": _hook("layers", "[model.embedding, *model.blocks, model.head]", "the model"),
 }
 LOSS = HOOKS["loss"].definition("loss")
 

@@ -1,12 +1,21 @@
 """Losses: whether training depends on how a mini-batch is divided, and what to write so that it does not.
 
 A mini-batch's loss must be that of its parts, weighted by their samples or counts; micro-batches and shares are such
-parts. A mean over labelled tokens is not, where samples have unevenly many; neither is a loss that compares samples
-with one another.
+parts. A mean over labelled tokens is not, where samples have unevenly many: return its sum and their number. Neither is
+a loss that compares samples with one another.
+
+``autopar profile`` compares loss and gradients of six samples with those of one, two and three of them. Samples are
+picked that have unevenly much padding; where the loss leaves out a label other than torch's own -100
+(``ignore_index=0``), some samples get more of it. Models of more than 16 million parameters compare losses of three
+samples, without gradients. A loss that does not add up is refused: with the formula to write where it is a mean over
+something that is counted, else (contrastive losses, a router's balance) with what is exact: one micro-batch, and one
+replica of every stage where samples meet. ``accept_loss`` takes it as it is. The difference then stands in the profile,
+and plan and report state it where the plan divides the mini-batch.
 
 Losses are compared in float64, computed so that rows of a batch meet in the loss only: random numbers are replaced by
 their means (dropout leaves everything as it is), buffers stay as they are (no average moves), and batch normalisation
-uses its running statistics.
+uses its running statistics. Where float64 does not run, 20 times the difference that another order of the rows makes is
+taken for rounding.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """Models that are larger than memory: built and captured with shapes for parameters.
 
 Parameters lose their values at the moment they are registered, so that never more than one is held; constants and
-buffers that a constructor computes keep theirs. While such a model is captured its parameters are fake tensors that
-claim to be on the CPU, so that the graph is the one that a real model would give.
+buffers that a constructor computes keep theirs. A constructor that reads a parameter's value (``.item()``,
+``.tolist()``) is refused with its line, and so is a buffer that is computed from parameters. While such a model is
+captured its parameters are fake tensors that claim to be on the CPU, so that the graph is the one that a real model
+would give. Gradients are not compared then. A layer that is measured is given random weights for that time: normal with
+deviation 0.02, normalisations' weights one, biases zero.
 
 Listed modules are run on fake tensors, which compute nothing, for what they return. Where shapes do not tell, since
 values decide what a module runs, that module alone is given random weights, and run on random numbers.

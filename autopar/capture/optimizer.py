@@ -1,5 +1,13 @@
 """A user's optimizer: the settings that it gives each parameter, as plain data, and trials of it on small parameters.
 
+Every rank has an optimizer for the parameters of its stages, and not all ranks have any. An optimizer whose step treats
+parameters one by one or group by group (SGD, Adam, Adagrad and most others, ``foreach`` and ``fused`` too) does what it
+would do with all of them. Groups by name or by shape are good. What depends on the place, the number or the identity of
+parameters is refused before the first step, and so is a step that takes all parameters together, such as one that clips
+by their norm (``--clip-norm`` does that). One whose step calls for the loss again (L-BFGS) is refused, too. Where
+several devices run a replica together, each steps its parts of parameters alone: an optimizer that looks at whole ones
+(Muon, Adafactor, LAMB) is refused before the first step.
+
 Trials tell whether it needs all parameters at once, and whether it can step parts of them. A step that takes a norm, or
 another statistic, over all parameters does something else on ranks that hold some of them. One that takes it over a
 parameter may do something else, or fail, where replicas hold parts of it. Torch has these step them together; ranks

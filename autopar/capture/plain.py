@@ -8,8 +8,8 @@
     trained.losses, trained.gradients, trained.parameters, trained.buffers
 
 Nothing is captured, cut or sent here: the model's own forward runs, on the micro-batches and shares of the plan, with
-the seeds of ``docs/seeds.md``, and an optimizer of the user steps all parameters. Of autopar it imports how a model
-file and its batches are read, the plan's format, and how stages divide micro-batches
+the seeds of ``docs/howto/verify.md``, and an optimizer of the user steps all parameters. Of autopar it imports how a
+model file and its batches are read, the plan's format, and how stages divide micro-batches
 (:mod:`autopar.capture.division`). Of a plan that is never flushed, every micro-batch sees the weights that its policy's
 rule says (:mod:`autopar.capture.histories`). In float64, parameters, buffers and inputs are cast, so that rounding
 hides nothing.
@@ -188,7 +188,7 @@ class DividedForward(LayerTracer):
         return self._inside or shares[self._base if self._base < len(shares) else 0]
 
     def _seed(self, share: Share) -> int:
-        """Return what the layer's generator is seeded with: docs/seeds.md."""
+        """Return what the layer's generator is seeded with: docs/howto/verify.md."""
         return _number(self._plan.seed, self.layer, *self._moment, share.index)
 
 
@@ -458,7 +458,7 @@ class _LossAccumulator:
 
 
 class _Samples:
-    """The mini-batches of a run, micro-batch by micro-batch, read and seeded as ``docs/seeds.md`` says."""
+    """The mini-batches of a run, micro-batch by micro-batch, read and seeded as ``docs/howto/verify.md`` says."""
 
     def __init__(self, user: UserModel, plan: Plan) -> None:
         self._user, self._plan = user, plan

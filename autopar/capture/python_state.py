@@ -1,10 +1,31 @@
 """Python state: values outside of tensors that a forward reaches, as they are at a moment, by path.
 
+    class Net(nn.Module):
+        def forward(self, x):
+            self.state["n"] += 1  # Net.state['n'] changes from 1 to 2 with every forward
+            return x * 2 if self.state["n"] > 40 else x
+
+A captured layer computes as the model did when it was captured, so a counter that it reads stands still. Forward and
+loss are called three times, on different batches, and all that they reach is compared before and after the second and
+third call. Objects that the first call makes (a mask, a cache) may stay. State that changes is refused with its path;
+then
+
+- keep it in a buffer, and write into it (``self.n.add_(1)``);
+- or, if you only log it, name it: ``ignored_state = ["Net.state['n']"]`` in the model file, or
+  ``autopar.profile(..., ignored_state=[...])``. A name stands for all that it holds (``"Net.state"``), the class of the
+  model may be left out (``"state"``), ``*`` stands for anything (``"blocks.*.calls"``); ``"COUNT"`` and ``"global COUNT
+  of model.py"`` are the same, and so it is with variables of closures. Profile, plan and report repeat the names;
+- or list the layers: a module that alone keeps the state may change it, and is then neither replicated nor recomputed.
+  The loss belongs to the last one. State that several modules reach is refused, and so is an iterator, which cannot be
+  put back when the layers have been tried out. Such a job does not evaluate.
+
 It is walked from a value through attributes, items, closures, and globals of the user's own files.
 ``M.state['n']`` is in an attribute of the model M, ``closure variable n of loss`` in a function, ``global COUNT of
 model.py`` in a file of the user's own. Values are compared by structure, never by ``==``, which may be costly, raise,
 or give no truth value. Globals of installed packages are not looked at, nor what C extensions keep. State is put back
 as it was after capturing, so that training starts where plain training does.
+
+Why: docs/design/decisions.md, "Capture: Python state is walked".
 """
 
 from __future__ import annotations

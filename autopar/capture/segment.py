@@ -14,6 +14,12 @@ A boundary is legal where it separates none of these:
 2. the maker of a storage, everything that reads it, and the operator that writes it in place;
 3. users of a buffer (or parameter, or input) that some operator writes;
 4. the maker of a value and its last reader, where that value is not a tensor with the batch as exactly one dimension.
+
+A layer that joins modules is named after the first one and the others that read parameters: ``model.norm+lm_head``. Of
+more than three, the first and the last are named: ``stem+...+last``. A second call of a module is ``path@2``. Each of
+the named ones stands for the layer in ``stages``, ``pin`` and ``forbid_cut``. Plans that an earlier autopar made still
+run: those that name the first module only, or a whole stage of blocks. A parameter that several layers read to compute
+a free value is tied.
 """
 
 from __future__ import annotations

@@ -9,6 +9,15 @@ stage's rate by its replicas, PipeMare divides it by its delay; the function may
 
     def optimizer(parameters, delay, replicas):
         return torch.optim.SGD(parameters, lr=0.1 * replicas / (1 + delay))
+
+- ``delay``: the updates between a micro-batch's forward and its own update, the mean over a mini-batch, such as 0.5; 0
+  with flushes, and where a profile is made. Under ``vertical-sync`` the weights that forwards see may be older.
+- ``replicas``: of the stage; 1 where a profile is made.
+
+Training is then of the plan: one with other stages trains otherwise, with flushes, too. A checkpoint that goes on under
+such a plan says that the optimizer has changed (``--accept-changes``). ``autopar verify``, and the settings that ranks
+are held to, have each parameter's optimizer told of its stage. Stages that share a parameter and would be told
+different things are refused.
 """
 
 from __future__ import annotations

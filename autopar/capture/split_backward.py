@@ -9,7 +9,12 @@ since its sum would be taken in another order; the second half only adds it to w
 al., "Zero Bubble Pipeline Parallelism", 2023.
 
 The same walk through the graphs of autograd tells over which tensors between layers a gradient flows back: those that
-lead from the loss to something trained. For that, layers run forward on fake tensors, and nothing is computed.
+lead from the loss to something trained. For that, layers run forward on fake tensors, and nothing is computed. A
+parameter that the loss does not lead back to has no gradient in plain training, and none here: an optimizer with weight
+decay would shrink it for a gradient of zero. Listed modules may decide from micro-batch to micro-batch; their gradient
+messages say which tensors have none.
+
+Why: docs/design/decisions.md, "Capture: A backward is split where operators part".
 """
 
 from __future__ import annotations

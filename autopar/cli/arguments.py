@@ -38,6 +38,8 @@ _OWN = {
     "timeout_s": "timeout",
 }
 """Flags that are not called like their arguments, which have units."""
+FLAGS_OF_ARGUMENTS = {flag: argument for argument, flag in _OWN.items()}
+"""Arguments by these flags."""
 ARGUMENTS = frozenset(
     (
         *("accept_changes", "accept_loss", "batch", "calibrate_with", "checkpoint", "chunks", "clip", "clip_norm"),

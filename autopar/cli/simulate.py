@@ -77,7 +77,7 @@ def simulate(
 
 _CPU_COUNTED = (
     "note: counted with the operators of a CPU, whose attention, dropout and autocast keep other bytes than a GPU's "
-    "(docs/estimating.md)"
+    "(docs/design/estimates.md)"
 )
 
 

@@ -415,7 +415,7 @@ def verify(
     """Check that a plan's ranks train what one process does: run them here for some steps, and a plain loop beside.
 
     Both compute in float64 where the model can, on CPUs, whatever the plan is for. Losses, the first step's gradients,
-    parameters and buffers are compared. Exits with 5 if they differ by more than docs/promises.md allows.
+    parameters and buffers are compared. Exits with 5 if they differ by more than docs/howto/verify.md allows.
     """
     from autopar import api
     from autopar.cli.output import phases

@@ -32,7 +32,9 @@ class IndexRange(Record):
 
     dim: Index
     start: Index
+    """The first index."""
     stop: Count
+    """One more than the last."""
 
 
 class Piece(SparseRecord):
@@ -72,6 +74,7 @@ class StoredTensor(Record):
     state: Name | None = None
     """What it is to the optimizer (``exp_avg``), or which generator."""
     shape: tuple[Index, ...]
+    """Of the whole tensor."""
     dtype: Name
     """As torch calls it: ``float32``."""
     pieces: tuple[Piece, ...] = Field(min_length=1)
@@ -105,6 +108,7 @@ class StateNumber(Record):
 
     parameter: Name
     state: Name
+    """By the optimizer's own name for it."""
     value: JsonValue
 
 
@@ -143,6 +147,7 @@ class SavedRun(Record):
     samples: Index | None = None
     """In the dataset; none of a script, whose data are its own."""
     last: Literal["drop", "pad"] = "drop"
+    """What becomes of samples that do not fill an epoch's last mini-batch."""
 
 
 class SavedPlan(SparseRecord):
@@ -158,6 +163,7 @@ class SavedPlan(SparseRecord):
     division: tuple[tuple[Index, ...], ...]
     """Of every stage, the rows of a micro-batch that each of its replicas takes."""
     sharded: bool
+    """Whether replicas divided anything."""
     precision: Precision
     torch: Name
     tensor_parallel: tuple[Count, ...] = ()
@@ -196,6 +202,7 @@ class StateKey(Record):
     """A name under which the model's ``state_dict`` has a parameter or buffer."""
 
     key: Name
+    """As a file names it."""
     tensor: Name
 
 

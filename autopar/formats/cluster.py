@@ -34,10 +34,13 @@ class Device(Record):
     type: Name
     """``cpu``, ``cuda``, or the name of a known GPU, such as ``H100-SXM``."""
     memory_bytes: Bytes
+    """All of its memory."""
     node: Index = 0
+    """Which machine it is in, from 0."""
     rack: Index = 0
     """Of the node; tells nodes apart where the cluster has links of level ``rack``."""
     price_per_hour: float | None = Field(default=None, ge=0)
+    """In any one currency; null: not known."""
 
 
 class Link(Record):
@@ -48,9 +51,13 @@ class Link(Record):
 
     level: Level
     latency_s: Seconds
+    """Before the first byte arrives."""
     bytes_per_s: BytesPerSecond
+    """In one direction."""
     shared_by: Count = 1
+    """Devices that share it, and divide its bandwidth where they send at once."""
     duplex: Literal["full", "half"] = "full"
+    """Whether both directions have the bandwidth at once."""
     provenance: Provenance = "estimated"
 
 
@@ -65,7 +72,9 @@ class Curve(Record):
     ranks: int = Field(ge=2, lt=2**31)
     level: Level
     sizes: tuple[Bytes, ...] = Field(min_length=1)
+    """Of messages, ascending."""
     seconds: tuple[Seconds, ...] = Field(min_length=1)
+    """For each size."""
     provenance: Provenance = "measured"
 
     @model_validator(mode="after")

@@ -16,8 +16,11 @@ class Price(Record):
     """What a step costs on the devices that are used, in the cluster's currency."""
 
     per_hour: float = Field(gt=0)
+    """Of all devices that are used."""
     per_step: float = Field(ge=0)
+    """Of one step."""
     per_million_samples: float = Field(ge=0)
+    """Of training a million samples."""
     lower_bound_per_step: float = Field(ge=0)
     """No plan that was searched, on any of the devices and within the deadline, costs less."""
     deadline_s: Seconds | None = None
@@ -46,6 +49,7 @@ class BoundPart(Record):
     """
     stage: Index
     seconds: Seconds
+    """Of the bound."""
     full: bool = False
     """Of a round trip: whether the stage's memory holds no more micro-batches in flight."""
 
@@ -82,6 +86,7 @@ class Prediction(Record):
     limit_bytes: tuple[Bytes, ...] = ()
     """Per stage, the memory of its smallest device; empty where unknown."""
     forward_s: tuple[Seconds, ...] = ()
+    """Of one micro-batch, by stage."""
     backward_s: tuple[Seconds, ...] = ()
     """Per stage, of one micro-batch on its busiest replica; empty where unknown."""
     compute: tuple[Provenance, ...] = ()
@@ -101,7 +106,9 @@ class Alternative(Record):
 
     name: Name
     step_s: Seconds | None = None
+    """Predicted seconds per step; null: it cannot be run."""
     infeasible: Name | None = None
+    """Why it does not fit."""
     price_per_step: Annotated[float, Field(ge=0)] | None = None
     """What the step costs, if the objective is the price."""
     stages: Annotated[str, Field(min_length=1, max_length=2**20)] | None = None

@@ -101,6 +101,7 @@ class LayerSplit(SparseRecord):
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("sequence",)
 
     count: Annotated[int, Field(ge=2)]
+    """Ranks that divide it."""
     cuts: tuple[ParameterCut, ...] = Field(min_length=1)
     sequence: tuple[SequenceCut, ...] = ()
     """Tensors that the layer may take or give in parts."""
@@ -134,12 +135,15 @@ class LayerOption(Record):
     tensor_parallel: Count
     """Devices that run the layer together."""
     recompute: bool
+    """Whether it keeps only its inputs, and runs forward again."""
     time_s: Seconds
     """Forward and backward, with all that the group exchanges meanwhile."""
     parameters_bytes: Bytes
     """On each device of the group."""
     memory_per_flight_bytes: Bytes
+    """For every micro-batch in flight."""
     memory_fixed_bytes: Bytes
+    """However many are in flight."""
     resharded: tuple[Resharding, ...] = ()
     """Of tensors not listed nothing is exchanged."""
 
@@ -212,8 +216,10 @@ class DeviceKind(Record):
     """The device the layers were measured on."""
 
     type: DeviceType
+    """A CPU process, or a GPU."""
     name: Name
     memory_bytes: Bytes
+    """All of its memory."""
     threads: Threads = 1
     """Intra-operator threads per rank (CPU)."""
     reserved_bytes: Bytes = 0
@@ -225,7 +231,9 @@ class Noise(Record):
     """How steady the measurements were; a spread is the interquartile range over the median."""
 
     median_spread: float = Field(ge=0)
+    """Median over all measurements."""
     max_spread: float = Field(ge=0)
+    """The widest."""
     caches: Literal["warm", "cold"] = "warm"
     """What a layer found in the device's last cache: what other layers left (``cold``), or its own data (``warm``)."""
     clock_hz: tuple[float, ...] = ()
@@ -247,13 +255,16 @@ class Cost(Record):
 
     micro_batch: Count
     forward_s: Seconds
+    """Of one forward."""
     backward_s: Seconds
+    """Of one whole backward."""
     saved: tuple[SavedStorage, ...]
     """Storages kept for the backward, parameters and buffers excluded, each once."""
     peak_bytes: Bytes
     """Most bytes alive at once in this layer's forward and backward beyond parameters, buffers, parameter gradients
     and the layer's inputs: its saved storages, temporaries, outputs and the gradients of inputs and outputs."""
     output_bytes: Bytes
+    """Of all its outputs."""
     backward_input_s: Seconds | None = None
     """The half of a split backward that makes the inputs' gradients; halves take longer together than the whole."""
     backward_weight_s: Seconds | None = None
@@ -266,8 +277,11 @@ class Cost(Record):
     forward_launch_s: Seconds | None = None
     """Seconds in which the host hands the forward's kernels to the device; none where the host computes itself."""
     backward_launch_s: Seconds | None = None
+    """Likewise, the backward's."""
     forward_spread: float = Field(default=0.0, ge=0)
+    """Interquartile range of the repeats over their median."""
     backward_spread: float = Field(default=0.0, ge=0)
+    """Likewise."""
     repeats: Index = 0
     """How many times forward and backward were timed; 0 where the times are estimated."""
     provenance: Provenance = "measured"
@@ -283,7 +297,9 @@ class Line(Record):
     """Seconds as an affine function of the micro-batch size, fitted to measured or estimated ones."""
 
     fixed_s: Seconds
+    """At no samples."""
     per_sample_s: Seconds
+    """More for each sample."""
     residual: float = Field(ge=0)
     """Largest difference from a fitted time, relative to that time."""
 
@@ -296,6 +312,7 @@ class Writes(Record):
     """What a layer's forward changes beside its outputs, running statistics of batch normalisation apart."""
 
     buffers: tuple[Name, ...] = ()
+    """Names of the buffers that it writes."""
     parameters: tuple[Name, ...] = ()
     inputs: tuple[Name, ...] = ()
     """Of the model."""
@@ -326,10 +343,15 @@ class Layer(SparseRecord):
     modules: tuple[Name, ...]
     """Named modules whose calls make up the layer, in call order."""
     parameters_bytes: Bytes
+    """Of all its parameters."""
     trainable_bytes: Bytes
+    """Of those that are trained."""
     gradient_bytes: Bytes
+    """Of their gradients."""
     optimizer_bytes: Bytes
+    """Of the optimizer's state for them."""
     buffers_bytes: Bytes = 0
+    """Of its buffers."""
     update_s: Seconds = 0.0
     """The optimizer's step over this layer's parameters, without those that an earlier layer holds as well."""
     accumulate_s: Seconds = 0.0
@@ -398,6 +420,7 @@ class TiedParameter(Record):
     layers: tuple[Name, ...] = Field(min_length=2)
     bytes: Bytes
     trainable: bool = True
+    """Whether it is trained."""
 
 
 class DeviceCosts(Record):

@@ -1,4 +1,13 @@
-"""Program: for every rank, the ordered list of actions of one step; their prices; and faults, which come at one.
+"""Program: for every rank, the ordered list of actions it performs in one step.
+
+    {"format": "autopar.program", "version": 1, "ranks": ["F0@0 S0@0>1@1 RG0@0<1@1 B0@0 U@0", "R0@1<0@0 F0@1 ..."]}
+
+An action is written as kind, micro-batch and stage, and for a message the other rank and its stage. ``F3@1`` is the
+forward of micro-batch 3 on stage 1, ``B3@1`` its backward, or ``I3@1`` and ``W3@1`` its halves (the gradients of what
+the stage received, and those of its parameters). ``S3@0>2@1`` and ``R3@1<0@0`` are the sending and receiving of
+activations, ``SG`` and ``RG`` those of gradients, ``A@1`` the reduction among a stage's replicas, ``T0@1`` that of a
+parameter shared between stages, ``U@1`` the optimizer's update. ``shift`` is there for a pipeline that is never
+flushed: the micro-batches by which each repetition is ahead of the one before.
 
 Prices say how long every action takes by itself, and what layers hold, to perform a program without its devices. Who
 predicts makes them; who performs a program in virtual time is told them, and knows nothing of how they were found.

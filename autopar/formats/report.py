@@ -15,22 +15,28 @@ Ratio = Annotated[float, Field(ge=0)]
 class StepTimes(Record):
     """Distribution of measured step times.
 
-    The first step is left out where there are others: it allocates memory, builds the optimizer's state and opens
-    connections. No other is: outliers show in ``p90`` and ``longest``, and move no median.
+    A step lasts from the end of the one before it, on the slowest rank, to its own end there; on a GPU, of its last
+    action. The first step is left out where there are others: it allocates memory, builds the optimizer's state and
+    opens connections. No other is: outliers show in ``p90`` and ``longest``, and move no median.
     """
 
     median: Seconds
+    """Half of the steps are shorter."""
     p10: Seconds
+    """A tenth of the steps are shorter."""
     p90: Seconds
+    """Nine tenths are shorter."""
     longest: Seconds | None = None
+    """The longest of them."""
     first: Seconds | None = None
+    """The first step."""
 
 
 class RankTimes(Record):
     """Where one rank's time went in a step of median length; the seconds sum to that step.
 
-    The step lasts from the end of the one before it, on the slowest rank, to its own end there: what a rank that is
-    ahead does of the next step meanwhile counts, too.
+    Where two go on at once, the one that stands first here counts. What a rank that is ahead does of the next step
+    meanwhile counts, too.
     """
 
     rank: Index
@@ -51,13 +57,16 @@ class RankTimes(Record):
     in_flight: tuple[Index, ...] = ()
     """By stage, the most micro-batches that were in flight."""
     predicted_in_flight: tuple[Index, ...] = ()
+    """By stage, as planned."""
 
 
 class KindTimes(Record):
     """How long the actions of one kind take by themselves, over what was predicted of them.
 
-    A reduction counts from when its last rank has come, a message from its send to its arrival. What an action takes is
-    its median over the recorded steps but the first; the medians here are over actions.
+    A reduction counts from when its last rank has come, a message from its send to its arrival, and only where the
+    receiver was waiting for it already and no message of the same queue was still under way. An update of a run that
+    clips, scales or counts waits for all ranks. An action takes its median over the recorded steps, the last 32, but
+    the first; the medians here are over actions.
     """
 
     kind: Literal["F", "B", "I", "W", "S", "SG", "A", "T", "U"]
@@ -65,7 +74,9 @@ class KindTimes(Record):
     actions: Count
     """How many could be compared."""
     measured_s: Seconds
+    """Median over its actions."""
     predicted_s: Seconds
+    """Likewise, as predicted."""
     ratio: Ratio
     """Median over the actions of measured over predicted."""
 
@@ -73,7 +84,10 @@ class KindTimes(Record):
 class CauseTimes(Record):
     """What a step's critical path is spent on: the one way through a step that nothing was waited for.
 
-    Causes add up to the step, and their differences to the error of the prediction.
+    From the end of a step backwards: an action waited for the one before it on its rank, for the message that it
+    received, or for the last rank of its reduction. Causes add up to the step, and their differences to the error of
+    the prediction. The two ways may lead over different ranks: where a cause is longer and another shorter by as much,
+    a rank was waited for that was not predicted to be.
     """
 
     cause: Name
@@ -82,6 +96,7 @@ class CauseTimes(Record):
     measured_s: float
     """Less than 0 between actions where a step begins before the one before it has ended on all ranks."""
     predicted_s: float
+    """Of the predicted step."""
 
 
 class CheckpointTimes(Record):
@@ -100,7 +115,12 @@ class CheckpointTimes(Record):
 
 
 class Report(Document):
-    """Outcome of ``autopar run``."""
+    """Outcome of ``autopar run``.
+
+    The prediction is the simulated timeline of the plan, from the profile and the cluster that it records. Where they
+    are gone, or no longer what they were, forwards and backwards are compared with the plan's own times of every
+    stage's busiest replica, and a note says so.
+    """
 
     KIND: ClassVar[str] = "report"
 
@@ -108,6 +128,7 @@ class Report(Document):
     version: Literal[1] = 1
     model: Name
     plan_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """SHA-256 of the plan's file."""
     device: Name
     backend: Name
     torch: Name
@@ -117,18 +138,22 @@ class Report(Document):
     first_step: Index = 0
     """The number of the first of them, counted from the run's first; not 0 where it went on from a checkpoint."""
     loss: tuple[float, ...]
+    """Of every step, the mini-batch's mean."""
     gradient_norm: tuple[Annotated[float, Field(ge=0)] | None, ...] = ()
     """Per step, of all gradients before they were clipped, where it was needed; none of a step that overflowed."""
     overflows: Index = 0
     """Steps whose scaled gradients were not finite, and which updated nothing (float16)."""
     step_s: StepTimes
     predicted_step_s: Seconds
+    """As planned."""
     error: float
     """Predicted over measured median, less one."""
     predicted_compute: Provenance | None = None
     """Where the least certain of the prediction's computing times came from."""
     predicted_communication: Provenance | None = None
+    """Likewise, of its times of communication."""
     samples_per_s: float = Field(ge=0)
+    """The batch over the median step."""
     peak_bytes: tuple[Bytes, ...]
     """Per rank: the most memory held; see ``peak_kind``."""
     peak_kind: Literal["resident", "allocated"]
@@ -138,17 +163,19 @@ class Report(Document):
     """Per rank, as planned: parameters, gradients, the optimizer's state and activations, and of a GPU what its context
     takes. A process grows by more than that; CUDA's allocator does not see the context."""
     bubble: float = Field(ge=0, le=1)
+    """Share of all ranks' time in neither ``compute_s`` nor ``update_s``."""
     rank_times: tuple[RankTimes, ...]
     kinds: tuple[KindTimes, ...] = ()
     """Measured over predicted by kind of action; empty where nothing was predicted of single actions."""
     causes: tuple[CauseTimes, ...] = ()
     """What a step of median length and the predicted one were spent on; empty like ``kinds``."""
     model_flops: float | None = Field(default=None, ge=0)
-    """Of a step: three times what the forwards' products take, whatever is recomputed; none where the devices' peak is
-    not known."""
+    """Of a step: three times the operations of forwards, whatever is recomputed; null where the devices' peak is not
+    known, as of CPUs. Peaks are those of the known GPUs in the plan's precision."""
     flops_utilisation: float | None = Field(default=None, ge=0)
     """``model_flops`` over what the devices' peak makes of a median step."""
     initial_weights: Name
+    """Where they are from."""
     checkpoints: CheckpointTimes | None = None
     notes: tuple[Name, ...] = ()
 
@@ -167,6 +194,7 @@ class VirtualStage:
     stage_s: float
     """Of one micro-batch: forward, backward, and receiving its activations and gradients."""
     peak_bytes: int
+    """Most bytes held."""
 
 
 @dataclass(frozen=True)
@@ -222,6 +250,7 @@ class Difference:
     where: str
     """The tensor and the rank, or the step."""
     allowed: float
+    """The largest that counts as equal."""
     unit: str
     """What differences are divided by."""
 

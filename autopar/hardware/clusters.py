@@ -13,7 +13,7 @@
 GPU is a name that :func:`autopar.hardware.gpus.find` knows; bandwidths are a node's, or a GPU's with ``/gpu`` or
 ``/device``, in one direction, in bits (``200Gbps``) or bytes (``25GB/s``) per second.
 
-Machines: nodes of known GPUs and their network become a cluster with estimated links and curves.
+Nodes of known GPUs and their network become a cluster with estimated links and curves.
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ def find_cluster(text: str) -> Cluster:
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """Read a cluster that was measured (``.json``), or one that is described (``.toml``, see ``docs/clusters.md``).
+    """Read a cluster that was measured (``.json``), or one that is described (``.toml``: docs/howto/other_gpus.md).
 
     Raises:
         FileError: the file is missing or broken, or names a GPU that is not known; names the key.
@@ -372,35 +372,54 @@ def parse_cluster(text: str, path: Path) -> Cluster:
         # Also of numbers with thousands of digits, and of dates that are none.
         raise FileError(f"{path}: not TOML: {str(error)[:SHOWN]}") from error
     try:
-        description = _Description.model_validate_json(content)
+        description = ClusterDescription.model_validate_json(content)
     except ValidationError as error:
         raise FileError(f"{path}: {first_fault(error, json.loads(content))}") from error
     return _build_cluster(description, path)
 
 
-class _Nodes(Record):
+class NodesDescription(Record):
+    """Nodes that are alike."""
+
     count: int = Field(default=1, ge=1, le=MOST_RANKS)
+    """How many."""
     gpus: int = Field(ge=1, le=MOST_RANKS)
+    """In each node."""
     gpu: Name
+    """Any of ``autopar cluster list``."""
     memory: str | None = None
+    """Of a GPU, such as ``70GB``, in place of its data sheet's."""
     price_per_hour: float | None = Field(default=None, ge=0)
+    """Of a GPU."""
     bandwidth: str | None = None
+    """Bus bandwidth of collectives in the node, such as ``200GB/s``, in place of its data sheet's."""
     rack: Index = 0
+    """Which rack they are in."""
 
 
-class _Network(Record):
+class NetworkDescription(Record):
+    """What connects nodes or racks."""
+
     bandwidth: str
+    """Of a node, in one direction, such as ``100Gbps``; ``100Gbps/gpu``: of each GPU for itself."""
     latency_s: float = Field(default=0.0, ge=0, lt=10)
+    """Of a message, beyond NCCL's own."""
 
 
-class _Description(Record):
+class ClusterDescription(Record):
+    """A cluster in TOML. Where nodes differ, links and collectives are those of the slowest."""
+
     name: Name | None = None
-    nodes: Annotated[tuple[_Nodes, ...], Field(min_length=1)]
-    network: _Network | None = None
-    rack: _Network | None = None
+    """Null: the file's name."""
+    nodes: Annotated[tuple[NodesDescription, ...], Field(min_length=1)]
+    """One table ``[[nodes]]`` for each kind of node."""
+    network: NetworkDescription | None = None
+    """``[network]``, required where there are several nodes."""
+    rack: NetworkDescription | None = None
+    """``[rack]``: between the nodes of a rack, required where there are several, which ``network`` connects."""
 
 
-def _build_cluster(description: _Description, path: Path) -> Cluster:
+def _build_cluster(description: ClusterDescription, path: Path) -> Cluster:
     total = sum(each.count * each.gpus for each in description.nodes)
     if total > MOST_RANKS:
         raise FileError(f"{path}: $.nodes: {total} devices; at most {MOST_RANKS} can be planned for")
@@ -416,7 +435,7 @@ def _build_cluster(description: _Description, path: Path) -> Cluster:
     return cluster_of(description.name or path.stem, nodes, network, notes, rack)
 
 
-def _check_connected(description: _Description, path: Path) -> None:
+def _check_connected(description: ClusterDescription, path: Path) -> None:
     """Refuse nodes or racks between which nothing is said to be, and racks that nothing would tell apart."""
     racks = {each.rack for each in description.nodes}
     if len(racks) > 1 and description.rack is None:
@@ -427,13 +446,13 @@ def _check_connected(description: _Description, path: Path) -> None:
         raise FileError(f'{path}: $.network: several {what} need a [network] with a bandwidth, such as "200Gbps"')
 
 
-def _network(network: _Network | None, at: str) -> Network | None:
+def _network(network: NetworkDescription | None, at: str) -> Network | None:
     if network is None:
         return None
     return replace(_parse_field(_parse_network, network.bandwidth, f"{at}.bandwidth:"), latency_s=network.latency_s)
 
 
-def _node(nodes: _Nodes, at: str) -> Node:
+def _node(nodes: NodesDescription, at: str) -> Node:
     gpu = _parse_field(lambda name, flag: find(name), nodes.gpu, f"{at}.gpu:")
     memory = None if nodes.memory is None else _parse_field(parse_bytes, nodes.memory, f"{at}.memory:")
     rate = None if nodes.bandwidth is None else _parse_field(parse_bandwidth, nodes.bandwidth, f"{at}.bandwidth:")

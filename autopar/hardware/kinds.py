@@ -1,6 +1,10 @@
 """Kinds of devices: profiles of one model on several become one; which has the times of each type of a cluster's.
 
-Where no cluster was measured, there is an estimated one to plan for.
+The first one's costs stay the profile's, those of the others become its ``others``. Model, precision, batch, layers,
+tensors and tied parameters must be the same; where they are not, the error names the JSON path in both files. Of what a
+profile has once, the worst is kept: the largest ``step_overhead_s`` and the widest spreads. A cluster's devices name
+their kind by any of the names of ``autopar cluster list`` or as the profile does. Where no cluster was measured, there
+is an estimated one to plan for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,12 @@
 """accelerate: a plan of a single stage as the YAML of Hugging Face's accelerate, which has no pipelines.
 
-Replicas that divide nothing are DDP; those that divide gradients or parameters are FSDP2, which reshards parameters
-behind forwards, or not (`accelerate/commands/config/config_args.py`, `accelerate/utils/fsdp_utils.py`).
+``autopar plan --max-stages 1`` plans a single stage. Replicas that divide nothing are DDP; those that divide gradients
+or parameters are FSDP2 on GPUs, which reshards parameters behind forwards, or not, wrapped by the class of the blocks,
+with all blocks recomputed or none (`accelerate/commands/config/config_args.py`, `accelerate/utils/fsdp_utils.py`).
+Accumulation is said in your script, as the head shows: with ``sync_each_batch``, since FSDP2's gradients are whole
+while they wait. Where autopar has no table for the model's class, the file says what to fill in.
+
+Tried: its configuration reads the YAML, and its FSDP plugin the keys in it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,15 @@
 """deepspeed: a plan as DeepSpeed's JSON, and the parts of its pipeline.
 
-DeepSpeed cuts pipelines evenly by layers, parameters or classes, and takes no list of parts
-(`deepspeed/runtime/pipe/module.py`, ``_partition_layers``): a subclass of a few lines does.
+The JSON states batches, accumulation, precision and ZeRO: stage 1 is ``--shard optimizer``, 2 ``gradients``, 3
+``parameters``. JSON has no comments, so the head is a key, ``autopar``, that DeepSpeed does not read. A pipeline runs
+by ``1f1b``, divides nothing or the optimizer's state, and recomputes all layers or none. DeepSpeed cuts pipelines
+evenly by layers, parameters or classes, and takes no list of parts (`deepspeed/runtime/pipe/module.py`,
+``_partition_layers``): ``deepspeed_parts.py`` has a ``PipelineModule`` of a few lines that cuts where the plan says,
+and lists its layers. Without a pipeline, recomputation is the model's own matter in DeepSpeed, and refused. DeepSpeed's
+bf16 keeps parameters in bfloat16 beside float32 ones; autopar's is autocast, so memory is another.
+
+Tried: ``DeepSpeedConfig`` reads the JSON; ``PlannedPipeline`` gives every rank of a topology its bounds. Its engine was
+not run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Launchers: the launch of autopar's own ranks by torchrun, by Slurm and on Kubernetes (`docs/hosts.md`)."""
+"""Launchers: the launch of autopar's ranks by torchrun, by Slurm and on Kubernetes (`docs/howto/several_hosts.md`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ TORCHRUN_PORT = 29500
 
 
 def torchrun_script(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
-    """Yield a script that is run on every machine."""
+    """Yield a script for every machine, for any plan that can be run.
+
+    Arguments of the script are options of ``autopar worker``, such as ``--steps 100``. All machines have as many ranks,
+    and ranks of a machine follow each other.
+
+    Tried: ``bash -n``; a script trains two steps on this machine.
+    """
     nodes, ranks = equal_nodes(subject)
     plan = shlex.quote(subject.plan_file)
     if nodes == 1:
@@ -36,7 +42,12 @@ TORCHRUN = Target(
 
 
 def slurm_script(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
-    """Yield a batch script, whose tasks are the ranks."""
+    """Yield a batch script, whose tasks are the ranks, for any plan that can be run.
+
+    Arguments behind it are options of ``autopar worker``.
+
+    Tried: ``bash -n``; there was no cluster.
+    """
     nodes, ranks = equal_nodes(subject)
     on_gpus = subject.plan.device_type == "cuda"
     asked = ["--job-name=autopar", f"--nodes={nodes}", f"--ntasks-per-node={ranks}"]
@@ -59,7 +70,11 @@ SLURM = Target(
 def kubernetes_manifest(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
     """Yield a manifest: a TrainJob of Kubeflow's trainer (`trainer.kubeflow.org/v1alpha1`).
 
-    Its runtime `torch-distributed` tells every pod by ``PET_*`` where ranks meet, which torchrun reads.
+    You name an image in it. Its runtime `torch-distributed` tells every pod by ``PET_*`` where ranks meet, which
+    torchrun reads.
+
+    Tried: the models of the schema of kubeflow-trainer-api 2.3.0 read the manifest and leave nothing out; there was no
+    cluster.
     """
     nodes, ranks = equal_nodes(subject)
     command = ["torchrun", "-m", "autopar", "worker", subject.plan_file]

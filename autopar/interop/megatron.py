@@ -4,8 +4,19 @@ In a layout such as ``Et*7|(t*8|)*2t*9L``, ``E`` is the embedding, ``t`` a block
 ends a stage. ``x*n`` is n times x, and so is ``(...)*n``, whatever stands in it; commas say nothing.
 (`megatron.core.transformer.pipeline_parallel_layer_layout`, ``PipelineParallelLayerLayout.parse_str_to_list``.)
 
-Data-parallel ranks are what the pipeline leaves of all; a step has ``--global-batch-size`` samples, of which every
-pipeline runs ``--micro-batch-size`` at a time (`megatron/training/arguments.py`, `megatron.core.transformer`).
+``megatron.sh`` leaves arguments in an array: the pipeline's size and layout, micro-batch and global batch, precision,
+``--use-distributed-optimizer`` where replicas divide the optimizer's state, and recomputation of all blocks or of the
+first few of every stage. The schedules are ``1f1b`` and ``interleaved``, with the micro-batches in flight that they
+have in Megatron: deeper ones are refused. Replicas that divide gradients or parameters are refused.
+
+Data-parallel ranks are what the pipeline leaves of all, and stand in the comment; a step has ``--global-batch-size``
+samples, of which every pipeline runs ``--micro-batch-size`` at a time (`megatron/training/arguments.py`,
+`megatron.core.transformer`). The layout ``Et*7|(t*8|)*2t*9L`` has the embedding and seven blocks in the first stage,
+and nine and the head in the last; virtual stages follow each other. The final normalisation is the head's.
+
+Tried: ``PipelineParallelLayerLayout`` reads the layout and counts as many blocks on every rank and chunk;
+``TransformerConfig`` takes the arguments. ``pretrain_gpt.py`` is no part of that package, and was not run: its
+arguments' names are those of public scripts that call it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,21 @@
 """torch: a plan as a schedule file of torch.distributed.pipelining, and the stages that run it.
 
-Of every device of a pipeline the file has a line of actions: stage, kind and micro-batch, such as ``0F3`` or
-``1SEND_B3`` (`torch.distributed.pipelining.schedules`, ``_Action`` and ``_load_csv`` of `compute_comms`). Sends and
-receives stand in one order for all, so that no two ranks wait for each other, whatever a send waits for.
+``schedule.csv`` is what ``_PipelineScheduleRuntime._load_csv(file, format="compute_comms")`` reads. Of every device of
+a pipeline it has a line of actions in the plan's order and with the plan's depths: stage, kind and micro-batch, such as
+``0F3`` or ``1SEND_B3`` (`torch.distributed.pipelining.schedules`, ``_Action``). Sends and receives stand in one order
+for all, so that no two ranks wait for each other, whatever a send waits for. All schedules of autopar can be written
+so, also those that torch has no class for.
+
+``stages.py`` builds ``PipelineStage`` objects of the layers that autopar captures from your model file, cut as planned;
+it needs autopar beside torch. The head of the file says how it is called. Its ``reduce`` adds up what torch's
+pipelining does not: the gradients of parameters that stages share, and those of replicas. Nothing is sharded and
+nothing recomputed.
+
+Schedules that torch has, too, are not all the same ones: autopar's ``gpipe``, ``1f1b`` and ``interleaved`` compute in
+the order of torch's ``GPipe``, ``1F1B`` and ``Interleaved1F1B``; ``zb-v`` and ``dualpipe-v`` have orders of their own.
+
+Tried: ``_load_csv`` reads every schedule's file; ``stages.py`` trains a step of the GPT example on four processes, by
+every schedule and with replicas, to the gradients of the plain loop (float64).
 """
 
 from __future__ import annotations

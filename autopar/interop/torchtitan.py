@@ -1,9 +1,28 @@
 """torchtitan: a plan as a module of its configuration, and such a configuration as somebody's stages.
 
 Configurations are Python since version 0.3: ``--module FILE --config FUNCTION`` calls a function that returns a
-``Trainer.Config`` (`torchtitan/config/manager.py`). Of pipelines, a step's micro-batches are one ``local_batch_size``;
-what replicas shard is gathered once a step, and gradients are whole until its end, since torch's pipelining keeps them
-so (`torch.distributed.pipelining`, ``backward_maybe_with_nosync``).
+``Trainer.Config`` (`torchtitan/config/manager.py`). ``autopar_torchtitan.py`` has ``configure(config)``, which sets
+degrees, schedule, micro-batches, batches, precision, recomputation and ``module_fqns_per_model_part`` of any such
+configuration; for Llama 3 of 8, 70 and 405 billion parameters also a function that torchtitan calls:
+
+    torchrun ... -m torchtitan.train --module autopar_torchtitan --config planned_llama3_8b
+
+Modules go by torchtitan's names (``tok_embeddings``, ``layers.3``, ``norm``, ``lm_head``, which was ``output`` before
+0.3) where ``architectures`` of the model's configuration is a class that torchtitan has, or that its Transformers
+backend runs; those parts have ``rotary_emb``, too. Else they go by the model's own names, and the file says so:
+torchtitan then cuts what are the model's direct children.
+
+The schedules are ``gpipe``, ``1f1b`` and ``interleaved``, with torch's micro-batches in flight. With ``--schedule-file
+own.csv`` the plan's own order is written, too, and read there: any schedule, any depth. Of pipelines, a step's
+micro-batches are one ``local_batch_size``. Replicas are ``data_parallel_replicate_degree``, or, where they shard,
+``data_parallel_shard_degree``: what they shard is gathered once a step, and gradients are whole until its end, since
+torch's pipelining keeps them so (`torch.distributed.pipelining`, ``backward_maybe_with_nosync``). So pipelines may only
+shard the optimizer's state; without pipelines, gradients or parameters are sharded. All blocks are recomputed, or
+none.
+
+Tried, with triton 3.9.0 installed: its ``ConfigManager`` loads the file onto its debug Llama of six blocks; its
+splitter cuts that where the plan says, on the meta device; its builder of schedules takes name or file. Its trainer
+wants GPUs, and was not run; names for its Qwen3 and its Transformers backend are from its source.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 glibc gives large pieces back to the system at once, and takes them again page by page in the next step, each page
 zeroed by the kernel: a step that frees what it has held pays for it anew every time. Ranks, and who measures layers for
 them, keep it instead.
+
+Why: docs/design/decisions.md, "Ranks: Ranks keep the pages that they free".
 """
 
 from __future__ import annotations

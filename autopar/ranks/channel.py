@@ -3,6 +3,8 @@
 Who sends copies a tensor into memory of its own and says in a pipe where it lies; who receives copies it out and says
 in another pipe that it has. No thread stands between the two, and the kernel copies nothing. Ranks open their channels
 together, each to those it exchanges messages with.
+
+Why: docs/design/decisions.md, "Ranks: Processes of a host share memory".
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ every one ended. What a rank needs takes seconds of a processor to import, which
 The server imports what ranks need, forks them, and reports who has ended; it computes nothing, for a process that has
 threads or has asked for a GPU cannot be forked. A rank reads jobs as JSON lines from one pipe and answers on another;
 when its input closes, or its parent dies, it ends. Nothing that crosses is a pickle.
+
+Why: docs/design/decisions.md, "Ranks: Ranks are forked from one process".
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 The launcher sees the supervisor alone; the rank is its child, and ends with it. All supervisors of a host share a
 board, which is how they agree on the one rank that is to blame, and on the step behind which a run that is asked to end
 does. Nothing here needs torch.
+
+Why: docs/design/decisions.md, "Ranks: Each launched rank has a supervisor".
 """
 
 from __future__ import annotations

@@ -1,5 +1,33 @@
 """Schedules: a plan becomes a program.
 
+With P groups of devices, M micro-batches, and f, b, i, w the times of a forward, of a whole backward, and of its input
+and weight half on a stage, these are the most that a rank waits between its first computation and its last, stages
+being alike and messages free (``idle``), and the most of its micro-batches that the s-th stage (from 0) keeps, up to M:
+
+    schedule     idle                               in flight
+    gpipe        (P - 1) (f + b)                    M
+    1f1b         (P - 1) (f + b)                    P - s (PA), 2 (P - s) - 1 (PB), or any between or beyond
+    interleaved  (P - 1) (f + b)                    as its order has it
+    zb-h1        (P - 1) (f + i - w)                as 1f1b; with the weight halves to come, P in all at PA
+    zb-h2        (P - 1) (f + i - 2 w)              2 (P - s) - 1; with the weight halves to come, 2 P - 1 in all
+    zb-v         0 where f = i = w and M >= 2 P     2 P - s
+    dualpipe-v   at most (P - 1) (f + 2 b - 3 w)    2 P - s
+
+A stage of a schedule with v stages per group is 1 / v of one without: so are its times, and so is its memory for a
+micro-batch. The idle times of ``zb-h1`` and ``zb-h2`` hold where w is no longer than f and i.
+
+- *Halves.* Others wait for the input half of a backward only, and its weight half fills what would be a bubble.
+  Together they take longer than a whole backward. The first stage, for whose input half nobody waits, runs whole
+  backwards wherever its halves would follow one another; ``dualpipe-v`` splits at a step's beginning and its end only.
+- *Order.* Every stage takes its micro-batches' forwards, backwards and weight halves in ascending order, so that
+  gradients add up as in a plain loop.
+- *Any number of micro-batches.* With fewer than fill the pipeline, ``zb-v`` and ``dualpipe-v`` leave out of the order
+  for more what is not there.
+- *Replicas.* Groups may differ in width. Those of schedules with several stages per group split micro-batches;
+  elsewhere, they may take turns.
+- *Names.* Options take torch's names, too, in any case and with or without ``Schedule`` before them. Files have
+  autopar's. Pipelines that are never flushed run ``1f1b`` under a weight policy.
+
 One file per schedule, and its variants: interleaved 1F1B is beside 1F1B, the three zero-bubble ones are in one;
 :data:`SCHEDULES` names them all. A schedule orders the forwards and backwards of one rank, and names the in-flight
 depths it may be run with; :func:`autopar.schedules.expand.expand` adds the messages, the reductions and the update.

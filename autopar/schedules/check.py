@@ -1,4 +1,18 @@
-"""Check: a program, perhaps edited, is complete, within its in-flight depth, and free of deadlock, before it runs."""
+"""Check: a program, perhaps edited, is complete, within its in-flight depth, and free of deadlock, before it runs.
+
+    autopar simulate --write-program program.json      # writes the program of plan.json
+    autopar simulate --program program.json            # predicts when its actions run, edited or not
+    autopar rehearse --steps 1 --program program.json  # performs it in virtual time
+    autopar run --program program.json                 # runs it in place of the plan's own
+
+A program lists every rank's actions in order, one text each. Before any rank starts, it is checked against its plan:
+nothing is missing, added or there twice; an action stands behind all that it needs; messages are received in the order
+in which they are sent; no rank waits forever; ranks that reduce together begin their reductions in one order; the
+update is every rank's last action; and no stage keeps more micro-batches, or messages, than the plan's own program, for
+which memory was planned. Of a pipeline that is never flushed, the file has one repetition: forwards and messages may
+stand elsewhere, as long as every forward sees the version that the policy's rule says; backwards, sums and updates keep
+their order. A refusal names rank, stage, and action or position.
+"""
 
 from __future__ import annotations
 

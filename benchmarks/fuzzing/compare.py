@@ -1,4 +1,4 @@
-"""Compare: what ranks end with, against the plain loop and by what docs/promises.md allows."""
+"""Compare: what ranks end with, against the plain loop and by what docs/howto/verify.md allows."""
 
 from __future__ import annotations
 

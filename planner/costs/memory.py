@@ -172,7 +172,7 @@ def lengths_swept(layers: int) -> Iterator[int]:
 
 
 class MemoryModel:
-    """Peak memory of a stage (docs/planning.md), with k of the step's M micro-batches in flight at a replica's rows.
+    """Peak memory of a stage (docs/design/costs.md): k of the step's M micro-batches in flight, at a replica's rows.
 
     It is the largest of three moments, with everywhere the state (parameters, buffers, optimizer state; a parameter
     tied within the stage counted once), the mini-batch's M shares of model inputs, and messages under way:
@@ -183,7 +183,7 @@ class MemoryModel:
 
     Where k = M, the first of these has one micro-batch less in flight. Replicas, and parameters that other stages
     share, keep their gradients throughout. What replicas shard is divided by their number, but for the layers that are
-    at work (docs/planning.md).
+    at work (docs/design/costs.md).
 
     Activations are the union, by storage, of what the layers save, what the stage receives and what it sends, model
     inputs excepted; a layer that is recomputed saves its inputs only. The peak of one micro-batch is the largest, over

@@ -12,7 +12,7 @@ arcs of the path, and sums over the arcs that begin at layer p, or over what mee
     V(p) >= U(p) + sum a x, sum f x + V'(p+1)       V'(q) >= V(q) + sum c
     T >= V(1)
 
-say the bound of docs/planning.md without asking at which layers there are cuts: where there is none, all sums are
+say the bound of docs/design/bound.md without asking at which layers there are cuts: where there is none, all sums are
 empty, and each quantity is that of the next cut, which the stage before takes into account anyway. Only M R / k, and
 cuts where no gradient or nothing at all passes, take a constant that is large enough to make a row hold by itself.
 Rows beyond these are implied by them for whole x, and bring the solver's relaxation near.

@@ -4,6 +4,8 @@ Family by family, the path of the least bound is asked for and decoded, and its 
 them; then that path is forbidden, and the next one asked for, as long as it may matter. What a solver says is held
 against the bound of the plan that it names. Where no solver answers in time, the search does. PuLP is imported here
 only, when a program is solved.
+
+Why: docs/design/decisions.md, "Search: Solvers are not believed".
 """
 
 from __future__ import annotations

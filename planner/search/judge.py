@@ -5,6 +5,8 @@ same question has the same answer on every machine.
 
 Listed beside the chosen plan are those that anyone would try first, given stages in every way to run them, those met in
 the search that differ from the chosen one in a single respect, and the simplest of those about as fast.
+
+Why: docs/design/decisions.md, "Search: A count ends the search".
 """
 
 from __future__ import annotations

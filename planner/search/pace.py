@@ -16,6 +16,8 @@ the last of these forwards comes back R(s) later: with E = R(s) - W, (M - k) W /
 And it computes no more than B while none of R(s) passes. From the last stage to the first, the suffix with the shortest
 round trip is kept for every state of the pool: it needs the fewest in flight. What may come of it is bounded in
 :mod:`autopar.planner.search.tables`.
+
+Why: docs/design/decisions.md, "Search: Large problems are opened by paces".
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ In comes a job between two steps. Out come its tensors, as pieces of the model's
 of what replicas hold alike the first writes, of what they divide each its part, of a tied parameter the first stage.
 Of a team, each rank writes what it is the first to have. A part of a fused weight has several ranges of one dimension,
 and so several pieces. Settings of optimizers and schedulers come out as JSON, from which they come back exactly.
+
+Why: docs/design/decisions.md, "Checkpoints: Pieces, agreed on through the folder".
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def plan_notes(before: SavedPlan, now: SavedPlan, *, random: bool, batch_norm: b
         return
     for there, what in ((random, "layers that draw random numbers"), (batch_norm, "batch normalisation")):
         if there:
-            yield f"{what} go on otherwise: micro-batches are divided in another way (docs/seeds.md)"
+            yield f"{what} go on otherwise: micro-batches are divided in another way (docs/howto/verify.md)"
 
 
 def _team_sizes(plan: SavedPlan) -> str:

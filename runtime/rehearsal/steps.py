@@ -5,6 +5,8 @@ process; what passes between two actions is no time at all, but where ranks slee
 
 With faults, ranks note when in a step one would befall them, and go on; a slow one takes as much longer. Of every fault
 that ends a run it is found how much is trained again, by how often checkpoints are saved.
+
+Why: docs/design/decisions.md, "Simulator and bounds: Steps in virtual time".
 """
 
 from __future__ import annotations

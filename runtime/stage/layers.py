@@ -1,7 +1,7 @@
 """What a plan says of layers: the tensors that cross between stages, shared parameters, seeds, precision, compiling.
 
-Seeds depend on nothing but how the mini-batch is divided, and are documented in ``docs/seeds.md``, so that a plain loop
-can set the same in forward hooks. ``torch.compile`` compiles once for all layers of a kind.
+Seeds depend on nothing but how the mini-batch is divided, and are documented in ``docs/howto/verify.md``, so that a
+plain loop can set the same in forward hooks. ``torch.compile`` compiles once for all layers of a kind.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Replicas reduce and gather together, so backwards must reach the same parameters
 Listed modules may decide while running, by what a replica's samples hold; then one replica would reduce, or gather,
 what another one does not, and sums would be of different parameters, or never come. Such replicas tell each other what
 they are about to do, and raise where it differs.
+
+Why: docs/design/decisions.md, "Runtime: All levels of sharding are FSDP2's".
 """
 
 from __future__ import annotations

@@ -67,6 +67,14 @@ def materialize(
         FileError: the model is not the one that was planned for.
         CaptureError: it cannot be captured.
         ModelError: its loss depends on how a mini-batch is divided, or it is no model.
+
+    >>> import torch
+    >>> model, batch = torch.nn.Linear(4, 1), (torch.randn(8, 4), torch.randn(8, 1))
+    >>> def loss(output, batch): return torch.nn.functional.mse_loss(output, batch[1])
+    >>> plan = autopar.plan(autopar.profile(model, batch, loss=loss, budget_s=0.1), gpus=1)
+    >>> with autopar.materialize(model, plan, loss=loss) as job:
+    ...     job.step(batch).step
+    0
     """
     check_module(model)
     settings = TrainSettings(clip_norm=clip_norm, clip=clip)

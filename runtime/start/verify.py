@@ -5,6 +5,8 @@ then nothing but the order of additions differs, and what is promised is what is
 model computes in its own types only, what rounding changes is found by moving every initial weight by its last bit. A
 fault changes more than that by orders of magnitude. A host without the memory for all ranks and the plain loop is
 refused before anything starts.
+
+Why: docs/design/decisions.md, "Runtime: Rounding is measured".
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from autopar.schedules.expand import part_of, stages_of
 Allowed = Mapping[str, float]
 """Kind -> the largest difference: of gradients, over the model's largest; of others, over their largest element + 1."""
 PROMISED: Allowed = {"losses": 1e-10, "gradients": 1e-12, "parameters": 1e-10, "buffers": 1e-10}
-"""Of float64: docs/promises.md."""
+"""Of float64: docs/howto/verify.md."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -410,7 +412,7 @@ class _VerificationRun:
         return notes
 
 
-_PROMISE = "what docs/promises.md promises"
+_PROMISE = "what docs/howto/verify.md promises"
 
 
 def _beyond_a_promise(differences: Sequence[Difference]) -> bool:

@@ -80,7 +80,7 @@ def made_by_module(module: nn.Module, seed: int) -> Iterator[dict[str, torch.Ten
     """Give the parameters of a model that has none values, one module after the other, and take them away again.
 
     A module makes its own by ``reset_parameters``, and by the model's ``_init_weights`` where it has one, as models of
-    the Transformers library do; the generator is seeded with the module's name (docs/seeds.md).
+    the Transformers library do; the generator is seeded with the module's name (docs/howto/verify.md).
 
     Raises:
         UsageError: a module has parameters, but nothing that makes their values.

@@ -36,7 +36,7 @@ def load_file(path: Path) -> ModuleType:
 
 
 def seed_of(seed: int, layer: str, step: int, micro_batch: int, share: int) -> int:
-    """As docs/seeds.md defines it."""
+    """As docs/howto/verify.md defines it."""
     text = f"{seed}/{layer}/{step}/{micro_batch}/{share}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 

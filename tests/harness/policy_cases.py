@@ -129,7 +129,7 @@ def differs(
         stage_of |= {"0.0.weight": 0, "4.0.weight": len(plan.stages) - 1}
     functions = user.functions
     data = functions["dataset"]()
-    # As docs/seeds.md has it; no test gets to the end of the first epoch.
+    # As docs/howto/verify.md has it; no test gets to the end of the first epoch.
     order, batches = torch.randperm(len(data), generator=torch.Generator().manual_seed(plan.seed)), []
     for step in range(STEPS):
         samples = [data[int(row)] for row in order[step * plan.batch : (step + 1) * plan.batch]]

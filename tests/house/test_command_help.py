@@ -7,17 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import pytest
-import typer
 
-from autopar.cli import app
+from command_lines import GROUP, Command, parse
 from paths import ROOT
 from random_problems import gpt_profile, local_cluster
 
-Command: TypeAlias = Any  # typer's own, whose classes it does not export
-GROUP: Command = typer.main.get_command(app)
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -34,17 +30,6 @@ def _examples(command: Command) -> list[str]:
     return [line for line in (command.epilog or "").split("\n\n") if line.startswith("autopar")]
 
 
-def _parsed(words: list[str]) -> str:
-    """Parse a command line as autopar does, and return the path of the command that would run."""
-    context, command, path = GROUP.make_context("autopar", words), GROUP, list[str]()
-    while hasattr(command, "commands"):
-        rest = [*context._protected_args, *context.args]
-        name, command, rest = command.resolve_command(context, rest)
-        path.append(name)
-        context = command.make_context(name, rest, parent=context)
-    return " ".join(path)
-
-
 def test_every_command_has_an_example_and_each_is_a_command_line_of_its_own() -> None:
     assert ("cluster", "probe") in COMMANDS
     for words, command in COMMANDS.items():
@@ -55,7 +40,7 @@ def test_every_command_has_an_example_and_each_is_a_command_line_of_its_own() ->
             assert len(line) <= 78
             program, *arguments = shlex.split(line)
             assert program == "autopar"
-            assert _parsed(arguments).startswith(" ".join(words))
+            assert parse(arguments).startswith(" ".join(words))
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

@@ -36,7 +36,7 @@ def test_nothing_but_the_reader_of_captured_graphs_can_unpickle() -> None:
 
 
 def test_files_that_the_page_names_are_there() -> None:
-    named = re.findall(r"`((?:tests|benchmarks)/[\w/]+\.py)`", PAGE) + re.findall(r"\]\((docs/\w+\.md)", PAGE)
+    named = re.findall(r"`((?:tests|benchmarks)/[\w/]+\.py)`", PAGE) + re.findall(r"\]\((docs/[\w/]+\.md)", PAGE)
     assert len(named) > 10
     assert [name for name in named if not (ROOT / name).is_file()] == []
     assert len(PAGE.splitlines()) < 120

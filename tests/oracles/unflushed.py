@@ -217,7 +217,7 @@ def train(
 
 
 def seeded(module: nn.Module, seed_of_run: int | None) -> list[int]:
-    """Seed every layer as docs/seeds.md says when it runs in the step and micro-batch that the result is set to."""
+    """Seed every layer as docs/howto/verify.md says, when it runs in the step and micro-batch that is set."""
     moment = [0, 0]
 
     def seeding(name: str) -> Callable[..., None]:

@@ -157,7 +157,7 @@ def test_a_broken_runs_file_is_refused_with_row_and_column(
 
 
 def test_a_missing_runs_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match=r"none\.csv: no such file; docs/estimating\.md"):
+    with pytest.raises(FileError, match=r"none\.csv: no such file; docs/howto/other_gpus\.md"):
         read_runs(tmp_path / "none.csv")
 
 

@@ -1,4 +1,4 @@
-"""Stages whose replicas divide what they hold train as the plain loop does: docs/promises.md, in float64."""
+"""Stages whose replicas divide what they hold train as the plain loop does: docs/howto/verify.md, in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training as a plan says gives what plain training gives: the first of docs/promises.md, in float64."""
+"""Training as a plan says gives what plain training gives: the first of docs/howto/verify.md, in float64."""
 
 from __future__ import annotations
 

@@ -1,0 +1,30 @@
+"""Command lines, parsed as autopar parses them and not run."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import typer
+
+from autopar.cli import app
+
+Command: TypeAlias = Any  # typer's own, whose classes it does not export
+GROUP: Command = typer.main.get_command(app)
+
+
+def parse(words: list[str]) -> str:
+    """Parse a command line, and return the path of the command that would run.
+
+    >>> parse(["plan", "--gpus", "8"])
+    'plan'
+
+    Raises:
+        typer.exceptions.TyperException: as autopar would.
+    """
+    context, command, path = GROUP.make_context("autopar", words), GROUP, list[str]()
+    while hasattr(command, "commands"):
+        rest = [*context._protected_args, *context.args]
+        name, command, rest = command.resolve_command(context, rest)
+        path.append(name)
+        context = command.make_context(name, rest, parent=context)
+    return " ".join(path)

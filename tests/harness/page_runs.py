@@ -1,0 +1,197 @@
+"""Pages run: every block in order, in a folder of the page's own; a fault is told with the page's file and line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from typer.exceptions import TyperException
+
+from command_lines import parse
+from page_blocks import Block, Page, PageError
+from page_output import difference
+from paths import HARNESS, ROOT
+
+_LAUNCHERS = ("torchrun", "srun", "mpirun", "python", "python3")
+_SEPARATORS = ("|", "||", "&", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&>")
+
+
+class MarkedRun(NamedTuple):
+    """A block that is marked not to run, and was run."""
+
+    line: int
+    reason: str
+    seconds: float
+
+
+def run_page(page: Page, folder: Path, reasons: tuple[str, ...] = ()) -> list[MarkedRun]:
+    """Run a page's blocks in a folder; return those that are marked for one of the reasons, which run, too.
+
+    Raises:
+        PageError: a block fails, or prints something else than the page shows.
+    """
+    if page.folder:
+        for file in sorted((ROOT / page.folder).glob("*.py")):
+            shutil.copy(file, folder)
+    marked = []
+    with PageRun(page, folder) as run:
+        for block in page.blocks:
+            is_asked = block.mark == "not run" and block.value in reasons
+            begin = time.monotonic()
+            run.block(replace(block, mark="", value="") if is_asked else block)
+            if is_asked:
+                marked.append(MarkedRun(block.line, block.value, round(time.monotonic() - begin, 1)))
+    return marked
+
+
+class PageRun:
+    """A page's folder, and the process of its Python blocks, which is started for the first of them."""
+
+    def __init__(self, page: Page, folder: Path) -> None:
+        """Run a page in a folder."""
+        self.path, self.folder = page.path, folder
+        self.process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> PageRun:
+        """Begin."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the process."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+
+    def block(self, block: Block) -> None:
+        """Run, parse or write a block, and compare its output.
+
+        Raises:
+            PageError: it fails, or prints something else.
+        """
+        if block.mark == "file":
+            (self.folder / block.value).parent.mkdir(parents=True, exist_ok=True)
+            (self.folder / block.value).write_text(block.text)
+        elif block.mark == "not run":
+            self._parse(block)
+        elif block.language in ("bash", "python"):
+            printed = self._bash(block) if block.language == "bash" else self._python(block)
+            self._compare(block, printed)
+        else:
+            self._read(block)
+
+    def _fault(self, line: int, message: str) -> PageError:
+        return PageError(self.path, line, message)
+
+    def _compare(self, block: Block, printed: str) -> None:
+        if block.output is None:
+            return
+        found = difference(block.output.text, printed)
+        if found is not None:
+            raise self._fault(block.output.line + found[0], f"{found[1]}\n--- all that it prints:\n{printed}")
+
+    def _bash(self, block: Block) -> str:
+        """Run commands by one shell, which ends at the first that fails; return all that they print."""
+        report = self.folder.with_name(f"{self.folder.name}.line")
+        report.unlink(missing_ok=True)
+        begin = f"set -e; trap 'echo $LINENO > {shlex.quote(str(report))}' ERR"
+        script = "\n" * (block.line - 2) + f"{begin}\n{block.text}"
+        done = subprocess.run(
+            ["bash", "-c", script],
+            cwd=self.folder,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        line = int(report.read_text()) if report.exists() else block.line
+        self._check_ending(block, line, done.returncode != 0, f"exit code {done.returncode}:\n{done.stdout}")
+        return done.stdout
+
+    def _check_ending(self, block: Block, line: int, has_failed: bool, said: str) -> None:
+        if has_failed and block.mark != "fails":
+            raise self._fault(line, f"fails: {said}")
+        if not has_failed and block.mark == "fails":
+            raise self._fault(block.line, "is marked to fail, and does not")
+
+    def _python(self, block: Block) -> str:
+        """Run a block in the page's process; return what it prints, and of an error that is expected its last line."""
+        if self.process is None:
+            command = [sys.executable, str(HARNESS / "page_process.py")]
+            self.process = subprocess.Popen(
+                command, cwd=self.folder, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        request = {"text": block.text, "name": f"<{self.path.name}>", "line": block.line}
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+        reply = self.process.stdout.readline()
+        if not reply:
+            raise self._fault(block.line, f"ends the process: exit code {self.process.wait()}")
+        result = json.loads(reply)
+        self._check_ending(block, result.get("line", block.line), result["error"] is not None, result.get("trace", ""))
+        return str(result["output"]) + (result["error"] or "")
+
+    def _parse(self, block: Block) -> None:
+        """Compile Python; parse what a shell would run, and the command lines of autopar in it."""
+        if block.language == "python":
+            try:
+                compile("\n" * (block.line - 1) + block.text, self.path.name, "exec")
+            except SyntaxError as error:
+                raise self._fault(error.lineno or block.line, str(error)) from error
+        elif block.language == "bash":
+            done = subprocess.run(["bash", "-n", "-c", block.text], capture_output=True, text=True)
+            if done.returncode:
+                raise self._fault(block.line, done.stderr)
+            for line, words in command_lines(block):
+                try:
+                    parse(words)
+                except TyperException as error:
+                    raise self._fault(line, f"{shlex.join(words)}: {error.format_message()}") from error
+
+    def _read(self, block: Block) -> None:
+        """Read a block that is shown only; its language must be one that is known."""
+        readers = {"json": json.loads, "toml": tomllib.loads, "yaml": str, "csv": str, "math": str}
+        if block.language not in readers:
+            raise self._fault(block.line, f"is of no known language: {block.language!r}")
+        try:
+            readers[block.language](block.text)
+        except ValueError as error:
+            raise self._fault(block.line, f"is no {block.language}: {error}") from error
+
+
+def command_lines(block: Block) -> Iterator[tuple[int, list[str]]]:
+    """Yield the lines of a block that call autopar, by itself or under a launcher: the page's line, and the words."""
+    text = re.sub(r"\\\n", lambda _: "\\\x00", block.text)
+    line = block.line
+    for raw in text.splitlines():
+        words = shlex.split(raw.replace("\\\x00", " "), comments=True)
+        while words and re.match(r"^\w+=", words[0]):
+            words = words[1:]
+        if words and "autopar" in words and (words[0] == "autopar" or words[0] in _LAUNCHERS):
+            rest = words[words.index("autopar") + 1 :]
+            end = next((index for index, word in enumerate(rest) if word in _SEPARATORS), len(rest))
+            yield line, rest[:end]
+        line += 1 + raw.count("\x00")
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a page's commands: ``autopar`` is this repository's, and lines are 100 columns wide."""
+    found = {key: value for key, value in os.environ.items() if not key.startswith(("AUTOPAR_", "COV_", "PYTEST_"))}
+    path = os.pathsep.join([str(Path(sys.executable).parent), found.get("PATH", "")])
+    modules = os.pathsep.join(filter(None, [str(ROOT), found.get("PYTHONPATH")]))
+    return {**found, "PATH": path, "PYTHONPATH": modules, "COLUMNS": "100", "NO_COLOR": "1"}

@@ -1,0 +1,69 @@
+"""docs/reference/: every page is what `benchmarks/reference.py` writes, and every public name is on one."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+import typer
+
+import autopar
+import reference
+from autopar.cli import app
+from reference_pages import commands, library
+
+
+@pytest.mark.parametrize("name", reference.PAGES)
+def test_a_page_is_what_the_code_says(name: str) -> None:
+    page = reference.FOLDER / name
+    assert page.exists(), "run `python benchmarks/reference.py`"
+    assert page.read_text() == reference.PAGES[name](), f"{name} is out of date; run `python benchmarks/reference.py`"
+
+
+def test_there_are_no_other_pages() -> None:
+    assert {page.name for page in reference.FOLDER.iterdir()} == set(reference.PAGES)
+
+
+def test_every_public_function_is_under_one_heading() -> None:
+    named = [name for names in library.TOPICS.values() for name in names]
+    assert sorted(named) == sorted(name for name in autopar.__all__ if name.islower())
+
+
+def test_every_option_of_every_command_is_on_the_page_with_its_help() -> None:
+    text = reference.PAGES["commands.md"]()
+    group = typer.main.get_command(app)
+    for words, command in _leaves(group, ()):
+        section = text.split(f"\n## autopar {' '.join(words)}\n")[1].split("\n## ")[0]
+        for parameter in command.params:
+            assert all(f"`{each}`" in section for each in parameter.opts if each.startswith("-")), (
+                words,
+                parameter.opts,
+            )
+
+
+@pytest.mark.parametrize("name", [name for name in autopar.__all__ if name.islower()])
+def test_a_public_function_has_an_example_that_compiles(name: str) -> None:
+    # Examples run as doctests, but for those that take minutes or several hosts.
+    examples = doctest.DocTestParser().get_examples(getattr(autopar, name).__doc__)
+    assert examples
+    for each in examples:
+        compile(each.source, name, "single")
+
+
+def test_an_argument_on_the_page_of_commands_is_one_of_the_function() -> None:
+    found = commands._arguments("plan")
+    assert found["memory_bytes"] == found["profile"] == "plan"
+    assert "`train(timeout_s=)`" in reference.PAGES["commands.md"]()
+
+
+def _leaves(group: object, words: tuple[str, ...]) -> list[tuple[tuple[str, ...], typer.core.TyperCommand]]:
+    commands_of = getattr(group, "commands", None)
+    if commands_of is None:
+        return [(words, group)]  # type: ignore[list-item]
+    return [leaf for name, each in commands_of.items() for leaf in _leaves(each, (*words, name))]
+
+
+def test_every_key_of_every_file_has_a_meaning() -> None:
+    rows = [line for line in reference.PAGES["files.md"]().split("\n") if line.startswith("| `")]
+    assert len(rows) > 300
+    assert [row for row in rows if row.endswith("|  |")] == []
