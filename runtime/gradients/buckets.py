@@ -88,12 +88,13 @@ class WholeBucket(Bucket):
         super().__init__([parameter], self._shape.numel())
 
     def _place(self) -> None:
-        self.parameters[0].grad = torch.zeros_like(self.parameters[0])
+        # The parameter may have that of another mini-batch when this one is reduced.
+        self.parameters[0].grad = self._gradient = torch.zeros_like(self.parameters[0])
 
     @property
     def gradients(self) -> list[torch.Tensor]:
         """See :class:`Bucket`."""
-        return gradients_in(self.parameters)
+        return [self._gradient]
 
     def collect(self) -> None:
         """See :class:`Bucket`."""
@@ -102,12 +103,6 @@ class WholeBucket(Bucket):
     def spread(self) -> None:
         """See :class:`Bucket`."""
         self._gradient.copy_(self._team.take(self._name, self._whole))
-
-    @property
-    def _gradient(self) -> torch.Tensor:
-        gradient = self.parameters[0].grad
-        assert gradient is not None
-        return gradient
 
     @property
     def _whole(self) -> torch.Tensor:
