@@ -12,13 +12,13 @@ IN_RANGE := import sys, venv, ensurepip; raise SystemExit(not (3, 11) <= sys.ver
 demo: $(STAMP)
 	$(BIN)/autopar demo
 
-# Planning takes one process, and no test of it measures time: two run at once. Training takes a process a rank.
-PLANNING := tests/planner tests/formats tests/interop tests/schedules
+# These take one process, and none of them measures time: two run at once. Training takes a process a rank.
+ALONE := tests/planner tests/formats tests/interop tests/schedules tests/capture tests/report tests/hardware
 PYTEST := $(BIN)/python -m pytest --durations=25
 
 test: $(STAMP)
-	$(PYTEST) -n 2 --dist worksteal $(PLANNING)
-	$(PYTEST) tests autopar $(PLANNING:%=--ignore=%)
+	$(PYTEST) -n 2 --dist worksteal $(ALONE)
+	$(PYTEST) tests autopar $(ALONE:%=--ignore=%)
 
 check: format lint types contracts test notebooks
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-DOCUMENTED = ("autopar.api.", "autopar.rehearsals.", "autopar.imports.", "autopar.runtime.start.materialize.")
+DOCUMENTED = ("autopar.api.", "autopar.rehearsals.", "autopar.inputs.", "autopar.runtime.start.materialize.")
 """Modules whose examples are of a user's folder; others need none."""
 
 

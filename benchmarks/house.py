@@ -28,7 +28,7 @@ import grimp
 from machine import Watch
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = ("tests", "benchmarks", "examples", "notebooks")
+OUTSIDE = ("tests", "benchmarks", "examples", "notebooks", "conftest.py")
 LONG_FILE, LONG_FUNCTION, TOO_LONG_FUNCTION, COMPLEX, TESTED = 600, 35, 60, 10, 60
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING)
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autopar.capture.graph import LayerGraph
-from autopar.capture.optimizer import Settings, group_settings, needs_all, settings_of
+from autopar.capture.optimizer import Settings, group_settings, needs_all, refuse_others, settings_of
 from autopar.capture.source import ALONE, StageTraits, UserModel, stage_traits
 from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Plan
@@ -104,16 +104,9 @@ def left_out(
     Raises:
         ModelError: it steps something that it was not given.
     """
+    refuse_others(optimizer, parameters.values(), user)
     names = {id(parameter): name for name, parameter in parameters.items()}
-    stepped = [each for group in optimizer.param_groups for each in group["params"]]
-    others = [each for each in stepped if id(each) not in names]
-    if others:
-        raise ModelError(
-            f"{user.path}: optimizer() steps {len(others)} parameters that it was not given, the first of shape "
-            f"{tuple(others[0].shape)}: ranks train copies of their own, so make it of its argument alone; where it "
-            "goes by names, call the argument named_parameters to be given pairs (name, parameter)"
-        )
-    found = {names[id(each)] for each in stepped}
+    found = {names[id(each)] for group in optimizer.param_groups for each in group["params"]}
     return [name for name in parameters if name not in found and (whole is None or name not in whole)]
 
 

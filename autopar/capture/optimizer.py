@@ -30,6 +30,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autopar.capture.source import ALONE, NamedParameters, StageTraits, UserModel
+from autopar.errors import ModelError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -116,6 +117,22 @@ TOLERANCE = 1e-6
 
 Small = list[tuple[str, torch.Tensor]]
 Convert = Callable[[torch.Tensor], torch.Tensor]
+
+
+def refuse_others(optimizer: torch.optim.Optimizer, given: Iterable[nn.Parameter], user: UserModel) -> None:
+    """Refuse an optimizer that steps other parameters than it was made for.
+
+    Raises:
+        ModelError: it does; says how many, and what to do.
+    """
+    known = {id(parameter) for parameter in given}
+    others = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in known]
+    if others:
+        raise ModelError(
+            f"{user.path}: optimizer() steps {len(others)} parameters that it was not given, the first of shape "
+            f"{tuple(others[0].shape)}: ranks train copies of their own, so make it of its argument alone; where it "
+            "goes by names, call the argument named_parameters to be given pairs (name, parameter)"
+        )
 
 
 def needs_all(user: UserModel, named_parameters: NamedParameters) -> str | None:

@@ -43,6 +43,7 @@ from autopar.capture.division import (
     shares_of,
 )
 from autopar.capture.histories import WeightHistories, check_comparable
+from autopar.capture.optimizer import refuse_others
 from autopar.capture.source import UserModel, stage_traits
 from autopar.errors import FileError, ModelError, TrainingError
 from autopar.formats.plan import Plan
@@ -408,6 +409,7 @@ def _stage_optimizers(
         own = [(name, each) for name, each in named.items() if stage_of.get(name) == stage and each.requires_grad]
         if own:
             found[stage] = user.make_optimizer(own, traits)
+            refuse_others(found[stage], [each for _, each in own], user)
     return found
 
 

@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 
 from autopar.capture import UserModel, load
 from autopar.capture.plain import PlainRun
-from autopar.errors import AutoparError, TrainingError, UsageError
+from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
 from autopar.formats.profile import Profile
 from autopar.profiler import ProfileOptions
 from autopar.profiler import profile as measure
@@ -181,7 +181,7 @@ def _held_against(plainly: Callable[[float], PlainRun], train: Callable[[], list
     """Train both ways, and compare."""
     try:
         truth = plainly(0.0)
-    except UsageError as error:
+    except (ModelError, UsageError) as error:
         return Result("skipped", "truth", str(error))
     except TrainingError as error:
         _through("run", train)

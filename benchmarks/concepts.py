@@ -1,6 +1,6 @@
 """The picture of docs/concepts.md: a model cut into stages, who runs them, and one step in time.
 
-    python docs/images/concepts.py
+    python benchmarks/concepts.py docs/images/concepts.png
 
 The step is that of the schedule `1f1b`; a backward takes twice as long as a forward, and messages take no time.
 """
