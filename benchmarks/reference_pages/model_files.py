@@ -34,7 +34,7 @@ TOPICS: dict[str, tuple[ModuleType, ...]] = {
     "Evaluation mode": (evaluation,),
     "Transformers models: hf:": (huggingface,),
     "Models larger than memory": (meta,),
-    "Which files are the model's, and rates by stage": (source,),
+    "Which files are the model's": (source,),
 }
 """Modules by heading; their docstrings, but for the titles, are what the page says."""
 _INTRODUCTION = """
