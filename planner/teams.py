@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from autopar.errors import UsageError
+from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan, Stage
 from autopar.formats.profile import Layer, LayerSplit, ParameterCut, Profile, SequenceCut
 from autopar.hardware.topology import devices_of
+from autopar.planner import infeasible
 from autopar.planner.constraints import FixedStages
 from autopar.planner.options import PlanOptions
 
@@ -61,7 +62,8 @@ def plan_teams(
     """
     _check_teams(profile, options, stages)
     layers, sizes = {layer.name: layer for layer in profile.layers}, stages.team_sizes
-    found = plan(_options_alone(cluster, options, stages))
+    memory_bytes = options.memory_bytes or min(device.memory_bytes for device in cluster.devices)
+    found = _within_memory(plan(_options_alone(options, stages, memory_bytes)), sizes, memory_bytes)
     needed = sum(size * len(stage.devices) for size, stage in _groups(found, sizes))
     places = _places(found, sizes, _nodes(cluster, options, needed), options.across_nodes)
 
@@ -143,11 +145,32 @@ def _check_splits(stage: int, layers: Sequence[Layer], count: int) -> None:
     )
 
 
-def _options_alone(cluster: Cluster, options: PlanOptions, stages: FixedStages) -> PlanOptions:
+def _options_alone(options: PlanOptions, stages: FixedStages, memory_bytes: int) -> PlanOptions:
     """Return options of the same stages on single devices, each with the memory of the largest team."""
-    memory_bytes = options.memory_bytes or min(device.memory_bytes for device in cluster.devices)
     asked = replace(options, sequence_parallel=False, across_nodes=False, gpus=None)
     return replace(asked, stages=_without_teams(stages), memory_bytes=memory_bytes * max(stages.team_sizes))
+
+
+def _within_memory(plan: Plan, sizes: Sequence[int], memory_bytes: int) -> Plan:
+    """Return a plan of single devices whose limits are those of each stage's own team, not of the largest.
+
+    Raises:
+        InfeasibleError: a stage needs more than its team has.
+    """
+    predicted, largest = plan.predicted, max(sizes)
+    if not predicted.limit_bytes:
+        return plan
+    pairs = zip(predicted.limit_bytes, sizes, strict=True)
+    limits = tuple(limit - memory_bytes * (largest - own) for limit, own in pairs)
+    for index, (peak, limit) in enumerate(zip(predicted.peak_bytes, limits, strict=True)):
+        if peak > limit:
+            needs, has = infeasible.size(peak), infeasible.size(limit)
+            count = f"{sizes[index]} device{'s' if sizes[index] > 1 else ''}"
+            raise InfeasibleError(
+                f"`stages`: a replica of stage {index} needs {needs}, and has {has} on {count}; give it more "
+                "devices, or fewer layers"
+            )
+    return plan.model_copy(update={"predicted": predicted.model_copy(update={"limit_bytes": limits})})
 
 
 def _without_teams(stages: FixedStages) -> str:

@@ -117,6 +117,17 @@ def test_a_replica_may_need_the_memory_of_all_devices_that_run_it() -> None:
     assert made.stages[0].tensor_parallel == 2
 
 
+def test_a_stage_has_the_memory_of_its_own_team_and_not_of_the_largest() -> None:
+    stages = [f"0-4:1x2,5-{LAYERS - 1}:1x4", f"0-4:1,5-{LAYERS - 1}:1x4"]
+    options = {"micro_batches": 1, "recompute": "none"}
+    roomy = planned(stages[0], **options).predicted
+    assert roomy.limit_bytes[1] == 2 * roomy.limit_bytes[0]
+    options["memory_bytes"] = roomy.peak_bytes[0] * 3 // 4
+    assert planned(stages[0], **options).predicted.limit_bytes[0] == 2 * options["memory_bytes"]
+    with pytest.raises(InfeasibleError, match=r"a replica of stage 0 needs .*, and has .* on 1 device; give it more"):
+        planned(stages[1], **options)
+
+
 def test_a_cluster_that_lists_too_few_devices_is_taken_for_more_of_them() -> None:
     made = planned(f"0-{LAYERS - 1}:1x4", devices=2)
     assert made.stages[0].devices == (0, 1, 2, 3)
