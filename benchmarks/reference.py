@@ -15,8 +15,8 @@ from reference_pages.commands import commands_page
 from reference_pages.exports import exports_page
 from reference_pages.faults import faults_page
 from reference_pages.files import files_page
-from reference_pages.library import python_page
 from reference_pages.model_files import model_file_page
+from reference_pages.python_api import python_page
 from reference_pages.schedules import schedules_page
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"

@@ -10,7 +10,7 @@ import typer
 import autopar
 import reference
 from autopar.cli import app
-from reference_pages import commands, library
+from reference_pages import commands, python_api
 
 
 @pytest.mark.parametrize("name", reference.PAGES)
@@ -25,7 +25,7 @@ def test_there_are_no_other_pages() -> None:
 
 
 def test_every_public_function_is_under_one_heading() -> None:
-    named = [name for names in library.TOPICS.values() for name in names]
+    named = [name for names in python_api.TOPICS.values() for name in names]
     assert sorted(named) == sorted(name for name in autopar.__all__ if name.islower())
 
 

@@ -1,4 +1,4 @@
-"""Library: every public function and class of `import autopar`, what functions return, and the errors they raise."""
+"""Python: every public function and class of `import autopar`, what functions return, and the errors they raise."""
 
 from __future__ import annotations
 
