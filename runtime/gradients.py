@@ -20,7 +20,7 @@ from autopar.capture.split.sums import Summand
 from autopar.formats.plan import Plan
 from autopar.runtime.messages.transport import Pending, Transport, replica_ranks, sharing_groups
 from autopar.runtime.stage.layers import used_by_several
-from autopar.runtime.stage.parameters import LocalParameters, Team, local, sharded_ranges
+from autopar.runtime.stage.parameters import LocalParameters, Team, local, sharded_bounds
 from autopar.runtime.stage.stage import Stage
 from autopar.schedules.continuing import depths_of
 from autopar.schedules.expand import rank_of, team_of
@@ -177,8 +177,7 @@ def _views_of_summands(parameter: torch.nn.Parameter, summand: Summand) -> list[
     gradient = local(parameter.grad)
     if summand.indices is None:
         return [gradient]
-    bounds = next((each[1:] for each in sharded_ranges(parameter) if each[0] == summand.dim), None)
-    low, high = bounds or (0, gradient.shape[summand.dim])
+    low, high = sharded_bounds(parameter, summand.dim)
     inside = [(max(start, low), min(stop, high)) for start, stop in summand.indices]
     return [gradient.narrow(summand.dim, start - low, stop - start) for start, stop in inside if start < stop]
 

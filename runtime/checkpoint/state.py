@@ -40,7 +40,7 @@ from autopar.formats.checkpoint import (
 )
 from autopar.formats.profile import CutPiece, ParameterCut
 from autopar.runtime.checkpoint.folder import CheckpointReader
-from autopar.runtime.stage.parameters import Team, cut_views, local, sharded_ranges
+from autopar.runtime.stage.parameters import Team, cut_views, local, sharded_bounds, sharded_ranges
 from autopar.runtime.start.job import Job
 from autopar.runtime.update import Update
 
@@ -91,7 +91,7 @@ def held_pieces(
         first = team is None or team.part == 0
         return [HeldPiece(kind, name, state, tuple(tensor.shape), tuple(ranges), own, bool(ranges), first)]
     whole, others = team.shape(name, tensor.shape), [each for each in ranges if each.dim != cut.dim]
-    bounds = next(((each.start, each.stop) for each in ranges if each.dim == cut.dim), (0, tensor.shape[cut.dim]))
+    bounds = sharded_bounds(tensor, cut.dim)
     return [
         HeldPiece(
             kind, name, state, whole, (*others, _range(cut, piece)), view, bool(ranges), piece.parts[0] == team.part, at

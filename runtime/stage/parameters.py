@@ -185,9 +185,8 @@ class Team:
         others = sorted(part.summing_parts - self._allowed[stage])
         if others:
             raise MismatchError(f"it adds up over parts {list(others[0])}, as the plan does not")
-        if self._split_seeds and drops_weights(part.module.graph.nodes):
+        if self._split_seeds and draw_alone(part.module, self.part):
             self.draws_alone = True
-            draw_alone(part.module, self.part)
         self.summands |= {layer.parameters[attribute]: found for attribute, found in part.summands.items()}
         return replace(layer, module=part.module)
 
@@ -217,8 +216,7 @@ class Team:
         cut = self.cuts.get(name)
         if cut is None:
             return [own] if self.part == 0 else []
-        bounds = next(((start, stop) for dim, start, stop in sharded_ranges(parameter) if dim == cut.dim), None)
-        views = cut_views(cut, self.part, bounds or (0, own.shape[cut.dim]), own)
+        views = cut_views(cut, self.part, sharded_bounds(parameter, cut.dim), own)
         return [view for piece, view in views if piece.parts[0] == self.part]
 
     def shape(self, name: str, own: Sequence[int]) -> tuple[int, ...]:
@@ -441,6 +439,11 @@ def sharded_ranges(tensor: torch.Tensor) -> list[tuple[int, int, int]]:
     sizes, starts = compute_local_shape_and_global_offset(tensor.shape, placed.device_mesh, placed.placements)
     sides = enumerate(zip(sizes, starts, tensor.shape, strict=True))
     return [(dim, start, start + size) for dim, (size, start, whole) in sides if size != whole]
+
+
+def sharded_bounds(tensor: torch.Tensor, dim: int) -> tuple[int, int]:
+    """Return the first index of a dimension that is here, and the one behind the last."""
+    return next(((start, stop) for at, start, stop in sharded_ranges(tensor) if at == dim), (0, tensor.shape[dim]))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

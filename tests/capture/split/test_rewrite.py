@@ -10,7 +10,7 @@ from torch import fx, nn
 from autopar.capture.split.analysis import analyse
 from autopar.capture.split.choice import choose
 from autopar.capture.split.rewrite import LayerPart, split_layer
-from autopar.capture.split.rules.attention import attend_alone
+from autopar.capture.split.rules.attention import attend_alone, draw_alone
 from autopar.capture.split.rules.draws import drop_part
 from drawn_split import Drawn
 from part_threads import Comparison, compare, run_parts
@@ -282,6 +282,14 @@ def test_parts_may_draw_the_dropout_of_fused_attention_each_for_itself(share_key
     assert torch.equal(masks[0], masks[2])
     # Of two masks that do not depend on each other, 1 - 2 * 0.75 * 0.25 agree.
     assert float((masks[0] == masks[1]).double().mean()) == pytest.approx(0.625, abs=0.02)
+
+
+@pytest.mark.parametrize(("count", "alone"), [(2, True), (3, False)])
+def test_heads_that_no_parts_divide_draw_for_all(count: int, alone: bool) -> None:
+    """Two matrices behind them are split among three parts; four heads are not."""
+    part = split_layer(layer_of(Dropping(True).double(), numbers(2, 3, 8)), None, 0, count)  # type: ignore[arg-type]
+    assert part.cuts
+    assert draw_alone(part.module, 0) == alone
 
 
 def test_a_part_that_draws_for_itself_is_found() -> None:

@@ -88,9 +88,9 @@ def _own_numbers(device: torch.device, part: int) -> Iterator[None]:
 
 
 def drops_weights(nodes: Iterable[fx.Node]) -> bool:
-    """Tell whether some nodes attend in one operator with dropout, of all heads or of a part's."""
+    """Tell whether some nodes of a whole layer attend in one operator with dropout."""
     fused = torch.ops.aten.scaled_dot_product_attention.default
-    return any(node.target is attend_part or (node.target is fused and _rate_of(node)) for node in nodes)
+    return any(node.target is fused and _rate_of(node) for node in nodes)
 
 
 def _rate_of(node: fx.Node) -> object:
@@ -98,12 +98,16 @@ def _rate_of(node: fx.Node) -> object:
     return node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p")
 
 
-def draw_alone(module: fx.GraphModule, part: int) -> None:
-    """Have attention of a part's graph draw its dropout for itself, not as a part of what is drawn for all heads."""
-    for node in module.graph.nodes:
-        if node.target is attend_part:
-            node.target, node.args = attend_alone, (part, *node.args[:-1])
+def draw_alone(module: fx.GraphModule, part: int) -> bool:
+    """Have attention of a part's graph draw its dropout for itself, not as a part of what is drawn for all heads.
+
+    Return whether some does: that of layers whose heads stay together draws for all.
+    """
+    nodes = [node for node in module.graph.nodes if node.target is attend_part]
+    for node in nodes:
+        node.target, node.args = attend_alone, (part, *node.args[:-1])
     module.recompile()
+    return bool(nodes)
 
 
 def _hide(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
