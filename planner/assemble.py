@@ -167,7 +167,7 @@ def assemble(
         (stage_record(costs, stage) for stage in candidate.stages),
         prediction(costs, candidate, costs.peak_bytes(candidate)),
         (*notes, *_writes(costs, options), *_estimates(costs, candidate)),
-        schedule=_schedule(candidate),
+        schedule=schedule_of(candidate),
         replicate_state=options.replicate_state if _replicates_state(costs, candidate) else None,
         alternatives=tuple(alternatives),
     )
@@ -245,7 +245,7 @@ def stage_record(costs: CostModel, stage: CandidateStage) -> Stage:
     )
 
 
-def _schedule(candidate: Candidate) -> str:
+def schedule_of(candidate: Candidate) -> str:
     """Return the schedule's name: with all micro-batches in flight everywhere, `1f1b` is `gpipe`."""
     if not plain(candidate.schedule):
         return candidate.schedule

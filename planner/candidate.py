@@ -120,6 +120,10 @@ class Candidate(NamedTuple):
         """Return the stages in the form that ``autopar plan --stages`` takes."""
         return ",".join(f"{stage.layers_text()}:{len(stage.devices)}" for stage in self.stages)
 
+    def micro_batches_text(self) -> str:
+        """Return how many micro-batches there are, in words."""
+        return f"{self.micro_batches} micro-batch{'es' if self.micro_batches > 1 else ''}"
+
 
 def place(
     family: Family,

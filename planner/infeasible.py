@@ -571,7 +571,7 @@ def infeasible(
     large = "" if layer is None else f"layer {costs.profile.layers[layer].name} alone fits no device; "
     count = len(candidate.stages)
     stages = candidate.text() if count <= MOST_STAGES else f"{count} stages"
-    how = f"{stages} with {candidate.schedule} and {candidate.micro_batches} micro-batches"
+    how = f"{stages} with {candidate.schedule} and {candidate.micro_batches_text()}"
     return InfeasibleError(
         f"nothing fits the memory: {explain(costs, candidate)} even in the plan that comes closest ({how}); "
         f"{large}{advice(remedies(costs, options, fits, found[0]))}"

@@ -20,7 +20,7 @@ from autopar.formats.prediction import Alternative, Bounds
 from autopar.formats.profile import Profile
 from autopar.formats.report import ComparisonRow
 from autopar.hardware.kinds import check_times_of
-from autopar.planner.assemble import assemble, candidate_of
+from autopar.planner.assemble import assemble, candidate_of, schedule_of
 from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import (
     MOST_MICRO_BATCHES,
@@ -170,6 +170,17 @@ def _search(
     if options.solver == "milp":
         solved = search_by_milp(simulator, every, options, best)
         return _Proof(solved.lower_bound_s, tuple(solved.notes), {})
+    if options.gap > 0 and (options.effort > 1 or options.exact):
+        # First as with an effort of one: from other seeds, local moves may lead elsewhere, to a slower plan.
+        first = _search_by_dp(question, best, replace(options, effort=1, exact=False))
+        then = _search_by_dp(question, best, options)
+        return then._replace(lower_bound_s=max(first.lower_bound_s, then.lower_bound_s))
+    return _search_by_dp(question, best, options)
+
+
+def _search_by_dp(question: Question, best: Best, options: PlanOptions) -> _Proof:
+    """Search by the dynamic program and, but for a gap of 0, by local moves."""
+    simulator, every = question.simulator, question.families
     if options.gap > 0:
         simulator.progress("trying even splits", 0.15)
         judge_even_splits(simulator, every, options, best)
@@ -341,7 +352,8 @@ def _plan_stages(question: Question, fixed_stages: FixedStages) -> Plan:
     fastest = (own if own.step_s < best.step_s else best).fastest
     rows = _alternatives([*compared, Reference("best", fastest, None)], (), question.excluding_option)
     chosen = shallowest(question.simulator, own.fastest).candidate
-    return assemble(costs, chosen, question.options, bounds.linked_s, rows, [DICTATED_NOTE], bounds)
+    notes = [DICTATED_NOTE, *_schedule_notes(question, chosen)]
+    return assemble(costs, chosen, question.options, bounds.linked_s, rows, notes, bounds)
 
 
 def _judge_stages(question: Question, fixed_stages: FixedStages) -> Best:
@@ -394,11 +406,19 @@ def _alternatives(
 def _notes_on(question: Question, best: Best, simulated_plan: SimulatedPlan, lower_bound_s: float) -> list[str]:
     """Return what is said of the plan that is chosen of the best ones."""
     return [
+        *_schedule_notes(question, simulated_plan.candidate),
         *_simplicity(question, best, simulated_plan),
         *_search_notes(question, simulated_plan.candidate),
         *_placement_notes(question, simulated_plan.candidate),
         *_gap(question, simulated_plan.step_s, lower_bound_s),
     ]
+
+
+def _schedule_notes(question: Question, candidate: Candidate) -> list[str]:
+    """Say why a plan of the schedule that is asked for has another one's name."""
+    if question.options.schedule != "1f1b" or schedule_of(candidate) != "gpipe":
+        return []
+    return ["all micro-batches are in flight, so `1f1b` does what `gpipe` does, and the plan is called so"]
 
 
 def _simplicity(question: Question, best: Best, simulated_plan: SimulatedPlan) -> list[str]:
@@ -428,7 +448,8 @@ def _search_notes(question: Question, candidate: Candidate) -> list[str]:
     idle = devices - len(set(candidate.devices))
     if idle:
         notes.append(
-            f"{idle} of {devices} devices stay idle: no plan simulated with them is faster (`use_all` forbids this)"
+            f"{idle} of {devices} devices stay idle: of the plans that were tried, none with them is faster; "
+            "`use_all=True` plans one that uses all"
         )
     return notes
 

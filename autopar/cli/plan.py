@@ -79,7 +79,15 @@ def plan(
         float | None,
         typer.Option(help="Seconds that a step may take, of --objective cost: the cheapest plan of those that do."),
     ] = None,
-    gap: Annotated[float, typer.Option(help="Stop this close to the best possible plan; 0 is exact.")] = 0.02,
+    gap: Annotated[
+        float,
+        typer.Option(
+            help=(
+                "Stop this close to the best possible plan. 0 goes on until one is proved best: of many devices, this "
+                "can take hours, and tens of GB."
+            )
+        ),
+    ] = 0.02,
     effort: Annotated[
         int,
         typer.Option(

@@ -297,5 +297,5 @@ def estimated_cluster(profile: Profile, devices: int) -> Cluster:
         backend="nccl" if kind == "cuda" else "gloo",
         devices=(Device(type=name, memory_bytes=profile.device.memory_bytes),) * devices,
         links=(Link(level="node", latency_s=latency_s, bytes_per_s=bytes_per_s),),
-        notes=("no cluster was measured: link and device numbers are estimated; `autopar profile` measures them",),
+        notes=("no measured cluster was given: its links are estimated; `autopar profile` writes cluster.json",),
     )

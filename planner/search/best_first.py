@@ -222,7 +222,8 @@ class _Search:
 
     def go(self) -> SearchResult:
         """Search; see :func:`search`."""
-        for family in sorted(self.families, key=self._known_s):
+        for index, family in enumerate(sorted(self.families, key=self._known_s), 1):
+            self.simulator.progress(f"bounding family {index} of {len(self.families)}", 0.2)
             self._begin(family)
         if self.lowest is not None and self.lowest[0] < self.best.step_s:
             # What bounds a family of tight memory tells more of its plans than what even splits there are.
@@ -236,6 +237,9 @@ class _Search:
                 self.best.step_s <= (1 + self.gap) * proved_s and self.candidates >= LEAST_CANDIDATES
             ):
                 break
+            if self.options.gap == 0:
+                gap = self.best.step_s / proved_s - 1
+                self.simulator.progress(f"proving the best plan: {expansions} plans opened, {gap:.1%} left", 0.4)
             node = heapq.heappop(self.heap)
             if node.candidate is not None:
                 self._judge(node.bound_s, node.candidate)

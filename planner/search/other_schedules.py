@@ -420,7 +420,7 @@ def _infeasible(costs: CostModel, options: PlanOptions, best: Best, fits: Fits |
         short, candidate = best.closest
         text = (
             f"nothing fits the memory: {explain(costs, candidate)} in the plan of {options.schedule} that comes "
-            f"closest ({candidate.text()} with {candidate.micro_batches} micro-batches)"
+            f"closest ({candidate.text()} with {candidate.micro_batches_text()})"
         )
     return InfeasibleError(
         text if fits is None else f"{text}; {advice(schedule_remedies(costs, options, fits, short))}"

@@ -87,15 +87,16 @@ def test_more_effort_is_never_slower_and_the_same_question_has_the_same_answer()
     compared = 0
     for seed in range(30):
         profile, cluster, options = _question(seed)
-        options = replace(options, exact=True)
         try:
             made = plan(profile, cluster, options)
         except (InfeasibleError, UsageError):
             continue
-        assert plan(profile, cluster, options) == made
-        assert plan(profile, cluster, replace(options, effort=3)).predicted.step_s <= made.predicted.step_s * (
-            1 + 1e-12
-        )
+        exact = plan(profile, cluster, replace(options, exact=True))
+        assert plan(profile, cluster, replace(options, exact=True)) == exact
+        # Not exact, a plan may be the simplest of those about as fast; the wider search's may not be a slower one.
+        assert exact.predicted.step_s <= made.predicted.step_s * (1 + 1e-12)
+        more = plan(profile, cluster, replace(options, exact=True, effort=3))
+        assert more.predicted.step_s <= exact.predicted.step_s * (1 + 1e-12)
         compared += 1
     assert compared >= 15
 
