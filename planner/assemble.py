@@ -167,7 +167,7 @@ def assemble(
         (stage_record(costs, stage) for stage in candidate.stages),
         prediction(costs, candidate, costs.peak_bytes(candidate)),
         (*notes, *_writes(costs, options), *_estimates(costs, candidate)),
-        schedule=schedule_of(candidate),
+        schedule=schedule_of(candidate, options.schedule),
         replicate_state=options.replicate_state if _replicates_state(costs, candidate) else None,
         alternatives=tuple(alternatives),
     )
@@ -245,10 +245,12 @@ def stage_record(costs: CostModel, stage: CandidateStage) -> Stage:
     )
 
 
-def schedule_of(candidate: Candidate) -> str:
-    """Return the schedule's name: with all micro-batches in flight everywhere, `1f1b` is `gpipe`."""
+def schedule_of(candidate: Candidate, asked: str = "auto") -> str:
+    """Return the schedule's name: unless it was asked for, `1f1b` with all micro-batches in flight is `gpipe`."""
     if not plain(candidate.schedule):
         return candidate.schedule
+    if asked == "1f1b":
+        return asked
     full = candidate.micro_batches > 1 and candidate.all_in_flight
     return "gpipe" if full or candidate.schedule == "gpipe" else "1f1b"
 

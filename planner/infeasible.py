@@ -539,7 +539,7 @@ def size(count: int) -> str:
 def explain(costs: CostModel, candidate: Candidate) -> str:
     """Return which stage of a candidate exceeds its memory, and by how much."""
     shorts = costs.shortfalls(candidate)
-    index = max(range(len(shorts)), key=lambda at: (shorts[at], -at))
+    index = shorts.index(max(shorts))
     stage = candidate.stages[index]
     names = costs.profile.layers[stage.first].name, costs.profile.layers[stage.stop - 1].name
     layers = f"layer {names[0]}" if names[0] == names[1] else f"layers {names[0]}..{names[1]}"
@@ -572,9 +572,12 @@ def infeasible(
     count = len(candidate.stages)
     stages = candidate.text() if count <= MOST_STAGES else f"{count} stages"
     how = f"{stages} with {candidate.schedule} and {candidate.micro_batches_text()}"
+    shorts = costs.shortfalls(candidate)
+    kept, gradients = costs.state_bytes(candidate, shorts.index(max(shorts)))
+    state = f"{size(kept)} are parameters and the optimizer's state, {size(gradients)} gradients, the rest activations"
     return InfeasibleError(
-        f"nothing fits the memory: {explain(costs, candidate)} even in the plan that comes closest ({how}); "
-        f"{large}{advice(remedies(costs, options, fits, found[0]))}"
+        f"nothing fits the memory: {explain(costs, candidate)} even in the plan that comes closest ({how}): "
+        f"{state}; {large}{advice(remedies(costs, options, fits, found[0]))}"
     )
 
 

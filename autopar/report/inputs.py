@@ -170,11 +170,12 @@ def _certainty(profile: Profile) -> Iterator[str]:
     if counted["measured"]:
         often = f"each {min(repeats)} to {max(repeats)} times, " if repeats else ""
         spread = f"median {percentage(profile.noise.median_spread)}, largest {percentage(profile.noise.max_spread)}"
-        yield f"measuring: {often}caches {profile.noise.caches}, spread {spread}"
+        caches = "cold caches, as in a step" if profile.noise.caches == "cold" else "warm caches"
+        yield f"measuring: {often}{caches}, spread {spread}"
     fits = [(layer.name, line) for layer in profile.layers for line in (layer.forward_fit, layer.backward_fit) if line]
     if fits:
         name, worst = max(fits, key=lambda item: item[1].residual)
-        yield f"affine fits over micro-batch sizes: at most {percentage(worst.residual)} off ({_formula(name, worst)})"
+        yield f"lines through micro-batch sizes: at most {percentage(worst.residual)} off ({_formula(name, worst)})"
     if profile.noise.clock_hz:
         clocks = " and ".join(f"{hertz / 1e6:.0f} MHz" for hertz in profile.noise.clock_hz)
         yield f"clock before and after: {clocks}"

@@ -332,6 +332,15 @@ class CostModel:
         limits = (self.limit_bytes(stage.devices) for stage in candidate.stages)
         return [peak - limit for peak, limit in zip(peaks, limits, strict=True)]
 
+    def state_bytes(self, candidate: Candidate, index: int) -> tuple[int, int]:
+        """Return what a stage's first replica holds of parameters and optimizer's state, and of gradients."""
+        stage = candidate.stages[index]
+        rows = stage.shares[0]
+        terms = stage_terms(stage, candidate.micro_batches, 0, rows)
+        parts = self.memory[self.kind_of[stage.devices[0]]].parts(stage.first, stage.stop, rows, terms.recompute)
+        kept, gradients, _ = state_of(parts, terms)
+        return int(kept), int(gradients)
+
     def shortfall(self, candidate: Candidate, index: int) -> int:
         """Return by how many bytes one stage exceeds its smallest device."""
         if not plain(candidate.schedule):

@@ -379,6 +379,8 @@ def _conclude(
         publish(options.save, (file for result in results for file in result["saved_files"]))
     notes = [] if options.program is None else [f"the program of {options.program} was run, not the plan's own"]
     notes += facts.attempt.notes
+    if facts.attempt.resume is not None:
+        initial = f"the checkpoint of step {facts.attempt.step}"
     trained = facts.attempt.step + len(results[0]["loss"])
     if trained < facts.steps:
         notes.append(f"was asked to end, and has trained {trained} of {facts.steps} steps")

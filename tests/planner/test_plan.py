@@ -18,6 +18,8 @@ import pytest
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import Plan, Shard
 from autopar.planner import PlanOptions, plan
+from autopar.planner.assemble import schedule_of
+from autopar.planner.candidate import Candidate, Family, place
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import check_flags
 from autopar.planner.plan import compare
@@ -337,3 +339,20 @@ def test_where_nothing_fits_there_is_nothing_to_compare() -> None:
 def test_the_same_question_has_the_same_answer() -> None:
     first, second = (compare(gpt_profile(), local_cluster(3), PlanOptions(gpus=6)) for _ in range(2))
     assert first == second
+
+
+def test_a_plan_of_1f1b_is_called_so_where_it_is_asked_for_and_does_what_gpipe_does_with_all_in_flight() -> None:
+    for seed in range(30):
+        profile, cluster = random_profile(seed, most_layers=6), random_cluster(seed, 3)
+        for schedule in ("1f1b", "gpipe"):
+            options = PlanOptions(schedule=schedule, micro_batches=2, min_stages=2)
+            try:
+                made = plan(profile, cluster, options)
+            except (InfeasibleError, UsageError):
+                continue
+            assert made.schedule == schedule, f"seed {seed}"
+            if schedule == "gpipe":
+                assert expand(made) == expand(made.model_copy(update={"schedule": "1f1b"})), f"seed {seed}"
+    family = Family(4, 2, "gpipe")
+    candidate = Candidate(*family, place(family, (2, 4), (1, 1)))
+    assert (schedule_of(candidate), schedule_of(candidate, "1f1b")) == ("gpipe", "1f1b")

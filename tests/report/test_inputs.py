@@ -89,7 +89,7 @@ def test_tables_state_layers_shares_and_how_times_were_found() -> None:
         "1.5 ms",
         "50.0 %",
         "times: measured",
-        "measuring: each 7 to 7 times, caches cold, spread median 1.0 %, largest 2.0 %",
+        "measuring: each 7 to 7 times, cold caches, as in a step, spread median 1.0 %, largest 2.0 %",
         "at most 2.0 % off (model.transformer.decoder.layers.2: 100 us + 200 us a sample)",
         "clock before and after: 1980 MHz and 1410 MHz",
         "throttled: power",
