@@ -245,12 +245,12 @@ def stage_record(costs: CostModel, stage: CandidateStage) -> Stage:
     )
 
 
-def schedule_of(candidate: Candidate, asked: str = "auto") -> str:
-    """Return the schedule's name: unless it was asked for, `1f1b` with all micro-batches in flight is `gpipe`."""
+def schedule_of(candidate: Candidate, name: str = "auto") -> str:
+    """Return the schedule's name: unless a name is asked for, `1f1b` with all micro-batches in flight is `gpipe`."""
     if not plain(candidate.schedule):
         return candidate.schedule
-    if asked == "1f1b":
-        return asked
+    if name == "1f1b":
+        return name
     full = candidate.micro_batches > 1 and candidate.all_in_flight
     return "gpipe" if full or candidate.schedule == "gpipe" else "1f1b"
 

@@ -383,7 +383,7 @@ def load(
     The file is executed once, under a name of its own, with its folder on ``sys.path`` and its standard output sent
     to standard error. With a factory, ``dataset``, ``loss`` and so on are looked up in the factory's module. A model of
     the Transformers library is built from its configuration (a file, or a folder with a ``config.json``) and fed with
-    synthetic inputs, or with those of ``data``, a Python file with ``dataset`` and, where needed, the other functions.
+    synthetic inputs, or with those of ``data``, a Python file with ``dataset``, or any other function of a model file.
     Where a profile or plan says by ``expected_source`` what the code was, nothing of it runs that is not the same, and
     synthetic inputs are as long; ``sequence`` asks for their tokens in place of what the configuration says.
 
@@ -411,22 +411,26 @@ def load(
 def _load_configured(
     spec: str, data: Path | None, expected_source: ModelSource | None, sequence: int | None
 ) -> UserModel:
-    if data is not None and sequence is not None:
-        raise UsageError(f"`sequence={sequence}`: inputs are those of `data={str(data)!r}`; leave one of the two out")
     found = read_configured(spec)
     code = None if data is None else code_of_file(data)
     imports = {} if code is None else {code.path.name: code.sha256, **code.imports}
     check_code(found.path, found.sha256, imports, expected_source)
     functions: dict[str, Callable[..., Any]] = {} if found.loss is None else {"loss": found.loss}
     notes, ignored = found.notes, tuple[str, ...]()
-    if code is None:
+    if code is not None:
+        module = _execute(code.path, code.source)
+        own = _functions(code, module)
+        if not own:
+            hooks = ", ".join(f"{name}()" for name in HOOKS if name != "model")
+            raise ModelError(f"{data}: defines no dataset() and no other function of a model file: {hooks}")
+        functions |= own
+        ignored = _ignored_state(code.path, module)
+    if "dataset" not in functions:
         sequence = found.sequence(sequence or (None if expected_source is None else expected_source.sequence))
         functions["dataset"] = partial(found.dataset, sequence)
         notes = (*notes, SYNTHETIC)
-    else:
-        module = _execute(code.path, code.source)
-        functions |= _functions(code, module)
-        ignored = _ignored_state(code.path, module)
+    elif sequence is not None:
+        raise UsageError(f"`sequence={sequence}`: inputs are those of `data={str(data)!r}`; leave one of the two out")
     known = (spec, found.path, found.sha256, found.build, functions, data, notes, ignored)
     return UserModel(*known, sequence=sequence, imports=imports)
 

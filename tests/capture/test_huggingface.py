@@ -125,8 +125,22 @@ def test_a_data_file_replaces_the_synthetic_inputs(tmp_path):
     assert isinstance(user.make_optimizer(user.build().named_parameters()), torch.optim.SGD)
     assert user.loss is not None
     (tmp_path / "data.py").write_text("x = 1\n")
-    with pytest.raises(ModelError, match=r"data\.py: defines no dataset"):
-        load(f"hf:{tmp_path}", data=tmp_path / "data.py").dataset()
+    with pytest.raises(
+        ModelError, match=r"data\.py: defines no dataset\(\) and no other function of a model file: data"
+    ):
+        load(f"hf:{tmp_path}", data=tmp_path / "data.py")
+    (tmp_path / "data.py").write_text(DATA)
+    with pytest.raises(UsageError, match=r"`sequence=16`: inputs are those of `data="):
+        load(f"hf:{tmp_path}", data=tmp_path / "data.py", sequence=16)
+
+
+def test_a_data_file_without_a_dataset_leaves_the_synthetic_inputs(tmp_path):
+    write(tmp_path, GPT)
+    (tmp_path / "data.py").write_text(DATA.replace("def dataset", "def _dataset"))
+    user = load(f"hf:{tmp_path}", data=tmp_path / "data.py", sequence=10)
+    assert {tuple(tensor.shape) for tensor in named_tensors(batch_of(user)).values()} == {(3, 10)}
+    assert (user.sequence, "synthetic" in user.notes[-1]) == (10, True)
+    assert isinstance(user.make_optimizer(user.build().named_parameters()), torch.optim.SGD)
 
 
 @pytest.mark.parametrize(
