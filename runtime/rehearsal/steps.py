@@ -139,14 +139,18 @@ def rehearse_steps(
             "beside communication, is in what is simulated only"
         )
     task = _RehearsalTask(plan, profile, prices, program, steps, real_time, tuple(faults))
-    if threads:
-        ranks = _in_threads(task, timeout_s, progress)
-    else:
-        progress(f"starting {len(plan.devices)} ranks", 0.0)
-        own = RankPool(len(plan.devices), imports=[__name__]) if pool is None else nullcontext(pool)
-        with own as ranks_pool:
-            ranks = _in_processes(task, ranks_pool, timeout_s, progress)
+    ranks = _in_threads(task, timeout_s, progress) if threads else _in_pool(task, pool, timeout_s, progress)
     return _rehearsal(task, ranks, notes, every)
+
+
+def _in_pool(
+    task: _RehearsalTask, pool: RankPool | None, timeout_s: float, progress: Progress
+) -> Sequence[_RankRecord]:
+    """Perform the steps in processes that are there, or in new ones."""
+    count = len(task.plan.devices)
+    progress(f"starting {count} ranks", 0.0)
+    with RankPool(count, imports=[__name__]) if pool is None else nullcontext(pool) as ranks_pool:
+        return _in_processes(task, ranks_pool, timeout_s, progress)
 
 
 def _rehearsal(
