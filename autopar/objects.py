@@ -83,6 +83,10 @@ class Plan(plans.Plan):
         """The profile and the cluster that it was made of; None of a plan that was read from a file."""
         return self._origin
 
+    def __str__(self) -> str:
+        """Return :meth:`explain`'s text: a plan printed field by field tells nobody anything."""
+        return self.explain()
+
     def explain(self) -> str:
         """Return the stages, what is predicted of them and why, and the alternatives, as text."""
         from autopar.report.plan import plan_text

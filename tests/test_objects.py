@@ -18,7 +18,7 @@ def test_a_plan_from_python_is_the_planners_and_knows_its_timeline(tmp_path: Pat
     profile, cluster = gpt_profile(blocks=4), local_cluster(2)
     made = autopar.plan(profile, cluster, gpus=2, min_stages=2, schedule="1f1b")
     assert made.dumps() == search(profile, cluster, PlanOptions(gpus=2, min_stages=2, schedule="1f1b")).dumps()
-    assert "what binds" in made.explain()
+    assert "what binds" in made.explain() == str(made)
     timeline = made.timeline()
     expected = simulate(made, profile, cluster)
     assert list(timeline) == list(expected)
