@@ -135,7 +135,7 @@ def _plan_best(question: Question) -> Plan:
     least = least_bound_s(question.costs, question.options)
     bounds = bounds_of_families(question.costs, question.families, least, best.step_s, linked_s)
     bounds, least_s, schedule_notes = _try_schedules(question, best, bounds, max(least_s, bounds.linked_s))
-    chosen = shallowest(question.simulator, _choose(question, best))
+    chosen = _choose(question, best)
     near = neighbours(question.simulator, best, chosen.candidate)
     notes = [*search_notes, *schedule_notes, *_notes_on(question, best, chosen, least_s)]
     rows = _alternatives(compared, near, question.excluding_option)
@@ -273,10 +273,20 @@ def _plan_fits(question: Question, options: PlanOptions) -> bool:
 
 
 def _choose(question: Question, best: Best) -> SimulatedPlan:
-    chosen = best.equal if question.options.equal_widths else best.fastest
-    assert chosen is not None
-    simple = question.options.simple and not question.options.equal_widths
-    return simplest(question.simulator, best) if simple else chosen
+    """Return the plan of equal widths where that is asked for; else the simplest about as fast, or the fastest.
+
+    Each with as few micro-batches in flight as cost it no time. Where links are shared, fewer may save some, so that of
+    the simplest and the fastest plan either may be the faster one.
+    """
+    simulator, options = question.simulator, question.options
+    if options.equal_widths:
+        assert best.equal is not None
+        return shallowest(simulator, best.equal)
+    assert best.fastest is not None
+    simple = shallowest(simulator, simplest(simulator, best))
+    if options.simple or simple.candidate == best.fastest.candidate:
+        return simple
+    return min(shallowest(simulator, best.fastest), simple, key=lambda each: each.step_s)
 
 
 def _plan_schedule(question: Question) -> Plan:
@@ -427,8 +437,8 @@ def _simplicity(question: Question, best: Best, simulated_plan: SimulatedPlan) -
     """Say what is given up for a simpler plan, and what one that is not simple costs to do without."""
     assert best.fastest is not None
     notes = []
-    if simulated_plan.candidate != best.fastest.candidate and not question.options.equal_widths:
-        faster = 1 - best.step_s / simulated_plan.step_s
+    faster = 1 - best.step_s / simulated_plan.step_s
+    if faster > 0 and simulated_plan.candidate != best.fastest.candidate and not question.options.equal_widths:
         notes.append(f"a plan that is harder to use is {faster:.1%} faster; `exact=True` plans it")
     across = straddling(question.costs, simulated_plan.candidate.stages)
     if across:

@@ -180,13 +180,13 @@ class StepModule(nn.Module):
         positional, named = model_arguments(self.model, batch, loss is not None)
         before = tensors_reached(self.roots.value)
         output = self.model(*positional, **named)
-        result = loss_outputs(_loss_of(loss, output, batch) if loss else output, loss)
+        result = loss_outputs(loss_of(loss, output, batch) if loss else output, loss)
         after = {id(tensor) for _, tensor in tensors_reached(self.roots.value)}
         self.replaced_tensors.value = [(str(path), tensor) for path, tensor in before if id(tensor) not in after]
         return result
 
 
-def _loss_of(loss: Callable[..., Any], output: object, batch: object) -> object:
+def loss_of(loss: Callable[..., Any], output: object, batch: object) -> object:
     """Return what a loss makes of a batch; where it fails as if it were given something else, note what it is given."""
     try:
         return loss(output, batch)
@@ -247,19 +247,26 @@ def model_arguments(model: nn.Module, batch: object, has_loss: bool) -> tuple[Se
 def _describe_mismatch(model: nn.Module, batch: Sequence[Any], wrong: str, has_loss: bool) -> str:
     """Say why a tuple's items are not what ``forward`` takes, and what to write."""
     taken = f"forward{inspect.signature(model.forward)} is given"
+    if not has_loss and not unlike(model, batch[:-1]):
+        return (
+            f"there is no loss(), so {taken} all {len(batch)} items of a sample: {wrong}; if the last one is the "
+            f"target, write {LOSS} into the model file"
+        )
     if has_loss:
         return (
             f"{taken} all {len(batch)} items of a sample but the last, the target: {wrong}; let dataset() give as many "
             "inputs before the target as forward takes"
         )
-    remedy = "let dataset() give as many items as forward takes"
-    if not unlike(model, batch[:-1]):
-        remedy = f"if the last one is the target, write {LOSS} into the model file"
-    return f"{taken} all {len(batch)} items of a sample, for there is no loss(): {wrong}; {remedy}"
+    return (
+        f"there is no loss(), so {taken} all {len(batch)} items of a sample: {wrong}; let dataset() give as many items "
+        "as forward takes"
+    )
 
 
 def _place_of(model: nn.Module) -> str:
-    return _place(model.forward) or type(model).__name__
+    """Return where a model's forward is written, or the model's name where its forward is torch's own."""
+    own = not type(model).__module__.startswith("torch.nn.")
+    return (_place(model.forward) if own else None) or type(model).__name__
 
 
 def _place(function: Callable[..., object]) -> str | None:

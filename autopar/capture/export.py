@@ -30,6 +30,7 @@ import logging
 import operator
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +42,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from autopar.capture.batch import StepModule, named_tensors, row_count
+from autopar.capture.batch import StepModule, loss_of, named_tensors, row_count
 from autopar.capture.build import SegmentedProgram, build_layers, right_for_one, tensor_specs
 from autopar.capture.check import (
     carried_over,
@@ -262,6 +263,8 @@ def convert_user_errors(what: str) -> Iterator[None]:
         if _reads_values(error):
             raise CaptureError(_explain(error)) from error
         line, _ = user_line(error.__traceback__)
+        if any(frame.f_code is loss_of.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)):
+            what = "loss()"
         raised = "; ".join((f"{type(error).__name__}: {first_line(error)}", *getattr(error, "__notes__", ())))
         raise ModelError(f"{line}: {what} raised {raised}") from error
 

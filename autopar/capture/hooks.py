@@ -133,10 +133,10 @@ def _hook(name: str, body: str, argument_text: str = "nothing") -> Hook:
 
 HOOKS = {
     "model": _hook("model", "Net()"),
-    "dataset": _hook("dataset", "TensorDataset(inputs, targets)"),
+    "dataset": _hook("dataset", "torch.utils.data.TensorDataset(inputs, targets)"),
     "loss": _hook(
         "loss",
-        "nn.functional.cross_entropy(output, batch[1])",
+        "torch.nn.functional.cross_entropy(output, batch[1])",
         "the model's output and the whole batch, as collate makes it",
     ),
     "optimizer": _hook("optimizer", "torch.optim.AdamW(parameters, lr=1e-3)", "a list of parameters"),

@@ -470,13 +470,17 @@ def _formula(user: UserModel, batch: object, labels: Mapping[str, int], weights:
     count = _count_expression(batch, labels, weights)
     if user.loss is None:
         return f"n = {count or _OF_LABELS}; return output.loss * n, n"
-    return f'such as (F.cross_entropy(scores, labels, reduction="sum"), {count or _OF_LABELS})'
+    return f'such as (torch.nn.functional.cross_entropy(scores, labels, reduction="sum"), {count or _OF_LABELS})'
 
 
 def _count_expression(batch: object, labels: Mapping[str, int], weights: Sequence[float]) -> str | None:
-    """Return the expression of a count that is proportional to weights."""
+    """Return the expression of a count that is proportional to weights, of labels that are ignored before others.
+
+    Inputs are never counted: zeros that pad an image stand as often as ignored labels, and thrice with three channels.
+    """
     wanted = torch.tensor(weights, dtype=torch.float64)
-    for name, tensor in named_tensors(batch).items():
+    tensors = {name: each for name, each in named_tensors(batch).items() if _may_be_counted(each)}
+    for name, tensor in sorted(tensors.items(), key=lambda item: not bool((item[1] == USUAL).any())):
         flat = tensor.reshape(len(tensor), -1)
         place = "".join(f"[{part}]" if part.isdigit() else f'["{part}"]' for part in name.split(".")[1:])
         for value in dict.fromkeys((USUAL, 0, labels.get(name, USUAL))):
@@ -486,6 +490,11 @@ def _count_expression(batch: object, labels: Mapping[str, int], weights: Sequenc
                 if alike and bool((counts != counts[0]).any()):
                     return f"(batch{place}{cut} != {value}).sum()"
     return None
+
+
+def _may_be_counted(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may be labels or a mask: it holds integers, or nothing but 0 and 1."""
+    return not (tensor.is_floating_point() or tensor.is_complex()) or bool(((tensor == 0) | (tensor == 1)).all())
 
 
 def copied_model(

@@ -290,7 +290,8 @@ def _named_neighbours(
     simulator: Simulator, best: Best, candidate: Candidate
 ) -> Iterator[tuple[str, SimulatedPlan | None]]:
     yield "equal widths", best.equal
-    if best.fastest is not None and best.fastest.candidate != candidate:
+    other = best.fastest is not None and best.fastest.candidate != candidate
+    if other and best.step_s < simulator.step_s(candidate):
         yield "fastest", best.fastest
     own = len(candidate.stages)
     for count in (own - 1, own + 1, 1):

@@ -42,7 +42,7 @@ def loss(output, batch):
         (GOOD.replace("(output - batch[1]).square().mean()", "output"), "it must be a scalar"),
         (
             GOOD.replace("(output - batch[1])", "(output - batch[7])"),
-            "model.py:8: the model's forward raised IndexError",
+            "model.py:8: loss() raised IndexError",
         ),
         (GOOD.replace("output - ", "output.detach() - "), "nothing to train"),
         (GOOD.replace("ones(4", "ones(1"), "at least 2 samples"),
@@ -246,11 +246,12 @@ def test_whatever_can_be_called_so_is_as_good_as_a_function(text, tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("del loss", "forward(self, x) is given all 2 items of a sample, for there is no loss(): too many positional"),
+        ("del loss", "there is no loss(), so forward(self, x) is given all 2 items of a sample: too many positional"),
         (
             "def loss(output, target): return nn.functional.cross_entropy(output, target)",
             "its target is batch[1]: `def",
         ),
+        ("def loss(output, batch): return nowhere(output)", "model.py:19: loss() raised NameError: name 'nowhere' is"),
         ("loss = nn.CrossEntropyLoss()", "loss(output, batch) is given the whole batch; its target is batch[1]"),
         ("def dataset(): return TensorDataset(*[torch.ones(4, 2)] * 3)", "items of a sample but the last, the target"),
         (

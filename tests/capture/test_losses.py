@@ -14,7 +14,7 @@ from torch import nn
 
 from autopar.capture.batch import given_model
 from autopar.capture.export import capture
-from autopar.capture.losses import LossCheck, check_loss, separation
+from autopar.capture.losses import LossCheck, _count_expression, check_loss, separation
 from autopar.errors import ModelError
 from capture_zoo import MODELS, Chain, build, mean_square
 
@@ -184,7 +184,11 @@ def test_a_loss_that_adds_up_is_taken(padding, loss):
     ("padding", "loss", "said"),
     [
         # Its samples are found in the second half.
-        (-100, usual, r'\(F.cross_entropy\(scores, labels, reduction="sum"\), \(batch\["labels"\] != -100\).sum\(\)\)'),
+        (
+            -100,
+            usual,
+            r'\(torch.nn.functional.cross_entropy\(scores, labels, reduction="sum"\), \(batch\["labels"\] != -100\).sum\(\)\)',
+        ),
         (0, of_zero, r'\(batch\["labels"\] != 0\).sum\(\)'),
         # All labels count in these samples: they are made uneven.
         (None, of_zero, r'\(batch\["labels"\] != 0\).sum\(\)'),
@@ -274,3 +278,17 @@ def test_what_cannot_be_compared_is_noted(batch, model, why):
     found = check_loss(user, model, graph, accept_loss=False)
     assert found.difference is None
     assert re.search(f"not known: .*{why}", found.note)
+
+
+def test_labels_are_counted_and_not_the_inputs_that_are_padded_with_them() -> None:
+    sizes = torch.arange(2, 6)
+    inside = (torch.arange(8) < sizes[:, None])[:, None, :].expand(4, 8, 8) & (torch.arange(8) < sizes[:, None])[
+        :, :, None
+    ]
+    image = torch.rand(4, 3, 8, 8) * inside[:, None] + 0.0
+    label = torch.where(inside, torch.randint(0, 4, (4, 8, 8)), -100)
+    weights = [float(each) for each in inside.flatten(1).sum(1)]
+    for batch in ({"image": image, "label": label}, {"mask": inside.long(), "label": label}):
+        assert _count_expression(batch, {}, weights) == '(batch["label"] != -100).sum()'
+    assert _count_expression({"image": image, "mask": inside.float()}, {}, weights) == '(batch["mask"] != 0).sum()'
+    assert _count_expression({"image": image}, {}, weights) is None
