@@ -140,4 +140,4 @@ def _fitting_plan(loaded_plan: Plan, path: Path, memory_bytes: int, size: str) -
     made = plan(profile, cluster, options)
     recorded = Path("profile.json") if loaded_plan.profile is None else path.parent / loaded_plan.profile.path
     typed = _TYPED_PLAN.format(recorded, len(loaded_plan.devices), loaded_plan.batch, size)
-    return f"{typed}: {made.predicted.step_s:.3g} s a step, {loaded_plan.predicted.step_s:.3g} s of this one"
+    return f"{typed}: {made.predicted.step_s:.3g} s a step in place of {loaded_plan.predicted.step_s:.3g} s"

@@ -1,9 +1,7 @@
 """Infeasible: the error when nothing fits, from the plan that comes closest, and options with which one fits.
 
-The closest plan is the one whose worst stage exceeds its memory least, by dynamic programming over stages from the last
-on.
-
-Remedies are tried: each is an option changed alone, the least change that helps first, then some of them together.
+The closest plan's worst stage exceeds its memory least, by dynamic programming from the last stage on. Remedies are
+tried: each is an option changed alone, the least change that helps first, then some of them together.
 """
 
 from __future__ import annotations
@@ -292,13 +290,12 @@ def remedies(costs: CostModel, options: PlanOptions, fits: Fits, short: int) -> 
 
     ``short`` is by how many bytes the closest plan does not fit. Of sharding the first level that helps is named, of
     micro-batch counts the nearest, of devices the least number (at most 512), of batches the largest of its halves, of
-    memory the least. Where nothing but devices, batch or memory helps alone, recomputation and sharding are tried
-    together, and with more devices.
+    memory the least. Where nothing else helps alone, recomputation and sharding are tried together, with more devices.
     """
     found = _alone(_usual_changes(costs, options), options, fits)
     found += _device_remedies(costs, options, fits, alone=not found)
     found += _alone({"batch": _halves(costs.batch, options)}, options, fits)
-    return found + _memory_texts(_sizes(costs, options, short), options, fits)
+    return found + _memory_texts(_affordable(costs, _sizes(costs, options, short), found), options, fits)
 
 
 def schedule_remedies(costs: CostModel, options: PlanOptions, fits: Fits, short: int | None) -> list[str]:
@@ -328,7 +325,8 @@ def policy_remedies(costs: CostModel, options: PlanOptions, fits: Fits, ample_by
         "gpus": [count for count in counts if count <= MOST_DEVICES],
         "batch": _halves(costs.batch, options),
     }
-    return [*_alone(changes, options, fits), *_memory_texts([ample_bytes, 2 * ample_bytes], options, fits)]
+    found = _alone(changes, options, fits)
+    return found + _memory_texts(_affordable(costs, [ample_bytes, 2 * ample_bytes], found), options, fits)
 
 
 def constraint_remedies(costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
@@ -501,10 +499,15 @@ def _sizes(costs: CostModel, options: PlanOptions, short: int | None = None) -> 
     return [needed, 2 * needed]
 
 
+def _affordable(costs: CostModel, sizes: list[int], others: list[str]) -> list[int]:
+    """Return the sizes of memory that the devices have; all where there are no other remedies."""
+    most = min(device.memory_bytes for device in costs.devices)
+    return [each for each in sizes if each <= most or not others]
+
+
 def _memory_texts(sizes: Iterable[int], options: PlanOptions, fits: Fits, **changes: object) -> list[str]:
     """Return the first of some sizes of memory with which a plan fits, beside ``changes`` that are made already."""
-    typed = map(_size_option, sizes)
-    texts = (text for text, bytes_ in typed if _fits(fits, options, memory_bytes=bytes_))
+    texts = (text for text, bytes_ in map(_size_option, sizes) if _fits(fits, options, memory_bytes=bytes_))
     return [_options_text(**changes, memory_bytes=text) for text in islice(texts, 1)]
 
 
@@ -545,9 +548,9 @@ def explain(costs: CostModel, candidate: Candidate) -> str:
     layers = f"layer {names[0]}" if names[0] == names[1] else f"layers {names[0]}..{names[1]}"
     limit = costs.limit_bytes(stage.devices)
     reserved = costs.kinds[costs.kind_of[stage.devices[0]]].reserved_bytes
-    if limit == 0 < reserved:
-        return f"stage {index} ({layers}) needs {size(shorts[index])} beside the {size(reserved)} of the process itself"
-    return f"stage {index} ({layers}) needs {size(shorts[index])} more than {size(limit)} ({shorts[index]} bytes)"
+    more = f" more than {size(limit)}" if limit or not reserved else ""
+    own = f" beside the {size(reserved)} of the process itself" if reserved else ""
+    return f"stage {index} ({layers}) needs {size(shorts[index])}{more}{own} ({shorts[index]} bytes)"
 
 
 def infeasible(
@@ -572,8 +575,7 @@ def infeasible(
     count = len(candidate.stages)
     stages = candidate.text() if count <= MOST_STAGES else f"{count} stages"
     how = f"{stages} with {candidate.schedule} and {candidate.micro_batches_text()}"
-    shorts = costs.shortfalls(candidate)
-    kept, gradients = costs.state_bytes(candidate, shorts.index(max(shorts)))
+    kept, gradients = costs.state_bytes(candidate, max(enumerate(costs.shortfalls(candidate)), key=lambda at: at[1])[0])
     state = f"{size(kept)} are parameters and the optimizer's state, {size(gradients)} gradients, the rest activations"
     return InfeasibleError(
         f"nothing fits the memory: {explain(costs, candidate)} even in the plan that comes closest ({how}): "

@@ -364,6 +364,14 @@ def _items(value: object) -> Iterator[tuple[str | int, object]]:
     )
 
 
+_WRITERS = {
+    "profile": "; `autopar profile` writes one",
+    "plan": "; `autopar plan` writes one",
+    "cluster": "; `autopar profile` writes one beside the profile",
+}
+"""Which command writes files of a kind that users name most."""
+
+
 def read_text(path: Path, kind: str) -> str:
     """Read a file of autopar of bounded size; ``kind`` is only named in errors.
 
@@ -380,7 +388,7 @@ def read_text(path: Path, kind: str) -> str:
             raise FileError(f"{path}: {size} bytes is too large for a {kind} (at most {MAX_FILE_BYTES})")
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError as error:
-        raise FileError(f"{path}: no such {kind} file; `autopar --help` lists the command that writes one") from error
+        raise FileError(f"{path}: no such {kind} file{_WRITERS.get(kind, '')}") from error
     except OSError as error:
         raise FileError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -33,7 +33,7 @@ from autopar.ranks.monitor import SLOW, Describe, Doing, Watch
 from autopar.schedules.check import read_program
 from autopar.schedules.expand import expand
 
-_WITHOUT = "`autopar plan {} --gpus {}` plans without its device"
+_WITHOUT = "if no other work there is why, `autopar plan {} --gpus {}` plans without its device"
 
 
 def describe(program: Program) -> Describe:
