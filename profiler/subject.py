@@ -208,8 +208,7 @@ def _check_batch(user: UserModel, batch: int) -> int:
         raise ModelError(f"{user.data or user.path}: dataset() is empty; profiling needs at least 2 samples")
     if samples < batch:
         raise UsageError(
-            f"{user.path}: the dataset has {samples} samples, `batch` asks for {batch}; "
-            f"give `batch={samples}` or less"
+            f"{user.path}: the dataset has {samples} samples, `batch` asks for {batch}; give `batch={samples}` or less"
         )
     sample = named_tensors(user.load_batch(user.dataset(), range(1)))
     size, most = batch * sum(tensor.nbytes for tensor in sample.values()), devices.memory_bytes(torch.device("cpu"))

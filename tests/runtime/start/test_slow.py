@@ -65,4 +65,6 @@ def test_a_rank_that_becomes_slow_is_said_of_a_run(pool: RankPool, capfd: pytest
     lines = [line for line in capfd.readouterr().err.splitlines() if "times as long as planned" in line]
     (line,) = lines
     pattern = r"autopar: rank 1 \(stage 1\) computes [\d.e+]+ times as long as planned, the others [\d.]+ times; "
-    assert re.fullmatch(pattern + "if no other work there is why, `autopar plan profile.json --gpus 1` plans without its device", line)
+    assert re.fullmatch(
+        pattern + "if no other work there is why, `autopar plan profile.json --gpus 1` plans without its device", line
+    )
