@@ -178,6 +178,12 @@ class TrainingArguments:
         """Where the last actions of every rank are written if the run fails: beside the report."""
         return self.report.with_suffix(".blackbox.json")
 
+    def _goes_on_in(self, folder: Path) -> bool:
+        """Whether a run that goes on has saved weights in a folder before, which it may replace."""
+        from autopar.runtime.weights import INDEX
+
+        return self.resume and (folder / INDEX).exists()
+
     def check(self, loaded_plan: Plan) -> None:
         """Refuse, before anything starts, what could not be written afterwards.
 
@@ -192,7 +198,7 @@ class TrainingArguments:
         if self.save is not None and self.save.exists():
             if not self.save.is_dir():
                 raise UsageError(f"{self.save} is a file; --save takes a folder")
-            if any(self.save.iterdir()) and not self.overwrite:
+            if any(self.save.iterdir()) and not (self.overwrite or self._goes_on_in(self.save)):
                 raise UsageError(f"{self.save} is not empty; pass --overwrite to write into it")
         if self.update_profile:
             self._check_update(loaded_plan, read)

@@ -52,14 +52,19 @@ def test_teams_are_planned_verified_run_and_gone_on_with_by_others(run: Run, lay
     code, out, err = run("verify", "--steps", "2", "--json")
     assert code == 0, err
     assert all(each["equal"] for each in json.loads(out)["differences"])
-    code, _, err = run("run", "--steps", "3", "--checkpoint", "kept", "--clip-norm", "1")
+    code, _, err = run("run", "--steps", "3", "--checkpoint", "kept", "--clip-norm", "1", "--save", "trained")
     assert code == 0, err
     losses = Report.load("report.json").loss
     assert len(losses) == 3
     assert run("plan", "--stages", f"0-{layers - 1}:1", "-o", "alone.json", "--micro-batches", "2")[0] == 0
-    code, _, err = run("run", "alone.json", "--steps", "5", "--checkpoint", "kept", "--resume", "--clip-norm", "1")
+    common = ("run", "alone.json", "--steps", "5", "--clip-norm", "1", "--save", "trained")
+    code, _, err = run(*common)
+    assert (code, "trained is not empty; pass --overwrite" in words(err)) == (2, True)
+    # A run that goes on replaces the weights that it has saved before.
+    code, _, err = run(*common, "--checkpoint", "kept", "--resume")
     assert code == 0, err
     assert "went on from the checkpoint of step 3" in words(err)
+    assert "initial weights: the checkpoint of step 3" in words(err)
     assert run("checkpoint", "export", "kept", "-o", "whole.safetensors")[0] == 0
     assert load_file("whole.safetensors")
 
