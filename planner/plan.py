@@ -437,7 +437,7 @@ def _simplicity(question: Question, best: Best, simulated_plan: SimulatedPlan) -
     """Say what is given up for a simpler plan, and what one that is not simple costs to do without."""
     assert best.fastest is not None
     notes = []
-    faster = 1 - best.step_s / simulated_plan.step_s
+    faster = 1 - best.step_s / simulated_plan.step_s if simulated_plan.step_s > 0 else 0.0
     if faster > 0 and simulated_plan.candidate != best.fastest.candidate and not question.options.equal_widths:
         notes.append(f"a plan that is harder to use is {faster:.1%} faster; `exact=True` plans it")
     across = straddling(question.costs, simulated_plan.candidate.stages)

@@ -238,7 +238,7 @@ class _Search:
             ):
                 break
             if self.options.gap == 0:
-                gap = self.best.step_s / proved_s - 1
+                gap = self.best.step_s / proved_s - 1 if proved_s > 0 else float("inf")
                 self.simulator.progress(f"proving the best plan: {expansions} plans opened, {gap:.1%} left", 0.4)
             node = heapq.heappop(self.heap)
             if node.candidate is not None:
