@@ -247,20 +247,15 @@ def model_arguments(model: nn.Module, batch: object, has_loss: bool) -> tuple[Se
 def _describe_mismatch(model: nn.Module, batch: Sequence[Any], wrong: str, has_loss: bool) -> str:
     """Say why a tuple's items are not what ``forward`` takes, and what to write."""
     taken = f"forward{inspect.signature(model.forward)} is given"
-    if not has_loss and not unlike(model, batch[:-1]):
-        return (
-            f"there is no loss(), so {taken} all {len(batch)} items of a sample: {wrong}; if the last one is the "
-            f"target, write {LOSS} into the model file"
-        )
     if has_loss:
         return (
             f"{taken} all {len(batch)} items of a sample but the last, the target: {wrong}; let dataset() give as many "
             "inputs before the target as forward takes"
         )
-    return (
-        f"there is no loss(), so {taken} all {len(batch)} items of a sample: {wrong}; let dataset() give as many items "
-        "as forward takes"
-    )
+    remedy = "let dataset() give as many items as forward takes"
+    if not unlike(model, batch[:-1]):
+        remedy = f"if the last one is the target, write {LOSS} into the model file"
+    return f"there is no loss(), so {taken} all {len(batch)} items of a sample: {wrong}; {remedy}"
 
 
 def _place_of(model: nn.Module) -> str:

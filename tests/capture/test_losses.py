@@ -187,7 +187,8 @@ def test_a_loss_that_adds_up_is_taken(padding, loss):
         (
             -100,
             usual,
-            r'reduction="sum"\), \(batch\["labels"\] != -100\).sum\(\)\)',
+            r'\(torch.nn.functional.cross_entropy\(scores, labels, reduction="sum"\), '
+            r'\(batch\["labels"\] != -100\).sum\(\)\)',
         ),
         (0, of_zero, r'\(batch\["labels"\] != 0\).sum\(\)'),
         # All labels count in these samples: they are made uneven.

@@ -123,7 +123,14 @@ def test_a_bad_cluster_is_refused_by_plan_and_compare(run: Run, edit: Edit, code
 @pytest.mark.reliability(46, 47)
 def test_degenerate_profiles_are_planned_simulated_and_compared(run: Run, edit: Edit) -> None:
     _edited("profile.json", edit)
-    for command in (("plan", *G), ("simulate",), ("show", "plan.json"), ("compare", *G)):
+    for command in (
+        ("plan", *G),
+        ("plan", *G, "--gap", "0"),
+        ("plan", *G, "--exact"),
+        ("simulate",),
+        ("show", "plan.json"),
+        ("compare", *G),
+    ):
         code, _, err = run(*command)
         assert code == 0, err
 
