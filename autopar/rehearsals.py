@@ -5,7 +5,7 @@ In Python, as ``autopar.rehearse``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -97,14 +97,18 @@ def rehearse(
         return _perform(plan, steps, inputs, progress, faults=parse_faults(inject_fault), **options)
     named = dict(zip(("profile", "cluster", "times_of", "program"), inputs, strict=True))
     others = {"real_time": real_time or None, "threads": threads, "inject_fault": inject_fault or None, "every": every}
-    for name, value in {**named, **others}.items():
-        if value is not None:
-            raise UsageError(f"`{name}` is of steps in virtual time; pass `steps`, too")
+    _check_absent({**named, **others})
     model = model_inputs(plan)
 
     from autopar.runtime.rehearsal.memory import rehearse_model
 
     return rehearse_model(*model, progress)
+
+
+def _check_absent(values: Mapping[str, object]) -> None:
+    for name, value in values.items():
+        if value is not None:
+            raise UsageError(f"`{name}` is of steps in virtual time; pass `steps`, too")
 
 
 def _perform(

@@ -8,7 +8,7 @@ a buffer for all of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -534,6 +534,19 @@ def _group_by_layer(
     return groups
 
 
+def _shared_gradients(
+    plan: Plan, rank: int, stages: Collection[int], local_parameters: LocalParameters, team: Team
+) -> Iterator[tuple[int, SharedGradient]]:
+    """Yield, by its index in the plan, every parameter of the rank's stages that other ranks' stages hold, too."""
+    for i, tied in enumerate(plan.tied):
+        if any(stage in stages for stage in tied.stages):
+            ranks = next(each for each in sharing_groups(plan, tied) if rank in each)
+            if len(ranks) > 1:
+                parameter, alike = local_parameters.parameters[tied.parameter], plan.cuts_alike(tied)
+                owners = team_of(plan, rank_of(plan, tied.stages[0], 0))
+                yield i, SharedGradient(parameter, ranks, owners, tied.parameter, None if alike else team)
+
+
 def reducer_of(
     plan: Plan,
     rank: int,
@@ -562,14 +575,7 @@ def reducer_of(
         index: [[each for each in layer.module.parameters() if each not in parts] for layer in stages[index].layers]
         for index in sorted(stages)
     }
-    shared = {}
-    for i, tied in enumerate(plan.tied):
-        if stages.keys() & set(tied.stages):
-            ranks = next(each for each in sharing_groups(plan, tied) if rank in each)
-            if len(ranks) > 1:
-                parameter, alike = local_parameters.parameters[tied.parameter], plan.cuts_alike(tied)
-                owners = team_of(plan, rank_of(plan, tied.stages[0], 0))
-                shared[i] = SharedGradient(parameter, ranks, owners, tied.parameter, None if alike else team)
+    shared = dict(_shared_gradients(plan, rank, stages.keys(), local_parameters, team))
     replicas = replica_ranks(plan, stages, team.part)
     kept = 1 if plan.weight_policy == "sync" else max(depths_of(plan, index).gradients for index in stages)
     names = {id(parameter): name for name, parameter in local_parameters.parameters.items()}

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -244,23 +246,29 @@ def probe(
     from autopar.cli.output import check_output
 
     launched = "RANK" in os.environ
-    leads = os.environ.get("RANK", "0") == "0"
-    try:
+    with _said_by_one() as leads:
         if leads:
             check_output(output, _PROBED_CLUSTER, overwrite=overwrite)
         _check_ranks(ranks, launched)
         largest_bytes = _largest(largest)
-    except UsageError:
-        # Every rank finds the same mistake on the command line, and one says it; what a host lacks, its ranks say.
-        if leads:
-            raise
-        raise typer.Exit(UsageError.exit_code) from None
     if launched:
         measured = _measure_as_rank(device, threads, quick, largest_bytes)
     else:
         measured = _measure_here(ranks, device, threads, quick, largest_bytes)
     if measured is not None:
         _write_cluster(measured, output, as_json)
+
+
+@contextmanager
+def _said_by_one() -> Iterator[bool]:
+    """Tell whether this is rank 0, or alone: it names mistakes on the command line, which every rank finds alike."""
+    leads = os.environ.get("RANK", "0") == "0"
+    try:
+        yield leads
+    except UsageError:
+        if leads:
+            raise
+        raise typer.Exit(UsageError.exit_code) from None
 
 
 def _measure_here(ranks: int | None, device: str, threads: int, quick: bool, largest_bytes: int | None) -> Cluster:

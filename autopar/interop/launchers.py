@@ -67,6 +67,25 @@ SLURM = Target(
 )
 
 
+_TRAIN_JOB = """\
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+metadata:
+  generateName: autopar-
+spec:
+  runtimeRef:
+    name: torch-distributed
+  trainer:
+    image: IMAGE
+    numNodes: {nodes}
+    numProcPerNode: {ranks}
+    command: {command}
+    resourcesPerNode:
+      limits:
+        {resource}: "{count}"
+"""
+
+
 def kubernetes_manifest(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
     """Yield a manifest: a TrainJob of Kubeflow's trainer (`trainer.kubeflow.org/v1alpha1`).
 
@@ -84,25 +103,8 @@ def kubernetes_manifest(subject: ExportSubject, target: Target) -> Iterator[Expo
     ]
     resource = "nvidia.com/gpu" if subject.plan.device_type == "cuda" else "cpu"
     count = ranks if subject.plan.device_type == "cuda" else ranks * subject.plan.threads
-    lines = [
-        "apiVersion: trainer.kubeflow.org/v1alpha1",
-        "kind: TrainJob",
-        "metadata:",
-        "  generateName: autopar-",
-        "spec:",
-        "  runtimeRef:",
-        "    name: torch-distributed",
-        "  trainer:",
-        "    image: IMAGE",
-        f"    numNodes: {nodes}",
-        f"    numProcPerNode: {ranks}",
-        f"    command: {json.dumps(command)}",
-        "    resourcesPerNode:",
-        "      limits:",
-        f'        {resource}: "{count}"',
-    ]
-    text = "\n".join(lines)
-    yield ExportFile(target.file, f"{comment([*launch_heading(subject, target), *use])}{text}\n")
+    text = _TRAIN_JOB.format(nodes=nodes, ranks=ranks, command=json.dumps(command), resource=resource, count=count)
+    yield ExportFile(target.file, f"{comment([*launch_heading(subject, target), *use])}{text}")
 
 
 KUBERNETES = Target(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import ipaddress
+import json
 import os
 import socket
 import struct
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from autopar.errors import TrainingError, UsageError
 from autopar.ranks.board import SET_UP_S, Board, HostsLink
 from autopar.ranks.environment import LaunchedRank, rank_from_environment
+from autopar.ranks.failure import Failure
 from autopar.ranks.meeting import late_connections_dropped, meet
 
 if TYPE_CHECKING:
@@ -111,6 +113,9 @@ def _address(probe: socket.socket, name: str) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
+Found = TypeVar("Found")
+
+
 @dataclass(frozen=True)
 class RankContext:
     """One process with one device, joined with its peers in a process group."""
@@ -184,6 +189,37 @@ class RankContext:
         pairs = zip(parts, sizes, strict=True)
         return [bytes(part[: int(size)].tolist()).decode().strip("\0") for part, size in pairs]
 
+    def gather_results(self, act: Callable[[], object]) -> list[Any]:
+        """Have every rank act, and return what each of them found, which crosses as JSON, in rank order.
+
+        Raises:
+            AutoparError: what the first rank that failed raised, on all ranks; only rank 0's speaks.
+        """
+        answers = [json.loads(text) for text in self.gather(json.dumps(_answer(act)))]
+        for answer in answers:
+            if "failure" in answer:
+                raise Failure(**answer["failure"]).as_common_error(self.rank)
+        return [answer["found"] for answer in answers]
+
+    def result_of_rank_0(self, act: Callable[[], Found]) -> Found:
+        """Have rank 0 act, and return what it found, which crosses as JSON, on all ranks.
+
+        Raises:
+            AutoparError: what rank 0 raised, on all ranks.
+        """
+        answer = json.loads(self.gather(json.dumps(_answer(act) if self.rank == 0 else {}))[0])
+        if "failure" in answer:
+            raise Failure(**answer["failure"]).as_error()
+        found: Found = answer["found"]
+        return found
+
+
+def _answer(act: Callable[[], object]) -> dict[str, object]:
+    try:
+        return {"found": act()}
+    except Exception as error:
+        return {"failure": Failure.of(error).as_dict()}
+
 
 def backend_of(device_type: str) -> str:
     """Return the communication backend for a device type, in torch's words."""
@@ -242,19 +278,7 @@ def join_from_environment(
         trouble = "more than" if launch.size > size else "fewer than"
         raise UsageError(f"the number of ranks started is {launch.size}, {trouble} the {size} that the plan needs")
     device = device_of(device_type, launch.local_rank)
-    interface = "lo" if launch.one_host else interface_towards(launch.address, launch.port)
-    if interface is not None and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    patient = patience(timeout_s)
-    store = meet(launch, files or {}, patient.total_seconds())
-    try:
-        with late_connections_dropped():
-            dist.init_process_group(
-                backend_of(device_type), store=store, rank=launch.rank, world_size=launch.size, timeout=patient
-            )
-    except (RuntimeError, ValueError) as error:
-        address = f"{launch.address}:{launch.port}"
-        raise TrainingError(f"rank {launch.rank} could not join the others at {address}: {error}") from error
+    store = _join_group(launch, backend_of(device_type), timeout_s, files or {})
     place = (launch.rank, launch.size, launch.local_rank, launch.local_size)
     context = RankContext(*place, device, timeout_s, board=board, meeting_port=launch.port)
     try:
@@ -263,6 +287,22 @@ def join_from_environment(
         yield context.detect_nccl(share_gpus=share_gpus)
     finally:
         _leave(context)
+
+
+def _join_group(launch: LaunchedRank, backend: str, timeout_s: float, files: Mapping[str, str]) -> Store:
+    """Make the process group of all ranks once they have met, and return the store that they met at."""
+    interface = "lo" if launch.one_host else interface_towards(launch.address, launch.port)
+    if interface is not None and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    patient = patience(timeout_s)
+    store = meet(launch, files, patient.total_seconds())
+    try:
+        with late_connections_dropped():
+            dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size, timeout=patient)
+    except (RuntimeError, ValueError) as error:
+        address = f"{launch.address}:{launch.port}"
+        raise TrainingError(f"rank {launch.rank} could not join the others at {address}: {error}") from error
+    return store
 
 
 def _link_hosts(context: RankContext, launch: LaunchedRank, store: Store, board: Board) -> None:

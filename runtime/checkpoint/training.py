@@ -7,9 +7,8 @@ training is may not, unless its user accepts that: batch, seed, samples, archite
 
 from __future__ import annotations
 
-import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
@@ -19,10 +18,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autopar.capture.graph import LayerGraph
-from autopar.errors import AutoparError, UsageError
+from autopar.errors import UsageError
 from autopar.formats.checkpoint import Checkpoint, SavedPlan, SavedRun, StateKey
 from autopar.ranks.context import RankContext
-from autopar.ranks.failure import Failure
 from autopar.runtime.checkpoint.folder import CheckpointFolder, CheckpointReader, read_manifest
 from autopar.runtime.checkpoint.state import (
     JobState,
@@ -406,22 +404,18 @@ def go_on(
     Raises:
         UsageError: something has changed that may not have; on all ranks.
     """
-    said: dict[str, object] = {}
-    step, notes = 0, list[str]()
-    try:
+
+    def act() -> tuple[int, list[str]]:
         checkpoint = read_manifest(folder)
         changed = list(changes(checkpoint, run, shapes_of(graph, unread)))
-        step, notes = checkpoint.step, [f"went on from the checkpoint of step {checkpoint.step}"]
+        notes = [f"went on from the checkpoint of step {checkpoint.step}"]
         notes += resume(job, context.rank, folder, checkpoint, changed, context.device, accept=accept)
         random = any(layer.random for layer in graph.layers)
         batch_norm = any(isinstance(module, _BatchNorm) for layer in graph.layers for module in layer.module.modules())
         now = SavedPlan.of(job.plan, torch.__version__)
-        notes += plan_notes(checkpoint.plan, now, random=random, batch_norm=batch_norm)
-    except AutoparError as error:
-        said = Failure.of(error).as_dict()
-    for failure in map(json.loads, context.gather(json.dumps(said))):
-        if failure:
-            raise Failure(**failure).as_common_error(context.rank)
+        return checkpoint.step, [*notes, *plan_notes(checkpoint.plan, now, random=random, batch_norm=batch_norm)]
+
+    step, notes = context.gather_results(act)[context.rank]
     return step, notes
 
 
@@ -468,7 +462,7 @@ class ScriptCheckpoints:
             newest, wrong = CheckpointFolder(place).newest()
             return ["" if newest is None else str(newest.folder), *wrong]
 
-        found, *wrong = self._of_rank_0(find)
+        found, *wrong = self._context.result_of_rank_0(find)
         if not found:
             return 0, [f"{folder} holds no checkpoint"]
         step, notes = go_on(
@@ -493,34 +487,17 @@ class ScriptCheckpoints:
         if self._context.local_size < self._context.size:
             check_shared(self._context, place)
 
-        def open_folder() -> list[str]:
-            return [
-                self._open.enter_context(
-                    attempt_in(place, resume=place in self._loaded, how_to_go_on="call load()")
-                ).token
-            ]
+        def open_folder() -> str:
+            attempt = attempt_in(place, resume=place in self._loaded, how_to_go_on="call load()")
+            return self._open.enter_context(attempt).token
 
-        (token,) = self._of_rank_0(open_folder)
+        token = self._context.result_of_rank_0(open_folder)
         plan = SavedPlan.of(self._job.plan, torch.__version__)
         keys = tuple(StateKey(key=key, tensor=name) for key, name in state_keys(self._model).items())
         known = (self._loaded[place],) if place in self._loaded else ()
         settings = SaveSettings(place, token, self._run, plan, keys, known)
         state = JobState(self._job, holders(self._job.plan, self._graph))
         return CheckpointWriter(self._context, state, settings, file_name(self._job), self._unread)
-
-    def _of_rank_0(self, act: Callable[[], list[str]]) -> list[str]:
-        """Return what a function returns on rank 0, on all ranks, or raise what it raises there."""
-        said: dict[str, object] = {}
-        if self._context.rank == 0:
-            try:
-                said = {"found": act()}
-            except AutoparError as error:
-                said = {"failure": Failure.of(error).as_dict()}
-        heard = json.loads(self._context.gather(json.dumps(said))[0])
-        if "failure" in heard:
-            raise Failure(**heard["failure"]).as_error()
-        found: list[str] = heard["found"]
-        return found
 
     def _unread(self) -> Mapping[str, torch.Tensor]:
         read = holders(self._job.plan, self._graph)

@@ -312,12 +312,7 @@ def hold(
         for attribute, name in layer.parameters.items():
             trainable[name] = layer.parameter(attribute).requires_grad
         wanted.update(dict.fromkeys([*layer.parameters.values(), *layer.buffers.values()]))
-    values = weights(wanted)
-    if team is not None and team.cuts:
-        values = {name: team.take(name, value) for name, value in values.items()}
-    missing = [name for name in wanted if name not in values]
-    if missing:
-        raise FileError(f"the initial weights lack {missing[0]!r} and {len(missing) - 1} more; check `weights`")
+    values = _read(weights, wanted, team)
     parts = {name for index, each in stages.items() for name in sharded_parameter_names(plan, index, each)}
     parameters = {
         # What is divided need not fit the device as a whole.
@@ -328,6 +323,16 @@ def hold(
     for layer in layers:
         materialize(layer, held.state(), device)
     return held
+
+
+def _read(weights: Weights, wanted: Collection[str], team: Team | None) -> Mapping[str, torch.Tensor]:
+    values = weights(wanted)
+    if team is not None and team.cuts:
+        values = {name: team.take(name, value) for name, value in values.items()}
+    missing = [name for name in wanted if name not in values]
+    if missing:
+        raise FileError(f"the initial weights lack {missing[0]!r} and {len(missing) - 1} more; check `weights`")
+    return values
 
 
 class ReplicatedBuffers:

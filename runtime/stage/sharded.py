@@ -169,11 +169,7 @@ class ShardedStage(Stage):
         # It is never called itself, which is how FSDP2 finds out that layers belong together.
         self._root._get_fsdp_state()._lazy_init()
         self._gather_agreement = self._agreement(layers) if sharding.decides else None
-        for before, after in pairwise(self._units):
-            before.set_modules_to_forward_prefetch([after])
-            after.set_modules_to_backward_prefetch([before])
-        # Left to itself, it would gather what another micro-batch's forward came to.
-        self._units[0].set_modules_to_backward_prefetch([self._units[0]])
+        _gather_ahead(self._units)
 
     def _agreement(self, layers: Sequence[Layer]) -> GatherAgreement:
         """Return what the replicas compare before they gather and reduce."""
@@ -307,6 +303,15 @@ class _LayerWrapper(nn.Module):
 
     def forward(self, *arguments: object) -> Any:  # noqa: ANN401
         return self.module(*arguments)
+
+
+def _gather_ahead(units: Sequence[FSDPModule]) -> None:
+    """Have every layer's parameters gathered while the layer before it computes, forward and backward."""
+    for before, after in pairwise(units):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
+    # Left to itself, it would gather what another micro-batch's forward came to.
+    units[0].set_modules_to_backward_prefetch([units[0]])
 
 
 def _wrap_layer(layer: Layer) -> Layer:

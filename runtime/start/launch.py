@@ -24,7 +24,6 @@ from autopar.formats.program import Fault, Program, parse_faults
 from autopar.ranks.board import SET_UP_S
 from autopar.ranks.context import RankContext, join_from_environment
 from autopar.ranks.environment import LaunchedRank
-from autopar.ranks.failure import Failure
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
 from autopar.ranks.supervisor import SupervisedRank
@@ -221,10 +220,9 @@ def join(
     board = None if supervised_rank is None else supervised_rank.board
     joining = (launch, plan.device_type, patience_s, len(plan.devices), files, options.share_gpus, board)
     with join_from_environment(*joining) as context, _speaking(supervised_rank):
-        if options.save is not None and not launch.one_host:
-            check_shared(context, options.save)
-        if options.checkpoint is not None and not launch.one_host:
-            check_shared(context, options.checkpoint)
+        for shared in (options.save, options.checkpoint):
+            if shared is not None and not launch.one_host:
+                check_shared(context, shared)
         scratch = Scratch("run") if context.leads_host else None
         with ExitStack() as stack:
             if scratch is not None:
@@ -348,24 +346,22 @@ def _prepare_host(
     Returns:
         The workspace's folder, where the initial weights are from, and what is the same on all hosts.
     """
-    said: dict[str, object] = {}
-    if folder is not None:
-        try:
-            user_model = load_for(options.settings, model, options.data, plan)
-            if options.save is not None:
-                make_folder(options.save)
-            initial = Workspace(folder).prepare(user_model, plan, options.weights)
-            steps = _steps(user_model, plan, options)
-            said = {"folder": str(folder), "steps": steps, "initial": initial, "save_as": new_set()}
-            if context.rank == 0:
-                token, resume, step, notes = stack.enter_context(_attempt(options, steps))
-                said["attempt"] = [token, None if resume is None else str(resume), step, notes]
-        except Exception as error:
-            said = {"failure": Failure.of(error).as_dict()}
-    heard = [json.loads(text) for text in context.gather(json.dumps(said))]
-    for item in heard:
-        if "failure" in item:
-            raise Failure(**item["failure"]).as_common_error(context.rank)
+
+    def prepare() -> dict[str, object]:
+        if folder is None:
+            return {}
+        user_model = load_for(options.settings, model, options.data, plan)
+        if options.save is not None:
+            make_folder(options.save)
+        initial = Workspace(folder).prepare(user_model, plan, options.weights)
+        steps = _steps(user_model, plan, options)
+        found: dict[str, object] = {"folder": str(folder), "steps": steps, "initial": initial, "save_as": new_set()}
+        if context.rank == 0:
+            token, resume, step, notes = stack.enter_context(_attempt(options, steps))
+            found["attempt"] = [token, None if resume is None else str(resume), step, notes]
+        return found
+
+    heard = context.gather_results(prepare)
     leader = heard[context.rank - context.local_rank]
     token, resume, step, notes = heard[0]["attempt"]
     attempt = Attempt(token, None if resume is None else Path(resume), step, tuple(notes))

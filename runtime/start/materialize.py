@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -76,27 +76,36 @@ def materialize(
     ...     job.step(batch).step
     0
     """
-    check_module(model)
     settings = TrainSettings(clip_norm=clip_norm, clip=clip)
+    _check(model, plan, settings, share_gpus=share_gpus)
+    functions = {"loss": loss, "optimizer": optimizer, "scheduler": scheduler, "layers": layers}
+    with ExitStack() as failing:
+        joining = failing.enter_context(ExitStack())
+        context = joining.enter_context(_join(plan, timeout_s, share_gpus=share_gpus))
+        job = ScriptJob(model, plan, context, joining.close, functions, settings, accept_loss=accept_loss)
+        if batch is not None:
+            job.prepare(batch)
+        failing.pop_all()
+    return job
+
+
+def _check(model: nn.Module, plan: Plan, settings: TrainSettings, *, share_gpus: bool) -> None:
+    check_module(model)
     check_scope(plan, needs_flush=False)
     check_unflushed(plan, settings)
     check_clipping(plan, settings)
     check(expand(plan), plan)
     if share_gpus:
         check_sharing(plan)
-    functions = {"loss": loss, "optimizer": optimizer, "scheduler": scheduler, "layers": layers}
-    joining = ExitStack()
-    with ExitStack() as failing:
-        failing.callback(joining.close)
-        context = joining.enter_context(join_in_script(plan.device_type, timeout_s, len(plan.devices), share_gpus))
+
+
+@contextmanager
+def _join(plan: Plan, timeout_s: float, *, share_gpus: bool) -> Iterator[RankContext]:
+    with join_in_script(plan.device_type, timeout_s, len(plan.devices), share_gpus) as context:
         _check_same(plan, context)
         if plan.device_type == "cpu":
             torch.set_num_threads(plan.threads)
-        job = ScriptJob(model, plan, context, joining.close, functions, settings, accept_loss=accept_loss)
-        if batch is not None:
-            job.prepare(batch)
-        failing.pop_all()
-    return job
+        yield context
 
 
 def _check_same(plan: Plan, context: RankContext) -> None:

@@ -32,7 +32,6 @@ from autopar.capture.source import UserModel
 from autopar.errors import AutoparError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
-from autopar.ranks.failure import Failure
 from autopar.runtime import weights
 from autopar.runtime.checkpoint.training import ScriptCheckpoints
 from autopar.runtime.data import Batch, Loader, check_given, split_rows
@@ -238,18 +237,12 @@ def _whole_settings(
     Raises:
         AutoparError: what is wrong with it, on all ranks.
     """
-    said: dict[str, object] = {}
-    if context.rank == 0:
-        try:
-            check_together(user, model, graph, plan)
-            said = {"settings": whole_settings(user, model, graph, plan)}
-        except Exception as error:
-            said = {"failure": Failure.of(error).as_dict()}
-    heard = json.loads(context.gather(json.dumps(said))[0])
-    if "failure" in heard:
-        raise Failure(**heard["failure"]).as_error()
-    settings: Settings | None = heard["settings"]
-    return settings
+
+    def act() -> Settings | None:
+        check_together(user, model, graph, plan)
+        return whole_settings(user, model, graph, plan)
+
+    return context.result_of_rank_0(act)
 
 
 def _state_names(plan: Plan, rank: int, graph: LayerGraph) -> set[str]:
