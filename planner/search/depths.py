@@ -465,7 +465,7 @@ class _Pacing:
             # How much the stage before leads is not known yet.
             most = -(-(near[index].in_flight + LEAD) // near[index - 1].turning)
             near[index - 1] = near[index - 1]._replace(warmup=min(self.turns[index - 1], most))
-        short = _recompute_least(self.costs, self.family, near, index, self.spans[index])
+        short = recompute_least(self.costs, self.family, near, index, self.spans[index])
         return self._own_s(index, near[index]) if short <= 0 else None
 
     def _own_s(self, index: int, stage: CandidateStage) -> float:
@@ -490,11 +490,11 @@ def least_recomputed(
 ) -> tuple[Candidate, int]:
     """Return the candidate that recomputes least, and by how many bytes it does not fit."""
     chosen = list(stages)
-    short = [_recompute_least(costs, family, chosen, index, span) for index, span in enumerate(spans)]
+    short = [recompute_least(costs, family, chosen, index, span) for index, span in enumerate(spans)]
     return Candidate(*family, tuple(chosen)), max(short)
 
 
-def _recompute_least(costs: CostModel, family: Family, stages: list[CandidateStage], index: int, span: Span) -> int:
+def recompute_least(costs: CostModel, family: Family, stages: list[CandidateStage], index: int, span: Span) -> int:
     """Have a stage recompute the least that fits, or else the most; return by how many bytes it does not fit."""
     stage = stages[index]
     sets = span.within(stage.first, stage.stop)
