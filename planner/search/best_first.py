@@ -25,7 +25,6 @@ from autopar.planner.bounds import (
     candidate_bound_s,
     fold,
     link_terms,
-    stage_terms,
     work_s,
 )
 from autopar.planner.candidate import Candidate, CandidateStage, Family
@@ -110,10 +109,9 @@ class Prefix(NamedTuple):
         own = float(stage.forward_s + stage.backward_s)
         forth_s, back_s = float(link.forth_s), float(link.back_s)
         rate, around, beside = float(stage.rate), own + forth_s + back_s, float(stage.beside_s)
-        constant_s = max(self.constant_s, backward_s + float(stage.work_s))
         halves = stage.total_s, stage.rest_s
         total_s, rest_s = (_NONE if each is None else done_s + float(each) for each in halves)
-        constant_s = max(constant_s, total_s)
+        constant_s = max(self.constant_s, backward_s + float(stage.work_s), total_s)
         then_done_s = done_s + float(stage.forward_s) + forth_s if link.forth else _NONE
         if not link.back:
             fixed = (
@@ -210,7 +208,6 @@ class _Search:
         """The least bound of what is not looked at: plans not all of whose depths are tried, and large families."""
         self.least_bound_s = float("inf")
         self.linked_s: dict[Family, float] = {}
-        self.placed_stages: dict[tuple[Family, Step], tuple[CandidateStage, StageTerms] | None] = {}
 
     def go(self) -> SearchResult:
         """Search; see :func:`search`."""
@@ -300,23 +297,13 @@ class _Search:
         span = stages.span(step)
         return span if stages.apart or self.options.recompute == "none" else span._replace(high=None)
 
-    def _place(self, stages: StageTables, step: Step) -> tuple[CandidateStage, StageTerms] | None:
-        """Return a chosen stage with as much in flight as fits; None where nothing does."""
-        key = stages.family, step
-        if key not in self.placed_stages:
-            stage = stages.place(step)
-            terms = stage_terms(self.costs, stage, stages.family.micro_batches) if stage.warmup else None
-            self.placed_stages[key] = None if terms is None else (stage, terms)
-        return self.placed_stages[key]
-
     def _path(self, node: _SearchNode) -> _StagePath | None:
         """Return a node's stages; None where the last one fits only if it is wider than it is tried."""
         assert node.step is not None
         stages, before = node.tables.stages, node.path
-        placed = self._place(stages, node.step)
-        if placed is None:
+        stage, terms = stages.placed_stage(node.step)
+        if terms is None:
             return None
-        stage, terms = placed
         if before is None:
             return _StagePath((node.step,), (stage,), terms)
         beside, (forward_s, backward_s, *_) = (before.stages[-1], stage), before.terms

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from autopar.errors import UsageError
 from autopar.formats.cluster import Level
 from autopar.formats.plan import SCATTERING, Division, Shard
-from autopar.planner.bounds import LinkTerms, StageTerms, beside_s, last
+from autopar.planner.bounds import LinkTerms, StageTerms, beside_s, last, stage_terms
 from autopar.planner.candidate import CandidateStage, Family, splits_backward
 from autopar.planner.constraints import Constraints, limits_met
 from autopar.planner.costs import memoize_weakly
@@ -177,6 +177,12 @@ class StageTables:
         recompute = self.span(step).within(step.first, step.stop)[0]
         shares = self.depth_limits.shares(choice, width)
         return CandidateStage(step.first, step.stop, devices, shares, depth, recompute, choice.shard, choice.division)
+
+    @memoize_weakly
+    def placed_stage(self, step: Step) -> tuple[CandidateStage, StageTerms | None]:
+        """Return :meth:`place`'s stage and its terms, which it has none of where nothing fits."""
+        stage = self.place(step)
+        return stage, stage_terms(self.costs, stage, self.family.micro_batches) if stage.warmup else None
 
     def sure_depth(self, ways: Counts, first: int, lengths: Counts) -> tuple[Counts, Numbers]:
         """Return :meth:`DepthLimits.sure_depth` of stages of one length each."""

@@ -150,7 +150,8 @@ class States:
         target = np.zeros(columns.shape[1], dtype=np.int64)
         for at in np.argsort((columns < 0).sum(axis=0), kind="stable"):
             column = columns[:, at]
-            alike = (known for known, other in enumerate(merged) if _agree(column, other))
+            agreeing = (((column == other) | (column < 0) | (other < 0)).all() for other in merged)
+            alike = (known for known, agrees in enumerate(agreeing) if agrees)
             target[at] = known = next(alike, len(merged))
             if known == len(merged):
                 merged.append(column)
@@ -160,10 +161,6 @@ class States:
             StateGroup(np.flatnonzero(self._group == at), *np.divmod(np.maximum(each, 0), nears))
             for at, each in enumerate(merged)
         ]
-
-
-def _agree(column: Counts, other: Counts) -> bool:
-    return bool(((column == other) | (column < 0) | (other < 0)).all())
 
 
 MOST_ELEMENTS = 20_000_000
