@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,6 @@ from autopar.planner.bounds import (
     candidate_bound_s,
     fold,
     link_terms,
-    stage_terms,
     work_s,
 )
 from autopar.planner.candidate import Candidate, CandidateStage, Family
@@ -110,10 +109,9 @@ class Prefix(NamedTuple):
         own = float(stage.forward_s + stage.backward_s)
         forth_s, back_s = float(link.forth_s), float(link.back_s)
         rate, around, beside = float(stage.rate), own + forth_s + back_s, float(stage.beside_s)
-        constant_s = max(self.constant_s, backward_s + float(stage.work_s))
         halves = stage.total_s, stage.rest_s
         total_s, rest_s = (_NONE if each is None else done_s + float(each) for each in halves)
-        constant_s = max(constant_s, total_s)
+        constant_s = max(self.constant_s, backward_s + float(stage.work_s), total_s)
         then_done_s = done_s + float(stage.forward_s) + forth_s if link.forth else _NONE
         if not link.back:
             fixed = (
@@ -168,12 +166,6 @@ class _StagePath(NamedTuple):
     trip_s: float = 0.0
     """Over those before, and the boundaries behind them."""
 
-    def then(self, step: Step, stage: CandidateStage, terms: StageTerms, link: LinkTerms) -> _StagePath:
-        """Return this path with one more stage."""
-        around_s = float(self.terms.forward_s + self.terms.backward_s + link.forth_s + link.back_s)
-        prefix = self.prefix.then(self.terms, link)
-        return _StagePath((*self.steps, step), (*self.stages, stage), terms, prefix, self.trip_s + around_s)
-
 
 class _SearchNode(NamedTuple):
     """A family with its first stages chosen, or a candidate; the heap's order is the fields' order."""
@@ -194,12 +186,10 @@ class _SearchNode(NamedTuple):
 
 
 class _Search:
-    def __init__(
-        self, simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best, pool: Pool
-    ) -> None:
+    def __init__(self, simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> None:
         self.simulator, self.costs = simulator, simulator.costs
-        self.families, self.options, self.best, self.pool = families, options, best, pool
-        self.places = Places(self.costs, pool)
+        self.families, self.options, self.best = families, options, best
+        self.places = places_of(self.costs, options)
         self.unlimited = self.costs.without(memory=True)
         self.heap: list[_SearchNode] = []
         self.sequence = self.candidates = 0
@@ -218,7 +208,6 @@ class _Search:
         """The least bound of what is not looked at: plans not all of whose depths are tried, and large families."""
         self.least_bound_s = float("inf")
         self.linked_s: dict[Family, float] = {}
-        self.placed_stages: dict[tuple[Family, Step], tuple[CandidateStage, StageTerms] | None] = {}
 
     def go(self) -> SearchResult:
         """Search; see :func:`search`."""
@@ -308,41 +297,36 @@ class _Search:
         span = stages.span(step)
         return span if stages.apart or self.options.recompute == "none" else span._replace(high=None)
 
-    def _place(self, stages: StageTables, step: Step) -> tuple[CandidateStage, StageTerms] | None:
-        """Return a chosen stage with as much in flight as fits; None where nothing does."""
-        key = stages.family, step
-        if key not in self.placed_stages:
-            stage = stages.place(step)
-            terms = stage_terms(self.costs, stage, stages.family.micro_batches) if stage.warmup else None
-            self.placed_stages[key] = None if terms is None else (stage, terms)
-        return self.placed_stages[key]
-
     def _path(self, node: _SearchNode) -> _StagePath | None:
         """Return a node's stages; None where the last one fits only if it is wider than it is tried."""
         assert node.step is not None
         stages, before = node.tables.stages, node.path
-        placed = self._place(stages, node.step)
-        if placed is None:
+        stage, terms = stages.placed_stage(node.step)
+        if terms is None:
             return None
-        stage, terms = placed
         if before is None:
             return _StagePath((node.step,), (stage,), terms)
-        beside = before.stages[-1], stage
+        beside, (forward_s, backward_s, *_) = (before.stages[-1], stage), before.terms
         link = link_terms(self.costs, *beside, Candidate(*stages.family, beside))
-        return before.then(node.step, stage, terms, link)
+        trip_s = before.trip_s + float(forward_s + backward_s + link.forth_s + link.back_s)
+        prefix = before.prefix.then(before.terms, link)
+        return _StagePath((*before.steps, node.step), (*before.stages, stage), terms, prefix, trip_s)
 
     def _tables_of(self, family: Family) -> tuple[SuffixTables, float] | None:
         """Return a family's tables and a lower bound; none where its plans are not to be looked through one by one."""
         if self.options.gap == 0:
-            stages = StageTables(self.costs, self.pool, family, self.options, places=self.places)
+            stages = StageTables(self.costs, self.places, family, self.options)
             return SuffixTables(stages, self.options), 0.0
-        size = looked_at(self.costs, self.pool, family, self.options)
+        size = looked_at(self.costs, self.places.pool, family, self.options)
         apart, paces = size <= MOST_APART, self._is_paced(family, size)
         looked_through = apart or paces
         # Where no plan is looked for, what does not lower the bound of all need not be known.
         cap_s = self.best.step_s if looked_through else min(self.best.step_s, self.floor_s)
         # In memory without limits nothing is recomputed, and any depth fits: that bound is soon known.
-        least_s = self._linked_bound_s(family, cap_s) if len(self.families) > 1 else 0.0
+        least_s = 0.0
+        if len(self.families) > 1:
+            least_s = _tables_bound_s(self.unlimited, self.places, family, self.options, cap_s)
+            self.linked_s[family] = least_s
         enough = not looked_through and self.best.step_s <= (1 + self.enough) * least_s
         if enough or least_s >= cap_s or self.tables_left <= 0:
             self.floor_s = min(self.floor_s, least_s)
@@ -381,16 +365,11 @@ class _Search:
             self.lowest = lower_bound_s, opening
         return None if tables is None else (tables, lower_bound_s)
 
-    def _linked_bound_s(self, family: Family, cap_s: float) -> float:
-        """Return a lower bound of a family's plans in memory without limits, or a cap where that is less."""
-        self.linked_s[family] = _tables_bound_s(self.unlimited, self.places, family, self.options, cap_s)
-        return self.linked_s[family]
-
     def _opening(self, family: Family, fineness: Fineness | None, least_s: float) -> FamilySearch | None:
         """Open a family; none where no plan of it can be better than the best one."""
-        stages = StageTables(self.costs, self.pool, family, self.options, fineness=fineness, places=self.places)
+        stages = StageTables(self.costs, self.places, family, self.options, fineness)
         if not (stages.apart or stages.chain) and stages.table_us > MOST_FINE:
-            stages = StageTables(self.costs, self.pool, family, self.options, fineness=COARSE, places=self.places)
+            stages = StageTables(self.costs, self.places, family, self.options, COARSE)
         if not (stages.apart or stages.is_tabled):
             self.floor_s = min(self.floor_s, max(least_s, work_s(self.costs, family)))
             return None
@@ -454,8 +433,12 @@ def search(simulator: Simulator, families: Sequence[Family], options: PlanOption
     The bound holds for every plan of the families, whatever ended the search: the best plan was proved best or close
     enough, or as many plans were simulated as the options allow.
     """
-    pool = pool_of(simulator.costs, exact=options.gap == 0, use_all=options.use_all)
-    return _Search(simulator, families, options, best, pool).go()
+    return _Search(simulator, families, options, best).go()
+
+
+def places_of(costs: CostModel, options: PlanOptions) -> Places:
+    """Return where the stages of plans that the options admit may stand."""
+    return Places(costs, pool_of(costs, exact=options.gap == 0, use_all=options.use_all))
 
 
 Least = Callable[[CostModel, Family, float], float]
@@ -467,10 +450,7 @@ def least_bound_s(costs: CostModel, options: PlanOptions, most: int = MOST_BOUND
 
     It serves a cost model, and the same one without links or limits of memory.
     """
-
-    @cache
-    def places() -> Places:
-        return Places(costs, pool_of(costs, exact=options.gap == 0, use_all=options.use_all))
+    places = cache(partial(places_of, costs, options))
 
     def least(model: CostModel, family: Family, below_s: float) -> float:
         known_s = work_s(model, family)
@@ -486,7 +466,7 @@ def _tables_bound_s(costs: CostModel, places: Places, family: Family, options: P
     exact, found_s = options.gap == 0, 0.0
     # First what bounds most soonest.
     for fineness in (None,) if exact else (ROUGH, FINE):
-        stages = StageTables(costs, places.pool, family, options, fineness=fineness, places=places)
+        stages = StageTables(costs, places, family, options, fineness)
         if not (exact or stages.is_tabled):
             return min(cap_s, max(found_s, work_s(costs, family)))
         capped_stages, large = CappedStages(stages, cap_s), not exact and stages.size > MANY_ROUNDED

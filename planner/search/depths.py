@@ -22,7 +22,7 @@ import numpy.typing as npt
 from autopar.formats.plan import turns
 from autopar.planner.bounds import link_terms, round_trips
 from autopar.planner.candidate import Candidate, CandidateStage, Family, with_depths
-from autopar.planner.costs import memoize
+from autopar.planner.costs import memoize, memoize_weakly
 from autopar.planner.costs.activations import Counts, Numbers, rows_bytes, running
 from autopar.planner.costs.layers import Levels, Span
 from autopar.planner.costs.memory import Parts, PeakTerms, lengths_swept, moments_of, peak_of
@@ -83,8 +83,6 @@ class DepthLimits:
         self.lengths: Counts = np.arange(1, self.layers + 1)
         """Numbers of layers of the stages that are looked at, ascending; to be set before these are asked for."""
         self._parts: dict[tuple[object, ...], Parts] = {}
-        self._orders: dict[int, LayerOrder] = {}
-        self._depths: dict[tuple[Choice, int, int, int], Counts] = {}
 
     def reach(self, choices: Mapping[int, Sequence[Choice]]) -> int:
         """Return the layers of the longest stage that fits, or a few more."""
@@ -131,14 +129,9 @@ class DepthLimits:
         """Whether a limit is above what any stage may hold."""
         return limit >= UNLIMITED_BYTES or self.costs.memory[kind].most(rows, count) <= limit
 
+    @memoize_weakly
     def depth(self, choice: Choice, kind: int, width: int, limit: int) -> Counts:
         """Return the most micro-batches in flight that fit, ``[first, length]``; 0 where none does."""
-        key = (choice, kind, width, limit)
-        if key not in self._depths:
-            self._depths[key] = self._depth(*key)
-        return self._depths[key]
-
-    def _depth(self, choice: Choice, kind: int, width: int, limit: int) -> Counts:
         shares, count = self.shares(choice, width), self.turns(choice, width)
         if self._holds_all(kind, max(shares), count, limit):
             return np.full((self.layers, len(self.lengths)), count)
@@ -147,8 +140,8 @@ class DepthLimits:
         found = [self._deepest(parts, self.peak_terms(choice, rows, width), limit) for parts, rows in every]
         return np.asarray(np.minimum.reduce(found))
 
-    def sure_depth(self, choice: Choice, kind: int, width: int, limit: int) -> tuple[Counts, Numbers]:
-        """Return micro-batches in flight that fit while as few layers are recomputed as the choice allows.
+    def sure_depth(self, choice: Choice, kind: int, width: int) -> tuple[Counts, Numbers]:
+        """Return micro-batches in flight that fit on any devices while the fewest layers of a choice are recomputed.
 
         With what a recomputed layer holds while it is at work, and what a stage holds for one that leads it by a few;
         :meth:`depth` takes both to be free. And how many gradients sent back hold as much as one micro-batch in flight.
@@ -156,6 +149,7 @@ class DepthLimits:
         rows = max(self.shares(choice, width))
         parts = self._parts_of(choice, rows, kind, sure=True)
         answered = np.maximum(1.0, np.asarray(rows_bytes(rows, parts.sent_gradients), dtype=np.float64))
+        limit = self.costs.limit_bytes(self.pool.all_of(kind))
         depth = self._deepest(parts, self.peak_terms(choice, rows, width)._replace(lead=LEAD), limit)
         return depth, np.asarray(parts.activations) / answered
 
@@ -172,12 +166,10 @@ class DepthLimits:
         count = self.turns(choice, width)
         return PeakTerms(rows, count, count, width, shard=choice.shard)
 
+    @memoize_weakly
     def layer_order(self, kind: int) -> LayerOrder:
         """Return the layers of all stages in the order in which they are recomputed."""
-        if kind not in self._orders:
-            levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
-            self._orders[kind] = LayerOrder(levels, self.layers, self.lengths)
-        return self._orders[kind]
+        return LayerOrder(self.costs.recompute_levels(self.family.micro_batch_size, kind), self.layers, self.lengths)
 
     def _parts_of(self, choice: Choice, rows: float, kind: int, *, sure: bool = False) -> Parts:
         """What stages' peaks are made of, with as many layers recomputed as the choice allows.
@@ -204,13 +196,11 @@ class DepthLimits:
             )
         return self._parts[key]
 
+    @memoize_weakly
     def _whole_parts(self, rows: float, every: bool, kind: int) -> Parts:
-        key = (rows, every, kind)
-        if key not in self._parts:
-            levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
-            parts = self.costs.memory[kind].arrays(rows, levels[-1 if every else 0], int(self.lengths[-1]))
-            self._parts[key] = Parts(*(np.asarray(each)[:, self.lengths - 1] for each in parts))
-        return self._parts[key]
+        levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
+        parts = self.costs.memory[kind].arrays(rows, levels[-1 if every else 0], int(self.lengths[-1]))
+        return Parts(*(np.asarray(each)[:, self.lengths - 1] for each in parts))
 
     def _deepest(self, parts: Parts, terms: PeakTerms, limit: int) -> Counts:
         """Most in flight that fit: all, or as many as the bytes that each takes leave room for."""
@@ -465,7 +455,7 @@ class _Pacing:
             # How much the stage before leads is not known yet.
             most = -(-(near[index].in_flight + LEAD) // near[index - 1].turning)
             near[index - 1] = near[index - 1]._replace(warmup=min(self.turns[index - 1], most))
-        short = _recompute_least(self.costs, self.family, near, index, self.spans[index])
+        short = recompute_least(self.costs, self.family, near, index, self.spans[index])
         return self._own_s(index, near[index]) if short <= 0 else None
 
     def _own_s(self, index: int, stage: CandidateStage) -> float:
@@ -490,11 +480,11 @@ def least_recomputed(
 ) -> tuple[Candidate, int]:
     """Return the candidate that recomputes least, and by how many bytes it does not fit."""
     chosen = list(stages)
-    short = [_recompute_least(costs, family, chosen, index, span) for index, span in enumerate(spans)]
+    short = [recompute_least(costs, family, chosen, index, span) for index, span in enumerate(spans)]
     return Candidate(*family, tuple(chosen)), max(short)
 
 
-def _recompute_least(costs: CostModel, family: Family, stages: list[CandidateStage], index: int, span: Span) -> int:
+def recompute_least(costs: CostModel, family: Family, stages: list[CandidateStage], index: int, span: Span) -> int:
     """Have a stage recompute the least that fits, or else the most; return by how many bytes it does not fit."""
     stage = stages[index]
     sets = span.within(stage.first, stage.stop)

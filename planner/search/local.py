@@ -7,27 +7,26 @@ is better whose slow stages are fewer: so several moves may follow each other be
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from heapq import heapify, heapreplace, nsmallest
 from itertools import accumulate
-from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from autopar.formats.plan import Division, shards_of
 from autopar.planner.bounds import candidate_bound_s, link_terms
-from autopar.planner.candidate import Candidate, CandidateStage, Family, Manner, counts_beside
+from autopar.planner.candidate import Candidate, CandidateStage, Family, Manner, counts_beside, divisions_of
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs import memoize
-from autopar.planner.costs.layers import Levels, Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.search import moves
-from autopar.planner.search.depths import depth_choices, least_recomputed, span_of
+from autopar.planner.search.depths import depth_choices, recompute_least, span_of
 from autopar.planner.search.judge import (
     CLIMB,
     ENOUGH,
@@ -164,9 +163,12 @@ class LocalSearch:
 
     def _next(self, at: _SearchState, tries: int) -> _SearchState | None:
         """Return the first of the most promising neighbours that is faster, or as fast with fewer slow stages."""
-        own_s = self._scores(at, [at.layout])[at.layout]
+        # Each layer with as much in flight as now.
+        stages = at.simulated_plan.candidate.stages
+        depths = [stage.in_flight for stage in stages for _ in range(stage.first, stage.stop)]
         untried = (each for each in self._near(at) if (at.family, each, at.order) not in self._tried_layouts)
-        near = self._scores(at, untried)
+        near = {each: self.score(at.family, each, at.order, depths) for each in (at.layout, *untried)}
+        own_s = near.pop(at.layout)
         beside: _SearchState | None = None
         further = tries
         for layout in nsmallest(tries, near, key=near.__getitem__):
@@ -232,12 +234,6 @@ class LocalSearch:
         closing_s = self.costs.replica_exposed_s(stage, 0) + self.costs.update_s(stage)
         return _StagePrice(load_s, forward_s, backward_s, closing_s)
 
-    def _scores(self, at: _SearchState, layouts: Iterable[moves.Layout]) -> dict[moves.Layout, float]:
-        """Return about how long the steps of layouts take, each layer with as much in flight as now."""
-        stages = at.simulated_plan.candidate.stages
-        depths = [stage.in_flight for stage in stages for _ in range(stage.first, stage.stop)]
-        return {layout: self.score(at.family, layout, at.order, depths) for layout in layouts}
-
     def score(self, family: Family, layout: moves.Layout, order: tuple[int, ...], depths: Sequence[int]) -> float:
         """Return about how long a step takes, more where many stages are slow; infinite where one does not fit.
 
@@ -297,21 +293,18 @@ class LocalSearch:
             return None
         # The stage before is there for what it leads by.
         leading = None if before is None else self._place_stage(family, before)
-        near = [placed] if leading is None else [leading, placed]
-        spans = [Span(Levels(())), span_of(self.costs, family, self.options, placed)]
-        candidate, _ = least_recomputed(self.costs, family, near, spans[-len(near) :])
-        fits = self.costs.shortfall(candidate, len(near) - 1) <= 0
-        return self._price_of(family, candidate.stages[-1]) if fits else None
+        near, span = [*filter(None, [leading]), placed], span_of(self.costs, family, self.options, placed)
+        fits = recompute_least(self.costs, family, near, len(near) - 1, span) <= 0
+        return self._price_of(family, near[-1]) if fits else None
 
     def _place_stage(self, family: Family, stage: _PlacedStage) -> CandidateStage | None:
         """Return a stage with as much in flight as is said; None where a replica would have nothing to do."""
         first, stop, width, (division, shard), in_flight, devices = stage
-        rows, count = family.micro_batch_size, family.micro_batches
-        if width > (count if division == "round-robin" else 2**31 if self.costs.divisible else rows):
+        if division not in divisions_of(family, width, divisible=self.costs.divisible):
             return None
-        shares = self.costs.shares(rows, width, division)
+        shares = self.costs.shares(family.micro_batch_size, width, division)
         placed = CandidateStage(first, stop, devices, shares, 1, (), shard, division)
-        turns = placed.turns(0, count)
+        turns = placed.turns(0, family.micro_batches)
         return placed._replace(warmup=min(turns, max(1, -(-in_flight // placed.turning))))
 
     @memoize
@@ -412,12 +405,8 @@ def in_turn(elements: Iterable[Element], kind: Callable[[Element], object]) -> l
     >>> in_turn(["aa", "ab", "ba", "ac", "ca", "bb"], lambda each: each[0])
     ['aa', 'ba', 'ca', 'ab', 'bb', 'ac']
     """
-    known: Counter[object] = Counter()
-    ranks = []
-    for each in elements:
-        ranks.append((known[kind(each)], each))
-        known[kind(each)] += 1
-    return [each for _, each in sorted(ranks, key=itemgetter(0))]
+    ranks: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)
+    return sorted(elements, key=lambda each: next(ranks[kind(each)]))
 
 
 def device_orders(costs: CostModel) -> list[tuple[int, ...]]:
@@ -425,13 +414,9 @@ def device_orders(costs: CostModel) -> list[tuple[int, ...]]:
 
     Stages of the second order have their replicas on several nodes, and their neighbours beside them.
     """
-    nodes, places = costs.links.topology.nodes, Counter[int]()
-    turn = []
-    for node in nodes:
-        turn.append(places[node])
-        places[node] += 1
-    along = tuple(range(len(nodes)))
-    return list(dict.fromkeys((along, tuple(sorted(along, key=turn.__getitem__)))))
+    nodes = costs.links.topology.nodes
+    along = range(len(nodes))
+    return list(dict.fromkeys((tuple(along), tuple(in_turn(along, nodes.__getitem__)))))
 
 
 def even_layouts(costs: CostModel, family: Family) -> Iterator[moves.Layout]:
@@ -488,11 +473,10 @@ def _quick_steps_s(
     Were there no limit of memory; infinite where a layout cannot be, or has no replicas that could take turns.
     """
     count, rows = family.micro_batches, family.micro_batch_size
-    most = 2**31 if costs.divisible else rows if division == "split" else count
     sums_of = cache(lambda width: moves.running_s(costs, max(costs.shares(rows, width, division))))
     for layout in layouts:
         edges, widths, own_s = np.array((0, *layout.cuts)), np.array(layout.widths), np.zeros(len(layout.cuts))
-        if not (1 if division == "split" else 2) <= widths.max() <= most:
+        if division not in divisions_of(family, max(layout.widths), divisible=costs.divisible):
             yield float("inf")
             continue
         for width in set(layout.widths):

@@ -30,11 +30,10 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.planner.bounds import beside_s, candidate_bound_s, work_s
-from autopar.planner.candidate import CandidateStage, with_depths
+from autopar.planner.candidate import with_depths
 from autopar.planner.costs.activations import Counts
-from autopar.planner.costs.layers import Span
 from autopar.planner.options import PlanOptions
-from autopar.planner.search.depths import LEAD, depth_choices, least_recomputed
+from autopar.planner.search.depths import LEAD, depth_choices, least_recomputed, span_of
 from autopar.planner.search.judge import ENOUGH, SWEPT, Best
 from autopar.planner.search.stages import StageTables, Step
 from autopar.planner.search.tables import CappedStages, RoundTrips, States, SuffixTables
@@ -146,17 +145,11 @@ class PacePlan:
         )
         self._suffixes.trip_s[:] = np.inf
         self._suffixes.most[layers] = np.inf
-        self._suffixes.trip_s[layers, pool.empty if paces.use_all else 0 :] = 0.0
-        self._suffixes.trip_s[layers, none] = np.inf
+        self._suffixes.trip_s[layers, pool.empty if paces.use_all else 0 : none] = 0.0
         self._stages, self._fewest = self._possible()
         if self._fewest[1, 0] <= self._devices:
-            longest = int(max((each.stop - at).max(initial=1) for at, each in enumerate(self._stages)))
-            empty = 0
             for first in reversed(range(layers)):
-                empty = 0 if self._keep(first) else empty + 1
-                if empty == longest:
-                    # No stage reaches over so many layers.
-                    break
+                self._keep(first)
 
     @property
     def step_s(self) -> float:
@@ -221,12 +214,12 @@ class PacePlan:
             possible &= np.abs(used - share) <= max(LEAST_BAND, BAND * spare)
         return np.flatnonzero(possible)
 
-    def _keep(self, first: int) -> bool:
-        """Keep the best suffixes of the layers from ``first`` on; return whether there are any."""
+    def _keep(self, first: int) -> None:
+        """Keep the best suffixes of the layers from ``first`` on."""
         way, stop, room, exchange, _, terms = self._stages[first]
         states = self._near(first) if np.isfinite(self._fewest[:, first]).all() else np.zeros(0, np.int64)
         if not len(way) or not len(states):
-            return False
+            return
         after = self._states.behind(way, states)
         after += stop[:, None] * self._suffixes.trip_s.shape[1]
         where = self._states.standing(way, states)
@@ -255,7 +248,6 @@ class PacePlan:
         kept = _Suffixes(trip_s, *longest, in_flight, most, turning, way[best], stop[best])
         for table, numbers in zip(self._suffixes, kept, strict=True):
             table[first, states] = numbers
-        return len(states) > 0
 
     def _longest_waiting(
         self, trip_s: Numbers, own_s: Numbers, in_flight: Numbers, since_s: Numbers, deep: Numbers
@@ -394,7 +386,10 @@ class FamilySearch:
         if paced.step_s >= self.best.step_s * NEAR:
             return paced.step_s
         family, (steps, depths) = self.stages.family, zip(*paced.plan_stages(), strict=True)
-        frame, spans = zip(*map(self._place_stage, steps), strict=True)
+        # Depths go by what the stages were chosen to recompute, as few layers as fit may come of it.
+        placed = map(self.stages.place, steps)
+        frame = [stage._replace(warmup=stage.turns(0, family.micro_batches)) for stage in placed]
+        spans = [span_of(self.costs, family, self.options, stage) for stage in frame]
         if self.stages.constraints.broken(frame, self.costs.kind_of) is not None:
             # Paces do not count stages.
             return paced.step_s
@@ -410,14 +405,6 @@ class FamilySearch:
             if bound_s < self.best.step_s:
                 self.best.judge(self.simulator, candidate)
         return paced.step_s
-
-    def _place_stage(self, step: Step) -> tuple[CandidateStage, Span]:
-        """Return a stage with all in flight, and what it may recompute: as little as fits what it comes to hold."""
-        stage = self.stages.place(step)
-        # Depths go by what the stage was chosen to recompute, as few layers as fit may come of it.
-        stage = stage._replace(warmup=stage.turns(0, self.stages.family.micro_batches))
-        span = self.stages.span(step)
-        return stage, Span(span.levels) if self.options.recompute == "auto" else span
 
     def _below(self, capped_stages: CappedStages) -> SuffixTables:
         """Return the tables of plans that take less than a cap."""

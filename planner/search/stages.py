@@ -6,7 +6,7 @@ whole. Where stages of similar length or width are taken together, every term is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -17,21 +17,19 @@ import numpy.typing as npt
 from autopar.errors import UsageError
 from autopar.formats.cluster import Level
 from autopar.formats.plan import SCATTERING, Division, Shard
-from autopar.planner.bounds import LinkTerms, StageTerms, beside_s, last
+from autopar.planner.bounds import LinkTerms, StageTerms, beside_s, last, stage_terms
 from autopar.planner.candidate import CandidateStage, Family, splits_backward
 from autopar.planner.constraints import Constraints, limits_met
+from autopar.planner.costs import memoize_weakly
 from autopar.planner.costs.activations import Area, Areas, Counts, Numbers
 from autopar.planner.costs.communication import Collective
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement import Places, Pool, StateMove
+from autopar.planner.placement import Places, StateMove
 from autopar.planner.search.depths import DepthLimits
 from autopar.planner.search.judge import MOST_TABLED, TABLED, TABLED_APART
-from autopar.planner.search.variants import Choice, Fineness, Queues, Variant, choices, lengths_of, queues, ways_of
-
-_Times = Callable[..., tuple[Numbers, Numbers, Numbers]]
-_Reducing = Callable[..., Numbers]
+from autopar.planner.search.variants import Choice, Fineness, Variant, choices, lengths_of, queues, ways_of
 
 MOST_BYTES = 8 * 2**30
 
@@ -74,22 +72,14 @@ class StageTables:
     """
 
     def __init__(
-        self,
-        costs: CostModel,
-        pool: Pool,
-        family: Family,
-        options: PlanOptions,
-        *,
-        fineness: Fineness | None = None,
-        places: Places | None = None,
+        self, costs: CostModel, places: Places, family: Family, options: PlanOptions, fineness: Fineness | None = None
     ) -> None:
-        """Price all stages: those of every width and length, unless ``fineness`` says which; ``places``: the pool's."""
-        self.costs, self.pool, self.family, self.layers = costs, pool, family, costs.layer_count
+        """Price all stages: those of every width and length, unless ``fineness`` says which."""
+        self.costs, self.pool, self.family, self.layers = costs, places.pool, family, costs.layer_count
         self.apart, self._has_halves = fineness is None, splits_backward(family.schedule)
-        self.depth_limits = DepthLimits(costs, family, pool)
-        every = {kind: choices(costs, options, self.depth_limits.binding(kind), fineness) for kind in pool.kinds}
+        self.depth_limits = DepthLimits(costs, family, self.pool)
+        every = {kind: choices(costs, options, self.depth_limits.binding(kind), fineness) for kind in self.pool.kinds}
         self.longest = self.layers if self.apart else self.depth_limits.reach(every)
-        places = places or Places(costs, pool)
         self.ways, self.moves = zip(*self._ways_and_moves(every, places, fineness), strict=True)
         self.places, self.nears = tuple(places.stage_places), tuple(places.nears)
         self.lengths = self.depth_limits.lengths = np.array(lengths_of(self.longest, fineness))
@@ -173,14 +163,14 @@ class StageTables:
 
     def span(self, step: Step) -> Span:
         """Return how many of its layers one stage recomputes."""
-        kind, _, choice, *_ = self.ways[step.way]
+        kind, choice, *_ = self.ways[step.way]
         count = self.depth_limits.layer_order(kind).counts[step.first, self._column(step)]
         low, high = choice.recompute_range(count)
         return Span(self.costs.recompute_levels(self.family.micro_batch_size, kind), int(low), int(high))
 
     def place(self, step: Step) -> CandidateStage:
         """Return a stage with as much in flight as fits, 0 where nothing does, and its way's least recomputation."""
-        kind, _, choice, width, _, variant = self.ways[step.way]
+        kind, choice, width, _, variant = self.ways[step.way]
         devices = self.pool.devices(step.state, kind, width, variant)
         depths = self.depth_limits.depth(choice, kind, width, self.costs.limit_bytes(devices))
         depth = int(depths[step.first, self._column(step)])
@@ -188,19 +178,23 @@ class StageTables:
         shares = self.depth_limits.shares(choice, width)
         return CandidateStage(step.first, step.stop, devices, shares, depth, recompute, choice.shard, choice.division)
 
+    @memoize_weakly
+    def placed_stage(self, step: Step) -> tuple[CandidateStage, StageTerms | None]:
+        """Return :meth:`place`'s stage and its terms, which it has none of where nothing fits."""
+        stage = self.place(step)
+        return stage, stage_terms(self.costs, stage, self.family.micro_batches) if stage.warmup else None
+
     def sure_depth(self, ways: Counts, first: int, lengths: Counts) -> tuple[Counts, Numbers]:
-        """Return :meth:`DepthLimits.sure_depth` of stages of one length each, on devices of least memory."""
+        """Return :meth:`DepthLimits.sure_depth` of stages of one length each."""
         depths, exchanges = self._sure
         columns = np.searchsorted(self.lengths, lengths, side="right") - 1
         return depths[ways, first, columns], exchanges[ways, first, columns]
 
     @cached_property
     def _sure(self) -> tuple[Counts, Numbers]:
-        limits = {kind: self.costs.limit_bytes(self.pool.all_of(kind)) for kind in self.pool.kinds}
         # Variants of a way stand elsewhere, and hold the same.
-        alike = [(each.choice, each.kind, each.width) for each in self.ways]
-        known = {key: self.depth_limits.sure_depth(*key, limits[key[1]]) for key in dict.fromkeys(alike)}
-        depths, exchanges = zip(*(known[key] for key in alike), strict=True)
+        sure_depth = cache(self.depth_limits.sure_depth)
+        depths, exchanges = zip(*(sure_depth(way.choice, way.kind, way.width) for way in self.ways), strict=True)
         return np.stack(depths), np.stack(exchanges)
 
     def link(self, step: Step) -> LinkTerms:
@@ -219,8 +213,6 @@ class StageTables:
         count = len(StageTerms._fields) - (0 if self._has_halves else 2)
         terms = np.ones((count, len(self.places), len(self.ways), self.layers, len(self.lengths)))
         terms[2] = np.inf
-        # No cache of the tables' own: it would hold them, and they it, until all that is held in circles is looked for.
-        times, reducing = cache(self._times_without_recomputation), cache(self._reducing)
         allowed: dict[tuple[object, ...], npt.NDArray[np.bool_]] = {}
         for at, (way, move) in enumerate(zip(self.ways, self.moves, strict=True)):
             mask = self._allowed_mask(way, allowed)
@@ -228,7 +220,7 @@ class StageTables:
                 level, limit = self.places[place]
                 # Places are those of devices whose memory may be taken to have no limit.
                 limit = max(limit, self.costs.limit_bytes(self.pool.all_of(way.kind)))
-                every = [self._stage(way, width, level, limit, times, reducing)[:count] for width in way.widths]
+                every = [self._stage(way, width, level, limit)[:count] for width in way.widths]
                 for term, each in enumerate(zip(*every, strict=True)):
                     terms[term, place, at] = np.minimum.reduce(each)
                 terms[2, place, at, ~mask] = np.inf
@@ -246,15 +238,13 @@ class StageTables:
             masks[key] = np.logical_or.reduceat(own, self.lengths - 1, axis=1)
         return masks[key]
 
-    def _stage(
-        self, way: Variant, width: int, level: Level, limit: int, times: _Times, reducing: _Reducing
-    ) -> StageTerms:
+    def _stage(self, way: Variant, width: int, level: Level, limit: int) -> StageTerms:
         choice, kind = way.choice, way.kind
         depth, count = self.depth_limits.depth(choice, kind, width, limit), self.depth_limits.turns(choice, width)
-        forward, backward, whole = self._times(choice, kind, width, level, times)
+        forward, backward, whole = self._times(choice, kind, width, level)
         # From below: reductions at the best rate of any size, as far as they outlast the last backward.
         most_rows = max(self.depth_limits.shares(choice, width))
-        reduction = reducing(choice.shard, most_rows, kind, width, level)
+        reduction = self._reducing(choice.shard, most_rows, kind, width, level)
         closing = reduction + self._weighing(choice, kind, width, level)
         low, high = choice.recompute_range(self.depth_limits.layer_order(kind).counts)
         work = np.where((depth > 0) & (low <= high), count * (forward + backward), np.inf)
@@ -265,13 +255,11 @@ class StageTables:
         total, started = count * (forward + whole) + reduction, np.minimum(np.maximum(depth, 1), count)
         return found._replace(total_s=total, rest_s=total - started * forward - backward)
 
-    def _times(
-        self, choice: Choice, kind: int, width: int, level: Level, times: _Times
-    ) -> tuple[Numbers, Numbers, Numbers]:
+    def _times(self, choice: Choice, kind: int, width: int, level: Level) -> tuple[Numbers, Numbers, Numbers]:
         """Return the seconds of a forward, of what others wait for of a backward, and of a whole one."""
         rows, where = max(self.depth_limits.shares(choice, width)), (choice.shard, width, level, kind)
         adding = self.costs.adding(self.depth_limits.turns(choice, width), width)
-        forward, backward, whole = times(rows, adding, *where)
+        forward, backward, whole = self._times_without_recomputation(rows, adding, *where)
         if choice.recomputes:
             order = self.depth_limits.layer_order(kind)
             every, none = (
@@ -282,6 +270,7 @@ class StageTables:
             backward, whole = backward + again, whole + again
         return forward, backward, whole
 
+    @memoize_weakly
     def _times_without_recomputation(
         self, rows: float, adding: float, shard: Shard, width: int, level: Level, kind: int
     ) -> tuple[Numbers, Numbers, Numbers]:
@@ -310,6 +299,7 @@ class StageTables:
         sizes = (float(layer.trainable_bytes) for layer in self.costs.profile.layers)
         return self._over(list(accumulate(sizes, initial=0.0)))
 
+    @memoize_weakly
     def _reducing(self, shard: Shard, rows: float, kind: int, width: int, level: Level) -> Numbers:
         costs = self.costs
         update = self._over(costs.layers[kind].update_sums)
@@ -374,10 +364,9 @@ class StageTables:
     ) -> LinkTerms:
         rows, count = self.family.micro_batch_size, self.family.micro_batches
         most = max(len(self.pool.all_of(kind)) for kind in self.pool.kinds)
-        found = [queues(self.family, width, division, most) for width in (widths[0], widths[-1])]
-        found = [Queues(rows, ((count, rows),))] if self.costs.divisible else found
-        least = min(each.least_rows for each in found)
-        fullest = sorted({pair for each in found for pair in each.fullest})
+        fullest = {pair for width in (widths[0], widths[-1]) for pair in queues(self.family, width, division, most)}
+        fullest = {(count, rows)} if self.costs.divisible else fullest
+        least = min(each for _, each in fullest)
         quickest = [self._messages(sizes * least, sizes > 0, levels) for sizes in (forth, back)]
         busy = [
             np.minimum.reduce([count * self._messages(sizes * rows, sizes > 0, levels) for count, rows in fullest])

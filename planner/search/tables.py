@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.planner.bounds import LinkTerms, StageTerms, Terms, fold, fold_chain, last
+from autopar.planner.costs import memoize_weakly
 from autopar.planner.costs.activations import Counts, Numbers
 from autopar.planner.options import PlanOptions
 from autopar.planner.search.stages import NextStages, StageTables
@@ -45,7 +46,6 @@ class CappedStages:
     def __init__(self, stages: StageTables, cap_s: float = float("inf")) -> None:
         self._stages = stages
         self.limit_s = (cap_s - stages.costs.profile.step_overhead_s) * (1 + SLACK)
-        self._next: dict[int, NextStages] = {}
         self.fewest = self._fewest()
         """Fewest devices of the layers before, and of those from on, every position."""
 
@@ -54,13 +54,12 @@ class CappedStages:
         """Whether there are as many devices as the stages need, each for itself."""
         return bool(self.fewest[1, 0] <= len(self._stages.pool.remaining(0)))
 
+    @memoize_weakly
     def next(self, first: int) -> NextStages:
         """Return the stages that may begin with a layer."""
-        if first not in self._next:
-            every = self._stages.next(first)
-            within = every.alone_s.min(axis=0) <= self.limit_s
-            self._next[first] = every if within.all() else every.some(np.flatnonzero(within))
-        return self._next[first]
+        every = self._stages.next(first)
+        within = every.alone_s.min(axis=0) <= self.limit_s
+        return every if within.all() else every.some(np.flatnonzero(within))
 
     def at(self, first: int, group: StateGroup) -> NextStages:
         """Return those of the stages that may meet the cap where they stand, with the terms of that place only."""
@@ -151,7 +150,8 @@ class States:
         target = np.zeros(columns.shape[1], dtype=np.int64)
         for at in np.argsort((columns < 0).sum(axis=0), kind="stable"):
             column = columns[:, at]
-            alike = (known for known, other in enumerate(merged) if _agree(column, other))
+            agreeing = (((column == other) | (column < 0) | (other < 0)).all() for other in merged)
+            alike = (known for known, agrees in enumerate(agreeing) if agrees)
             target[at] = known = next(alike, len(merged))
             if known == len(merged):
                 merged.append(column)
@@ -161,10 +161,6 @@ class States:
             StateGroup(np.flatnonzero(self._group == at), *np.divmod(np.maximum(each, 0), nears))
             for at, each in enumerate(merged)
         ]
-
-
-def _agree(column: Counts, other: Counts) -> bool:
-    return bool(((column == other) | (column < 0) | (other < 0)).all())
 
 
 MOST_ELEMENTS = 20_000_000
@@ -497,8 +493,7 @@ class RoundTrips:
         beside_s += TRIP_ROUNDING * most_s
         none = self._states.none
         trips = np.full((self._layers + 1, none + 1), np.inf, np.float32)
-        trips[self._layers, self._tables.pool.empty if self._use_all else 0 :] = 0.0
-        trips[self._layers, none] = np.inf
+        trips[self._layers, self._tables.pool.empty if self._use_all else 0 : none] = 0.0
         left, indices, stages = self._states.devices_left, candidates.indices, self._stages
         way, stop = stages.way[indices], stages.stop[indices]
         around_s = np.take(stages.each_around_s, indices, axis=1)

@@ -114,8 +114,6 @@ class Variant(NamedTuple):
     """A choice, and a range of widths that it is made with."""
 
     kind: int
-    number: int
-    """Of the choice, among those for the kind of device."""
     choice: Choice
     width: int
     """The least; the plans that the search tries have this many."""
@@ -135,11 +133,11 @@ def ways_of(
     """
     count = costs.kind_of.count(kind)
     found: list[Variant] = []
-    for number, choice in enumerate(choices):
+    for choice in choices:
         asked = choice.widths(family.micro_batches, family.micro_batch_size, costs.divisible)
         widths = range(asked.start, min(asked.stop - 1, count) + 1)
         classes = [(width,) for width in widths] if most is None else _classes(costs, family, choice, widths, most)
-        found += [Variant(kind, number, choice, together[0], together) for together in classes]
+        found += [Variant(kind, choice, together[0], together) for together in classes]
     return found
 
 
@@ -181,20 +179,13 @@ def lengths_of(longest: int, fineness: Fineness | None = None) -> list[int]:
     return found
 
 
-class Queues(NamedTuple):
-    """What of the messages of a micro-batch's last rows is so for every next stage."""
+def queues(family: Family, width: int, division: Division, most: int) -> list[tuple[int, float]]:
+    """Return (messages, rows) of queues that carry a micro-batch's last rows behind a stage of ``width`` replicas.
 
-    least_rows: float
-    """No message has fewer."""
-    fullest: tuple[tuple[int, float], ...]
-    """(messages, rows): no next stage has a queue emptier than all of these."""
-
-
-def queues(family: Family, width: int, division: Division, most: int) -> Queues:
-    """Return the queues behind a stage of ``width`` replicas; the next one has at most ``most``.
+    No next stage, of at most ``most`` replicas, has a queue emptier than all of these, or messages of fewer rows.
 
     >>> queues(Family(4, 6, "1f1b"), 2, "split", 3)
-    Queues(least_rows=2, fullest=((2, 3), (4, 2)))
+    [(2, 3), (4, 2)]
     """
     rows, count = family.micro_batch_size, family.micro_batches
     share, turning = (-(-rows // width), 1) if division == "split" else (rows, width)
@@ -204,4 +195,4 @@ def queues(family: Family, width: int, division: Division, most: int) -> Queues:
     for messages, each in sorted(pairs):
         if not fullest or each < fullest[-1][1]:
             fullest.append((messages, each))
-    return Queues(fullest[-1][1], tuple(fullest))
+    return fullest

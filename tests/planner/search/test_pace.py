@@ -13,7 +13,7 @@ from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement import pool_of
+from autopar.planner.placement import Places, pool_of
 from autopar.planner.search.best_first import SearchResult, search
 from autopar.planner.search.judge import Best
 from autopar.planner.search.stages import StageTables
@@ -73,7 +73,7 @@ def test_tables_of_stages_taken_together_are_below_every_bound_under_every_cap(f
                 bounds.setdefault(candidate.micro_batches, []).append(candidate_bound_s(costs, candidate))
         for family in families(costs.batch, options):
             least = min(bounds.get(family.micro_batches, ()), default=float("inf"))
-            stages = StageTables(costs, pool, family, options, fineness=fineness)
+            stages = StageTables(costs, Places(costs, pool), family, options, fineness)
             free = SuffixTables(stages, options).least_s + costs.profile.step_overhead_s
             assert free <= least * (1 + 1e-9), f"seed {seed}"
             for cap_s in (0.9 * least, 1.1 * least) if least < float("inf") else ():
@@ -92,7 +92,7 @@ def test_the_fewest_devices_under_a_cap_are_those_of_one_stage_after_the_other()
         costs = CostModel(profile, cluster, options)
         pool = pool_of(costs, exact=True, use_all=False)
         for family in families(costs.batch, options):
-            stages = StageTables(costs, pool, family, options, fineness=None if seed % 2 else FINE)
+            stages = StageTables(costs, Places(costs, pool), family, options, None if seed % 2 else FINE)
             alone = np.concatenate([stages.next(first).alone_s.min(axis=0) for first in range(stages.layers)])
             for cap_s in np.quantile(alone, [0.2, 0.6]) if len(alone) else ():
                 capped = CappedStages(stages, float(cap_s) + costs.profile.step_overhead_s)

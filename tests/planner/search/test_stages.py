@@ -12,7 +12,7 @@ from autopar.planner.bounds import stage_terms
 from autopar.planner.candidate import Candidate, CandidateStage, families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement import pool_of
+from autopar.planner.placement import Places, pool_of
 from autopar.planner.search import stages
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.variants import Fineness
@@ -26,7 +26,7 @@ def _tables(seed: int, fineness: Fineness | None = None) -> StageTables:
     options = PlanOptions(gpus=devices, memory_bytes=memory_bytes, shard="auto")
     costs = CostModel(random_profile(seed, batches=(4, 6)), random_cluster(seed, devices), options)
     family = rng.choice(families(costs.batch, options))
-    return StageTables(costs, pool_of(costs, exact=True, use_all=False), family, options, fineness=fineness)
+    return StageTables(costs, Places(costs, pool_of(costs, exact=True, use_all=False)), family, options, fineness)
 
 
 def test_every_stage_that_fits_is_there_once_and_no_term_exceeds_the_stages_own() -> None:
@@ -89,7 +89,7 @@ def test_tables_that_no_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch
     options = PlanOptions(gpus=16)
     costs = CostModel(gpt_profile(blocks=40, batch=64), local_cluster(16), options)
     family, pool = families(64, options)[3], pool_of(costs, exact=True, use_all=False)
-    tables = StageTables(costs, pool, family, options)
+    tables = StageTables(costs, Places(costs, pool), family, options)
     monkeypatch.setattr(stages, "MOST_BYTES", sum(tables.next(first).stages.nbytes for first in range(tables.layers)))
     with pytest.raises(UsageError, match=r"42 layers on 16 devices takes about .* GiB of tables; narrow it with fewer"):
-        StageTables(costs, pool, family, options)
+        StageTables(costs, Places(costs, pool), family, options)

@@ -9,7 +9,7 @@ from autopar.planner.bounds import candidate_bound_s, round_trips, work_s
 from autopar.planner.candidate import Candidate, Family, families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
-from autopar.planner.placement import pool_of
+from autopar.planner.placement import Places, pool_of
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.tables import RoundTrips, States, SuffixTables
 from autopar.planner.search.variants import FINE
@@ -34,7 +34,7 @@ def _by_first_stage(costs: CostModel, options: PlanOptions) -> dict[Key, float]:
 
 def _table_values(costs: CostModel, family: Family, options: PlanOptions) -> dict[Key, float]:
     pool = pool_of(costs, exact=True, use_all=False)
-    tables = SuffixTables(StageTables(costs, pool, family, options), options)
+    tables = SuffixTables(StageTables(costs, Places(costs, pool), family, options), options)
     values: dict[Key, float] = {}
     for behind in range(tables.counts):
         following, terms = tables.terms(0, 0, behind)
@@ -89,7 +89,7 @@ def test_a_suffix_that_cannot_be_has_no_terms_at_all() -> None:
             random_profile(seed, most_layers=6, batches=(4,)), random_cluster(seed, 3), PlanOptions(gpus=3)
         )
         pool, options = pool_of(costs, exact=True, use_all=False), PlanOptions(gpus=3)
-        tables = SuffixTables(StageTables(costs, pool, families(4, options)[0], options), options)
+        tables = SuffixTables(StageTables(costs, Places(costs, pool), families(4, options)[0], options), options)
         for behind in range(tables.counts):
             _, terms = tables.terms(0, 0, behind)
             there = [np.isfinite(np.asarray(each)).tolist() for each in terms]
@@ -118,7 +118,7 @@ def test_no_plan_has_a_lower_bound_or_a_shorter_round_trip(apart: bool) -> None:
         for family in families(costs.batch, options):
             mine = plans.get(family.micro_batches, [])
             pool = pool_of(costs, exact=True, use_all=False)
-            stages = StageTables(costs, pool, family, options, fineness=None if apart else FINE)
+            stages = StageTables(costs, Places(costs, pool), family, options, None if apart else FINE)
             if not mine or not stages.chain:
                 continue
             trips = RoundTrips(stages, States(stages), options)

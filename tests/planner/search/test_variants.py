@@ -14,7 +14,6 @@ from autopar.planner.search.variants import (
     FINE,
     Choice,
     Fineness,
-    Queues,
     choices,
     lengths_of,
     queues,
@@ -45,8 +44,8 @@ def test_every_width_is_in_one_way_and_with_classes_to_spare_only_with_others_as
         asked = choices(costs, options, seed % 2 == 0, FINE)
         for most in (None, 1000, 3):
             ways = ways_of(costs, family, 0, asked, most)
-            for number, choice in enumerate(asked):
-                own = [way for way in ways if way.number == number]
+            for choice in asked:
+                own = [way for way in ways if way.choice == choice]
                 each = [width for way in own for width in range(way.width, way.widths[-1] + 1)]
                 possible = choice.widths(family.micro_batches, family.micro_batch_size, costs.divisible)
                 assert each == list(range(possible.start, min(possible.stop, devices + 1))), f"seed {seed}: {most}"
@@ -83,16 +82,16 @@ def test_no_next_stage_has_smaller_messages_or_emptier_queues_than_are_counted_o
             family = Family(micro_batches, rows, "1f1b")
             for division in DIVISIONS:
                 for width in range(1, (rows if division == "split" else micro_batches) + 1):
-                    known: Queues = queues(family, width, division, 5)
+                    known = queues(family, width, division, 5)
                     sender = FixedStageShares(shares_of(rows, width, division, divisible=False), division)
                     least = []
                     for behind in DIVISIONS:
                         for other in range(1, min(5, rows if behind == "split" else micro_batches) + 1):
                             receiver = FixedStageShares(shares_of(rows, other, behind, divisible=False), behind)
                             found = _behind(family, sender, receiver)
-                            assert min(size for _, size in found) >= known.least_rows
-                            fullest = [(c, r) for c, r in found for a, b in known.fullest if c >= a and r >= b]
+                            assert min(size for _, size in found) >= min(size for _, size in known)
+                            fullest = [(c, r) for c, r in found for a, b in known if c >= a and r >= b]
                             assert fullest, f"{family} {division} {width}: {behind} {other}"
                             least.append(max(count * size for count, size in found))
-                    tight += min(least) == min(count * size for count, size in known.fullest)
+                    tight += min(least) == min(count * size for count, size in known)
     assert tight > 100
