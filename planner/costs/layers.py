@@ -14,12 +14,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from operator import add
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from autopar.formats.cluster import Level
+from autopar.formats.cluster import Level, Overlap
 from autopar.formats.document import Provenance, least_certain
 from autopar.formats.plan import SCATTERING, Shard
 from autopar.formats.profile import Layer, Profile
@@ -102,16 +101,12 @@ class LayerCosts:
 
     def saved_at(self, layer: int, rows: float) -> dict[str, int]:
         """Return the bytes of every storage that a layer keeps at ``rows``, by the storage's name."""
-        by_storage: dict[str, tuple[list[int], list[float]]] = {}
+        by_storage: dict[str, dict[int, float]] = {}
         for cost in self.layers[layer].costs:
             for saved in cost.saved:
-                sizes, values = by_storage.setdefault(saved.storage, ([], []))
-                if sizes and sizes[-1] == cost.micro_batch:
-                    values[-1] = max(values[-1], float(saved.bytes))
-                else:
-                    sizes.append(cost.micro_batch)
-                    values.append(float(saved.bytes))
-        return {storage: _up(at_rows(sizes, values, rows)) for storage, (sizes, values) in by_storage.items()}
+                sizes = by_storage.setdefault(saved.storage, {})
+                sizes[cost.micro_batch] = max(sizes.get(cost.micro_batch, 0.0), float(saved.bytes))
+        return {storage: _up(at_rows([*sizes], [*sizes.values()], rows)) for storage, sizes in by_storage.items()}
 
     def provenance(self, first: int, stop: int, rows: float) -> Provenance:
         """Return where the times of layers ``first:stop`` at ``rows`` samples come from."""
@@ -205,19 +200,27 @@ class Sets:
         return self._levels.within(self._bounds[index], self._first, self._stop)
 
 
-Slower = Mapping[Level, tuple[float, float]]
-"""By level, how many times as long computing, and communicating, take while the other goes on."""
+_GATHERS: dict[Shard, tuple[Collective, ...]] = {"parameters": ("all_gather",)}
+"""By what is sharded, what comes before a layer's forward, and before its backward."""
+_SCATTERS: dict[Shard, tuple[Collective, ...]] = dict.fromkeys(SCATTERING, ("reduce_scatter",))
+"""Likewise, what comes behind a layer's backward."""
 
 
 class StageSums:
     """Sums of forwards and backwards of stages, by kind of device."""
 
     def __init__(
-        self, costs: Sequence[LayerCosts], layers: Sequence[Layer], links: LinkModel, slower: Slower, *, waits: bool
+        self,
+        costs: Sequence[LayerCosts],
+        layers: Sequence[Layer],
+        links: LinkModel,
+        slowdowns: Mapping[Level, Overlap],
+        *,
+        waits: bool,
     ) -> None:
         """Take times by kind of device; with ``waits``, a device gathers and scatters between its computations."""
-        self._costs, self._layers, self._links = costs, layers, links
-        self._slower, self.waits = slower, waits
+        self.costs, self.layers, self.links = costs, layers, links
+        self._slowdowns, self.waits = slowdowns, waits
 
     @memoize
     def forward(
@@ -227,10 +230,8 @@ class StageSums:
 
         Where parameters are sharded, a layer's are gathered while the layer before computes.
         """
-        sums = self._costs[kind].sums("forward_s", rows)
-        if shard != "parameters":
-            return sums
-        return self._overlap_sums(sums, self.collectives_s("all_gather", ranks, level, kind), level)
+        sums = self.costs[kind].sums("forward_s", rows)
+        return self._moving(sums, _GATHERS.get(shard, ()), ranks, level, kind)
 
     @memoize
     def backward(
@@ -250,13 +251,8 @@ class StageSums:
         layer computes, unless the device waits for that.
         """
         adding = adding / ranks if shard in SCATTERING else adding
-        sums = self._with_recomputation(self._costs[kind].sums("backward_s", rows, adding), rows, recompute, kind)
-        if shard not in SCATTERING:
-            return sums
-        moved = self.collectives_s("reduce_scatter", ranks, level, kind)
-        if shard == "parameters":
-            moved = list(map(add, moved, self.collectives_s("all_gather", ranks, level, kind)))
-        return self._overlap_sums(sums, moved, level)
+        sums = self._with_recomputation(self.costs[kind].sums("backward_s", rows, adding), rows, recompute, kind)
+        return self._moving(sums, _SCATTERS.get(shard, ()) + _GATHERS.get(shard, ()), ranks, level, kind)
 
     @memoize
     def halves(
@@ -275,24 +271,26 @@ class StageSums:
         sharded ones are reduced of.
         """
         adding = adding / ranks if shard in SCATTERING else adding
-        first = self._with_recomputation(self._costs[kind].sums("backward_input_s", rows), rows, recompute, kind)
-        second = self._costs[kind].sums("backward_weight_s", rows, adding)
-        if shard == "parameters":
-            first = self._overlap_sums(first, self.collectives_s("all_gather", ranks, level, kind), level)
-        if shard in SCATTERING:
-            second = self._overlap_sums(second, self.collectives_s("reduce_scatter", ranks, level, kind), level)
-        return first, second
+        first = self._with_recomputation(self.costs[kind].sums("backward_input_s", rows), rows, recompute, kind)
+        second = self.costs[kind].sums("backward_weight_s", rows, adding)
+        first = self._moving(first, _GATHERS.get(shard, ()), ranks, level, kind)
+        return first, self._moving(second, _SCATTERS.get(shard, ()), ranks, level, kind)
 
     def _with_recomputation(self, sums: list[float], rows: float, recompute: frozenset[int], kind: int) -> list[float]:
         """Sums over layers, some of which run forward again."""
         if not recompute:
             return sums
-        again = (self._costs[kind].recompute_s(at, rows) if at in recompute else 0.0 for at in range(len(sums) - 1))
+        again = (self.costs[kind].recompute_s(at, rows) if at in recompute else 0.0 for at in range(len(sums) - 1))
         return [before + more for before, more in zip(sums, accumulate(again, initial=0.0), strict=True)]
 
-    def _overlap_sums(self, sums: Sequence[float], communication_s: Sequence[float], level: Level) -> list[float]:
+    def _moving(
+        self, sums: list[float], operations: Sequence[Collective], ranks: int, level: Level, kind: int
+    ) -> list[float]:
         """Sums over layers that communicate while they compute."""
-        both = (self._both_s(sums[at + 1] - sums[at], seconds, level) for at, seconds in enumerate(communication_s))
+        if not operations:
+            return sums
+        moved = map(sum, zip(*(self.collectives_s(each, ranks, level, kind) for each in operations), strict=True))
+        both = (self._both_s(sums[at + 1] - sums[at], seconds, level) for at, seconds in enumerate(moved))
         return list(accumulate(both, initial=0.0))
 
     def _both_s(self, computing_s: float, moving_s: float, level: Level) -> float:
@@ -302,14 +300,14 @@ class StageSums:
         """
         if self.waits:
             return computing_s + moving_s
-        slower = self._slower.get(level)
-        if slower is None:
+        overlap = self._slowdowns.get(level)
+        if overlap is None:
             return max(computing_s, moving_s)
-        computing, moving = slower[0] * computing_s, slower[1] * moving_s
+        computing, moving = overlap.compute * computing_s, overlap.communication * moving_s
         if computing >= moving:
-            both = computing_s + moving * (1 - 1 / slower[0])
+            both = computing_s + moving * (1 - 1 / overlap.compute)
         else:
-            both = moving_s + computing * (1 - 1 / slower[1])
+            both = moving_s + computing * (1 - 1 / overlap.communication)
         return min(both, computing_s + moving_s)
 
     @memoize
@@ -321,9 +319,9 @@ class StageSums:
     def collectives_s(self, operation: Collective, ranks: int, level: Level, kind: int = 0) -> list[float]:
         """Return the seconds of gathering every layer's parameters, or of reducing its gradients, each rank a part."""
         gathers = operation == "all_gather"
-        sizes = [layer.parameters_bytes if gathers else layer.trainable_bytes for layer in self._layers]
-        seconds = self._links.collectives_s(operation, np.array(sizes, dtype=np.float64), ranks, level).tolist()
-        own = zip(self._costs[kind].layers, sizes, seconds, strict=True)
+        sizes = [layer.parameters_bytes if gathers else layer.trainable_bytes for layer in self.layers]
+        seconds = self.links.collectives_s(operation, np.array(sizes, dtype=np.float64), ranks, level).tolist()
+        own = zip(self.costs[kind].layers, sizes, seconds, strict=True)
         return [sent_s + self._copies_s(operation, layer, size, ranks, level) for layer, size, sent_s in own]
 
     def _copies_s(self, operation: Collective, layer: Layer, size_bytes: int, ranks: int, level: Level) -> float:
@@ -332,7 +330,7 @@ class StageSums:
         Curves that were measured have it. Else, adding to gradients tells: it reads two numbers and writes one, where a
         copy reads and writes one. What is gathered is copied whole, and each rank's part before.
         """
-        if ranks < 2 or not self.waits or not layer.trainable_bytes or self._links.includes_copies(operation, level):
+        if ranks < 2 or not self.waits or not layer.trainable_bytes or self.links.includes_copies(operation, level):
             return 0.0
         copies = 1 + 1 / ranks if operation == "all_gather" else 1.0
         return copies * 2 / 3 * layer.accumulate_s * size_bytes / layer.trainable_bytes
@@ -394,24 +392,14 @@ class Reduction(NamedTuple):
 class Reductions:
     """Prices reductions, each once."""
 
-    def __init__(
-        self,
-        costs: Sequence[LayerCosts],
-        layers: Sequence[Layer],
-        flows: Flows,
-        links: LinkModel,
-        sums: StageSums,
-        *,
-        divisible: bool,
-    ) -> None:
-        """Take the times by kind of device, the layers' bytes, and whether gradients follow the whole backward."""
-        self._costs, self._layers, self._flows, self._links = costs, layers, flows, links
-        self._sums, self._divisible = sums, divisible
+    def __init__(self, sums: StageSums, flows: Flows, *, divisible: bool) -> None:
+        """Take the layers' times and bytes, and whether gradients follow the whole backward."""
+        self._sums, self._flows, self._divisible = sums, flows, divisible
 
     def occupied_s(self, reduction: Reduction) -> float:
         """Return the seconds that a step's last reduction occupies the link."""
         alone_s = self._without_buckets_s(reduction)
-        return sum(seconds for _, seconds in self._bucket_times(*_where(reduction))) if alone_s is None else alone_s
+        return sum(seconds for _, seconds in self._bucket_times(*reduction[:5])) if alone_s is None else alone_s
 
     def buckets(self, first: int, stop: int) -> list[tuple[int, int]]:
         """(layer whose backward completes the bucket, bytes), in the order of the reductions."""
@@ -437,24 +425,23 @@ class Reductions:
         alone_s = 0.0 if reduction.ranks == 1 else self._without_buckets_s(reduction)
         if alone_s is not None:
             return alone_s
-        first, stop, costs = reduction.first, reduction.stop, self._costs[reduction.kind]
+        first, stop, costs = reduction.first, reduction.stop, self._sums.costs[reduction.kind]
         sums = costs.sums("backward_weight_s" if reduction.split else "backward_s", reduction.rows, 1.0)
         free = 0.0
-        for layer, seconds in self._bucket_times(*_where(reduction)):
+        for layer, seconds in self._bucket_times(*reduction[:5]):
             left = sums[stop] - sums[first if self._divisible else layer]
             free = max(free, left) + seconds
         return max(0.0, free - (sums[stop] - sums[first]))
 
     @memoize
-    def _bucket_times(
-        self, first: int, stop: int, ranks: int, level: Level, operation: Collective
-    ) -> list[tuple[int, float]]:
+    def _bucket_times(self, first: int, stop: int, ranks: int, level: Level, shard: Shard) -> list[tuple[int, float]]:
         """(layer whose backward completes the bucket, seconds), in the order of the reductions."""
-        sizes = self.buckets(first, stop)
-        return [(layer, self._links.collective_s(operation, size, ranks, level)) for layer, size in sizes]
+        operation: Collective = "all_reduce" if shard == "none" else "reduce_scatter"
+        sizes, seconds = self.buckets(first, stop), self._sums.links.collective_s
+        return [(layer, seconds(operation, size, ranks, level)) for layer, size in sizes]
 
     def _reduced_bytes(self, layer: int, first: int, stop: int) -> int:
-        total = self._layers[layer].trainable_bytes
+        total = self._sums.layers[layer].trainable_bytes
         for tied in self._flows.tied:
             if tied.trainable and layer in tied.layers:
                 shared = any(not first <= other < stop for other in tied.layers)
@@ -462,9 +449,3 @@ class Reductions:
                 if shared or any(first <= other < layer for other in tied.layers):
                     total -= tied.bytes
         return max(0, total)
-
-
-def _where(reduction: Reduction) -> tuple[int, int, int, Level, Collective]:
-    """Return what the seconds of a reduction's buckets depend on."""
-    operation: Collective = "all_reduce" if reduction.shard == "none" else "reduce_scatter"
-    return reduction.first, reduction.stop, reduction.ranks, reduction.level, operation

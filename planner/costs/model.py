@@ -35,7 +35,7 @@ from autopar.hardware.kinds import kinds_of
 from autopar.hardware.topology import devices_of
 from autopar.planner.candidate import Candidate, CandidateStage, groups, has_chunks, plain, splits_backward
 from autopar.planner.costs.activations import rows_bytes
-from autopar.planner.costs.communication import Flows, LinkModel, Sharing, Traffic
+from autopar.planner.costs.communication import Flows, LinkModel, Sharing
 from autopar.planner.costs.layers import LayerCosts, Levels, Reduction, Reductions, StageSums, share_limits
 from autopar.planner.costs.memory import MemoryModel, backwards, rank_peaks, stage_terms, state_of
 from autopar.planner.options import PlanOptions
@@ -115,10 +115,9 @@ class CostModel:
     def _price(self) -> None:
         """Begin the prices that follow from the times of layers, and from the links."""
         # Gloo's collectives make a CPU's ranks wait, whatever else overlaps.
-        slower = {each.level: (each.compute, each.communication) for each in self.cluster.overlaps}
         layers, waits = self.profile.layers, self.profile.device.type == "cpu"
-        self.sums = StageSums(self.layers, layers, self.links, slower, waits=waits)
-        self.reductions = Reductions(self.layers, layers, self.flows, self.links, self.sums, divisible=self.divisible)
+        self.sums = StageSums(self.layers, layers, self.links, self.sharing.slowdowns, waits=waits)
+        self.reductions = Reductions(self.sums, self.flows, divisible=self.divisible)
         self._levels = cache(self._computed_levels)
         self._stage_shortfall = lru_cache(MOST_SHORTFALLS)(self._computed_shortfall)
 
@@ -314,10 +313,6 @@ class CostModel:
     def message_s(self, size_bytes: float, sender: int, receiver: int) -> float:
         """Return the seconds of a message between two devices."""
         return self.links.message_s(size_bytes, self.links.topology.pair(sender, receiver))
-
-    def traffic(self, devices: Sequence[int]) -> Traffic | None:
-        """Return where ranks on some devices stand in the cluster; None where nothing can slow them."""
-        return Traffic(self.sharing, tuple(devices)) if self.sharing else None
 
     def peak_bytes(self, candidate: Candidate) -> list[int]:
         """Return the peak memory of every stage's largest replica, with what else its rank holds."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from autopar.formats.cluster import Level
+from autopar.formats.cluster import Level, Overlap
 from autopar.formats.plan import Plan
 from autopar.formats.program import (
     BACKWARD,
@@ -31,7 +31,7 @@ from autopar.formats.program import (
     Action,
     Program,
 )
-from autopar.planner.costs.communication import Port, Slowdown, Traffic
+from autopar.planner.costs.communication import Port, Sharing
 from autopar.planner.costs.model import Durations
 from autopar.schedules.expand import entries_of, first_ranks
 from autopar.schedules.order import Entry
@@ -146,9 +146,11 @@ class Lane:
     __slots__ = ("due_s", "flows", "number", "pace", "passages", "progress_s", "ranks", "since_s", "slowdown")
 
     def __init__(
-        self, number: int, passages: list[tuple[Passage, int]], ranks: tuple[int, ...], slowdown: Slowdown
+        self, number: int, passages: list[tuple[Passage, int]], ranks: tuple[int, ...], overlap: Overlap | None
     ) -> None:
-        self.number, self.passages, self.ranks, self.slowdown = number, passages, ranks, slowdown
+        self.number, self.passages, self.ranks = number, passages, ranks
+        self.slowdown = (overlap.compute, overlap.communication) if overlap else (1.0, 1.0)
+        """Times as long computing, and communicating, take while the other goes on."""
         self.flows: list[tuple[float, int, object]] = []
         """A heap of (progress at the end, serial number, whose transfer)."""
         self.progress_s = self.since_s = 0.0
@@ -193,8 +195,8 @@ class _Course(NamedTuple):
 class Lanes:
     """All queues and reductions of a program; those that nothing can slow have no lane."""
 
-    def __init__(self, times: Durations, traffic: Traffic | None, tied_ranks: Sequence[Sequence[int]]) -> None:
-        """``tied_ranks`` are the ranks that hold each parameter shared between stages."""
+    def __init__(self, times: Durations, sharing: Sharing | None, tied_ranks: Sequence[Sequence[int]]) -> None:
+        """Lay them out on what ranks share; ``tied_ranks`` hold each parameter shared between stages."""
         self._ranks = times.ranks
         self.lanes: list[Lane] = []
         self._lanes_by_course: dict[_Course, Lane] = {}
@@ -207,8 +209,8 @@ class Lanes:
         self.parts: dict[int, ReductionPart] = {}
         """By replica."""
         self.tied_lanes: list[Lane | None] = [None] * len(times.tied_s)
-        if traffic is not None:
-            self._sharing, self._devices = traffic
+        if sharing:
+            self._sharing = sharing
             self._share(times, slowest, tied_ranks)
 
     def _share(
@@ -230,15 +232,13 @@ class Lanes:
         self.tied_lanes = [self._lane(course) for course in joint]
 
     def _message(self, sender: int, receiver: int, seconds: float) -> _Course:
-        ends = self._devices[sender], self._devices[receiver]
-        level = self._sharing.topology.level(ends)
-        return _Course(level, self._sharing.ports(level, *ends, seconds), (sender, receiver))
+        level = self._sharing.topology.pair(sender, receiver)
+        return _Course(level, self._sharing.ports(level, sender, receiver, seconds), (sender, receiver))
 
     def _collective(self, members: Sequence[int], group: Sequence[int], seconds: float) -> _Course:
         """A rank both sends and receives at the level that connects its group."""
-        level = self._sharing.topology.level([self._devices[rank] for rank in group])
-        places = [self._devices[rank] for rank in members]
-        ports = tuple(port for device in places for port in self._sharing.ports(level, device, device, seconds))
+        level = self._sharing.topology.level(group)
+        ports = tuple(port for rank in members for port in self._sharing.ports(level, rank, rank, seconds))
         return _Course(level, ports, tuple(members))
 
     def _reductions(self, times: Durations) -> Iterator[tuple[int, _Course]]:
@@ -258,14 +258,14 @@ class Lanes:
         return {port: Passage(capacity) for port, capacity in capacities.items() if most[port] > capacity}
 
     def _lane(self, course: _Course) -> Lane | None:
-        slowdown = self._sharing.slowdowns.get(course.level)
+        overlap = self._sharing.slowdowns.get(course.level)
         ports = tuple(port for port in course.ports if port in self._passages)
-        if slowdown is None and not ports:
+        if overlap is None and not ports:
             return None
-        key = _Course(course.level, ports, course.ranks if slowdown else ())
+        key = _Course(course.level, ports, course.ranks if overlap else ())
         if key not in self._lanes_by_course:
             passages = [(self._passages[port], weight) for port, weight in Counter(ports).items()]
-            lane = Lane(len(self.lanes), passages, key.ranks, slowdown or Slowdown())
+            lane = Lane(len(self.lanes), passages, key.ranks, overlap)
             self._lanes_by_course[key] = lane
             self.lanes.append(lane)
             for passage, _ in passages:

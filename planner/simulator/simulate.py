@@ -28,7 +28,7 @@ from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
 from autopar.formats.program import BACKWARD, FORWARD, UPDATE, Program
 from autopar.formats.timeline import Timeline
 from autopar.planner.candidate import Candidate, groups, has_chunks, plain
-from autopar.planner.costs.communication import Sharing, Traffic
+from autopar.planner.costs.communication import Sharing
 from autopar.planner.costs.model import CostModel, Durations, durations
 from autopar.planner.simulator.contention import ContentionSimulation
 from autopar.planner.simulator.rows import Lanes, Rows, compile_rows, rows_of
@@ -343,26 +343,26 @@ MOST_KEPT = 2**21
 """Actions of expanded programs that are kept, some hundred bytes each."""
 
 
-def run(rows: Rows, times: Durations, traffic: Traffic | None = None) -> float:
+def run(rows: Rows, times: Durations, sharing: Sharing | None = None) -> float:
     """Return the seconds of one step.
 
     A rank performs its actions in order. The messages of an ordered pair of ranks form one queue, which a message
-    occupies for its transfer; a send occupies its queue and not its rank; a receive waits for its message. With
-    ``traffic``, transfers share ports, and computing and communicating slow each other.
+    occupies for its transfer; a send occupies its queue and not its rank; a receive waits for its message. By
+    ``sharing``, whose devices are the ranks', transfers share ports, and computing and communicating slow each other.
     """
-    return ContentionSimulation(rows, times, traffic).go()
+    return ContentionSimulation(rows, times, sharing).go()
 
 
-def trace(program: Program, times: Durations, traffic: Traffic | None = None, shift: int = 0) -> Timeline:
+def trace(program: Program, times: Durations, sharing: Sharing | None = None, shift: int = 0) -> Timeline:
     """Return the timeline of one step, or of many mini-batches that follow each other without a flush.
 
     Args:
         program: of all of it.
         times: its durations.
-        traffic: as of :func:`run`.
+        sharing: as of :func:`run`.
         shift: micro-batches of a mini-batch, where there are many of them; else 0.
     """
-    simulation = ContentionSimulation(compile_rows(program, times), times, traffic, tracing=True, shift=shift)
+    simulation = ContentionSimulation(compile_rows(program, times), times, sharing, tracing=True, shift=shift)
     simulation.go()
     timeline = Timeline("simulated")
     for rank, (actions, spans) in enumerate(zip(program.ranks, simulation.spans or (), strict=True)):
@@ -379,7 +379,8 @@ class _CandidateSetup(NamedTuple):
     """Without messages that nobody waits for."""
     tied_stages: list[tuple[int, ...]]
     """The stages of every shared parameter."""
-    traffic: Traffic | None
+    sharing: Sharing | None
+    """Of its ranks, if anything can slow them there."""
 
 
 class Simulator:
@@ -406,11 +407,11 @@ class Simulator:
         shortens a step, and what nothing slows is soon simulated.
         """
         laid = self._setup_of(candidate)
-        if laid.traffic is None or below_s < math.inf:
+        if laid.sharing is None or below_s < math.inf:
             alone_s = self._alone_s(candidate, laid)
-            if laid.traffic is None or alone_s >= below_s:
+            if laid.sharing is None or alone_s >= below_s:
                 return alone_s
-        return run(self.rows_of(candidate), laid.times, laid.traffic)
+        return run(self.rows_of(candidate), laid.times, laid.sharing)
 
     def _setup_of(self, candidate: Candidate) -> _CandidateSetup:
         """Return what candidates that differ in depths have in common; the last one is remembered."""
@@ -420,7 +421,7 @@ class Simulator:
             times = durations(self.costs, candidate)
             needed = drop_covered_messages(candidate, times) if plain(candidate.schedule) else times
             tied_stages = [holders for _, holders in self.costs.tied_between(candidate.stages)]
-            laid = _CandidateSetup(times, needed, tied_stages, self._traffic(candidate, times, tied_stages))
+            laid = _CandidateSetup(times, needed, tied_stages, self._shared(candidate, times, tied_stages))
             self._latest = key, laid
         return self._latest[1]
 
@@ -448,16 +449,14 @@ class Simulator:
             return simulate_levels(candidate, times, tied_stages, levels)
         return None
 
-    def _traffic(
-        self, candidate: Candidate, times: Durations, tied_stages: Sequence[tuple[int, ...]]
-    ) -> Traffic | None:
-        """Return where a candidate's ranks stand, if anything can slow them there."""
+    def _shared(self, candidate: Candidate, times: Durations, tied_stages: Holders) -> Sharing | None:
+        """Return what a candidate's ranks share, if anything can slow them there."""
         if not self.sharing:
             return None
-        traffic = Traffic(self.sharing, tuple(dict.fromkeys(candidate.devices)))
+        sharing = self.sharing.among(tuple(dict.fromkeys(candidate.devices)))
         places = list(zip(times.ranks, times.stage, strict=True))
         tied = [sorted({rank for rank, stage in places if stage in holders}) for holders in tied_stages]
-        return traffic if Lanes(times, traffic, tied).lanes else None
+        return sharing if Lanes(times, sharing, tied).lanes else None
 
     def rows_of(self, candidate: Candidate, pairs: Container[tuple[int, int]] | None = None) -> Rows:
         """Return a candidate's program, of messages between ``pairs`` of stages only."""
@@ -536,10 +535,10 @@ def mini_batches(plan: Plan) -> int:
     return 2 * lead(plan) + 2 * cycle(plan)
 
 
-def trace_unflushed(plan: Plan, program: Program, times: Durations, traffic: Traffic | None = None) -> Timeline:
+def trace_unflushed(plan: Plan, program: Program, times: Durations, sharing: Sharing | None = None) -> Timeline:
     """Return the timeline of a plan with a weight policy, from its fill to its drain; micro-batches count through."""
     written = written_out(program, plan.micro_batches, -lead(plan), mini_batches(plan))
-    return trace(written, without_flushes(times), traffic, plan.micro_batches)
+    return trace(written, without_flushes(times), sharing, plan.micro_batches)
 
 
 def without_flushes(times: Durations) -> Durations:
