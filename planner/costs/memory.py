@@ -27,7 +27,6 @@ from autopar.planner.costs.activations import (
     Counts,
     rows_bytes,
     running,
-    window_sums,
 )
 from autopar.planner.costs.communication import Flows, FlowTensor, TiedLayers
 from autopar.planner.costs.layers import LayerCosts
@@ -241,7 +240,7 @@ class MemoryModel:
     @memoize
     def _window(self, longest: int) -> tuple[Counts, ...]:
         """What peaks are made of that no micro-batch keeps, ``[first, length - 1]``."""
-        state = (window_sums(sums, longest) - shared.window(longest) for sums, shared in self._state)
+        state = (running(np.diff(sums), longest, np.add) - shared.window(longest) for sums, shared in self._state)
         update = running(self._updates, longest, np.add if self.updates_at_once else np.maximum)
         *messages, sent = (areas.window(longest) for areas in self._messages)
         unanswered = np.where(messages[-1] == 0, sent, 0)
@@ -339,12 +338,9 @@ class MemoryModel:
 
     def _unanswered_sends(self, first: int, stop: int, terms: PeakTerms, cuts: Sequence[int]) -> int:
         sent = [tensor for tensor in self._flows.constants(first, stop) if tensor.consumers[-1] >= stop]
-        if not sent:
-            return 0
         answering = {
             bisect_right(cuts, consumer)
-            for made in self._flows.made_by[first:stop]
-            for tensor in made
+            for tensor in (self._flows.made(first, stop) if sent else ())
             for consumer in tensor.consumers
             if tensor.gradient and consumer >= stop
         }

@@ -401,6 +401,18 @@ class Durations:
         """The rank of every replica."""
         return self.rank or range(len(self.stage))
 
+    @property
+    def compute_s(self) -> dict[str, list[float]]:
+        """Seconds of every replica's computations, by the kind of action."""
+        return {
+            FORWARD: self.forward_s,
+            BACKWARD: self.backward_s,
+            INPUT_BACKWARD: self.input_s,
+            WEIGHT_BACKWARD: self.weight_s,
+            UPDATE: self.update_s,
+            **dict.fromkeys((PREDICT, CORRECT), self.prepare_s or self.update_s),
+        }
+
 
 def durations(costs: CostModel, candidate: Candidate) -> Durations:
     """Return the durations of a candidate's actions."""
@@ -437,15 +449,7 @@ def durations(costs: CostModel, candidate: Candidate) -> Durations:
 def prices_of(program: Program, times: Durations) -> ActionPrices:
     """Return what every action of a program is priced at, by rank."""
     owner = {place: at for at, place in enumerate(zip(times.ranks, times.stage, strict=True))}
-    seconds_of = {
-        FORWARD: times.forward_s,
-        BACKWARD: times.backward_s,
-        INPUT_BACKWARD: times.input_s,
-        WEIGHT_BACKWARD: times.weight_s,
-        REDUCE: times.reduce_s,
-        UPDATE: times.update_s,
-        **dict.fromkeys((PREDICT, CORRECT), times.prepare_s or times.update_s),
-    }
+    compute_s = times.compute_s
     found = []
     for rank, actions in enumerate(program.ranks):
         seconds: dict[str, float] = {}
@@ -456,10 +460,10 @@ def prices_of(program: Program, times: Durations) -> ActionPrices:
                 seconds[key] = times.message_s[own, owner[action.peer, action.peer_stage]]
             elif action.kind == REDUCE_TIED:
                 seconds[key] = times.tied_s[action.micro_batch]
-            elif action.kind in seconds_of:
-                seconds[key] = seconds_of[action.kind][own]
-            if action.kind == REDUCE:
-                exposed_s[key] = times.exposed_s[own]
+            elif action.kind == REDUCE:
+                seconds[key], exposed_s[key] = times.reduce_s[own], times.exposed_s[own]
+            elif action.kind in compute_s:
+                seconds[key] = compute_s[action.kind][own]
         found.append(RankPrices(seconds, exposed_s))
     return ActionPrices(times.overhead_s, tuple(found))
 

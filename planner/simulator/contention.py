@@ -9,7 +9,7 @@ from math import inf
 from autopar.planner.costs.communication import Sharing
 from autopar.planner.costs.model import Durations
 from autopar.planner.simulator.rows import (
-    RECEIVES,
+    RECEIVE_CODES,
     REDUCE_CODE,
     TIED_CODE,
     JointReduction,
@@ -110,11 +110,8 @@ class ContentionSimulation:
                 self.touching[rank].append(lane)
         self.views = views(rows, times, self.wiring, shift)
         self.sums = {at: _SharedSum(times.tied_s[at], members) for at, members in tied.items()} if shift else {}
-        self.sums_of: list[list[_SharedSum]] = [[] for _ in rows]
+        self.sums_of = [[own_sum for at, own_sum in self.sums.items() if rank in tied[at]] for rank in range(count)]
         """By rank."""
-        for index, own_sum in self.sums.items():
-            for rank in tied[index]:
-                self.sums_of[rank].append(own_sum)
         self.backward_ends_s: dict[int, deque[float]] = defaultdict(deque)
         """When the last backwards of replicas ended, as long as their reductions have not."""
         self.part_ends_s: dict[int, deque[float]] = defaultdict(deque)
@@ -210,7 +207,7 @@ class ContentionSimulation:
                 clock += seconds[at]
                 if at in ends:
                     self._note_end(rank, ends[at], clock)
-            elif code in RECEIVES:
+            elif code in RECEIVE_CODES:
                 if not queue.arrivals:
                     queue.blocking = True
                     break

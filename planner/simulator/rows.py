@@ -15,17 +15,13 @@ from autopar.formats.cluster import Level, Overlap
 from autopar.formats.plan import Plan
 from autopar.formats.program import (
     BACKWARD,
-    CORRECT,
     FORWARD,
     INPUT_BACKWARD,
     KINDS,
-    PREDICT,
-    RECEIVE,
-    RECEIVE_GRADIENT,
+    RECEIVES,
     REDUCE,
     REDUCE_TIED,
-    SEND,
-    SEND_GRADIENT,
+    SENDS,
     UPDATE,
     WEIGHT_BACKWARD,
     Action,
@@ -43,16 +39,13 @@ Rows = list[list[tuple[int, int, int, int]]]
 stages in order, as ranks do where each runs one stage.
 """
 
-FORWARD_CODE, BACKWARD_CODE, UPDATE_CODE = (KINDS.index(kind) for kind in (FORWARD, BACKWARD, UPDATE))
-INPUT_CODE, WEIGHT_CODE = KINDS.index(INPUT_BACKWARD), KINDS.index(WEIGHT_BACKWARD)
-SENDS = (KINDS.index(SEND), KINDS.index(SEND_GRADIENT))
-RECEIVES = (KINDS.index(RECEIVE), KINDS.index(RECEIVE_GRADIENT))
-COMPUTED = (FORWARD_CODE, BACKWARD_CODE, INPUT_CODE, WEIGHT_CODE)
-"""Forwards, backwards and the halves of these."""
-LAST = (BACKWARD_CODE, WEIGHT_CODE)
+CODES = {kind: code for code, kind in enumerate(KINDS)}
+REDUCE_CODE, TIED_CODE, UPDATE_CODE = CODES[REDUCE], CODES[REDUCE_TIED], CODES[UPDATE]
+SEND_CODES, RECEIVE_CODES = (tuple(CODES[kind] for kind in kinds) for kinds in (SENDS, RECEIVES))
+LAST_CODES = (CODES[BACKWARD], CODES[WEIGHT_BACKWARD])
 """What a replica's gradients are made by."""
-PREPARED = (KINDS.index(PREDICT), KINDS.index(CORRECT))
-REDUCE_CODE, TIED_CODE = KINDS.index(REDUCE), KINDS.index(REDUCE_TIED)
+COMPUTED_CODES = (CODES[FORWARD], CODES[INPUT_BACKWARD], *LAST_CODES)
+"""Forwards, backwards and the halves of these."""
 
 
 def compile_rows(program: Program, times: Durations) -> Rows:
@@ -76,10 +69,9 @@ def rows_of(plan: Plan) -> Rows:
 
 def _encode(ranks: Iterable[Iterable[Action | Entry]], ahead: Mapping[int, int]) -> Rows:
     """Return every rank's actions; ``ahead`` is what to add to a rank to get the replica of a stage."""
-    codes = {kind: code for code, kind in enumerate(KINDS)}
     return [
         [
-            (codes[kind], micro_batch, peer if peer < 0 else peer + ahead[peer_stage], rank + ahead[stage])
+            (CODES[kind], micro_batch, peer if peer < 0 else peer + ahead[peer_stage], rank + ahead[stage])
             for kind, stage, micro_batch, peer, peer_stage, *_ in entries
         ]
         for rank, entries in enumerate(ranks)
@@ -89,23 +81,16 @@ def _encode(ranks: Iterable[Iterable[Action | Entry]], ahead: Mapping[int, int])
 class JointReduction:
     """Ranks that reduce together; it is over when all that it misses has come, and may then begin anew."""
 
-    __slots__ = ("code", "end_s", "index", "members", "missing", "tokens")
+    __slots__ = ("code", "end_s", "index", "members", "missing")
 
     def __init__(self, code: int, index: int) -> None:
         self.code, self.index = code, index
         self.members: list[int] = []
-        self.tokens = self.missing = 0
-        """Of all that it takes, and what of that has not come."""
-        self.end_s = 0.0
-
-    def expect(self) -> None:
-        """Count one thing more that it takes."""
-        self.tokens += 1
-        self.missing += 1
+        self.missing, self.end_s = 0, 0.0
 
     def begin_anew(self) -> None:
-        """Miss everything, as for the mini-batch before."""
-        self.missing, self.end_s = self.tokens, 0.0
+        """Miss all members, as for the mini-batch before."""
+        self.missing, self.end_s = len(self.members), 0.0
 
 
 def joint_reductions(rows: Rows, stages: Sequence[int]) -> dict[tuple[int, int], JointReduction]:
@@ -116,13 +101,13 @@ def joint_reductions(rows: Rows, stages: Sequence[int]) -> dict[tuple[int, int],
         updates = 0
         for code, index, _, own in reversed(actions):
             updates += code == UPDATE_CODE
-            if code in COMPUTED or updates > 1:
+            if code in COMPUTED_CODES or updates > 1:
                 break
             if code in (REDUCE_CODE, TIED_CODE):
                 key = (code, index if code == TIED_CODE else stages[own])
                 meeting = found.setdefault(key, JointReduction(*key))
                 meeting.members.append(rank)
-                meeting.expect()
+                meeting.missing += 1
     return found
 
 
@@ -290,14 +275,7 @@ class View(NamedTuple):
 def views(rows: Rows, times: Durations, wiring: Lanes, shift: int = 0) -> list[View]:
     """Return the view of every rank; ``shift`` as of :func:`.simulate.trace`."""
     slowed = {rank for lane in wiring.lanes for rank in lane.ranks}
-    compute_s = {
-        FORWARD_CODE: times.forward_s,
-        BACKWARD_CODE: times.backward_s,
-        INPUT_CODE: times.input_s,
-        WEIGHT_CODE: times.weight_s,
-        UPDATE_CODE: times.update_s,
-        **dict.fromkeys(PREPARED, times.prepare_s or times.update_s),
-    }
+    compute_s = {CODES[kind]: seconds for kind, seconds in times.compute_s.items()}
     ranks, found = times.ranks, []
     for rank, actions in enumerate(rows):
         codes, micro_batches, peers, owns = zip(*actions, strict=True)
@@ -306,32 +284,24 @@ def views(rows: Rows, times: Durations, wiring: Lanes, shift: int = 0) -> list[V
         queues: dict[tuple[int, int, int], Queue] = {}
         for key in seconds:
             code, peer, own = key
-            if code in SENDS:
+            if code in SEND_CODES:
                 seconds[key], queues[key] = times.message_s[own, peer], wiring.queues[rank, ranks[peer]]
-            elif code in RECEIVES:
+            elif code in RECEIVE_CODES:
                 queues[key] = wiring.queues[ranks[peer], rank]
             elif code in compute_s:
                 seconds[key] = compute_s[code][own]
-        ends = _ends_of_mini_batches(codes, micro_batches, owns, shift) if shift else _ends(codes, owns)
+        reduced = {own for code, _, own in seconds if code == REDUCE_CODE}
+        ends = _ends_of_mini_batches(codes, micro_batches, owns, shift) if shift else _ends(codes, owns, reduced)
         felt = 0 if rank in slowed else min((at for at in ends if ends[at] in wiring.parts), default=len(codes))
         view = View(bytes(codes), list(map(queues.get, keys)), list(map(seconds.__getitem__, keys)), ends, felt)
         found.append(view)
     return found
 
 
-def _ends(codes: Sequence[int], owns: Sequence[int]) -> dict[int, int]:
-    found: dict[int, int] = {}
-    wanted: set[int] = set()
-    for at in range(len(codes) - 1, -1, -1):
-        code, own = codes[at], owns[at]
-        if code == REDUCE_CODE:
-            wanted.add(own)
-        elif code in LAST and own in wanted:
-            found[at] = own
-            wanted.remove(own)
-        elif code in COMPUTED and not wanted:
-            break
-    return found
+def _ends(codes: Sequence[int], owns: Sequence[int], reduced: Iterable[int]) -> dict[int, int]:
+    """Return the positions of the last backwards of the replicas whose gradients are reduced."""
+    backwards = range(len(codes) - 1, -1, -1)
+    return {next(at for at in backwards if owns[at] == own and codes[at] in LAST_CODES): own for own in reduced}
 
 
 def _ends_of_mini_batches(
@@ -343,5 +313,5 @@ def _ends_of_mini_batches(
     return {
         at: owns[at]
         for at, (code, micro_batch) in enumerate(zip(codes, micro_batches, strict=True))
-        if code in LAST and micro_batch % shift == shift - 1
+        if code in LAST_CODES and micro_batch % shift == shift - 1
     }
