@@ -215,10 +215,8 @@ class Activations:
         """Return :meth:`window` of stages that are looked at one after the other."""
         found = np.zeros((3, self._count, longest), dtype=np.int64)
         for first in range(self._count):
-            sweep = _Sweep(first)
-            while len(sweep.by_length) < min(longest, self._count - first):
-                self._advance(sweep, rows, recompute)
-            found[:, first, : len(sweep.by_length)] = np.array(sweep.by_length).T
+            for at in range(min(longest, self._count - first)):
+                found[:, first, at] = self.of(first, first + at + 1, rows, recompute)
         return ActivationBytes(*found)
 
     def _storage_areas(self, rows: float, saves: Mapping[str, Mapping[int, int]]) -> Iterator[Area]:

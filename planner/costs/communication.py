@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from autopar.formats.cluster import Cluster, Curve, Device, Level, Link, Overlap
 from autopar.formats.document import Provenance
-from autopar.formats.profile import Profile
+from autopar.formats.profile import Layer, Profile
 from autopar.hardware.topology import Topology
 from autopar.planner.costs import memoize
 
@@ -299,6 +299,10 @@ class TiedLayers(NamedTuple):
     layers: tuple[int, ...]
     bytes: int
     trainable: bool
+
+    def share_of(self, layer: Layer) -> float:
+        """Return the share that it has of a layer's trained parameters."""
+        return min(1.0, self.bytes / layer.trainable_bytes) if self.trainable and layer.trainable_bytes else 0.0
 
 
 class Flows:

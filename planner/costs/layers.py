@@ -12,18 +12,18 @@ sharded gradients are reduced layer by layer in every backward.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from autopar.formats.cluster import Level, Overlap
+from autopar.formats.cluster import Level
 from autopar.formats.document import Provenance, least_certain
 from autopar.formats.plan import SCATTERING, Shard
 from autopar.formats.profile import Layer, Profile
 from autopar.planner.costs import memoize
-from autopar.planner.costs.communication import Collective, Flows, LinkModel
+from autopar.planner.costs.communication import Collective, Flows, LinkModel, Sharing
 from autopar.schedules.route import buckets as grouped
 
 
@@ -140,8 +140,8 @@ class Levels:
     """Sets of the first so many layers of an order, from none to all.
 
     >>> levels = Levels([4, 2, 3])
-    >>> len(levels), sorted(levels[2]), levels.within(2, 3, 5)
-    (4, [2, 4], (4,))
+    >>> len(levels), sorted(levels[2]), levels.within(1, 4)
+    (4, [2, 4], [2, 3])
     """
 
     def __init__(self, order: Sequence[int]) -> None:
@@ -159,13 +159,9 @@ class Levels:
             self._sets[level] = frozenset(self.order[:level])
         return self._sets[level]
 
-    def within(self, level: int, first: int, stop: int) -> tuple[int, ...]:
-        """Return the layers of a level that a stage holds, ascending."""
-        return tuple(layer for layer in range(first, stop) if self._rank.get(layer, level) < level)
-
-    def ranks(self, first: int, stop: int) -> list[int]:
-        """Return where in the order a stage's layers stand, ascending."""
-        return sorted(self._rank[layer] for layer in range(first, stop) if layer in self._rank)
+    def within(self, first: int, stop: int) -> list[int]:
+        """Return a stage's layers, in the order."""
+        return sorted(filter(self._rank.__contains__, range(first, stop)), key=self._rank.__getitem__)
 
 
 class Span(NamedTuple):
@@ -182,22 +178,23 @@ class Span(NamedTuple):
         >>> list(Span(Levels([4, 2, 3])).within(3, 5)), list(Span(Levels([4, 2, 3]), 1, 1).within(3, 5))
         ([(), (4,), (3, 4)], [(4,)])
         """
-        bounds = [0, *(rank + 1 for rank in self.levels.ranks(first, stop))]
-        high = len(bounds) - 1 if self.high is None else min(self.high, len(bounds) - 1)
-        return Sets(self.levels, bounds[min(self.low, high) : high + 1], first, stop)
+        layers = self.levels.within(first, stop)
+        high = len(layers) if self.high is None else min(self.high, len(layers))
+        return Sets(layers, range(min(self.low, high), high + 1))
 
 
 class Sets:
     """Sets of a stage's layers, made when they are asked for: of a long stage there are many."""
 
-    def __init__(self, levels: Levels, bounds: Sequence[int], first: int, stop: int) -> None:
-        self._levels, self._bounds, self._first, self._stop = levels, bounds, first, stop
+    def __init__(self, layers: Sequence[int], counts: range) -> None:
+        """Each has so many of the layers, the first ones."""
+        self._layers, self._counts = layers, counts
 
     def __len__(self) -> int:
-        return len(self._bounds)
+        return len(self._counts)
 
     def __getitem__(self, index: int) -> tuple[int, ...]:
-        return self._levels.within(self._bounds[index], self._first, self._stop)
+        return tuple(sorted(self._layers[: self._counts[index]]))
 
 
 _GATHERS: dict[Shard, tuple[Collective, ...]] = {"parameters": ("all_gather",)}
@@ -210,17 +207,11 @@ class StageSums:
     """Sums of forwards and backwards of stages, by kind of device."""
 
     def __init__(
-        self,
-        costs: Sequence[LayerCosts],
-        layers: Sequence[Layer],
-        links: LinkModel,
-        slowdowns: Mapping[Level, Overlap],
-        *,
-        waits: bool,
+        self, costs: Sequence[LayerCosts], layers: Sequence[Layer], links: LinkModel, sharing: Sharing, *, waits: bool
     ) -> None:
         """Take times by kind of device; with ``waits``, a device gathers and scatters between its computations."""
         self.costs, self.layers, self.links = costs, layers, links
-        self._slowdowns, self.waits = slowdowns, waits
+        self._sharing, self.waits = sharing, waits
 
     @memoize
     def forward(
@@ -300,7 +291,7 @@ class StageSums:
         """
         if self.waits:
             return computing_s + moving_s
-        overlap = self._slowdowns.get(level)
+        overlap = self._sharing.slowdowns.get(level)
         if overlap is None:
             return max(computing_s, moving_s)
         computing, moving = overlap.compute * computing_s, overlap.communication * moving_s
@@ -362,15 +353,12 @@ def share_limits(profile: Profile) -> tuple[ShareLimit, ...]:
         most = float("inf") if layer.most_samples is None else layer.most_samples
         if (layer.least_samples, most) != (1, float("inf")):
             found.setdefault((layer.least_samples, most), []).append(index)
-    return tuple(
-        ShareLimit(least, most, tuple(layers), _text(profile.layers[layers[0]].name, least, most))
-        for (least, most), layers in found.items()
-    )
-
-
-def _text(name: str, least: int, most: float) -> str:
-    how_many = f"at least {least}" if most == float("inf") else f"{least} to {most}"
-    return f"layer {name} takes {how_many} samples of a micro-batch at once"
+    limits = []
+    for (least, most), own in found.items():
+        how_many = f"at least {least}" if most == float("inf") else f"{least} to {most}"
+        text = f"layer {profile.layers[own[0]].name} takes {how_many} samples of a micro-batch at once"
+        limits.append(ShareLimit(least, most, tuple(own), text))
+    return tuple(limits)
 
 
 class Reduction(NamedTuple):

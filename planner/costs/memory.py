@@ -203,8 +203,8 @@ class MemoryModel:
         layers = costs.layers
         state = (
             ([layer.parameters_bytes + layer.buffers_bytes for layer in layers], lambda _, ties: ties.bytes),
-            ([layer.optimizer_bytes for layer in layers], lambda at, ties: _share(at, ties, at.optimizer_bytes)),
-            ([layer.gradient_bytes for layer in layers], lambda at, ties: _share(at, ties, at.gradient_bytes)),
+            ([layer.optimizer_bytes for layer in layers], lambda at, ties: int(ties.share_of(at) * at.optimizer_bytes)),
+            ([layer.gradient_bytes for layer in layers], lambda at, ties: int(ties.share_of(at) * at.gradient_bytes)),
         )
         self._state = [(np.array([0, *accumulate(values)]), self._tied_areas(share)) for values, share in state]
         """Parameters, optimizer's state and gradients: running sums, and what layers of one stage share."""
@@ -290,9 +290,8 @@ class MemoryModel:
         """Return what a layer holds of one micro-batch, with its gradients where these come and go."""
         record, saved = self._costs.layers[layer], self._activations.saved_bytes(layer, rows, is_recomputed=False)
         tensors = {each.name for each in self._flows.crossing}
-        gradients = record.gradient_bytes - sum(
-            _share(record, tied, record.gradient_bytes) for tied in self._flows.tied if layer in tied.layers
-        )
+        tied = (each.share_of(record) for each in self._flows.tied if layer in each.layers)
+        gradients = record.gradient_bytes - sum(int(share * record.gradient_bytes) for share in tied)
         own = sum(size for name, size in saved.items() if name not in tensors)
         pending = self.pending(layer, layer + 1, rows)
         return LayerBytes(
@@ -400,12 +399,6 @@ class MemoryModel:
         # Of stages that begin behind one layer, the next one is the first to be met.
         for start, layer in pairwise((before, *layers)):
             yield Area(start + 1, layer, layer + 1, self._count, size)
-
-
-def _share(layer: Layer, ties: TiedLayers, size: int) -> int:
-    """Bytes of a layer's gradients or optimizer state that belong to a tied parameter."""
-    share = min(1.0, ties.bytes / layer.trainable_bytes) if ties.trainable and layer.trainable_bytes else 0.0
-    return int(share * size)
 
 
 class Backwards(NamedTuple):

@@ -116,7 +116,7 @@ class CostModel:
         """Begin the prices that follow from the times of layers, and from the links."""
         # Gloo's collectives make a CPU's ranks wait, whatever else overlaps.
         layers, waits = self.profile.layers, self.profile.device.type == "cpu"
-        self.sums = StageSums(self.layers, layers, self.links, self.sharing.slowdowns, waits=waits)
+        self.sums = StageSums(self.layers, layers, self.links, self.sharing, waits=waits)
         self.reductions = Reductions(self.sums, self.flows, divisible=self.divisible)
         self._levels = cache(self._computed_levels)
         self._stage_shortfall = lru_cache(MOST_SHORTFALLS)(self._computed_shortfall)
@@ -271,11 +271,9 @@ class CostModel:
         seconds = sums[stop] - sums[first]
         for tied in self.flows.tied:
             # The first layer's time has a shared parameter's; a stage without that layer updates a copy of its own.
-            owner, trainable_bytes = tied.layers[0], self.profile.layers[tied.layers[0]].trainable_bytes
-            apart = owner < first and any(first <= layer < stop for layer in tied.layers)
-            if tied.trainable and apart and trainable_bytes:
-                owner_s = sums[owner + 1] - sums[owner]
-                seconds += owner_s * min(1.0, tied.bytes / trainable_bytes)
+            owner = tied.layers[0]
+            if owner < first and any(first <= layer < stop for layer in tied.layers):
+                seconds += (sums[owner + 1] - sums[owner]) * tied.share_of(self.profile.layers[owner])
         return seconds
 
     def reduce_s(self, stage: CandidateStage) -> float:

@@ -9,6 +9,7 @@ from math import inf
 from autopar.planner.costs.communication import Sharing
 from autopar.planner.costs.model import Durations
 from autopar.planner.simulator.rows import (
+    JOINT_CODES,
     RECEIVE_CODES,
     REDUCE_CODE,
     TIED_CODE,
@@ -24,8 +25,6 @@ from autopar.planner.simulator.rows import (
 )
 
 Span = tuple[float, float]
-
-_JOINT = (REDUCE_CODE, TIED_CODE)
 
 
 class _Computation:
@@ -196,7 +195,7 @@ class ContentionSimulation:
             code, queue = codes[at], queues[at]
             begun = clock
             if queue is None:
-                if code in _JOINT:
+                if code in JOINT_CODES:
                     self.clock[rank], self.position[rank] = clock, at
                     self._meet(rank, code, *self.rows[rank][at][1::2])
                     return

@@ -21,6 +21,7 @@ from autopar.formats.program import (
     RECEIVES,
     REDUCE,
     REDUCE_TIED,
+    REDUCTIONS,
     SENDS,
     UPDATE,
     WEIGHT_BACKWARD,
@@ -41,7 +42,9 @@ stages in order, as ranks do where each runs one stage.
 
 CODES = {kind: code for code, kind in enumerate(KINDS)}
 REDUCE_CODE, TIED_CODE, UPDATE_CODE = CODES[REDUCE], CODES[REDUCE_TIED], CODES[UPDATE]
-SEND_CODES, RECEIVE_CODES = (tuple(CODES[kind] for kind in kinds) for kinds in (SENDS, RECEIVES))
+SEND_CODES, RECEIVE_CODES, JOINT_CODES = (
+    tuple(CODES[kind] for kind in kinds) for kinds in (SENDS, RECEIVES, REDUCTIONS)
+)
 LAST_CODES = (CODES[BACKWARD], CODES[WEIGHT_BACKWARD])
 """What a replica's gradients are made by."""
 COMPUTED_CODES = (CODES[FORWARD], CODES[INPUT_BACKWARD], *LAST_CODES)
@@ -103,7 +106,7 @@ def joint_reductions(rows: Rows, stages: Sequence[int]) -> dict[tuple[int, int],
             updates += code == UPDATE_CODE
             if code in COMPUTED_CODES or updates > 1:
                 break
-            if code in (REDUCE_CODE, TIED_CODE):
+            if code in JOINT_CODES:
                 key = (code, index if code == TIED_CODE else stages[own])
                 meeting = found.setdefault(key, JointReduction(*key))
                 meeting.members.append(rank)

@@ -460,14 +460,9 @@ class Simulator:
 
     def rows_of(self, candidate: Candidate, pairs: Container[tuple[int, int]] | None = None) -> Rows:
         """Return a candidate's program, of messages between ``pairs`` of stages only."""
-        stages = candidate.stages
-        exchanges = self.costs.flows.exchanges(candidate.cuts)
-        flows = tuple(
-            (producer, consumer, flow.gradients > 0)
-            for producer, consumer, flow in exchanges
-            if pairs is None or (producer, consumer) in pairs or (consumer, producer) in pairs
-        )
-        tied = tuple(holders for _, holders in self.costs.tied_between(stages))
+        stages, (flows, tied) = candidate.stages, _exchanges(self.costs, candidate)
+        if pairs is not None:
+            flows = tuple(flow for flow in flows if flow[:2] in pairs or flow[1::-1] in pairs)
         shape = tuple((stage.shares, stage.warmup, stage.division) for stage in stages)
         layout = groups(stages) if has_chunks(candidate.schedule) else ()
         key = (candidate.micro_batches, candidate.schedule, shape, layout, flows, tied)
@@ -505,9 +500,14 @@ def skeleton(
 
 def outline(costs: CostModel, candidate: Candidate) -> Plan:
     """Return :func:`skeleton` with everything that the stages of a candidate send, and share."""
+    return skeleton(candidate, *_exchanges(costs, candidate))
+
+
+def _exchanges(costs: CostModel, candidate: Candidate) -> tuple[Sequence[tuple[int, int, bool]], Holders]:
+    """Return what stages send each other, as :func:`skeleton` takes it, and those that share each parameter."""
     every = costs.flows.exchanges(candidate.cuts)
-    flows = [(producer, consumer, flow.gradients > 0) for producer, consumer, flow in every]
-    return skeleton(candidate, flows, [holders for _, holders in costs.tied_between(candidate.stages)])
+    flows = tuple((producer, consumer, flow.gradients > 0) for producer, consumer, flow in every)
+    return flows, tuple(holders for _, holders in costs.tied_between(candidate.stages))
 
 
 CYCLE = 12
@@ -556,16 +556,13 @@ def pipeline_times(timeline: Timeline, plan: Plan) -> PipelineTimes:
     # Behind it, the first stage has fewer forwards than a full pipeline's. Without gradients that go back, a stage may
     # be faster than those behind it for as long as there are samples: the slowest sets the pace.
     ended, several = mini_batches(plan) - lead(plan), cycle(plan)
-    period_s = max(
-        _between(sorted(ends), ended, several, plan.stages[stage].turning) / several
-        for (stage, _), ends in updates.items()
-    )
+    period_s = 0.0
+    for (stage, _), ends in updates.items():
+        ends.sort()
+        turning = plan.stages[stage].turning
+        cycle_s = ends[ended // turning - 1] - ends[(ended - several) // turning - 1]
+        period_s = max(period_s, cycle_s / several)
     places = [(event.action.kind, event.action.stage, event) for event in timeline]
     fill_s = min(event.start_s for kind, stage, event in places if (kind, stage) == (BACKWARD, last_stage))
     drained_s = max(event.end_s for kind, stage, event in places if (kind, stage) == (FORWARD, 0))
     return PipelineTimes(period_s, fill_s, timeline.end_s - drained_s)
-
-
-def _between(updates_s: list[float], count: int, several: int, turning: int) -> float:
-    """Return what the last ``several`` of ``count`` mini-batches took, given when updates of ``turning`` ended."""
-    return updates_s[count // turning - 1] - updates_s[(count - several) // turning - 1]
