@@ -293,18 +293,26 @@ def views(rows: Rows, times: Durations, wiring: Lanes, shift: int = 0) -> list[V
                 queues[key] = wiring.queues[ranks[peer], rank]
             elif code in compute_s:
                 seconds[key] = compute_s[code][own]
-        reduced = {own for code, _, own in seconds if code == REDUCE_CODE}
-        ends = _ends_of_mini_batches(codes, micro_batches, owns, shift) if shift else _ends(codes, owns, reduced)
+        ends = _ends_of_mini_batches(codes, micro_batches, owns, shift) if shift else _ends(codes, owns)
         felt = 0 if rank in slowed else min((at for at in ends if ends[at] in wiring.parts), default=len(codes))
         view = View(bytes(codes), list(map(queues.get, keys)), list(map(seconds.__getitem__, keys)), ends, felt)
         found.append(view)
     return found
 
 
-def _ends(codes: Sequence[int], owns: Sequence[int], reduced: Iterable[int]) -> dict[int, int]:
-    """Return the positions of the last backwards of the replicas whose gradients are reduced."""
-    backwards = range(len(codes) - 1, -1, -1)
-    return {next(at for at in backwards if owns[at] == own and codes[at] in LAST_CODES): own for own in reduced}
+def _ends(codes: Sequence[int], owns: Sequence[int]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    wanted: set[int] = set()
+    for at in range(len(codes) - 1, -1, -1):
+        code, own = codes[at], owns[at]
+        if code == REDUCE_CODE:
+            wanted.add(own)
+        elif code in LAST_CODES and own in wanted:
+            found[at] = own
+            wanted.remove(own)
+        elif code in COMPUTED_CODES and not wanted:
+            break
+    return found
 
 
 def _ends_of_mini_batches(
