@@ -28,7 +28,7 @@ from autopar.formats.cluster import Cluster, Overlap
 from autopar.formats.plan import Crossing, Plan, Stage
 from autopar.hardware.clusters import cluster_named
 from autopar.planner.candidate import Candidate, Family, place, with_depths
-from autopar.planner.costs.communication import LinkModel, Sharing, Traffic
+from autopar.planner.costs.communication import LinkModel, Sharing
 from autopar.planner.costs.model import Durations
 from autopar.planner.simulator.simulate import action_levels, compile_rows, run, simulate_levels
 from autopar.schedules import SCHEDULES
@@ -76,14 +76,13 @@ def _case(replicas: int, depth: str, micro_batches: int) -> dict[str, object]:
     found: dict[str, object] = {"stages": len(candidate.stages), "replicas": replicas or "1 to 8", "depth": depth}
     found |= {"micro_batches": micro_batches, "actions": sum(map(len, rows))}
     found |= {"expand_s": round(expanded_s + compiled_s, 2)}
-    devices = tuple(range(RANKS))
     ways: dict[str, Callable[[], float]] = {
         "levels": lambda: _at_once(candidate, times),
         "plain": lambda: run(rows, times),
     }
     for name, shared in _clusters(cluster).items():
-        traffic = Traffic(Sharing.of(shared, cluster.devices), devices)
-        ways[name] = lambda traffic=traffic: run(rows, times, traffic)
+        sharing = Sharing.of(shared, cluster.devices)
+        ways[name] = lambda sharing=sharing: run(rows, times, sharing)
     for name, way in ways.items():
         step_s, seconds = _timed(way)
         found |= {f"{name}_s": round(seconds, 3), f"{name}_step_s": step_s}

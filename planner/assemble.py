@@ -189,7 +189,7 @@ def _simulate(
         return step_s, _bubble(candidate, durations(costs, candidate), step_s), None
     program = expand(plan)
     check(program, plan)
-    timeline = trace(program, durations(costs, candidate), costs.traffic(candidate.devices))
+    timeline = trace(program, durations(costs, candidate), costs.sharing.among(candidate.devices))
     return timeline.end_s, timeline.bubble(), shares_of(timeline)
 
 
@@ -361,10 +361,10 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, program: Program | 
         FileError: the plan's layers are not the profile's.
     """
     costs, candidate = _cost_model_of(plan, profile, cluster)
-    times, traffic = durations(costs, candidate), costs.traffic(candidate.devices)
+    times, sharing = durations(costs, candidate), costs.sharing.among(candidate.devices)
     if plan.weight_policy != "sync":
-        return trace_unflushed(plan, program or expand(plan), times, traffic)
-    return trace(program or expand(plan), times, traffic)
+        return trace_unflushed(plan, program or expand(plan), times, sharing)
+    return trace(program or expand(plan), times, sharing)
 
 
 def action_prices(plan: Plan, profile: Profile, cluster: Cluster, program: Program | None = None) -> ActionPrices:

@@ -7,7 +7,7 @@ some stops (:class:`Areas`), so one sweep over the layers prices all stages.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -71,19 +71,6 @@ class Areas:
         return found
 
 
-def window_sums(sums: Counts, longest: int) -> Counts:
-    """Return the differences of running sums, ``[first, length - 1]``; 0 for stages that are too long.
-
-    >>> window_sums(np.array([0, 1, 3, 6]), 2).tolist()
-    [[1, 3], [2, 5], [3, 0]]
-    """
-    layers = len(sums) - 1
-    stops = np.arange(layers)[:, None] + np.arange(1, longest + 1)
-    found: Counts = sums[np.minimum(stops, layers)] - sums[:-1, None]
-    found[stops > layers] = 0
-    return found
-
-
 def running(values: Sequence[int] | Counts, longest: int, join: np.ufunc) -> Counts:
     """Return ``join`` of the values of all stages of up to ``longest`` layers, ``[first, length - 1]``.
 
@@ -132,10 +119,12 @@ class Activations:
 
     def window(self, rows: float, recompute: frozenset[int], longest: int, gradients: Counts) -> ActivationBytes:
         """Return what stages of up to ``longest`` layers, and bytes of gradients, hold, ``[first, length - 1]``."""
-        if self._irregular(rows):
+        saves = self._saves(rows, recompute)
+        if any(min(saves.get(made.name, (made.producer,))) < made.producer for made in self._flows.crossing):
+            # A layer keeps a storage that bears the name of what a later one makes.
             return self._each(rows, recompute, longest)
-        totals = Areas(self._count, self._storage_areas(rows, recompute)).window(longest)
-        ahead = Areas(self._count, self._ahead(rows, recompute)).window(longest)
+        totals = Areas(self._count, self._storage_areas(rows, saves)).window(longest)
+        ahead = Areas(self._count, self._ahead(rows, saves)).window(longest)
         layers = range(self._count)
         transients = np.array([self.transient(layer, rows, layer in recompute) for layer in layers])
         sent = (self._sent_bytes(layer, self.saved_bytes(layer, rows, layer in recompute)) for layer in layers)
@@ -214,43 +203,32 @@ class Activations:
         sweep.highest = max(sweep.highest, total + transient)
         sweep.highest_begun = max(sweep.highest_begun, total + transient - made)
 
-    def _irregular(self, rows: float) -> bool:
-        """Whether a layer keeps a storage that bears the name of what a later one makes."""
-        producers = {tensor.name: tensor.producer for tensor in self._flows.crossing}
-        names = (
-            (layer, name) for layer in range(self._count) for name in self.saved_bytes(layer, rows, is_recomputed=False)
-        )
-        return any(layer < producers.get(name, -1) for layer, name in names)
+    def _saves(self, rows: float, recompute: frozenset[int]) -> dict[str, dict[int, int]]:
+        """Return the bytes of every storage that layers keep, by storage and layer, ascending."""
+        found: dict[str, dict[int, int]] = {}
+        for layer in range(self._count):
+            for name, size in self.saved_bytes(layer, rows, layer in recompute).items():
+                found.setdefault(name, {})[layer] = size
+        return found
 
     def _each(self, rows: float, recompute: frozenset[int], longest: int) -> ActivationBytes:
         """Return :meth:`window` of stages that are looked at one after the other."""
         found = np.zeros((3, self._count, longest), dtype=np.int64)
         for first in range(self._count):
-            sweep = _Sweep(first)
-            while len(sweep.by_length) < min(longest, self._count - first):
-                self._advance(sweep, rows, recompute)
-            found[:, first, : len(sweep.by_length)] = np.array(sweep.by_length).T
+            for at in range(min(longest, self._count - first)):
+                found[:, first, at] = self.of(first, first + at + 1, rows, recompute)
         return ActivationBytes(*found)
 
-    def _storage_areas(self, rows: float, recompute: frozenset[int]) -> Iterator[Area]:
+    def _storage_areas(self, rows: float, saves: Mapping[str, Mapping[int, int]]) -> Iterator[Area]:
         """What joins the union of kept storages at a layer, by the first layers for which it does."""
-        events: dict[str, list[tuple[int, int]]] = {}
-        for layer in range(self._count):
-            for name, size in self.saved_bytes(layer, rows, layer in recompute).items():
-                events.setdefault(name, []).append((layer, size))
         tensors = {tensor.name: tensor for tensor in self._flows.crossing}
-        for name in dict.fromkeys((*events, *tensors)):
-            saves = events.get(name, [])
-            yield from _union(saves, tensors.get(name), rows, self._count)
+        for name in dict.fromkeys((*saves, *tensors)):
+            yield from _union(saves.get(name, {}), tensors.get(name), rows, self._count)
 
-    def _ahead(self, rows: float, recompute: frozenset[int]) -> Iterator[Area]:
+    def _ahead(self, rows: float, saves: Mapping[str, Mapping[int, int]]) -> Iterator[Area]:
         """What is made in a stage, kept by none of its layers yet, and read behind it."""
-        saves: dict[str, int] = {}
-        for layer in range(self._count):
-            for name in self.saved_bytes(layer, rows, layer in recompute):
-                saves.setdefault(name, layer)
         for tensor in self._flows.crossing:
-            until = min(tensor.consumers[-1], saves.get(tensor.name, self._count))
+            until = min((tensor.consumers[-1], *saves.get(tensor.name, ())))
             size = int(rows_bytes(rows, tensor.bytes_per_sample))
             yield Area(0, tensor.producer, tensor.producer + 1, until, size)
 
@@ -268,19 +246,17 @@ class _Sweep:
     highest_begun: int = -(2**60)
 
 
-def _union(saves: list[tuple[int, int]], tensor: FlowTensor | None, rows: float, count: int) -> Iterator[Area]:
+def _union(sizes: Mapping[int, int], tensor: FlowTensor | None, rows: float, count: int) -> Iterator[Area]:
     """Areas of one storage: the largest of what the stage's layers keep of it, or of what it receives."""
     reads = () if tensor is None else tensor.consumers
     made = -1 if tensor is None else tensor.producer
     received = 0 if tensor is None else int(rows_bytes(rows, tensor.bytes_per_sample))
-    sizes = dict(saves)
     places = sorted({*sizes, *reads})
-    starts = sorted({-1, *places, *([made] if tensor else [])})
-    most = max((*sizes.values(), received if reads else 0), default=0)
+    starts = sorted({-1, made, *places})
+    most = max((received, *sizes.values()))
     for before, start in zip(starts, (*starts[1:], count - 1), strict=True):
         # Stages that begin behind `before`, and at `start` at the latest.
-        held = 0
-        known = False
+        held, known = 0, False
         for at in range(bisect_left(places, start), len(places)):
             if known and held >= most:
                 break

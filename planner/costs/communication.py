@@ -7,20 +7,20 @@ tensors, how many bytes, travel between layers, and which parameters these share
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, chain, count
+from itertools import chain, count
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.formats.cluster import Cluster, Curve, Device, Level, Link
+from autopar.formats.cluster import Cluster, Curve, Device, Level, Link, Overlap
 from autopar.formats.document import Provenance
-from autopar.formats.profile import Profile
+from autopar.formats.profile import Layer, Profile
 from autopar.hardware.topology import Topology
 from autopar.planner.costs import memoize
 
@@ -28,15 +28,6 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 _ROUNDS: dict[Collective, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """Rounds of a ring, in multiples of n - 1."""
 Numbers = npt.NDArray[np.float64]
-
-
-class _LevelLink(NamedTuple):
-    """One of a level's links."""
-
-    latency_s: float
-    bytes_per_s: float
-    """Of a transfer, while all that share the link send."""
-    provenance: Provenance
 
 
 class _MonotoneCurve:
@@ -84,13 +75,14 @@ class LinkModel:
         """
         self.topology = Topology(cluster, devices)
         self._free = bytes_per_s == float("inf")
-        self._ways: dict[Level, list[_LevelLink]] = {}
+        self._ways: dict[Level, list[Link]] = {}
+        """With the bandwidth of a transfer, while all that share the link send."""
         self._lines: dict[tuple[str, int, Level], _MonotoneCurve] = {}
         for link in cluster.links:
-            # Whoever shares a link is assumed to send at the same time.
             rate, known = link.bytes_per_s / _shares(link), "estimated" if bytes_per_s else link.provenance
-            way = _LevelLink(link.latency_s if latencies else 0.0, bytes_per_s or rate, known)
-            self._ways.setdefault(link.level, []).append(way)
+            latency_s = link.latency_s if latencies else 0.0
+            way = {"latency_s": latency_s, "bytes_per_s": bytes_per_s or rate, "provenance": known}
+            self._ways.setdefault(link.level, []).append(link.model_copy(update=way))
         for curve in cluster.curves if bytes_per_s is None else ():
             ranks = 2 if curve.kind == "p2p" else curve.ranks
             # What a curve does not say of large messages, the link of most bandwidth does.
@@ -145,12 +137,9 @@ class LinkModel:
     @memoize
     def least_per_byte(self, kind: Collective, ranks: int, level: Level) -> float:
         """Return the seconds per byte that no size goes below."""
-        largest = 2.0**62
-        sizes = [largest]
         nearest = self._nearest(kind, ranks, level)
-        if nearest is not None:
-            sizes += [float(size) for size in self._lines[kind, nearest, level].sizes if size > 0]
-        return min(self.collective_s(kind, int(size), ranks, level) / size for size in sizes)
+        sizes: list[float] = [] if nearest is None else self._lines[kind, nearest, level].sizes.tolist()
+        return min(self.collective_s(kind, int(size), ranks, level) / size for size in (*sizes, 2.0**62) if size > 0)
 
     def collectives_s(self, kind: Collective, sizes_bytes: Numbers, ranks: int, level: Level) -> Numbers:
         """Return :meth:`collective_s` of many sizes."""
@@ -203,13 +192,6 @@ class Port(NamedTuple):
     """``out``, ``in``, or ``both`` of a half-duplex link."""
 
 
-class Slowdown(NamedTuple):
-    """Times as long each takes while the other runs on the device."""
-
-    compute: float = 1.0
-    communication: float = 1.0
-
-
 @dataclass(frozen=True)
 class Sharing:
     """What a cluster says of shared links and of work that overlaps."""
@@ -219,7 +201,7 @@ class Sharing:
     """By level, the position of every device among those that share its way out."""
     links: dict[Level, tuple[Link, ...]] = field(default_factory=dict)
     """Those of levels of which one is shared."""
-    slowdowns: dict[Level, Slowdown] = field(default_factory=dict)
+    slowdowns: dict[Level, Overlap] = field(default_factory=dict)
     """Those above 1."""
 
     @classmethod
@@ -233,19 +215,15 @@ class Sharing:
         [0, 0, 1, 1]
         """
         topology = Topology(cluster, devices)
-        places = {
-            level: _unit_positions([topology.unit(at, level) for at in range(len(devices))])
-            for level in topology.levels
-        }
+        places: dict[Level, tuple[int, ...]] = {}
         links: dict[Level, tuple[Link, ...]] = {}
-        for level in topology.levels if bytes_per_s is None else ():
+        for level in topology.levels:
+            before: dict[int, Iterator[int]] = defaultdict(count)
+            places[level] = tuple(next(before[topology.unit(at, level)]) for at in range(len(devices)))
             own = tuple(link for link in cluster.links if link.level == level)
-            if any(_shares(link) > 1 for link in own):
+            if bytes_per_s is None and any(_shares(link) > 1 for link in own):
                 links[level] = own
-        slowdowns: dict[Level, Slowdown] = {}
-        for each in cluster.overlaps:
-            if max(each.compute, each.communication) > 1:
-                slowdowns.setdefault(each.level, Slowdown(each.compute, each.communication))
+        slowdowns = {each.level: each for each in cluster.overlaps if max(each.compute, each.communication) > 1}
         return cls(topology, places, links, slowdowns)
 
     def among(self, devices: Sequence[int]) -> Sharing:
@@ -293,20 +271,6 @@ def _transfer_bytes(link: Link, seconds: float) -> float:
     return (seconds - link.latency_s) * link.bytes_per_s / _shares(link)
 
 
-def _unit_positions(units: Sequence[int]) -> tuple[int, ...]:
-    """Return, for every place, how many before it have the same unit."""
-    counts: dict[int, Iterator[int]] = defaultdict(count)
-    return tuple(next(counts[unit]) for unit in units)
-
-
-class Traffic(NamedTuple):
-    """Where the ranks of a program stand in a cluster."""
-
-    sharing: Sharing
-    devices: tuple[int, ...]
-    """Device of every rank."""
-
-
 class Flow(NamedTuple):
     """What travels from one range of layers to another, per sample."""
 
@@ -336,6 +300,10 @@ class TiedLayers(NamedTuple):
     bytes: int
     trainable: bool
 
+    def share_of(self, layer: Layer) -> float:
+        """Return the share that it has of a layer's trained parameters."""
+        return min(1.0, self.bytes / layer.trainable_bytes) if self.trainable and layer.trainable_bytes else 0.0
+
 
 class Flows:
     """Tensors and tied parameters of a profile, by the positions of their layers."""
@@ -357,11 +325,6 @@ class Flows:
             self.made_by[entry.producer].append(entry)
             for consumer in entry.consumers:
                 self.received_by[consumer].append(entry)
-        every = [tensor for made in self.made_by for tensor in made]
-        self._forked_tensors = [tensor for tensor in every if len(tensor.consumers) > 1]
-        self._forked_before = _counts_before(self._forked_tensors, len(profile.layers))
-        self._constants = [tensor for tensor in every if not tensor.gradient]
-        self._constants_before = _counts_before(self._constants, len(profile.layers))
         self.tied = [
             TiedLayers(index, tuple(sorted({position[name] for name in tied.layers})), tied.bytes, tied.trainable)
             for index, tied in enumerate(profile.tied)
@@ -370,34 +333,38 @@ class Flows:
         self._numbers, self._producers, self._consumers = np.array(pairs, dtype=np.int64).reshape(-1, 3).T
         """Of every tensor and layer that reads it."""
 
-    def constants(self, first: int, stop: int) -> list[FlowTensor]:
-        """Return the tensors that a stage makes, other layers read, and no gradient comes back of."""
-        return self._constants[self._constants_before[first] : self._constants_before[stop]]
+    def made(self, first: int, stop: int) -> Iterator[FlowTensor]:
+        """Yield the tensors that a stage makes and other layers read."""
+        return chain.from_iterable(self.made_by[first:stop])
 
-    def forked_tensors(self, first: int, stop: int) -> list[FlowTensor]:
+    @memoize
+    def constants(self, first: int, stop: int) -> tuple[FlowTensor, ...]:
+        """Return the tensors that a stage makes, other layers read, and no gradient comes back of."""
+        return tuple(tensor for tensor in self.made(first, stop) if not tensor.gradient)
+
+    @memoize
+    def forked_tensors(self, first: int, stop: int) -> tuple[FlowTensor, ...]:
         """Return the tensors that a stage makes and several layers read."""
-        return self._forked_tensors[self._forked_before[first] : self._forked_before[stop]]
+        return tuple(tensor for tensor in self.made(first, stop) if len(tensor.consumers) > 1)
 
     @memoize
     def between(self, first: int, stop: int, next_first: int, next_stop: int) -> Flow:
         """Return what layers ``first:stop`` make and layers ``next_first:next_stop`` read."""
-        made = chain.from_iterable(self.made_by[first:stop])
+        made = self.made(first, stop)
         return _flow([each for each in made if any(next_first <= reader < next_stop for reader in each.consumers)])
 
     @cached_property
     def crossing_bytes(self) -> tuple[Numbers, Numbers]:
         """Bytes per sample that cross every position, forth and as gradients; not a number where nothing does."""
-        forth, back = (self._crossing_bytes(gradient=gradient) for gradient in (False, True))
-        return forth, back
-
-    def _crossing_bytes(self, *, gradient: bool) -> Numbers:
-        change, count = np.zeros((2, len(self.made_by) + 2))
+        # Of either direction, bytes and how many tensors they are of.
+        changes = np.zeros((len(self.made_by) + 1, 2, 2))
         for tensor in self.crossing:
-            if tensor.gradient or not gradient:
-                for sums, amount in ((change, tensor.bytes_per_sample), (count, 1)):
-                    sums[tensor.producer + 1] += amount
-                    sums[tensor.consumers[-1] + 1] -= amount
-        return np.where(np.cumsum(count)[:-1] > 0, np.cumsum(change)[:-1], np.nan)
+            amount = tensor.bytes_per_sample, 1
+            changes[tensor.producer + 1, : 1 + tensor.gradient] += amount
+            changes[tensor.consumers[-1] + 1, : 1 + tensor.gradient] -= amount
+        size, tensors = np.cumsum(changes, axis=0).T
+        forth, back = np.where(tensors > 0, size, np.nan)
+        return forth, back
 
     def exchanges(self, stops: Sequence[int]) -> list[tuple[int, int, Flow]]:
         """Return (producer, consumer, what travels) for stages that end before the layers ``stops``."""
@@ -413,12 +380,6 @@ class Flows:
             (*divmod(pair, len(stops)), _flow([self.crossing[number] for number in numbers]))
             for pair, numbers in groups.items()
         ]
-
-
-def _counts_before(tensors: Sequence[FlowTensor], layers: int) -> list[int]:
-    """Return how many of the tensors are made before every layer, and by all of them."""
-    made = Counter(tensor.producer for tensor in tensors)
-    return [*accumulate((made[layer] for layer in range(layers)), initial=0)]
 
 
 def _flow(tensors: Sequence[FlowTensor]) -> Flow:

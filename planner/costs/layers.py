@@ -12,9 +12,8 @@ sharded gradients are reduced layer by layer in every backward.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from operator import add
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from autopar.formats.document import Provenance, least_certain
 from autopar.formats.plan import SCATTERING, Shard
 from autopar.formats.profile import Layer, Profile
 from autopar.planner.costs import memoize
-from autopar.planner.costs.communication import Collective, Flows, LinkModel
+from autopar.planner.costs.communication import Collective, Flows, LinkModel, Sharing
 from autopar.schedules.route import buckets as grouped
 
 
@@ -102,16 +101,12 @@ class LayerCosts:
 
     def saved_at(self, layer: int, rows: float) -> dict[str, int]:
         """Return the bytes of every storage that a layer keeps at ``rows``, by the storage's name."""
-        by_storage: dict[str, tuple[list[int], list[float]]] = {}
+        by_storage: dict[str, dict[int, float]] = {}
         for cost in self.layers[layer].costs:
             for saved in cost.saved:
-                sizes, values = by_storage.setdefault(saved.storage, ([], []))
-                if sizes and sizes[-1] == cost.micro_batch:
-                    values[-1] = max(values[-1], float(saved.bytes))
-                else:
-                    sizes.append(cost.micro_batch)
-                    values.append(float(saved.bytes))
-        return {storage: _up(at_rows(sizes, values, rows)) for storage, (sizes, values) in by_storage.items()}
+                sizes = by_storage.setdefault(saved.storage, {})
+                sizes[cost.micro_batch] = max(sizes.get(cost.micro_batch, 0.0), float(saved.bytes))
+        return {storage: _up(at_rows([*sizes], [*sizes.values()], rows)) for storage, sizes in by_storage.items()}
 
     def provenance(self, first: int, stop: int, rows: float) -> Provenance:
         """Return where the times of layers ``first:stop`` at ``rows`` samples come from."""
@@ -145,8 +140,8 @@ class Levels:
     """Sets of the first so many layers of an order, from none to all.
 
     >>> levels = Levels([4, 2, 3])
-    >>> len(levels), sorted(levels[2]), levels.within(2, 3, 5)
-    (4, [2, 4], (4,))
+    >>> len(levels), sorted(levels[2]), levels.within(1, 4)
+    (4, [2, 4], [2, 3])
     """
 
     def __init__(self, order: Sequence[int]) -> None:
@@ -164,13 +159,9 @@ class Levels:
             self._sets[level] = frozenset(self.order[:level])
         return self._sets[level]
 
-    def within(self, level: int, first: int, stop: int) -> tuple[int, ...]:
-        """Return the layers of a level that a stage holds, ascending."""
-        return tuple(layer for layer in range(first, stop) if self._rank.get(layer, level) < level)
-
-    def ranks(self, first: int, stop: int) -> list[int]:
-        """Return where in the order a stage's layers stand, ascending."""
-        return sorted(self._rank[layer] for layer in range(first, stop) if layer in self._rank)
+    def within(self, first: int, stop: int) -> list[int]:
+        """Return a stage's layers, in the order."""
+        return sorted(filter(self._rank.__contains__, range(first, stop)), key=self._rank.__getitem__)
 
 
 class Span(NamedTuple):
@@ -187,37 +178,40 @@ class Span(NamedTuple):
         >>> list(Span(Levels([4, 2, 3])).within(3, 5)), list(Span(Levels([4, 2, 3]), 1, 1).within(3, 5))
         ([(), (4,), (3, 4)], [(4,)])
         """
-        bounds = [0, *(rank + 1 for rank in self.levels.ranks(first, stop))]
-        high = len(bounds) - 1 if self.high is None else min(self.high, len(bounds) - 1)
-        return Sets(self.levels, bounds[min(self.low, high) : high + 1], first, stop)
+        layers = self.levels.within(first, stop)
+        high = len(layers) if self.high is None else min(self.high, len(layers))
+        return Sets(layers, range(min(self.low, high), high + 1))
 
 
 class Sets:
     """Sets of a stage's layers, made when they are asked for: of a long stage there are many."""
 
-    def __init__(self, levels: Levels, bounds: Sequence[int], first: int, stop: int) -> None:
-        self._levels, self._bounds, self._first, self._stop = levels, bounds, first, stop
+    def __init__(self, layers: Sequence[int], counts: range) -> None:
+        """Each has so many of the layers, the first ones."""
+        self._layers, self._counts = layers, counts
 
     def __len__(self) -> int:
-        return len(self._bounds)
+        return len(self._counts)
 
     def __getitem__(self, index: int) -> tuple[int, ...]:
-        return self._levels.within(self._bounds[index], self._first, self._stop)
+        return tuple(sorted(self._layers[: self._counts[index]]))
 
 
-Slower = Mapping[Level, tuple[float, float]]
-"""By level, how many times as long computing, and communicating, take while the other goes on."""
+_GATHERS: dict[Shard, tuple[Collective, ...]] = {"parameters": ("all_gather",)}
+"""By what is sharded, what comes before a layer's forward, and before its backward."""
+_SCATTERS: dict[Shard, tuple[Collective, ...]] = dict.fromkeys(SCATTERING, ("reduce_scatter",))
+"""Likewise, what comes behind a layer's backward."""
 
 
 class StageSums:
     """Sums of forwards and backwards of stages, by kind of device."""
 
     def __init__(
-        self, costs: Sequence[LayerCosts], layers: Sequence[Layer], links: LinkModel, slower: Slower, *, waits: bool
+        self, costs: Sequence[LayerCosts], layers: Sequence[Layer], links: LinkModel, sharing: Sharing, *, waits: bool
     ) -> None:
         """Take times by kind of device; with ``waits``, a device gathers and scatters between its computations."""
-        self._costs, self._layers, self._links = costs, layers, links
-        self._slower, self.waits = slower, waits
+        self.costs, self.layers, self.links = costs, layers, links
+        self._sharing, self.waits = sharing, waits
 
     @memoize
     def forward(
@@ -227,10 +221,8 @@ class StageSums:
 
         Where parameters are sharded, a layer's are gathered while the layer before computes.
         """
-        sums = self._costs[kind].sums("forward_s", rows)
-        if shard != "parameters":
-            return sums
-        return self._overlap_sums(sums, self.collectives_s("all_gather", ranks, level, kind), level)
+        sums = self.costs[kind].sums("forward_s", rows)
+        return self._moving(sums, _GATHERS.get(shard, ()), ranks, level, kind)
 
     @memoize
     def backward(
@@ -250,13 +242,8 @@ class StageSums:
         layer computes, unless the device waits for that.
         """
         adding = adding / ranks if shard in SCATTERING else adding
-        sums = self._with_recomputation(self._costs[kind].sums("backward_s", rows, adding), rows, recompute, kind)
-        if shard not in SCATTERING:
-            return sums
-        moved = self.collectives_s("reduce_scatter", ranks, level, kind)
-        if shard == "parameters":
-            moved = list(map(add, moved, self.collectives_s("all_gather", ranks, level, kind)))
-        return self._overlap_sums(sums, moved, level)
+        sums = self._with_recomputation(self.costs[kind].sums("backward_s", rows, adding), rows, recompute, kind)
+        return self._moving(sums, _SCATTERS.get(shard, ()) + _GATHERS.get(shard, ()), ranks, level, kind)
 
     @memoize
     def halves(
@@ -275,24 +262,26 @@ class StageSums:
         sharded ones are reduced of.
         """
         adding = adding / ranks if shard in SCATTERING else adding
-        first = self._with_recomputation(self._costs[kind].sums("backward_input_s", rows), rows, recompute, kind)
-        second = self._costs[kind].sums("backward_weight_s", rows, adding)
-        if shard == "parameters":
-            first = self._overlap_sums(first, self.collectives_s("all_gather", ranks, level, kind), level)
-        if shard in SCATTERING:
-            second = self._overlap_sums(second, self.collectives_s("reduce_scatter", ranks, level, kind), level)
-        return first, second
+        first = self._with_recomputation(self.costs[kind].sums("backward_input_s", rows), rows, recompute, kind)
+        second = self.costs[kind].sums("backward_weight_s", rows, adding)
+        first = self._moving(first, _GATHERS.get(shard, ()), ranks, level, kind)
+        return first, self._moving(second, _SCATTERS.get(shard, ()), ranks, level, kind)
 
     def _with_recomputation(self, sums: list[float], rows: float, recompute: frozenset[int], kind: int) -> list[float]:
         """Sums over layers, some of which run forward again."""
         if not recompute:
             return sums
-        again = (self._costs[kind].recompute_s(at, rows) if at in recompute else 0.0 for at in range(len(sums) - 1))
+        again = (self.costs[kind].recompute_s(at, rows) if at in recompute else 0.0 for at in range(len(sums) - 1))
         return [before + more for before, more in zip(sums, accumulate(again, initial=0.0), strict=True)]
 
-    def _overlap_sums(self, sums: Sequence[float], communication_s: Sequence[float], level: Level) -> list[float]:
+    def _moving(
+        self, sums: list[float], operations: Sequence[Collective], ranks: int, level: Level, kind: int
+    ) -> list[float]:
         """Sums over layers that communicate while they compute."""
-        both = (self._both_s(sums[at + 1] - sums[at], seconds, level) for at, seconds in enumerate(communication_s))
+        if not operations:
+            return sums
+        moved = map(sum, zip(*(self.collectives_s(each, ranks, level, kind) for each in operations), strict=True))
+        both = (self._both_s(sums[at + 1] - sums[at], seconds, level) for at, seconds in enumerate(moved))
         return list(accumulate(both, initial=0.0))
 
     def _both_s(self, computing_s: float, moving_s: float, level: Level) -> float:
@@ -302,14 +291,14 @@ class StageSums:
         """
         if self.waits:
             return computing_s + moving_s
-        slower = self._slower.get(level)
-        if slower is None:
+        overlap = self._sharing.slowdowns.get(level)
+        if overlap is None:
             return max(computing_s, moving_s)
-        computing, moving = slower[0] * computing_s, slower[1] * moving_s
+        computing, moving = overlap.compute * computing_s, overlap.communication * moving_s
         if computing >= moving:
-            both = computing_s + moving * (1 - 1 / slower[0])
+            both = computing_s + moving * (1 - 1 / overlap.compute)
         else:
-            both = moving_s + computing * (1 - 1 / slower[1])
+            both = moving_s + computing * (1 - 1 / overlap.communication)
         return min(both, computing_s + moving_s)
 
     @memoize
@@ -321,9 +310,9 @@ class StageSums:
     def collectives_s(self, operation: Collective, ranks: int, level: Level, kind: int = 0) -> list[float]:
         """Return the seconds of gathering every layer's parameters, or of reducing its gradients, each rank a part."""
         gathers = operation == "all_gather"
-        sizes = [layer.parameters_bytes if gathers else layer.trainable_bytes for layer in self._layers]
-        seconds = self._links.collectives_s(operation, np.array(sizes, dtype=np.float64), ranks, level).tolist()
-        own = zip(self._costs[kind].layers, sizes, seconds, strict=True)
+        sizes = [layer.parameters_bytes if gathers else layer.trainable_bytes for layer in self.layers]
+        seconds = self.links.collectives_s(operation, np.array(sizes, dtype=np.float64), ranks, level).tolist()
+        own = zip(self.costs[kind].layers, sizes, seconds, strict=True)
         return [sent_s + self._copies_s(operation, layer, size, ranks, level) for layer, size, sent_s in own]
 
     def _copies_s(self, operation: Collective, layer: Layer, size_bytes: int, ranks: int, level: Level) -> float:
@@ -332,7 +321,7 @@ class StageSums:
         Curves that were measured have it. Else, adding to gradients tells: it reads two numbers and writes one, where a
         copy reads and writes one. What is gathered is copied whole, and each rank's part before.
         """
-        if ranks < 2 or not self.waits or not layer.trainable_bytes or self._links.includes_copies(operation, level):
+        if ranks < 2 or not self.waits or not layer.trainable_bytes or self.links.includes_copies(operation, level):
             return 0.0
         copies = 1 + 1 / ranks if operation == "all_gather" else 1.0
         return copies * 2 / 3 * layer.accumulate_s * size_bytes / layer.trainable_bytes
@@ -364,15 +353,12 @@ def share_limits(profile: Profile) -> tuple[ShareLimit, ...]:
         most = float("inf") if layer.most_samples is None else layer.most_samples
         if (layer.least_samples, most) != (1, float("inf")):
             found.setdefault((layer.least_samples, most), []).append(index)
-    return tuple(
-        ShareLimit(least, most, tuple(layers), _text(profile.layers[layers[0]].name, least, most))
-        for (least, most), layers in found.items()
-    )
-
-
-def _text(name: str, least: int, most: float) -> str:
-    how_many = f"at least {least}" if most == float("inf") else f"{least} to {most}"
-    return f"layer {name} takes {how_many} samples of a micro-batch at once"
+    limits = []
+    for (least, most), own in found.items():
+        how_many = f"at least {least}" if most == float("inf") else f"{least} to {most}"
+        text = f"layer {profile.layers[own[0]].name} takes {how_many} samples of a micro-batch at once"
+        limits.append(ShareLimit(least, most, tuple(own), text))
+    return tuple(limits)
 
 
 class Reduction(NamedTuple):
@@ -394,24 +380,14 @@ class Reduction(NamedTuple):
 class Reductions:
     """Prices reductions, each once."""
 
-    def __init__(
-        self,
-        costs: Sequence[LayerCosts],
-        layers: Sequence[Layer],
-        flows: Flows,
-        links: LinkModel,
-        sums: StageSums,
-        *,
-        divisible: bool,
-    ) -> None:
-        """Take the times by kind of device, the layers' bytes, and whether gradients follow the whole backward."""
-        self._costs, self._layers, self._flows, self._links = costs, layers, flows, links
-        self._sums, self._divisible = sums, divisible
+    def __init__(self, sums: StageSums, flows: Flows, *, divisible: bool) -> None:
+        """Take the layers' times and bytes, and whether gradients follow the whole backward."""
+        self._sums, self._flows, self._divisible = sums, flows, divisible
 
     def occupied_s(self, reduction: Reduction) -> float:
         """Return the seconds that a step's last reduction occupies the link."""
         alone_s = self._without_buckets_s(reduction)
-        return sum(seconds for _, seconds in self._bucket_times(*_where(reduction))) if alone_s is None else alone_s
+        return sum(seconds for _, seconds in self._bucket_times(*reduction[:5])) if alone_s is None else alone_s
 
     def buckets(self, first: int, stop: int) -> list[tuple[int, int]]:
         """(layer whose backward completes the bucket, bytes), in the order of the reductions."""
@@ -437,24 +413,23 @@ class Reductions:
         alone_s = 0.0 if reduction.ranks == 1 else self._without_buckets_s(reduction)
         if alone_s is not None:
             return alone_s
-        first, stop, costs = reduction.first, reduction.stop, self._costs[reduction.kind]
+        first, stop, costs = reduction.first, reduction.stop, self._sums.costs[reduction.kind]
         sums = costs.sums("backward_weight_s" if reduction.split else "backward_s", reduction.rows, 1.0)
         free = 0.0
-        for layer, seconds in self._bucket_times(*_where(reduction)):
+        for layer, seconds in self._bucket_times(*reduction[:5]):
             left = sums[stop] - sums[first if self._divisible else layer]
             free = max(free, left) + seconds
         return max(0.0, free - (sums[stop] - sums[first]))
 
     @memoize
-    def _bucket_times(
-        self, first: int, stop: int, ranks: int, level: Level, operation: Collective
-    ) -> list[tuple[int, float]]:
+    def _bucket_times(self, first: int, stop: int, ranks: int, level: Level, shard: Shard) -> list[tuple[int, float]]:
         """(layer whose backward completes the bucket, seconds), in the order of the reductions."""
-        sizes = self.buckets(first, stop)
-        return [(layer, self._links.collective_s(operation, size, ranks, level)) for layer, size in sizes]
+        operation: Collective = "all_reduce" if shard == "none" else "reduce_scatter"
+        sizes, seconds = self.buckets(first, stop), self._sums.links.collective_s
+        return [(layer, seconds(operation, size, ranks, level)) for layer, size in sizes]
 
     def _reduced_bytes(self, layer: int, first: int, stop: int) -> int:
-        total = self._layers[layer].trainable_bytes
+        total = self._sums.layers[layer].trainable_bytes
         for tied in self._flows.tied:
             if tied.trainable and layer in tied.layers:
                 shared = any(not first <= other < stop for other in tied.layers)
@@ -462,9 +437,3 @@ class Reductions:
                 if shared or any(first <= other < layer for other in tied.layers):
                     total -= tied.bytes
         return max(0, total)
-
-
-def _where(reduction: Reduction) -> tuple[int, int, int, Level, Collective]:
-    """Return what the seconds of a reduction's buckets depend on."""
-    operation: Collective = "all_reduce" if reduction.shard == "none" else "reduce_scatter"
-    return reduction.first, reduction.stop, reduction.ranks, reduction.level, operation

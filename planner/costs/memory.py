@@ -27,7 +27,6 @@ from autopar.planner.costs.activations import (
     Counts,
     rows_bytes,
     running,
-    window_sums,
 )
 from autopar.planner.costs.communication import Flows, FlowTensor, TiedLayers
 from autopar.planner.costs.layers import LayerCosts
@@ -204,8 +203,8 @@ class MemoryModel:
         layers = costs.layers
         state = (
             ([layer.parameters_bytes + layer.buffers_bytes for layer in layers], lambda _, ties: ties.bytes),
-            ([layer.optimizer_bytes for layer in layers], lambda at, ties: _share(at, ties, at.optimizer_bytes)),
-            ([layer.gradient_bytes for layer in layers], lambda at, ties: _share(at, ties, at.gradient_bytes)),
+            ([layer.optimizer_bytes for layer in layers], lambda at, ties: int(ties.share_of(at) * at.optimizer_bytes)),
+            ([layer.gradient_bytes for layer in layers], lambda at, ties: int(ties.share_of(at) * at.gradient_bytes)),
         )
         self._state = [(np.array([0, *accumulate(values)]), self._tied_areas(share)) for values, share in state]
         """Parameters, optimizer's state and gradients: running sums, and what layers of one stage share."""
@@ -241,7 +240,7 @@ class MemoryModel:
     @memoize
     def _window(self, longest: int) -> tuple[Counts, ...]:
         """What peaks are made of that no micro-batch keeps, ``[first, length - 1]``."""
-        state = (window_sums(sums, longest) - shared.window(longest) for sums, shared in self._state)
+        state = (running(np.diff(sums), longest, np.add) - shared.window(longest) for sums, shared in self._state)
         update = running(self._updates, longest, np.add if self.updates_at_once else np.maximum)
         *messages, sent = (areas.window(longest) for areas in self._messages)
         unanswered = np.where(messages[-1] == 0, sent, 0)
@@ -291,9 +290,8 @@ class MemoryModel:
         """Return what a layer holds of one micro-batch, with its gradients where these come and go."""
         record, saved = self._costs.layers[layer], self._activations.saved_bytes(layer, rows, is_recomputed=False)
         tensors = {each.name for each in self._flows.crossing}
-        gradients = record.gradient_bytes - sum(
-            _share(record, tied, record.gradient_bytes) for tied in self._flows.tied if layer in tied.layers
-        )
+        tied = (each.share_of(record) for each in self._flows.tied if layer in each.layers)
+        gradients = record.gradient_bytes - sum(int(share * record.gradient_bytes) for share in tied)
         own = sum(size for name, size in saved.items() if name not in tensors)
         pending = self.pending(layer, layer + 1, rows)
         return LayerBytes(
@@ -339,12 +337,9 @@ class MemoryModel:
 
     def _unanswered_sends(self, first: int, stop: int, terms: PeakTerms, cuts: Sequence[int]) -> int:
         sent = [tensor for tensor in self._flows.constants(first, stop) if tensor.consumers[-1] >= stop]
-        if not sent:
-            return 0
         answering = {
             bisect_right(cuts, consumer)
-            for made in self._flows.made_by[first:stop]
-            for tensor in made
+            for tensor in (self._flows.made(first, stop) if sent else ())
             for consumer in tensor.consumers
             if tensor.gradient and consumer >= stop
         }
@@ -404,12 +399,6 @@ class MemoryModel:
         # Of stages that begin behind one layer, the next one is the first to be met.
         for start, layer in pairwise((before, *layers)):
             yield Area(start + 1, layer, layer + 1, self._count, size)
-
-
-def _share(layer: Layer, ties: TiedLayers, size: int) -> int:
-    """Bytes of a layer's gradients or optimizer state that belong to a tied parameter."""
-    share = min(1.0, ties.bytes / layer.trainable_bytes) if ties.trainable and layer.trainable_bytes else 0.0
-    return int(share * size)
 
 
 class Backwards(NamedTuple):

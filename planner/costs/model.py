@@ -35,7 +35,7 @@ from autopar.hardware.kinds import kinds_of
 from autopar.hardware.topology import devices_of
 from autopar.planner.candidate import Candidate, CandidateStage, groups, has_chunks, plain, splits_backward
 from autopar.planner.costs.activations import rows_bytes
-from autopar.planner.costs.communication import Flows, LinkModel, Sharing, Traffic
+from autopar.planner.costs.communication import Flows, LinkModel, Sharing
 from autopar.planner.costs.layers import LayerCosts, Levels, Reduction, Reductions, StageSums, share_limits
 from autopar.planner.costs.memory import MemoryModel, backwards, rank_peaks, stage_terms, state_of
 from autopar.planner.options import PlanOptions
@@ -115,10 +115,9 @@ class CostModel:
     def _price(self) -> None:
         """Begin the prices that follow from the times of layers, and from the links."""
         # Gloo's collectives make a CPU's ranks wait, whatever else overlaps.
-        slower = {each.level: (each.compute, each.communication) for each in self.cluster.overlaps}
         layers, waits = self.profile.layers, self.profile.device.type == "cpu"
-        self.sums = StageSums(self.layers, layers, self.links, slower, waits=waits)
-        self.reductions = Reductions(self.layers, layers, self.flows, self.links, self.sums, divisible=self.divisible)
+        self.sums = StageSums(self.layers, layers, self.links, self.sharing, waits=waits)
+        self.reductions = Reductions(self.sums, self.flows, divisible=self.divisible)
         self._levels = cache(self._computed_levels)
         self._stage_shortfall = lru_cache(MOST_SHORTFALLS)(self._computed_shortfall)
 
@@ -272,11 +271,9 @@ class CostModel:
         seconds = sums[stop] - sums[first]
         for tied in self.flows.tied:
             # The first layer's time has a shared parameter's; a stage without that layer updates a copy of its own.
-            owner, trainable_bytes = tied.layers[0], self.profile.layers[tied.layers[0]].trainable_bytes
-            apart = owner < first and any(first <= layer < stop for layer in tied.layers)
-            if tied.trainable and apart and trainable_bytes:
-                owner_s = sums[owner + 1] - sums[owner]
-                seconds += owner_s * min(1.0, tied.bytes / trainable_bytes)
+            owner = tied.layers[0]
+            if owner < first and any(first <= layer < stop for layer in tied.layers):
+                seconds += (sums[owner + 1] - sums[owner]) * tied.share_of(self.profile.layers[owner])
         return seconds
 
     def reduce_s(self, stage: CandidateStage) -> float:
@@ -314,10 +311,6 @@ class CostModel:
     def message_s(self, size_bytes: float, sender: int, receiver: int) -> float:
         """Return the seconds of a message between two devices."""
         return self.links.message_s(size_bytes, self.links.topology.pair(sender, receiver))
-
-    def traffic(self, devices: Sequence[int]) -> Traffic | None:
-        """Return where ranks on some devices stand in the cluster; None where nothing can slow them."""
-        return Traffic(self.sharing, tuple(devices)) if self.sharing else None
 
     def peak_bytes(self, candidate: Candidate) -> list[int]:
         """Return the peak memory of every stage's largest replica, with what else its rank holds."""
@@ -406,6 +399,18 @@ class Durations:
         """The rank of every replica."""
         return self.rank or range(len(self.stage))
 
+    @property
+    def compute_s(self) -> dict[str, list[float]]:
+        """Seconds of every replica's computations, by the kind of action."""
+        return {
+            FORWARD: self.forward_s,
+            BACKWARD: self.backward_s,
+            INPUT_BACKWARD: self.input_s,
+            WEIGHT_BACKWARD: self.weight_s,
+            UPDATE: self.update_s,
+            **dict.fromkeys((PREDICT, CORRECT), self.prepare_s or self.update_s),
+        }
+
 
 def durations(costs: CostModel, candidate: Candidate) -> Durations:
     """Return the durations of a candidate's actions."""
@@ -442,15 +447,7 @@ def durations(costs: CostModel, candidate: Candidate) -> Durations:
 def prices_of(program: Program, times: Durations) -> ActionPrices:
     """Return what every action of a program is priced at, by rank."""
     owner = {place: at for at, place in enumerate(zip(times.ranks, times.stage, strict=True))}
-    seconds_of = {
-        FORWARD: times.forward_s,
-        BACKWARD: times.backward_s,
-        INPUT_BACKWARD: times.input_s,
-        WEIGHT_BACKWARD: times.weight_s,
-        REDUCE: times.reduce_s,
-        UPDATE: times.update_s,
-        **dict.fromkeys((PREDICT, CORRECT), times.prepare_s or times.update_s),
-    }
+    compute_s = times.compute_s
     found = []
     for rank, actions in enumerate(program.ranks):
         seconds: dict[str, float] = {}
@@ -461,10 +458,10 @@ def prices_of(program: Program, times: Durations) -> ActionPrices:
                 seconds[key] = times.message_s[own, owner[action.peer, action.peer_stage]]
             elif action.kind == REDUCE_TIED:
                 seconds[key] = times.tied_s[action.micro_batch]
-            elif action.kind in seconds_of:
-                seconds[key] = seconds_of[action.kind][own]
-            if action.kind == REDUCE:
-                exposed_s[key] = times.exposed_s[own]
+            elif action.kind == REDUCE:
+                seconds[key], exposed_s[key] = times.reduce_s[own], times.exposed_s[own]
+            elif action.kind in compute_s:
+                seconds[key] = compute_s[action.kind][own]
         found.append(RankPrices(seconds, exposed_s))
     return ActionPrices(times.overhead_s, tuple(found))
 

@@ -353,9 +353,9 @@ class PolicyJudge:
         times = durations(self.costs, candidate)
         settings = {"weight_policy": self.options.weight_policy, "ahead": self.ahead}
         plan = outline(self.costs, candidate).model_copy(update=settings)
-        traffic = self.costs.traffic(candidate.devices)
+        sharing = self.costs.sharing.among(candidate.devices)
         try:
-            return pipeline_times(trace_unflushed(plan, expand(plan), times, traffic), plan)
+            return pipeline_times(trace_unflushed(plan, expand(plan), times, sharing), plan)
         except DeadlockError:
             return PipelineTimes(math.inf, math.inf, math.inf)
 

@@ -404,7 +404,7 @@ def _ready(costs: CostModel, own: Candidate, times: Durations) -> list[float]:
     """Return when each stage's gradients are there."""
     program = expand(outline(costs, own))
     found = [0.0] * len(own.devices)
-    for event in trace(program, times, costs.traffic(own.devices)):
+    for event in trace(program, times, costs.sharing.among(own.devices)):
         if event.action.kind in (BACKWARD, REDUCE_TIED):
             found[event.rank] = max(found[event.rank], event.end_s)
     return found

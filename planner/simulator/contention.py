@@ -6,10 +6,11 @@ from collections import defaultdict, deque
 from heapq import heappop, heappush
 from math import inf
 
-from autopar.planner.costs.communication import Traffic
+from autopar.planner.costs.communication import Sharing
 from autopar.planner.costs.model import Durations
 from autopar.planner.simulator.rows import (
-    RECEIVES,
+    JOINT_CODES,
+    RECEIVE_CODES,
     REDUCE_CODE,
     TIED_CODE,
     JointReduction,
@@ -24,8 +25,6 @@ from autopar.planner.simulator.rows import (
 )
 
 Span = tuple[float, float]
-
-_JOINT = (REDUCE_CODE, TIED_CODE)
 
 
 class _Computation:
@@ -90,20 +89,19 @@ class ContentionSimulation:
     """One simulation, event by event.
 
     A rank runs ahead of the clock until it does what others may feel: begin a transfer on a lane, or compute while a
-    lane may slow it. All changes of one instant are settled together, so that their order does not matter. Without
-    ``traffic`` there are no lanes, and ranks only wait for each other. Sums of shared parameters of pipelines that are
+    lane may slow it. All changes of one instant are settled together, so that their order does not matter. Where ranks
+    share nothing there are no lanes, and they only wait for each other. Sums of shared parameters of pipelines that are
     never flushed have none, either.
     """
 
     def __init__(
-        self, rows: Rows, times: Durations, traffic: Traffic | None, tracing: bool = False, shift: int = 0
+        self, rows: Rows, times: Durations, sharing: Sharing | None, tracing: bool = False, shift: int = 0
     ) -> None:
         count = len(rows)
-        self.rows, self.times = rows, times
-        self.traffic = traffic if traffic and traffic.sharing else None
+        self.rows, self.times, self.sharing = rows, times, sharing
         self.meetings = joint_reductions(rows, times.stage)
         tied = {key[1]: meeting.members for key, meeting in self.meetings.items() if key[0] == TIED_CODE}
-        self.wiring = Lanes(times, self.traffic, [tied.get(index, ()) for index in range(len(times.tied_s))])
+        self.wiring = Lanes(times, sharing, [tied.get(index, ()) for index in range(len(times.tied_s))])
         self.touching: list[list[Lane]] = [[] for _ in rows]
         """Lanes that slow a rank's computing, or are slowed by it."""
         for lane in self.wiring.lanes:
@@ -111,11 +109,8 @@ class ContentionSimulation:
                 self.touching[rank].append(lane)
         self.views = views(rows, times, self.wiring, shift)
         self.sums = {at: _SharedSum(times.tied_s[at], members) for at, members in tied.items()} if shift else {}
-        self.sums_of: list[list[_SharedSum]] = [[] for _ in rows]
+        self.sums_of = [[own_sum for at, own_sum in self.sums.items() if rank in tied[at]] for rank in range(count)]
         """By rank."""
-        for index, own_sum in self.sums.items():
-            for rank in tied[index]:
-                self.sums_of[rank].append(own_sum)
         self.backward_ends_s: dict[int, deque[float]] = defaultdict(deque)
         """When the last backwards of replicas ended, as long as their reductions have not."""
         self.part_ends_s: dict[int, deque[float]] = defaultdict(deque)
@@ -200,7 +195,7 @@ class ContentionSimulation:
             code, queue = codes[at], queues[at]
             begun = clock
             if queue is None:
-                if code in _JOINT:
+                if code in JOINT_CODES:
                     self.clock[rank], self.position[rank] = clock, at
                     self._meet(rank, code, *self.rows[rank][at][1::2])
                     return
@@ -211,7 +206,7 @@ class ContentionSimulation:
                 clock += seconds[at]
                 if at in ends:
                     self._note_end(rank, ends[at], clock)
-            elif code in RECEIVES:
+            elif code in RECEIVE_CODES:
                 if not queue.arrivals:
                     queue.blocking = True
                     break
@@ -340,7 +335,7 @@ class ContentionSimulation:
             if passage.speed < pace:
                 pace = passage.speed
         if any(self.busy[rank] for rank in lane.ranks):
-            pace /= lane.slowdown.communication
+            pace /= lane.slowdown[1]
         return pace
 
     def _turn(self, rank: int) -> None:
@@ -351,7 +346,7 @@ class ContentionSimulation:
             self.changed_lanes.update(dict.fromkeys(self.touching[rank]))
         if work is None:
             return
-        pace = 1 / max((lane.slowdown.compute for lane in self.touching[rank] if lane.flows), default=1.0)
+        pace = 1 / max((lane.slowdown[0] for lane in self.touching[rank] if lane.flows), default=1.0)
         if pace != work.pace:
             work.left_s -= (now_s - work.since_s) * work.pace
             work.since_s, work.pace = now_s, pace
@@ -433,7 +428,7 @@ class ContentionSimulation:
     def _reduction(self, meeting: JointReduction, rank: int, end_s: float) -> Span:
         times, index = self.times, meeting.index
         if meeting.code == TIED_CODE:
-            if self.traffic is not None:
+            if self.sharing:
                 return (meeting.end_s, end_s)
             length_s, earliest_s = times.tied_s[index], self.clock[rank]
         else:

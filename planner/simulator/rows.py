@@ -11,27 +11,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from autopar.formats.cluster import Level
+from autopar.formats.cluster import Level, Overlap
 from autopar.formats.plan import Plan
 from autopar.formats.program import (
     BACKWARD,
-    CORRECT,
     FORWARD,
     INPUT_BACKWARD,
     KINDS,
-    PREDICT,
-    RECEIVE,
-    RECEIVE_GRADIENT,
+    RECEIVES,
     REDUCE,
     REDUCE_TIED,
-    SEND,
-    SEND_GRADIENT,
+    REDUCTIONS,
+    SENDS,
     UPDATE,
     WEIGHT_BACKWARD,
     Action,
     Program,
 )
-from autopar.planner.costs.communication import Port, Slowdown, Traffic
+from autopar.planner.costs.communication import Port, Sharing
 from autopar.planner.costs.model import Durations
 from autopar.schedules.expand import entries_of, first_ranks
 from autopar.schedules.order import Entry
@@ -43,16 +40,15 @@ Rows = list[list[tuple[int, int, int, int]]]
 stages in order, as ranks do where each runs one stage.
 """
 
-FORWARD_CODE, BACKWARD_CODE, UPDATE_CODE = (KINDS.index(kind) for kind in (FORWARD, BACKWARD, UPDATE))
-INPUT_CODE, WEIGHT_CODE = KINDS.index(INPUT_BACKWARD), KINDS.index(WEIGHT_BACKWARD)
-SENDS = (KINDS.index(SEND), KINDS.index(SEND_GRADIENT))
-RECEIVES = (KINDS.index(RECEIVE), KINDS.index(RECEIVE_GRADIENT))
-COMPUTED = (FORWARD_CODE, BACKWARD_CODE, INPUT_CODE, WEIGHT_CODE)
-"""Forwards, backwards and the halves of these."""
-LAST = (BACKWARD_CODE, WEIGHT_CODE)
+CODES = {kind: code for code, kind in enumerate(KINDS)}
+REDUCE_CODE, TIED_CODE, UPDATE_CODE = CODES[REDUCE], CODES[REDUCE_TIED], CODES[UPDATE]
+SEND_CODES, RECEIVE_CODES, JOINT_CODES = (
+    tuple(CODES[kind] for kind in kinds) for kinds in (SENDS, RECEIVES, REDUCTIONS)
+)
+LAST_CODES = (CODES[BACKWARD], CODES[WEIGHT_BACKWARD])
 """What a replica's gradients are made by."""
-PREPARED = (KINDS.index(PREDICT), KINDS.index(CORRECT))
-REDUCE_CODE, TIED_CODE = KINDS.index(REDUCE), KINDS.index(REDUCE_TIED)
+COMPUTED_CODES = (CODES[FORWARD], CODES[INPUT_BACKWARD], *LAST_CODES)
+"""Forwards, backwards and the halves of these."""
 
 
 def compile_rows(program: Program, times: Durations) -> Rows:
@@ -76,10 +72,9 @@ def rows_of(plan: Plan) -> Rows:
 
 def _encode(ranks: Iterable[Iterable[Action | Entry]], ahead: Mapping[int, int]) -> Rows:
     """Return every rank's actions; ``ahead`` is what to add to a rank to get the replica of a stage."""
-    codes = {kind: code for code, kind in enumerate(KINDS)}
     return [
         [
-            (codes[kind], micro_batch, peer if peer < 0 else peer + ahead[peer_stage], rank + ahead[stage])
+            (CODES[kind], micro_batch, peer if peer < 0 else peer + ahead[peer_stage], rank + ahead[stage])
             for kind, stage, micro_batch, peer, peer_stage, *_ in entries
         ]
         for rank, entries in enumerate(ranks)
@@ -89,23 +84,16 @@ def _encode(ranks: Iterable[Iterable[Action | Entry]], ahead: Mapping[int, int])
 class JointReduction:
     """Ranks that reduce together; it is over when all that it misses has come, and may then begin anew."""
 
-    __slots__ = ("code", "end_s", "index", "members", "missing", "tokens")
+    __slots__ = ("code", "end_s", "index", "members", "missing")
 
     def __init__(self, code: int, index: int) -> None:
         self.code, self.index = code, index
         self.members: list[int] = []
-        self.tokens = self.missing = 0
-        """Of all that it takes, and what of that has not come."""
-        self.end_s = 0.0
-
-    def expect(self) -> None:
-        """Count one thing more that it takes."""
-        self.tokens += 1
-        self.missing += 1
+        self.missing, self.end_s = 0, 0.0
 
     def begin_anew(self) -> None:
-        """Miss everything, as for the mini-batch before."""
-        self.missing, self.end_s = self.tokens, 0.0
+        """Miss all members, as for the mini-batch before."""
+        self.missing, self.end_s = len(self.members), 0.0
 
 
 def joint_reductions(rows: Rows, stages: Sequence[int]) -> dict[tuple[int, int], JointReduction]:
@@ -116,13 +104,13 @@ def joint_reductions(rows: Rows, stages: Sequence[int]) -> dict[tuple[int, int],
         updates = 0
         for code, index, _, own in reversed(actions):
             updates += code == UPDATE_CODE
-            if code in COMPUTED or updates > 1:
+            if code in COMPUTED_CODES or updates > 1:
                 break
-            if code in (REDUCE_CODE, TIED_CODE):
+            if code in JOINT_CODES:
                 key = (code, index if code == TIED_CODE else stages[own])
                 meeting = found.setdefault(key, JointReduction(*key))
                 meeting.members.append(rank)
-                meeting.expect()
+                meeting.missing += 1
     return found
 
 
@@ -146,9 +134,11 @@ class Lane:
     __slots__ = ("due_s", "flows", "number", "pace", "passages", "progress_s", "ranks", "since_s", "slowdown")
 
     def __init__(
-        self, number: int, passages: list[tuple[Passage, int]], ranks: tuple[int, ...], slowdown: Slowdown
+        self, number: int, passages: list[tuple[Passage, int]], ranks: tuple[int, ...], overlap: Overlap | None
     ) -> None:
-        self.number, self.passages, self.ranks, self.slowdown = number, passages, ranks, slowdown
+        self.number, self.passages, self.ranks = number, passages, ranks
+        self.slowdown = (overlap.compute, overlap.communication) if overlap else (1.0, 1.0)
+        """Times as long computing, and communicating, take while the other goes on."""
         self.flows: list[tuple[float, int, object]] = []
         """A heap of (progress at the end, serial number, whose transfer)."""
         self.progress_s = self.since_s = 0.0
@@ -193,8 +183,8 @@ class _Course(NamedTuple):
 class Lanes:
     """All queues and reductions of a program; those that nothing can slow have no lane."""
 
-    def __init__(self, times: Durations, traffic: Traffic | None, tied_ranks: Sequence[Sequence[int]]) -> None:
-        """``tied_ranks`` are the ranks that hold each parameter shared between stages."""
+    def __init__(self, times: Durations, sharing: Sharing | None, tied_ranks: Sequence[Sequence[int]]) -> None:
+        """Lay them out on what ranks share; ``tied_ranks`` hold each parameter shared between stages."""
         self._ranks = times.ranks
         self.lanes: list[Lane] = []
         self._lanes_by_course: dict[_Course, Lane] = {}
@@ -207,8 +197,8 @@ class Lanes:
         self.parts: dict[int, ReductionPart] = {}
         """By replica."""
         self.tied_lanes: list[Lane | None] = [None] * len(times.tied_s)
-        if traffic is not None:
-            self._sharing, self._devices = traffic
+        if sharing:
+            self._sharing = sharing
             self._share(times, slowest, tied_ranks)
 
     def _share(
@@ -230,15 +220,13 @@ class Lanes:
         self.tied_lanes = [self._lane(course) for course in joint]
 
     def _message(self, sender: int, receiver: int, seconds: float) -> _Course:
-        ends = self._devices[sender], self._devices[receiver]
-        level = self._sharing.topology.level(ends)
-        return _Course(level, self._sharing.ports(level, *ends, seconds), (sender, receiver))
+        level = self._sharing.topology.pair(sender, receiver)
+        return _Course(level, self._sharing.ports(level, sender, receiver, seconds), (sender, receiver))
 
     def _collective(self, members: Sequence[int], group: Sequence[int], seconds: float) -> _Course:
         """A rank both sends and receives at the level that connects its group."""
-        level = self._sharing.topology.level([self._devices[rank] for rank in group])
-        places = [self._devices[rank] for rank in members]
-        ports = tuple(port for device in places for port in self._sharing.ports(level, device, device, seconds))
+        level = self._sharing.topology.level(group)
+        ports = tuple(port for rank in members for port in self._sharing.ports(level, rank, rank, seconds))
         return _Course(level, ports, tuple(members))
 
     def _reductions(self, times: Durations) -> Iterator[tuple[int, _Course]]:
@@ -258,14 +246,14 @@ class Lanes:
         return {port: Passage(capacity) for port, capacity in capacities.items() if most[port] > capacity}
 
     def _lane(self, course: _Course) -> Lane | None:
-        slowdown = self._sharing.slowdowns.get(course.level)
+        overlap = self._sharing.slowdowns.get(course.level)
         ports = tuple(port for port in course.ports if port in self._passages)
-        if slowdown is None and not ports:
+        if overlap is None and not ports:
             return None
-        key = _Course(course.level, ports, course.ranks if slowdown else ())
+        key = _Course(course.level, ports, course.ranks if overlap else ())
         if key not in self._lanes_by_course:
             passages = [(self._passages[port], weight) for port, weight in Counter(ports).items()]
-            lane = Lane(len(self.lanes), passages, key.ranks, slowdown or Slowdown())
+            lane = Lane(len(self.lanes), passages, key.ranks, overlap)
             self._lanes_by_course[key] = lane
             self.lanes.append(lane)
             for passage, _ in passages:
@@ -290,14 +278,7 @@ class View(NamedTuple):
 def views(rows: Rows, times: Durations, wiring: Lanes, shift: int = 0) -> list[View]:
     """Return the view of every rank; ``shift`` as of :func:`.simulate.trace`."""
     slowed = {rank for lane in wiring.lanes for rank in lane.ranks}
-    compute_s = {
-        FORWARD_CODE: times.forward_s,
-        BACKWARD_CODE: times.backward_s,
-        INPUT_CODE: times.input_s,
-        WEIGHT_CODE: times.weight_s,
-        UPDATE_CODE: times.update_s,
-        **dict.fromkeys(PREPARED, times.prepare_s or times.update_s),
-    }
+    compute_s = {CODES[kind]: seconds for kind, seconds in times.compute_s.items()}
     ranks, found = times.ranks, []
     for rank, actions in enumerate(rows):
         codes, micro_batches, peers, owns = zip(*actions, strict=True)
@@ -306,9 +287,9 @@ def views(rows: Rows, times: Durations, wiring: Lanes, shift: int = 0) -> list[V
         queues: dict[tuple[int, int, int], Queue] = {}
         for key in seconds:
             code, peer, own = key
-            if code in SENDS:
+            if code in SEND_CODES:
                 seconds[key], queues[key] = times.message_s[own, peer], wiring.queues[rank, ranks[peer]]
-            elif code in RECEIVES:
+            elif code in RECEIVE_CODES:
                 queues[key] = wiring.queues[ranks[peer], rank]
             elif code in compute_s:
                 seconds[key] = compute_s[code][own]
@@ -326,10 +307,10 @@ def _ends(codes: Sequence[int], owns: Sequence[int]) -> dict[int, int]:
         code, own = codes[at], owns[at]
         if code == REDUCE_CODE:
             wanted.add(own)
-        elif code in LAST and own in wanted:
+        elif code in LAST_CODES and own in wanted:
             found[at] = own
             wanted.remove(own)
-        elif code in COMPUTED and not wanted:
+        elif code in COMPUTED_CODES and not wanted:
             break
     return found
 
@@ -343,5 +324,5 @@ def _ends_of_mini_batches(
     return {
         at: owns[at]
         for at, (code, micro_batch) in enumerate(zip(codes, micro_batches, strict=True))
-        if code in LAST and micro_batch % shift == shift - 1
+        if code in LAST_CODES and micro_batch % shift == shift - 1
     }

@@ -28,7 +28,7 @@ from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
 from autopar.formats.program import BACKWARD, FORWARD, UPDATE, Program
 from autopar.formats.timeline import Timeline
 from autopar.planner.candidate import Candidate, groups, has_chunks, plain
-from autopar.planner.costs.communication import Sharing, Traffic
+from autopar.planner.costs.communication import Sharing
 from autopar.planner.costs.model import CostModel, Durations, durations
 from autopar.planner.simulator.contention import ContentionSimulation
 from autopar.planner.simulator.rows import Lanes, Rows, compile_rows, rows_of
@@ -343,26 +343,26 @@ MOST_KEPT = 2**21
 """Actions of expanded programs that are kept, some hundred bytes each."""
 
 
-def run(rows: Rows, times: Durations, traffic: Traffic | None = None) -> float:
+def run(rows: Rows, times: Durations, sharing: Sharing | None = None) -> float:
     """Return the seconds of one step.
 
     A rank performs its actions in order. The messages of an ordered pair of ranks form one queue, which a message
-    occupies for its transfer; a send occupies its queue and not its rank; a receive waits for its message. With
-    ``traffic``, transfers share ports, and computing and communicating slow each other.
+    occupies for its transfer; a send occupies its queue and not its rank; a receive waits for its message. By
+    ``sharing``, whose devices are the ranks', transfers share ports, and computing and communicating slow each other.
     """
-    return ContentionSimulation(rows, times, traffic).go()
+    return ContentionSimulation(rows, times, sharing).go()
 
 
-def trace(program: Program, times: Durations, traffic: Traffic | None = None, shift: int = 0) -> Timeline:
+def trace(program: Program, times: Durations, sharing: Sharing | None = None, shift: int = 0) -> Timeline:
     """Return the timeline of one step, or of many mini-batches that follow each other without a flush.
 
     Args:
         program: of all of it.
         times: its durations.
-        traffic: as of :func:`run`.
+        sharing: as of :func:`run`.
         shift: micro-batches of a mini-batch, where there are many of them; else 0.
     """
-    simulation = ContentionSimulation(compile_rows(program, times), times, traffic, tracing=True, shift=shift)
+    simulation = ContentionSimulation(compile_rows(program, times), times, sharing, tracing=True, shift=shift)
     simulation.go()
     timeline = Timeline("simulated")
     for rank, (actions, spans) in enumerate(zip(program.ranks, simulation.spans or (), strict=True)):
@@ -379,7 +379,8 @@ class _CandidateSetup(NamedTuple):
     """Without messages that nobody waits for."""
     tied_stages: list[tuple[int, ...]]
     """The stages of every shared parameter."""
-    traffic: Traffic | None
+    sharing: Sharing | None
+    """Of its ranks, if anything can slow them there."""
 
 
 class Simulator:
@@ -406,11 +407,11 @@ class Simulator:
         shortens a step, and what nothing slows is soon simulated.
         """
         laid = self._setup_of(candidate)
-        if laid.traffic is None or below_s < math.inf:
+        if laid.sharing is None or below_s < math.inf:
             alone_s = self._alone_s(candidate, laid)
-            if laid.traffic is None or alone_s >= below_s:
+            if laid.sharing is None or alone_s >= below_s:
                 return alone_s
-        return run(self.rows_of(candidate), laid.times, laid.traffic)
+        return run(self.rows_of(candidate), laid.times, laid.sharing)
 
     def _setup_of(self, candidate: Candidate) -> _CandidateSetup:
         """Return what candidates that differ in depths have in common; the last one is remembered."""
@@ -420,7 +421,7 @@ class Simulator:
             times = durations(self.costs, candidate)
             needed = drop_covered_messages(candidate, times) if plain(candidate.schedule) else times
             tied_stages = [holders for _, holders in self.costs.tied_between(candidate.stages)]
-            laid = _CandidateSetup(times, needed, tied_stages, self._traffic(candidate, times, tied_stages))
+            laid = _CandidateSetup(times, needed, tied_stages, self._shared(candidate, times, tied_stages))
             self._latest = key, laid
         return self._latest[1]
 
@@ -448,27 +449,20 @@ class Simulator:
             return simulate_levels(candidate, times, tied_stages, levels)
         return None
 
-    def _traffic(
-        self, candidate: Candidate, times: Durations, tied_stages: Sequence[tuple[int, ...]]
-    ) -> Traffic | None:
-        """Return where a candidate's ranks stand, if anything can slow them there."""
+    def _shared(self, candidate: Candidate, times: Durations, tied_stages: Holders) -> Sharing | None:
+        """Return what a candidate's ranks share, if anything can slow them there."""
         if not self.sharing:
             return None
-        traffic = Traffic(self.sharing, tuple(dict.fromkeys(candidate.devices)))
+        sharing = self.sharing.among(tuple(dict.fromkeys(candidate.devices)))
         places = list(zip(times.ranks, times.stage, strict=True))
         tied = [sorted({rank for rank, stage in places if stage in holders}) for holders in tied_stages]
-        return traffic if Lanes(times, traffic, tied).lanes else None
+        return sharing if Lanes(times, sharing, tied).lanes else None
 
     def rows_of(self, candidate: Candidate, pairs: Container[tuple[int, int]] | None = None) -> Rows:
         """Return a candidate's program, of messages between ``pairs`` of stages only."""
-        stages = candidate.stages
-        exchanges = self.costs.flows.exchanges(candidate.cuts)
-        flows = tuple(
-            (producer, consumer, flow.gradients > 0)
-            for producer, consumer, flow in exchanges
-            if pairs is None or (producer, consumer) in pairs or (consumer, producer) in pairs
-        )
-        tied = tuple(holders for _, holders in self.costs.tied_between(stages))
+        stages, (flows, tied) = candidate.stages, _exchanges(self.costs, candidate)
+        if pairs is not None:
+            flows = tuple(flow for flow in flows if flow[:2] in pairs or flow[1::-1] in pairs)
         shape = tuple((stage.shares, stage.warmup, stage.division) for stage in stages)
         layout = groups(stages) if has_chunks(candidate.schedule) else ()
         key = (candidate.micro_batches, candidate.schedule, shape, layout, flows, tied)
@@ -506,9 +500,14 @@ def skeleton(
 
 def outline(costs: CostModel, candidate: Candidate) -> Plan:
     """Return :func:`skeleton` with everything that the stages of a candidate send, and share."""
+    return skeleton(candidate, *_exchanges(costs, candidate))
+
+
+def _exchanges(costs: CostModel, candidate: Candidate) -> tuple[Sequence[tuple[int, int, bool]], Holders]:
+    """Return what stages send each other, as :func:`skeleton` takes it, and those that share each parameter."""
     every = costs.flows.exchanges(candidate.cuts)
-    flows = [(producer, consumer, flow.gradients > 0) for producer, consumer, flow in every]
-    return skeleton(candidate, flows, [holders for _, holders in costs.tied_between(candidate.stages)])
+    flows = tuple((producer, consumer, flow.gradients > 0) for producer, consumer, flow in every)
+    return flows, tuple(holders for _, holders in costs.tied_between(candidate.stages))
 
 
 CYCLE = 12
@@ -536,10 +535,10 @@ def mini_batches(plan: Plan) -> int:
     return 2 * lead(plan) + 2 * cycle(plan)
 
 
-def trace_unflushed(plan: Plan, program: Program, times: Durations, traffic: Traffic | None = None) -> Timeline:
+def trace_unflushed(plan: Plan, program: Program, times: Durations, sharing: Sharing | None = None) -> Timeline:
     """Return the timeline of a plan with a weight policy, from its fill to its drain; micro-batches count through."""
     written = written_out(program, plan.micro_batches, -lead(plan), mini_batches(plan))
-    return trace(written, without_flushes(times), traffic, plan.micro_batches)
+    return trace(written, without_flushes(times), sharing, plan.micro_batches)
 
 
 def without_flushes(times: Durations) -> Durations:
@@ -557,16 +556,13 @@ def pipeline_times(timeline: Timeline, plan: Plan) -> PipelineTimes:
     # Behind it, the first stage has fewer forwards than a full pipeline's. Without gradients that go back, a stage may
     # be faster than those behind it for as long as there are samples: the slowest sets the pace.
     ended, several = mini_batches(plan) - lead(plan), cycle(plan)
-    period_s = max(
-        _between(sorted(ends), ended, several, plan.stages[stage].turning) / several
-        for (stage, _), ends in updates.items()
-    )
+    period_s = 0.0
+    for (stage, _), ends in updates.items():
+        ends.sort()
+        turning = plan.stages[stage].turning
+        cycle_s = ends[ended // turning - 1] - ends[(ended - several) // turning - 1]
+        period_s = max(period_s, cycle_s / several)
     places = [(event.action.kind, event.action.stage, event) for event in timeline]
     fill_s = min(event.start_s for kind, stage, event in places if (kind, stage) == (BACKWARD, last_stage))
     drained_s = max(event.end_s for kind, stage, event in places if (kind, stage) == (FORWARD, 0))
     return PipelineTimes(period_s, fill_s, timeline.end_s - drained_s)
-
-
-def _between(updates_s: list[float], count: int, several: int, turning: int) -> float:
-    """Return what the last ``several`` of ``count`` mini-batches took, given when updates of ``turning`` ended."""
-    return updates_s[count // turning - 1] - updates_s[(count - several) // turning - 1]

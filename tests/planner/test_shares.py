@@ -10,7 +10,6 @@ import pytest
 from autopar.formats.cluster import Overlap
 from autopar.formats.timeline import Event, Timeline, track_of
 from autopar.planner.assemble import shares_of
-from autopar.planner.costs.communication import Traffic
 from autopar.planner.costs.model import CostModel, durations
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.simulate import skeleton, trace
@@ -35,9 +34,8 @@ def _timeline(seed: int) -> Timeline:
         and (flow := costs.flows.between(sending.first, sending.stop, receiving.first, receiving.stop)).tensors
     ]
     tied = [holders for _, holders in costs.tied_between(candidate.stages)]
-    devices = tuple(device for stage in candidate.stages for device in stage.devices)
     program = expand(skeleton(candidate, flows, tied))
-    return trace(program, durations(costs, candidate), Traffic(costs.sharing, devices) if costs.sharing else None)
+    return trace(program, durations(costs, candidate), costs.sharing.among(candidate.devices))
 
 
 def _matches(send: Event, receive: Event) -> bool:

@@ -15,7 +15,7 @@ from autopar.planner import plan
 from autopar.planner.assemble import assemble
 from autopar.planner.bounds import candidate_bound_s, least_s
 from autopar.planner.candidate import Candidate, CandidateStage, families
-from autopar.planner.costs.communication import LinkModel, Sharing, Traffic
+from autopar.planner.costs.communication import LinkModel, Sharing
 from autopar.planner.costs.layers import LayerCosts, Reduction
 from autopar.planner.costs.memory import PeakTerms, stage_terms
 from autopar.planner.costs.model import CostModel, durations
@@ -442,14 +442,14 @@ def test_contention_slows_these_schedules_by_what_it_says_and_never_shortens_a_s
         if candidate is None:
             continue
         times = durations(costs, candidate)
-        devices = tuple(dict.fromkeys(device for stage in candidate.stages for device in stage.devices))
+        devices = tuple(dict.fromkeys(candidate.devices))
         rows = Simulator(costs).rows_of(candidate)
         alone_s = run(rows, times)
         levels = dict.fromkeys(link.level for link in costs.cluster.links)
         for factor in (1 + 1e-12, 1.5):
             overlaps = tuple(Overlap(level=level, compute=factor, communication=factor) for level in levels)
             cluster = costs.cluster.model_copy(update={"overlaps": overlaps})
-            found = run(rows, times, Traffic(Sharing.of(cluster, costs.devices), devices))
+            found = run(rows, times, Sharing.of(cluster, costs.devices).among(devices))
             if factor < 1.1:
                 # Event by event, with next to nothing slowed: the same rules.
                 assert found == pytest.approx(alone_s, rel=1e-9), seed
@@ -457,5 +457,5 @@ def test_contention_slows_these_schedules_by_what_it_says_and_never_shortens_a_s
         slowed += found > alone_s * 1.001
         links = tuple(link.model_copy(update={"shared_by": rng.choice([2, 8])}) for link in costs.cluster.links)
         crowded = Sharing.of(costs.cluster.model_copy(update={"links": links}), costs.devices)
-        assert run(rows, times, Traffic(crowded, devices)) >= alone_s * (1 - 1e-9), seed
+        assert run(rows, times, crowded.among(devices)) >= alone_s * (1 - 1e-9), seed
     assert slowed >= 10

@@ -12,7 +12,7 @@ from autopar.formats.cluster import Cluster, Device, Link, Overlap
 from autopar.planner import PlanOptions
 from autopar.planner.assemble import assemble
 from autopar.planner.candidate import Candidate
-from autopar.planner.costs.communication import Sharing, Traffic
+from autopar.planner.costs.communication import Sharing
 from autopar.planner.costs.model import CostModel, Durations, durations
 from autopar.planner.simulator.contention import ContentionSimulation
 from autopar.planner.simulator.rows import Rows
@@ -61,7 +61,7 @@ class _Case:
         self.devices = tuple(device for stage in self.candidate.stages for device in stage.devices)
 
     def contended_s(self) -> float:
-        return run(self.rows, self.times, Traffic(self.sharing, self.devices))
+        return run(self.rows, self.times, self.sharing.among(self.devices))
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_where_nothing_is_shared_the_step_is_the_plain_one() -> None:
         )
         nothing = Sharing.of(alone, case.costs.devices)
         assert not nothing
-        step_s = ContentionSimulation(case.rows, case.times, Traffic(nothing, case.devices)).go()
+        step_s = ContentionSimulation(case.rows, case.times, nothing.among(case.devices)).go()
         assert step_s == pytest.approx(run(case.rows, case.times), rel=1e-12)
 
 
@@ -101,7 +101,7 @@ def test_ports_wide_enough_for_all_transfers_leave_the_plain_step() -> None:
         links = tuple(link.model_copy(update={"shared_by": 100}) for link in case.cluster.links)
         wide = Sharing.of(case.cluster.model_copy(update={"links": links, "overlaps": ()}), case.costs.devices)
         assert wide
-        step_s = run(case.rows, case.times, Traffic(wide, case.devices))
+        step_s = run(case.rows, case.times, wide.among(case.devices))
         assert step_s == pytest.approx(run(case.rows, case.times), rel=1e-12)
 
 
@@ -120,10 +120,10 @@ def test_a_timeline_ends_with_the_step_and_begins_nothing_before_what_it_needs()
     for seed in range(60):
         case = _Case(seed)
         made = assemble(case.costs, case.candidate, PlanOptions(), 0.0, (), ())
-        traffic = Traffic(case.sharing, case.devices)
+        sharing = case.sharing.among(case.devices)
         program = expand(made)
-        timeline = trace(program, case.times, traffic)
-        assert timeline.end_s == pytest.approx(run(compile_rows(program, case.times), case.times, traffic), rel=1e-12)
+        timeline = trace(program, case.times, sharing)
+        assert timeline.end_s == pytest.approx(run(compile_rows(program, case.times), case.times, sharing), rel=1e-12)
         sent = {(e.rank, e.action.peer, e.action.kind, e.action.micro_batch): e.end_s for e in timeline}
         for event in timeline:
             assert event.start_s <= event.end_s
@@ -144,13 +144,13 @@ def _pairs(count: int, message_s: float) -> tuple[Rows, Durations]:
     return sending + [[(3, 0, rank, rank + count), (0, 0, -1, rank + count)] for rank in range(count)], times
 
 
-def _two_nodes(count: int, shared_by: int, overlaps: tuple[Overlap, ...] = ()) -> tuple[Sharing, tuple[int, ...]]:
+def _two_nodes(count: int, shared_by: int, overlaps: tuple[Overlap, ...] = ()) -> Sharing:
     devices = tuple(Device(type="cpu", memory_bytes=1, node=node) for node in (0, 1) for _ in range(count))
     links = (
         Link(level="node", latency_s=0.0, bytes_per_s=1e9),
         Link(level="network", latency_s=0.0, bytes_per_s=1e9, shared_by=shared_by),
     )
-    return Sharing.of(Cluster(devices=devices, links=links, overlaps=overlaps), devices), tuple(range(2 * count))
+    return Sharing.of(Cluster(devices=devices, links=links, overlaps=overlaps), devices)
 
 
 @pytest.mark.parametrize(("count", "shared_by"), [(1, 4), (4, 4), (3, 2), (8, 2), (6, 5)])
@@ -159,9 +159,9 @@ def test_more_messages_than_a_port_is_shared_by_slow_each_other(
     count: int, shared_by: int, duplex: Literal["full", "half"]
 ) -> None:
     rows, times = _pairs(count, 0.5)
-    sharing, devices = _two_nodes(count, shared_by)
+    sharing = _two_nodes(count, shared_by)
     # Devices are dealt to ports by as many as share one, and so none is crowded.
-    assert run(rows, times, Traffic(sharing, devices)) == pytest.approx(1.5)
+    assert run(rows, times, sharing) == pytest.approx(1.5)
     (link,) = sharing.links["network"] if shared_by > 1 else (Link(level="network", latency_s=0.0, bytes_per_s=1e9),)
     one_port = replace(
         sharing,
@@ -169,7 +169,7 @@ def test_more_messages_than_a_port_is_shared_by_slow_each_other(
         places={"network": (0,) * 2 * count},
     )
     crowded = max(1.0, count / (shared_by * (2 if duplex == "half" else 1)))
-    assert run(rows, times, Traffic(one_port, devices)) == pytest.approx(1 + 0.5 * crowded)
+    assert run(rows, times, one_port) == pytest.approx(1 + 0.5 * crowded)
 
 
 def test_computing_takes_longer_while_its_device_receives_and_no_longer() -> None:
@@ -180,11 +180,11 @@ def test_computing_takes_longer_while_its_device_receives_and_no_longer() -> Non
     times.forward_s[:] = [0.5, 1.0]
     times.message_s[0, 1] = 0.4
     rows: Rows = [[(0, 0, -1, 0), (2, 0, 1, 0)], [(0, 0, -1, 1), (3, 0, 0, 1), (1, 0, -1, 1)]]
-    sharing, devices = _two_nodes(1, 1, (Overlap(level="network", compute=2.0, communication=1.0),))
-    assert run(rows, times, Traffic(sharing, devices)) == pytest.approx(1.2)
-    sharing, devices = _two_nodes(1, 1, (Overlap(level="network", compute=1.0, communication=2.0),))
+    sharing = _two_nodes(1, 1, (Overlap(level="network", compute=2.0, communication=1.0),))
+    assert run(rows, times, sharing) == pytest.approx(1.2)
+    sharing = _two_nodes(1, 1, (Overlap(level="network", compute=1.0, communication=2.0),))
     # 0.25 s of the message pass while rank 1 computes, the other 0.15 s after it.
-    assert run(rows, times, Traffic(sharing, devices)) == pytest.approx(1.15)
+    assert run(rows, times, sharing) == pytest.approx(1.15)
 
 
 def test_a_bandwidth_that_is_assumed_of_every_link_is_nobodys_to_share() -> None:
@@ -200,7 +200,7 @@ def test_the_searchs_simulator_heeds_sharing_only_where_something_can_slow() -> 
         case = _Case(seed)
         contended = Simulator(case.costs, case.sharing).step_s(case.candidate)
         times = durations(case.costs, case.candidate)
-        assert contended == pytest.approx(run(case.rows, times, Traffic(case.sharing, case.devices)), rel=1e-12)
+        assert contended == pytest.approx(run(case.rows, times, case.sharing.among(case.devices)), rel=1e-12)
 
 
 def test_a_step_that_is_not_below_a_limit_may_be_a_lower_bound_that_is_not_either() -> None:

@@ -11,7 +11,7 @@ from autopar.formats.program import KINDS, REDUCE, REDUCE_TIED, Program
 from autopar.planner import PlanOptions
 from autopar.planner.assemble import assemble
 from autopar.planner.candidate import Candidate
-from autopar.planner.costs.communication import Sharing, Traffic
+from autopar.planner.costs.communication import Sharing
 from autopar.planner.costs.model import CostModel, Durations, durations
 from autopar.planner.simulator.rows import Lanes, compile_rows, joint_reductions, rows_of, views
 from autopar.schedules.expand import expand
@@ -96,7 +96,7 @@ def test_a_view_has_the_seconds_of_what_a_rank_computes_and_sends_and_lanes_only
         tied = [[] for _ in times.tied_s]
         links = tuple(link.model_copy(update={"shared_by": 2}) for link in costs.cluster.links)
         for cluster in (costs.cluster, costs.cluster.model_copy(update={"links": links})):
-            wiring = Lanes(times, Traffic(Sharing.of(cluster, costs.devices), devices), tied)
+            wiring = Lanes(times, Sharing.of(cluster, costs.devices).among(devices), tied)
             assert cluster is not costs.cluster or not wiring.lanes
             shared += bool(wiring.lanes)
             seconds = {"F": times.forward_s, "B": times.backward_s, "I": times.input_s, "W": times.weight_s}
