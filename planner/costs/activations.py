@@ -71,6 +71,12 @@ class Areas:
         return found
 
 
+def between(sums: Numbers) -> Numbers:
+    """Return the differences of sums over all layers before a position, ``[first, stop]``; infinite of no layers."""
+    some = np.tri(len(sums), k=-1, dtype=bool).T
+    return np.where(some, sums[None, :] - sums[:, None], np.inf)
+
+
 def window_sums(sums: Counts, longest: int) -> Counts:
     """Return the differences of running sums, ``[first, length - 1]``; 0 for stages that are too long.
 

@@ -44,9 +44,10 @@ from autopar.formats.report import VirtualStage, VirtualWorker, VirtualWorkers
 from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import Candidate, CandidateStage, divisors
 from autopar.planner.costs import memoize
+from autopar.planner.costs.activations import between
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel, Durations, durations
-from autopar.planner.peers.prices import Array, Indices, Prices, between
+from autopar.planner.peers.prices import Array, Indices, Prices
 from autopar.planner.simulator.simulate import Simulator, outline, trace
 from autopar.schedules.expand import expand
 

@@ -29,12 +29,6 @@ Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 
 
-def between(sums: Array) -> Array:
-    """Return the differences of sums over all layers before a position, ``[first, stop]``; infinite of no layers."""
-    some = np.tri(len(sums), k=-1, dtype=bool).T
-    return np.where(some, sums[None, :] - sums[:, None], np.inf)
-
-
 class Prices:
     """Costs of one micro-batch, of ``micro_batches`` in a step, at the positions between layers.
 
