@@ -71,6 +71,12 @@ class Areas:
         return found
 
 
+def between(sums: Numbers) -> Numbers:
+    """Return the differences of sums over all layers before a position, ``[first, stop]``; infinite of no layers."""
+    some = np.tri(len(sums), k=-1, dtype=bool).T
+    return np.where(some, sums[None, :] - sums[:, None], np.inf)
+
+
 def running(values: Sequence[int] | Counts, longest: int, join: np.ufunc) -> Counts:
     """Return ``join`` of the values of all stages of up to ``longest`` layers, ``[first, length - 1]``.
 

@@ -21,11 +21,12 @@ Rows beyond these are implied by them for whole x, and bring the solver's relaxa
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
-from autopar.planner.bounds import LinkTerms, StageTerms, link_terms, stage_terms
+from autopar.planner.bounds import LinkTerms, StageTerms, Value, link_terms, stage_terms
 from autopar.planner.candidate import Candidate, CandidateStage, Family, manners_of, within
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
@@ -331,27 +332,27 @@ class _Writer:
         for terms in sides.values() if several else ():
             self._row(terms, equal=True)
 
-    def _seconds(self, arcs: Iterable[tuple[int, float]]) -> Sum:
-        return {index: seconds / self.unit_s for index, seconds in arcs}
+    def _seconds(self, arcs: Iterable[int], seconds: Callable[[StageTerms], Value]) -> Sum:
+        """The sum of what the stages of the path take that are among some arcs."""
+        return {index: float(seconds(self.arcs[index].terms)) / self.unit_s for index in arcs}
 
     def _stage(self, layer: int) -> None:
         """What the stage that begins with a layer takes."""
-        arcs = [(index, arc) for index, arc in enumerate(self.arcs) if arc.begin[0] == layer]
-        trips = self._seconds((index, _own(arc)) for index, arc in arcs)
-        forwards = self._seconds((index, float(arc.terms.forward_s)) for index, arc in arcs)
-        closings = self._seconds((index, float(arc.terms.closing_s)) for index, arc in arcs)
+        arcs = [index for index, arc in enumerate(self.arcs) if arc.begin[0] == layer]
+        trips = self._seconds(arcs, _own_s)
         trip, busy, done = (self.of[name][layer] for name in ("R", "U", "V"))
         self._above(trip, trips, {self.of["R'"][layer + 1]: 1.0})
-        self._above(busy, self._seconds((index, _busy(arc)) for index, arc in arcs))
-        self._above(busy, {trip: 1.0}, self._seconds((index, float(arc.terms.beside_s)) for index, arc in arcs))
+        self._above(busy, self._seconds(arcs, _busy_s))
+        self._above(busy, {trip: 1.0}, self._seconds(arcs, attrgetter("beside_s")))
         self._above(busy, trips, {self.of["U'"][layer + 1]: 1.0})
         self._above(busy, trips, {self.of["G"][layer + 1]: 1.0})
-        self._above(done, {busy: 1.0}, closings)
-        self._above(done, forwards, {self.of["V'"][layer + 1]: 1.0})
-        for rate in sorted({float(arc.terms.rate) for _, arc in arcs} - {1.0}):
+        self._above(done, {busy: 1.0}, self._seconds(arcs, attrgetter("closing_s")))
+        self._above(done, self._seconds(arcs, attrgetter("forward_s")), {self.of["V'"][layer + 1]: 1.0})
+        rates = {index: float(self.arcs[index].terms.rate) for index in arcs}
+        for rate in sorted({*rates.values()} - {1.0}):
             most = rate * self.trip_s / self.unit_s
-            taken = {index: most for index, arc in arcs if float(arc.terms.rate) >= rate}
-            self._row(_total({busy: 1.0, trip: -rate}, {at: -each for at, each in taken.items()}), -most)
+            taken = {index: -most for index in arcs if rates[index] >= rate}
+            self._row(_total({busy: 1.0, trip: -rate}, taken), -most)
 
     def _cut(self, cut: int) -> None:
         """What passes between the stages that meet before a layer; nothing where none do."""
@@ -381,32 +382,29 @@ class _Writer:
 
     def _layer_rows(self, layer: int) -> None:
         """Implied: the path's way to the stage that holds a layer, that stage's work, and the way's end."""
-        arcs = list(enumerate(self.arcs))
-        holding = [(index, arc) for index, arc in arcs if arc.begin[0] <= layer < arc.end[0]]
-        ended = [(index, arc) for index, arc in arcs if arc.end[0] == layer]
         around, forth, _, unreturned, unread = self._passing(layer)
         there, both = self.of["forward"][layer], self.of["around"][layer]
         if layer > 0:
-            forwards = self._seconds((index, float(arc.terms.forward_s)) for index, arc in ended)
-            trips = self._seconds((index, _own(arc)) for index, arc in ended)
+            arcs = [index for index, arc in enumerate(self.arcs) if arc.end[0] == layer]
+            forwards, trips = self._seconds(arcs, attrgetter("forward_s")), self._seconds(arcs, _own_s)
             self._above(there, {self.of["forward"][layer - 1]: 1.0}, forwards, forth, unread)
             self._above(both, {self.of["around"][layer - 1]: 1.0}, trips, around, unreturned)
         else:
-            first = [(index, float(arc.terms.closing_s)) for index, arc in arcs if arc.begin[0] == 0]
-            self._above(both, self._seconds(first))
-        busy = self._seconds((index, _busy(arc)) for index, arc in holding)
-        closing = self._seconds((index, float(arc.terms.closing_s)) for index, arc in holding)
-        self._above(self.goal, {there: 1.0}, busy, closing)
+            first = [index for index, arc in enumerate(self.arcs) if arc.begin[0] == 0]
+            self._above(both, self._seconds(first, attrgetter("closing_s")))
+        holding = [index for index, arc in enumerate(self.arcs) if arc.begin[0] <= layer < arc.end[0]]
+        busy = self._seconds(holding, _busy_s)
+        self._above(self.goal, {there: 1.0}, busy, self._seconds(holding, attrgetter("closing_s")))
         self._above(self.goal, {both: 1.0}, busy)
 
 
-def _own(arc: Arc) -> float:
-    return float(arc.terms.forward_s) + float(arc.terms.backward_s)
+def _own_s(terms: StageTerms) -> float:
+    return float(terms.forward_s) + float(terms.backward_s)
 
 
-def _busy(arc: Arc) -> float:
+def _busy_s(terms: StageTerms) -> float:
     """Seconds that a stage computes or waits for itself, were it alone."""
-    return max(float(arc.terms.work_s), float(arc.terms.rate) * _own(arc))
+    return max(float(terms.work_s), float(terms.rate) * _own_s(terms))
 
 
 def _total(*sums: Sum) -> Sum:
@@ -422,9 +420,9 @@ def _largest(network: ArcNetwork) -> tuple[float, float, float]:
     trip_s = work_s = queue_s = 0.0
     rate = max((float(arc.terms.rate) for arc in network.arcs), default=1.0)
     for layer in range(network.layers):
-        arcs = [arc for arc in network.arcs if arc.begin[0] == layer]
-        trip_s += max(map(_own, arcs), default=0.0)
-        work_s += max((_busy(arc) + float(arc.terms.closing_s) for arc in arcs), default=0.0)
+        stages = [arc.terms for arc in network.arcs if arc.begin[0] == layer]
+        trip_s += max(map(_own_s, stages), default=0.0)
+        work_s += max((_busy_s(each) + float(each.closing_s) for each in stages), default=0.0)
     cuts: dict[int, list[LinkTerms]] = {}
     for crossing in chain.from_iterable(network.crossings):
         cuts.setdefault(crossing.cut, []).append(crossing.terms)

@@ -35,7 +35,7 @@ from autopar.planner.assemble import assemble
 from autopar.planner.bounds import ROUNDING, layers_work_s
 from autopar.planner.candidate import Candidate, Family, divisions_of, placed_on
 from autopar.planner.constraints import Constraints, runnable
-from autopar.planner.costs.activations import Numbers
+from autopar.planner.costs.activations import Numbers, between
 from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import advice, any_plan_fits, infeasible
@@ -102,8 +102,8 @@ def _way(
     adding = costs.adding(turns, width)
     forward, both = [], []
     for rows in sorted(set(shares)):
-        forward.append(_between(costs.sums.forward(rows, kind=kind)))
-        both.append(forward[-1] + _between(costs.sums.backward(rows, adding, kind=kind)))
+        forward.append(between(np.array(costs.sums.forward(rows, kind=kind)))[:-1])
+        both.append(forward[-1] + between(np.array(costs.sums.backward(rows, adding, kind=kind)))[:-1])
     levels = costs.recompute_levels(family.micro_batch_size, kind)
     ends = (levels[0],) if options.recompute == "none" else (levels[0], levels[-1])
     parts = [costs.memory[kind].by_stop(min(shares), level) for level in dict.fromkeys(ends)]
@@ -112,16 +112,10 @@ def _way(
     held = [PeakTerms(min(shares), warmup, turns, width, shard=shard) for shard in shards]
     limit = max(each for each, own in zip(costs.limits_bytes, costs.kind_of, strict=True) if own == kind)
     least = np.minimum.reduce([np.asarray(peak_of(each, one)) for each in parts for one in held])
-    some = np.triu(np.ones(least.shape, dtype=np.bool_), 1)
-    fits = np.where(some & (least <= limit), 0.0, np.inf)
-    update = _between(costs.layers[kind].update_sums) / (width if options.shard != "none" else 1)
+    fits = np.where(least <= limit, 0.0, np.inf)
+    update = between(np.array(costs.layers[kind].update_sums))[:-1] / (width if options.shard != "none" else 1)
     forward_s, both_s, work_s = np.minimum.reduce(forward), np.minimum.reduce(both), turns * np.maximum.reduce(both)
     return _WidthTimes(*(each + fits for each in (forward_s, both_s, work_s, update)))
-
-
-def _between(sums: list[float]) -> Numbers:
-    """Return the sums from one layer to before another, as ``[first, stop]``."""
-    return np.asarray(np.subtract.outer(np.array(sums), np.array(sums)).T[:-1])
 
 
 MOST_SETS = 100_000
@@ -133,7 +127,7 @@ _HOUR_S = 3600.0
 
 
 class _Set(NamedTuple):
-    """Devices that are all used; the order of fields is that of the search."""
+    """Devices that are all used."""
 
     least: float
     """No step on them costs less."""
@@ -297,8 +291,8 @@ def _fits(costs: CostModel, options: PlanOptions) -> bool:
     return found is not None and found.step_s <= options.deadline_s
 
 
-def _sets(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> Iterator[_Set]:
-    """Yield sets of devices, first those that may be cheapest."""
+def _sets(costs: CostModel, families: Sequence[Family], options: PlanOptions) -> list[_Set]:
+    """Return sets of devices, first those that may be cheapest."""
     prices, constraints = prices_of(costs), Constraints.of(costs, options)
     kinds, pool = sorted(set(costs.kind_of)), in_order(costs.kind_of)
     bounds = [
@@ -318,7 +312,7 @@ def _sets(costs: CostModel, families: Sequence[Family], options: PlanOptions) ->
             )
             if least < inf:
                 found.append(_Set(least, used, price))
-    return iter(sorted(found, key=lambda each: (each.least, len(each.devices), each.devices)))
+    return sorted(found, key=lambda each: (each.least, len(each.devices), each.devices))
 
 
 def _device_sets(costs: CostModel, prices: Sequence[float], *, use_all: bool) -> Iterator[tuple[int, ...]]:

@@ -7,20 +7,21 @@ in the order of their lower bounds, and of the best ones cuts are moved as long 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, product
 from operator import itemgetter
 
 from autopar.errors import InfeasibleError
 from autopar.formats.cluster import Cluster
 from autopar.formats.expressible import Expressible, Recomputation
-from autopar.formats.plan import Plan, Shard, layout_of
+from autopar.formats.plan import Plan, layout_of
 from autopar.formats.profile import Profile
 from autopar.planner.assemble import assemble
 from autopar.planner.bounds import least_s
 from autopar.planner.candidate import (
     Candidate,
+    CandidateStage,
     Family,
     Shape,
     chunk_counts,
@@ -44,16 +45,6 @@ MOST_SIMULATED = 4_000
 """Candidates; a count and not a clock, so that the same question has the same answer."""
 
 
-@dataclass(frozen=True)
-class _Form:
-    """A candidate but for its depths, and for how many of its layers run forward again."""
-
-    family: Family
-    shape: Shape
-    shard: Shard
-    recompute: Recomputation
-
-
 class _NearestSearch:
     def __init__(
         self, costs: CostModel, options: PlanOptions, limits: Expressible, blocks: range, edges: Sequence[int]
@@ -66,7 +57,8 @@ class _NearestSearch:
 
     def run(self, cuts: Sequence[int]) -> Best:
         """Return the best candidates; ``cuts`` are those of a plan."""
-        self._judge(form for family in self._families() for form in self._forms(family, self._shapes(family, cuts)))
+        every = ((family, self._shapes(family, cuts)) for family in self._families())
+        self._judge(candidate for family, shapes in every for candidate in self._candidates(family, shapes))
         visits = set[tuple[Family, Shape]]()
         for each in sorted(self.best.near.items(), key=itemgetter(1))[:MOST_MOVED]:
             self._climb(each[0], visits)
@@ -100,24 +92,25 @@ class _NearestSearch:
         # What runs on one device is no pipeline.
         return few and rounds and alone and (devices > 1 or stages == 1)
 
-    def _forms(self, family: Family, shapes: Iterable[Shape]) -> Iterator[_Form]:
+    def _candidates(self, family: Family, shapes: Iterable[Shape]) -> Iterator[Candidate]:
+        """Yield shapes in all that the trainer has: shards, recomputation and depths; where they fit the memory."""
         for shape in dict.fromkeys(shapes):
             stages = len(shape.cuts)
             shards = self.limits.shards_of(stages) if shape.widths[0] > 1 else ("none",)
             for shard, recompute in product(shards, self.limits.recomputations_of(stages)):
                 needs = recompute != "none" and self.limits.recompute_needs_shards and shard == "none"
+                placed = place_shape(self.costs, family, shape, range(len(self.costs.devices)), shard)
                 known = shard in self.options.shards or shard == "none"
-                if known and not needs and not self._broken(family, shape, shard):
-                    yield _Form(family, shape, shard, recompute)
+                if known and not needs and not self._broken(placed, shape.chunks):
+                    yield from self._in_depths(family, shape, placed, recompute)
 
-    def _broken(self, family: Family, shape: Shape, shard: Shard) -> bool:
-        """Whether a shape is against what is known of the model and the devices, or what the trainer cannot send."""
-        stages = place_shape(self.costs, family, shape, range(len(self.costs.devices)), shard)
+    def _broken(self, stages: Sequence[CandidateStage], chunks: int) -> bool:
+        """Whether stages are against what is known of the model and the devices, or what the trainer cannot send."""
         kinds = [{self.costs.kind_of[device] for device in stage.devices} for stage in stages]
         tied = not self.limits.tied and self.costs.tied_between(stages)
-        if tied or any(len(each) > 1 for each in kinds) or self._skips(shape.cuts):
+        if tied or any(len(each) > 1 for each in kinds) or self._skips([stage.stop for stage in stages]):
             return True
-        return self._rules[shape.chunks].broken(stages, self.costs.kind_of) is not None
+        return self._rules[chunks].broken(stages, self.costs.kind_of) is not None
 
     def _skips(self, cuts: Sequence[int]) -> bool:
         """Whether a tensor passes by a stage."""
@@ -126,15 +119,13 @@ class _NearestSearch:
             stage_of[max(tensor.consumers)] > stage_of[tensor.producer] + 1 for tensor in self.costs.flows.crossing
         )
 
-    def _candidates(self, form: _Form) -> Iterator[Candidate]:
-        """Yield a form with every depth that the trainer's schedule has, where it fits the memory."""
-        family, shape = form.family, form.shape
-        stages = place_shape(self.costs, family, shape, range(len(self.costs.devices)), form.shard)
-        depths = list(
-            SCHEDULES[family.schedule].warmups(len(shape.widths), shape.chunks, family.micro_batches).values()
-        )
-        for each in depths if self.limits.any_depth else depths[:1]:
-            found = self._recomputing(with_depths(family, stages, each), form.recompute)
+    def _in_depths(
+        self, family: Family, shape: Shape, stages: Sequence[CandidateStage], how: Recomputation
+    ) -> Iterator[Candidate]:
+        """Yield stages with every depth that the trainer's schedule has, where they fit the memory."""
+        warmups = SCHEDULES[family.schedule].warmups(len(shape.widths), shape.chunks, family.micro_batches)
+        for each in list(warmups.values())[: None if self.limits.any_depth else 1]:
+            found = self._recomputing(with_depths(family, stages, each), how)
             if found is not None and max(self.costs.shortfalls(found)) <= 0:
                 yield found
 
@@ -148,12 +139,12 @@ class _NearestSearch:
             return None
         if how != "first":
             return self._with_first(frame, again, len(again))
-        low, high = 0, len(again) + 1
-        while low + 1 < high:
-            middle = (low + high) // 2
-            fits = max(self.costs.shortfalls(self._with_first(frame, again, middle))) <= 0
-            low, high = (low, middle) if fits else (middle, high)
-        return self._with_first(frame, again, high) if high <= len(again) else None
+
+        def lacks(count: int) -> bool:
+            return max(self.costs.shortfalls(self._with_first(frame, again, count))) > 0
+
+        fewest = 1 + len(again) - bisect_left(range(len(again), 0, -1), True, key=lacks)
+        return self._with_first(frame, again, fewest) if fewest <= len(again) else None
 
     @staticmethod
     def _with_first(frame: Candidate, layers: range, count: int) -> Candidate:
@@ -164,16 +155,14 @@ class _NearestSearch:
         )
         return frame._replace(stages=tuple(stages))
 
-    def _judge(self, forms: Iterable[_Form], below_s: float = float("inf")) -> None:
-        """Simulate what may be quicker than the best one, and than ``below_s``, in the order of lower bounds."""
-        candidates = dict.fromkeys(candidate for form in forms for candidate in self._candidates(form))
-        bounded = sorted(((least_s(self.costs, each), at) for at, each in enumerate(candidates)))
-        every = list(candidates)
-        for bound_s, at in bounded:
-            if bound_s >= min(below_s, self.best.step_s) or self.simulated >= MOST_SIMULATED:
+    def _judge(self, candidates: Iterable[Candidate]) -> None:
+        """Simulate what may be quicker than the best one, in the order of lower bounds."""
+        bounded = [(least_s(self.costs, each), each) for each in dict.fromkeys(candidates)]
+        for bound_s, candidate in sorted(bounded, key=itemgetter(0)):
+            if bound_s >= self.best.step_s or self.simulated >= MOST_SIMULATED:
                 break
             self.simulated += 1
-            self.best.judge(self.simulator, every[at])
+            self.best.judge(self.simulator, candidate)
 
     def _climb(self, candidate: Candidate, visits: set[tuple[Family, Shape]]) -> None:
         """Move a candidate's cuts as long as that is quicker than the best one."""
@@ -184,7 +173,7 @@ class _NearestSearch:
             visits.add((family, shape))
             step_s = self.best.step_s
             moved = cuts_moved(shape.cuts, self.edges, range(len(shape.cuts) - 1), REACH)
-            self._judge(self._forms(family, (Shape(each, widths) for each in moved)))
+            self._judge(self._candidates(family, (Shape(each, widths) for each in moved)))
             assert self.best.fastest is not None
             chosen = self.best.fastest.candidate
             if Family(*chosen[:3]) == family and len(chosen.cuts) == len(shape.cuts):

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count, islice, permutations, product
@@ -41,11 +40,11 @@ from autopar.formats.plan import Division, Plan, turn_count
 from autopar.formats.prediction import Alternative
 from autopar.planner.assemble import plan_of, prediction, stage_record
 from autopar.planner.candidate import Candidate, CandidateStage, Family, within
-from autopar.planner.constraints import Constraints, FixedStages, Question
+from autopar.planner.constraints import FixedStages, Question
 from autopar.planner.costs import memoize
-from autopar.planner.costs.activations import Counts, Numbers
+from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.memory import PeakTerms, peak_of
-from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel, durations
+from autopar.planner.costs.model import CostModel, durations
 from autopar.planner.infeasible import Fits, advice, policy_remedies, size
 from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.contention import DeadlockError
@@ -121,7 +120,11 @@ class PartitionTable:
         """
         self._costs, self._family, self._divisions, self._busy_of = costs, family, divisions, busy_s
         self._layers, self._order, self._devices = costs.layer_count, tuple(devices), len(devices)
-        self._fixed = _by_first(fixed_stages)
+        self._fixed: dict[int, tuple[int, int]] = {}
+        """By first layer, stop and width of the only stage that may begin there."""
+        if fixed_stages is not None:
+            ends = zip(fixed_stages.cuts, fixed_stages.widths, strict=True)
+            self._fixed = dict(zip((0, *fixed_stages.cuts), ends, strict=False))
         self._known_s: dict[tuple[int, int, StageWay, _Site], float] = {}
         # From a layer on, behind so many devices.
         self._least = np.full((self._layers + 1, self._devices + 1), np.inf)
@@ -170,12 +173,10 @@ class PartitionTable:
 
     def _following(self, first: int, start: int, busiest_s: float) -> Iterator[_Next]:
         """Yield the stages from a layer on, behind so many devices, by what is the least behind a ``busiest_s``."""
-        each = [(stops, way, bounds) for stops, way, bounds in self._beginnings(first, start)]
+        each = list(self._beginnings(first, start))
         if not each:
             return
-        bounds_s = np.maximum(np.concatenate([bounds for *_, bounds in each]), busiest_s)
-        stops = np.concatenate([own for own, *_ in each])
-        way_of = np.repeat(np.arange(len(each)), [len(own) for own, *_ in each])
+        bounds_s = np.maximum(np.concatenate([bounds for _, bounds in each]), busiest_s)
         found: list[_Next] = []
         while True:
             at = int(bounds_s.argmin())
@@ -184,26 +185,25 @@ class PartitionTable:
                 yield heappop(found)
             if bound_s == np.inf:
                 return
-            stop, way = int(stops[at]), each[way_of[at]][1]
+            number, further = divmod(at, self._layers - first)
+            stop, way = first + 1 + further, each[number][0]
             busy_s = self._busy_s(first, stop, start, way)
             least_s = max(bound_s, busy_s)
             bounds_s[at] = np.inf
             heappush(found, _Next(least_s, self._layers - stop, way, busy_s))
 
-    def _beginnings(self, first: int, start: int) -> Iterator[tuple[Counts, StageWay, Numbers]]:
-        """Yield stops, a way, and no more than what the busiest stage does of all that begin with such a stage."""
-        stops = np.arange(first + 1, self._layers + 1)
+    def _beginnings(self, first: int, start: int) -> Iterator[tuple[StageWay, Numbers]]:
+        """Yield a way, and by stop no more than what the busiest stage does of all that begin with such a stage."""
         fixed = self._fixed.get(first, (0, 0)) if self._fixed else None
         widths = range(1, self._devices - start + 1) if fixed is None else [fixed[1]]
         for width in (width for width in widths if 0 < width <= self._devices - start):
             for division in self._divisions(width):
                 way = StageWay(width, division)
-                bounds_s = np.maximum(
-                    self._least_busy(first, way, self._site(start, width)), self._least[first + 1 :, start + width]
-                )
+                least_s = self._least_busy(first, way, self._site(start, width))
+                bounds_s = np.maximum(least_s, self._least[first + 1 :, start + width])
                 if fixed is not None:
-                    bounds_s = np.where(stops == fixed[0], bounds_s, np.inf)
-                yield stops, way, bounds_s
+                    bounds_s[np.arange(first + 1, self._layers + 1) != fixed[0]] = np.inf
+                yield way, bounds_s
 
     @memoize
     def _least_busy(self, first: int, way: StageWay, site: _Site) -> Numbers:
@@ -244,14 +244,6 @@ class PartitionTable:
 _ROUNDING = 1e-9
 
 
-def _by_first(fixed_stages: FixedStages | None) -> dict[int, tuple[int, int]]:
-    """Return, by first layer, stop and width of the only stage that may begin there."""
-    if fixed_stages is None:
-        return {}
-    each = zip([0, *fixed_stages.cuts], fixed_stages.cuts, fixed_stages.widths, strict=False)
-    return {first: (stop, width) for first, stop, width in each}
-
-
 MOST_TRIED = 60
 """Partitions that are simulated, times the effort."""
 MOST_SEEN = 10_000
@@ -282,8 +274,7 @@ class PolicyJudge:
     def busy_s(self, family: Family, stage: CandidateStage) -> float:
         """Return what a stage's busiest replica does of every mini-batch; infinity where it fits in no way."""
         ways = (stage._replace(recompute=each) for each in self._recompute_sets(family, stage))
-        limit_bytes = self.costs.limit_bytes(stage.devices)
-        if all(self.peak_bytes(Candidate(*family, (way,)))[0] > limit_bytes for way in ways):
+        if all(self.shortfalls(Candidate(*family, (way,)))[0] > 0 for way in ways):
             return math.inf
         costs, micro_batches = self.costs, family.micro_batches
         replicas = self._unlike_replicas(stage).values()
@@ -317,6 +308,11 @@ class PolicyJudge:
             found.append(most)
             before = stage
         return found
+
+    def shortfalls(self, candidate: Candidate) -> list[int]:
+        """Return by how many bytes every stage exceeds its smallest device; at most 0 where it fits."""
+        limits = (self.costs.limit_bytes(stage.devices) for stage in candidate.stages)
+        return [peak - limit for peak, limit in zip(self.peak_bytes(candidate), limits, strict=True)]
 
     def _unlike_replicas(self, stage: CandidateStage) -> dict[tuple[float, int], int]:
         """Return a replica by rows and kind of device: others with as many rows on such a device are like it."""
@@ -391,12 +387,9 @@ class PolicyJudge:
         while most:
             for again in zip(*ways, strict=True):
                 placed = zip(frame, found, again, strict=True)
-                stages = tuple(stage._replace(warmup=depth, recompute=each) for stage, depth, each in placed)
-                candidate = Candidate(*family, stages)
-                shorts = [
-                    peak - self.costs.limit_bytes(stage.devices)
-                    for peak, stage in zip(self.peak_bytes(candidate), stages, strict=True)
-                ]
+                stages = (stage._replace(warmup=depth, recompute=each) for stage, depth, each in placed)
+                candidate = Candidate(*family, tuple(stages))
+                shorts = self.shortfalls(candidate)
                 if max(shorts) <= 0:
                     return candidate
             worst = max(range(len(shorts)), key=shorts.__getitem__)
@@ -434,33 +427,30 @@ def policy_plan(question: Question, fits: Fits) -> Plan:
     judge = PolicyJudge(question.simulator, question.options)
     found = _search(judge, question)
     if found.best is None:
-        options = replace(judge.options, memory_bytes=UNLIMITED_BYTES)
-        ample = CostModel(judge.costs.profile, judge.costs.cluster, options)
-        without_limit = PolicyJudge(Simulator(ample, progress=judge.simulator.progress), judge.options)
+        ample = Simulator(judge.costs.without(memory=True), progress=judge.simulator.progress)
+        without_limit = PolicyJudge(ample, judge.options)
         raise _nothing(without_limit, _search(without_limit, question), fits)
     return _plan_of(judge, found)
 
 
 def policy_fits(question: Question) -> bool:
     """Whether some pipeline of the options' weight policy fits the memory."""
-    judge, constraints = PolicyJudge(question.simulator, question.options), question.constraints
+    judge = PolicyJudge(question.simulator, question.options)
     parts = (
         (family, frame)
         for family, devices in product(question.families, device_orders(judge.costs))
-        for _, frame in islice(_partitions(judge, family, devices, constraints, question.fixed_stages), MOST_TRIED)
+        for _, frame in islice(_partitions(judge, question, family, devices), MOST_TRIED)
     )
     return any(next(judge.candidates(family, frame), None) is not None for family, frame in parts)
 
 
 def _search(judge: PolicyJudge, question: Question) -> _Search:
-    constraints = question.constraints
     best: _Verdict | None = None
     tried, is_partial, least_s = 0, False, math.inf
     asked = list(product(question.families, device_orders(judge.costs)))
     for position, (family, devices) in enumerate(asked):
         judge.simulator.progress(f"searching {judge.options.weight_policy}", position / len(asked))
-        parts = _partitions(judge, family, devices, constraints, question.fixed_stages)
-        for number, (busiest_s, frame) in enumerate(parts):
+        for number, (busiest_s, frame) in enumerate(_partitions(judge, question, family, devices)):
             if not number:
                 least_s = min(least_s, busiest_s)
             if best is not None and busiest_s >= best.times.period_s * (1 - ENOUGH):
@@ -487,14 +477,10 @@ def device_orders(costs: CostModel) -> list[tuple[int, ...]]:
 
 
 def _partitions(
-    judge: PolicyJudge,
-    family: Family,
-    devices: Sequence[int],
-    constraints: Constraints,
-    fixed_stages: FixedStages | None,
+    judge: PolicyJudge, question: Question, family: Family, devices: Sequence[int]
 ) -> Iterator[tuple[float, tuple[CandidateStage, ...]]]:
     """Yield partitions and the seconds of their busiest stage, those of the least busy first."""
-    costs, options = judge.costs, judge.options
+    costs, options, constraints, fixed_stages = judge.costs, judge.options, question.constraints, question.fixed_stages
     divisions, busy_s = partial(judge.divisions, family), partial(judge.busy_s, family)
     table = PartitionTable(costs, family, devices, divisions, busy_s, fixed_stages)
     for partition in islice(table.in_order(options.max_stages, MOST_IN_SPAN), MOST_SEEN * options.effort):
@@ -524,7 +510,7 @@ def _plan_of(judge: PolicyJudge, search: _Search) -> Plan:
     notes = [f"the pipeline fills in {how.fill_s:.3g} s and drains in {how.drain_s:.3g} s, once"]
     if search.is_partial:
         notes.append("not all partitions were simulated; `effort=10` goes on")
-    made = plan_of(
+    return plan_of(
         costs,
         candidate,
         judge.options,
@@ -537,8 +523,8 @@ def _plan_of(judge: PolicyJudge, search: _Search) -> Plan:
         anneal_steps=judge.options.anneal_steps,
         synchronous_steps=judge.options.synchronous_steps,
         ahead=judge.ahead,
+        alternatives=tuple(_data_parallelism(judge, candidate)),
     )
-    return made.model_copy(update={"alternatives": tuple(_data_parallelism(judge, candidate))})
 
 
 def _data_parallelism(judge: PolicyJudge, candidate: Candidate) -> Iterator[Alternative]:
@@ -553,7 +539,7 @@ def _data_parallelism(judge: PolicyJudge, candidate: Candidate) -> Iterator[Alte
         name = f"pure data parallelism{', in turns' if division == 'round-robin' else ''}"
         best = judge.judge(family, [stage])
         if best is None:
-            short = judge.peak_bytes(Candidate(*family, (stage,)))[0] - costs.limit_bytes(stage.devices)
+            (short,) = judge.shortfalls(Candidate(*family, (stage,)))
             yield Alternative(name=name, infeasible=f"needs {size(short)} more")
         else:
             step_s, text = best.times.period_s, best.candidate.text()

@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache, partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -87,13 +88,8 @@ class DeviceGroups(NamedTuple):
     nodes: Indices
     """The node that all devices of a group are in, or ``SEVERAL``."""
 
-    @property
-    def levels(self) -> Indices:
-        """Return 0 for groups within a node, else 1."""
-        return np.where(self.nodes == SEVERAL, 1, 0)
-
     def levels_to(self, others: DeviceGroups) -> Indices:
-        """Return the levels of the slowest links to other groups."""
+        """Return the levels of the slowest links to other groups, or within these: 0 in one node, else 1."""
         return np.where((self.nodes == SEVERAL) | (self.nodes != others.nodes), 1, 0)
 
     def at(self, index: int) -> DeviceGroups:
@@ -115,7 +111,7 @@ def group_of(counts: Sequence[Free]) -> DeviceGroups:
     """Return groups of so many devices of every node.
 
     >>> groups = group_of([(2, 0), (2, 1), (1, 0)])
-    >>> groups.levels.tolist(), groups.levels_to(groups.at(0)).tolist()
+    >>> groups.levels_to(groups).tolist(), groups.levels_to(groups.at(0)).tolist()
     ([[0], [1], [0]], [[0], [1], [0]])
     """
     used = [[node for node, count in enumerate(each) if count] for each in counts]
@@ -163,52 +159,43 @@ NEVER_S = 1e9
 """Of replicas of a layer that may have one only; finite, so that differences of sums stay numbers."""
 
 
-class Seconds(NamedTuple):
-    """Of consecutive stages and links, each ``[stage, group of devices, cut]``."""
+def concatenate(parts: Sequence[Array]) -> Array:
+    """Return the seconds of all stages and links in a row; groups and cuts are broadcast.
 
-    forward_s: Array
-    backward_s: Array
-    reduce_s: Array
-
-
-def concatenate(parts: Sequence[Seconds]) -> Seconds:
-    """Return all stages and links in a row; groups and cuts are broadcast.
-
-    >>> concatenate([Seconds(*np.ones((3, 1, 1, 1))), Seconds(*np.ones((3, 2, 4, 5)))]).forward_s.shape
-    (3, 4, 5)
+    >>> concatenate([np.ones((3, 1, 1, 1)), np.ones((3, 2, 4, 5))]).shape
+    (3, 3, 4, 5)
     """
-    shape = np.broadcast_shapes(*(part.forward_s.shape[1:] for part in parts))
-    columns = ([np.broadcast_to(each, (len(each), *shape)) for each in column] for column in zip(*parts, strict=True))
-    return Seconds(*map(np.concatenate, columns))
+    shape = np.broadcast_shapes(*(part.shape[2:] for part in parts))
+    return np.concatenate([np.broadcast_to(part, (*part.shape[:2], *shape)) for part in parts], axis=1)
 
 
 class StageSeconds:
-    """Prices of stages and links by width, level and cut."""
+    """Prices of stages and links by width, level and cut.
+
+    As arrays ``[seconds, stage or link, group of devices, cut]``, whose seconds are of forward, backward and reduction.
+    """
 
     def __init__(self, prices: Prices) -> None:
         # Width 0 does not occur; its row makes widths indices.
         widths = (1, *range(1, prices.device_count + 1))
         levels = ["node", prices.outer] if len(prices.servers) > 1 else [prices.outer]
-        self._forward = np.stack([prices.forward_s(width) for width in widths])
-        self._backward = np.stack([prices.backward_s(width) for width in widths])
-        self._forth = np.stack([[prices.forth_s(level, width) for width in widths] for level in levels])
-        self._back = np.stack([[prices.back_s(level, width) for width in widths] for level in levels])
+        self._computing = np.stack([[of(width) for width in widths] for of in (prices.forward_s, prices.backward_s)])
+        sent = [[[of(level, width) for width in widths] for level in levels] for of in (prices.forth_s, prices.back_s)]
+        self._links = np.stack([*sent, np.zeros_like(sent[0])])
         self._rates = np.array([[prices.reduce_rate(width, level) for width in widths] for level in levels])
         self._weights, self._single = prices.weights_bytes, prices.single
 
-    def stage(self, groups: DeviceGroups, first: Indices, stop: Indices) -> Seconds:
+    def stage(self, groups: DeviceGroups, first: Indices, stop: Indices) -> Array:
         """Return a stage of layers ``first:stop`` on every group."""
         widths = groups.widths
-        forward = self._forward[widths, stop] - self._forward[widths, first]
+        forward, backward = self._computing[:, widths, stop] - self._computing[:, widths, first]
         forward = forward + np.where(widths > 1, NEVER_S, 0.0) * (self._single[stop] > self._single[first])
-        backward = self._backward[widths, stop] - self._backward[widths, first]
-        reduce = self._rates[groups.levels, widths] * (self._weights[stop] - self._weights[first])
-        return Seconds(forward[None], backward[None], reduce[None])
+        reduce = self._rates[groups.levels_to(groups), widths] * (self._weights[stop] - self._weights[first])
+        return np.stack([forward, backward, reduce])[:, None]
 
-    def link(self, ahead: DeviceGroups, behind: DeviceGroups, cut: Indices) -> Seconds:
+    def link(self, ahead: DeviceGroups, behind: DeviceGroups, cut: Indices) -> Array:
         """Return the links between groups at a cut; the finer of two divisions makes the messages."""
-        at = ahead.levels_to(behind), np.maximum(ahead.widths, behind.widths), cut
-        return Seconds(self._forth[at][None], self._back[at][None], np.zeros((1, 1, 1)))
+        return self._links[:, ahead.levels_to(behind), np.maximum(ahead.widths, behind.widths), cut][:, None]
 
 
 OVERHEAD = 150_000
@@ -216,11 +203,10 @@ OVERHEAD = 150_000
 
 
 class DapplePlan(NamedTuple):
-    """A whole plan: stages that end before the layers ``cuts``; the devices of every node that are left before each."""
+    """A whole plan, and its estimate."""
 
     latency_s: float
-    cuts: tuple[int, ...]
-    free_before: tuple[Free, ...]
+    proposal: Proposal
 
 
 class _Point(NamedTuple):
@@ -241,25 +227,18 @@ class _LatencyTable(NamedTuple):
 
 
 class _PlannedStages(NamedTuple):
-    """The stages and links of a (j, g), the devices of its last planned stage, and those left."""
+    """The stages and links of a (j, g), the devices of its last planned stage, those left, and what it was split of."""
 
-    seconds: Seconds
+    seconds: Array
     group: DeviceGroups | None
     free: Free
+    before: _Point | None
 
 
 def propose(prices: Prices) -> list[Proposal]:
     """Return DAPPLE's plan; none where every plan has more replicas of a stage than a micro-batch has samples."""
     found = DappleSearch(prices).go()
-    if found is None:
-        return []
-    devices = []
-    none_left = (0,) * len(prices.servers)
-    for before, after in zip(found.free_before, (*found.free_before[1:], none_left), strict=True):
-        spans = zip(prices.servers, before, after, strict=True)
-        taken = [each for server, start, stop in spans for each in server[len(server) - start : len(server) - stop]]
-        devices.append(tuple(sorted(taken)))
-    return [Proposal(found.cuts, tuple(devices))]
+    return [] if found is None else [found.proposal]
 
 
 def work(prices: Prices) -> int:
@@ -277,9 +256,8 @@ class DappleSearch:
         self.layers = prices.layer_count
         self.sizes: Free = tuple(map(len, prices.servers))
         self.seconds = StageSeconds(prices)
-        layers = self.layers
         self.tables: defaultdict[Alike, _LatencyTable] = defaultdict(
-            lambda: _LatencyTable(np.full(layers, np.inf), [None] * layers, [()] * layers)
+            lambda: _LatencyTable(np.full(self.layers, np.inf), [None] * self.layers, [()] * self.layers)
         )
         self.planned_stages: dict[_Point, _PlannedStages] = {}
         self.choice = cache(partial(choose, sizes=self.sizes, rows=prices.most_replicas))
@@ -287,7 +265,7 @@ class DappleSearch:
     def go(self) -> DapplePlan | None:
         """Fill the tables, fewer layers first; return the plan of least latency whose replicas all have a sample."""
         start = _Point(0, alike(self.sizes, self.sizes))
-        self.planned_stages[start] = _PlannedStages(Seconds(*np.zeros((3, 0, 1, 1))), None, self.sizes)
+        self.planned_stages[start] = _PlannedStages(np.zeros((3, 0, 1, 1)), None, self.sizes, None)
         alone = self.seconds.stage(group_of([self.sizes]), np.array([0]), np.array([self.layers]))
         found = [(float(self._latency_s(alone)[0, 0]), start)]
         self._split(start)
@@ -299,15 +277,25 @@ class DappleSearch:
                     self._plan(point)
                     self._split(point)
         placeable = [each for each in found if sum(self.planned_stages[each[1]].free) <= self.prices.most_replicas]
-        return None if not placeable else self._whole(*min(placeable, key=lambda each: each[0]))
+        if not placeable:
+            return None
+        latency, point = min(placeable, key=lambda each: each[0])
+        return DapplePlan(latency, self._proposal(point))
 
-    def _whole(self, latency: float, point: _Point) -> DapplePlan:
-        cuts, left = [self.layers], [self.planned_stages[point].free]
-        while point.layers:
-            cuts.append(point.layers)
-            point = self._before(point)
-            left.append(self.planned_stages[point].free)
-        return DapplePlan(latency, tuple(reversed(cuts)), tuple(reversed(left)))
+    def _proposal(self, point: _Point | None) -> Proposal:
+        """Return the plan of a (j, g): its stages, and the last one on all devices that are left."""
+        stops, left = [self.layers], [(0,) * len(self.sizes)]
+        while point is not None:
+            planned = self.planned_stages[point]
+            stops.insert(0, point.layers)
+            left.insert(0, planned.free)
+            point = planned.before
+        devices = []
+        for before, after in pairwise(left):
+            spans = zip(self.prices.servers, before, after, strict=True)
+            taken = [each for server, start, stop in spans for each in server[len(server) - start : len(server) - stop]]
+            devices.append(tuple(sorted(taken)))
+        return Proposal(tuple(stops[1:]), tuple(devices))
 
     def _split(self, point: _Point) -> None:
         """Split the last stage of a (j, g) in every way."""
@@ -334,21 +322,18 @@ class DappleSearch:
 
     def _plan(self, point: _Point) -> None:
         """Keep the stages of a (j, g), now that no better ones can come."""
-        before, free = self._before(point), self.tables[point.state].free[point.layers]
+        table = self.tables[point.state]
+        before, free = table.before[point.layers], table.free[point.layers]
+        assert before is not None
         planned = self.planned_stages[before]
         choice = self.choice(planned.free)
         group = choice.groups.at(choice.free_after.index(free))
         seconds = concatenate(self._with_stage(planned, before.layers, np.array([point.layers]), group))
-        self.planned_stages[point] = _PlannedStages(seconds, group, free)
-
-    def _before(self, point: _Point) -> _Point:
-        before = self.tables[point.state].before[point.layers]
-        assert before is not None
-        return before
+        self.planned_stages[point] = _PlannedStages(seconds, group, free, before)
 
     def _with_stage(
         self, planned_stages: _PlannedStages, first: int, stops: Indices, groups: DeviceGroups
-    ) -> list[Seconds]:
+    ) -> list[Array]:
         """Return a (j, g) with one stage more, on each of the groups."""
         at = np.array([first])
         stage = self.seconds.stage(groups, at, stops)
@@ -356,8 +341,8 @@ class DappleSearch:
             return [stage]
         return [planned_stages.seconds, self.seconds.link(planned_stages.group, groups, at), stage]
 
-    def _latency_s(self, seconds: Seconds) -> Array:
-        """Return the latencies ``[groups, cuts]``."""
-        stages, *shape = seconds.forward_s.shape
-        forward_s, backward_s, reduce_s = (each.reshape(stages, -1) for each in seconds)
+    def _latency_s(self, seconds: Array) -> Array:
+        """Return the latencies ``[group, cut]``."""
+        _, stages, *shape = seconds.shape
+        forward_s, backward_s, reduce_s = seconds.reshape(3, stages, -1)
         return latency_s(forward_s, backward_s, reduce_s, self.prices.micro_batches).reshape(shape)

@@ -19,7 +19,8 @@ from math import lcm
 
 import numpy as np
 
-from autopar.planner.peers.prices import Array, Prices, Proposal, between, in_order
+from autopar.planner.costs.activations import between
+from autopar.planner.peers.prices import Array, Prices, Proposal, in_order
 
 
 def propose(prices: Prices) -> list[Proposal]:

@@ -44,9 +44,10 @@ from autopar.formats.report import VirtualStage, VirtualWorker, VirtualWorkers
 from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import Candidate, CandidateStage, divisors
 from autopar.planner.costs import memoize
+from autopar.planner.costs.activations import between
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel, Durations, durations
-from autopar.planner.peers.prices import Array, Indices, Prices, between
+from autopar.planner.peers.prices import Array, Indices, Prices
 from autopar.planner.simulator.simulate import Simulator, outline, trace
 from autopar.schedules.expand import expand
 
@@ -81,6 +82,7 @@ class Partition(NamedTuple):
     """A virtual worker's stages: they end before the layers ``cuts`` and are on devices of the ``sorts``."""
 
     slowest_s: float
+    """Infinite where no stages fit."""
     cuts: tuple[int, ...]
     sorts: tuple[int, ...]
 
@@ -106,8 +108,14 @@ def depths(stages: int, pipeline: PipelineCounts) -> tuple[int, ...]:
     return tuple(min(most, 2 * behind + 1) for behind in range(stages - 1, -1, -1))
 
 
+def peak_terms(rows: int, depths_of_stages: Sequence[int], stage: int, pipeline: PipelineCounts) -> PeakTerms:
+    """Return what a stage's memory depends on besides its layers, its gradients kept for the reduction among all."""
+    depth, (_, turns, workers) = depths_of_stages[stage], pipeline
+    return PeakTerms(rows, depth, turns, workers, depths_of_stages[stage - 1] - depth if stage else 0)
+
+
 def makeup_of(costs: CostModel, devices: Sequence[int]) -> tuple[Makeup, list[list[int]]]:
-    """Return what devices make up, and the devices of every sort: those that could change places unnoticed."""
+    """Return what devices make up, and those of every sort, ascending: these could change places unnoticed."""
     links = costs.links
     places = links.topology.racks, links.topology.nodes, costs.kind_of, costs.limits_bytes
     on_node: dict[tuple[object, ...], list[int]] = {}
@@ -123,8 +131,7 @@ def makeup_of(costs: CostModel, devices: Sequence[int]) -> tuple[Makeup, list[li
             alike.append(list(same))
         else:
             known += same
-    place = {device: at for at, device in enumerate(devices)}
-    sorts = [sorted(sort, key=place.__getitem__) for sort in alike]
+    sorts = list(map(sorted, alike))
     firsts = [sort[0] for sort in sorts]
     # A sort of one has no link of its own.
     levels = tuple(tuple(links.level((one, sort[-1])) for sort in sorts) for one in firsts)
@@ -145,12 +152,11 @@ class Partitioner:
     """Partitions virtual workers at one micro-batch count."""
 
     def __init__(self, prices: Prices) -> None:
-        self.prices, self.costs, self.rows = prices, prices.costs, prices.rows
-        self.layers = prices.layer_count
+        self.prices, self.costs = prices, prices.costs
 
     @memoize
-    def partition(self, makeup: Makeup, pipeline: PipelineCounts) -> Partition | None:
-        """Return the partition whose slowest stage is fastest; none where no partition fits.
+    def partition(self, makeup: Makeup, pipeline: PipelineCounts) -> Partition:
+        """Return the partition whose slowest stage is fastest.
 
         A stage's memory is reckoned with every tensor that it sends read by one stage.
         """
@@ -159,43 +165,46 @@ class Partitioner:
     def stage_s(self, kind: int, pipeline: PipelineCounts) -> Array:
         """Return the forward and backward of layers ``[first, stop]``; infinite where there are none."""
         adding = self.costs.adding(pipeline.turns, pipeline.workers)
-        sums = np.array(self.costs.sums.forward(self.rows, kind=kind))
-        sums = sums + np.array(self.costs.sums.backward(self.rows, adding, kind=kind))
+        sums = np.array(self.costs.sums.forward(self.prices.rows, kind=kind))
+        sums = sums + np.array(self.costs.sums.backward(self.prices.rows, adding, kind=kind))
         return between(sums)[:-1]
 
     @memoize
     def parts(self, kind: int) -> Parts:
         """Return what layers ``[first, stop]`` hold on a kind of device."""
-        return self.costs.memory[kind].by_stop(self.rows)
+        return self.costs.memory[kind].by_stop(self.prices.rows)
 
 
 class _PartitionSearch:
     def __init__(self, owner: Partitioner, makeup: Makeup, pipeline: PipelineCounts) -> None:
         self.owner, self.makeup, self.pipeline = owner, makeup, pipeline
-        self.stages = sum(makeup.counts)
-        self.depths = depths(self.stages, pipeline)
+        self.layers = owner.prices.layer_count
+        self.depths = depths(sum(makeup.counts), pipeline)
         self.sorts = range(len(makeup.counts))
         self.seconds = [owner.stage_s(kind, pipeline) for kind in makeup.kinds]
-        self.best: dict[tuple[Counts, int, int], _BestPipelines] = {}
+        none = np.zeros(self.layers + 1, dtype=np.int64)
+        start = _BestPipelines(np.where(np.arange(self.layers + 1) == 0, 0.0, np.inf), none, none)
+        self.best = {((0,) * len(self.sorts), END, sort): start for sort in self.sorts}
+        """By the devices taken, the sort of the last of them, and that of the one that follows."""
 
-    def go(self) -> Partition | None:
+    def go(self) -> Partition:
         """Fill the tables, fewer devices first; return the best whole partition."""
-        if self.stages > self.owner.layers:
-            return None
-        ranges = (range(count + 1) for count in self.makeup.counts)
-        for taken in sorted(product(*ranges), key=lambda counts: (sum(counts), counts))[1:]:
+        counts = self.makeup.counts
+        for taken in sorted(product(*(range(count + 1) for count in counts)), key=sum)[1:]:
             for sort in self.sorts:
                 if taken[sort]:
                     self._extend(taken, sort)
-        ends = [(float(self.best[self.makeup.counts, sort, END].slowest_s[-1]), sort) for sort in self.sorts]
-        slowest_s, sort = min(ends)
-        return None if np.isinf(slowest_s) else self._backtrack(slowest_s, sort)
+        slowest_s, sort = min((float(self.best[counts, sort, END].slowest_s[-1]), sort) for sort in self.sorts)
+        return self._backtrack(slowest_s, sort) if slowest_s < np.inf else Partition(slowest_s, (), ())
 
     def _extend(self, taken_counts: Counts, sort: int) -> None:
         """Find the best pipelines that end with a device of a sort."""
         before = _less(taken_counts, sort)
         stage_s, prices, levels = self._fitting(sum(before), sort), self.owner.prices, self.makeup.levels[sort]
-        ahead = list(self._ahead(before, sort))
+        ahead = []
+        for each in [each for each in self.sorts if before[each]] or [END]:
+            received_s = np.zeros(self.layers) if each == END else prices.forth_s(levels[each])[:-1]
+            ahead.append((each, self.best[before, each, sort].slowest_s[:-1], received_s))
         following = [each for each in self.sorts if taken_counts[each] < self.makeup.counts[each]] or [END]
         for after in following:
             whole_s = stage_s + (0.0 if after == END else prices.back_s(levels[after]))
@@ -203,27 +212,14 @@ class _PartitionSearch:
 
     def _fitting(self, position: int, sort: int) -> Array:
         """Return the seconds of stages ``[first, stop]`` at a position; infinite where they do not fit."""
-        lead = self.depths[position - 1] - self.depths[position] if position else 0
-        _, turns, workers = self.pipeline
-        held = PeakTerms(self.owner.rows, self.depths[position], turns, workers, lead)
+        held = peak_terms(self.owner.prices.rows, self.depths, position, self.pipeline)
         peaks = np.asarray(peak_of(self.owner.parts(self.makeup.kinds[sort]), held))
         return np.where(peaks <= self.makeup.limits_bytes[sort], self.seconds[sort], np.inf)
-
-    def _ahead(self, before: Counts, sort: int) -> Iterator[tuple[int, Array, Array]]:
-        """Yield (sort before, slowest stage so far, seconds of receiving from it) by the layer that is next."""
-        layers = self.owner.layers
-        if not any(before):
-            yield END, np.where(np.arange(layers) == 0, 0.0, np.inf), np.zeros(layers)
-            return
-        for each in self.sorts:
-            if before[each]:
-                received = self.owner.prices.forth_s(self.makeup.levels[sort][each])[:-1]
-                yield each, self.best[before, each, sort].slowest_s[:-1], received
 
     def _backtrack(self, slowest_s: float, sort: int) -> Partition:
         cuts: list[int] = []
         sorts: list[int] = []
-        taken, after, stop = self.makeup.counts, END, self.owner.layers
+        taken, after, stop = self.makeup.counts, END, self.layers
         while stop:
             best = self.best[taken, sort, after]
             cuts.insert(0, stop)
@@ -262,6 +258,8 @@ class Allocation(NamedTuple):
 
     policy: Policy
     workers: tuple[Devices, ...]
+    makeups: tuple[tuple[Makeup, list[list[int]]], ...] = ()
+    """What every worker is made of, and its devices by sort; see :func:`makeup_of`."""
 
 
 def allocations(nodes: Sequence[Sequence[Devices]], alone_s: Sequence[float]) -> list[Allocation]:
@@ -348,16 +346,14 @@ def candidate_of(virtual_workers: Workers) -> Candidate | None:
 
 
 def peaks(costs: CostModel, virtual_workers: Workers, worker: int) -> list[int]:
-    """Return the peak of every stage of a worker, its gradients kept for the reduction among all."""
+    """Return the peak of every stage of a worker."""
     cuts, stages = virtual_workers.workers[worker].cuts, virtual_workers.stages(worker)
-    _, turns, workers = virtual_workers.pipeline
-    result = []
+    deep, found = [stage.warmup for stage in stages], []
     for at, stage in enumerate(stages):
-        lead = stages[at - 1].warmup - stage.warmup if at else 0
-        held = PeakTerms(virtual_workers.rows, stage.warmup, turns, workers, lead)
+        held = peak_terms(virtual_workers.rows, deep, at, virtual_workers.pipeline)
         memory = costs.memory[costs.kind_of[stage.devices[0]]]
-        result.append(memory.peak(stage.first, stage.stop, held, cuts[at + 1 :]))
-    return result
+        found.append(memory.peak(stage.first, stage.stop, held, cuts[at + 1 :]))
+    return found
 
 
 def bound_s(costs: CostModel, virtual_workers: Workers) -> float:
@@ -438,14 +434,7 @@ class HetPipePlan(NamedTuple):
     candidate: Candidate | None
 
 
-class WorkerAllocation(NamedTuple):
-    """An allocation, with what every virtual worker is made of, and its devices by sort."""
-
-    allocation: Allocation
-    makeups: tuple[tuple[Makeup, list[list[int]]], ...]
-
-
-def allocate_workers(prices: Prices, most_workers: int) -> list[WorkerAllocation] | str:
+def allocate_workers(prices: Prices, most_workers: int) -> list[Allocation] | str:
     """Return the allocations with a layer for every device of a virtual worker, and a micro-batch for every worker.
 
     Where a partition would take more than about a second, the allocation is left out.
@@ -469,7 +458,7 @@ def allocate_workers(prices: Prices, most_workers: int) -> list[WorkerAllocation
             continue
         made = tuple(makeup_of(costs, devices) for devices in allocation.workers)
         if max(partition_work(makeup, costs.layer_count) for makeup, _ in made) <= MOST_WORK:
-            found.append(WorkerAllocation(allocation, made))
+            found.append(allocation._replace(makeups=made))
     if found:
         return found
     return (
@@ -478,14 +467,14 @@ def allocate_workers(prices: Prices, most_workers: int) -> list[WorkerAllocation
     )
 
 
-def work(worker_allocations: Sequence[WorkerAllocation], layers: int) -> int:
+def work(worker_allocations: Sequence[Allocation], layers: int) -> int:
     """Return how many array elements the partitions take, were three depths tried."""
     makeups = {makeup for each in worker_allocations for makeup, _ in each.makeups}
     return 3 * sum(partition_work(makeup, layers) for makeup in makeups)
 
 
 def best(
-    simulator: Simulator, prices_by_count: Sequence[Prices], worker_allocations: Sequence[WorkerAllocation]
+    simulator: Simulator, prices_by_count: Sequence[Prices], worker_allocations: Sequence[Allocation]
 ) -> HetPipePlan | None:
     """Return the fastest of the virtual workers that fit, over policies, micro-batch counts and depths."""
     costs = simulator.costs
@@ -496,7 +485,7 @@ def best(
     choices = [(workers, candidate_of(workers)) for workers in partitions]
     bounds = [bound_s(costs, own) if plan is None else candidate_bound_s(costs, plan) for own, plan in choices]
     found: HetPipePlan | None = None
-    for at in sorted(range(len(choices)), key=lambda index: (bounds[index], index)):
+    for at in sorted(range(len(choices)), key=bounds.__getitem__):
         if found is not None and bounds[at] >= found.step_s:
             break
         own, plan = choices[at]
@@ -507,40 +496,25 @@ def best(
     return found
 
 
-def partitioned_workers(partitioner: Partitioner, worker_allocation: WorkerAllocation) -> Iterator[Workers]:
+def partitioned_workers(partitioner: Partitioner, allocation: Allocation) -> Iterator[Workers]:
     """Yield partitioned virtual workers, with ever fewer micro-batches in flight while stages are quicker for it."""
-    sizes, prices = list(map(len, worker_allocation.allocation.workers)), partitioner.prices
-    count = len(sizes)
+    prices, count = partitioner.prices, len(allocation.workers)
     if prices.micro_batches < count:
         return
     turns = -(-prices.micro_batches // count)
-    fewest = _partitions(partitioner, worker_allocation, PipelineCounts(1, turns, count))
-    if fewest is None:
-        return
-    least_s, known_s = max(each.slowest_s for each in fewest), float("inf")
-    for in_flight in range(min(2 * max(sizes) - 1, turns), 0, -1):
-        pipelined = PipelineCounts(in_flight, turns, count)
-        partitions = _partitions(partitioner, worker_allocation, pipelined)
-        slowest_s = max(each.slowest_s for each in partitions) if partitions else float("inf")
-        if partitions and slowest_s < known_s:
-            pairs = zip(partitions, worker_allocation.makeups, strict=True)
+    fewest = PipelineCounts(1, turns, count)
+    least_s, known_s = max(partitioner.partition(makeup, fewest).slowest_s for makeup, _ in allocation.makeups), np.inf
+    for in_flight in range(min(2 * max(map(len, allocation.workers)) - 1, turns), 0, -1):
+        pipelined = fewest._replace(in_flight=in_flight)
+        partitions = [partitioner.partition(makeup, pipelined) for makeup, _ in allocation.makeups]
+        slowest_s = max(each.slowest_s for each in partitions)
+        if slowest_s < known_s:
+            pairs = zip(partitions, allocation.makeups, strict=True)
             workers = tuple(_worker(partition, sorts) for partition, (_, sorts) in pairs)
-            yield Workers(worker_allocation.allocation.policy, prices.micro_batches, prices.rows, pipelined, workers)
+            yield Workers(allocation.policy, prices.micro_batches, prices.rows, pipelined, workers)
             known_s = slowest_s
         if slowest_s <= least_s:
             return
-
-
-def _partitions(
-    partitioner: Partitioner, worker_allocation: WorkerAllocation, pipeline: PipelineCounts
-) -> list[Partition] | None:
-    found = []
-    for makeup, _ in worker_allocation.makeups:
-        partition = partitioner.partition(makeup, pipeline)
-        if partition is None:
-            return None
-        found.append(partition)
-    return found
 
 
 def _worker(partition: Partition, sorts: Sequence[Sequence[int]]) -> Worker:

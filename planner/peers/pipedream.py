@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.formats.cluster import Level
-from autopar.planner.peers.prices import Array, Indices, Prices, Proposal, between, in_order
+from autopar.planner.costs.activations import between
+from autopar.planner.peers.prices import Array, Indices, Prices, Proposal, in_order
 
 
 class BestSplits(NamedTuple):

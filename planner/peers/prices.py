@@ -29,12 +29,6 @@ Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 
 
-def between(sums: Array) -> Array:
-    """Return the differences of sums over all layers before a position, ``[first, stop]``; infinite of no layers."""
-    some = np.tri(len(sums), k=-1, dtype=bool).T
-    return np.where(some, sums[None, :] - sums[:, None], np.inf)
-
-
 class Prices:
     """Costs of one micro-batch, of ``micro_batches`` in a step, at the positions between layers.
 
@@ -178,25 +172,21 @@ def trial(
 ) -> tuple[Candidate | None, str | None]:
     """Return the fastest candidate of the proposals that fits, or the one that comes closest and why it does not."""
     costs = simulator.costs
-    candidates = [
-        candidate
+    reasons = {
+        candidate: costs.replicated_single(candidate.stages) or crossed_limit(costs, candidate.stages)
         for count in counts
         for proposal in proposals
         if costs.divisible or max(map(len, proposal.devices)) <= costs.batch // count
         for candidate in candidates_of(costs, proposal, count, schedule)
-    ]
-    reasons = [
-        costs.replicated_single(candidate.stages) or crossed_limit(costs, candidate.stages) for candidate in candidates
-    ]
-    if candidates and all(reasons):
-        return None, reasons[0]
-    candidates = [candidate for candidate, reason in zip(candidates, reasons, strict=True) if reason is None]
+    }
+    bounds = {candidate: candidate_bound_s(costs, candidate) for candidate, reason in reasons.items() if reason is None}
+    if reasons and not bounds:
+        return None, next(iter(reasons.values()))
     best = Best()
-    bounds = [candidate_bound_s(costs, candidate) for candidate in candidates]
-    for at in sorted(range(len(candidates)), key=lambda index: (bounds[index], index)):
+    for candidate in sorted(bounds, key=bounds.__getitem__):
         # A candidate whose bound is not below the best simulated step cannot improve on it.
-        if bounds[at] < best.step_s:
-            best.judge(simulator, candidates[at])
+        if bounds[candidate] < best.step_s:
+            best.judge(simulator, candidate)
     if best.fastest is not None:
         return best.fastest.candidate, None
     if best.closest is not None:

@@ -155,7 +155,6 @@ def test_what_is_described_is_what_was_partitioned() -> None:
         slowest_s = max(stage.stage_s for stage in worker.stages)
         makeup, _ = makeup_of(costs, sorted(found.workers.workers[at].devices))
         partition = Partitioner(prices).partition(makeup, found.workers.pipeline)
-        assert partition is not None
         assert slowest_s == pytest.approx(partition.slowest_s, rel=1e-12)
         assert worker.samples_per_s <= prices.rows / slowest_s * (1 + 1e-12)
         assert [stage.peak_bytes for stage in worker.stages] == peaks(costs, found.workers, at)
@@ -170,7 +169,7 @@ def test_little_memory_lets_fewer_micro_batches_into_the_pipeline() -> None:
         costs = CostModel(profile, local_cluster(4, limit), PlanOptions())
         every = hetpipe.allocate_workers(Prices(costs, 16), 16)
         assert not isinstance(every, str)
-        (given,) = [each for each in every if len(each.allocation.workers) == 1]
+        (given,) = [each for each in every if len(each.workers) == 1]
         found = list(hetpipe.partitioned_workers(Partitioner(Prices(costs, 16)), given))
         flights.append(max((each.pipeline.in_flight for each in found), default=0))
         for each in found:
@@ -210,7 +209,7 @@ def test_allocations_that_would_take_long_to_partition_are_left_out() -> None:
     costs = CostModel(profile, cluster.model_copy(update={"devices": devices}), PlanOptions())
     given = hetpipe.allocate_workers(Prices(costs, 16), 16)
     assert not isinstance(given, str)
-    dealt = [(each.allocation.policy, len(each.allocation.workers)) for each in given]
+    dealt = [(each.policy, len(each.workers)) for each in given]
     # Four or two devices of each of eight nodes have millions of states; of one each, nodes of a kind are alike.
     assert dealt == [("NP", 8), ("ED", 8), ("HD", 8)]
 
@@ -235,7 +234,7 @@ def test_devices_of_a_sort_are_those_that_no_other_device_tells_apart() -> None:
                 costs.links.level((one, each)) == costs.links.level((other, each)) for each in others
             )
             assert alike == (sort_of[one] == sort_of[other]), f"seed {seed}"
-        assert all(sort == sorted(sort, key=devices.index) for sort in sorts)
+        assert all(sort == sorted(sort) for sort in sorts)
         several += len(sorts) > 1
     assert several > 60
 
@@ -285,8 +284,8 @@ def test_a_partition_has_the_quickest_slowest_stage_of_all_orders_and_cuts_that_
         makeup, sorts = makeup_of(costs, devices)
         partition = partitioner.partition(makeup, pipelined)
         fitting = list(orders(costs, devices, costs.batch // count, pipelined))
-        assert (partition is None) == (not fitting), f"seed {seed}"
-        if partition is None:
+        assert (partition.slowest_s == float("inf")) == (not fitting), f"seed {seed}"
+        if not fitting:
             none += 1
             continue
         found += 1
