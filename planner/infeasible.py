@@ -278,8 +278,10 @@ def schedule_remedies(costs: CostModel, options: PlanOptions, fits: Fits, short:
     Without a plan that comes closest (``short``), also the options without which there is one.
     """
     changes = _usual_changes(costs, options) | _more_devices_or_less_batch(costs, options)
-    sizes = None if short is None else _sizes(costs, options, short)
-    return _with_or_without(_alone(changes, options, fits), sizes, costs, options, fits)
+    found = _alone(changes, options, fits)
+    if short is None:
+        return _or_without(found, costs, options, fits)
+    return found + _memory_texts(_sizes(costs, options, short), options, fits)
 
 
 def policy_remedies(costs: CostModel, options: PlanOptions, fits: Fits, ample_bytes: int) -> list[str]:
@@ -299,7 +301,7 @@ def constraint_remedies(costs: CostModel, options: PlanOptions, fits: Fits) -> l
     if options.use_all:
         fewer = range(len(costs.devices) - 1, max(1, options.min_stages) - 1, -1)
         changes |= {"gpus": fewer[:MOST_TIMES], "batch": [costs.batch << step for step in range(1, MOST_DOUBLINGS)]}
-    return _with_or_without(_alone(changes, options, fits), None, costs, options, fits)
+    return _or_without(_alone(changes, options, fits), costs, options, fits)
 
 
 def _fits(fits: Fits, options: PlanOptions, **changes: Any) -> bool:  # noqa: ANN401
@@ -310,16 +312,9 @@ def _fits(fits: Fits, options: PlanOptions, **changes: Any) -> bool:  # noqa: AN
         return False
 
 
-def _with_or_without(
-    remedies: Sequence[str], sizes: Sequence[int] | None, costs: CostModel, options: PlanOptions, fits: Fits
-) -> list[str]:
-    """Return what helps with memory of the first of some sizes that does; without any, also what may be left out.
-
-    Where neither helps, the schedule is changed or options are left out together with more memory.
-    """
-    if sizes is not None:
-        return [*remedies, *_memory_texts(sizes, options, fits)]
-    every = [*remedies, *(text for text, _ in _left_out(options, fits))]
+def _or_without(found: list[str], costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
+    """Return what helps, and what may be left out; where nothing does, what helps together with more memory."""
+    every = [*found, *(text for text, _ in _left_out(options, fits))]
     return every or _memory_remedies(costs, options, fits)
 
 

@@ -137,7 +137,15 @@ def _plan_best(question: Question) -> Plan:
     bounds, least_s, schedule_notes = _try_schedules(question, best, bounds, max(least_s, bounds.linked_s))
     chosen = _choose(question, best)
     near = neighbours(question.simulator, best, chosen.candidate)
-    notes = [*search_notes, *schedule_notes, *_notes_on(question, best, chosen, least_s)]
+    notes = [
+        *search_notes,
+        *schedule_notes,
+        *_schedule_notes(question, chosen.candidate),
+        *_simplicity(question, best, chosen),
+        *_search_notes(question, chosen.candidate),
+        *_placement_notes(question, chosen.candidate),
+        *_gap(question, chosen.step_s, least_s),
+    ]
     rows = _alternatives(question, compared, near)
     return assemble(question.costs, chosen.candidate, question.options, least_s, rows, notes, bounds, chosen.step_s)
 
@@ -409,17 +417,6 @@ def _alternatives(
     known = {(row.step_s, row.stages, row.infeasible) for row in rows}
     others = (each.record() for each in near)
     return [*rows, *(row for row in others if (row.step_s, row.stages, row.infeasible) not in known)]
-
-
-def _notes_on(question: Question, best: Best, simulated_plan: SimulatedPlan, lower_bound_s: float) -> list[str]:
-    """Return what is said of the plan that is chosen of the best ones."""
-    return [
-        *_schedule_notes(question, simulated_plan.candidate),
-        *_simplicity(question, best, simulated_plan),
-        *_search_notes(question, simulated_plan.candidate),
-        *_placement_notes(question, simulated_plan.candidate),
-        *_gap(question, simulated_plan.step_s, lower_bound_s),
-    ]
 
 
 def _schedule_notes(question: Question, candidate: Candidate) -> list[str]:
