@@ -15,7 +15,7 @@ from itertools import accumulate, zip_longest
 from typing import Any
 
 from autopar.errors import FileError, UsageError
-from autopar.formats.cluster import Cluster, Level
+from autopar.formats.cluster import Cluster
 from autopar.formats.document import Provenance, least_certain
 from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage
 from autopar.formats.prediction import Alternative, Bounds, Prediction, Shares
@@ -93,13 +93,11 @@ def _messages(costs: CostModel, candidate: Candidate) -> Iterator[Provenance]:
     known, level = Routes(), costs.links.topology.pair
     for producer, consumer, flow in costs.flows.exchanges(candidate.cuts):
         sending, receiving = candidate.stages[producer], candidate.stages[consumer]
-        sent: set[tuple[float, Level]] = set()
         for route in known.between(sending, receiving):
             ends = sending.devices[route.sender], receiving.devices[route.receiver]
             if ends[0] != ends[1]:
                 size = costs.message_bytes(route, candidate.micro_batch_size, flow.bytes_per_sample)
-                sent.add((size, level(*ends)))
-        yield from (costs.links.message_provenance(*each) for each in sent)
+                yield costs.links.message_provenance(size, level(*ends))
 
 
 def _reductions(costs: CostModel, candidate: Candidate) -> Iterator[tuple[Collective, tuple[int, ...], list[int]]]:

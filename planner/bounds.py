@@ -49,7 +49,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.prediction import BoundPart, Term
-from autopar.planner.candidate import Candidate, CandidateStage, Family, groups, plain, splits_backward
+from autopar.planner.candidate import Candidate, CandidateStage, Family, groups, plain, splits_backward, with_depth
 from autopar.planner.costs.memory import Backwards, backwards
 from autopar.planner.costs.model import CostModel
 from autopar.schedules.route import Route
@@ -472,6 +472,4 @@ def _full(costs: CostModel, candidate: Candidate, index: int) -> bool:
     stage = candidate.stages[index]
     if stage.warmup >= stage.turns(0, candidate.micro_batches):
         return False
-    deeper = stage._replace(warmup=stage.warmup + 1)
-    stages = (*candidate.stages[:index], deeper, *candidate.stages[index + 1 :])
-    return costs.shortfall(candidate._replace(stages=stages), index) > 0
+    return costs.shortfall(with_depth(candidate, index, stage.warmup + 1), index) > 0

@@ -187,6 +187,12 @@ def with_depths(family: Family, stages: Sequence[CandidateStage], depths: Sequen
     return Candidate(*family, tuple(deep))
 
 
+def with_depth(candidate: Candidate, index: int, depth: int) -> Candidate:
+    """Return a candidate with one stage's depth in place of its own."""
+    stages = candidate.stages
+    return candidate._replace(stages=(*stages[:index], stages[index]._replace(warmup=depth), *stages[index + 1 :]))
+
+
 def equal_widths(stages: Sequence[CandidateStage]) -> bool:
     """Whether all stages have as many replicas, with equal shares, that run and shard alike.
 

@@ -356,7 +356,7 @@ def parse(text: str, names: Sequence[str]) -> FixedStages:
         UsageError: a layer is unknown, given twice or left out, or a number of replicas is none.
     """
     expected = 0
-    cuts, widths, team_sizes = [], [], []
+    found = []
     for index, part in enumerate(text.split(",")):
         layers, width, team_size = _split(part.strip(), index)
         first, last = _range(layers, names, index)
@@ -370,15 +370,13 @@ def parse(text: str, names: Sequence[str]) -> FixedStages:
                 f"`stages`: layer {first} ({names[first]}) is in two stages; "
                 f"stage {index} must begin with layer {expected}"
             )
-        cuts.append(last + 1)
-        widths.append(width)
-        team_sizes.append(team_size)
+        found.append((last + 1, width, team_size))
         expected = last + 1
     if expected < len(names):
         raise UsageError(
             f"`stages`: {names[expected]}..{names[-1]} (layers {expected}-{len(names) - 1}) is in no stage"
         )
-    return FixedStages(tuple(cuts), tuple(widths), tuple(team_sizes))
+    return FixedStages(*zip(*found, strict=True))
 
 
 def _split(part: str, index: int) -> tuple[str, int, int]:

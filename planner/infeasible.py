@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, islice
+from itertools import combinations, islice, product
 from math import ceil, prod
 from typing import Any, NamedTuple
 
@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.formats.plan import SHARDS, Division, Shard, shards_of, turns
+from autopar.formats.plan import SHARDS, Division, Shard, shards_of, turn_count, turns
 from autopar.planner.candidate import Candidate, CandidateStage, Family, divisions_of, divisors, families, within
-from autopar.planner.constraints import Constraints, limits_met
+from autopar.planner.constraints import Constraints
 from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
@@ -34,27 +34,21 @@ MOST_WIDTHS = 32
 MOST_LEVELS = 4
 """Of recomputation, besides none: what one micro-batch holds may be least between none and all."""
 
-Known = dict[tuple[tuple[int, ...], int, float, frozenset[int]], Parts]
-"""What stages hold, by edges, kind of device, rows and the layers that are recomputed: the same for all options."""
+Way = tuple[Shard, frozenset[int]]
+"""What a stage's replicas divide of their state, and which layers they recompute."""
 
 
-class _StageWay(NamedTuple):
-    """How a stage's replicas divide its work and its state, and which layers they recompute."""
-
-    division: Division
-    shard: Shard
-    recompute: frozenset[int]
-
-
-class _ClosestStage(NamedTuple):
-    """A stage of the plan sought, by positions among the edges."""
+class _Replicas(NamedTuple):
+    """The devices that a stage takes, and how its replicas on them divide micro-batches."""
 
     kind: int
     width: int
-    stop: int
-    after: int
-    lead: int
-    """How many more micro-batches it has in flight than the stage behind it."""
+    division: Division
+
+    @property
+    def lead(self) -> int:
+        """How many more micro-batches the stage has in flight than the one behind it."""
+        return turn_count(self.division, self.width) - 1
 
 
 class ShortfallTables:
@@ -67,16 +61,11 @@ class ShortfallTables:
     later stages is counted once, so that a plan may lack more than the tables say: :func:`closest` asks the cost model.
     """
 
-    def __init__(
-        self, costs: CostModel, family: Family, options: PlanOptions, parts_cache: Known | None = None
-    ) -> None:
-        """``parts_cache`` is filled, and spares the next family what it holds."""
+    def __init__(self, costs: CostModel, family: Family, options: PlanOptions) -> None:
         self.costs, self.family, self.options = costs, family, options
-        self._parts: Known = {} if parts_cache is None else parts_cache
         self.pool = in_order(costs.kind_of)
         self.constraints = Constraints.of(costs, options)
         self.edges = self.constraints.edges(MOST_EDGES)
-        self._masks: dict[tuple[object, ...], npt.NDArray[np.bool_]] = {}
         self.exact = self.constraints.most_stages < min(costs.layer_count, len(costs.devices))
         """Whether stages are limited in number: then suffixes have exactly so many, else at least."""
 
@@ -86,11 +75,10 @@ class ShortfallTables:
         counts = self.constraints.most_stages if self.exact else fewest
         least = np.full((counts, self.pool.states, len(self.edges)), np.inf)
         for state in reversed(range(self.pool.empty)):
-            for kind, width, lead in self._widths(state):
-                short = self._short(state, kind, width, turning=lead > 0)
-                after = self.pool.take(state, kind, width)
+            for replicas in self._replicas(state):
+                short, after = self._short(state, replicas), self._after(state, replicas)
                 for count in range(counts):
-                    worst = np.maximum(short, self._ends(least, count, after, lead)).min(axis=1)
+                    worst = np.maximum(short, self._ends(least, count, after, replicas.lead)).min(axis=1)
                     np.minimum(least[count, state, :-1], worst, out=least[count, state, :-1])
         if counts < fewest or not least[fewest - 1 :, 0, 0].min() < np.inf:
             return None
@@ -98,26 +86,27 @@ class ShortfallTables:
         state = first = lead = 0
         count = fewest - 1 + int(least[fewest - 1 :, 0, 0].argmin())
         while first < len(self.edges) - 1:
-            stage = self._best(least, count, state, first, lead)
-            placed.append(self._candidate_stage(state, first, stage, lead))
-            state, first, count, lead = stage.after, stage.stop, max(0, count - 1), stage.lead
+            replicas, stop = self._best(least, count, state, first, lead)
+            placed.append(self._candidate_stage(state, first, stop, replicas, lead))
+            state, first, count, lead = self._after(state, replicas), stop, max(0, count - 1), replicas.lead
         return Candidate(*self.family, tuple(placed))
 
     def alone(self) -> Numbers:
         """Return by how much every layer exceeds the device that suits it best, as a stage of its own."""
-        widths = self._widths(0)
-        found = [self._short(0, kind, width, turning=lead > 0).diagonal(1) for kind, width, lead in widths]
-        return np.asarray(np.minimum.reduce(found))
+        return np.asarray(np.minimum.reduce([self._short(0, each).diagonal(1) for each in self._replicas(0)]))
 
-    def _widths(self, state: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the kinds and widths that a stage may have in a state, and its lead: none, or of replicas in turn."""
+    def _replicas(self, state: int) -> Iterator[_Replicas]:
+        """Yield what a stage may run on in a state, and how; in turns only where it is the first."""
         for kind in self.pool.kinds:
             left, width = self.pool.kind_devices_left(state, kind), 1
             while width <= left:
                 for division in divisions_of(self.family, width, divisible=self.costs.divisible):
                     if division == "split" or not state:
-                        yield kind, width, 0 if division == "split" else width - 1
+                        yield _Replicas(kind, width, division)
                 width += 1 if width < MOST_WIDTHS else width
+
+    def _after(self, state: int, replicas: _Replicas) -> int:
+        return self.pool.take(state, replicas.kind, replicas.width)
 
     def _ends(self, least: Numbers, count: int, after: int, lead: int) -> Numbers:
         """Return what the stages behind lack, by where they begin, if ``count`` follow; minus infinity for none."""
@@ -134,101 +123,87 @@ class ShortfallTables:
     def _ends_with_lead(self, least: Numbers, count: int, state: int, lead: int) -> Numbers:
         """Return what stages lack, by where they begin, of which the first has so many gradients more on their way."""
         found = np.full(len(self.edges), np.inf)
-        for kind, width, _ in self._widths(state):
-            ends = self._ends(least, count, self.pool.take(state, kind, width), 0)
-            worst = np.maximum(self._short(state, kind, width, lead), ends).min(axis=1)
+        for replicas in self._replicas(state):
+            ends = self._ends(least, count, self._after(state, replicas), 0)
+            worst = np.maximum(self._short(state, replicas, lead), ends).min(axis=1)
             np.minimum(found[:-1], worst, out=found[:-1])
         return found
 
-    def _best(self, least: Numbers, count: int, state: int, first: int, lead: int) -> _ClosestStage:
-        """Return the first stage of the best suffix; the narrowest and shortest of equals."""
-        sought = (self._ends_with_lead(least, count, state, lead) if lead else least[count, state])[first]
-        for kind, width, own in self._widths(state):
-            after = self.pool.take(state, kind, width)
-            ends = self._ends(least, count, after, own)
-            worst = np.maximum(self._short(state, kind, width, lead, turning=own > 0)[first], ends)
-            if worst.min() <= sought:
-                return _ClosestStage(kind, width, int(worst.argmin()), after, own)
-        raise AssertionError("a suffix without a first stage")
+    def _best(self, least: Numbers, count: int, state: int, first: int, lead: int) -> tuple[_Replicas, int]:
+        """Return the first stage of the best suffix, and where it ends; the narrowest and shortest of equals."""
 
-    def _short(self, state: int, kind: int, width: int, lead: int = 0, *, turning: bool = False) -> Numbers:
-        limit = self.costs.limit_bytes(self.pool.devices(state, kind, width))
-        return self._least_peaks(kind, width, lead, turning=turning)[0] - limit
+        def worst(replicas: _Replicas) -> Numbers:
+            ends = self._ends(least, count, self._after(state, replicas), replicas.lead)
+            return np.asarray(np.maximum(self._short(state, replicas, lead)[first], ends))
+
+        best = min(self._replicas(state), key=lambda each: worst(each).min())
+        return best, int(worst(best).argmin())
+
+    def _short(self, state: int, replicas: _Replicas, lead: int = 0) -> Numbers:
+        limit = self.costs.limit_bytes(self.pool.devices(state, replicas.kind, replicas.width))
+        return self._least_peaks(replicas, lead)[0] - limit
 
     @memoize
-    def _least_peaks(self, kind: int, width: int, lead: int, *, turning: bool) -> tuple[Numbers, list[_StageWay]]:
+    def _least_peaks(self, replicas: _Replicas, lead: int) -> tuple[Numbers, list[Way]]:
         """Return the least peaks of all stages over all ways to run them, ``[first, stop]``, and these ways."""
-        ways = list(self._ways(kind, width, turning=turning))
-        allowed = self._mask(kind, width, turning=turning)
-        peaks = [self._peak(kind, width, way, lead) for way in ways]
-        return np.where(allowed, np.minimum.reduce([np.full(allowed.shape, np.inf), *peaks]), np.inf), ways
+        ways = list(self._ways(replicas))
+        peaks = [self._peak(replicas, way, lead) for way in ways]
+        return np.where(self._mask(replicas), np.minimum.reduce(peaks, initial=np.inf), np.inf), ways
 
-    def _mask(self, kind: int, width: int, *, turning: bool) -> npt.NDArray[np.bool_]:
+    @memoize
+    def _mask(self, replicas: _Replicas) -> npt.NDArray[np.bool_]:
         """Return which stages between edges the constraints allow, ``[first, stop]``."""
-        shares = self.costs.shares(self.family.micro_batch_size, width, "round-robin" if turning else "split")
-        key = kind, width > 1, limits_met(self.costs, shares)
-        if key not in self._masks:
-            self._masks[key] = self.constraints.mask(kind, shares)[np.ix_(self.edges[:-1], self.edges)]
-        return self._masks[key]
+        allowed = self.constraints.mask(replicas.kind, self._shares(replicas))
+        return allowed[np.ix_(self.edges[:-1], self.edges)]
 
-    def _peak(self, kind: int, width: int, way: _StageWay, lead: int) -> Numbers:
-        count = len(turns(way.division, width, 0, self.family.micro_batches))
-        rows = max(self.costs.shares(self.family.micro_batch_size, width, way.division))
-        held = PeakTerms(rows, self._depth(count), count, width, lead, frozenset(), way.shard)
-        return np.asarray(peak_of(self._parts_of(kind, rows, way.recompute), held), dtype=np.float64)
+    def _shares(self, replicas: _Replicas) -> tuple[float, ...]:
+        return self.costs.shares(self.family.micro_batch_size, replicas.width, replicas.division)
+
+    def _peak(self, replicas: _Replicas, way: Way, lead: int) -> Numbers:
+        shard, recompute = way
+        count = len(turns(replicas.division, replicas.width, 0, self.family.micro_batches))
+        rows = max(self._shares(replicas))
+        held = PeakTerms(rows, self._depth(count), count, replicas.width, lead, frozenset(), shard)
+        return np.asarray(peak_of(self._parts_of(replicas.kind, rows, recompute), held), dtype=np.float64)
 
     def _depth(self, turns: int) -> int:
         return turns if self.family.schedule == "gpipe" else 1
 
-    def _ways(self, kind: int, width: int, *, turning: bool) -> Iterator[_StageWay]:
-        levels = self.costs.recompute_levels(self.family.micro_batch_size, kind)
+    def _ways(self, replicas: _Replicas) -> Iterator[Way]:
+        levels = self.costs.recompute_levels(self.family.micro_batch_size, replicas.kind)
         last = len(levels) - 1
         steps = min(last, MOST_LEVELS if self.costs.layer_count <= FEW_EDGES else 1)
         some = [round(index * last / steps) for index in range(steps + 1)] if last else [0]
         asked = {"auto": some, "none": [0], "full": [last]}[self.options.recompute]
-        division: Division = "round-robin" if turning else "split"
-        for shard in shards_of(division, self.options.shards) if width > 1 else ("none",):
-            for level in asked:
-                yield _StageWay(division, shard, levels[level])
+        shards = shards_of(replicas.division, self.options.shards) if replicas.width > 1 else ("none",)
+        return ((shard, levels[level]) for shard, level in product(shards, asked))
 
+    @memoize
     def _parts_of(self, kind: int, rows: float, recompute: frozenset[int]) -> Parts:
-        key = (tuple(self.edges), kind, rows, recompute)
-        if key not in self._parts:
-            memory, last = self.costs.memory[kind], len(self.edges) - 1
-            found = np.zeros((len(Parts._fields), last, last + 1), dtype=np.int64)
-            for at, first in enumerate(self.edges[:-1]):
-                for stop in range(at + 1, last + 1):
-                    found[:, at, stop] = memory.parts(first, self.edges[stop], rows, recompute)
-            self._parts[key] = Parts(*found)
-        return self._parts[key]
+        """Return what all stages between edges hold, ``[first, stop]``."""
+        every, stages = self.costs.memory[kind].by_stop(rows, recompute), np.ix_(self.edges[:-1], self.edges)
+        return Parts(*(np.asarray(each)[stages] for each in every))
 
-    def _candidate_stage(self, state: int, first: int, stage: _ClosestStage, lead: int) -> CandidateStage:
-        ways = self._least_peaks(stage.kind, stage.width, lead, turning=stage.lead > 0)[1]
-        way = min(ways, key=lambda each: self._peak(stage.kind, stage.width, each, lead)[first, stage.stop])
-        begin, end = self.edges[first], self.edges[stage.stop]
-        devices = self.pool.devices(state, stage.kind, stage.width)
-        shares = self.costs.shares(self.family.micro_batch_size, stage.width, way.division)
-        placed = CandidateStage(
-            begin, end, devices, shares, 1, within(way.recompute, begin, end), way.shard, way.division
-        )
+    def _candidate_stage(self, state: int, first: int, stop: int, replicas: _Replicas, lead: int) -> CandidateStage:
+        ways = self._least_peaks(replicas, lead)[1]
+        shard, recompute = min(ways, key=lambda each: self._peak(replicas, each, lead)[first, stop])
+        begin, end = self.edges[first], self.edges[stop]
+        devices = self.pool.devices(state, replicas.kind, replicas.width)
+        again = within(recompute, begin, end)
+        placed = CandidateStage(begin, end, devices, self._shares(replicas), 1, again, shard, replicas.division)
         return placed._replace(warmup=self._depth(placed.turns(0, self.family.micro_batches)))
 
 
 def closest(
-    costs: CostModel,
-    families: Sequence[Family],
-    options: PlanOptions,
-    *,
-    any_fits: bool = False,
+    costs: CostModel, families: Sequence[Family], options: PlanOptions, *, any_fits: bool = False
 ) -> tuple[int, Candidate] | None:
     """Return the least shortfall of all plans of some families, and a plan that lacks it; none if there is no plan.
 
     With ``any_fits``, the first plan that fits will do; small micro-batches, which hold least, are tried first.
     """
     found: tuple[int, Candidate] | None = None
-    parts_cache: Known = {}
     for family in _few(costs, families):
-        candidate = ShortfallTables(costs, family, options, parts_cache).candidate()
+        candidate = ShortfallTables(costs, family, options).candidate()
         if candidate is not None:
             short = max(costs.shortfalls(candidate))
             if found is None or short < found[0]:
@@ -265,7 +240,6 @@ MOST_STATES = 2048
 """Of the devices that are left, by kind."""
 MOST_DOUBLINGS = 8
 """Of a batch."""
-_USUAL = PlanOptions()
 _LEFT_OUT = ("use_all", "max_stages", "min_stages", "forbid_cut", "pin", "chunks", "equal_widths")
 """Options without which there may be a plan."""
 
@@ -303,13 +277,11 @@ def schedule_remedies(costs: CostModel, options: PlanOptions, fits: Fits, short:
 
     Without a plan that comes closest (``short``), also the options without which there is one.
     """
-    counts = (len(costs.devices) * times for times in (2, 4) if options.stages is None)
-    changes = _usual_changes(costs, options) | {
-        "gpus": [count for count in counts if count <= MOST_DEVICES],
-        "batch": _halves(costs.batch, options),
-    }
-    sizes = None if short is None else _sizes(costs, options, short)
-    return _with_or_without(_alone(changes, options, fits), sizes, costs, options, fits)
+    changes = _usual_changes(costs, options) | _more_devices_or_less_batch(costs, options)
+    found = _alone(changes, options, fits)
+    if short is None:
+        return _or_without(found, costs, options, fits)
+    return found + _memory_texts(_sizes(costs, options, short), options, fits)
 
 
 def policy_remedies(costs: CostModel, options: PlanOptions, fits: Fits, ample_bytes: int) -> list[str]:
@@ -317,15 +289,9 @@ def policy_remedies(costs: CostModel, options: PlanOptions, fits: Fits, ample_by
 
     ``ample_bytes`` is the memory of a device with which one does.
     """
-    other: Changes = {"objective": ["step"]} if options.policy == "sync" else {"policy": ["sync"]}
-    counts = (len(costs.devices) * times for times in (2, 4) if options.stages is None)
-    changes: Changes = {
-        "recompute": ["auto"] if options.recompute == "none" else [],
-        **other,
-        "gpus": [count for count in counts if count <= MOST_DEVICES],
-        "batch": _halves(costs.batch, options),
-    }
-    found = _alone(changes, options, fits)
+    changes: Changes = {"recompute": ["auto"] if options.recompute == "none" else []}
+    changes |= {"objective": ["step"]} if options.policy == "sync" else {"policy": ["sync"]}
+    found = _alone(changes | _more_devices_or_less_batch(costs, options), options, fits)
     return found + _memory_texts(_affordable(costs, [ample_bytes, 2 * ample_bytes], found), options, fits)
 
 
@@ -335,7 +301,7 @@ def constraint_remedies(costs: CostModel, options: PlanOptions, fits: Fits) -> l
     if options.use_all:
         fewer = range(len(costs.devices) - 1, max(1, options.min_stages) - 1, -1)
         changes |= {"gpus": fewer[:MOST_TIMES], "batch": [costs.batch << step for step in range(1, MOST_DOUBLINGS)]}
-    return _with_or_without(_alone(changes, options, fits), None, costs, options, fits)
+    return _or_without(_alone(changes, options, fits), costs, options, fits)
 
 
 def _fits(fits: Fits, options: PlanOptions, **changes: Any) -> bool:  # noqa: ANN401
@@ -346,21 +312,10 @@ def _fits(fits: Fits, options: PlanOptions, **changes: Any) -> bool:  # noqa: AN
         return False
 
 
-def _with_or_without(
-    remedies: Sequence[str], sizes: Sequence[int] | None, costs: CostModel, options: PlanOptions, fits: Fits
-) -> list[str]:
-    """Return what helps with memory of the first of some sizes that does; without any, also what may be left out.
-
-    Where neither helps, the schedule is changed or options are left out together with more memory.
-    """
-    if sizes is not None:
-        return [*remedies, *_memory_texts(sizes, options, fits)]
-    every = [*remedies, *(f"without {_names(each)}" for each in _left_out(options, fits))]
+def _or_without(found: list[str], costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
+    """Return what helps, and what may be left out; where nothing does, what helps together with more memory."""
+    every = [*found, *(text for text, _ in _left_out(options, fits))]
     return every or _memory_remedies(costs, options, fits)
-
-
-def _names(names: Sequence[str]) -> str:
-    return " and ".join(f"`{name}`" for name in names)
 
 
 def _options_text(**options: object) -> str:
@@ -372,18 +327,18 @@ def _options_text(**options: object) -> str:
     return f"with `{', '.join(f'{name}={value!r}' for name, value in options.items())}`"
 
 
-def _left_out(options: PlanOptions, fits: Fits) -> list[tuple[str, ...]]:
-    """Return the options without which there is a plan: each that helps alone, else as few as are needed."""
-    asked = [name for name in _LEFT_OUT if getattr(options, name) != getattr(_USUAL, name)]
+def _left_out(options: PlanOptions, fits: Fits) -> list[tuple[str, PlanOptions]]:
+    """Return what may be left out, in words, and the options without: each that helps alone, else as few as needed."""
+    asked = options.unusual(_LEFT_OUT)
     for count in range(1, len(asked) + 1):
-        found = [names for names in combinations(asked, count) if _fits(fits, _reset_options(options, names))]
+        found = []
+        for names in combinations(asked, count):
+            other = replace(options, **{name: getattr(PlanOptions, name) for name in names})
+            if _fits(fits, other):
+                found.append((f"without {' and '.join(f'`{name}`' for name in names)}", other))
         if found:
             return found
     return []
-
-
-def _reset_options(options: PlanOptions, names: Sequence[str]) -> PlanOptions:
-    return replace(options, **{name: getattr(_USUAL, name) for name in names})
 
 
 def _memory_remedies(costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
@@ -392,10 +347,8 @@ def _memory_remedies(costs: CostModel, options: PlanOptions, fits: Fits) -> list
     for schedule in _first(_schedules(options), "schedule", ample, fits):
         other = replace(options, schedule=schedule)
         return _memory_texts(_sizes(costs, other), other, fits, schedule=schedule)
-    for names in _left_out(ample, fits)[:1]:
-        other = _reset_options(options, names)
-        texts = _memory_texts(_sizes(costs, other), other, fits)
-        return [f"without {_names(names)} and {each}" for each in texts]
+    for text, other in _left_out(ample, fits)[:1]:
+        return [f"{text} and {each}" for each in _memory_texts(_sizes(costs, other), other, fits)]
     return []
 
 
@@ -429,8 +382,8 @@ def _schedules(options: PlanOptions) -> list[str]:
 def _device_remedies(costs: CostModel, options: PlanOptions, fits: Fits, *, alone: bool) -> list[str]:
     """Return with how many devices a plan fits; if ``alone``, also with recomputation and sharding at once."""
     names = [name for name in ("recompute", "shard") if alone and getattr(options, name) != "auto"]
-    both = _reset_options(options, names)
-    changes = dict.fromkeys(names, "auto")
+    changes: dict[str, Any] = dict.fromkeys(names, "auto")
+    both = replace(options, **changes)
     if changes and _fits(fits, both):
         return [_options_text(**changes)]
     if options.stages is not None:
@@ -471,6 +424,12 @@ def _devices(costs: CostModel, options: PlanOptions, fits: Fits) -> int | None:
 def _states(costs: CostModel, devices: int) -> int:
     more = -(-devices // len(costs.kind_of))
     return prod(more * costs.kind_of.count(kind) + 1 for kind in set(costs.kind_of))
+
+
+def _more_devices_or_less_batch(costs: CostModel, options: PlanOptions) -> Changes:
+    """Return twice and four times as many devices, and the batch's halves, as far as there may be such."""
+    counts = (len(costs.devices) * times for times in (2, 4) if options.stages is None)
+    return {"gpus": [count for count in counts if count <= MOST_DEVICES], "batch": _halves(costs.batch, options)}
 
 
 def _halves(batch: int, options: PlanOptions) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
@@ -104,17 +104,8 @@ class PlanOptions:
         self._check_stages()
 
     def _check_numbers(self) -> None:
-        counts = (
-            "gpus",
-            "batch",
-            "micro_batches",
-            "min_stages",
-            "max_stages",
-            "max_candidates",
-            "effort",
-            "anneal_steps",
-        )
-        for name in (*counts, "memory_bytes"):
+        counts = ("gpus", "batch", "micro_batches", "min_stages", "max_stages", "max_candidates", "effort")
+        for name in (*counts, "anneal_steps", "memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"`{name}` must be at least 1, found {value}")
@@ -201,6 +192,10 @@ class PlanOptions:
                 parsed[name] = parse(values[name], f"`{name}`")
         return cls(**parsed) if options is None else replace(options, **parsed)
 
+    def unusual(self, names: Iterable[str]) -> list[str]:
+        """Return those of some options that are other than by default."""
+        return [name for name in names if getattr(self, name) != getattr(PlanOptions, name)]
+
     @property
     def weight_policy(self) -> WeightPolicy:
         """The weight policy of the plan: stashing, where the quickest pipeline is asked for, and no other is named."""
@@ -274,13 +269,11 @@ def check_flags(options: PlanOptions) -> None:
     Raises:
         UsageError: names the option.
     """
-    usual = PlanOptions()
-    for name in _FOREIGN[options.objective]:
-        if getattr(options, name) != getattr(usual, name):
-            raise UsageError(
-                f"`{name}` does not go with `objective={options.objective!r}`, which {_WHY[options.objective]}; "
-                f"leave out `{name}`"
-            )
+    for name in options.unusual(_FOREIGN[options.objective]):
+        raise UsageError(
+            f"`{name}` does not go with `objective={options.objective!r}`, which {_WHY[options.objective]}; "
+            f"leave out `{name}`"
+        )
     if options.objective == "cost" and options.schedule not in ("auto", *PLANNED):
         raise UsageError(f"`objective='cost'` searches {' and '.join(PLANNED)} only, not {options.schedule}")
 
@@ -295,11 +288,9 @@ def check_policy(options: PlanOptions) -> PlanOptions:
     Raises:
         UsageError: they ask for what no pipeline without flushes has.
     """
-    usual = PlanOptions()
     asked = f"`policy={options.policy!r}`" if options.policy != "sync" else f"`objective={options.objective!r}`"
-    for name in _FLUSHED:
-        value = getattr(options, name)
-        if value != getattr(usual, name) and (name, value) != ("schedule", "1f1b"):
+    for name in options.unusual(_FLUSHED):
+        if (name, options.schedule) != ("schedule", "1f1b"):
             raise UsageError(f"`{name}` does not go with {asked}; leave out one of them")
     if options.objective == "cost":
         raise UsageError(f"{asked} does not go with `objective='cost'`; leave out one of them")

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import prod
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -82,31 +82,8 @@ class DeviceGroup(NamedTuple):
     """Groups of the same number, which stand one after the other, may be exchanged for each other."""
 
 
-class KindStates(Protocol):
-    """States of one kind's devices, numbered from none taken to none left."""
-
-    states: int
-    moves: int
-    """Over all states, in how many ways at most a stage may take devices."""
-
-    def devices_left(self, state: int) -> int:
-        """Return how many devices are left."""
-
-    def remaining(self, state: int) -> tuple[int, ...]:
-        """Return all devices that are left."""
-
-    def after(self, width: int) -> list[States]:
-        """Return the states after taking so many devices, ``[state]``, by variant; -1 where there is no such variant.
-
-        The first variant takes the next devices in cluster order.
-        """
-
-    def devices(self, state: int, width: int, variant: int) -> tuple[int, ...]:
-        """Return the devices that a variant takes, node by node."""
-
-
-class TakenCounts(KindStates):
-    """States that differ in the number of devices taken: a stage takes the next ones.
+class TakenCounts:
+    """States of one kind's devices, numbered from none to all taken: a stage takes the next ones.
 
     With ``skip``, where the next ones stand in more nodes than necessary, it may begin with the next node instead; what
     it skips stays idle.
@@ -128,14 +105,17 @@ class TakenCounts(KindStates):
         """Whether a stage may begin with the next node."""
         # Few of those that skip are there; none is counted, since counting would take longer than it spares.
         self.moves = count * (count + 1) // 2 * (2 if self.skips else 1)
-
-    def devices_left(self, state: int) -> int:
-        return len(self._devices) - state
+        """Over all states, in how many ways at most a stage may take devices."""
 
     def remaining(self, state: int) -> tuple[int, ...]:
+        """Return all devices that are left."""
         return self._devices[state:]
 
     def after(self, width: int) -> list[States]:
+        """Return the states after taking so many devices, ``[state]``, by variant; -1 where there is no such variant.
+
+        The first variant takes the next devices in cluster order.
+        """
         states, count = np.arange(self.states), self.states - 1
         taken = np.where(states + width <= count, states + width, -1)
         if not self.skips:
@@ -148,12 +128,13 @@ class TakenCounts(KindStates):
         return [taken, skipped] if (skipped >= 0).any() else [taken]
 
     def devices(self, state: int, width: int, variant: int) -> tuple[int, ...]:
+        """Return the devices that a variant takes, node by node."""
         start = int(self._next[state]) if variant else state
         return self._devices[start : start + width]
 
 
-class _EnumeratedStates(KindStates):
-    """States that were found by going through all ways."""
+class EnumeratedStates:
+    """States that were found by going through all ways, as of :class:`TakenCounts`."""
 
     def __init__(self, groups: Sequence[DeviceGroup], ways: dict[Free, list[Free]]) -> None:
         """``ways`` are, by what is free, what may be taken; of as many devices, in cluster order first."""
@@ -175,9 +156,6 @@ class _EnumeratedStates(KindStates):
                 arrays[len(variants)][state] = number[less(free, taken)]
                 variants.append(taken)
 
-    def devices_left(self, state: int) -> int:
-        return sum(self._free[state])
-
     def remaining(self, state: int) -> tuple[int, ...]:
         return self._next(state, self._free[state])
 
@@ -195,9 +173,12 @@ class _EnumeratedStates(KindStates):
         return tuple(found)
 
 
+KindStates = TakenCounts | EnumeratedStates
+
+
 def enumerate_states(
     groups: Sequence[DeviceGroup], ways: Callable[[Sequence[DeviceGroup], Free], Iterator[Free]], most: int
-) -> KindStates | None:
+) -> EnumeratedStates | None:
     """Return the states that some ways lead to; none where there are more than ``most`` moves."""
     start = tuple(len(group.devices) for group in groups)
     if sum(start) * (sum(start) + 1) // 2 > most:
@@ -216,7 +197,7 @@ def enumerate_states(
             if after not in known:
                 known[after] = []
                 waiting.append(after)
-    return _EnumeratedStates(groups, known)
+    return EnumeratedStates(groups, known)
 
 
 def every_way(groups: Sequence[DeviceGroup], free: Free) -> Iterator[Free]:
@@ -301,38 +282,36 @@ class Pool:
 
     def kind_devices_left(self, state: int, kind: int) -> int:
         """Return how many devices of a kind are left."""
-        return self._reserves[kind].devices_left(self._own(state, kind))
+        return len(self._reserves[kind].remaining(self._own(state, kind)))
 
     def devices_left(self) -> States:
         """Return how many devices are left in every state."""
         found, states = np.zeros(self.states, dtype=np.int64), np.arange(self.states)
         for kind, reserve in self._reserves.items():
-            own = np.array([reserve.devices_left(state) for state in range(reserve.states)])
+            own = np.array([len(reserve.remaining(state)) for state in range(reserve.states)])
             found += own[self._own(states, kind)]
         return found
 
     def remaining(self, state: int) -> list[int]:
         """Return all devices that are left, ascending."""
-        return sorted(
-            device for kind in self.kinds for device in self._reserves[kind].remaining(self._own(state, kind))
-        )
+        every = (reserve.remaining(self._own(state, kind)) for kind, reserve in self._reserves.items())
+        return sorted(chain.from_iterable(every))
 
+    @memoize
     def moves(self, kind: int, width: int) -> list[States]:
-        """Return the states after taking so many devices of a kind, like :meth:`KindStates.after`."""
+        """Return the states after taking so many devices of a kind, like :meth:`TakenCounts.after`."""
         states, own = np.arange(self.states), self._own(np.arange(self.states), kind)
         every = (each[own] for each in self._reserves[kind].after(width))
         return [np.where(after >= 0, states + (after - own) * self._strides[kind], -1) for after in every]
 
     def variants(self, state: int, kind: int, width: int) -> list[tuple[int, int]]:
         """Return the (variant, state after it) that there are of taking devices in a state."""
-        own, stride = self._own(state, kind), self._strides[kind]
-        after = (int(each[own]) for each in self._reserves[kind].after(width))
-        return [(variant, state + (each - own) * stride) for variant, each in enumerate(after) if each >= 0]
+        after = (int(each[state]) for each in self.moves(kind, width))
+        return [(variant, each) for variant, each in enumerate(after) if each >= 0]
 
     def take(self, state: int, kind: int, width: int, variant: int = 0) -> int:
         """Return the state after taking devices that are there."""
-        own = self._own(state, kind)
-        return state + (int(self._reserves[kind].after(width)[variant][own]) - own) * self._strides[kind]
+        return int(self.moves(kind, width)[variant][state])
 
     def devices(self, state: int, kind: int, width: int, variant: int = 0) -> tuple[int, ...]:
         """Return the devices that a stage takes, node by node."""
@@ -399,9 +378,9 @@ class StateMove(NamedTuple):
     after: States
     """The state that it leads to; the number of states where there is no such variant."""
     place: States
-    """Index into :attr:`Places.stage_places`."""
+    """Number in :attr:`Places.stage_places`."""
     near: States
-    """Index into :attr:`Places.nears`."""
+    """Number in :attr:`Places.nears`."""
 
 
 class Places:
@@ -410,9 +389,10 @@ class Places:
     def __init__(self, costs: CostModel, pool: Pool) -> None:
         self._costs, self.pool = costs, pool
         self._topology = costs.links.topology
-        self.stage_places: list[StagePlace] = []
-        self.nears: list[frozenset[Level]] = []
-        """Levels at which a next stage may stand."""
+        self.stage_places: dict[StagePlace, int] = {}
+        """By what a stage's own seconds depend on, its number: as many as were met before."""
+        self.nears: dict[frozenset[Level], int] = {}
+        """Likewise, by the levels at which a next stage may stand."""
 
     @memoize
     def moves(self, kind: int, width: int) -> list[StateMove]:
@@ -428,10 +408,10 @@ class Places:
         for state in np.flatnonzero(after >= 0).tolist():
             devices, rest = pool.devices(state, kind, width, variant), pool.remaining(int(after[state]))
             known = StagePlace(self._topology.level(devices), self._costs.limit_bytes(devices))
-            place[state] = _index(self.stage_places, known)
+            place[state] = self.stage_places.setdefault(known, len(self.stage_places))
             # Where none is left, no stage follows.
             levels = self._topology.between(devices, rest) if rest else frozenset(self._topology.levels[-1:])
-            near[state] = _index(self.nears, levels)
+            near[state] = self.nears.setdefault(levels, len(self.nears))
         return StateMove(np.where(after < 0, pool.states, after), place, near)
 
     def _along(self, kind: int, width: int, after: States) -> StateMove:
@@ -441,15 +421,14 @@ class Places:
         starts = pool.devices_taken(kind)[states]
         limits, pairs, _ = self._kind_devices(kind)
         widest = slide(pairs, width - 1).max(axis=1) if width > 1 else np.zeros(len(limits), dtype=np.int64)
-        found = list(zip(widest.tolist(), slide(limits, width).min(axis=1).tolist(), strict=True))
-        number = {
-            each: _index(self.stage_places, StagePlace(levels[each[0]], each[1])) for each in dict.fromkeys(found)
-        }
-        known = np.array([number[each] for each in found])
+        found = zip(widest.tolist(), slide(limits, width).min(axis=1).tolist(), strict=True)
+        known = (StagePlace(levels[level], limit) for level, limit in found)
+        numbers = np.array([self.stage_places.setdefault(each, len(self.stage_places)) for each in known])
         place, near = np.zeros((2, pool.states), dtype=np.int64)
-        place[states] = known[starts]
+        place[states] = numbers[starts]
         # Where no device of the stage's nodes is left, the next one stands in another.
-        beside, beyond = _index(self.nears, frozenset(levels)), _index(self.nears, frozenset(levels[1:] or levels))
+        sides = (frozenset(levels), frozenset(levels[1:] or levels))
+        beside, beyond = (self.nears.setdefault(each, len(self.nears)) for each in sides)
         near[states] = np.where(self._beside(kind, width, starts, after[states]), beside, beyond)
         return StateMove(np.where(after < 0, pool.states, after), place, near)
 
@@ -468,19 +447,13 @@ class Places:
         And by kind of device, where among those the last one of each device's node stands; -1 where there is none.
         """
         pool, nodes = self.pool, self._topology.nodes
-        chain = pool.all_of(kind)
+        own = pool.all_of(kind)
         lasts = ({nodes[device]: at for at, device in enumerate(pool.all_of(other))} for other in pool.kinds)
         return (
-            np.array([self._costs.limits_bytes[device] for device in chain]),
-            np.array([self._topology.levels.index(self._topology.pair(*pair)) for pair in pairwise(chain)]),
-            [np.array([last.get(nodes[device], -1) for device in chain]) for last in lasts],
+            np.array([self._costs.limits_bytes[device] for device in own]),
+            np.array([self._topology.levels.index(self._topology.pair(*pair)) for pair in pairwise(own)]),
+            [np.array([last.get(nodes[device], -1) for device in own]) for last in lasts],
         )
-
-
-def _index(values: list[StagePlace] | list[frozenset[Level]], one: StagePlace | frozenset[Level]) -> int:
-    if one not in values:
-        values.append(one)  # type: ignore[arg-type]  # of the list's own kind
-    return values.index(one)  # type: ignore[arg-type]
 
 
 _MOST_WORK = 100_000

@@ -7,7 +7,7 @@ searched; and the plan beside those that its peers' planners would choose.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -137,8 +137,16 @@ def _plan_best(question: Question) -> Plan:
     bounds, least_s, schedule_notes = _try_schedules(question, best, bounds, max(least_s, bounds.linked_s))
     chosen = _choose(question, best)
     near = neighbours(question.simulator, best, chosen.candidate)
-    notes = [*search_notes, *schedule_notes, *_notes_on(question, best, chosen, least_s)]
-    rows = _alternatives(compared, near, question.excluding_option)
+    notes = [
+        *search_notes,
+        *schedule_notes,
+        *_schedule_notes(question, chosen.candidate),
+        *_simplicity(question, best, chosen),
+        *_search_notes(question, chosen.candidate),
+        *_placement_notes(question, chosen.candidate),
+        *_gap(question, chosen.step_s, least_s),
+    ]
+    rows = _alternatives(question, compared, near)
     return assemble(question.costs, chosen.candidate, question.options, least_s, rows, notes, bounds, chosen.step_s)
 
 
@@ -313,7 +321,7 @@ def _plan_schedule(question: Question) -> Plan:
         bounds, chosen = _bounds_of_shape(question, fixed_stages, own.step_s), own.fastest.candidate
         least_s, note = bounds.linked_s, DICTATED_NOTE
     beside_it = Reference("1f1b", best.fastest, "no plan of 1f1b fits the memory")
-    rows = _alternatives([*compared, beside_it], (), question.excluding_option)
+    rows = _alternatives(question, [*compared, beside_it])
     notes = [note, *_placement_notes(question, chosen)]
     return assemble(costs, chosen, options, least_s, rows, notes, bounds)
 
@@ -360,7 +368,7 @@ def _plan_stages(question: Question, fixed_stages: FixedStages) -> Plan:
 
     bounds = bounds_of_families(costs, question.families, least, own.step_s)
     fastest = (own if own.step_s < best.step_s else best).fastest
-    rows = _alternatives([*compared, Reference("best", fastest, None)], (), question.excluding_option)
+    rows = _alternatives(question, [*compared, Reference("best", fastest, None)])
     chosen = shallowest(question.simulator, own.fastest).candidate
     notes = [DICTATED_NOTE, *_schedule_notes(question, chosen)]
     return assemble(costs, chosen, question.options, bounds.linked_s, rows, notes, bounds)
@@ -371,7 +379,7 @@ def _judge_stages(question: Question, fixed_stages: FixedStages) -> Best:
     refusal = _refusal(question, fixed_stages)
     if refusal is not None:
         raise UsageError(refusal)
-    own = try_stages(question.simulator, question.families, question.options, fixed_stages.cuts, fixed_stages.widths)
+    own = _tried(question, fixed_stages)
     if own.fastest is None and own.closest is None:
         raise too_wide(fixed_stages, question.costs.batch)
     if own.fastest is None:
@@ -383,12 +391,12 @@ def _judge_stages(question: Question, fixed_stages: FixedStages) -> Best:
 def _stages_fit(question: Question, fixed_stages: FixedStages, options: PlanOptions) -> bool:
     """Whether dictated stages fit with other options."""
     other = question.under(options)
-    refused = _refusal(other, fixed_stages) is not None
-    return (
-        not refused
-        and try_stages(other.simulator, other.families, other.options, fixed_stages.cuts, fixed_stages.widths).fastest
-        is not None
-    )
+    return _refusal(other, fixed_stages) is None and _tried(other, fixed_stages).fastest is not None
+
+
+def _tried(question: Question, fixed_stages: FixedStages) -> Best:
+    cuts, widths, _ = fixed_stages
+    return try_stages(question.simulator, question.families, question.options, cuts, widths)
 
 
 def _refusal(question: Question, fixed_stages: FixedStages) -> str | None:
@@ -399,29 +407,16 @@ def _refusal(question: Question, fixed_stages: FixedStages) -> str | None:
 
 
 def _alternatives(
-    reference_plans: Sequence[Reference],
-    near: Sequence[Reference],
-    excluding_option: Callable[[Candidate], str | None],
+    question: Question, reference_plans: Sequence[Reference], near: Sequence[Reference] = ()
 ) -> list[Alternative]:
     """Return what is listed beside a plan: what anyone would try first, and neighbours that are none of these."""
     rows = []
     for each in reference_plans:
-        own = None if each.simulated_plan is None else excluding_option(each.simulated_plan.candidate)
+        own = None if each.simulated_plan is None else question.excluding_option(each.simulated_plan.candidate)
         rows.append(each.record().model_copy(update={"excluded": own}))
     known = {(row.step_s, row.stages, row.infeasible) for row in rows}
     others = (each.record() for each in near)
     return [*rows, *(row for row in others if (row.step_s, row.stages, row.infeasible) not in known)]
-
-
-def _notes_on(question: Question, best: Best, simulated_plan: SimulatedPlan, lower_bound_s: float) -> list[str]:
-    """Return what is said of the plan that is chosen of the best ones."""
-    return [
-        *_schedule_notes(question, simulated_plan.candidate),
-        *_simplicity(question, best, simulated_plan),
-        *_search_notes(question, simulated_plan.candidate),
-        *_placement_notes(question, simulated_plan.candidate),
-        *_gap(question, simulated_plan.step_s, lower_bound_s),
-    ]
 
 
 def _schedule_notes(question: Question, candidate: Candidate) -> list[str]:

@@ -32,6 +32,7 @@ from autopar.planner.candidate import (
     manners_of,
     place,
     placed_on,
+    with_depth,
 )
 from autopar.planner.constraints import crossed_limit
 from autopar.planner.costs.model import CostModel
@@ -365,7 +366,7 @@ def shallowest(simulator: Simulator, simulated_plan: SimulatedPlan) -> Simulated
     most_s = step_s * (1 + ROUNDING)
 
     def is_as_fast(index: int, depth: int) -> bool:
-        other = _with_depth(candidate, index, depth)
+        other = with_depth(candidate, index, depth)
         return max(simulator.costs.shortfalls(other)) <= 0 and simulator.step_s(other, most_s) <= most_s
 
     for index in reversed(range(len(candidate.stages))):
@@ -374,13 +375,7 @@ def shallowest(simulator: Simulator, simulated_plan: SimulatedPlan) -> Simulated
         least = -(-max([min(each.in_flight, candidate.micro_batches) for each in behind], default=1) // stage.turning)
         if least < stage.warmup and is_as_fast(index, stage.warmup - 1):
             depth = bisect_left(range(stage.warmup - 1), True, lo=least, key=partial(is_as_fast, index))
-            candidate = _with_depth(candidate, index, depth)
+            candidate = with_depth(candidate, index, depth)
     if candidate is simulated_plan.candidate:
         return simulated_plan
     return SimulatedPlan(simulator.step_s(candidate), candidate)
-
-
-def _with_depth(candidate: Candidate, index: int, depth: int) -> Candidate:
-    """Return a candidate with one stage's depth in place of its own."""
-    stages = candidate.stages
-    return candidate._replace(stages=(*stages[:index], stages[index]._replace(warmup=depth), *stages[index + 1 :]))
