@@ -340,8 +340,9 @@ class CostModel:
             return self.shortfalls(candidate)[index]
         stages, count = candidate.stages, candidate.micro_batches
         stage = stages[index]
-        forked = self.flows.forked_tensors(stage.first, stage.stop)
-        cuts = tuple(later.stop for later in stages[index + 1 :]) if forked else ()
+        made = stage.first, stage.stop
+        scattered = self.flows.forked_tensors(*made) or self.flows.constants(*made)
+        cuts = tuple(later.stop for later in stages[index + 1 :]) if scattered else ()
         return self._stage_shortfall(stage, count, stage.lead(stages[index - 1], count) if index else 0, cuts)
 
     def _computed_shortfall(self, stage: CandidateStage, count: int, lead: int, cuts: tuple[int, ...]) -> int:
