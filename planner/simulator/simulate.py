@@ -304,7 +304,8 @@ def drop_covered_messages(candidate: Candidate, times: Durations) -> Durations:
     skipping = {pair for pair in times.message_s if abs(stages[pair[0]] - stages[pair[1]]) > 1}
     if not skipping or any(stage.division == "round-robin" for stage in candidate.stages):
         return times
-    least_s = _least_s(times, times.forward_s, 1) | _least_s(times, times.backward_s, -1)
+    reach = max(abs(stages[sender] - stages[receiver]) for sender, receiver in skipping)
+    least_s = _least_s(times, times.forward_s, 1, reach) | _least_s(times, times.backward_s, -1, reach)
     kept = {
         pair: seconds
         for pair, seconds in times.message_s.items()
@@ -313,8 +314,11 @@ def drop_covered_messages(candidate: Candidate, times: Durations) -> Durations:
     return replace(times, message_s=kept)
 
 
-def _least_s(times: Durations, compute_s: Sequence[float], step: int) -> dict[tuple[int, int], float]:
-    """Return the smaller of path and pace in one direction, by (sending stage, receiving stage); no path: no entry."""
+def _least_s(times: Durations, compute_s: Sequence[float], step: int, reach: int) -> dict[tuple[int, int], float]:
+    """Return the smaller of path and pace in one direction, by (sending stage, receiving stage); no path: no entry.
+
+    Of stages that are at most ``reach`` apart.
+    """
     own_s: dict[int, float] = {}
     for stage, seconds in zip(times.stage, compute_s, strict=True):
         own_s[stage] = min(own_s.get(stage, seconds), seconds)
@@ -327,7 +331,7 @@ def _least_s(times: Durations, compute_s: Sequence[float], step: int) -> dict[tu
     found = {}
     for first in hand_s:
         path, pace, stage = 0.0, 0.0, first
-        while stage in hand_s:
+        while stage in hand_s and abs(stage - first) < reach:
             path += hand_s[stage] + (0.0 if stage == first else own_s[stage])
             pace = max(pace, hand_s[stage], own_s[stage])
             stage += step
