@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autopar.errors import FileError
+from autopar.errors import AutoparError, FileError
 from autopar.ranks.board import STEPPING
 from autopar.ranks.channel import open_channels
 from autopar.ranks.context import RankContext
@@ -48,6 +48,23 @@ def tell(context: RankContext, arguments: object) -> list[str]:
 def gather_texts(context: RankContext, arguments: dict[str, Any]) -> list[str]:
     """Gather what every rank is given to say."""
     return context.gather(arguments["texts"][context.rank])
+
+
+def share_results(context: RankContext, arguments: dict[str, Any]) -> list[object]:
+    """Act as every rank is told, and return what all learn: of all ranks, and of rank 0."""
+
+    def act() -> list[int]:
+        if context.rank in arguments["failing"]:
+            raise FileError(f"rank {context.rank} finds nothing") if arguments["known"] else KeyError("nothing")
+        return [context.rank, context.size]
+
+    learnt: list[object] = []
+    for share in (context.gather_results, context.result_of_rank_0):
+        try:
+            learnt.append(share(act))
+        except AutoparError as error:
+            learnt.append([type(error).__name__, str(error), error.exit_code])
+    return learnt
 
 
 def threads(context: RankContext, arguments: object) -> list[int]:

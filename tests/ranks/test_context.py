@@ -12,12 +12,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.errors import UsageError
+from autopar.errors import FileError, UsageError
 from autopar.ranks.context import device_of, each_its_own, interface_towards, join_from_environment, join_in_script
 from autopar.ranks.environment import rank_from_environment
 from autopar.ranks.pool import RankPool
@@ -67,6 +68,21 @@ def test_texts_of_any_length_reach_all_ranks_in_rank_order(monkeypatch: pytest.M
     texts = ["größe", "", "x" * 5000]
     with RankPool(3) as pool:
         assert pool.run("jobs_for_ranks:gather_texts", {"texts": texts}) == [texts] * 3
+
+
+def test_what_every_rank_finds_or_what_went_wrong_on_one_all_ranks_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
+    with RankPool(3) as pool:
+        job = partial(pool.run, "jobs_for_ranks:share_results")
+        assert job({"failing": [], "known": True}) == [[[[0, 3], [1, 3], [2, 3]], [0, 3]]] * 3
+        # All are told of the first that failed, by rank 0; of what rank 0 finds, the others' failures are no part.
+        first, *others = job({"failing": [1, 2], "known": True})
+        assert first == [["FileError", "rank 1 finds nothing", FileError.exit_code], [0, 3]]
+        assert others == [[["SaidElsewhereError", "rank 1 finds nothing", FileError.exit_code], [0, 3]]] * 2
+        # An error that is not autopar's leaves nobody waiting, either.
+        for gathered, alone in job({"failing": [0], "known": False}):
+            assert gathered[1].startswith("KeyError: 'nothing'")
+            assert alone[0] == "TrainingError"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="interfaces are told on Linux only")
