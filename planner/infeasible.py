@@ -312,9 +312,9 @@ def _fits(fits: Fits, options: PlanOptions, **changes: Any) -> bool:  # noqa: AN
         return False
 
 
-def _or_without(found: list[str], costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
+def _or_without(remedies: list[str], costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
     """Return what helps, and what may be left out; where nothing does, what helps together with more memory."""
-    every = [*found, *(text for text, _ in _left_out(options, fits))]
+    every = [*remedies, *(text for text, _ in _left_out(options, fits))]
     return every or _memory_remedies(costs, options, fits)
 
 

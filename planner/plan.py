@@ -379,7 +379,7 @@ def _judge_stages(question: Question, fixed_stages: FixedStages) -> Best:
     refusal = _refusal(question, fixed_stages)
     if refusal is not None:
         raise UsageError(refusal)
-    own = _tried(question, fixed_stages)
+    own = _try_dictated(question, fixed_stages)
     if own.fastest is None and own.closest is None:
         raise too_wide(fixed_stages, question.costs.batch)
     if own.fastest is None:
@@ -391,10 +391,10 @@ def _judge_stages(question: Question, fixed_stages: FixedStages) -> Best:
 def _stages_fit(question: Question, fixed_stages: FixedStages, options: PlanOptions) -> bool:
     """Whether dictated stages fit with other options."""
     other = question.under(options)
-    return _refusal(other, fixed_stages) is None and _tried(other, fixed_stages).fastest is not None
+    return _refusal(other, fixed_stages) is None and _try_dictated(other, fixed_stages).fastest is not None
 
 
-def _tried(question: Question, fixed_stages: FixedStages) -> Best:
+def _try_dictated(question: Question, fixed_stages: FixedStages) -> Best:
     cuts, widths, _ = fixed_stages
     return try_stages(question.simulator, question.families, question.options, cuts, widths)
 

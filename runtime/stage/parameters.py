@@ -325,11 +325,11 @@ def hold(
     return held
 
 
-def _read(weights: Weights, wanted: Collection[str], team: Team | None) -> Mapping[str, torch.Tensor]:
-    values = weights(wanted)
+def _read(weights: Weights, names: Collection[str], team: Team | None) -> Mapping[str, torch.Tensor]:
+    values = weights(names)
     if team is not None and team.cuts:
         values = {name: team.take(name, value) for name, value in values.items()}
-    missing = [name for name in wanted if name not in values]
+    missing = [name for name in names if name not in values]
     if missing:
         raise FileError(f"the initial weights lack {missing[0]!r} and {len(missing) - 1} more; check `weights`")
     return values
