@@ -306,10 +306,10 @@ class _Search:
             return None
         if before is None:
             return _StagePath((node.step,), (stage,), terms)
-        beside, (forward_s, backward_s, *_) = (before.stages[-1], stage), before.terms
+        beside, own = (before.stages[-1], stage), before.terms
         link = link_terms(self.costs, *beside, Candidate(*stages.family, beside))
-        trip_s = before.trip_s + float(forward_s + backward_s + link.forth_s + link.back_s)
-        prefix = before.prefix.then(before.terms, link)
+        trip_s = before.trip_s + float(own.forward_s + own.backward_s + link.forth_s + link.back_s)
+        prefix = before.prefix.then(own, link)
         return _StagePath((*before.steps, node.step), (*before.stages, stage), terms, prefix, trip_s)
 
     def _tables_of(self, family: Family) -> tuple[SuffixTables, float] | None:

@@ -293,7 +293,8 @@ class LocalSearch:
             return None
         # The stage before is there for what it leads by.
         leading = None if before is None else self._place_stage(family, before)
-        near, span = [*filter(None, [leading]), placed], span_of(self.costs, family, self.options, placed)
+        near = [placed] if leading is None else [leading, placed]
+        span = span_of(self.costs, family, self.options, placed)
         fits = recompute_least(self.costs, family, near, len(near) - 1, span) <= 0
         return self._price_of(family, near[-1]) if fits else None
 
