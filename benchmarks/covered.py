@@ -62,7 +62,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=1, help="of every test function")
     parser.add_argument("--seconds", type=int, default=40, help="that each may take")
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def _environment(tree: Path, data: Path) -> dict[str, str]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from autopar.formats.plan import Plan
 from autopar.formats.report import Report
-from paths import MODELS
+from profiled import write_profiled
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -22,8 +22,7 @@ Run = Callable[..., tuple[int, str, str]]
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     """Run autopar in a folder that holds a model and its profile; return (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tanh_chain.py").write_text((MODELS / "tanh_chain.py").read_text())
-    assert command("profile", "tanh_chain.py", "--batch", "8")[0] == 0
+    write_profiled(tmp_path, "tanh_chain.py", command)
     return command
 
 

@@ -11,10 +11,8 @@ from safetensors.torch import load_file
 
 from autopar.formats.plan import Plan
 from autopar.formats.report import Report
-from paths import MODELS
+from profiled import write_profiled
 
-PROFILED: dict[str, str] = {}
-"""Files of the first test's profile, which all others use."""
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -22,13 +20,7 @@ Run = Callable[..., tuple[int, str, str]]
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     """Run autopar in a folder that holds a model and its profile; return (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.py").write_text((MODELS / "narrow_gpt.py").read_text())
-    for name, text in PROFILED.items():
-        (tmp_path / name).write_text(text)
-    if not PROFILED:
-        code, _, err = command("profile", "model.py", "--batch", "8")
-        assert code == 0, err
-        PROFILED.update({name: (tmp_path / name).read_text() for name in ("profile.json", "cluster.json")})
+    write_profiled(tmp_path, "narrow_gpt.py", command)
     return command
 
 

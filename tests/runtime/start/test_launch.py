@@ -301,7 +301,7 @@ def test_a_host_with_fewer_gpus_than_the_plan_names_the_options_that_help(
             run(plan, "words.py", RunOptions(1))
 
 
-SLEEPS = "def __getitem__(self, index):\n        import time; time.sleep(1.0)"
+SLEEPS = "def __getitem__(self, index):\n        import time; time.sleep(0.3)"
 
 
 def _wait_for_steps(run: subprocess.Popen[str]) -> list[int]:
