@@ -239,6 +239,7 @@ def test_what_has_no_synthetic_sequences_is_refused_a_length(tmp_path):
         load(str(data), sequence=8)
 
 
+@pytest.mark.slow
 def test_a_profile_prints_and_records_how_long_sequences_are(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, GPT)

@@ -54,6 +54,7 @@ def test_an_accepted_loss_is_stated_by_profile_plan_and_report(
     assert any(STATED in note for note in notes)
 
 
+@pytest.mark.slow
 def test_plans_that_do_not_divide_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> None:
     monkeypatch.chdir(tmp_path)
     Path("model.py").write_text(MODEL)

@@ -58,6 +58,7 @@ def test_ignored_state_is_in_profile_plan_and_report(
     assert plan.caveats[0] in json.loads(Path("report.json").read_text())["notes"]
 
 
+@pytest.mark.slow
 def test_files_without_the_key_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> None:
     monkeypatch.chdir(tmp_path)
     Path("model.py").write_text(MODEL + 'ignored_state = ["Net.state"]\n')

@@ -44,6 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_profile_and_cluster_are_written_and_the_source_is_relative(folder: Path) -> None:
     (folder / "out").mkdir()
     result = run_profile("model.py", "--batch", "4", "--device", "cpu", "-o", "out/p.json", "--json")
@@ -195,6 +196,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     return partial(command, "cluster")
 
 
+@pytest.mark.slow
 def test_a_quick_probe_writes_a_cluster_and_prints_both_bandwidths(run: Run) -> None:
     Path("cluster.json").write_text("an older one")
     code, out, err = run("probe", "--quick", "--device", "cpu", "--largest", "1MiB", "--json")
@@ -225,6 +227,7 @@ def _torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.slow
 def test_under_torchrun_all_ranks_join_and_one_writes(tmp_path: Path) -> None:
     done = _torchrun(tmp_path, "--quick", "--device", "cpu", "--largest", "64KiB", "-o", "mine.json")
     assert done.returncode == 0, done.stderr

@@ -64,6 +64,7 @@ def test_what_does_not_go_with_a_policy_is_refused_in_one_line(run: Run, options
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_the_rehearsal_of_memory_needs_a_flush_and_steps_are_rehearsed_and_verified(run: Run) -> None:
     assert run("plan", "--gpus", "2", "--stages", "0-2:1,3-4:1", "--policy", "stash")[0] == 0
     code, _, err = run("rehearse")
@@ -82,6 +83,7 @@ RESUMED = [("stash", False), ("stash", True), ("2bw", False), ("pipemare", True)
 MORE = {"pipemare": ("--anneal-steps", "5", "--synchronous-steps", "1"), "predict": ("--ahead", "xpipe")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "deep"), RESUMED)
 def test_what_is_resumed_equals_a_run_that_was_drained_at_the_same_steps(run: Run, policy: str, deep: bool) -> None:
     if policy == "predict":
@@ -107,6 +109,7 @@ def test_what_is_resumed_equals_a_run_that_was_drained_at_the_same_steps(run: Ru
     assert not all(torch.equal(each, saved("three")[name]) for name, each in one.items())
 
 
+@pytest.mark.slow
 def test_replicas_in_turn_are_planned_rehearsed_run_resumed_and_verified(run: Run) -> None:
     dictated = ("--gpus", "4", "--batch", "2", "--stages", "0-2:3,3-4:1", "--micro-batches", "1")
     code, _, err = run("plan", *dictated, "--policy", "stash")
@@ -134,6 +137,7 @@ def test_replicas_in_turn_are_planned_rehearsed_run_resumed_and_verified(run: Ru
     assert all(torch.equal(each, two[name]) for name, each in one.items())
 
 
+@pytest.mark.slow
 def test_stages_are_clipped_by_norms_of_their_own(run: Run) -> None:
     assert run("plan", "--gpus", "2", "--stages", "0-2:1,3-4:1", "--micro-batches", "4", "--policy", "stash")[0] == 0
     common = ("run", "--overwrite", "--steps", "6", "--save")
@@ -146,6 +150,7 @@ def test_stages_are_clipped_by_norms_of_their_own(run: Run) -> None:
     assert not any(torch.equal(each, tight[name]) for name, each in none.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turns", [False, True])
 def test_a_first_stage_that_no_gradient_comes_back_to_is_trained(run: Run, turns: bool) -> None:
     """Nobody answers what it sends, and nothing holds it back."""
@@ -168,6 +173,7 @@ def test_a_first_stage_that_no_gradient_comes_back_to_is_trained(run: Run, turns
     assert len(Report.load("report.json").loss) == 25
 
 
+@pytest.mark.slow
 def test_an_edited_repetition_is_simulated_rehearsed_and_run(run: Run) -> None:
     dictated = ("--gpus", "2", "--stages", "0-2:1,3-4:1", "--micro-batches", "2")
     assert run("plan", *dictated, "--policy", "stash")[0] == 0
@@ -206,6 +212,7 @@ def test_pipemare_is_planned_with_its_steps_and_run(run: Run) -> None:
     assert len(Report.load("report.json").loss) == 8
 
 
+@pytest.mark.slow
 def test_prediction_refuses_an_optimizer_that_it_does_not_know(run: Run) -> None:
     assert run("plan", "--gpus", "2", "--stages", "0-2:1,3-4:1", "--policy", "predict")[0] == 0
     code, _, err = run("run", "--steps", "8")
@@ -224,6 +231,7 @@ def change_optimizer(run: Run, name: str) -> None:
     assert run("profile", "tanh_chain.py", "--batch", "8", "--overwrite")[0] == 0
 
 
+@pytest.mark.slow
 def test_xpipes_constants_are_planned_recorded_and_run(run: Run) -> None:
     change_optimizer(run, "adam")
     dictated = ("--gpus", "2", "--stages", "0-2:1,3-4:1", "--micro-batches", "4", "--overwrite")

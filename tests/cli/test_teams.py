@@ -33,6 +33,7 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
+@pytest.mark.slow
 def test_teams_are_planned_verified_run_and_gone_on_with_by_others(run: Run, layers: int) -> None:
     stages = f"0-4:1x2,5-{layers - 1}:1x2"
     code, _, err = run("plan", "--stages", stages, "--sequence-parallel", "--micro-batches", "2")

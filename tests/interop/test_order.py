@@ -29,6 +29,7 @@ def test_what_is_found_is_a_cycle_and_begins_with_its_last_edge(seed: int) -> No
     assert not found or (_is_cycle(edges, found) and found[0] == max(found))
 
 
+@pytest.mark.slow
 def test_a_long_tail_behind_a_cycle_that_is_listed_backwards_costs_no_more_than_its_edges() -> None:
     # To look from every node for itself would take billions of steps.
     count = 60_000

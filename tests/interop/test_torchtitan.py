@@ -51,6 +51,7 @@ def two_stages(**options: Any) -> tuple[Plan, Profile, Cluster]:  # noqa: ANN401
     return plan, profile, cluster
 
 
+@pytest.mark.slow
 def test_200_random_plans_are_the_same_stages_after_export_and_import(tmp_path: Path) -> None:
     seen = set()
     for seed in range(200):

@@ -18,6 +18,7 @@ from drawn import random_candidate
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 
+@pytest.mark.slow
 def test_no_simulated_step_is_shorter_than_its_bound() -> None:
     tight = 0
     for seed in range(700):

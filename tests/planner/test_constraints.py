@@ -200,6 +200,7 @@ def test_the_least_shortfall_is_that_of_plans_that_obey() -> None:
     assert checked >= 20
 
 
+@pytest.mark.slow
 def test_neighbours_obey_and_what_comes_closest_is_the_least_of_any_number_of_stages() -> None:
     near = compared = 0
     for seed in range(120):

@@ -53,6 +53,7 @@ def _fits(profile: Profile, cluster: Cluster, options: PlanOptions) -> bool:
     return any(max(costs.shortfalls(candidate)) <= 0 for candidate in everything(costs, options))
 
 
+@pytest.mark.slow
 @pytest.mark.reliability(50)
 def test_every_remedy_that_an_error_names_works_and_is_the_least_of_its_kind() -> None:
     seen: dict[str, int] = {}

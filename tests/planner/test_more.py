@@ -74,6 +74,7 @@ def test_replicas_are_tried_on_every_node_and_on_one_node_each() -> None:
     assert {(3, 3), (2, 2), (1, 1, 2, 2), (2, 2, 2)} <= widths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["memory", "bandwidth", "devices"])
 def test_more_never_makes_a_plan_slower(what: str) -> None:
     compared = 0

@@ -36,6 +36,7 @@ from random_problems import gpt_profile, local_cluster, random_cluster, random_p
 MIB = 2**20
 
 
+@pytest.mark.slow
 def test_a_plan_is_sound_and_never_slower_than_its_alternatives() -> None:
     for seed in range(80):
         devices = seed % 6 + 1
@@ -254,6 +255,7 @@ sys.stdout.write(plan(gpt_profile(blocks=4), local_cluster(3), options).dumps())
 """
 
 
+@pytest.mark.slow
 def test_the_same_question_has_a_byte_equal_answer_under_any_hash_seed_and_no_torch() -> None:
     answers = []
     for hash_seed in ("0", "1", "4242"):

@@ -27,6 +27,7 @@ def _digits(seconds: float) -> float:
     return float(f"{seconds:.4g}")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("AUTOPAR_DATA" not in os.environ, reason="AUTOPAR_DATA names no folder of published data")
 @pytest.mark.parametrize(
     ("name", "rows", "micro_batches", "bytes_per_s", "bound_s", "step_s", "gap"),

@@ -50,6 +50,7 @@ def obeys(found: Plan, profile: Profile) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_an_exact_search_finds_the_oracles_step_where_layers_have_limits() -> None:
     differing = empty = 0
     for seed in range(INSTANCES):

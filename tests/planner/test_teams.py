@@ -134,6 +134,7 @@ def test_a_cluster_that_lists_too_few_devices_is_taken_for_more_of_them() -> Non
     assert any("the plan assumes 2 more like them" in note for note in made.notes)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**31))
 def test_any_dictated_teams_make_a_program(seed: int) -> None:

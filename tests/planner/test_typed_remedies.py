@@ -136,6 +136,7 @@ def _changed(typed: list[str], remedy: str) -> list[str]:
     return [*kept, *shlex.split(more)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_every_remedy_that_is_printed_works_when_it_is_typed(run: Run, part: int) -> None:
     seen: Counter[str] = Counter()

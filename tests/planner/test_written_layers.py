@@ -50,6 +50,7 @@ def singles(found: Plan, writes: dict[int, Writes], profile: Profile) -> list[in
     return [width[profile.layers[at].name] for at, each in writes.items() if each.single]
 
 
+@pytest.mark.slow
 def test_an_exact_search_finds_the_oracles_step_where_layers_have_one_replica() -> None:
     differing = 0
     for seed in range(INSTANCES):

@@ -161,6 +161,7 @@ def test_a_missing_runs_file_is_named(tmp_path: Path) -> None:
         read_runs(tmp_path / "none.csv")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("AUTOPAR_DATA" not in os.environ, reason="AUTOPAR_DATA names no folder of published data")
 def test_published_runs_on_a100_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)

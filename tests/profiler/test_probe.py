@@ -70,6 +70,7 @@ def test_what_runs_on_undisturbed_does_not_count_as_slowed(
     assert slowdowns(*times) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_two_local_ranks_are_probed() -> None:
     said: list[tuple[str, float]] = []
     measured = measure_links(2, "cpu", 1, Probe(largest_bytes=2**20), lambda what, share: said.append((what, share)))
@@ -205,6 +206,7 @@ def test_messages_beyond_a_curve_that_ends_flat_go_at_the_links_bandwidth(second
         assert float(line(np.array([sizes[-1] + more]))[0]) == pytest.approx(last_s + 1.5 * beyond_s, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_links_between_two_ranks_make_a_cluster() -> None:
     measured = measure_links(2, "cpu", 1)
     kind = describe(choose("cpu"), 1)

@@ -89,6 +89,7 @@ def test_ranks_end_with_a_server_that_is_killed_or_stopped(
     assert not any(_is_alive(each) for each in ranks)
 
 
+@pytest.mark.slow
 def test_servers_are_closed_while_they_start() -> None:
     """At every moment between a start and the ranks' first answer."""
     draw = random.Random(0)

@@ -100,6 +100,7 @@ def test_the_table_sums_what_each_rank_computes() -> None:
     assert ["0", "0", *["40", "ms", "80", "ms", "2", "ms", "0", "s", "0", "s", "6", "ms", "32", "ms"]] in rows
 
 
+@pytest.mark.slow
 def test_a_picture_of_a_thousand_ranks_is_no_taller_than_a_file_can_be() -> None:
     timeline = Timeline("simulated")
     for rank in range(1024):

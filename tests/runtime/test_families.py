@@ -33,6 +33,7 @@ BY_MODEL = {key: found for at, (key, found) in enumerate(EVERY.items()) if at % 
 COVER = pairwise_cover()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", BY_MODEL, ids="-".join)
 def test_teams_train_a_model_as_one_rank_does(model: tuple[str, str], tmp_path: Path) -> None:
     case = family_case(*model, tmp_path)
@@ -73,6 +74,7 @@ def pool() -> Iterator[RankPool]:
             yield pool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", COVER[:: len(COVER) // 3], ids=lambda each: each.name)
 def test_rank_processes_do(variant: Variant, pool: RankPool, tmp_path: Path) -> None:
     """Some of the cover; the benchmark runs all of it."""

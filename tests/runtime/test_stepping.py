@@ -254,6 +254,7 @@ def _by_name(named_parameters: Any) -> torch.optim.Optimizer:  # noqa: ANN401
     return torch.optim.SGD([{**groups[0], "lr": 0.5}, {**groups[1], "lr": 0.1}])
 
 
+@pytest.mark.slow
 def test_a_script_may_not_step_the_parameters_of_its_own_model_and_may_group_by_name() -> None:
     model, user = make_model(), described()
     plan = autopar.Plan.parse(dictate(capture(user, user.build()), user, [1], 2, 6).dumps(), Path("plan.json"))

@@ -65,6 +65,7 @@ def test_training_equals_the_plain_loop(
     check(plan, truth, tmp_path, losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["narrow_gpt", "everything", "dropout"])
 def test_any_plan_with_teams_trains_as_the_plain_loop(name: str) -> None:
     @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -108,6 +109,7 @@ IN_PROCESSES: list[tuple[list[int], list[int], str, int, bool, dict[str, Any]]] 
 """Replicas and ranks of each, by stage; schedule, chunks, whether sequences are in slices, and more."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("widths", "sizes", "schedule", "chunks", "sequence", "more"), IN_PROCESSES)
 def test_rank_processes_train_as_the_plain_loop(
     widths: list[int],
@@ -201,6 +203,7 @@ def test_gradients_of_whole_parameters_are_summed_once_a_step_together(micro_bat
     assert [shape for _, _, shape in summed if math.prod(shape) >= numbers] == [(numbers,)] * 2
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=team_plans("narrow_gpt"))
 def test_ranks_that_sum_together_do_so_in_one_order(plan: Plan) -> None:

@@ -100,6 +100,7 @@ def srun(rank: int, arguments: str) -> str:
 WAIT = 'code=0; for rank in "${ranks[@]}"; do wait $rank || code=$?; done; exit $code'
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_the_threads_of_one_do(here: Path) -> None:
     script = "".join(srun(rank, "plan.json --steps 3 --save trained") for rank in range(4))
     done = in_hosts(script + WAIT, here)
@@ -118,6 +119,7 @@ def test_two_hosts_train_as_the_threads_of_one_do(here: Path) -> None:
     assert not list((here / "trained").glob(".*"))
 
 
+@pytest.mark.slow
 def test_a_host_with_another_plan_ends_all_ranks_in_one_line(here: Path) -> None:
     plan = Plan.load(here / "plan.json")
     plan.model_copy(update={"seed": 9}).save(here / "other.json")

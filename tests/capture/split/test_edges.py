@@ -29,6 +29,7 @@ def test_what_is_no_tensor_of_the_layer_or_has_no_even_slices_is_refused() -> No
     assert sequence_dims(layer, 4) == {}
 
 
+@pytest.mark.slow
 def test_most_drawn_streams_are_worth_slices() -> None:
     layers = [drawn_stream(seed)[0] for seed in range(60)]
     worth = [layer for layer in layers if sequence_dims(layer, 2)]

@@ -96,6 +96,7 @@ def _limited(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
     return profile, cluster, options
 
 
+@pytest.mark.slow
 def test_no_plan_is_cheaper() -> None:
     compared = several = mixed = 0
     for seed in range(110):

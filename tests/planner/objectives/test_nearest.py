@@ -58,6 +58,7 @@ def equal_splits(profile: Profile, cluster: Cluster, limits: Expressible) -> Ite
             yield from (assemble(asked.costs, each, asked.options, 0.0, (), ()) for each in dict.fromkeys(every))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINERS)
 def test_the_nearest_plan_is_accepted_and_no_slower_than_equal_splits(name: str) -> None:
     target, compared = TRAINERS[name], 0

@@ -161,6 +161,7 @@ def _widths(made: Plan) -> set[tuple[object, ...]]:
     return {(len(stage.devices), stage.division, stage.shard, stage.shares) for stage in made.stages}
 
 
+@pytest.mark.slow
 def test_the_plan_is_within_one_percent_of_the_fastest_and_no_harder_to_use() -> None:
     simpler = 0
     for seed in range(40):
@@ -203,6 +204,7 @@ def test_no_stage_keeps_more_in_flight_than_the_plan_needs(exact: bool) -> None:
     assert slower >= 8
 
 
+@pytest.mark.slow
 def test_the_best_plan_of_equal_widths_is_a_row_and_is_planned_when_asked_for() -> None:
     compared = 0
     for seed in range(40):

@@ -52,6 +52,7 @@ def test_any_team_goes_on_from_what_another_saved(team_pairs: CheckpointPairs, s
     assert difference(found, team_pairs.truth) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(COUNT // 2))
 def test_a_plan_of_teams_goes_on_bit_for_bit(team_pairs: CheckpointPairs, seed: int) -> None:
     rng = random.Random(f"same {seed}")
@@ -75,6 +76,7 @@ def untied_pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoin
         yield CheckpointPairs(tmp_path_factory.mktemp("pairs"), pool, "narrow_gpt", UNTIED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["stash", "2bw", "pipemare"])
 def test_without_flushes_a_team_goes_on_from_what_another_saved(untied_pairs: CheckpointPairs, policy: str) -> None:
     alone, teams, last = (untied_pairs.unflushed(policy, sizes) for sizes in ((1, 1), (2, 2), (1, 2)))

@@ -96,6 +96,7 @@ def test_a_run_that_is_gone_on_with_is_bit_for_bit_one_that_was_not_interrupted(
     assert CheckpointFolder(tmp_path / "parts").steps() == [8, 12]
 
 
+@pytest.mark.slow
 @pytest.mark.reliability(23, 25)
 def test_any_plan_goes_on_from_what_any_other_saved(
     captured: tuple[UserModel, LayerGraph], tmp_path: Path, pool: RankPool

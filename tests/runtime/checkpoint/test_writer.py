@@ -166,6 +166,7 @@ def test_whatever_call_fails_training_goes_on_and_a_sound_checkpoint_is_there(
     assert failures > count / 2
 
 
+@pytest.mark.slow
 @pytest.mark.reliability(4, 5)
 def test_wherever_the_process_is_killed_the_old_set_or_the_new_is_there_whole(tmp_path: Path) -> None:
     count, seen = _calls(tmp_path / "all"), set[int]()
@@ -193,6 +194,7 @@ def test_wherever_the_process_is_killed_the_old_set_or_the_new_is_there_whole(tm
     assert seen == {1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.reliability(5)
 def test_wherever_a_checkpoint_that_is_written_again_is_killed_one_of_the_two_is_there(tmp_path: Path) -> None:
     for at in range(200):

@@ -85,6 +85,7 @@ def eight_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
             yield pool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "widths", "sizes", "shard"),
     [

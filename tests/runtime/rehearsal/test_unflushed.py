@@ -125,6 +125,7 @@ def test_another_order_of_forwards_changes_what_is_rehearsed_and_simulated_alike
     assert ends(simulated) != ends(usual)
 
 
+@pytest.mark.slow
 def test_programs_edited_at_random_take_as_long_as_simulated() -> None:
     moved = 0
     for seed in range(60):

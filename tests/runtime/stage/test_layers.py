@@ -237,6 +237,7 @@ def test_sharded_layers_are_not_compiled() -> None:
         _job(MODELS / "small_normed.py", TrainSettings(compile=True), width=2, shard="parameters")
 
 
+@pytest.mark.slow
 @needs_a_compiler
 def test_compiled_replicas_with_synchronised_statistics_train_as_the_whole_model(tmp_path: Path) -> None:
     file = MODELS / "small_normed.py"

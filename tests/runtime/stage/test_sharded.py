@@ -243,6 +243,7 @@ def test_a_stages_norm_is_of_all_parts_that_its_replicas_hold(
     assert any(not each.allclose(truths[1].parameters[name]) for name, each in truths[0].parameters.items())
 
 
+@pytest.mark.slow
 def test_a_sharded_stage_holds_what_the_planner_says(pool: RankPool, tmp_path: Path) -> None:
     user = load(str(EXAMPLES / "gpt.py"))
     module = user.build(0)

@@ -25,6 +25,7 @@ from policy_cases import planned
 from threads import act_in_threads
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans("everything"))
 @pytest.mark.reliability(38, 39, 40)

@@ -79,6 +79,7 @@ def _children_of(process: int) -> list[int]:
     return sorted(found)
 
 
+@pytest.mark.slow
 def test_a_run_writes_report_trace_and_weights_that_a_second_run_starts_from(here: Path) -> None:
     plan = plan_for(here, [1, 2])
     done = autopar("run", "--steps", "4", "--trace", "t.json", "--save", "trained", "--json")
@@ -143,6 +144,7 @@ def test_a_rank_gives_back_what_a_training_has_opened_before_it_serves_the_next(
         assert max(threads_of(pool)) <= max(first)
 
 
+@pytest.mark.slow
 def test_an_edited_program_is_run_and_a_broken_one_refused(here: Path) -> None:
     text = expand(plan_for(here, [1, 1])).dumps()
     early = text.replace("SG0@1>0@0 R1@1<0@0", "R1@1<0@0 SG0@1>0@0")
@@ -159,6 +161,7 @@ def test_an_edited_program_is_run_and_a_broken_one_refused(here: Path) -> None:
     assert last_line(refused) == "autopar: p.json: rank 0 (stage 0): S0@0>1@1 is missing"
 
 
+@pytest.mark.slow
 @pytest.mark.reliability(36)
 def test_torchrun_starts_the_same_ranks(here: Path) -> None:
     # Mini-batches of 48 of the 64 samples.
@@ -178,6 +181,7 @@ def test_torchrun_starts_the_same_ranks(here: Path) -> None:
     assert re.fullmatch(r"port \d+ of this host, at which the ranks met, is open on all interfaces, .*", met)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "words"), [(1, "fewer than the 2"), (3, "more than the 2")])
 def test_torchrun_with_another_number_of_ranks_says_so_once(here: Path, count: int, words: str) -> None:
     plan_for(here, [1, 1])
@@ -187,6 +191,7 @@ def test_torchrun_with_another_number_of_ranks_says_so_once(here: Path, count: i
     assert not (here / "report.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.reliability(9)
 def test_a_layer_that_fails_is_named_with_rank_stage_step_and_action(here: Path) -> None:
     text = (here / "words.py").read_text().replace("UNKNOWN_AT = -1", "UNKNOWN_AT = 7")
@@ -204,6 +209,7 @@ def test_a_layer_that_fails_is_named_with_rank_stage_step_and_action(here: Path)
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "said"),
     [
@@ -230,6 +236,7 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_run_and_is_named(
     assert not (here / "report.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.reliability(27)
 def test_a_run_that_is_asked_to_end_ends_behind_its_step_and_saves_what_was_asked_for(
@@ -253,6 +260,7 @@ def test_a_run_that_is_asked_to_end_ends_behind_its_step_and_saves_what_was_aske
     assert Report.load(here / "report.json").first_step == report.steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.reliability(28)
 def test_a_run_that_is_interrupted_twice_leaves_no_process_and_no_file(

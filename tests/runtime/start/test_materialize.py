@@ -14,6 +14,7 @@ def contrastive(output: torch.Tensor, batch: object) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(output @ output.T, torch.arange(output.shape[0]))
 
 
+@pytest.mark.slow
 def test_a_loss_that_no_parts_add_up_to_is_refused_unless_accepted_or_not_divided() -> None:
     model, (batch,) = make_model(), batches(1)
     with pytest.raises(FileError, match=r"no mean over samples.* `accept_loss=True`"):

@@ -180,6 +180,7 @@ def test_ranks_train_evaluate_and_refuse_together(
     )
 
 
+@pytest.mark.slow
 def test_the_example_script_plans_and_trains_under_torchrun(tmp_path: Path) -> None:
     script = str(EXAMPLES / "train.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -209,6 +210,7 @@ def test_the_example_script_plans_and_trains_under_torchrun(tmp_path: Path) -> N
     assert float(found[2]) == pytest.approx(example.loss(model(samples[0]), samples).item(), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["torchrun", "a launcher", "the script"])
 @pytest.mark.reliability(31)
 def test_jobs_of_a_script_follow_each_other_also_behind_one_that_failed(start: str, tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def verified(plan: Plan, pool: RankPool, steps: int = 2) -> Verification:
     return verify(plan, plan.model.source, None, steps, 60.0, pool=pool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_the_examples_are_trained_equally_sharded_on_stages_of_unequal_widths(
     example: str, tmp_path: Path, pool: RankPool
@@ -87,6 +88,7 @@ def test_the_examples_are_trained_equally_sharded_on_stages_of_unequal_widths(
     assert {each.what: each.compared > 0 for each in found.differences}["gradients"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_models_of_the_library_are_trained_equally_sharded_on_stages_of_unequal_widths(
     name: str, tmp_path: Path, pool: RankPool
@@ -114,6 +116,7 @@ def _sensitive(folder: Path) -> None:
     plan.model_copy(update=update).save(folder / "plan.json")
 
 
+@pytest.mark.slow
 def test_the_command_compares_a_plan_for_gpus_on_cpus_in_float64(tmp_path: Path) -> None:
     _sensitive(tmp_path)
     done = _command(tmp_path)
@@ -136,6 +139,7 @@ BUGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_command_fails_on_a_runtime_with_a_fault(bug: str, tmp_path: Path) -> None:
     _sensitive(tmp_path)
@@ -185,6 +189,7 @@ def test_what_every_rank_of_a_team_has_is_compared(
     assert compared["parameters"] >= held > 0
 
 
+@pytest.mark.slow
 def test_the_command_finds_a_fault_in_parts(tmp_path: Path) -> None:
     _of_teams(tmp_path, (1,), (2,))
     assert _command(tmp_path).returncode == 0
@@ -307,6 +312,7 @@ UNFLUSHED: list[tuple[str, str, Sequence[int], Sequence[int], dict[str, Any]]] =
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "policy", "widths", "depths", "options"), UNFLUSHED)
 def test_without_flushes_the_rule_is_trained(
     name: str,
