@@ -255,11 +255,19 @@ class Mailbox:
         if self._previous_sends:
             self._let_go(self._actions[position].peer)
         for before, done in self._retire.get(position, ()):
-            self._wait_for_send(self._repetition.number - before, done)
+            self._wait_for_sends_until(self._repetition.number - before, done)
 
     def _wait_for_send(self, number: int, position: int) -> None:
         for pending in self._sending.pop((number, position), ()):
             pending.wait()
+
+    def _wait_for_sends_until(self, number: int, position: int) -> None:
+        """Wait for a send; without flushes also for those before it: what proves them may be left out in a fill."""
+        if not self._flushes:
+            last, peer = (number, position), self._actions[position].peer
+            for sent in [each for each in self._sending if each < last and self._actions[each[1]].peer == peer]:
+                self._wait_for_send(*sent)
+        self._wait_for_send(number, position)
 
     def _let_go(self, peer: int) -> None:
         for pending in self._previous_sends.pop(peer, ()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import accumulate
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -206,6 +207,9 @@ class _CountingTransport:
         self.waiting += 1
         return _CountedSend(self)
 
+    def receive(self, tensor: torch.Tensor, peer: int) -> Mock:
+        return Mock()
+
 
 class _CountedSend:
     def __init__(self, transport: _CountingTransport) -> None:
@@ -232,5 +236,40 @@ def test_what_is_sent_to_a_peer_that_sends_nothing_waits_for_the_same_of_the_nex
         for place, position in enumerate(sends):
             mailbox.send(position, {"t0": torch.zeros(6, 1)})
             assert transport.waiting == (place + 1 if step == 0 else len(sends))
+    mailbox.finish()
+    assert transport.waiting == 0
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_pipeline_that_is_drained_and_filled_again_keeps_no_sends(rank: int, every: int, micro_batches: int) -> None:
+    stages = [Stage(layers=(f"l{at}",), devices=(at,), shares=(6,), warmup=1) for at in range(3)]
+    plan = plan_of(stages, [(0, (1, 2)), (1, (2,))], micro_batches, "1f1b")
+    deep = tuple(each.model_copy(update={"warmup": depth}) for each, depth in zip(stages, (5, 3, 1), strict=True))
+    plan = plan.model_copy(update={"stages": deep, "weight_policy": "stash"})
+    program, transport = expand(plan), _CountingTransport()
+    names = [each.name for each in plan.tensors]
+    specs = {
+        name: TensorSpec(name, f"l{name[1:]}", ("l2",), (1,), batch_dim=0, dtype=torch.float32, gradient=True)
+        for name in names
+    }
+    mailbox = Mailbox(plan, program, rank, specs, transport, torch.device("cpu"))  # type: ignore[arg-type]
+    most = []
+    for first in range(0, 30, every):
+        stop, held = first + every, [0]
+        for step in range(first - lead(plan), stop):
+            repetition = Repetition(step, micro_batches, stop, first)
+            mailbox.begin_step(repetition)
+            for position, action in enumerate(program.ranks[rank]):
+                if position in mailbox.due:
+                    mailbox.post(position)
+                if repetition.has(action) and action.kind in (SEND, SEND_GRADIENT):
+                    mailbox.send(position, dict.fromkeys(names, torch.zeros(6, 1)))
+                    held.append(transport.waiting)
+                elif repetition.has(action) and action.kind in (RECEIVE, RECEIVE_GRADIENT):
+                    mailbox.receive(position)
+        most.append(max(held))
+    assert max(most[5:]) == max(most[:5])
     mailbox.finish()
     assert transport.waiting == 0
