@@ -15,6 +15,7 @@ number that all such n divide.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import lcm
 from typing import NamedTuple
 
 from autopar.formats.plan import Plan
@@ -90,10 +91,14 @@ def lead(plan: Plan) -> int:
     """Return how many mini-batches before the first backward repetitions begin; 0 of a plan with flushes."""
     if plan.weight_policy == "sync":
         return 0
-    each = zip(plan.stages, plan.depths, strict=True)
-    ahead = max(placed.turning * (depths.depth + depths.lag) for placed, depths in each)
-    repeated = plan.micro_batches * plan.span
-    return -(-ahead // repeated) * plan.span
+    return mini_batches_ahead([stage.turning for stage in plan.stages], plan.depths, plan.micro_batches)
+
+
+def mini_batches_ahead(turning: Sequence[int], depths: Sequence[StageDepths], micro_batches: int) -> int:
+    """Return :func:`lead` of stages whose replicas take turns, so many each, and that are so deep."""
+    ahead = max(count * (each.depth + each.lag) for count, each in zip(turning, depths, strict=True))
+    span = lcm(*turning)
+    return -(-ahead // (micro_batches * span)) * span
 
 
 class Repetition(NamedTuple):

@@ -56,6 +56,8 @@ class PeakTerms(NamedTuple):
     recompute: frozenset[int] = frozenset()
     """Layers of the stage that are run forward again."""
     shard: Shard = "none"
+    unanswered: int | None = None
+    """Micro-batches behind which a send is waited for that nothing answers; None: a step's."""
 
 
 class Parts(NamedTuple):
@@ -153,9 +155,10 @@ def messages_of(parts: Parts, terms: PeakTerms) -> Bytes:
 
 
 def waiting_bytes(per_sample: Bytes, terms: PeakTerms) -> Bytes:
-    """Return the bytes of so much sent per sample that waits for the next step's, beside what is in flight."""
+    """Return the bytes of so much sent per sample that waits for a later send, beside what is in flight."""
+    until = terms.micro_batches if terms.unanswered is None else terms.unanswered
     # The new one is in flight, too.
-    return max(0, terms.micro_batches + 1 - terms.warmup) * rows_bytes(terms.rows, per_sample)
+    return max(0, until + 1 - terms.warmup) * rows_bytes(terms.rows, per_sample)
 
 
 def lengths_swept(layers: int) -> Iterator[int]:

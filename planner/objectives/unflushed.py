@@ -50,6 +50,7 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.contention import DeadlockError
 from autopar.planner.simulator.simulate import PipelineTimes, Simulator, outline, pipeline_times, trace_unflushed
 from autopar.policies import POLICIES, kept_versions, stage_depths
+from autopar.schedules.continuing import mini_batches_ahead
 from autopar.schedules.expand import expand
 
 
@@ -288,26 +289,39 @@ class PolicyJudge:
 
     def peak_bytes(self, candidate: Candidate) -> list[int]:
         """Return the most that a replica of every stage holds, versions of its weights included."""
-        found, before = [], candidate.stages[0]
-        shared = [holders for _, holders in self.costs.tied_between(candidate.stages)]
-        in_flight = [stage.warmup for stage in candidate.stages]
-        every = stage_depths(self.policy, in_flight, candidate.micro_batches, shared, self.ahead)
-        for stage, depths in zip(candidate.stages, every, strict=True):
-            versions = kept_versions(self.policy, depths) - 1 + self.policy.buffers(depths) + depths.gradients - 1
-            most = 0
-            for rows, kind in self._unlike_replicas(stage):
-                parts = self.costs.memory[kind].parts(stage.first, stage.stop, rows, frozenset(stage.recompute))
-                # An update goes on while others are in flight.
-                steady = parts._replace(peak=np.maximum(parts.peak, parts.update), update=0)
+        found, stages, micro_batches = [], candidate.stages, candidate.micro_batches
+        turning, cuts = [stage.turning for stage in stages], [stage.stop for stage in stages]
+        shared = [holders for _, holders in self.costs.tied_between(stages)]
+        every = stage_depths(self.policy, [each.warmup for each in stages], micro_batches, shared, self.ahead)
+        # Sends that nothing answers are waited for when their receivers are surely done.
+        patience = mini_batches_ahead(turning, every, micro_batches) + lcm(*turning)
+        for at, (stage, depths) in enumerate(zip(stages, every, strict=True)):
+            before = stages[max(0, at - 1)]
+            terms = PeakTerms(
+                stage.shares[0],
+                stage.warmup,
                 # The mini-batches of all that is in flight are loaded, and one more.
-                loaded = stage.warmup + 2 * candidate.micro_batches
-                lead = stage.lead(before, before.in_flight)
-                terms = PeakTerms(rows, stage.warmup, loaded, len(stage.devices), lead, frozenset(stage.recompute))
-                own = int(peak_of(steady, terms)) + versions * self._trained_bytes(stage.first, stage.stop)
-                most = max(most, own)
-            found.append(most)
-            before = stage
+                stage.warmup + 2 * micro_batches,
+                len(stage.devices),
+                stage.lead(before, before.in_flight),
+                frozenset(stage.recompute),
+                unanswered=patience * micro_batches // stage.turning,
+            )
+            versions = kept_versions(self.policy, depths) - 1 + self.policy.buffers(depths) + depths.gradients - 1
+            most = max(
+                self._peak_bytes(stage, kind, terms._replace(rows=rows), cuts[at + 1 :])
+                for rows, kind in self._unlike_replicas(stage)
+            )
+            found.append(most + versions * self._trained_bytes(stage.first, stage.stop))
         return found
+
+    def _peak_bytes(self, stage: CandidateStage, kind: int, terms: PeakTerms, cuts: Sequence[int]) -> int:
+        """Return what a replica holds with one version of its weights; later stages end before the layers ``cuts``."""
+        memory = self.costs.memory[kind]
+        parts = memory.parts(stage.first, stage.stop, terms.rows, terms.recompute)
+        # An update goes on while others are in flight.
+        steady = parts._replace(peak=np.maximum(parts.peak, parts.update), update=0)
+        return int(peak_of(steady, terms)) + memory.further(stage.first, stage.stop, terms, cuts)
 
     def shortfalls(self, candidate: Candidate) -> list[int]:
         """Return by how many bytes every stage exceeds its smallest device; at most 0 where it fits."""
