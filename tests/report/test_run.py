@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from autopar.formats.checkpoint import Checkpoint, CheckpointView
 from autopar.formats.program import Action, Program, RankProgram
 from autopar.formats.report import Difference, KindTimes, RankTimes, Report, StepTimes, Verification
-from autopar.report.run import render, render_program, render_verification
+from autopar.report.run import render, render_checkpoints, render_program, render_verification
 
 KEPT = Path(__file__).parents[1] / "formats" / "kept" / "report.json"
 
@@ -107,3 +108,19 @@ def test_a_verification_shows_what_differs_beside_what_may() -> None:
     assert "gradients 40 no number 1e-09 w on rank 1" in rows
     assert "differences are divided: losses by the largest loss; gradients by the norm" in rows
     assert rows[-2:] == ["by choice: shares differ", "note: a note"]
+
+
+def test_checkpoints_are_rows_of_what_saved_them_and_whether_they_are_sound() -> None:
+    manifest = Checkpoint.load(KEPT.with_name("checkpoint.json"))
+    found = [
+        CheckpointView(3, Path("saved/step-3"), manifest, None, verified=True),
+        CheckpointView(6, Path("saved/step-6"), manifest, None),
+        CheckpointView(9, Path("saved/step-9"), manifest, "w.safetensors has other bytes"),
+        CheckpointView(12, Path("saved/step-12"), None, "no manifest.json"),
+    ]
+    rows = _rows(lambda console: render_checkpoints(found, console))
+    assert rows[0] == "Checkpoints in saved"
+    ends = [(row.split()[0], row.split()[-1]) for row in rows if row[:1].isdigit()]
+    assert ends == [("3", "verified"), ("6", "verified"), ("9", "damaged"), ("12", "damaged")]
+    assert sum("not verified" in row for row in rows) == 1
+    assert rows[-2:] == ["step 9: w.safetensors has other bytes", "step 12: no manifest.json"]

@@ -120,6 +120,14 @@ def test_an_edit_that_breaks_the_rule_of_a_policy_is_refused(
     _refused(tmp_path, plan.model_copy(update={"weight_policy": "stash", "stages": tuple(stages)}), rank, edit, message)
 
 
+def test_a_repetition_of_another_length_is_refused(tmp_path: Path) -> None:
+    plan = make("1f1b", 2, [(1,), (1,)], [1, 1], chain(2)).model_copy(update={"weight_policy": "stash"})
+    content = json.loads(expand(plan).dumps())
+    (tmp_path / "p.json").write_text(json.dumps({**content, "shift": 3}))
+    with pytest.raises(FileError, match=r"p.json: \$\.shift: the plan's repetitions have 2 micro-batches, found 3"):
+        read_program(tmp_path / "p.json", plan)
+
+
 def test_replicas_that_complete_their_stages_in_different_orders_are_refused(tmp_path: Path) -> None:
     plan = make("zb-v", 2, [(1, 1)], [2, 1], chain(2))
     message = r"rank 1 begins to reduce stage 0 where rank 0 begins with stage 1; they must keep one order"
