@@ -12,11 +12,14 @@ IN_RANGE := import sys, venv, ensurepip; raise SystemExit(not (3, 11) <= sys.ver
 demo: $(STAMP)
 	$(BIN)/autopar demo
 
-# Two tests run at once: one that trains with several ranks waits more than it computes.
-PYTEST := $(BIN)/python -m pytest --durations=25 -n 2 --dist worksteal
+# Of these, two run at once: few start ranks. Where ranks train, one test has the machine.
+ALONE := tests/planner tests/formats tests/interop tests/schedules tests/capture tests/report tests/hardware \
+    tests/profiler tests/differential tests/reproductions $(wildcard tests/test_*.py) autopar
+PYTEST := $(BIN)/python -m pytest --durations=25
 
 test: $(STAMP)
-	$(PYTEST) tests autopar
+	$(PYTEST) -n 2 --dist worksteal $(ALONE)
+	$(PYTEST) tests $(ALONE:%=--ignore=%)
 
 check: format lint types contracts test notebooks
 

@@ -228,6 +228,7 @@ def test_a_saved_graph_is_the_same_and_small(name, tmp_path):
     assert_equal_to_plain(model, loaded, batch, loss, range(1, len(graph.layers)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "resnet", "mlp"])
 def test_the_examples_equal_the_plain_model(name):
     user = load(str(EXAMPLES / f"{name}.py"))

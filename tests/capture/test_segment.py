@@ -34,6 +34,7 @@ def test_a_mask_made_of_inputs_is_computed_where_it_is_read_and_does_not_cross()
     ]
 
 
+@pytest.mark.slow
 def test_a_tied_parameter_has_one_name():
     graph = layers_of("language")
     assert graph.tied_parameters() == {"transformer.wte.weight": ("transformer.wte", "head")}

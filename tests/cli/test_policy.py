@@ -26,6 +26,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     return command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["stash", "2bw"])
 def test_a_policy_is_planned_simulated_and_run(run: Run, policy: str) -> None:
     dictated = ("--gpus", "2", "--stages", "0-2:1,3-4:1", "--micro-batches", "4")
@@ -200,6 +201,7 @@ def saved(folder: str) -> dict[str, torch.Tensor]:
     return {name: each for file in Path(folder).glob("*.safetensors") for name, each in load_file(file).items()}
 
 
+@pytest.mark.slow
 def test_pipemare_is_planned_with_its_steps_and_run(run: Run) -> None:
     dictated = ("--gpus", "2", "--stages", "0-2:1,3-4:1", "--micro-batches", "4", "--policy", "pipemare")
     code, _, err = run("plan", *dictated)
@@ -256,6 +258,7 @@ def test_xpipes_constants_are_planned_recorded_and_run(run: Run) -> None:
     assert "--ahead is of --policy predict; leave it out" in err
 
 
+@pytest.mark.slow
 def test_checkpoints_are_as_many_as_cost_a_share_of_the_time(run: Run) -> None:
     assert run("plan", "--gpus", "2", "--stages", "0-2:1,3-4:1", "--micro-batches", "4", "--policy", "stash")[0] == 0
     code, _, err = run("run", "--checkpoint", "parts", "--steps", "40")

@@ -26,6 +26,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     return command
 
 
+@pytest.mark.slow
 def test_steps_take_as_long_as_simulated_and_their_trace_lies_over_the_prediction(run: Run) -> None:
     code, out, err = run("rehearse", "--steps", "2", "--trace", "trace.json", "--json")
     assert code == 0, err
@@ -48,6 +49,7 @@ def test_steps_take_as_long_as_simulated_and_their_trace_lies_over_the_predictio
     assert (code, err.count("\n")) == (2, 1)
 
 
+@pytest.mark.slow
 def test_a_program_is_read_by_all_that_perform_one(run: Run) -> None:
     assert run("simulate", "--write-program", "program.json")[0] == 0
     for command in (("simulate",), ("rehearse", "--steps", "1")):

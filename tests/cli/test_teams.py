@@ -62,6 +62,7 @@ def test_teams_are_planned_verified_run_and_gone_on_with_by_others(run: Run, lay
     assert load_file("whole.safetensors")
 
 
+@pytest.mark.slow
 def test_a_dry_run_holds_less_of_a_team_than_of_one_rank(run: Run, layers: int) -> None:
     held = []
     for size in (1, 2):
@@ -72,6 +73,7 @@ def test_a_dry_run_holds_less_of_a_team_than_of_one_rank(run: Run, layers: int) 
     assert held[0] > held[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

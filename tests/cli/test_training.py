@@ -59,6 +59,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_profile_that_was_wrong_predicts_what_a_run_measured_once_the_run_has_updated_it(
     here: Path, command: Command
 ) -> None:

@@ -176,6 +176,7 @@ def test_parse_json_returns_what_json_says() -> None:
     assert parse_json(text, Path("x")) == json.loads(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -64,6 +64,7 @@ def test_the_wheel_holds_exactly_the_modules_of_the_tree(tree: Path, tmp_path: P
     assert sorted(names) == sorted(_modules())
 
 
+@pytest.mark.slow
 def test_what_the_wheel_installs_can_be_imported_without_the_checkout(tree: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(_build(tree, "wheel", tmp_path)) as wheel:
         wheel.extractall(tmp_path / "installed")

@@ -13,6 +13,7 @@ from autopar.cli import app
 from reference_pages import commands, python_api
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", reference.PAGES)
 def test_a_page_is_what_the_code_says(name: str) -> None:
     page = reference.FOLDER / name

@@ -168,6 +168,7 @@ def test_what_is_called_a_contradiction_is_one_and_needs_every_statement_that_it
     assert met >= 30
 
 
+@pytest.mark.slow
 def test_the_least_shortfall_is_that_of_plans_that_obey() -> None:
     checked = 0
     for seed in range(60):

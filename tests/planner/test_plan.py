@@ -75,6 +75,7 @@ def test_the_search_makes_the_plan_of_the_oracle() -> None:
         assert made.predicted.step_s == pytest.approx(fastest_s(profile, cluster, options), rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.reliability(50)
 def test_when_nothing_fits_the_error_names_the_stage_and_the_least_shortfall() -> None:
     checked = 0
@@ -185,6 +186,7 @@ def test_compiled_layers_are_compared_with_no_plan_that_shards() -> None:
     assert [each.excluded for each in made.alternatives if each.excluded] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_notes_advise_only_options_that_go_with_those_that_were_asked_for(seed: int) -> None:
     cluster = random_cluster(seed, 6)

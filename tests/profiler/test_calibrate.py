@@ -68,6 +68,7 @@ def _runs(setting: Setting) -> list[Observation]:
 TRUTH = Constants(forward_launch_s=30e-6, backward_launch_s=14e-6, matmul_share=0.6, memory_share=0.6, step_s=2e-3)
 
 
+@pytest.mark.slow
 def test_runs_that_follow_constants_are_predicted_after_a_fit_to_some_of_them(setting: Setting) -> None:
     runs = _measured(_runs(setting), TRUTH, noise=0.02)
     chosen = random.Random(0).sample(runs, 12)

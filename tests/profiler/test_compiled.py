@@ -18,6 +18,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 def test_compiled_layers_draw_and_compute_what_plain_ones_do() -> None:
     torch.manual_seed(1)
     blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)) for _ in range(OF_A_KIND + 3)]

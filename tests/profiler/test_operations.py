@@ -15,6 +15,7 @@ def _jobs_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "numbers"), [(64, 16), (100_000, 25_000), (100_004, 25_008)])
 def test_a_layer_is_gathered_and_scattered_once_in_every_call(size: int, numbers: int) -> None:
     with RankPool(2) as pool:

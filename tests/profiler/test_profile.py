@@ -68,6 +68,7 @@ def test_a_profile_validates_and_comes_back_from_its_file(model_file: Path, tmp_
     assert not any("loss" in note for note in measured.notes)
 
 
+@pytest.mark.slow
 def test_nothing_of_a_model_is_left_alive_behind_its_profile(model_file: Path) -> None:
     """Autograd's own tapes are no garbage to Python: what saves a tensor with its history holds it for ever."""
     user = load(str(model_file))

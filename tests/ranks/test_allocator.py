@@ -41,6 +41,7 @@ def _faults(**environment: str) -> list[int]:
     return list(map(int, run.stdout.split()))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
 def test_pages_of_what_is_freed_are_kept_where_asked_for() -> None:
     usual, kept, _, lasting = _faults()
@@ -51,6 +52,7 @@ def test_pages_of_what_is_freed_are_kept_where_asked_for() -> None:
     assert lasting < usual / 10
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
 def test_who_has_said_how_to_allocate_is_left_alone() -> None:
     usual, kept, _, lasting = _faults(MALLOC_ARENA_MAX="4")

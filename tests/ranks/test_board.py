@@ -29,6 +29,7 @@ def test_a_board_keeps_every_ranks_last_note(tmp_path: Path) -> None:
         assert other.read(0).time_s == 0 < other.read(1).time_s
 
 
+@pytest.mark.slow
 def test_a_board_that_is_read_while_a_rank_writes_never_goes_back(tmp_path: Path) -> None:
     script = (
         "import sys, time\n"

@@ -47,6 +47,7 @@ def test_a_rank_holds_no_pipe_of_another() -> None:
         assert not (pipes[0] & pipes[1] | pipes[1] & pipes[2] | pipes[0] & pipes[2]) - {shared}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modules", [[], OF_RUNS])
 def test_what_is_imported_keeps_no_thread_behind_a_fork_and_asks_for_no_gpu(modules: list[str]) -> None:
     """CUDA cannot be used behind a fork once it was asked how many GPUs there are."""

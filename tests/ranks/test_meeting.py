@@ -94,6 +94,7 @@ def test_other_versions_and_ranks_dealt_to_hosts_in_turn_are_refused() -> None:
     assert "different versions of torch: 2 on ranks 0, 1, 2 (a, b), 3 on rank 3 (b)" in str(other)
 
 
+@pytest.mark.slow
 def test_a_listener_that_answers_nothing_is_not_waited_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]

@@ -51,6 +51,7 @@ def test_jobs_run_one_after_the_other_on_the_same_processes(pool: RankPool) -> N
     assert process_ids(pool) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "error", "said"),
     [

@@ -119,6 +119,7 @@ def test_ranks_that_do_all_end_with_0() -> None:
     assert run(["pass", "pass"]) == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "said"),
     [
@@ -139,6 +140,7 @@ def test_one_supervisor_says_what_failed(act: str, said: str) -> None:
         raise second  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_where_no_cause_shows_one_says_the_consequence() -> None:
     outcomes = run(["raise PeerLostError('lost')"] * 2)
     assert sorted(type(each).__name__ for each in outcomes) == ["SaidElsewhereError", "TrainingError"]

@@ -158,6 +158,7 @@ def _value(text: str) -> float:
     return float(number) * UNITS[unit]
 
 
+@pytest.mark.slow
 @given(st.floats(1e-9, 1e6), st.integers(0, 2**50), st.floats(1, 1e13))
 def test_a_quantity_reads_back_within_half_a_digit(seconds: float, count: int, rate: float) -> None:
     assert abs(_value(duration(seconds)) - seconds) <= 0.0051 * seconds

@@ -45,6 +45,7 @@ def test_teams_train_a_model_as_one_rank_does(model: tuple[str, str], tmp_path: 
         assert found.within(variant), (variant, found)
 
 
+@pytest.mark.slow
 def test_parts_that_draw_for_themselves_train_alike_each_time(tmp_path: Path) -> None:
     """With recomputation, too, whose masks are those of the forward; other devices a replica draw other masks."""
     case, settings = family_case("gpt2", "sdpa", tmp_path), TrainSettings(split_seeds=True)

@@ -82,6 +82,7 @@ def test_a_rank_does_not_step_and_names_parameter_stage_and_step(widths: tuple[i
     assert all(bool(value.isfinite().all()) for value in truth.parameters.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shard", "clip_norm", "counted"),
     [
@@ -107,6 +108,7 @@ def test_a_run_ends_and_saves_nothing(
     assert not options.save.exists()
 
 
+@pytest.mark.slow
 def test_nothing_is_saved_before_all_ranks_have_looked_at_their_gradients(pool: RankPool, tmp_path: Path) -> None:
     file = _file(tmp_path, 0)
     plan, workspace, saved = _plan(file, (1, 1)), tmp_path / "workspace", tmp_path / "saved"
@@ -129,6 +131,7 @@ def test_nothing_is_saved_before_all_ranks_have_looked_at_their_gradients(pool: 
     assert not list(saved.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.reliability(11, 12)
 def test_a_single_micro_batch_is_named(tmp_path: Path) -> None:
     file = _file(tmp_path, 0)
@@ -136,6 +139,7 @@ def test_a_single_micro_batch_is_named(tmp_path: Path) -> None:
         run(_plan(file, (1,), micro_batches=1), str(file), RunOptions(steps=1))
 
 
+@pytest.mark.slow
 def test_gradients_whose_norm_no_number_holds_are_not_clipped(tmp_path: Path) -> None:
     file = _file(tmp_path, STEPS)
     file.write_text(file.read_text() + "\n\ndef loss(output, batch):\n    return 1e200 * output.mean()\n")
@@ -159,6 +163,7 @@ def test_large_gradients_in_float32_are_applied(tmp_path: Path) -> None:
     assert before != after
 
 
+@pytest.mark.slow
 def test_a_script_is_given_no_state_after_it(tmp_path: Path) -> None:
     file = _file(tmp_path, STEPS)
     module, loss = load(str(file)).build(0), plain.load_file(file).loss

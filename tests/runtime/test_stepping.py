@@ -221,6 +221,7 @@ def test_what_a_rank_would_do_otherwise_is_refused_by_name(text: str, said: str,
     assert all(re.search(said, refusal) and "named_parameters" in refusal for refusal in refusals)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -293,6 +293,7 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused_before_training(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("size", [2, 4])

@@ -28,6 +28,7 @@ def _largest(schedule: str, named: str) -> Plan:
     return make(schedule, 32, shares, depths, (*chain(8 * chunks), *skips), tied)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @example(_largest("gpipe", "all"))
 @example(_largest("1f1b", "PA"))

@@ -220,6 +220,7 @@ def test_drawn_layers_train_in_parts_as_whole(seed: int) -> None:
     assert found.error < 10 * CLOSE
 
 
+@pytest.mark.slow
 def test_most_drawn_layers_are_split() -> None:
     split = [choose(analyse(layer_of(Drawn(seed), numbers(2, 3, 8))), 2) for seed in range(1, 20)]
     assert sum(map(bool, split)) > 10

@@ -145,6 +145,7 @@ def test_no_plan_that_obeys_the_rules_of_stages_is_cheaper() -> None:
     assert sum(each is not None for each in found) >= 15
 
 
+@pytest.mark.slow
 def test_with_a_gap_the_bound_stays_below_the_least_cost_and_most_plans_are_within_the_gap() -> None:
     within = compared = 0
     for seed in range(400, 440):
@@ -210,6 +211,7 @@ def _steps(profile: Profile, cluster: Cluster, options: PlanOptions) -> list[tup
     return [(step_s, step_s * _price(cluster, each)) for each in found for step_s in [simulator.step_s(each)]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [_instance, _limited, _constrained])
 def test_no_plan_within_the_deadline_is_cheaper(
     make: Callable[[int], tuple[Profile, Cluster, PlanOptions]],

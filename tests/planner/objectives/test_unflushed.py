@@ -67,6 +67,7 @@ def ways_of(judge: PolicyJudge, devices: int, micro_batches: int) -> list[tuple[
     return ways
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(16))
 def test_no_partition_and_no_depths_have_a_shorter_period(seed: int, policy: str) -> None:

@@ -47,6 +47,7 @@ def _fitting(profile: Profile, cluster: Cluster, options: PlanOptions) -> dict[s
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("nodes", [((2,), (3,), (4,)), ((2, 2), (3, 1), (2, 1))], ids=["one", "more"])
 def test_autopar_is_never_slower_than_a_peer_that_fits(nodes: tuple[tuple[int, ...], ...], limited: bool) -> None:
@@ -113,6 +114,7 @@ def test_gpipe_and_torchgpipe_run_gpipe_and_the_others_1f1b() -> None:
     assert [schedules[name] for name in NAMES] == ["gpipe", "gpipe", "gpipe", "1f1b", "1f1b", "1f1b"]
 
 
+@pytest.mark.slow
 def test_a_planner_that_would_take_too_long_says_so_and_one_that_may_plans_for_some_counts() -> None:
     costs = CostModel(gpt_profile(), local_cluster(2), PlanOptions())
     _, found = _peers(gpt_profile(blocks=60), local_cluster(2), PlanOptions(gpus=512, micro_batches=1))

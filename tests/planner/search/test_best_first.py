@@ -139,6 +139,7 @@ def test_a_search_over_a_gpt_certifies_its_gap_or_stays_close_within_the_budget(
     assert max(gaps) <= 0.06
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "limits",
     [

@@ -46,6 +46,7 @@ def test_no_choice_of_depths_lets_more_in_flight_than_the_stage_before_has() -> 
     assert turning >= 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", ["none", "auto"])
 def test_a_plan_is_found_with_the_least_memory_that_any_plan_needs(shard: str) -> None:
     for seed in range(40):

@@ -60,6 +60,7 @@ def test_a_search_that_takes_stages_together_is_honest_and_close() -> None:
     assert ratios[int(0.8 * len(ratios))] <= 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fineness", [ROUGH, FINE, Fineness(2, 2, 1, 1.5)])
 def test_tables_of_stages_taken_together_are_below_every_bound_under_every_cap(fineness: Fineness) -> None:
     compared = 0

@@ -44,6 +44,7 @@ def test_a_wrong_number_is_seen(pairs: CheckpointPairs) -> None:
     assert difference(other, pairs.truth) > 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(COUNT))
 def test_any_team_goes_on_from_what_another_saved(team_pairs: CheckpointPairs, seed: int) -> None:
     rng = random.Random(f"teams {seed}")

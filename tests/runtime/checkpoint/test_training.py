@@ -81,6 +81,7 @@ HOW: dict[str, tuple[list[int], dict[str, object]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 def test_a_run_that_is_gone_on_with_is_bit_for_bit_one_that_was_not_interrupted(
     captured: tuple[UserModel, LayerGraph], how: str, tmp_path: Path, pool: RankPool
@@ -124,6 +125,7 @@ def test_any_plan_goes_on_from_what_any_other_saved(
     assert largest_difference(tensors(folder, 14), tensors(tmp_path / "whole", 14)) < 1e-10
 
 
+@pytest.mark.slow
 def test_a_scale_of_float16_goes_on_where_it_was(tmp_path: Path, pool: RankPool) -> None:
     file = tmp_path / "model.py"
     # The last layer's gradients overflow until the scale has shrunk.
@@ -361,6 +363,7 @@ def train_by_script(
     return cast(list[dict[str, Any]], found)
 
 
+@pytest.mark.slow
 @pytest.mark.reliability(23)
 def test_a_script_goes_on_from_what_another_plan_saved(tmp_path: Path, pool: RankPool) -> None:
     whole = train_by_script(pool, [1], tmp_path / "whole", 7)[0]["losses"]
@@ -389,6 +392,7 @@ def test_generators_go_on_where_there_are_as_many_ranks(tmp_path: Path, pool: Ra
     assert [result["drawn"] for result in train_by_script(pool, [1, 1], tmp_path, 4)] == [expected, expected]
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_run_is_left_alone(tmp_path: Path) -> None:
     (batch,) = batches(1)
     with autopar.materialize(make_model(), script_plan([1]), batch, loss=loss) as job:
@@ -409,6 +413,7 @@ def test_a_folder_of_another_run_is_left_alone(tmp_path: Path) -> None:
         job.load(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_parameter_that_has_got_other_memory_is_saved_as_it_is(tmp_path: Path) -> None:
     (batch,) = batches(1)
 

@@ -135,6 +135,7 @@ def _calls(folder: Path) -> int:
     return calls.count
 
 
+@pytest.mark.slow
 @pytest.mark.reliability(15)
 def test_whatever_call_fails_training_goes_on_and_a_sound_checkpoint_is_there(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

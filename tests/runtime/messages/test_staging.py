@@ -165,6 +165,7 @@ def test_skips_ties_masks_and_integers_train_bit_for_bit_as_without_copies(
     _same(plan, plainly, staged)
 
 
+@pytest.mark.slow
 def test_processes_train_bit_for_bit_as_without_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, graph, _ = _captured("everything")
     plan = dictate(graph, model, (1, 2), 3, 4)

@@ -52,6 +52,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject
     return prepared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "widths", "schedule", "shard"),
     [

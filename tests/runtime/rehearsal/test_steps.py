@@ -279,6 +279,7 @@ def test_a_depth_that_is_off_by_one_shows_in_what_is_held() -> None:
     assert all(peaks[1][rank] > 1.05 * peaks[0][rank] for rank in range(4))
 
 
+@pytest.mark.slow
 def test_in_real_time_steps_are_as_long(pool: RankPool) -> None:
     planned, profile, cluster = _line()
     slower = tuple(
@@ -320,6 +321,7 @@ def test_threads_say_that_they_divide_nothing() -> None:
     _check(rehearsal, simulate(*inputs), planned)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named() -> None:
     planned, profile, cluster = _line()
     prices = action_prices(planned, profile, cluster)

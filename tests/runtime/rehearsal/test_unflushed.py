@@ -50,6 +50,7 @@ def drawn(seed: int) -> tuple[Plan, object, object] | None:
     return made.model_copy(update={"stages": stages}), profile, cluster
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 60, 10))
 def test_what_is_rehearsed_is_what_was_simulated(first: int) -> None:
     cases = 0
@@ -69,6 +70,7 @@ def test_what_is_rehearsed_is_what_was_simulated(first: int) -> None:
     assert cases >= 3
 
 
+@pytest.mark.slow
 def test_rehearsed_replicas_in_turn_take_what_was_simulated() -> None:
     spans = set()
     for seed in range(40):
@@ -154,6 +156,7 @@ def test_an_action_of_another_price_is_found() -> None:
     assert ends(rehearsed.timeline) != ends(simulate(made, *inputs))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_processes_perform_it_too_and_steps_are_as_long_as_the_period() -> None:
     found = next(each for each in map(drawn, range(0, 60, 5)) if each is not None and len(each[0].devices) <= 3)
     made, *inputs = found

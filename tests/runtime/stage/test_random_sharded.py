@@ -30,6 +30,7 @@ def plans(name: str, case: Case) -> st.SearchStrategy[Plan]:
     return plans_of(case.graph, case.model, most_ranks=6, shards=SHARDS, **LIMITS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIMITS)
 def test_any_plan_with_sharding_trains_as_the_plain_loop(
     name: str, cases: dict[str, Case], living_pool: Callable[[], RankPool]

@@ -37,6 +37,7 @@ def _planned(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "kind"),
     [("optimizer", "other"), ("gradients", "other"), ("parameters", "extra"), ("parameters", "layer")],
@@ -51,6 +52,7 @@ def test_replicas_that_disagree_end_the_run_and_name_a_parameter(
         run(plan, str(file), RunOptions(steps=1), pool=pool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "kind", "turns"),
     [("optimizer", "other", True), ("gradients", "other", False), ("parameters", "layer", False)],

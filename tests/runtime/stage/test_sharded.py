@@ -173,6 +173,7 @@ def test_replicas_that_take_unequally_many_turns_divide_the_optimizers_state(
     trains_as_plain(pool, case, plan, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "level", "widths", "options"),
     [
@@ -206,6 +207,7 @@ def test_sharded_stages_evaluate_as_the_plain_model(
         torch.testing.assert_close(value, outputs[name], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip_norm", [1e-3])
 @pytest.mark.parametrize("name", ["everything", "uneven"])
 def test_clipping_counts_every_part_of_a_gradient_once(
@@ -310,6 +312,7 @@ def test_a_layer_of_several_types_is_named(cases: dict[str, Case], pool: RankPoo
         run(plan, str(case.file), RunOptions(steps=1), pool=pool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "level"), [("Adafactor(parameters)", "parameters"), ("Rprop(parameters)", "optimizer")]
 )

@@ -112,6 +112,7 @@ def test_a_run_writes_report_trace_and_weights_that_a_second_run_starts_from(her
     assert plan.predicted.step_s == 0
 
 
+@pytest.mark.slow
 def test_the_report_names_modules_that_training_puts_back_into_training_mode(here: Path, pool: RankPool) -> None:
     frozen = "import words\nfrom words import *\ndef model():\n    net = words.model()\n"
     part = "next(part for path, part in net.named_modules() if path)"
@@ -127,6 +128,7 @@ def threads_of(pool: RankPool) -> list[int]:
     return [len(list(file.iterdir())) for file in files]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 @pytest.mark.parametrize("shard", ["none", "parameters"])
 def test_a_rank_gives_back_what_a_training_has_opened_before_it_serves_the_next(here: Path, shard: str) -> None:
@@ -326,6 +328,7 @@ def edited(here: Path, **changes: object) -> None:
     (here / "plan.json").write_text(json.dumps(content))
 
 
+@pytest.mark.slow
 @pytest.mark.reliability(16, 32, 53, 54)
 def test_what_does_not_fit_is_one_line_and_the_right_exit_code(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

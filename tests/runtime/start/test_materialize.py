@@ -36,6 +36,7 @@ def test_a_loss_that_no_parts_add_up_to_is_refused_unless_accepted_or_not_divide
     assert found == pytest.approx(truth, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_another_model_or_too_few_ranks_are_refused_before_training() -> None:
     other = torch.nn.Sequential(*make_model(), torch.nn.Linear(3, 3)).double()
     (batch,) = batches(1)

@@ -164,6 +164,7 @@ def test_a_write_that_fails_leaves_the_set_before_or_the_new_one(tmp_path: Path)
             assert {path.name for path in folder.iterdir()} == before | weights.indexed_file_names(folder)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_the_set_before_or_the_new_one(tmp_path: Path) -> None:
     folder = _prepared(tmp_path / "saved")
     count = _calls(folder)
@@ -294,6 +295,7 @@ def narrow_gpt(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return make_case(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("widths", "sizes", "shard"), TEAM_CASES)
 @pytest.mark.parametrize("given", [False, True])
 def test_what_teams_cut_is_written_whole(

@@ -80,6 +80,7 @@ def test_one_process_trains_as_a_plain_loop_and_leaves_the_scripts_model_alone(t
     assert model.training
 
 
+@pytest.mark.slow
 def test_a_script_clips_stages_and_has_its_optimizer_told_of_them() -> None:
     def told(parameters: list[torch.nn.Parameter], delay: float, replicas: int) -> torch.optim.Optimizer:
         assert (delay, replicas) == (0.0, 1)
@@ -98,6 +99,7 @@ def test_a_script_clips_stages_and_has_its_optimizer_told_of_them() -> None:
         autopar.materialize(make_model(), script_plan([1]), loss=loss, clip="stage")
 
 
+@pytest.mark.slow
 def test_a_model_that_changes_python_state_is_held_to_what_the_plan_ignores() -> None:
     model, ((inputs, targets),) = make_model(), batches(1)
     seen: list[int] = []
@@ -137,6 +139,7 @@ def test_a_batch_that_is_not_as_planned_is_refused_and_training_goes_on() -> Non
         assert job.step(second).step == 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 @pytest.mark.reliability(58)
 def test_a_loader_that_forks_gives_a_job_what_one_without_processes_does() -> None:
@@ -267,6 +270,7 @@ def test_planning_from_python_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_transformers_model_counts_its_labels_as_a_plain_loop_over_whole_mini_batches_does() -> None:
     transformers = pytest.importorskip("transformers", reason="autopar[hf] is not installed")
     config = transformers.LlamaConfig(

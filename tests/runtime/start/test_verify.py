@@ -170,6 +170,7 @@ def _of_teams(folder: Path, widths: Sequence[int], sizes: Sequence[int], **optio
     return plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("widths", "sizes", "shard"),
     [((1, 1), (2, 4), "none"), ((2,), (2,), "parameters"), ((2, 1), (2, 2), ("optimizer", "none"))],
@@ -344,6 +345,7 @@ def told(folder: Path, example: str) -> str:
     return str(folder / "model.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["stash", "pipemare", "sync"])
 def test_an_optimizer_is_told_of_its_stage_on_both_sides(policy: str, tmp_path: Path, pool: RankPool) -> None:
     plan = planned(tmp_path, told(tmp_path, "mlp"), (2, 1, 3), warmup=[1, 1, 1])

@@ -81,6 +81,7 @@ def prepared(folder: Path, user: UserModel, given: Path | None = None) -> tuple[
     return Workspace(folder), source, int(tracker.peak_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [MODEL, MODEL + LISTED])
 def test_given_weights_are_read_by_ranks_alone(tmp_path: Path, text: str) -> None:
     user = user_model(tmp_path, text)
