@@ -30,6 +30,15 @@ def test_shards_are_stages_of_zero(shard: str, stage: int, tmp_path: Path) -> No
     assert found["train_batch_size"] == sizes[0] * sizes[1] * 4 == 16
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_precision_is_enabled_by_its_name(precision: str, tmp_path: Path) -> None:
+    profile = llama_profile()
+    plan, cluster = equal_plan(profile, "1f1b", 2)
+    plan = plan.model_copy(update={"precision": precision})
+    main, _ = export_plan("deepspeed", (plan, profile, cluster), tmp_path / "plan.json").files
+    assert json.loads(main.text)[precision] == {"enabled": True}
+
+
 def test_a_pipeline_has_parts_and_recomputes_all_layers_or_none(tmp_path: Path) -> None:
     found, parts = exported(tmp_path, "1f1b", 3, 2, 4, cuts=(2, 9), recompute=range(14), shard="optimizer")
     assert found["pipeline"] == {"activation_checkpoint_interval": 1}

@@ -117,6 +117,8 @@ def test_the_order_of_lines_windows_line_ends_and_a_byte_order_mark_do_not_matte
         (2, "node2", ":2: expected a node"),
         (4, LINES[3].replace("=0 -- stage_id=0", "=0 -- stage_id=a"), ":4: stage_id must be a whole number"),
         (2, LINES[1].replace("LSTM", "LS\x07TM"), ":2: holds control characters"),
+        (2, LINES[1].replace("node2", "n" * 2000), ":2: the node's name has 2000 letters, at most 1024 are read"),
+        (2, LINES[1].replace("64.0; 8.0", "1e15; 8.0"), ":2: activation_size adds up to 1000000000000016.0, more than"),
     ],
 )
 def test_a_bad_line_is_refused_by_its_number(number: int, line: str, message: str) -> None:

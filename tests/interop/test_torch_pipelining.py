@@ -15,6 +15,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
+from autopar.exports import export_plan
 from autopar.formats.plan import Plan
 from autopar.interop.torch_pipelining import computations, orders_of, with_messages
 from autopar.schedules import SCHEDULES
@@ -116,6 +117,16 @@ def named_order(plan: Plan, theirs: type, micro_batches: int) -> list[list[str]]
     made = theirs(stages[0] if single else stages, micro_batches)
     order = made._get_pipeline_order() if single else made.pipeline_order
     return [[text for each in order[rank] if (text := str(each)) != "None" and "REDUCE" not in text] for rank in order]
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")])
+def test_a_script_is_told_to_step_under_the_plans_precision(precision: str, dtype: str, tmp_path: Path) -> None:
+    profile = llama_profile()
+    plan, cluster = equal_plan(profile, "1f1b", 2)
+    plan = plan.model_copy(update={"precision": precision})
+    files = export_plan("torch", (plan, profile, cluster), tmp_path / "plan.json").files
+    call = f"planned for {precision}: step under torch.autocast('cpu', torch.{dtype})"
+    assert any(call in file.text.replace("\n# ", "") for file in files)
 
 
 @pytest.mark.slow

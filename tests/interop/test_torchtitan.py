@@ -89,6 +89,13 @@ def test_names_are_torchtitans_for_classes_that_it_knows_and_the_models_own_for_
         assert words in text.replace("\n#  ", "")
 
 
+def test_half_precision_of_the_other_kind_is_refused(tmp_path: Path) -> None:
+    profile = llama_profile()
+    plan, cluster = equal_plan(profile, "1f1b", 2)
+    with pytest.raises(UsageError, match="torchtitan trains in bfloat16 or float32, and not in fp16"):
+        exported(tmp_path, (plan.model_copy(update={"precision": "fp16"}), profile, cluster))
+
+
 def test_a_module_sets_degrees_batches_precision_and_recomputation(tmp_path: Path) -> None:
     (text,) = exported(tmp_path, two_stages(blocks=32, recompute=range(1, 33), shard="optimizer"), LLAMA_8B)
     found = values(text)
@@ -172,6 +179,7 @@ def test_older_configurations_and_saved_ones_are_read(tmp_path: Path) -> None:
     [
         ("[parallelism", FileError, "not TOML"),
         ("a = 1", FileError, "states no module_fqns_per_model_part"),
+        (TOML.replace('"layers.1"', "1"), FileError, "module_fqns_per_model_part: expected lists of names"),
         (TOML.replace("layers.1", "layers.7"), UsageError, "module 'layers.7' is none of the profile's layers"),
         (TOML.replace('"layers.1", ', ""), UsageError, "does not have all layers"),
         (
