@@ -56,7 +56,7 @@ class PeakTerms(NamedTuple):
     recompute: frozenset[int] = frozenset()
     """Layers of the stage that are run forward again."""
     shard: Shard = "none"
-    unanswered: int | None = None
+    patience: int | None = None
     """Micro-batches behind which a send is waited for that nothing answers; None: a step's."""
 
 
@@ -156,7 +156,7 @@ def messages_of(parts: Parts, terms: PeakTerms) -> Bytes:
 
 def waiting_bytes(per_sample: Bytes, terms: PeakTerms) -> Bytes:
     """Return the bytes of so much sent per sample that waits for a later send, beside what is in flight."""
-    until = terms.micro_batches if terms.unanswered is None else terms.unanswered
+    until = terms.micro_batches if terms.patience is None else terms.patience
     # The new one is in flight, too.
     return max(0, until + 1 - terms.warmup) * rows_bytes(terms.rows, per_sample)
 

@@ -305,7 +305,7 @@ class PolicyJudge:
                 len(stage.devices),
                 stage.lead(before, before.in_flight),
                 frozenset(stage.recompute),
-                unanswered=patience * micro_batches // stage.turning,
+                patience=patience * micro_batches // stage.turning,
             )
             versions = kept_versions(self.policy, depths) - 1 + self.policy.buffers(depths) + depths.gradients - 1
             most = max(
