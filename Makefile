@@ -12,14 +12,14 @@ IN_RANGE := import sys, venv, ensurepip; raise SystemExit(not (3, 11) <= sys.ver
 demo: $(STAMP)
 	$(BIN)/autopar demo
 
-# Of these, two run at once: few start ranks. Where ranks train, one test has the machine.
-ALONE := tests/planner tests/formats tests/interop tests/schedules tests/capture tests/report tests/hardware \
+# Few of these start ranks, so two run at once. Where ranks train, one test has the machine.
+TWO_AT_ONCE := tests/planner tests/formats tests/interop tests/schedules tests/capture tests/report tests/hardware \
     tests/profiler tests/differential tests/reproductions $(wildcard tests/test_*.py) autopar
 PYTEST := $(BIN)/python -m pytest --durations=25
 
 test: $(STAMP)
-	$(PYTEST) -n 2 --dist worksteal $(ALONE)
-	$(PYTEST) tests $(ALONE:%=--ignore=%)
+	$(PYTEST) -n 2 --dist worksteal $(TWO_AT_ONCE)
+	$(PYTEST) tests $(TWO_AT_ONCE:%=--ignore=%)
 
 check: format lint types contracts test notebooks
 

@@ -262,7 +262,10 @@ class Mailbox:
             pending.wait()
 
     def _wait_for_sends_until(self, number: int, position: int) -> None:
-        """Wait for a send; without flushes also for those before it: what proves them may be left out in a fill."""
+        """Wait for a send; without flushes also for all before it to its peer.
+
+        What proves them may be left out in a fill; and where replicas take turns, other repetitions follow a drain.
+        """
         if not self._flushes:
             last, peer = (number, position), self._actions[position].peer
             for sent in [each for each in self._sending if each < last and self._actions[each[1]].peer == peer]:
@@ -279,7 +282,7 @@ class Mailbox:
         try:
             if position in self._unanswered:
                 # The same message of the step before; without flushes, of one by which its receiver is surely done.
-                self._wait_for_send(self._repetition.number - self._patience, position)
+                self._wait_for_sends_until(self._repetition.number - self._patience, position)
             carried = self._carried_by(position, tensors)
             sent = [self._transport.send(each, action.peer) for each in carried]
             self._sending[self._repetition.number, position] = sent

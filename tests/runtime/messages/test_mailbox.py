@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import accumulate
 from unittest.mock import Mock
 
@@ -246,30 +247,56 @@ def test_what_is_sent_to_a_peer_that_sends_nothing_waits_for_the_same_of_the_nex
 def test_a_pipeline_that_is_drained_and_filled_again_keeps_no_sends(rank: int, every: int, micro_batches: int) -> None:
     stages = [Stage(layers=(f"l{at}",), devices=(at,), shares=(6,), warmup=1) for at in range(3)]
     plan = plan_of(stages, [(0, (1, 2)), (1, (2,))], micro_batches, "1f1b")
-    deep = tuple(each.model_copy(update={"warmup": depth}) for each, depth in zip(stages, (5, 3, 1), strict=True))
-    plan = plan.model_copy(update={"stages": deep, "weight_policy": "stash"})
+    most = _most_waiting(plan, (5, 3, 1), rank, every)
+    assert max(most[5:]) == max(most[:5])
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize("every", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("rank", range(5))
+def test_replicas_that_take_turns_keep_no_sends_wherever_a_turn_ends(rank: int, every: int, gradient: bool) -> None:
+    widths, devices = (3, 2), iter(range(5))
+    stages = [
+        Stage(
+            layers=(f"l{at}",),
+            devices=tuple(next(devices) for _ in range(width)),
+            shares=(6,) * width,
+            warmup=1,
+            division="round-robin",
+        )
+        for at, width in enumerate(widths)
+    ]
+    plan = plan_of(stages, [(0, (1,))], 1, "1f1b")
+    tensors = tuple(each.model_copy(update={"gradient": gradient}) for each in plan.tensors)
+    most = _most_waiting(plan.model_copy(update={"tensors": tensors}), (3, 2), rank, every)
+    assert max(most[len(most) // 2 :]) <= max(most[: len(most) // 2])
+
+
+def _most_waiting(plan: Plan, depths: Sequence[int], rank: int, every: int) -> list[int]:
+    """Return how many sends a rank has not waited for at most, from every fill of a pipeline to its drain."""
+    deep = (stage.model_copy(update={"warmup": depth}) for stage, depth in zip(plan.stages, depths, strict=True))
+    plan = plan.model_copy(update={"stages": tuple(deep), "weight_policy": "stash"})
     program, transport = expand(plan), _CountingTransport()
-    names = [each.name for each in plan.tensors]
     specs = {
-        name: TensorSpec(name, f"l{name[1:]}", ("l2",), (1,), batch_dim=0, dtype=torch.float32, gradient=True)
-        for name in names
+        each.name: TensorSpec(each.name, each.producer, each.consumers, (1,), 0, torch.float32, each.gradient)
+        for each in plan.tensors
     }
     mailbox = Mailbox(plan, program, rank, specs, transport, torch.device("cpu"))  # type: ignore[arg-type]
     most = []
-    for first in range(0, 30, every):
+    for first in range(0, 60, every):
         stop, held = first + every, [0]
-        for step in range(first - lead(plan), stop):
-            repetition = Repetition(step, micro_batches, stop, first)
+        for step in range(first - lead(plan), stop, plan.span):
+            repetition = Repetition(step, plan.micro_batches, stop, first, plan.span)
             mailbox.begin_step(repetition)
             for position, action in enumerate(program.ranks[rank]):
                 if position in mailbox.due:
                     mailbox.post(position)
                 if repetition.has(action) and action.kind in (SEND, SEND_GRADIENT):
-                    mailbox.send(position, dict.fromkeys(names, torch.zeros(6, 1)))
+                    mailbox.send(position, dict.fromkeys(specs, torch.zeros(6, 1)))
                     held.append(transport.waiting)
                 elif repetition.has(action) and action.kind in (RECEIVE, RECEIVE_GRADIENT):
                     mailbox.receive(position)
         most.append(max(held))
-    assert max(most[5:]) == max(most[:5])
     mailbox.finish()
     assert transport.waiting == 0
+    return most
