@@ -29,8 +29,10 @@ quick: format lint types contracts test
 format: $(STAMP)
 	$(BIN)/ruff format --check .
 
+# The second: docstrings name no argument that there is not, which renames leave behind.
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --preview --select DOC102 .
 
 types: $(STAMP)
 	$(BIN)/mypy

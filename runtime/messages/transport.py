@@ -143,8 +143,9 @@ class GroupTransport:
             groups: ranks that reduce together.
             apart: those that do so in an order of their own, too.
             channels: lead to ranks that have one to this rank.
-            grouped: whether messages that training depends on go through groups. Otherwise, none is made for them, as
-                a thread of Gloo's wakes up a hundred times a second in every one; the default group does for the rest.
+            with_message_group: whether messages that training depends on go through groups. Otherwise, none is made
+                for them, as a thread of Gloo's wakes up a hundred times a second in every one; the default group does
+                for the rest.
         """
         with late_connections_dropped():
             patience = timedelta(seconds=context.timeout_s)

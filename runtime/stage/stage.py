@@ -110,9 +110,9 @@ class Segment:
 
         Args:
             layers: in order.
-            wanted: names that later segments, other stages or the loss need.
+            needed_names: names that later segments, other stages or the loss need.
             autocast: makes the context that a forward runs in.
-            recomputed: whether they keep their inputs only.
+            is_recomputed: whether they keep their inputs only.
         """
         self.is_recomputed = is_recomputed
         self._layers, self._autocast = list(layers), autocast
@@ -139,7 +139,7 @@ class Segment:
         seed: Callable[[str], None],
         again: WrittenTensors | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Run forward, the first time or once more, on what was kept ``before``; return the outputs.
+        """Run forward, the first time or once more, on what :meth:`before` kept; return the outputs.
 
         Raises:
             TrainingError: a layer failed; names it.
@@ -447,7 +447,7 @@ class InFlightMicroBatch:
         Args:
             stage: whose forward it was.
             passes: its segments'.
-            received: the tensors that it began with; where a gradient goes back, they are leaves.
+            received_tensors: those that it began with; where a gradient goes back, they are leaves.
             outputs: what it made.
             weight: the loss's gradient.
         """
@@ -465,7 +465,7 @@ class InFlightMicroBatch:
         self._ahead[-1].recompute()
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-        """Run backward from the gradients of ``awaited``; return those of the received tensors by name, if any."""
+        """Run backward from the gradients of ``awaited_names``; return those of what was received, by name, if any."""
         given = self._output_gradients(gradients)
         while self._ahead:
             self._ahead.pop().backward(given)

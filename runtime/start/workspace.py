@@ -181,7 +181,7 @@ def check_shares(layers: Iterable[Layer], plan: Plan, *, sync_batch_norm: bool =
     Args:
         layers: of the model, which the plan has.
         plan: its stages have the shares.
-        synced: whether batch normalisation is that of all shares together.
+        sync_batch_norm: whether batch normalisation is that of all shares together.
 
     Raises:
         UsageError: names the layer.
