@@ -27,6 +27,15 @@ Manner = tuple[Division, Shard]
 """How a stage's replicas divide micro-batches, and what they shard."""
 
 
+class Lead(NamedTuple):
+    """By how much an earlier stage leads another one."""
+
+    stop: int
+    """The layer before which the earlier stage ends."""
+    turns: int
+    """See :meth:`CandidateStage.lead`."""
+
+
 class CandidateStage(NamedTuple):
     """One stage of a candidate: layers ``first`` to ``stop - 1`` on ``devices``; fields as of a plan's stage."""
 
@@ -70,6 +79,10 @@ class CandidateStage(NamedTuple):
         meeting = lcm(self.turning, before.turning)
         met = -(-min(before.in_flight, micro_batches) // meeting) * meeting
         return max(0, met // self.turning - self.warmup)
+
+    def leads(self, before: Sequence[CandidateStage], micro_batches: int) -> tuple[Lead, ...]:
+        """Return :meth:`lead` to every stage before; tensors that pass some by come from earlier ones."""
+        return tuple(Lead(each.stop, self.lead(each, micro_batches)) for each in before)
 
     def turns(self, replica: int, micro_batches: int) -> int:
         """Return how many of a step's micro-batches a replica takes part in.

@@ -26,7 +26,7 @@ from autopar.hardware.gpus import Gpu
 from autopar.profiler.costs import describe_tensors, layer_records, owned_parameters
 from autopar.profiler.device import COMMUNICATORS_BYTES, Computing, peak_bytes
 from autopar.profiler.kernels import Kernel, KernelLog, as_on_cuda
-from autopar.profiler.layer_runs import LayerInputs, LayerPass, SavedStorages
+from autopar.profiler.layer_runs import LayerInputs, LayerPass, SavedStorages, pending_bytes, without_halves
 from autopar.profiler.optimizer import OptimizerMemory, moved_per_number, optimizer_memory
 from autopar.profiler.profile import sizes_up_to
 from autopar.profiler.roofline import Constants, KernelTable, Numbers, default_constants, seconds
@@ -47,6 +47,8 @@ class LayerWork:
     """What adding to gradients that are there takes beyond ``backward``."""
     saved_bytes: Mapping[str, int]
     peak_bytes: int
+    pending_bytes: int | None
+    """What it holds between the halves of its backward; None: it has none."""
     outputs: tuple[tuple[torch.dtype, bool, int], ...]
     """Of every output: type, whether a gradient flows back over it, bytes."""
 
@@ -101,7 +103,7 @@ def _run(
     inputs = LayerInputs(rows, tensors, {name: types[name][1] for name in specs})
     try:
         with mode:
-            return _record(faked, inputs, graph.outputs, computing)
+            return _record(faked, inputs, graph, computing)
     except AutoparError:
         raise
     except Exception as error:
@@ -112,7 +114,8 @@ def _run(
         ) from error
 
 
-def _record(layer: Layer, inputs: LayerInputs, loss: tuple[str, ...], computing: Computing) -> LayerWork:
+def _record(layer: Layer, inputs: LayerInputs, graph: LayerGraph, computing: Computing) -> LayerWork:
+    loss = graph.outputs
     trained = [parameter for parameter in layer.module.parameters() if parameter.requires_grad]
     work = LayerPass(layer, inputs, loss, computing)
     storages = SavedStorages("own", (*layer.module.parameters(), *layer.module.buffers()))
@@ -132,6 +135,7 @@ def _record(layer: Layer, inputs: LayerInputs, loss: tuple[str, ...], computing:
     with KernelLog() as adding:
         torch.autograd.backward(trained, gradients)
     peak = peak_bytes(LayerPass(layer, inputs, loss, computing).whole, torch.device("cpu"))
+    pending = pending_bytes(layer, inputs, graph, computing)
     for parameter in trained:
         parameter.requires_grad_(False)
     half = LayerPass(layer, inputs, loss, computing)
@@ -143,6 +147,7 @@ def _record(layer: Layer, inputs: LayerInputs, loss: tuple[str, ...], computing:
         accumulate=tuple(adding.kernels),
         saved_bytes=saved,
         peak_bytes=peak,
+        pending_bytes=pending,
         outputs=outputs,
     )
 
@@ -327,8 +332,10 @@ def profile_of(
 ) -> formats.Profile:
     """Return the profile of a priced workload."""
     times, gpu, dtypes = layer_seconds(load, constants), load.gpu, load.works[0].dtypes
+    works = zip(subject.graph.layers, load.works[0].layers, strict=True)
+    whole = next((layer.name for layer, work in works if work.pending_bytes is None), None)
     costs = (
-        tuple(_cost(layer, load, times, at, index) for at in range(len(load.sizes)))
+        tuple(_cost(layer, load, times, at, index, splits=whole is None) for at in range(len(load.sizes)))
         for index, layer in enumerate(subject.graph.layers)
     )
     once = times.update_s.tolist(), times.accumulate_s.tolist()
@@ -350,12 +357,13 @@ def profile_of(
         notes=(
             *subject.notes,
             f"times are estimated for {gpu.name} by its data sheet, not measured (docs/howto/other_gpus.md)",
+            *([] if whole is None else [without_halves(whole)]),
             *notes,
         ),
     )
 
 
-def _cost(layer: Layer, load: Workload, times: LayerSeconds, at: int, index: int) -> formats.Cost:
+def _cost(layer: Layer, load: Workload, times: LayerSeconds, at: int, index: int, *, splits: bool) -> formats.Cost:
     work = load.works[at].layers[index]
     names = {f"input {index}": name for index, name in enumerate(layer.inputs)}
     names |= {f"output {index}": name for index, name in enumerate(layer.outputs)}
@@ -365,8 +373,9 @@ def _cost(layer: Layer, load: Workload, times: LayerSeconds, at: int, index: int
         micro_batch=load.sizes[at],
         forward_s=forward_s,
         backward_s=backward_s,
-        backward_input_s=input_s,
-        backward_weight_s=max(0.0, backward_s - input_s),
+        backward_input_s=input_s if splits else None,
+        backward_weight_s=max(0.0, backward_s - input_s) if splits else None,
+        weight_saved_bytes=work.pending_bytes,
         recompute_s=forward_s,
         forward_launch_s=float(times.forward_launch_s[at, index]),
         backward_launch_s=float(times.backward_launch_s[at, index]),

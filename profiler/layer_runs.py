@@ -188,6 +188,30 @@ class SplitPass(LayerPass):
         return sum(size for key, size in found.items() if key not in excluded)
 
 
+def pending_bytes(layer: Layer, inputs: LayerInputs, graph: LayerGraph, computing: Computing) -> int | None:
+    """Return what a layer holds between the halves of its backward; None where a listed module has none.
+
+    Some keep what they save to themselves, as torch.utils.checkpoint does.
+    """
+    halved = SplitPass(layer, inputs, graph.outputs, computing)
+    try:
+        found = halved.pending_bytes()
+        if not graph.portable:
+            halved.backward_weight()
+    except Exception:
+        if graph.portable:
+            raise
+        return None
+    finally:
+        halved.discard()
+    return found
+
+
+def without_halves(layer: str) -> str:
+    """Return the note that a layer's backward has no halves."""
+    return f"backwards are not split in halves, which layer {layer} does not have"
+
+
 @dataclass(frozen=True)
 class LayerRecording:
     """What one forward of one layer showed."""

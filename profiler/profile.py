@@ -26,13 +26,14 @@ from autopar.profiler.layer_runs import (
     LayerInputs,
     LayerPass,
     Recording,
-    SplitPass,
     compile_layers,
     compiling,
+    pending_bytes,
     random_inputs,
     record,
     record_layer,
     rename_storages,
+    without_halves,
 )
 from autopar.profiler.measure import REPRESENTATIVES, measure, representatives
 from autopar.profiler.optimizer import measure_updates, optimizer_memory
@@ -208,25 +209,15 @@ class _ModelMeasurement:
         work = LayerPass(layer, inputs, self._graph.outputs, self._context)
         self._costs.peaks[layer.fingerprint, inputs.rows] = peak_bytes(work.whole, self._device)
         layer.module.zero_grad(set_to_none=True)
-        if self._splits:
-            self._measure_halves(layer, inputs)
-
-    def _measure_halves(self, layer: Layer, inputs: LayerInputs) -> None:
-        """Measure what a layer holds between the halves of its backward; a listed module may not have any."""
-        halved = SplitPass(layer, inputs, self._graph.outputs, self._context)
-        try:
-            self._costs.pending[layer.fingerprint, inputs.rows] = halved.pending_bytes()
-            if not self._graph.portable:
-                halved.backward_weight()
-        except Exception:
-            if self._graph.portable:
-                raise
-            # Some keep what they save to themselves, as torch.utils.checkpoint does.
+        if not self._splits:
+            return
+        pending = pending_bytes(layer, inputs, self._graph, self._context)
+        if pending is None:
             self._splits = False
-            self.notes.append(f"backwards are not split in halves, which layer {layer.name} does not have")
+            self.notes.append(without_halves(layer.name))
             layer.module.zero_grad(set_to_none=True)
-        finally:
-            halved.discard()
+        else:
+            self._costs.pending[layer.fingerprint, inputs.rows] = pending
 
     def _time(self, chain: LayerChain, inputs_by_size: Mapping[int, LayerInputs], budget_s: float) -> None:
         self._costs.timings |= measure(chain, inputs_by_size, budget_s, self._progress, self._splits)

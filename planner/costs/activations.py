@@ -133,7 +133,10 @@ class Activations:
         ahead = Areas(self._count, self._ahead(rows, saves)).window(longest)
         layers = range(self._count)
         transients = np.array([self.transient(layer, rows, layer in recompute) for layer in layers])
-        sent = (self._sent_bytes(layer, self.saved_bytes(layer, rows, layer in recompute)) for layer in layers)
+        sent = (
+            self._sent_bytes(each, self.saved_bytes(each, rows, each in recompute), each in recompute)
+            for each in layers
+        )
         finals = np.maximum(0, transients - np.array([int(rows_bytes(rows, each)) for each in sent]))
         highest = np.zeros(self._count, dtype=np.int64)
         begun = np.full(self._count, -(2**60))
@@ -178,10 +181,13 @@ class Activations:
         own = sum(size for name, size in kept.items() if name not in read)
         return max(0, self._costs.bytes_at(layer, "peak_bytes", rows) - own)
 
-    def _sent_bytes(self, layer: int, storages: Container[str]) -> int:
-        """Bytes per sample of a layer's outputs that it does not save, and of its outputs' gradients."""
+    def _sent_bytes(self, layer: int, storages: Container[str], is_recomputed: bool) -> int:
+        """Bytes per sample of a layer's outputs that it does not save, and of its outputs' gradients.
+
+        A recomputed layer makes its outputs once more while those that were sent are there.
+        """
         made = self._flows.made_by[layer]
-        kept = sum(tensor.bytes_per_sample for tensor in made if tensor.name not in storages)
+        kept = 0 if is_recomputed else sum(tensor.bytes_per_sample for tensor in made if tensor.name not in storages)
         return kept + sum(tensor.bytes_per_sample for tensor in made if tensor.gradient)
 
     def _advance(self, sweep: _Sweep, rows: float, recompute: frozenset[int]) -> None:
@@ -203,7 +209,7 @@ class Activations:
         sweep.ahead = {name: until for name, until in sweep.ahead.items() if until[0] > last and name not in held}
         kept, total = sum(size for _, size in sweep.ahead.values()), sweep.total
         # What the stage's last layer makes is kept, and its gradients are messages: neither is its own.
-        final = total + max(0, transient - int(rows_bytes(rows, self._sent_bytes(last, held))))
+        final = total + max(0, transient - int(rows_bytes(rows, self._sent_bytes(last, held, last in recompute))))
         first_peak = max(sweep.highest_begun + made, final) + kept
         sweep.by_length.append(ActivationBytes(total + kept, max(sweep.highest, final) + kept, first_peak))
         sweep.highest = max(sweep.highest, total + transient)

@@ -7,6 +7,7 @@ tensors, how many bytes, travel between layers, and which parameters these share
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from copy import copy
@@ -346,6 +347,55 @@ class Flows:
     def forked_tensors(self, first: int, stop: int) -> tuple[FlowTensor, ...]:
         """Return the tensors that a stage makes and several layers read."""
         return tuple(tensor for tensor in self.made(first, stop) if len(tensor.consumers) > 1)
+
+    def returned_again(self, first: int, stop: int, cuts: Sequence[int]) -> int:
+        """Return the bytes per sample of gradients that come back of a stage's tensors, beyond one of each.
+
+        Later stages end before the layers ``cuts``, which ascend.
+        """
+        extra = 0
+        for tensor in self.forked_tensors(first, stop):
+            if tensor.gradient and tensor.consumers[-1] >= stop:
+                readers = {bisect_right(cuts, consumer) for consumer in tensor.consumers if consumer >= stop}
+                extra += max(0, len(readers) - 1) * tensor.bytes_per_sample
+        return extra
+
+    def unanswered(self, first: int, stop: int, cuts: Sequence[int]) -> int:
+        """Return the bytes per sample that a stage sends to later ones that send nothing back, though others do.
+
+        Where none does, it is 0: that is a matter of the stage alone.
+        """
+        sent = [tensor for tensor in self.constants(first, stop) if tensor.consumers[-1] >= stop]
+        answering = {
+            bisect_right(cuts, consumer)
+            for tensor in (self.made(first, stop) if sent else ())
+            for consumer in tensor.consumers
+            if tensor.gradient and consumer >= stop
+        }
+        return sum(
+            tensor.bytes_per_sample
+            for tensor in (sent if answering else ())
+            if any(bisect_right(cuts, consumer) not in answering for consumer in tensor.consumers if consumer >= stop)
+        )
+
+    def answered_late(self, first: int, stop: int, leads: Sequence[tuple[int, int]]) -> int:
+        """Return the bytes per sample of gradients that are on their way for longer than one to the stage before.
+
+        ``leads`` are, of every stage before, the layer before which it ends, and how many are on their way to it; none:
+        these are not known.
+        """
+        stops, extra = [end for end, _ in leads], 0
+        for tensor in self.far_tensors(first, stop) if leads else ():
+            turns = leads[bisect_right(stops, tensor.producer)][1]
+            extra += max(0, turns - leads[-1][1]) * tensor.bytes_per_sample
+        return extra
+
+    @memoize
+    def far_tensors(self, first: int, stop: int) -> tuple[FlowTensor, ...]:
+        """Return the tensors that a stage reads, and sends a gradient of to another layer than the one before it."""
+        read = chain.from_iterable(self.received_by[first:stop])
+        far = (tensor for tensor in read if tensor.gradient and tensor.producer < first - 1)
+        return tuple({tensor.name: tensor for tensor in far}.values())
 
     @memoize
     def between(self, first: int, stop: int, next_first: int, next_stop: int) -> Flow:

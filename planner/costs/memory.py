@@ -6,7 +6,6 @@ after the other, and of backwards in two halves, it is read off the rank's order
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -17,7 +16,7 @@ import numpy as np
 from autopar.formats.plan import Shard
 from autopar.formats.profile import Layer
 from autopar.formats.program import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, LayerBytes
-from autopar.planner.candidate import Candidate, CandidateStage, groups, splits_backward
+from autopar.planner.candidate import Candidate, CandidateStage, Lead, groups, splits_backward
 from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import (
     ActivationBytes,
@@ -38,6 +37,8 @@ MOST_KEPT = 100_000
 MOST_SWEPT, LEAST_LONGEST = 20_000_000, 16
 """Numbers of all stages that are remembered; and up to how many layers these have, or twice as many, or four times."""
 
+_RETURNED = 3
+"""Micro-batches whose gradients are there or to come: one is computed, and receives are posted two ahead."""
 Bytes = int | Counts
 
 
@@ -57,7 +58,11 @@ class PeakTerms(NamedTuple):
     """Layers of the stage that are run forward again."""
     shard: Shard = "none"
     patience: int | None = None
-    """Micro-batches behind which a send is waited for that nothing answers; None: a step's."""
+    """Micro-batches behind which a send is waited for that nothing answers; None: those of a step, with a flush."""
+
+    def answers(self, lead: int) -> int:
+        """Return how many gradients are on their way to a stage that leads by so many: of a step, or without end."""
+        return min(lead, self.micro_batches) if self.patience is None else lead
 
 
 class Parts(NamedTuple):
@@ -146,11 +151,11 @@ def messages_of(parts: Parts, terms: PeakTerms) -> Bytes:
     """Return the bytes of messages under way, beside what is in flight."""
     rows, most = terms.rows, terms.micro_batches
     returned = rows_bytes(rows, parts.received_gradients)
-    answered = min(terms.lead, most) * rows_bytes(rows, parts.sent_gradients)
+    answered = terms.answers(terms.lead) * rows_bytes(rows, parts.sent_gradients)
     if terms.warmup == most:
-        return min(3, most) * returned + answered
+        return min(_RETURNED, most) * returned + answered
     least = rows_bytes(rows, parts.received_activations) + min(2, most) * returned
-    longest: Bytes = np.maximum(least, min(3, most) * returned)
+    longest: Bytes = np.maximum(least, min(_RETURNED, most) * returned)
     return longest + answered
 
 
@@ -193,8 +198,8 @@ class MemoryModel:
     outputs the stage keeps because it sends them.
 
     Messages: receives are posted two computations ahead, and a sent gradient stays until the program proves that it
-    has arrived, which takes as many micro-batches as the stage before leads. What is sent to a stage that sends nothing
-    back stays until the same micro-batch of the next step: a whole step's, and one more.
+    has arrived, which takes as many micro-batches as the stage that made the tensor leads. What is sent to a stage that
+    sends nothing back stays until the same micro-batch of the next step: a whole step's, and one more.
     """
 
     def __init__(self, costs: LayerCosts, flows: Flows, updates_at_once: bool) -> None:
@@ -313,48 +318,35 @@ class MemoryModel:
         whole, less = (sum(size for name, size in each.items() if name not in read) for each in kept)
         return whole - less
 
-    def peak(self, first: int, stop: int, terms: PeakTerms, cuts: Sequence[int] = ()) -> int:
-        """Return the peak of a stage whose later stages end before the layers ``cuts``, ascending."""
-        return self._own_peak(first, stop, terms) + self.further(first, stop, terms, cuts)
+    def peak(
+        self, first: int, stop: int, terms: PeakTerms, cuts: Sequence[int] = (), leads: Sequence[Lead] = ()
+    ) -> int:
+        """Return the peak of a stage among others, which are as of :meth:`further`."""
+        return self._own_peak(first, stop, terms) + self.further(first, stop, terms, cuts, leads)
 
     def pending(self, first: int, stop: int, rows: float) -> int | None:
         """Return the bytes that one micro-batch holds between the halves of its backward; None: not measured."""
         known = [self._costs.pending_at(layer, rows) for layer in range(first, stop)]
         return None if None in known else sum(size for size in known if size is not None)
 
-    def further(self, first: int, stop: int, terms: PeakTerms, cuts: Sequence[int]) -> int:
-        """Return what depends on where later stages end: the layers ``cuts``, ascending.
+    def further(self, first: int, stop: int, terms: PeakTerms, cuts: Sequence[int], leads: Sequence[Lead] = ()) -> int:
+        """Return what depends on where other stages end.
 
-        Gradients that come back for tensors that several stages read, beyond one of each, and tensors sent to stages
-        that send nothing back, though others do.
+        Gradients that come back for tensors that several stages read, beyond one of each; tensors sent to stages that
+        send nothing back, though others do; and gradients sent to stages that lead by more than the one before.
+
+        Args:
+            first: the stage's first layer.
+            stop: that behind its last.
+            terms: what else its peak depends on.
+            cuts: the layers before which later stages end, ascending.
+            leads: of the stages before, in their order.
         """
-        return self._further_gradients(first, stop, terms.rows, cuts) + self._unanswered_sends(first, stop, terms, cuts)
-
-    def _further_gradients(self, first: int, stop: int, rows: float, cuts: Sequence[int]) -> int:
-        extra = 0
-        for tensor in self._flows.forked_tensors(first, stop):
-            if tensor.gradient and tensor.consumers[-1] >= stop:
-                readers = {bisect_right(cuts, consumer) for consumer in tensor.consumers if consumer >= stop}
-                extra += max(0, len(readers) - 1) * tensor.bytes_per_sample
-        return 2 * int(rows_bytes(rows, extra))
-
-    def _unanswered_sends(self, first: int, stop: int, terms: PeakTerms, cuts: Sequence[int]) -> int:
-        sent = [tensor for tensor in self._flows.constants(first, stop) if tensor.consumers[-1] >= stop]
-        answering = {
-            bisect_right(cuts, consumer)
-            for tensor in (self._flows.made(first, stop) if sent else ())
-            for consumer in tensor.consumers
-            if tensor.gradient and consumer >= stop
-        }
-        if not answering:
-            # None of what it sends is answered, which its own peak counts.
-            return 0
-        lost = sum(
-            tensor.bytes_per_sample
-            for tensor in sent
-            if any(bisect_right(cuts, consumer) not in answering for consumer in tensor.consumers if consumer >= stop)
-        )
-        return int(waiting_bytes(lost, terms))
+        flows, rows = self._flows, terms.rows
+        returned = min(_RETURNED, terms.micro_batches) * int(rows_bytes(rows, flows.returned_again(first, stop, cuts)))
+        unanswered = int(waiting_bytes(flows.unanswered(first, stop, cuts), terms))
+        late = flows.answered_late(first, stop, [(lead.stop, terms.answers(lead.turns)) for lead in leads])
+        return returned + unanswered + int(rows_bytes(rows, late))
 
     def _computed_peak(self, first: int, stop: int, terms: PeakTerms) -> int:
         """The peak, but for tensors that several later stages read."""
@@ -528,8 +520,13 @@ def _stage_in_flight(
     memory: MemoryModel, candidate: Candidate, at: int, rows: float, place: RankPlace
 ) -> StageInFlight:
     stages, stage, count = candidate.stages, candidate.stages[at], candidate.micro_batches
-    held = stage_terms(stage, count, stage.lead(stages[at - 1], count) if at else 0, rows)
-    further = memory.further(stage.first, stage.stop, held, [later.stop for later in stages[at + 1 :]])
+    # What stays on the rank is not sent.
+    leads = [
+        lead._replace(turns=0) if other in place.stages else lead
+        for other, lead in enumerate(stage.leads(stages[:at], count))
+    ]
+    held = stage_terms(stage, count, leads[-1].turns if leads else 0, rows)
+    further = memory.further(stage.first, stage.stop, held, [later.stop for later in stages[at + 1 :]], leads)
     parts = memory.parts(stage.first, stage.stop, rows, held.recompute)
     pending = memory.pending(stage.first, stage.stop, rows)
     kept = int(parts.activations) if pending is None else pending
@@ -572,9 +569,7 @@ def _messages(stages: Sequence[StageInFlight]) -> int:
     posted += [each.parts.received_gradients for each in stages if each.receives_gradients]
     at_work = max(each.parts.received_gradients for each in stages)
     sent = sum(
-        min(each.terms.lead, each.terms.micro_batches) * each.parts.sent_gradients
-        for each in stages
-        if each.receives_activations
+        each.terms.answers(each.terms.lead) * each.parts.sent_gradients for each in stages if each.receives_activations
     )
     return min(alone, int(rows_bytes(rows, 2 * max(posted, default=0) + at_work + sent))) + further
 

@@ -33,7 +33,7 @@ from autopar.formats.program import (
 )
 from autopar.hardware.kinds import kinds_of
 from autopar.hardware.topology import devices_of
-from autopar.planner.candidate import Candidate, CandidateStage, groups, has_chunks, plain, splits_backward
+from autopar.planner.candidate import Candidate, CandidateStage, Lead, groups, has_chunks, plain, splits_backward
 from autopar.planner.costs.activations import rows_bytes
 from autopar.planner.costs.communication import Flows, LinkModel, Sharing
 from autopar.planner.costs.layers import LayerCosts, Levels, Reduction, Reductions, StageSums, share_limits
@@ -343,13 +343,20 @@ class CostModel:
         made = stage.first, stage.stop
         scattered = self.flows.forked_tensors(*made) or self.flows.constants(*made)
         cuts = tuple(later.stop for later in stages[index + 1 :]) if scattered else ()
-        return self._stage_shortfall(stage, count, stage.lead(stages[index - 1], count) if index else 0, cuts)
+        before = stages[:index] if self.flows.far_tensors(*made) else stages[max(0, index - 1) : index]
+        return self._stage_shortfall(stage, count, cuts, stage.leads(before, count))
 
-    def _computed_shortfall(self, stage: CandidateStage, count: int, lead: int, cuts: tuple[int, ...]) -> int:
-        """Return :meth:`shortfall` of a stage whose forked tensors go to stages that end before the layers ``cuts``."""
+    def _computed_shortfall(
+        self, stage: CandidateStage, count: int, cuts: tuple[int, ...], leads: tuple[Lead, ...]
+    ) -> int:
+        """Return :meth:`shortfall` of a stage, with what is asked of others: see :meth:`.memory.MemoryModel.further`.
+
+        ``leads`` are of the stage before alone where those farther before do not matter.
+        """
+        lead = leads[-1].turns if leads else 0
         replicas = set(zip(stage.shares, map(self.kind_of.__getitem__, stage.devices), strict=True))
         peak = max(
-            self.memory[kind].peak(stage.first, stage.stop, stage_terms(stage, count, lead, rows), cuts)
+            self.memory[kind].peak(stage.first, stage.stop, stage_terms(stage, count, lead, rows), cuts, leads)
             for rows, kind in replicas
         )
         return peak - self.limit_bytes(stage.devices)

@@ -39,7 +39,7 @@ from autopar.formats.cluster import Level
 from autopar.formats.plan import Division, Plan, turn_count
 from autopar.formats.prediction import Alternative
 from autopar.planner.assemble import plan_of, prediction, stage_record
-from autopar.planner.candidate import Candidate, CandidateStage, Family, within
+from autopar.planner.candidate import Candidate, CandidateStage, Family, Lead, within
 from autopar.planner.constraints import FixedStages, Question
 from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import Numbers
@@ -296,32 +296,34 @@ class PolicyJudge:
         # Sends that nothing answers are waited for when their receivers are surely done.
         patience = mini_batches_ahead(turning, every, micro_batches) + lcm(*turning)
         for at, (stage, depths) in enumerate(zip(stages, every, strict=True)):
-            before = stages[max(0, at - 1)]
+            leads = [Lead(each.stop, stage.lead(each, each.in_flight)) for each in stages[:at]]
             terms = PeakTerms(
                 stage.shares[0],
                 stage.warmup,
                 # The mini-batches of all that is in flight are loaded, and one more.
                 stage.warmup + 2 * micro_batches,
                 len(stage.devices),
-                stage.lead(before, before.in_flight),
+                leads[-1].turns if leads else 0,
                 frozenset(stage.recompute),
                 patience=patience * micro_batches // stage.turning,
             )
             versions = kept_versions(self.policy, depths) - 1 + self.policy.buffers(depths) + depths.gradients - 1
             most = max(
-                self._peak_bytes(stage, kind, terms._replace(rows=rows), cuts[at + 1 :])
+                self._peak_bytes(stage, kind, terms._replace(rows=rows), cuts[at + 1 :], leads)
                 for rows, kind in self._unlike_replicas(stage)
             )
             found.append(most + versions * self._trained_bytes(stage.first, stage.stop))
         return found
 
-    def _peak_bytes(self, stage: CandidateStage, kind: int, terms: PeakTerms, cuts: Sequence[int]) -> int:
-        """Return what a replica holds with one version of its weights; later stages end before the layers ``cuts``."""
+    def _peak_bytes(
+        self, stage: CandidateStage, kind: int, terms: PeakTerms, cuts: Sequence[int], leads: Sequence[Lead]
+    ) -> int:
+        """Return what a replica holds with one version of its weights; see :meth:`.memory.MemoryModel.further`."""
         memory = self.costs.memory[kind]
         parts = memory.parts(stage.first, stage.stop, terms.rows, terms.recompute)
         # An update goes on while others are in flight.
         steady = parts._replace(peak=np.maximum(parts.peak, parts.update), update=0)
-        return int(peak_of(steady, terms)) + memory.further(stage.first, stage.stop, terms, cuts)
+        return int(peak_of(steady, terms)) + memory.further(stage.first, stage.stop, terms, cuts, leads)
 
     def shortfalls(self, candidate: Candidate) -> list[int]:
         """Return by how many bytes every stage exceeds its smallest device; at most 0 where it fits."""

@@ -135,12 +135,13 @@ def test_memory_is_the_sum_the_docstring_says() -> None:
     stages = tuple(CandidateStage(index, index + 1, (index,), (3,), 3 - index) for index in range(3))
     peaks = costs.peak_bytes(Candidate(4, 3, "1f1b", stages))
     # Stage 0 saves 100 a row and keeps `ab` for both readers; x is an input. Of the 50 that its layer holds for a
-    # while, `ab` and its gradient are all. Three gradients of `ab` are on their way from stage 1, and two from stage 2.
-    first = (1000 * 4 + 10) + 2 * (100 + 40) * 3 + (100 + 40) * 3 + 4 * 8 * 3 + 3 * (3 * 40 + 2 * 40)
+    # while, `ab` and its gradient are all. Three gradients of `ab` are on their way from stage 1, and from stage 2.
+    first = (1000 * 4 + 10) + 2 * (100 + 40) * 3 + (100 + 40) * 3 + 4 * 8 * 3 + 3 * (3 * 40 + 3 * 40)
     # Stage 1 saves 100 and the input x, which counts as a model input; it receives `ab` and sends `bc`. A gradient of
     # `ab` that it sent has not arrived; `ab` and two of `bc`, or three of `bc`, are to come.
     second = (500 * 4 + 10) + 1 * (100 + 40 + 24) * 3 + (100 + 2 + 40 + 24) * 3 + 3 * (40 + 40 + 2 * 24)
-    third = 10 + (150 + 40 + 24) * 3 + 3 * (40 + 24 + 40 + 24)
+    # Stage 2 has both to come, and a gradient of each on its way: of `ab` two, since stage 0 leads by as many.
+    third = 10 + (150 + 40 + 24) * 3 + 3 * (40 + 24 + 2 * 40 + 24)
     assert peaks == [first, second, third]
 
 

@@ -269,6 +269,37 @@ def test_what_one_later_stage_alone_reads_is_held_until_the_next_step_as_predict
     assert 0.9 * predicted < held < 1.03 * predicted
 
 
+@pytest.mark.parametrize(
+    ("stages", "made", "asked"),
+    [
+        # Of a tensor that passes stages by, gradients are on their way for as long as its maker leads.
+        ("0-1:1,2-3:1,4-5:1,6-7:1", 0, {"schedule": "1f1b"}),
+        ("0-1:1,2-3:1,4-5:1,6-7:1", 0, {"policy": "2bw"}),
+        ("0-2:1,3-3:2,4-5:1,6-7:1", 0, {"policy": "stash", "micro_batches": 1}),
+        # Those who take turns lead by what all of them have in flight, which is more than a step has.
+        ("0-5:3,6-7:1", 4, {"policy": "stash", "micro_batches": 1}),
+    ],
+)
+def test_gradients_that_are_long_on_their_way_are_held_as_predicted(
+    stages: str, made: int, asked: dict[str, object]
+) -> None:
+    profile, cluster = gpt_profile(blocks=6), local_cluster(5)
+    skip = Tensor(
+        name="skip",
+        producer=profile.layers[made].name,
+        consumers=(profile.layers[-1].name,),
+        bytes_per_sample=2**20,
+        dtype="f32",
+        gradient=True,
+    )
+    profile = profile.model_copy(update={"tensors": (*profile.tensors, skip), "tied": ()})
+    fixed = PlanOptions(stages=stages, micro_batches=8, recompute="none")
+    planned = plan(profile, cluster, replace(fixed, **asked))  # type: ignore[arg-type]
+    rehearsal = rehearse_steps(planned, profile, action_prices(planned, profile, cluster), 12, threads=True)
+    held, predicted = rehearsal.timeline.peaks_bytes()[planned.stages[-1].devices[0]], planned.predicted.peak_bytes[-1]
+    assert 0.9 * predicted < held < 1.01 * predicted
+
+
 def test_a_depth_that_is_off_by_one_shows_in_what_is_held() -> None:
     planned, profile, cluster = _line()
     more = tuple(stage.model_copy(update={"warmup": min(8, stage.warmup + 1)}) for stage in planned.stages)
