@@ -24,6 +24,7 @@ from autopar.profiler.device import peak_bytes
 from autopar.profiler.estimate import RESERVED_BYTES, estimate, graph_work, layer_seconds, workload
 from autopar.profiler.layer_runs import LayerPass, record
 from autopar.profiler.optimizer import moved_per_number
+from autopar.profiler.profile import measure_layers
 from autopar.profiler.roofline import Constants, default_constants
 from autopar.profiler.subject import ProfileOptions, Subject, prepare
 from capture_zoo import build
@@ -238,6 +239,33 @@ def test_every_number_of_an_estimated_profile_says_so_and_a_plan_can_be_made_of_
     assert largest.forward_s >= (largest.forward_launch_s or 0.0) > 0
     found = plan(profile, cluster_named("4xH100"))
     assert found.predicted.step_s > 0
+
+
+@pytest.mark.slow
+def test_what_is_held_between_halves_is_what_is_measured(mlp: Subject) -> None:
+    options = ProfileOptions(batch=8, budget_s=0.05)
+    estimated, measured = estimate(mlp, A100, options), measure_layers(mlp, options)
+    for one, other in zip(estimated.layers, measured.layers, strict=True):
+        held = [{cost.micro_batch: cost.weight_saved_bytes for cost in layer.costs} for layer in (one, other)]
+        common = held[0].keys() & held[1].keys()
+        assert {size: held[0][size] for size in common} == {size: held[1][size] for size in common}
+    assert any(cost.weight_saved_bytes for layer in estimated.layers for cost in layer.costs)
+
+
+def test_listed_modules_without_halves_are_estimated_whole_and_named(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "import torch\nfrom torch import nn\nfrom torch.utils.checkpoint import checkpoint\n\n"
+        "class Again(nn.Linear):\n    def act(self, x):\n        return torch.tanh(super().forward(x))\n\n"
+        "    def forward(self, x):\n        return checkpoint(self.act, x, use_reentrant=False)\n\n"
+        "def model():\n    return nn.Sequential(nn.Linear(8, 8), Again(8, 8), nn.Linear(8, 1))\n\n"
+        "def layers(model):\n    return list(model)\n\n"
+        "def loss(output, batch):\n    return nn.functional.mse_loss(output, batch[1])\n\n"
+        "def dataset():\n    return torch.utils.data.TensorDataset(torch.randn(8, 8), torch.randn(8, 1))\n"
+    )
+    options = ProfileOptions(batch=8)
+    profile = estimate(prepare(load(str(tmp_path / "model.py")), options), A100, options)
+    assert {cost.backward_input_s for layer in profile.layers for cost in layer.costs} == {None}
+    assert "backwards are not split in halves, which layer 1 does not have" in profile.notes
 
 
 def test_storages_that_cross_boundaries_carry_their_tensors_names(mlp: Subject) -> None:
