@@ -24,7 +24,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from autopar.capture.batch import StepModule, named_tensors, row_count
-from autopar.capture.effects import FALLBACK, OperatorWatch, Storages, storage_of, written_arguments
+from autopar.capture.effects import (
+    FALLBACK,
+    OperatorWatch,
+    Storages,
+    first_line,
+    storage_of,
+    user_line,
+    written_arguments,
+)
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.model_state import preserve_buffers, preserve_parameters
 from autopar.capture.python_state import Path, Roots, Snapshot, differences, snapshot
@@ -284,7 +292,7 @@ def check_gradients(
 
     Raises:
         CaptureError: a parameter's gradient, or a buffer, differs by more than rounding; names it.
-        ModelError: the plain model's is sparse, or not finite; names it.
+        ModelError: the plain model's is sparse, or not finite; names it. Or its backward raised.
     """
     tensors = named_tensors(batch)
     expected, left = _plain(model, batch, loss, tensors, seed)
@@ -340,7 +348,14 @@ def _plain(
         torch.manual_seed(seed)
         outputs = StepModule(model, batch, loss)(*(tensor.clone() for tensor in tensors.values()))
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        gradients = torch.autograd.grad(outputs[0], list(trained.values()), allow_unused=True)
+        try:
+            gradients = torch.autograd.grad(outputs[0], list(trained.values()), allow_unused=True)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            # The user's own, or torch's: reentrant checkpoints have no part in gradients that are asked for.
+            raised = f"{type(error).__name__}: {first_line(error)}"
+            raise ModelError(f"{user_line(error.__traceback__)[0]}: the plain backward raised {raised}") from error
         buffers = _buffers(model)
     return {name: each for name, each in zip(trained, gradients, strict=True) if each is not None}, buffers
 

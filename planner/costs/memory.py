@@ -39,6 +39,7 @@ MOST_SWEPT, LEAST_LONGEST = 20_000_000, 16
 
 _RETURNED = 3
 """Micro-batches whose gradients are there or to come: one is computed, and receives are posted two ahead."""
+
 Bytes = int | Counts
 
 

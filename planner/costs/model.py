@@ -349,9 +349,9 @@ class CostModel:
     def _computed_shortfall(
         self, stage: CandidateStage, count: int, cuts: tuple[int, ...], leads: tuple[Lead, ...]
     ) -> int:
-        """Return :meth:`shortfall` of a stage, with what is asked of others: see :meth:`.memory.MemoryModel.further`.
+        """Return :meth:`shortfall` of a stage among others, which are as of :meth:`.memory.MemoryModel.further`.
 
-        ``leads`` are of the stage before alone where those farther before do not matter.
+        Where those before the last do not matter, ``leads`` are without them.
         """
         lead = leads[-1].turns if leads else 0
         replicas = set(zip(stage.shares, map(self.kind_of.__getitem__, stage.devices), strict=True))

@@ -22,7 +22,7 @@ from autopar.capture.meta import hollow_parameters
 from autopar.capture.store import load_graph, save_graph
 from autopar.errors import CaptureError, FileError, ModelError
 from capture_zoo import Chain, build, mean_square, regression
-from refused_models import Branching, Checkpointed, OwnFunction
+from refused_models import Branching, Checkpointed, OwnFailing, OwnFunction, Reentrant
 
 
 class Fixed(Chain):
@@ -223,6 +223,29 @@ def test_a_sparse_gradient_is_refused():
     loss = lambda output, batch: output.mean()  # noqa: E731
     with pytest.raises(ModelError, match=r"gradient of 0\.weight is sparse"):
         check_gradients(model, capture_module(model, batch, loss), batch, loss)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Reentrant, "the plain backward raised RuntimeError: .*set use_reentrant=False"),
+        (OwnFailing, r"refused_models\.py:\d+: the plain backward raised ValueError: no gradient today"),
+    ],
+)
+def test_a_backward_that_raises_is_the_models_own(kind, message):
+    model, batch = kind().double(), regression()
+
+    class Between(nn.Module):
+        def __init__(self, step):
+            super().__init__()
+            self.step = step
+
+        def forward(self, x):
+            return model.between(self.step(x))
+
+    graph = capture_module(model, batch, mean_square, lambda model: [Between(step) for step in model.steps])
+    with pytest.raises(ModelError, match=message):
+        check_gradients(model, graph, batch, mean_square)
 
 
 def test_a_model_for_one_number_of_samples_is_refused():

@@ -30,6 +30,26 @@ class Checkpointed(Chain):
         return torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=False)
 
 
+class Reentrant(Chain):
+    def between(self, x):
+        return torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=True)
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x * 2
+
+    @staticmethod
+    def backward(context, gradient):
+        raise ValueError("no gradient today")
+
+
+class OwnFailing(Chain):
+    def between(self, x):
+        return Failing.apply(x)
+
+
 class Branching(Chain):
     def between(self, x):
         return x * 2 if x.sum() > 0 else x
