@@ -31,7 +31,7 @@ from torch import nn
 
 from autopar.capture.hooks import HOOKS, LOSS, a, check_hook, unlike
 from autopar.capture.python_state import contents, roots_of, tensors_reached
-from autopar.capture.source import UserModel
+from autopar.capture.source import UserModel, check_shapes
 from autopar.errors import ModelError
 
 
@@ -286,6 +286,7 @@ def given_model(model: nn.Module, batch: object, **functions: Callable[..., Any]
             be called as it will be.
     """
     check_module(model)
+    check_shapes(model, type(model).__name__)
     tensors = named_tensors(batch)
 
     def collate(rows: Sequence[int]) -> object:

@@ -41,6 +41,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset, default_collate
 
 from autopar.capture.effects import first_line, user_line
@@ -214,6 +215,16 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 """Parameters with the model's own names."""
 
 
+def check_shapes(model: nn.Module, place: str) -> None:
+    """Refuse a model of modules that find out the shapes of what they hold in a forward, as torch's lazy ones do."""
+    for name, held in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(held):
+            raise ModelError(
+                f"{place}: the shape of {name} is not known before a forward; give its module all sizes, or run the "
+                "model on a sample where it is built"
+            )
+
+
 @dataclass(frozen=True)
 class UserModel:
     """What a model file defines, with the defaults filled in."""
@@ -256,6 +267,7 @@ class UserModel:
             if built is None or inspect.isclass(built):
                 end += f": write `return {built.__name__ if built else 'Net'}()`"
             raise ModelError(f"{self.path}: model() returned {a(built)}; {end}")
+        check_shapes(built, str(self.path))
         return built
 
     def _build_hollow(self) -> object:

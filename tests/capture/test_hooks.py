@@ -37,6 +37,10 @@ def loss(output, batch):
         ("import sys\nsys.exit(3)\n", "model.py:2: importing it raised SystemExit(3)"),
         ("x = 1\n", "model.py: defines no model()"),
         ("def model():\n    return 3\n", "model() returned a int"),
+        (
+            "from torch import nn\n\ndef model():\n    return nn.LazyLinear(3)\n",
+            "model.py: the shape of weight is not known before a forward; give its module all sizes, or run",
+        ),
         ("def model():\n    raise KeyError('a')\n", "model.py:2: model raised KeyError"),
         ("def model():\n    return None\nloss = 3\n", "loss is a int"),
         (GOOD.replace("(output - batch[1]).square().mean()", "output"), "it must be a scalar"),
