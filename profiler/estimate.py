@@ -115,8 +115,7 @@ def _run(
 
 
 def _record(layer: Layer, inputs: LayerInputs, graph: LayerGraph, computing: Computing) -> LayerWork:
-    loss = graph.outputs
-    trained = [parameter for parameter in layer.module.parameters() if parameter.requires_grad]
+    loss, trained = graph.outputs, [parameter for parameter in layer.module.parameters() if parameter.requires_grad]
     work = LayerPass(layer, inputs, loss, computing)
     storages = SavedStorages("own", (*layer.module.parameters(), *layer.module.buffers()))
     with KernelLog() as forward, storages.recording():

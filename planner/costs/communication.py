@@ -360,7 +360,7 @@ class Flows:
                 extra += max(0, len(readers) - 1) * tensor.bytes_per_sample
         return extra
 
-    def unanswered(self, first: int, stop: int, cuts: Sequence[int]) -> int:
+    def unanswered_bytes(self, first: int, stop: int, cuts: Sequence[int]) -> int:
         """Return the bytes per sample that a stage sends to later ones that send nothing back, though others do.
 
         Where none does, it is 0: that is a matter of the stage alone.
