@@ -225,15 +225,8 @@ def test_a_sparse_gradient_is_refused():
         check_gradients(model, capture_module(model, batch, loss), batch, loss)
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (Reentrant, "the plain backward raised RuntimeError: .*set use_reentrant=False"),
-        (OwnFailing, r"refused_models\.py:\d+: the plain backward raised ValueError: no gradient today"),
-    ],
-)
-def test_a_backward_that_raises_is_the_models_own(kind, message):
-    model, batch = kind().double(), regression()
+def listed(model, batch):
+    """Capture a chain whose layers are listed, what stands between them included."""
 
     class Between(nn.Module):
         def __init__(self, step):
@@ -243,7 +236,19 @@ def test_a_backward_that_raises_is_the_models_own(kind, message):
         def forward(self, x):
             return model.between(self.step(x))
 
-    graph = capture_module(model, batch, mean_square, lambda model: [Between(step) for step in model.steps])
+    return capture_module(model, batch, mean_square, lambda model: [Between(step) for step in model.steps])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Reentrant, "the plain backward raised RuntimeError: .*set use_reentrant=False"),
+        (OwnFailing, r"refused_models\.py:\d+: the plain backward raised ValueError: no gradient today"),
+    ],
+)
+def test_a_backward_that_raises_is_the_models_own(kind, message):
+    model, batch = kind().double(), regression()
+    graph = listed(model, batch)
     with pytest.raises(ModelError, match=message):
         check_gradients(model, graph, batch, mean_square)
 
@@ -257,16 +262,7 @@ def test_a_model_for_one_number_of_samples_is_refused():
 def test_the_layers_fallback_runs_what_cannot_be_captured(kind):
     torch.manual_seed(0)
     model, batch = kind().double(), regression()
-
-    class Between(nn.Module):
-        def __init__(self, step):
-            super().__init__()
-            self.step = step
-
-        def forward(self, x):
-            return model.between(self.step(x))
-
-    graph = capture_module(model, batch, mean_square, lambda model: [Between(step) for step in model.steps])
+    graph = listed(model, batch)
     assert not graph.portable
     assert len(graph.layers) == 4
     check_gradients(model, graph, batch, mean_square)
