@@ -162,7 +162,7 @@ def _distance(mine: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def _largest(tensor: torch.Tensor) -> float:
     """Return the largest absolute value that is finite."""
-    dense = tensor.to_dense() if tensor.is_sparse else tensor
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     values = dense.abs().double() if not dense.is_floating_point() else dense.double().abs()
     finite = values[values.isfinite()]
     return float(finite.max()) if finite.numel() else 0.0
