@@ -24,15 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from autopar.capture.batch import StepModule, named_tensors, row_count
-from autopar.capture.effects import (
-    FALLBACK,
-    OperatorWatch,
-    Storages,
-    first_line,
-    storage_of,
-    user_line,
-    written_arguments,
-)
+from autopar.capture.effects import FALLBACK, OperatorWatch, Storages, storage_of, users_error, written_arguments
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.model_state import preserve_buffers, preserve_parameters
 from autopar.capture.python_state import Path, Roots, Snapshot, differences, snapshot
@@ -354,8 +346,7 @@ def _plain(
             raise
         except Exception as error:
             # The user's own, or torch's: reentrant checkpoints have no part in gradients that are asked for.
-            raised = f"{type(error).__name__}: {first_line(error)}"
-            raise ModelError(f"{user_line(error.__traceback__)[0]}: the plain backward raised {raised}") from error
+            raise users_error("the plain backward", error) from error
         buffers = _buffers(model)
     return {name: each for name, each in zip(trained, gradients, strict=True) if each is not None}, buffers
 

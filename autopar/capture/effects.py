@@ -25,7 +25,7 @@ from torch import fx, nn
 from torch.nn.modules import transformer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, ModelError
 
 T = TypeVar("T")
 
@@ -351,6 +351,13 @@ def user_line(trace: TracebackType | None) -> tuple[str, str]:
 def first_line(error: BaseException) -> str:
     """Return the first line of what an error says."""
     return (str(error).strip().splitlines() or ["(no message)"])[0]
+
+
+def users_error(what: str, error: BaseException) -> ModelError:
+    """Return the error that something of the user's raised another; says where, what the other says, and its notes."""
+    line, _ = user_line(error.__traceback__)
+    raised = "; ".join((f"{type(error).__name__}: {first_line(error)}", *getattr(error, "__notes__", ())))
+    return ModelError(f"{line}: {what} raised {raised}")
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -53,7 +53,16 @@ from autopar.capture.check import (
     refuse_stale,
     refuse_state,
 )
-from autopar.capture.effects import FALLBACK, first_fixing, first_line, general_masks, submodules, user_line, watch
+from autopar.capture.effects import (
+    FALLBACK,
+    first_fixing,
+    first_line,
+    general_masks,
+    submodules,
+    user_line,
+    users_error,
+    watch,
+)
 from autopar.capture.fallback import NOTHING_TO_TRAIN, declared_layers, listed_layers
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.meta import fake_parameters, is_hollow, refuse_lost_buffers, without_fakes
@@ -262,11 +271,9 @@ def convert_user_errors(what: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if _reads_values(error):
             raise CaptureError(_explain(error)) from error
-        line, _ = user_line(error.__traceback__)
         if any(frame.f_code is loss_of.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)):
             what = "loss()"
-        raised = "; ".join((f"{type(error).__name__}: {first_line(error)}", *getattr(error, "__notes__", ())))
-        raise ModelError(f"{line}: {what} raised {raised}") from error
+        raise users_error(what, error) from error
 
 
 def export_rows(step: nn.Module, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:

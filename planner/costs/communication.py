@@ -23,6 +23,7 @@ from autopar.formats.cluster import Cluster, Curve, Device, Level, Link, Overlap
 from autopar.formats.document import Provenance
 from autopar.formats.profile import Layer, Profile
 from autopar.hardware.topology import Topology
+from autopar.planner.candidate import Lead
 from autopar.planner.costs import memoize
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -378,16 +379,15 @@ class Flows:
             if any(bisect_right(cuts, consumer) not in answering for consumer in tensor.consumers if consumer >= stop)
         )
 
-    def answered_late(self, first: int, stop: int, leads: Sequence[tuple[int, int]]) -> int:
+    def answered_late(self, first: int, stop: int, leads: Sequence[Lead]) -> int:
         """Return the bytes per sample of gradients that are on their way for longer than one to the stage before.
 
-        ``leads`` are, of every stage before, the layer before which it ends, and how many are on their way to it; none:
-        these are not known.
+        ``leads`` are of all stages before; none: these are not known.
         """
-        stops, extra = [end for end, _ in leads], 0
+        stops, extra = [lead.stop for lead in leads], 0
         for tensor in self.far_tensors(first, stop) if leads else ():
-            turns = leads[bisect_right(stops, tensor.producer)][1]
-            extra += max(0, turns - leads[-1][1]) * tensor.bytes_per_sample
+            turns = leads[bisect_right(stops, tensor.producer)].turns
+            extra += max(0, turns - leads[-1].turns) * tensor.bytes_per_sample
         return extra
 
     @memoize

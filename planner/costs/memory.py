@@ -346,7 +346,7 @@ class MemoryModel:
         flows, rows = self._flows, terms.rows
         returned = min(_RETURNED, terms.micro_batches) * int(rows_bytes(rows, flows.returned_again(first, stop, cuts)))
         unanswered = int(waiting_bytes(flows.unanswered_bytes(first, stop, cuts), terms))
-        late = flows.answered_late(first, stop, [(lead.stop, terms.answers(lead.turns)) for lead in leads])
+        late = flows.answered_late(first, stop, [lead._replace(turns=terms.answers(lead.turns)) for lead in leads])
         return returned + unanswered + int(rows_bytes(rows, late))
 
     def _computed_peak(self, first: int, stop: int, terms: PeakTerms) -> int:

@@ -295,8 +295,9 @@ class PolicyJudge:
         every = stage_depths(self.policy, [each.warmup for each in stages], micro_batches, shared, self.ahead)
         # Sends that nothing answers are waited for when their receivers are surely done.
         patience = mini_batches_ahead(turning, every, micro_batches) + lcm(*turning)
+        most_in_flight = max(stage.in_flight for stage in stages)
         for at, (stage, depths) in enumerate(zip(stages, every, strict=True)):
-            leads = [Lead(each.stop, stage.lead(each, each.in_flight)) for each in stages[:at]]
+            leads = stage.leads(stages[:at], most_in_flight)
             terms = PeakTerms(
                 stage.shares[0],
                 stage.warmup,

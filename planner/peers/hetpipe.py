@@ -42,7 +42,7 @@ from autopar.formats.plan import Division
 from autopar.formats.program import BACKWARD, REDUCE_TIED
 from autopar.formats.report import VirtualStage, VirtualWorker, VirtualWorkers
 from autopar.planner.bounds import candidate_bound_s
-from autopar.planner.candidate import Candidate, CandidateStage, Lead, divisors
+from autopar.planner.candidate import Candidate, CandidateStage, divisors
 from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import between
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
@@ -352,7 +352,7 @@ def peaks(costs: CostModel, virtual_workers: Workers, worker: int) -> list[int]:
     for at, stage in enumerate(stages):
         held = peak_terms(virtual_workers.rows, deep, at, virtual_workers.pipeline)
         memory = costs.memory[costs.kind_of[stage.devices[0]]]
-        leads = [Lead(before.stop, before.warmup - stage.warmup) for before in stages[:at]]
+        leads = stage.leads(stages[:at], virtual_workers.micro_batches)
         found.append(memory.peak(stage.first, stage.stop, held, cuts[at + 1 :], leads))
     return found
 
