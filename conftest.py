@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytest_plugins = ["pytester", "suite.costs", "suite.tiers"]
+
 DOCUMENTED = ("autopar.api.", "autopar.rehearsals.", "autopar.inputs.", "autopar.runtime.start.materialize.")
 """Modules whose examples are of a user's folder; others need none."""
 

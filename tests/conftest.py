@@ -31,11 +31,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run slow tests last, and give them more time: they compute, and other work may slow them further."""
+    """Give slow tests more time: they compute, and other work may slow them further."""
     for item in items:
         if item.get_closest_marker("slow") is not None:
             item.add_marker(pytest.mark.timeout(1200))
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
 
 
 @pytest.fixture
