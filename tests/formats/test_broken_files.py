@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import random
+from collections import Counter
+from functools import cache
+from pathlib import Path
 
 import pytest
 
-from paths import BENCHMARKS
+import broken_files
+from readers.files import READERS, good_files
+from readers.mutate import broken
+
+CASES = 30
+good = cache(good_files)
 
 
-@pytest.mark.slow
-def test_broken_files_give_an_object_or_one_clean_line() -> None:
-    path = os.pathsep.join(filter(None, [str(BENCHMARKS.parent), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, str(BENCHMARKS / "broken_files.py"), "--cases", "10000"]
-    ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    outcomes = json.loads(ran.stdout)["outcomes"]
-    assert min(outcomes["object"], outcomes["refused"]) > 1000
+@pytest.mark.some(1)
+@pytest.mark.parametrize("seed", range(7))
+def test_broken_files_give_an_object_or_one_clean_line(seed: int, tmp_path: Path) -> None:
+    outcomes, bad = Counter[str](), []
+    for kind in READERS:
+        assert broken_files._read(kind, good()[kind], tmp_path) == ("object", "")
+        for case in range(CASES):
+            content = broken(random.Random(f"{seed}/{case}"), good()[kind])
+            outcome, said = broken_files._read(kind, content, tmp_path)
+            outcomes[outcome] += 1
+            bad += [(kind, case, said)] if outcome == "bad" else []
+    assert bad == []
+    assert min(outcomes["object"], outcomes["refused"]) > len(READERS)

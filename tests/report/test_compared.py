@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
-
-from rich.console import Console
-
 from autopar.formats.report import ComparisonRow, VirtualStage, VirtualWorker, VirtualWorkers
 from autopar.report.plan import render_comparison
+from shown import shown
 
 
 def worker(devices: tuple[int, int], kinds: tuple[str, str], cut: int) -> VirtualWorker:
@@ -26,9 +23,7 @@ def test_workers_that_cut_differently_are_told_apart_and_those_alike_share_rows(
         ComparisonRow("HetPipe", None, 4, "1f1b", 0.6, 2**21, None, found),
         ComparisonRow("GPipe", infeasible="too large"),
     ]
-    written = io.StringIO()
-    render_comparison(rows, 0.5, Console(file=written, width=160))
-    lines = [" ".join(line.split()) for line in written.getvalue().splitlines()]
+    lines = shown(lambda console: render_comparison(rows, 0.5, console), 160)
     assert "HetPipe 600 ms +20.0 % 1f1b 4 2 MiB cut differently, see below" in lines
     assert "GPipe too large" in lines
     title = "HetPipe's virtual workers (HD, 3 micro-batches in flight, 1500 samples per second at most)"

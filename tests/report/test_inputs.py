@@ -13,18 +13,15 @@ from rich.console import Console
 
 from autopar.formats.cluster import Cluster, Curve, Device, Level, Link, Overlap
 from autopar.formats.document import Provenance
+from autopar.formats.plan import Plan
 from autopar.formats.prediction import Alternative
 from autopar.formats.profile import Cost, DeviceKind, Layer, Line, ModelSource, Noise, Profile, SavedStorage, Tensor
-from autopar.formats.report import KindTimes, RankTimes, Report, StepTimes
-from autopar.report import inputs as cluster_tables
-from autopar.report import plan as plan_tables
-from autopar.report import run as program_tables
-from autopar.report import run as report_tables
-from autopar.report.inputs import render_profile
+from autopar.report.inputs import render_cluster, render_profile
 from autopar.report.pictures import draw_profile
+from autopar.report.plan import render
 from autopar.report.table import bandwidth, duration, size
-from autopar.schedules.expand import expand
 from played import small_plan
+from shown import shown
 
 MIB = 2**20
 
@@ -166,6 +163,10 @@ def test_a_quantity_reads_back_within_half_a_digit(seconds: float, count: int, r
     assert abs(_value(bandwidth(rate)) - rate) <= 0.0051 * rate
 
 
+def _cluster_lines(cluster: Cluster, *, sizes: bool = False) -> list[str]:
+    return shown(lambda console: render_cluster(cluster, console, sizes=sizes), 120)
+
+
 def test_a_cluster_table_groups_equal_devices_and_names_what_was_measured() -> None:
     cluster = Cluster(
         devices=(Device(type="[cpu]", memory_bytes=2**33),) * 4,
@@ -173,164 +174,63 @@ def test_a_cluster_table_groups_equal_devices_and_names_what_was_measured() -> N
         curves=(Curve(kind="all_reduce", ranks=2, level="node", sizes=(1024, 2**20), seconds=(1e-4, 2e-3)),),
         notes=("a [note]",),
     )
-    stream = io.StringIO()
-    cluster_tables.render_cluster(cluster, Console(file=stream, width=120))
-    text = stream.getvalue()
-    for expected in (
-        "4",
-        "[cpu]",
-        "8 GiB",
-        "20 us",
-        "5 GB/s",
-        "measured",
-        "all-reduce",
-        "1 KiB to 1 MiB",
-        "2 ms",
-        "a [note]",
-    ):
-        assert expected in text
-
-
-def test_a_report_table_states_loss_error_and_ranks() -> None:
-    report = Report(
-        model="gpt.py",
-        plan_sha256="0" * 64,
-        device="cpu",
-        backend="gloo",
-        torch="2.13.0",
-        ranks=2,
-        steps=20,
-        loss=tuple(5.0 - 0.1 * step for step in range(20)),
-        step_s=StepTimes(median=0.5, p10=0.48, p90=0.55, longest=0.75, first=2.0),
-        predicted_step_s=0.49,
-        predicted_compute="measured",
-        predicted_communication="interpolated",
-        error=-0.02,
-        samples_per_s=32.0,
-        peak_bytes=(2**20, 2**21),
-        peak_kind="resident",
-        bubble=0.1,
-        rank_times=tuple(
-            RankTimes(
-                rank=rank,
-                stages=(rank, 3 - rank),
-                replica=0,
-                compute_s=0.4,
-                update_s=0.01,
-                reduce_s=0.011,
-                waiting_s=0.09,
-                transfer_s=0.012,
-                idle_s=0.013,
-                in_flight=(3, 1),
-                predicted_in_flight=(3, 2),
-            )
-            for rank in range(2)
-        ),
-        predicted_peak_bytes=(2**19, 2**22),
-        kinds=(KindTimes(kind="SG", actions=16, measured_s=0.003, predicted_s=0.002, ratio=1.5),),
-        model_flops=1e12,
-        flops_utilisation=0.375,
-        initial_weights="model() with seed 0",
-    )
-    stream = io.StringIO()
-    report_tables.render(report, Console(file=stream, width=120))
-    text = stream.getvalue()
-    for expected in (
-        "3.1",
-        "500 ms (p10 480 ms, p90 550 ms)",
-        "490 ms (computing measured, communication interpolated)",
-        "-2.0 %",
-        "32",
-        "2 MiB",
-        "model() with seed 0",
-        "2 s, 750 ms",
-        "37.5 %",
-    ):
-        assert expected in text
-    rows = [line.split() for line in text.splitlines()]
-    spent = ["400", "ms", "10", "ms", "11", "ms", "90", "ms", "12", "ms", "13", "ms"]
-    assert ["0", "0,", "3", "0", *spent] in rows
-    assert ["1", "2", "MiB", "4", "MiB", "3,", "1", "3,", "2"] in rows
-    assert ["SG", "message", "back", "16", "3", "ms", "2", "ms", "1.5", "x"] in rows
-
-
-def test_a_program_table_holds_every_rank_in_order() -> None:
-    stream = io.StringIO()
-    program_tables.render_program(expand(small_plan((1, 1), 2)), Console(file=stream, width=200))
-    assert "F0@0 S0@0>1@1 F1@0" in stream.getvalue()
-
-
-def test_a_plan_table_says_where_its_times_come_from() -> None:
-    plan = small_plan((1, 1), 2)
-
-    def text(**known: object) -> str:
-        stream = io.StringIO()
-        predicted = plan.predicted.model_copy(update=known)
-        plan_tables.render(plan.model_copy(update={"predicted": predicted}), Console(file=stream, width=120))
-        return stream.getvalue()
-
-    assert "computing times" not in text()
-    alike = text(compute=("measured", "measured"), communication="interpolated")
-    assert "Stages (times of one micro-batch, measured)" in alike
-    assert "known" not in alike
-    assert "interpolated" in alike
-    mixed = text(compute=("measured", "estimated"))
-    assert "known" in mixed
-    assert "communication times" not in mixed
-    rows = [line.split() for line in mixed.splitlines()]
-    assert ["computing", "times", "estimated"] in rows
-    assert [row[-1] for row in rows if row[:1] in (["0"], ["1"])] == ["measured", "estimated"]
+    text = "\n".join(_cluster_lines(cluster))
+    for part in ("4 [cpu] 8 GiB", "20 us", "5 GB/s", "measured", "all-reduce", "1 KiB to 1 MiB", "2 ms", "a [note]"):
+        assert part in text
 
 
 def test_a_cluster_table_shows_both_bandwidths_and_every_size_where_asked() -> None:
     cluster = Cluster(
         devices=tuple(Device(type="cuda", memory_bytes=2**33, node=node) for node in (0, 0, 1, 1)),
-        links=(
-            Link(level="node", latency_s=2e-5, bytes_per_s=5e9),
-            Link(level="network", latency_s=2e-5, bytes_per_s=5e9),
-        ),
+        links=tuple(Link(level=level, latency_s=2e-5, bytes_per_s=5e9) for level in ("node", "network")),  # type: ignore[arg-type]
         curves=(Curve(kind="all_reduce", ranks=4, level="node", sizes=(10**6, 10**9), seconds=(1e-3, 1e-1)),),
         overlaps=(Overlap(level="node", compute=1.25, communication=1.5),),
     )
-    texts = []
-    for sizes in (False, True):
-        stream = io.StringIO()
-        cluster_tables.render_cluster(cluster, Console(file=stream, width=80), sizes=sizes)
-        texts.append(stream.getvalue())
-    assert ["2", "2", "cuda", "8", "GiB"] in [line.split() for line in texts[0].splitlines()]
-    for text in texts:
+    few, every = _cluster_lines(cluster), _cluster_lines(cluster, sizes=True)
+    assert "2 2 cuda 8 GiB" in few
+    for text in map("\n".join, (few, every)):
         # 10^9 bytes in a tenth of a second; an all-reduce among 4 moves 1.5 times as much.
-        assert "10 GB/s" in text
-        assert "15 GB/s" in text
-        assert "1.25 x" in text
-    assert "1.5 GB/s" in texts[1]
+        assert all(part in text for part in ("10 GB/s", "15 GB/s", "1.25 x"))
+    assert any("1.5 GB/s" in line for line in every)
 
 
 def test_a_cluster_table_tells_racks_apart_where_they_mean_something() -> None:
     devices = tuple(Device(type="cuda", memory_bytes=2**33, node=node, rack=node // 2) for node in (0, 1, 2, 3, 4, 4))
     levels: tuple[Level, ...] = ("node", "network", "rack")
     links = tuple(Link(level=level, latency_s=2e-5, bytes_per_s=5e9) for level in levels)
-    rows = []
-    for count in (3, 2):
-        stream = io.StringIO()
-        cluster_tables.render_cluster(Cluster(devices=devices, links=links[:count]), Console(file=stream, width=80))
-        rows.append([line.split()[:3] for line in stream.getvalue().splitlines() if "cuda" in line])
+    rows = [
+        [line.split()[:3] for line in _cluster_lines(Cluster(devices=devices, links=links[:count])) if "cuda" in line]
+        for count in (3, 2)
+    ]
     # Racks and nodes of each make, devices of a node; without a link of their level, racks are not there.
     assert rows == [[["2", "2", "1"], ["1", "1", "2"]], [["4", "1", "cuda"], ["1", "2", "cuda"]]]
 
 
+def _plan_lines(plan: Plan, **known: object) -> list[str]:
+    predicted = plan.predicted.model_copy(update=known)
+    return shown(lambda console: render(plan.model_copy(update={"predicted": predicted}), console))
+
+
+def test_a_plan_table_says_where_its_times_come_from() -> None:
+    plan = small_plan((1, 1), 2)
+    assert "computing times" not in "\n".join(_plan_lines(plan))
+    alike = "\n".join(_plan_lines(plan, compute=("measured", "measured"), communication="interpolated"))
+    assert "Stages (times of one micro-batch, measured)" in alike
+    assert "known" not in alike
+    assert "interpolated" in alike
+    mixed = _plan_lines(plan, compute=("measured", "estimated"))
+    assert any("known" in line for line in mixed)
+    assert not any("communication times" in line for line in mixed)
+    assert "computing times estimated" in mixed
+    assert [line.split()[-1] for line in mixed if line[:1] in ("0", "1")] == ["measured", "estimated"]
+
+
 def test_a_table_of_many_stages_shows_the_first_and_the_last_ones() -> None:
-    plan = small_plan((1,) * 60, 2)
-    predicted = plan.predicted.model_copy(
-        update={"compute": (), "forward_s": (), "backward_s": (), "peak_bytes": (1,) * 60, "limit_bytes": ()}
-    )
     stages = ",".join(f"{stage}:1" for stage in range(60))
     other = Alternative(name="equal split", step_s=1.0, stages=stages, micro_batches=2, schedule="1f1b")
-    stream = io.StringIO()
-    plan = plan.model_copy(update={"predicted": predicted, "alternatives": (other,)})
-    plan_tables.render(plan, Console(file=stream, width=200))
-    lines = stream.getvalue().splitlines()
-    shown = [line.split()[0] for line in lines if line.split() and line.split()[0].isdigit()]
-    assert shown == [str(stage) for stage in (*range(30), *range(50, 60))]
+    plan = small_plan((1,) * 60, 2).model_copy(update={"alternatives": (other,)})
+    lines = _plan_lines(plan, compute=(), forward_s=(), backward_s=(), peak_bytes=(1,) * 60, limit_bytes=())
+    numbers = [line.split()[0] for line in lines if line[:1].isdigit()]
+    assert numbers == [str(stage) for stage in (*range(30), *range(50, 60))]
     assert any("20 more" in line for line in lines)
     assert any("0:1,1:1,2:1, ... 54 more ..., 57:1,58:1,59:1" in line for line in lines)
