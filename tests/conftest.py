@@ -13,6 +13,7 @@ from hypothesis import settings
 
 from autopar.cli import main
 from paths import HARNESS
+from suite import warm
 
 if TYPE_CHECKING:
     from autopar.ranks.pool import RankPool
@@ -49,6 +50,12 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return int(ended.value.code or 0), captured.out, captured.err
 
     return call
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_ranks() -> None:
+    """Fork all rank processes from one that has imported what they need."""
+    warm.use_for_ranks()
 
 
 @pytest.fixture(scope="session")
