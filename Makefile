@@ -1,4 +1,4 @@
-# make demo, make test: set up .venv and run; make check: what continuous integration runs; make quick: without slow tests.
+# make demo, make test: set up .venv and run; make check: what continuous integration runs.
 # Everything that is installed has the version that constraints.txt pins.
 
 BIN := .venv/bin
@@ -7,24 +7,24 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 IN_RANGE := import sys, venv, ensurepip; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
-.PHONY: demo test check quick format lint types contracts notebooks coverage exports setup clean
+.PHONY: demo test rest check format lint types contracts notebooks coverage exports setup clean
 
 demo: $(STAMP)
 	$(BIN)/autopar demo
 
-# Few of these start ranks, so two run at once. Where ranks train, one test has the machine.
-TWO_AT_ONCE := tests/planner tests/formats tests/interop tests/schedules tests/capture tests/report tests/hardware \
-    tests/profiler tests/differential tests/reproductions $(wildcard tests/test_*.py) autopar
-PYTEST := $(BIN)/python -m pytest --durations=25
+# How many tests run at once; and for the rest, the day that chooses a part of it (YYYY-MM-DD; default: today).
+JOBS := 2
+DATE :=
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --costs build/tests.json
 
 test: $(STAMP)
-	$(PYTEST) -n 2 --dist worksteal $(TWO_AT_ONCE)
-	$(PYTEST) tests $(TWO_AT_ONCE:%=--ignore=%)
+	$(PYTEST) --tier core $(BUDGET)
 
-check: format lint types contracts test notebooks
+rest: $(STAMP)
+	$(PYTEST) --tier rest $(if $(DATE),--date $(DATE))
 
-quick: PYTEST += -m "not slow"
-quick: format lint types contracts test
+check: BUDGET := --budget 900
+check: format lint types contracts test rest notebooks
 
 format: $(STAMP)
 	$(BIN)/ruff format --check .

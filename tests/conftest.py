@@ -53,9 +53,11 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _warm_ranks() -> None:
+def _warm_ranks() -> Iterator[None]:
     """Fork all rank processes from one that has imported what they need."""
     warm.use_for_ranks()
+    yield
+    warm.close()
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ _START = (
 _lock = threading.Lock()
 _channels: dict[int, socket.socket] = {}
 """The way to the warm process of this one; one that was forked has another number, and needs a way of its own."""
+_started: list[subprocess.Popen[bytes]] = []
 
 
 class Popen(subprocess.Popen[Any]):
@@ -123,25 +124,31 @@ def connect(channel: socket.socket) -> None:
 
 def use_for_ranks() -> None:
     """Have the rank processes of this process come from its warm process."""
-    import autopar.ranks.fork_server as ranks
+    from autopar.ranks import fork_server, supervisor
 
-    ranks.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Popen})  # type: ignore[assignment]
+    for each in (fork_server, supervisor):
+        each.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Popen})  # type: ignore[attr-defined]
+
+
+def close() -> None:
+    """End this process's warm process, if it has started one, and wait until it is gone."""
+    if _started:
+        _channels.pop(os.getpid()).close()
+        _started.pop().wait()
 
 
 def _ask(request: Mapping[str, object], descriptors: Sequence[int]) -> None:
     with _lock:
         if os.getpid() not in _channels:
-            _channels[os.getpid()] = _started()
+            _channels[os.getpid()] = _start()
         socket.send_fds(_channels[os.getpid()], [json.dumps(request).encode()], list(descriptors))
 
 
-def _started() -> socket.socket:
+def _start() -> socket.socket:
     mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-c", _START, str(TESTS), str(other.fileno())]
-    _keep.append(subprocess.Popen(command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, start_new_session=True))
+    _started.append(
+        subprocess.Popen(command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+    )
     other.close()
     return mine
-
-
-_keep: list[subprocess.Popen[bytes]] = []
-"""Warm processes, which end when this one does."""
