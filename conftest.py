@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest_plugins = ["pytester", "suite.costs", "suite.tiers"]
+pytest_plugins = ["pytester", "suite.costs", "suite.stacks", "suite.tiers"]
 
 DOCUMENTED = ("autopar.api.", "autopar.rehearsals.", "autopar.inputs.", "autopar.runtime.start.materialize.")
 """Modules whose examples are of a user's folder; others need none."""

@@ -148,7 +148,9 @@ def _start() -> socket.socket:
     mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-c", _START, str(TESTS), str(other.fileno())]
     _started.append(
-        subprocess.Popen(command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+        subprocess.Popen(
+            command, cwd=TESTS, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
     )
     other.close()
     return mine

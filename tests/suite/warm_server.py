@@ -8,6 +8,7 @@ process of its own beside it, for the processes that it starts itself (`tests/su
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import fcntl
 import gc
 import importlib
@@ -47,6 +48,7 @@ def main(channel: int) -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     # Who has lost its parent comes here, so that what it used is known (`costs.py`).
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     serve(socket.socket(fileno=channel))
