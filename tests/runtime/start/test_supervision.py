@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
-import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,8 @@ from autopar.ranks.board import FINISHED, HISTORY, Board, Note
 from autopar.runtime.checkpoint.folder import CheckpointFolder
 from autopar.runtime.start.supervision import black_box_of, describe, slowness
 from autopar.schedules.expand import expand
+from launched import ended, launch, processes_in, until
+from suite import warm
 from words_plans import copy_model, save_plan
 
 LAST = "`autopar show report.blackbox.json` shows the last actions of every rank"
@@ -34,66 +34,44 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     return save_plan(tmp_path, [1, 1], cuts=[1])
 
 
-def started(*arguments: str, agent: bool = True) -> subprocess.Popen[str]:
-    """Start two ranks, by an agent or each by itself."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    start = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
-    command = [sys.executable, *(start if agent else ["-m"]), "autopar", "--quiet", "worker", "plan.json", *arguments]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
-
-
-def lines(error: str) -> list[str]:
-    return [line for line in error.splitlines() if line.startswith("autopar: ")]
-
-
-def workers() -> list[int]:
-    """Return the processes of workers, supervisors and ranks."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            arguments = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
-        except OSError:
-            continue
-        if b"--quiet\0worker\0plan.json" in arguments:
-            found.append(int(entry.name))
-    return found
-
-
-def until(happens: object, seconds: float = 60.0) -> None:
-    assert callable(happens)
-    until_s = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < until_s
-        time.sleep(0.02)
-
-
 def is_training(folder: Path) -> bool:
     """Whether a run has saved a checkpoint."""
     return (folder / "parts").is_dir() and bool(CheckpointFolder(folder / "parts").steps())
 
 
+def filled(folder: Path, writes: Callable[[Board], object], name: str = "box.json") -> tuple[str, Path]:
+    """Have a board written to, and the last actions of its ranks be kept; return what is said, and the file."""
+    program = expand(Plan.load(folder / "plan.json"))
+    file = folder / name
+    with Board(folder / "board", 2) as board:
+        writes(board)
+        write = black_box_of(file, program, (0, 1))
+        assert write is not None
+        return write(board, TrainingError("why")), file
+
+
 def test_the_last_actions_of_every_rank_are_kept_in_order(plan: Plan, tmp_path: Path) -> None:
     program = expand(plan)
     count = [len(program.ranks[rank]) for rank in (0, 1)]
-    with Board(tmp_path / "board", 2) as board:
+
+    def writes(board: Board) -> None:
         for step in range(30):
             for position in range(count[0]):
                 board.write_action(0, step, position)
         for position in range(3):
             board.write_action(1, 7, position)
         board.write(1, FINISHED)
-        write = black_box_of(tmp_path / "box.json", program, (0, 1))
-        assert write is not None
-        assert write(board, TrainingError("why")) == f"`autopar show {tmp_path / 'box.json'}` " + LAST.split(" ", 3)[3]
-    box = BlackBox.load(tmp_path / "box.json")
-    first, second = box.ranks
+
+    said, file = filled(tmp_path, writes)
+    assert said == f"`autopar show {file}` " + LAST.split(" ", 3)[3]
+    first, second = BlackBox.load(file).ranks
     every = [(step, str(action)) for step in range(30) for action in program.ranks[0]]
     assert [(each.step, each.action) for each in first.actions] == every[-HISTORY:]
     assert [each.action for each in second.actions] == [str(program.ranks[1][position]) for position in range(3)]
     assert second.doing == "finishing"
     ages = [each.before_s for each in first.actions]
     assert ages == sorted(ages, reverse=True)
-    shown = str(api.show(tmp_path / "box.json"))
+    shown = str(api.show(file))
     assert "why" in shown
     assert f"29 {program.ranks[0][count[0] - 1]}" in shown
 
@@ -103,35 +81,28 @@ def test_actions_of_ranks_with_several_stages_have_the_stage_that_each_was_of(
     plan: Plan, tmp_path: Path, schedule: str
 ) -> None:
     program = expand(save_plan(tmp_path, [1, 1], schedule=schedule, chunks=2))
-    with Board(tmp_path / "board", 2) as board:
-        for rank in (0, 1):
-            for position in range(len(program.ranks[rank])):
-                board.write_action(rank, 0, position)
-        write = black_box_of(tmp_path / "box.json", program, (0, 1))
-        assert write is not None
-        write(board, TrainingError("why"))
-    for rank in BlackBox.load(tmp_path / "box.json").ranks:
+    _, file = filled(
+        tmp_path,
+        lambda board: [
+            board.write_action(rank, 0, position) for rank in (0, 1) for position in range(len(program.ranks[rank]))
+        ],
+    )
+    for rank in BlackBox.load(file).ranks:
         every = [str(action) for action in program.ranks[rank.rank]]
         assert [each.action for each in rank.actions] == every[-HISTORY:]
         assert len({each.action.split("@")[1][0] for each in rank.actions}) == 2
         assert rank.doing.endswith(every[-1])
 
 
-def test_of_ranks_that_have_begun_nothing_nothing_is_written(plan: Plan, tmp_path: Path) -> None:
-    write = black_box_of(tmp_path / "box.json", expand(plan), (0, 1))
-    with Board(tmp_path / "board", 2) as board:
-        assert write is not None
-        assert not write(board, TrainingError("why"))
-    assert not (tmp_path / "box.json").exists()
+def test_nothing_begun_writes_nothing_and_a_file_that_cannot_be_written_hides_no_failure(
+    plan: Plan, tmp_path: Path
+) -> None:
+    said, file = filled(tmp_path, lambda board: None)
+    assert not said
+    assert not file.exists()
     assert black_box_of(None, expand(plan), (0, 1)) is None
-
-
-def test_a_file_that_cannot_be_written_hides_no_failure(plan: Plan, tmp_path: Path) -> None:
-    write = black_box_of(tmp_path / "none" / "box.json", expand(plan), (0, 1))
-    with Board(tmp_path / "board", 2) as board:
-        board.write_action(0, 0, 0)
-        assert write is not None
-        assert write(board, TrainingError("why")).startswith("the last actions of every rank are lost: cannot write ")
+    said, _ = filled(tmp_path, lambda board: board.write_action(0, 0, 0), "none/box.json")
+    assert said.startswith("the last actions of every rank are lost: cannot write ")
 
 
 def test_notes_are_put_into_words(plan: Plan) -> None:
@@ -153,6 +124,13 @@ def test_slowness_is_computing_over_what_was_planned(plan: Plan) -> None:
     assert slowness(plan.model_copy(update={"predicted": unknown}), actions)(times) == 0.0
 
 
+WORKER = ["-m", "autopar", "--quiet", "worker", "plan.json"]
+
+
+def lines(errors: str) -> list[str]:
+    return [line for line in errors.splitlines() if line.startswith("autopar: ")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "said"),
@@ -164,66 +142,51 @@ def test_slowness_is_computing_over_what_was_planned(plan: Plan) -> None:
     ],
 )
 @pytest.mark.reliability(1, 2, 6, 8)
-def test_under_torchrun_one_line_says_what_failed(plan: Plan, tmp_path: Path, fault: str, said: str) -> None:
-    running = started("--steps", "8", "--timeout", "3", "--inject-fault", fault)
-    _, error = running.communicate(timeout=200)
-    assert running.returncode
+def test_of_launched_ranks_one_line_says_what_failed(plan: Plan, tmp_path: Path, fault: str, said: str) -> None:
+    found = ended(launch(2, [*WORKER, "--steps", "8", "--timeout", "3", "--inject-fault", fault]))
+    assert all(code for code, _, _ in found)
+    error = "".join(errors for _, _, errors in found)
     (line,) = lines(error)
     assert re.fullmatch(rf"autopar: {said}; {re.escape(LAST)}", line)
     box = BlackBox.load(tmp_path / "report.blackbox.json")
     assert [rank.rank for rank in box.ranks] == [0, 1]
     assert all(rank.actions for rank in box.ranks)
     assert error.count("Fatal Python error: Segmentation fault") == ("segfault" in fault)
-    assert not workers()
+    until(lambda: not processes_in(tmp_path))
+
+
+LONG = ["--steps", "100000", "--checkpoint", "parts", "--every", "100", "--report", "other.json"]
+
+
+def ended_where_saved(folder: Path) -> str:
+    """Hold a run that was told to end against the step that it has saved; return its report."""
+    step = CheckpointFolder(folder / "parts").steps()[-1]
+    report = " ".join(str(api.show(folder / "other.json")).split())
+    assert f"was asked to end, and has trained {step} of 100000 steps" in report
+    until(lambda: not processes_in(folder))
+    return report
 
 
 @pytest.mark.slow
+@pytest.mark.reliability(36)
 def test_under_torchrun_a_run_that_is_told_to_end_ends_behind_its_step_and_saves(plan: Plan, tmp_path: Path) -> None:
-    running = started("--steps", "100000", "--checkpoint", "parts", "--every", "100", "--report", "other.json")
-    until(lambda: is_training(tmp_path), 150.0)
-    running.send_signal(signal.SIGTERM)
-    _, error = running.communicate(timeout=100)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *WORKER, *LONG]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    # The agent is forked; its workers are started.
+    with warm.Popen(command, stderr=-1, text=True, env=environment, start_new_session=True) as running:
+        until(lambda: is_training(tmp_path))
+        running.send_signal(signal.SIGTERM)
+        _, error = running.communicate(timeout=200)
     assert sum("ending behind this step" in line for line in lines(error)) == 2
-    report = api.show(tmp_path / "other.json")
-    step = CheckpointFolder(tmp_path / "parts").steps()[-1]
-    assert f"was asked to end, and has trained {step} of 100000 steps" in str(report).replace("\n", " ")
-    assert not workers()
+    # The agent's port, which it opens everywhere.
+    assert "of this host, at which the ranks met, is open on all interfaces" in ended_where_saved(tmp_path)
 
 
 @pytest.mark.slow
 def test_hosts_end_behind_the_same_step_where_one_is_told_to(plan: Plan, tmp_path: Path) -> None:
     """Each rank is a host of its own, as far as it knows."""
-    common = ("--steps", "100000", "--checkpoint", "parts", "--every", "100", "--report", "other.json")
-    command = [sys.executable, "-m", "autopar", "--quiet", "worker", "plan.json", *common]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": "2"}
-    place |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    hosts = [
-        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **place, "RANK": str(rank)})
-        for rank in (0, 1)
-    ]
-    until(lambda: is_training(tmp_path), 150.0)
+    hosts = launch(2, [*WORKER, *LONG], hosts=2)
+    until(lambda: is_training(tmp_path))
     hosts[1].send_signal(signal.SIGTERM)
-    errors = [host.communicate(timeout=100)[1] for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 143], errors
-    step = CheckpointFolder(tmp_path / "parts").steps()[-1]
-    report = str(api.show(tmp_path / "other.json")).replace("\n", " ")
-    assert f"was asked to end, and has trained {step} of 100000 steps" in report
-    assert not workers()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
-
-
-@pytest.mark.slow
-@pytest.mark.reliability(29)
-def test_workers_of_an_agent_that_is_killed_go_with_it(plan: Plan) -> None:
-    running = started("--steps", "100000")
-    # Two supervisors, two ranks, and the agent.
-    until(lambda: len(workers()) >= 5)
-    running.kill()
-    running.wait()
-    until(lambda: not workers(), 10.0)
-    assert running.stderr is not None
-    running.stderr.close()
+    assert [code for code, _, _ in ended(hosts)] == [0, 143]
+    ended_where_saved(tmp_path)

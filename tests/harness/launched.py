@@ -1,0 +1,61 @@
+"""Launched: processes that a test starts as a launcher does, each told by its environment which rank it is."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from suite import warm
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+def launch(count: int, arguments: Sequence[str], hosts: int = 1, **environment: str) -> list[warm.Popen]:
+    """Start a Python command once a rank, of which as many hosts have equally many; their output is piped."""
+    size = count // hosts
+    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    common |= {"OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo", **environment}  # type: ignore[dict-item]
+    every = [{**common, "RANK": rank, "LOCAL_RANK": rank % size} for rank in range(count)]
+    return [
+        warm.Popen(
+            [sys.executable, *arguments],
+            stdout=-1,
+            stderr=-1,
+            text=True,
+            env={**os.environ, **{name: str(value) for name, value in own.items()}},
+        )
+        for own in every
+    ]
+
+
+def ended(processes: Sequence[warm.Popen], timeout_s: float = 200.0) -> list[tuple[int, str, str]]:
+    """Wait for all; return the exit code, standard output and errors of each."""
+    found = [process.communicate(timeout=timeout_s) for process in processes]
+    return [(process.returncode, *each) for process, each in zip(processes, found, strict=True)]
+
+
+def processes_in(folder: Path) -> list[int]:
+    """Return the processes, other than this one, that work in a folder: what is started there, and what that starts."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if int(entry.name) != os.getpid() and (entry / "cwd").readlink() == folder:
+                found.append(int(entry.name))
+    return found
+
+
+def until(happens: Callable[[], Any], seconds: float = 200.0) -> None:
+    """Wait until something is so."""
+    until_s = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
