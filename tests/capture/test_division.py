@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
 import torch
-from torch import nn
 
 from autopar.capture.division import ROWS, WHOLE, Batch, Pattern, Share, divide, join_results, result_share, shares_of
 from autopar.capture.export import capture
 from autopar.capture.source import UserModel, load
-from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from dictated import dictate
 from paths import MODELS
@@ -47,6 +44,12 @@ def test_shares_of_any_call_join_to_the_whole_and_what_they_write_arrives_in_it(
         assert [part[place] for part in parts for place in range(4) if dims[place] == ROWS] == [
             share.stop - share.start for share in shares for dim in dims if dim == ROWS
         ]
+        assert all(
+            torch.equal(one, other)
+            for share, part in zip(shares, parts, strict=True)
+            for one, other, dim in zip(result_share(leaves, dims, share), part, dims, strict=True)
+            if dim != ROWS
+        )
         joined = join_results(parts, pattern.result_dims)
         for leaf, whole, dim in zip(leaves, joined, dims, strict=True):
             assert dim == ROWS or torch.equal(leaf, whole)
@@ -58,16 +61,6 @@ def test_shares_of_any_call_join_to_the_whole_and_what_they_write_arrives_in_it(
         assert all(dim < 0 or torch.equal(leaf, own) for leaf, own, dim in zip(leaves, written, dims, strict=True))
         pattern.give_back(written, parts)
         assert all(dim < 0 or torch.equal(leaf + 1, own) for leaf, own, dim in zip(leaves, written, dims, strict=True))
-
-
-def test_one_share_of_a_result_is_what_joins_with_the_others() -> None:
-    whole = {"a": torch.rand(5, 2), "b": (torch.rand(3, 5), "name")}
-    shares = [Share(0, 0, 0, 2), Share(1, 1, 2, 5)]
-    parts = [result_share(whole, (0, 1, WHOLE), share) for share in shares]
-    assert [part["a"].shape[0] for part in parts] == [2, 3]
-    again = join_results(parts, (0, 1, WHOLE))
-    assert torch.equal(again["a"], whole["a"])
-    assert torch.equal(again["b"][0], whole["b"][0])  # type: ignore[index]
 
 
 def test_every_row_is_of_one_share_in_order_and_turns_take_them_all() -> None:
@@ -93,39 +86,3 @@ def test_calls_that_draw_are_split_where_stages_divide_rows_differently() -> Non
     assert {path.split(".")[0] for path, _ in division.splits} == blocks
     assert all(set(pattern.result_dims) == {0} for pattern in division.splits.values())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-LOOSE = """
-import torch
-from torch import nn
-
-
-class Loose(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 1)
-
-    def forward(self, x):
-        x = torch.dropout(self.first(x), 0.5, self.training)
-        return self.third(torch.dropout(self.second(x), 0.5, self.training))
-
-
-def model():
-    return Loose()
-
-
-def dataset():
-    return torch.utils.data.TensorDataset(torch.ones(12, 5), torch.ones(12, 1))
-
-
-def loss(output, batch):
-    return (output - batch[1]).square().mean()
-"""
-
-
-def test_random_numbers_that_no_module_draws_are_refused_where_stages_divide_rows_differently(tmp_path: Path) -> None:
-    (tmp_path / "loose.py").write_text(LOOSE)
-    user, plan = _planned(tmp_path / "loose.py", (2, 3))
-    model: nn.Module = user.build(0)
-    with pytest.raises(UsageError, match=r"layer first .* draws random numbers .* in code that no single module"):
-        divide(lambda: model, plan, user, _batch(user))

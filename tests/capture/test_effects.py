@@ -1,5 +1,5 @@
 """Models that cannot be used are refused in one line: what, where, and what to do; and bytes that are alive."""
-# ruff: noqa: ANN001, ANN201, ANN202, ANN204
+# ruff: noqa: ANN001, ANN201, ANN204
 
 from __future__ import annotations
 
@@ -12,22 +12,18 @@ import numpy
 import pytest
 import torch
 import torch.utils.checkpoint
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autopar.capture import capture_module
 from autopar.capture.check import check_gradients
-from autopar.capture.effects import StorageTracker
+from autopar.capture.effects import StorageTracker, written_arguments
 from autopar.capture.meta import hollow_parameters
 from autopar.capture.store import load_graph, save_graph
 from autopar.errors import CaptureError, FileError, ModelError
-from capture_zoo import Chain, build, mean_square, regression
+from capture_zoo import Chain, build, captured, mean_square, regression
 from refused_models import Branching, Checkpointed, OwnFailing, OwnFunction, Reentrant
-
-
-class Fixed(Chain):
-    def between(self, x):
-        return x.reshape(6, 8) if x.shape[0] == 6 else x.reshape(1, 1)
+from state_models import Between
 
 
 class Replaced(Chain):
@@ -54,25 +50,17 @@ class Counting(Chain):
         return x / self.calls
 
 
-class Hooked(Chain):
-    def between(self, x):
-        x.register_hook(torch.zeros_like)
-        return x
+class By(Chain):
+    """What is between steps is given."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.between = between
 
 
-class OtherRandom(Chain):
-    def between(self, x):
-        return x * random.uniform(0, 1)
-
-
-class NumpyRandom(Chain):
-    def between(self, x):
-        return x * numpy.random.rand()
-
-
-class Length(Chain):
-    def between(self, x):
-        return x / len(x)
+def hook(x):
+    x.register_hook(torch.zeros_like)
+    return x
 
 
 @pytest.mark.parametrize(
@@ -80,26 +68,24 @@ class Length(Chain):
     [
         (Replaced, "the buffer average is replaced", "self.average = self.average"),
         (Counting, "the attribute calls changes from 0 to 1", "self.calls += 1"),
-        (OtherRandom, "would be drawn only once", "return x * random.uniform"),
-        (NumpyRandom, "would be drawn only once", "return x * numpy"),
-        (Length, "number of samples", "return x / len(x)"),
-        (OwnFunction, "autograd.Function Doubled", "Doubled.apply(x)"),
-        (Checkpointed, "torch.utils.checkpoint", "checkpoint.checkpoint("),
-        (Branching, "values decide what runs", "if x.sum() > 0"),
-        (Hooked, "a hook on a gradient", "x.register_hook"),
+        (lambda: By(lambda x: x * random.uniform(0, 1)), "would be drawn only once", "random.uniform(0"),
+        (lambda: By(lambda x: x * numpy.random.rand()), "would be drawn only once", "numpy.random.rand("),
+        (lambda: By(lambda x: x / len(x)), "number of samples", "x / len(x)"),
+        (OwnFunction, "autograd.Function Doubled", "return Doubled.apply(x)"),
+        (Checkpointed, "torch.utils.checkpoint", "return torch.utils.checkpoint.checkpoint("),
+        (Branching, "values decide what runs", "return x * 2 if x.sum() > 0"),
+        (lambda: By(hook), "a hook on a gradient", "x.register_hook"),
     ],
 )
 def test_what_cannot_be_captured_is_named_with_its_line_and_the_fallback(kind, construct, line, capfd):
     with pytest.raises(CaptureError) as caught:
         capture_module(kind().double(), regression(), mean_square)
     assert capfd.readouterr() == ("", "")
-    message = str(caught.value)
+    message, file = str(caught.value), Path(inspect.getfile(kind))
     assert construct in message
     assert "layers(model)" in message
-    file = inspect.getfile(kind)
-    source = Path(file).read_text().splitlines()
-    numbers = (index for index, text in enumerate(source, 1) if line in text)
-    number = next(index for index in numbers if source[index - 1].strip().startswith(("return", "self", "x.")))
+    lines = file.read_text().splitlines()
+    number = next(index for index, text in enumerate(lines, 1) if line in text)
     assert f"{file}:{number}" in message
 
 
@@ -169,40 +155,38 @@ class Overlapping(Chain):
         return x * self.one
 
 
-def overlapping():
-    return Overlapping()
-
-
-def tied_by_memory():
-    model = Chain()
-    model.steps[2].weight = nn.Parameter(model.steps[1].weight)
-    return model
-
-
-def hooked_parameter():
-    model = Chain()
+def hook_parameter(model):
     model.steps[1].weight.register_hook(torch.zeros_like)
-    return model
 
 
-def hooked_module():
-    model = Chain()
+def hook_module(model):
     model.steps[1].register_full_backward_hook(lambda module, inward, outward: None)
-    return model
+
+
+def fixed(x):
+    return x.reshape(6, 8) if x.shape[0] == 6 else x.reshape(1, 1)
+
+
+def tie_by_memory(model):
+    model.steps[2].weight = nn.Parameter(model.steps[1].weight)
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("kind", "change", "message"),
     [
-        (overlapping, "both and one share memory that the forward writes"),
-        (tied_by_memory, r"steps\.1\.weight and steps\.2\.weight are two tensors that share memory"),
-        (hooked_parameter, r"the parameter steps\.1\.weight has a hook"),
-        (hooked_module, r"the module steps\.1 has a backward hook"),
+        (Overlapping, lambda model: None, "both and one share memory that the forward writes"),
+        (Chain, tie_by_memory, r"steps\.1\.weight and steps\.2\.weight are two tensors that share memory"),
+        (Chain, hook_parameter, r"the parameter steps\.1\.weight has a hook"),
+        (Chain, hook_module, r"the module steps\.1 has a backward hook"),
+        (lambda: By(fixed), nn.Module.double, "number of samples|samples only"),
     ],
 )
-def test_what_ranks_would_not_have_is_refused(make, message):
+def test_what_ranks_would_not_have_or_is_for_one_number_of_samples_is_refused(kind, change, message):
+    model = kind()
+    change(model)
+    batch = [torch.ones(4, 8), torch.ones(4, 8)] if model.steps[0].weight.dtype == torch.float32 else regression()
     with pytest.raises(CaptureError, match=message):
-        capture_module(make(), [torch.ones(4, 8), torch.ones(4, 8)], mean_square)
+        capture_module(model, batch, mean_square)
 
 
 def test_parts_of_one_memory_that_do_not_overlap_are_captured():
@@ -211,14 +195,13 @@ def test_parts_of_one_memory_that_do_not_overlap_are_captured():
     assert len(capture_module(model, [torch.ones(4, 8), torch.ones(4, 8)], mean_square).layers) == 4
 
 
-def test_a_gradient_that_is_no_number_is_the_losss_fault():
-    model, batch, _ = build("chain")
+def test_a_gradient_that_is_no_number_or_sparse_is_the_users_and_a_wrong_one_is_found():
+    model, batch, loss, graph = captured("chain")
+    with pytest.raises(CaptureError, match=r"gives another gradient of steps\.\d"):
+        check_gradients(Chain().double(), graph, batch, loss)
     loss = lambda output, batch: mean_square(output, batch) * float("nan")  # noqa: E731
     with pytest.raises(ModelError, match=r"gradient of .* is not finite"):
         check_gradients(model, capture_module(model, batch, loss), batch, loss)
-
-
-def test_a_sparse_gradient_is_refused():
     model, batch = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 1)), torch.zeros(3, dtype=torch.long)
     loss = lambda output, batch: output.mean()  # noqa: E731
     with pytest.raises(ModelError, match=r"gradient of 0\.weight is sparse"):
@@ -227,16 +210,7 @@ def test_a_sparse_gradient_is_refused():
 
 def listed(model, batch):
     """Capture a chain whose layers are listed, what stands between them included."""
-
-    class Between(nn.Module):
-        def __init__(self, step):
-            super().__init__()
-            self.step = step
-
-        def forward(self, x):
-            return model.between(self.step(x))
-
-    return capture_module(model, batch, mean_square, lambda model: [Between(step) for step in model.steps])
+    return capture_module(model, batch, mean_square, lambda model: [Between(model, step) for step in model.steps])
 
 
 @pytest.mark.parametrize(
@@ -251,11 +225,6 @@ def test_a_backward_that_raises_is_the_models_own(kind, message):
     graph = listed(model, batch)
     with pytest.raises(ModelError, match=message):
         check_gradients(model, graph, batch, mean_square)
-
-
-def test_a_model_for_one_number_of_samples_is_refused():
-    with pytest.raises(CaptureError, match=r"number of samples|samples only"):
-        capture_module(Fixed().double(), regression(), mean_square)
 
 
 @pytest.mark.parametrize("kind", [OwnFunction, Checkpointed, Branching])
@@ -287,22 +256,14 @@ def test_a_wrong_list_of_layers_is_refused(layers, message):
         capture_module(model, batch, loss, layers)
 
 
-def test_a_wrong_gradient_is_found():
-    model, batch, loss = build("chain")
-    graph = capture_module(model, batch, loss)
-    other = Chain().double()
-    with pytest.raises(CaptureError, match=r"gives another gradient of steps\.\d"):
-        check_gradients(other, graph, batch, loss)
-
-
 def test_a_listed_graph_cannot_be_saved_and_a_broken_one_not_loaded(tmp_path):
-    model, batch, loss = build("chain")
+    model, batch, loss, portable = captured("chain")
     graph = capture_module(model, batch, loss, lambda model: [nn.Sequential(*model.steps)])
     with pytest.raises(CaptureError, match="cannot be saved"):
         save_graph(graph, tmp_path)
     with pytest.raises(FileError, match="cannot read"):
         load_graph(tmp_path)
-    save_graph(capture_module(model, batch, loss), tmp_path)
+    save_graph(portable, tmp_path)
     (tmp_path / "layers.json").write_text("{}")
     with pytest.raises(FileError, match="capture it again"):
         load_graph(tmp_path)
@@ -349,7 +310,6 @@ def test_what_was_there_before_is_not_counted_and_what_changes_its_size_is() -> 
         assert (tracker.alive_bytes, tracker.peak_bytes) == (400, 400)
     del view, made
     assert tracker.alive_bytes == 0
-    assert torch.UntypedStorage.resize_.__qualname__ != "StorageTracker.__enter__.<locals>.resize_and_count"
 
 
 def test_sparse_tensors_count_their_indices_and_values() -> None:
@@ -359,3 +319,14 @@ def test_sparse_tensors_count_their_indices_and_values() -> None:
         # Two indices of eight bytes and a value of four for each of four entries.
         assert tracker.alive_bytes == 4 * (2 * 8 + 4)
         assert sparse.layout is torch.sparse_coo
+
+
+@pytest.mark.parametrize("norm", [torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default])
+def test_statistics_are_written_though_no_schema_says_so(norm):
+    graph = fx.Graph()
+    x, mean, variance = map(graph.placeholder, ("x", "mean", "variance"))
+    found = [
+        written_arguments(graph.call_function(norm, (x, None, None, mean, variance, training, 0.1, 1e-5, False)))
+        for training in (True, False)
+    ]
+    assert found == [[mean, variance], []]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 
 import pytest
@@ -9,14 +10,14 @@ import torch
 from torch import nn
 
 from autopar.capture.batch import model_arguments, named_tensors, row_count
-from autopar.capture.evaluation import EvaluationGraph, capture_evaluation, capture_prediction
+from autopar.capture.evaluation import capture_evaluation, capture_prediction
 from autopar.capture.export import capture_module
 from autopar.capture.graph import Layer
 from autopar.capture.segment import LayerNodes, segment_like
 from autopar.errors import CaptureError, ModelError
-from capture_zoo import build
+from capture_zoo import captured
 
-NAMES = ["language with dropout", "norms", "recurrent", "norm twice", "integers", "flattened", "skips"]
+NAMES = ["dropout", "norms", "recurrent", "norm twice", "integers", "flattened", "skips"]
 
 
 def run(layers: Iterable[Layer], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -29,8 +30,8 @@ def run(layers: Iterable[Layer], values: Mapping[str, torch.Tensor]) -> dict[str
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_loss_and_the_outputs_are_those_of_the_plain_model(name: str) -> None:
-    model, batch, loss = build(name)
-    graph = capture_module(model, batch, loss)
+    model, batch, loss, graph = captured(name)
+    model = copy.deepcopy(model)
     modes = [module.training for module in model.modules()]
     evaluated = capture_evaluation(model, batch, loss, graph)
     predicted = capture_prediction(model, batch, loss, graph)
@@ -46,26 +47,18 @@ def test_the_loss_and_the_outputs_are_those_of_the_plain_model(name: str) -> Non
     for result, value in zip(evaluated.results, expected, strict=True):
         torch.testing.assert_close(found[result], torch.as_tensor(value), rtol=1e-12, atol=0)
     torch.testing.assert_close(run(predicted.layers, tensors)["output"], output, rtol=1e-12, atol=1e-14)
-    for each in (evaluated, predicted):
-        _held_as_in_training(each, {layer.name: layer for layer in graph.layers})
+    held = {layer.name: set(layer.parameters.values()) for layer in graph.layers}
+    for layer in (*evaluated.layers, *predicted.layers):
+        assert set(layer.parameters.values()) <= held[layer.name]
 
 
-def _held_as_in_training(graph: EvaluationGraph, trained: Mapping[str, Layer]) -> None:
-    for layer in graph.layers:
-        assert set(layer.parameters.values()) <= set(trained[layer.name].parameters.values())
-
-
-class Scalar(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
+class Scalar(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).square().mean()
+        return super().forward(x).square().mean()
 
 
 def test_a_model_that_returns_nothing_but_a_loss_predicts_nothing() -> None:
-    model, batch = Scalar(), torch.randn(4, 3)
+    model, batch = Scalar(3, 3), torch.randn(4, 3)
     graph = capture_module(model, batch)
     with pytest.raises(ModelError, match="returns no tensor that has the samples as one dimension"):
         capture_prediction(model, batch, None, graph)
@@ -104,8 +97,7 @@ def test_listed_layers_whose_outputs_change_in_evaluation_are_named(key: str) ->
 
 
 def test_a_boundary_that_evaluation_does_not_have_is_refused() -> None:
-    model, batch, loss = build("norm twice")
-    graph = capture_module(model, batch, loss)
+    model, _, _, graph = captured("norm twice")
     exported = graph.segmented_program
     layers = [[name] for layer in graph.layers for name in layer.modules]
     with pytest.raises(CaptureError, match=r"cannot be cut before .* in evaluation as it is in training"):

@@ -54,8 +54,6 @@ def test_what_training_puts_back_into_training_mode_is_named(
 
 
 def test_of_many_the_first_are_named() -> None:
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)])
-    for part in model:
-        part.eval()
+    model = nn.Sequential(*[nn.Linear(4, 4).eval() for _ in range(8)])
     (note,) = capture(given_model(model, BATCH, loss=_loss), model).notes
     assert note.startswith("0, 1, 2, 3, 4, 3 more were in evaluation mode")

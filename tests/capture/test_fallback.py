@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.capture import capture, capture_module, load, materialize, named_tensors, slice_rows
+from autopar.capture import capture, capture_module, load, named_tensors, slice_rows
 from autopar.capture.batch import rebuild
 from autopar.capture.check import check_gradients
 from autopar.capture.evaluation import capture_evaluation, capture_prediction
 from autopar.errors import CaptureError
 from capture_zoo import Chain, mean_square, regression
-from stage_runs import clones, plain, run_stages
+from stage_runs import assert_equal_to_plain
 from state_models import Between, Late, counting_loss
 
 TABLE = {"n": 0}
@@ -48,7 +48,7 @@ class Owning(nn.Module):
         self.steps = nn.ModuleList(Own(nn.Linear(8, 8), count) for count in (0, 1, 0))
 
 
-def test_a_listed_module_says_which_state_of_its_own_it_changes_and_keeps_its_first():
+def test_a_listed_module_says_which_state_it_changes_keeps_its_first_and_is_not_evaluated():
     model = Owning().double()
     graph = capture_module(model, regression(), mean_square, lambda model: list(model.steps))
     assert [set(layer.stateful) for layer in graph.layers] == [
@@ -60,6 +60,8 @@ def test_a_listed_module_says_which_state_of_its_own_it_changes_and_keeps_its_fi
     assert own.state == {"n": 0}
     assert not own.mean.any()
     assert torch.equal(own.draws.get_state(), torch.Generator().manual_seed(0).get_state())
+    with pytest.raises(CaptureError, match=r"Owning\.steps\.1\.\S+ changes with every forward, and a copy"):
+        capture_evaluation(model, regression(), mean_square, graph)
 
 
 def test_state_of_the_loss_is_the_last_listed_modules():
@@ -69,42 +71,30 @@ def test_state_of_the_loss_is_the_last_listed_modules():
     assert loss.__closure__[0].cell_contents == 0
 
 
-def test_the_state_of_one_listed_module_may_be_global():
-    class Global(nn.Module):
-        def __init__(self, step):
-            super().__init__()
-            self.step = step
-
-        def forward(self, x):
-            TABLE["n"] += 1
-            return self.step(x)
-
-    before = TABLE["n"]
-    layers = lambda model: [Global(model.steps[0]), *list(model.steps)[1:]]  # noqa: E731
-    graph = capture_module(Chain().double(), regression(), mean_square, layers)
-    assert graph.layers[0].stateful == ("global TABLE['n'] of test_fallback.py",)
-    assert TABLE["n"] == before
-    both = lambda model: [Global(step) for step in model.steps]  # noqa: E731
-    with pytest.raises(CaptureError, match=r"layers\(\): global TABLE\['n'\] of .* belongs to no single module"):
-        capture_module(Chain().double(), regression(), mean_square, both)
-    assert (
-        capture_module(Chain().double(), regression(), mean_square, both, ignored_state=("TABLE",)).layers[1].stateful
-        == ()
-    )
-
-
-def test_listed_modules_that_change_state_are_not_evaluated():
-    batch = regression()
-    graph = capture_module(Owning().double(), batch, mean_square, lambda model: list(model.steps))
-    with pytest.raises(CaptureError, match=r"Owning\.steps\.1\.\S+ changes with every forward, and a copy"):
-        capture_evaluation(Owning().double(), batch, mean_square, graph)
-
-
-class Random(nn.Module):
+class Global(nn.Module):
     def __init__(self, step):
         super().__init__()
         self.step = step
 
+    def forward(self, x):
+        TABLE["n"] += 1
+        return self.step(x)
+
+
+def test_the_state_of_one_listed_module_may_be_global():
+    before = TABLE["n"]
+    model, batch = Chain().double(), regression()
+    graph = capture_module(model, batch, mean_square, lambda model: [Global(model.steps[0]), *list(model.steps)[1:]])
+    assert graph.layers[0].stateful == ("global TABLE['n'] of test_fallback.py",)
+    assert TABLE["n"] == before
+    both = lambda model: [Global(step) for step in model.steps]  # noqa: E731
+    with pytest.raises(CaptureError, match=r"layers\(\): global TABLE\['n'\] of .* belongs to no single module"):
+        capture_module(model, batch, mean_square, both)
+    graph = capture_module(model, batch, mean_square, both, ignored_state=("TABLE",))
+    assert not any(layer.stateful for layer in graph.layers)
+
+
+class Random(Global):
     def forward(self, x):
         return self.step(x) * random.random()
 
@@ -120,13 +110,9 @@ def shared_generator(model):
 def counts_before(model):
     places = itertools.count()
 
-    class Stepping(nn.Module):
-        def __init__(self, step):
-            super().__init__()
-            self.step, self.places = step, places
-
+    class Stepping(Global):
         def forward(self, x):
-            next(self.places)
+            next(places)
             return self.step(x)
 
     return [Stepping(model.steps[0]), *list(model.steps)[1:]]
@@ -204,7 +190,7 @@ def models(folder, content):
     return user, model
 
 
-@pytest.mark.parametrize("content", [LLAMA, GEMMA], ids=["llama", "gemma3"])
+@pytest.mark.parametrize("content", [LLAMA, pytest.param(GEMMA, marks=pytest.mark.slow)], ids=["llama", "gemma3"])
 def test_the_declared_plan_gives_the_gradients_of_the_plain_model(content, tmp_path):
     user, model = models(tmp_path, content)
     graph = capture(user, model)
@@ -216,15 +202,7 @@ def test_the_declared_plan_gives_the_gradients_of_the_plain_model(content, tmp_p
     check_gradients(model, graph, batch, user.loss)
     for rows, cuts in ((4, (1, 2, 3, 4, 5)), (3, (2,)), (1, (3,))):
         part = rebuild(batch, slice_rows(named_tensors(batch), 0, rows))
-        expected, gradients, _ = plain(model, part, user.loss)
-        parameters, buffers = clones(model)
-        for layer in graph.layers:
-            materialize(layer, {**parameters, **buffers})
-        outputs = run_stages(graph, part, cuts)
-        assert all(torch.equal(one, other) for one, other in zip(outputs, expected, strict=True))
-        largest = max(float(gradient.abs().max()) for gradient in gradients.values())
-        for name, gradient in gradients.items():
-            assert float((parameters[name].grad - gradient).abs().max()) <= 1e-6 * largest, name
+        assert_equal_to_plain(model, graph, part, user.loss, cuts, tolerance=1e-6)
 
 
 def test_the_declared_plan_evaluates_as_the_plain_model(tmp_path):
@@ -244,8 +222,12 @@ def test_the_declared_plan_evaluates_as_the_plain_model(tmp_path):
             assert torch.equal(known[name], expected[name])
 
 
-def test_a_model_that_declares_no_plan_is_refused_as_before(tmp_path):
+def test_a_model_that_declares_no_plan_or_one_that_leaves_parameters_out_is_refused_as_before(tmp_path):
     user, model = models(tmp_path, LLAMA)
+    model.model.rotary_emb.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(CaptureError, match=r"autograd\.Function Tripled"):
+        capture(user, model)
+    del model.model.rotary_emb.scale
     model._pp_plan, model.config.base_model_pp_plan = {}, None
     with pytest.raises(CaptureError, match=r"autograd\.Function Tripled"):
         capture(user, model)
@@ -273,13 +255,6 @@ def test_a_plan_that_the_forward_does_not_follow_does_not_hold():
         capture_module(Named(), torch.ones(3, 4), lambda output, batch: output.mean())
 
 
-def test_a_plan_that_leaves_parameters_out_does_not_hold(tmp_path):
-    user, model = models(tmp_path, LLAMA)
-    model.model.rotary_emb.scale = nn.Parameter(torch.ones(()))
-    with pytest.raises(CaptureError, match=r"autograd\.Function Tripled"):
-        capture(user, model)
-
-
 class Deciding(nn.Module):
     """An activation that values choose."""
 
@@ -287,6 +262,7 @@ class Deciding(nn.Module):
         return torch.tanh(x) if x.sum() < 1e9 else x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [OwnActivation, Deciding])
 def test_the_declared_plan_of_a_hollow_model_is_that_of_the_real_one(activation, tmp_path):
     user, model = models(tmp_path, {**LLAMA, "tie_word_embeddings": True})

@@ -8,14 +8,34 @@ import sys
 import pytest
 import torch
 
+import autopar
 from autopar.capture import capture, load
 from autopar.capture.source import StageTraits
 from autopar.errors import AutoparError, ModelError, UsageError
 
 
+@pytest.fixture
+def write(tmp_path):
+    """Write a model file, and return its path."""
+
+    def to_file(text):
+        (tmp_path / "model.py").write_text(text)
+        return str(tmp_path / "model.py")
+
+    return to_file
+
+
 def _captured(path):
-    user = load(str(path))
+    user = load(path)
     return capture(user, user.build())
+
+
+def _told(raising, path):
+    """Return what an error says, in one line."""
+    with pytest.raises(ModelError) as caught:
+        raising(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 GOOD = """
@@ -44,22 +64,15 @@ def loss(output, batch):
         ("def model():\n    raise KeyError('a')\n", "model.py:2: model raised KeyError"),
         ("def model():\n    return None\nloss = 3\n", "loss is a int"),
         (GOOD.replace("(output - batch[1]).square().mean()", "output"), "it must be a scalar"),
-        (
-            GOOD.replace("(output - batch[1])", "(output - batch[7])"),
-            "model.py:8: loss() raised IndexError",
-        ),
+        (GOOD.replace("- batch[1]", "- batch[7]"), "model.py:8: loss() raised IndexError"),
         (GOOD.replace("output - ", "output.detach() - "), "nothing to train"),
         (GOOD.replace("ones(4", "ones(1"), "at least 2 samples"),
         (GOOD.replace("def dataset", "def other"), "defines no dataset()"),
     ],
 )
 @pytest.mark.reliability(44, 45)
-def test_a_broken_model_file_is_refused_with_its_line(text, message, tmp_path):
-    path = tmp_path / "model.py"
-    path.write_text(text)
-    with pytest.raises(ModelError) as caught:
-        _captured(path)
-    assert message in str(caught.value)
+def test_a_broken_model_file_is_refused_with_its_line(text, message, write):
+    assert message in _told(_captured, write(text))
 
 
 @pytest.mark.reliability(44)
@@ -75,12 +88,11 @@ def test_other_specs_are_refused(tmp_path):
 
 
 @pytest.mark.reliability(45)
-def test_a_model_file_prints_to_standard_error_and_finds_its_neighbours(tmp_path, capsys):
+def test_a_model_file_prints_to_standard_error_and_finds_its_neighbours(tmp_path, write, capsys):
     (tmp_path / "capture_neighbour.py").write_text("WIDTH = 2\n")
-    path = tmp_path / "model.py"
-    path.write_text("import capture_neighbour\nprint('hello')\n" + GOOD.replace("2, 1", "capture_neighbour.WIDTH, 1"))
+    path = write("import capture_neighbour\nprint('hello')\n" + GOOD.replace("2, 1", "capture_neighbour.WIDTH, 1"))
     before = list(sys.path)
-    user = load(str(path))
+    user = load(path)
     one, other = user.build(3), user.build(3)
     assert torch.equal(one.weight, other.weight)
     assert len(capture(user, one).layers) == 1
@@ -111,10 +123,7 @@ BOTH, ONE, HALF = {"delay": 0.5, "replicas": 4}, {"delay": 0, "replicas": 4}, {"
         ("def optimizer(parameters): return make(parameters)", {}),
         ("def optimizer(parameters, delay): return make(parameters, delay=delay)", {"delay": 0.5}),
         ("def optimizer(parameters, *, replicas, delay=9): return make(parameters, delay, replicas)", BOTH),
-        (
-            "def optimizer(named_parameters, replicas=3): return make([p for _, p in named_parameters], 0, replicas)",
-            ONE,
-        ),
+        ("def optimizer(named_parameters, replicas=3): return make(dict(named_parameters).values(), 0, replicas)", ONE),
         ("def optimizer(parameters, **more): return make(parameters, **more)", {}),
         ("def optimizer(delay): return make(delay)", {}),
         ("import functools; optimizer = functools.partial(make, delay=7)", {"delay": 7, "replicas": 4}),
@@ -124,10 +133,8 @@ BOTH, ONE, HALF = {"delay": 0.5, "replicas": 4}, {"delay": 0, "replicas": 4}, {"
         ),
     ],
 )
-def test_an_optimizer_is_told_of_its_stage_what_it_asks_for(tmp_path, text, told):
-    path = tmp_path / "model.py"
-    path.write_text(GOOD + TELLING + text)
-    user = load(str(path))
+def test_an_optimizer_is_told_of_its_stage_what_it_asks_for(write, text, told):
+    user = load(write(GOOD + TELLING + text))
     found = user.make_optimizer(user.build().named_parameters(), StageTraits(0.5, 4))
     assert found.told == {"delay": 0.0, "replicas": 1} | told
     assert set(user.optimizer_options) <= {"delay", "replicas"}
@@ -171,7 +178,7 @@ END = HOOKED.count("\n") + 1
     [
         (
             "model = Net()",
-            "model is a module, a Net, and not a function that builds one; write `def model(): return Net()`",
+            "model is a module, a Net, and not a function that builds one; write `def model(): return Net",
         ),
         ("model = nn.Sequential(Net(), nn.ReLU())", "write `def model(): return nn.Sequential(Net(), nn.ReLU())`"),
         ("if True:\n    model = Net()", "write `def model(): return Net()`"),
@@ -187,45 +194,23 @@ END = HOOKED.count("\n") + 1
             "def loss(output): ...",
             "loss(output) is called as loss(output, batch): too many positional arguments; write `",
         ),
-        (
-            "def loss(output, x, y): ...",
-            "called as loss(output, batch): missing a required argument: 'y'; write `def loss",
-        ),
+        ("def loss(output, x, y): ...", "loss(output, batch): missing a required argument: 'y'; write `def loss"),
         ("def loss(*, output, batch): ...", "loss(*, output, batch) is called as loss(output, batch): too many"),
         ("loss = nn.CrossEntropyLoss", "loss is the class CrossEntropyLoss, which takes no outputs; write `def loss"),
-        (
-            "def dataset(split): ...",
-            "dataset(split) is called as dataset(): missing a required argument: 'split'; give split",
-        ),
-        (
-            "dataset = TensorDataset(torch.ones(4, 2))",
-            "it must be a function: write `def dataset(): return TensorDataset(",
-        ),
-        (
-            "def optimizer(): ...",
-            "optimizer() is called as optimizer(parameters): too many positional arguments; write `def",
-        ),
-        (
-            "optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)",
-            "write `def optimizer(parameters): return SGD(param",
-        ),
+        ("def dataset(split): ...", "called as dataset(): missing a required argument: 'split'; give split"),
+        ("dataset = TensorDataset(torch.ones(4, 2))", "a function: write `def dataset(): return TensorDataset("),
+        ("def optimizer(): ...", "called as optimizer(parameters): too many positional arguments; write `def"),
+        ("optimizer = torch.optim.SGD(Net().parameters())", "write `def optimizer(parameters): return SGD(param"),
         ("def scheduler(): ...", "scheduler() is called as scheduler(optimizer): too many"),
         ("def collate(a, b): ...", "collate(a, b) is called as collate(samples): missing a required argument: 'b'"),
-        (
-            "def layers(): ...",
-            "layers() is called as layers(model): too many positional arguments; write `def layers(model)",
-        ),
+        ("def layers(): ...", "called as layers(model): too many positional arguments; write `def layers(model)"),
     ],
 )
-def test_what_cannot_be_called_as_it_will_be_is_told_in_a_line_with_what_to_write(text, said, tmp_path):
-    path = tmp_path / "model.py"
-    path.write_text(f"{HOOKED}{text}\n")
-    with pytest.raises(ModelError) as caught:
-        load(str(path))
-    line = END + text.startswith("if")
-    assert str(caught.value).startswith(f"{path}:{line}: ")
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
+def test_what_cannot_be_called_as_it_will_be_is_told_in_a_line_with_what_to_write(text, said, write):
+    path = write(f"{HOOKED}{text}\n")
+    found = _told(load, path)
+    assert found.startswith(f"{path}:{END + text.startswith('if')}: ")
+    assert said in found
 
 
 @pytest.mark.parametrize(
@@ -239,10 +224,8 @@ def test_what_cannot_be_called_as_it_will_be_is_told_in_a_line_with_what_to_writ
         "class _Loss(nn.Module):\n    def forward(self, output, batch): return output.mean()\nloss = _Loss()",
     ],
 )
-def test_whatever_can_be_called_so_is_as_good_as_a_function(text, tmp_path):
-    path = tmp_path / "model.py"
-    path.write_text(f"{HOOKED}{text}\n")
-    user = load(str(path))
+def test_whatever_can_be_called_so_is_as_good_as_a_function(text, write):
+    user = load(write(f"{HOOKED}{text}\n"))
     assert len(capture(user, user.build()).layers) == 1
     assert isinstance(user.make_optimizer(user.build().named_parameters()), torch.optim.Optimizer)
 
@@ -270,57 +253,38 @@ def test_whatever_can_be_called_so_is_as_good_as_a_function(text, tmp_path):
         ("def model(): Net()", "model() returned None; it must return a torch.nn.Module: write `return Net()`"),
         (
             "def model(): return Wide",
-            "model() returned the class Wide; it must return a torch.nn.Module: write `return Wide",
+            "model() returned the class Wide; it must return a torch.nn.Module: write `return W",
         ),
     ],
 )
-def test_what_does_not_fit_together_is_told_with_what_to_write(text, said, tmp_path):
-    path = tmp_path / "model.py"
-    path.write_text(f"{HOOKED}{text}\n")
-    with pytest.raises(ModelError) as caught:
-        _captured(path)
-    assert said.replace("(self, x)", "(x)") in str(caught.value)
+def test_what_does_not_fit_together_is_told_with_what_to_write(text, said, write):
+    assert said.replace("(self, x)", "(x)") in _told(_captured, write(f"{HOOKED}{text}\n"))
 
 
 @pytest.mark.parametrize(
-    ("cut", "said"),
+    ("text", "said"),
     [
-        (
-            "def model(): return Net()",
-            "defines no model(); add a function that returns a torch.nn.Module: write `def model()",
-        ),
-        ("def model()", "write `model = build_model`"),
+        (HOOKED.replace("def model(): return Net()", ""), "defines no model(); add a function that returns a torch.nn"),
+        (HOOKED.replace("def model()", "def build_model()"), "write `model = build_model`"),
     ],
 )
-def test_a_file_without_a_model_is_told_what_it_could_use(cut, said, tmp_path):
-    path = tmp_path / "model.py"
-    path.write_text(HOOKED.replace(cut, "def build_model()" if cut.endswith(")") and "return" not in cut else ""))
-    with pytest.raises(ModelError) as caught:
-        load(str(path))
-    assert said in str(caught.value)
+def test_a_file_without_a_model_is_told_what_it_could_use(text, said, write):
+    assert said in _told(load, write(text))
 
 
-def test_an_optimizer_that_wants_the_model_is_told_what_it_is_given(tmp_path):
-    path = tmp_path / "model.py"
-    path.write_text(f"{HOOKED}def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.1)\n")
-    user = load(str(path))
+def test_an_optimizer_that_wants_the_model_is_told_what_it_is_given(write):
+    user = load(write(f"{HOOKED}def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.1)\n"))
     with pytest.raises(
         ModelError, match=r"optimizer raised AttributeError: .*; optimizer\(parameters\) is given a list"
     ):
         user.make_optimizer(user.build().named_parameters())
 
 
-def test_from_python_a_class_and_a_wrong_loss_are_told(tmp_path):
-    import autopar
-
+def test_from_python_a_class_and_a_wrong_loss_are_told():
     batch = (torch.ones(4, 2), torch.ones(4, 1))
     with pytest.raises(
         ModelError, match=r"model is the class Linear, where a torch.nn.Module is needed: pass Linear\("
     ):
         autopar.profile(torch.nn.Linear, batch)
-
-    def loss(output):
-        return output
-
-    with pytest.raises(ModelError, match=r"loss\(output\) is called as loss\(output, batch\): too many positional"):
-        autopar.profile(torch.nn.Linear(2, 1), batch, loss=loss)
+    with pytest.raises(ModelError, match=r"called as loss\(output, batch\): too many positional"):
+        autopar.profile(torch.nn.Linear(2, 1), batch, loss=lambda output: output)

@@ -62,8 +62,9 @@ def _ran(here: Path) -> list[str]:
 
 
 def test_all_that_a_file_imports_below_its_folder_is_covered_and_nothing_runs(here: Path) -> None:
-    found = code_of_file(Path("model.py"))
-    assert list(found.imports) == COVERED
+    assert list(code_of_file(Path("model.py")).imports) == COVERED
+    with pytest.raises(FileError, match=r"model\.py has changed since it was profiled"):
+        load("model.py", expected_source=ModelSource(source="model.py", sha256="0" * 64))
     assert not _ran(here)
 
 
@@ -109,13 +110,6 @@ def test_what_has_changed_is_named_before_anything_runs(spec: str, change: str, 
     assert not _ran(here)
 
 
-def test_the_file_itself_is_compared_before_it_runs(here: Path) -> None:
-    recorded = ModelSource(source="model.py", sha256="0" * 64)
-    with pytest.raises(FileError, match=r"model\.py has changed since it was profiled"):
-        load("model.py", expected_source=recorded)
-    assert not _ran(here)
-
-
 def test_what_an_older_profile_does_not_cover_runs(here: Path) -> None:
     recorded = load("model.py").model_source.model_copy(update={"imports": None})
     (here / "helper.py").write_text("changed = True")
@@ -158,7 +152,7 @@ def counted_delay(plan: Plan, stage: int) -> float:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_delays_are_the_updates_between_a_forward_and_its_own(seed: int, policy: str) -> None:
     draw = random.Random(seed)
     depths = sorted((draw.randint(1, 6) for _ in range(draw.randint(1, 4))), reverse=True)

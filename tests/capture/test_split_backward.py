@@ -37,20 +37,9 @@ class Parts(nn.Module):
 Run = Callable[[Parts, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
-def chain(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return [m.two(F.gelu(m.one(m.norm(x[0])))) + x[0]]
-
-
-def tied(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return [m.one(torch.tanh(m.one(torch.tanh(m.one(x[0])))))]
-
-
-def tied_embedding(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return [F.linear(torch.tanh(m.two(x[0] + m.words.weight[2])), m.words.weight)]
-
-
-def scaled_again_and_again(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return [((x[0] * m.scale).sin() * m.scale).cos() * m.scale * m.scale]
+def several(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    shared = m.one(x[0])
+    return [shared.exp(), m.two(shared) * x[1], m.three(x[1]), shared]
 
 
 def weight_of_weights(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -58,34 +47,9 @@ def weight_of_weights(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Ten
     return [x[0] @ mixed, (x[0] * m.scale) @ mixed.t() @ m.one.weight]
 
 
-def several(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    shared = m.one(x[0])
-    return [shared.exp(), m.two(shared) * x[1], m.three(x[1]), shared]
-
-
-def parameters_alone(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return [m.one(x[0]), m.scale.square() * m.frozen, m.one.bias * 2, m.one.bias]
-
-
 def twice_the_same(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     y, z = m.one(x[0]), m.scale.exp()
     return [y, y, z, z]
-
-
-def through(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return [x[0], x[0].view(-1), m.one(x[1])]
-
-
-def nothing_of_the_leaf(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return [m.one(x[0].detach()) + m.words(torch.tensor([1, 2, 1]))]
-
-
-def no_parameters(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return [torch.softmax(x[0], -1) * x[1]]
-
-
-def frozen(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return [x[0] * m.frozen, m.two((x[1] * m.frozen).relu())]
 
 
 def many_kinds(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -119,23 +83,23 @@ def own(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return [Doubled.apply(torch.tanh(Doubled.apply(x[0], m.one.weight)), m.two.weight)]  # type: ignore[no-untyped-call]
 
 
-RUNS: list[Run] = [
-    chain,
-    tied,
-    tied_embedding,
-    scaled_again_and_again,
-    weight_of_weights,
-    several,
-    parameters_alone,
-    twice_the_same,
-    through,
-    nothing_of_the_leaf,
-    no_parameters,
-    frozen,
-    many_kinds,
-    hooked,
-    own,
-]
+RUNS: dict[str, Run] = {
+    "a chain": lambda m, x: [m.two(F.gelu(m.one(m.norm(x[0])))) + x[0]],
+    "a tied matrix": lambda m, x: [m.one(torch.tanh(m.one(torch.tanh(m.one(x[0])))))],
+    "a tied embedding": lambda m, x: [F.linear(torch.tanh(m.two(x[0] + m.words.weight[2])), m.words.weight)],
+    "scaled again and again": lambda m, x: [((x[0] * m.scale).sin() * m.scale).cos() * m.scale * m.scale],
+    "a weight of weights": weight_of_weights,
+    "several outputs": several,
+    "parameters alone": lambda m, x: [m.one(x[0]), m.scale.square() * m.frozen, m.one.bias * 2, m.one.bias],
+    "twice the same": twice_the_same,
+    "inputs that go through": lambda m, x: [x[0], x[0].view(-1), m.one(x[1])],
+    "nothing of the leaf": lambda m, x: [m.one(x[0].detach()) + m.words(torch.tensor([1, 2, 1]))],
+    "no parameters": lambda m, x: [torch.softmax(x[0], -1) * x[1]],
+    "frozen ones": lambda m, x: [x[0] * m.frozen, m.two((x[1] * m.frozen).relu())],
+    "many kinds": many_kinds,
+    "a hook": hooked,
+    "an operator of one's own": own,
+}
 
 
 def inputs(dtype: torch.dtype, micro_batch: int, leaves: int) -> list[torch.Tensor]:
@@ -160,10 +124,12 @@ def count_calls(model: nn.Module, calls: list[str]) -> None:
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))  # type: ignore
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("leaves", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["double", "float", "cast"])
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
-def test_gradients_are_those_of_a_whole_backward_to_the_bit(run: Run, kind: str, leaves: int) -> None:
+@pytest.mark.parametrize("name", RUNS)
+def test_gradients_are_those_of_a_whole_backward_to_the_bit(name: str, kind: str, leaves: int) -> None:
+    run = RUNS[name]
     dtype = torch.float64 if kind == "double" else torch.float32
     whole, split = Parts(dtype), Parts(dtype)
     calls: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from safetensors.torch import load_file
 
 from autopar.capture import segment as cutting
 from autopar.capture.export import capture
+from autopar.capture.graph import LayerGraph
 from autopar.capture.plain import train_plainly
 from autopar.capture.source import UserModel, load
+from autopar.capture.store import load_graph, save_graph
 from autopar.capture.units import Units
 from autopar.formats.plan import Plan
 from autopar.runtime.start.workspace import fit_to_plan
@@ -80,9 +83,9 @@ def optimizer(parameters):
 
 def check(user: UserModel, plan: Plan, folder: Path) -> None:
     """Train by a plan, whose layers may be those of before, and plainly; both are equal."""
-    graph = fit_to_plan(capture(user, user.build(0)), plan, user)
-    assert [layer.name for layer in graph.layers] == [name for stage in plan.stages for name in stage.layers]
     module = user.build(0)
+    graph = fit_to_plan(capture(user, module), plan, user)
+    assert [layer.name for layer in graph.layers] == [name for stage in plan.stages for name in stage.layers]
     train_in_threads(plan, graph, user, dict(module.state_dict()), folder, STEPS)
     truth = train_plainly(user, plan, STEPS)
     found: dict[str, torch.Tensor] = {}
@@ -93,12 +96,21 @@ def check(user: UserModel, plan: Plan, folder: Path) -> None:
         assert float((found[name] - value).abs().max()) <= 1e-12, name
 
 
-@pytest.fixture
-def user(tmp_path: Path) -> UserModel:
-    (tmp_path / "model.py").write_text(FILE)
-    return load(str(tmp_path / "model.py"))
+@pytest.fixture(scope="module")
+def user(tmp_path_factory: pytest.TempPathFactory) -> UserModel:
+    path = tmp_path_factory.mktemp("model") / "model.py"
+    path.write_text(FILE)
+    return load(str(path))
 
 
+def as_before(user: UserModel, name: str, replacement: object) -> LayerGraph:
+    """Capture as an earlier autopar did."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cutting, name, replacement)
+        return capture(user, user.build(0))
+
+
+@pytest.mark.some(2)
 @pytest.mark.parametrize("cut", [1, 2, 4, 5, 6, 7, 8])
 def test_a_plan_may_cut_between_the_blocks_of_a_stage(user: UserModel, cut: int, tmp_path: Path) -> None:
     graph = capture(user, user.build(0))
@@ -106,32 +118,25 @@ def test_a_plan_may_cut_between_the_blocks_of_a_stage(user: UserModel, cut: int,
     check(user, dictate(graph, user, [1, 2], 3, 4, cuts=[cut], recompute=cut % 2 == 0), tmp_path)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
-def test_a_plan_of_whole_stages_runs_as_it_did(
-    user: UserModel, cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(cutting, "split_units", lambda model, nodes: Units(model, lambda path: False))
-        before = capture(user, user.build(0))
+def test_a_plan_of_whole_stages_runs_as_it_did(user: UserModel, cut: int, tmp_path: Path) -> None:
+    before = as_before(user, "split_units", lambda model, nodes: Units(model, lambda path: False))
     assert [layer.name for layer in before.layers] == ["stem", "stages.0", "stages.1", "stages.2", "head"]
     check(user, dictate(before, user, [1, 2], 3, 4, cuts=[cut]), tmp_path)
 
 
-def test_a_plan_that_names_joined_modules_after_the_first_runs_as_it_did(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_a_plan_that_names_joined_modules_after_the_first_runs_as_it_did(tmp_path: Path) -> None:
     text = FILE.replace("self.head =", "self.norm = nn.LayerNorm(6)\n        self.head =")
     (tmp_path / "model.py").write_text(text.replace("self.stem(x)", "F.dropout(self.norm(self.stem(x)), 0.3)"))
     user = load(str(tmp_path / "model.py"))
     after = capture(user, user.build(0))
-    assert after.layers[0].name == "stem+norm"
-    assert after.layers[0].random
-    check(user, dictate(after, user, [1, 2], 3, 4, cuts=[3]), tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(cutting, "_layer_name", lambda first, others: first)
-        before = capture(user, user.build(0))
+    assert (after.layers[0].name, after.layers[0].random) == ("stem+norm", True)
+    before = as_before(user, "_layer_name", lambda first, others: first)
     assert before.layers[0].name == "stem"
-    check(user, dictate(before, user, [1, 2], 3, 4, cuts=[3]), tmp_path)
+    for graph in (after, before):
+        check(user, dictate(graph, user, [1, 2], 3, 4, cuts=[3]), tmp_path)
 
 
 WITH_PLUS = """
@@ -161,3 +166,11 @@ def test_modules_whose_names_have_a_plus_and_joined_second_calls_train_as_plainl
     names = [layer.name for layer in graph.layers]
     assert names == ["norm+parts.c", "parts.a+b+norm@2", "head"]
     check(user, dictate(graph, user, [1, 1], 3, 4, cuts=[1]), tmp_path)
+
+
+def test_a_graph_that_is_read_back_is_right_for_as_many_rows(user: UserModel, tmp_path: Path) -> None:
+    graph = capture(user, user.build(0))
+    assert graph.segmented_program is not None
+    limits = replace(graph.segmented_program.inputs, least=2, most=7)
+    save_graph(replace(graph, segmented_program=replace(graph.segmented_program, inputs=limits)), tmp_path)
+    assert {(layer.least_rows, layer.most_rows) for layer in load_graph(tmp_path).layers} == {(2, 7)}

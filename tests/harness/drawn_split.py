@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from autopar.capture.graph import Layer
+from single_layers import layer_of
 
 LENGTH, WIDTH = 3, 8
 
@@ -154,3 +158,9 @@ def drop(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
 
 
 STEPS: list[Step] = [up, gate, rotate, scale, norm, heads, per_head, fused, fused_heads, drop]
+
+
+@functools.cache
+def drawn_layer(seed: int) -> Layer:
+    """Export a drawn module as one layer, whose parameters nobody changes."""
+    return layer_of(Drawn(seed), torch.zeros(2, LENGTH, WIDTH, dtype=torch.float64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 
@@ -143,6 +144,7 @@ STEPS: list[Step] = [norm, plain_norm, matrices, flat_matrices, attend, drop, pl
 STEPS += [norm, matrices, flat_matrices, attend, drop]
 
 
+@functools.cache
 def drawn_stream(seed: int) -> tuple[Layer, list[torch.Tensor]]:
     """Draw a layer of a stream, and what it is given: three rows of tokens."""
     generator = torch.Generator().manual_seed(seed)

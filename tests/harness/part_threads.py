@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from autopar.capture.graph import Layer
-from autopar.capture.split.analysis import Analysis, analyse
+from autopar.capture.split.analysis import analyse
 from autopar.capture.split.choice import Split, choose
 from autopar.capture.split.edges import find_edges
 from autopar.capture.split.rewrite import LayerPart, rewrite
-from autopar.capture.split.sums import Sums
 
 Result = TypeVar("Result")
 Slice = TypeVar("Slice", bound=torch.Tensor | None)
@@ -170,8 +169,6 @@ def compare(
     layer: Layer,
     inputs: Sequence[torch.Tensor],
     count: int,
-    choice: Callable[[Analysis, int], tuple[Split, ...]] = choose,
-    break_part: Callable[[LayerPart, int], object] = lambda part, index: None,
     sequence: Mapping[str, int] | None = None,
     deferred: bool = False,
 ) -> Comparison:
@@ -183,7 +180,7 @@ def compare(
     rows = inputs[0].shape[0]
     layer.module.zero_grad()
     analysis = analyse(layer)
-    splits = choice(analysis, count)
+    splits = choose(analysis, count)
     torch.manual_seed(SEED)
     whole, wanted = _run(layer.module, rows, inputs)
     state = torch.get_rng_state()
@@ -192,9 +189,11 @@ def compare(
     edges = find_edges(analysis.module, layer, sequence or {}, count)
     slices = _Slices(layer, sequence or {}, count)
 
+    table: list[ThreadSums] = [None] * count  # type: ignore[list-item]
+
     def act(sums: ThreadSums, index: int) -> tuple[LayerPart, list[torch.Tensor], list[torch.Tensor | None], int]:
+        table[index] = sums
         part = rewrite(analysis, splits, sums, index, count, edges, list(layer.parameters) if deferred else [])
-        break_part(part, index)
         own, drawn_slices = slices.inputs(inputs, index), slices.outputs(drawn, index)
         outputs, gradients, forward = _run_counted(part.module, rows, own, sums, drawn_slices)
         assert deferred or not part.summands
@@ -202,13 +201,7 @@ def compare(
         assert torch.equal(torch.get_rng_state(), state), "a part draws more or less than the whole layer"
         return part, outputs, gradients, forward
 
-    table: list[ThreadSums] = [None] * count  # type: ignore[list-item]
-
-    def noted(sums: ThreadSums, index: int) -> tuple[LayerPart, list[torch.Tensor], list[torch.Tensor | None], int]:
-        table[index] = sums
-        return act(sums, index)
-
-    runs = run_parts(count, noted)
+    runs = run_parts(count, act)
     assert len({tuple(sums.shapes) for sums in table}) == 1, "parts sum other tensors, or in another order"
     pairs = [
         pair
@@ -338,6 +331,3 @@ def _difference(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]
         worst = max(worst, float(difference.max()))
         largest = max(largest, float(wanted.abs().max()))
     return worst / (largest or 1.0)
-
-
-__all__ = ["Comparison", "Sums", "Table", "ThreadSums", "compare", "run_parts"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -62,3 +63,32 @@ class AttentionBlock(nn.Module):
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=0.1, is_causal=True)
         x = x + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), 0.1)
         return x + F.dropout(self.down(F.gelu(self.up(self.second(x)))), 0.1)
+
+
+class Between(nn.Module):
+    """Two matrices, and a function between them."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.up, self.function, self.down = nn.Linear(4, 6), function, nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.function(self.up(x)))
+
+
+class FewKeys(nn.Module):
+    """Queries, keys and values of one projection; of keys, one head for a group of queries, turned before use."""
+
+    def __init__(self, keys: int, group: int, scaled: bool = False) -> None:
+        super().__init__()
+        self.sizes, self.group = [2 * keys * group, 2 * keys, 2 * keys], group
+        self.qkv, self.out = nn.Linear(8, sum(self.sizes)), nn.Linear(self.sizes[0], 8)
+        self.scale = nn.Parameter(torch.ones(2)) if scaled else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pieces = self.qkv(x).split(self.sizes, -1)
+        query, key, value = (each.unflatten(-1, (-1, 2)).transpose(1, 2) for each in pieces)
+        query = query if self.scale is None else query * self.scale
+        query, key = (torch.cat([-each[..., 1:], each[..., :1]], -1) + each for each in (query, key))
+        key, value = (each.repeat_interleave(self.group, 1) for each in (F.dropout(key, 0.2), value))
+        return x + self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))

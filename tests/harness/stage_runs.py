@@ -57,19 +57,20 @@ def clones(model):
     return values, {n: b.detach().clone() for n, b in model.named_buffers()}
 
 
-def assert_equal_to_plain(model, graph, batch, loss, cuts):
+def assert_equal_to_plain(model, graph, batch, loss, cuts, tolerance=1e-12, of_loss=0.0):
+    """Outputs and buffers are equal, gradients up to rounding: relative to the largest."""
     expected, gradients, buffers = plain(model, batch, loss)
     parameters, own_buffers = clones(model)
     for layer in graph.layers:
         materialize(layer, {**parameters, **own_buffers})
     outputs = run_stages(graph, batch, cuts)
     for one, other in zip(outputs, expected, strict=True):
-        assert torch.equal(one, other)
+        assert float((one - other).detach().abs().max()) <= of_loss * float(other.detach().abs().max())
     largest = max(float(g.abs().max()) for g in gradients.values() if g is not None)
     for name, gradient in gradients.items():
         found = parameters[name].grad
         assert (found is None) == (gradient is None), name
         if gradient is not None:
-            assert float((found - gradient).abs().max()) <= 1e-12 * largest, name
+            assert float((found - gradient).abs().max()) <= tolerance * largest, name
     for name, buffer in buffers.items():
         assert torch.equal(own_buffers[name], buffer), name

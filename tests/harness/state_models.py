@@ -10,10 +10,6 @@ from torch import nn
 from capture_zoo import Chain, mean_square
 
 
-def step(model):
-    next(model.held)
-
-
 class Late(Chain):
     """Another model after forty forwards."""
 

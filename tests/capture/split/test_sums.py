@@ -5,77 +5,55 @@ The first half makes the sums that others wait for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from types import MappingProxyType
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from autopar.capture.graph import Layer
 from autopar.capture.split.analysis import analyse
 from autopar.capture.split.choice import choose
+from autopar.capture.split.edges import find_edges, sequence_dims
 from autopar.capture.split.rewrite import rewrite
 from autopar.capture.split.sums import Enter, Leave, Move
 from autopar.capture.split_backward import SplitBackward
-from drawn_split import Drawn
+from drawn_split import drawn_layer
 from part_threads import ThreadSums, run_parts
-from single_layers import layer_of
+from single_layers import AttentionBlock, FewKeys, layer_of
 
 Gradients = dict[str, torch.Tensor | None]
 
 
-class Block(nn.Module):
-    """Attention with grouped keys, dropout in and out of regions, a scale in every head, and two matrices."""
-
-    def __init__(self, fused: bool, scaled: bool) -> None:
-        super().__init__()
-        self.fused = fused
-        self.norm, self.query, self.both = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.scale = nn.Parameter(torch.ones(2)) if scaled else None
-        self.qkv, self.out = nn.Linear(8, 16), nn.Linear(8, 8)
-        self.up, self.down = nn.Linear(8, 10), nn.Linear(10, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.norm(x)
-        found = self.qkv(hidden) if self.fused else torch.cat([self.query(hidden), self.both(hidden)], -1)
-        query, key, value = (each.unflatten(-1, (-1, 2)).transpose(1, 2) for each in found.split([8, 4, 4], -1))
-        query = query if self.scale is None else query * self.scale
-        key, value = (each.repeat_interleave(2, 1) for each in (key, value))
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
-        x = x + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), 0.1)
-        return x + self.down(F.dropout(F.gelu(self.up(x)), 0.1))
-
-
-def run(layer: Layer, x: torch.Tensor, count: int, halves: bool) -> list[tuple[Gradients, list[Sequence[int]], int]]:
+def run(
+    layer: Layer, x: torch.Tensor, count: int, halves: bool, dims: Mapping[str, int]
+) -> list[tuple[Gradients, list[Sequence[int]], int]]:
     """Return, for every part, gradients, the shapes that were summed, and how many of them in the second half."""
     analysis = analyse(layer)
-    splits = choose(analysis, count)
+    splits, edges = choose(analysis, count), find_edges(analysis.module, layer, dims, count)
 
     def act(sums: ThreadSums, index: int) -> tuple[Gradients, list[Sequence[int]], int]:
-        module = rewrite(analysis, splits, sums, index).module
-        leaf, backward = x.clone().requires_grad_(), SplitBackward()
-        if not halves:
+        module = rewrite(analysis, splits, sums, index, count, edges).module
+        leaf, backward = (x.chunk(count, 1)[index] if dims else x).clone().requires_grad_(), SplitBackward()
+        with backward.recording() if halves else nullcontext():
             (output,) = module(len(x), leaf)
-            output.backward(torch.cos(output.detach()))
-            found = leaf.grad
-            late = len(sums.shapes)
-        else:
-            with backward.recording():
-                (output,) = module(len(x), leaf)
+        if halves:
             (found,) = backward.input([get_gradient_edge(output)], [torch.cos(output.detach())], [leaf])
             late = len(sums.shapes)
             backward.weight()
+        else:
+            output.backward(torch.cos(output.detach()))
+            found, late = leaf.grad, len(sums.shapes)
         gradients: Gradients = {name: each.grad for name, each in module.named_parameters()}
         return {**gradients, "input": found}, [*sums.shapes], len(sums.shapes) - late
 
     return run_parts(count, act)
 
 
-def check(layer: Layer, count: int) -> int:
-    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    whole, halves = run(layer, x, count, False), run(layer, x, count, True)
+def check(layer: Layer, count: int, x: torch.Tensor, dims: Mapping[str, int] = MappingProxyType({})) -> int:
+    whole, halves = (run(layer, x, count, kind, dims) for kind in (False, True))
     for (wanted, shapes, _), (found, own_shapes, late) in zip(whole, halves, strict=True):
         assert wanted.keys() == found.keys()
         for name, gradient in wanted.items():
@@ -88,21 +66,21 @@ def check(layer: Layer, count: int) -> int:
     return halves[0][2]
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("fused", [False, True])
-def test_halves_make_the_gradients_of_a_whole_backward(fused: bool, count: int) -> None:
-    late = check(layer_of(Block(fused, False).double(), torch.zeros(2, 3, 8)), count)
-    # Those of rows that several parts have, and of their bias; all that others wait for comes before.
-    assert late == (0 if count == 2 else 2)
+@pytest.mark.parametrize(("count", "scaled", "late"), [(2, False, 0), (4, False, 2), (2, True, 1)])
+def test_the_second_half_sums_gradients_of_what_several_parts_read(count: int, scaled: bool, late: int) -> None:
+    """Of rows that several parts have, and their bias, or of a scale; all that others wait for comes before."""
+    assert check(layer_of(FewKeys(2, 2, scaled).double(), numbers(2, 3, 8)), count, numbers(2, 3, 8)) == late
 
 
-def test_the_second_half_sums_gradients_of_parameters_that_every_part_reads() -> None:
-    assert check(layer_of(Block(True, True).double(), torch.zeros(2, 3, 8)), 2) == 1
-
-
+@pytest.mark.some(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_halves_of_drawn_layers_make_the_gradients_of_a_whole_backward(seed: int) -> None:
-    check(layer_of(Drawn(seed), torch.zeros(2, 3, 8, dtype=torch.float64)), 2 if seed % 2 else 4)
+    check(drawn_layer(seed), 2 if seed % 2 else 4, numbers(2, 3, 8))
+
+
+def test_halves_in_slices_make_the_gradients_of_a_whole_backward() -> None:
+    layer = layer_of(AttentionBlock().double(), numbers(2, 8, 16))
+    check(layer, 2, numbers(2, 8, 16), sequence_dims(layer, 2))
 
 
 def numbers(*sizes: int, seed: int = 0) -> torch.Tensor:
@@ -153,41 +131,26 @@ def own(tensor: torch.Tensor, index: int, count: int, period: int | None) -> tor
 
 
 @pytest.mark.parametrize("period", [None, 4])
-@pytest.mark.parametrize("backwards", ["reduce_scatter", "take"])
+@pytest.mark.parametrize("scattering", ["reduce_scatter", "take"])
 @pytest.mark.parametrize("count", [2, 4])
-def test_slices_are_gathered_and_gradients_scattered(count: int, backwards: str, period: int | None) -> None:
-    whole, gradients = numbers(3, 12 if period else 8, 2), numbers(count, 3, 12 if period else 8, 2, seed=1)
-    if backwards == "take":
+def test_slices_are_gathered_and_wholes_scattered_in_either_direction(
+    count: int, scattering: str, period: int | None
+) -> None:
+    sizes = (3, 12 if period else 8, 2)
+    whole, others = numbers(*sizes), numbers(count, *sizes, seed=1)
+    if scattering == "take":
         # Parts compute alike what they have gathered.
-        gradients = gradients[:1].expand(gradients.shape)
+        others = others[:1].expand(others.shape)
 
-    def act(sums: ThreadSums, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x = own(whole, index, count, period).requires_grad_()
-        output = Move(sums, index, count, "gather", backwards)(x, 1, period)
-        output.backward(gradients[index])
-        return output.detach(), x.grad
+    def act(sums: ThreadSums, index: int) -> list[torch.Tensor | None]:
+        part, other = own(whole, index, count, period).requires_grad_(), others[index].clone().requires_grad_()
+        gathered = Move(sums, index, count, "gather", scattering)(part, 1, period)
+        gathered.backward(others[index])
+        scattered = Move(sums, index, count, scattering, "gather")(other, 1, period)
+        scattered.backward(own(whole, index, count, period))
+        return [gathered.detach(), other.grad, scattered.detach(), part.grad]
 
-    total = gradients.sum(0) if backwards == "reduce_scatter" else gradients[0]
-    for index, (output, gradient) in enumerate(run_parts(count, act)):
-        assert gradient is not None
-        assert torch.equal(output, whole)
-        torch.testing.assert_close(gradient, own(total, index, count, period))
-
-
-@pytest.mark.parametrize("period", [None, 4])
-@pytest.mark.parametrize("forwards", ["reduce_scatter", "take"])
-@pytest.mark.parametrize("count", [2, 4])
-def test_wholes_are_scattered_and_gradients_gathered(count: int, forwards: str, period: int | None) -> None:
-    wholes, gradient = numbers(count, 3, 12 if period else 8, 2), numbers(3, 12 if period else 8, 2, seed=1)
-
-    def act(sums: ThreadSums, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x = wholes[index].clone().requires_grad_()
-        output = Move(sums, index, count, forwards, "gather")(x, 1, period)
-        output.backward(own(gradient, index, count, period))
-        return output.detach(), x.grad
-
-    for index, (output, found) in enumerate(run_parts(count, act)):
-        assert found is not None
-        whole = wholes.sum(0) if forwards == "reduce_scatter" else wholes[index]
-        torch.testing.assert_close(output, own(whole, index, count, period))
-        assert torch.equal(found, gradient)
+    total = others.sum(0) if scattering == "reduce_scatter" else others[0]
+    for index, found in enumerate(run_parts(count, act)):
+        for each, expected in zip(found, (whole, whole, *[own(total, index, count, period)] * 2), strict=True):
+            torch.testing.assert_close(each, expected)
