@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shlex
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,12 +19,12 @@ from autopar.cli.arguments import ARGUMENTS, as_flags, plan_with_flags
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.prediction import Alternative
 from autopar.planner import PlanOptions
+from calls import Run, refused
 from paths import ROOT
 from played import small_plan
 from random_problems import gpt_profile, local_cluster
 
 Command: TypeAlias = Any  # typer's own, whose classes it does not export
-Run = Callable[..., tuple[int, str, str]]
 
 
 def _options(command: Command) -> Iterator[str]:
@@ -87,35 +84,27 @@ def test_no_text_of_the_library_names_a_flag() -> None:
     ],
 )
 def test_errors_name_arguments_in_python_and_flags_on_the_command_line(
-    options: dict[str, Any], said: str, typed: str, tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], said: str, typed: str, run: Run
 ) -> None:
     profile = gpt_profile(blocks=4)
+    profile.save("profile.json")
     with pytest.raises(UsageError, match=re.escape(said)):
         autopar.plan(profile, local_cluster(2), **options)
-    monkeypatch.chdir(tmp_path)
-    profile.save("profile.json")
     words = []
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", str(value[0] if isinstance(value, tuple) else value)]
-    code, _, err = command("plan", *words)
-    assert code == 2
-    assert typed in err
+    refused(run, 2, typed, "plan", *words)
 
 
-def test_a_remedy_is_typed_as_it_is_said_in_python_and_on_the_command_line(
-    tmp_path: Path, command: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_remedy_is_typed_as_it_is_said_in_python_and_on_the_command_line(run: Run) -> None:
     profile, cluster = gpt_profile(blocks=4), local_cluster(2)
+    profile.save("profile.json")
     with pytest.raises(InfeasibleError) as caught:
         autopar.plan(profile, cluster, gpus=2, memory_bytes="1MiB")
     (remedy,) = re.findall(r"with `(memory_bytes='\w+')`", str(caught.value))
     text = ast.literal_eval(remedy.partition("=")[2])
     autopar.plan(profile, cluster, gpus=2, memory_bytes=text)
-    profile.save("profile.json")
-    cluster.save("cluster.json")
-    code, _, err = command("plan", "--gpus", "2", "--memory", "1MiB")
-    assert (code, f"with --memory {text}" in err) == (3, True)
+    refused(run, 3, f"with --memory {text}", "plan", "--gpus", "2", "--memory", "1MiB")
 
 
 @pytest.mark.parametrize("value", ["16GiB", "a b", "it's", "", "$HOME", "a,b same stage", "--gpus", "\\"])
@@ -140,17 +129,6 @@ def test_what_is_no_argument_stays_as_it_is_and_a_plan_s_texts_are_changed_throu
     ]
 
 
-def _completed(line: str) -> list[str]:
-    words = shlex.split(line)
-    settings = {"_AUTOPAR_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    script = "import sys; sys.argv = ['autopar']; from autopar.cli import main; main()"
-    found = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **settings}
-    )
-    assert found.stderr == ""
-    return found.stdout.split()
-
-
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
@@ -166,5 +144,11 @@ def _completed(line: str) -> list[str]:
         ("autopar show pl", []),
     ],
 )
-def test_a_shell_is_offered_what_options_take(line: str, offered: list[str]) -> None:
-    assert _completed(line) == offered
+def test_a_shell_is_offered_what_options_take(
+    line: str, offered: list[str], command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"_AUTOPAR_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    _, out, err = command()
+    assert (out.split(), err) == (offered, "")
