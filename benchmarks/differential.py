@@ -15,7 +15,8 @@ sharded ones among them, have ranks as processes; those of the others are thread
 from 2000000 on have replicas that several ranks run together, and those from 3000000 on both. The exit code is 0 if all
 cases are equal or refused, and of these at most 2 % falsely. `--case N` runs one case; with `--keep`, its model and
 plan stay in that folder; with `--shrink`, parts of the model are left out as long as the outcome is the same. `--bugs`
-puts each of the bugs that are kept as patches into a copy of the tree, and says after how many cases it is found.
+puts each of the bugs of tests/bugs that have a case into a copy of the tree, and says after how many cases it is found;
+with `--known`, these are counted from that case on.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import TextIO
 import torch
 
 from fuzzing.asks import Ask
-from fuzzing.bugs import BUGS, hunt
+from fuzzing.bugs import fuzzed_bugs, hunt
 from fuzzing.cases import PLANS, Case, Model, Result, attempt, case_of
 from fuzzing.pools import Pools
 from fuzzing.record import Line, append, bad, passed, read, summary
@@ -66,8 +67,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--case", type=int)
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--shrink", action="store_true")
-    parser.add_argument("--bugs", action="store_true", help="hunt the bugs of tests/differential/bugs")
-    parser.add_argument("--bug", default="*", help="the one to hunt")
+    parser.add_argument("--bugs", action="store_true", help="hunt the bugs of tests/bugs that have a case")
+    parser.add_argument("--bug", help="the one to hunt")
+    parser.add_argument("--known", action="store_true", help="begin at the case that finds it")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -93,13 +95,13 @@ def _all(arguments: argparse.Namespace) -> int:
 
 
 def _bugs(arguments: argparse.Namespace) -> int:
-    """Say after how many cases every bug is found that a patch puts into a copy of the tree."""
-    watch, found = Watch(), []
-    numbers = range(arguments.first, arguments.first + min(arguments.cases, HUNTED))
-    for bug in sorted(BUGS.glob(f"{arguments.bug}.patch")):
-        found.append(hunt(bug, arguments.seed, numbers, arguments.workers))
+    """Say after how many cases every bug is found that is put into a copy of the tree."""
+    watch, found, within = Watch(), [], min(arguments.cases, HUNTED)
+    for bug in fuzzed_bugs(arguments.bug):
+        first = bug.fuzzed if arguments.known and bug.fuzzed is not None else arguments.first
+        found.append(hunt(bug, arguments.seed, range(first, first + within), arguments.workers))
         sys.stderr.write(f"{found[-1]}\n")
-    watch.record({"seed": arguments.seed, "within": len(numbers), "bugs": found}, arguments.json)
+    watch.record({"seed": arguments.seed, "within": within, "bugs": found}, arguments.json)
     return 0 if found and all(each["found"] for each in found) else 1
 
 

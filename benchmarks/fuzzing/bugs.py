@@ -1,9 +1,7 @@
-"""Bugs: patches that put a bug into a copy of the tree, and the case by which it is found."""
+"""Bugs: those of tests/bugs that the fuzzer finds, each hunted in a copy of the tree."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterable
@@ -11,29 +9,22 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from bugs import Bug, patched, read_bugs
 from fuzzing.record import bad
 from fuzzing.workers import run_cases
 
-__all__ = ["BUGS", "hunt", "patched"]
-
-ROOT = Path(__file__).parents[2]
-BUGS = ROOT / "tests" / "differential" / "bugs"
-TREE = ("autopar", "planner", "profiler", "runtime", "examples", "benchmarks", "tests/harness")
-CODE = shutil.ignore_patterns("__pycache__", "results")
+__all__ = ["fuzzed_bugs", "hunt"]
 
 
-def patched(bug: Path, folder: Path) -> Path:
-    """Copy the tree into a folder and apply a patch to it; return the folder."""
-    for name in TREE:
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=CODE)
-    subprocess.run(["git", "apply", str(bug.resolve())], cwd=folder, check=True)
-    return folder
+def fuzzed_bugs(name: str | None = None) -> list[Bug]:
+    """Return the bugs that a case of the fuzzer finds, or the one of that name."""
+    return [bug for bug in read_bugs() if bug.fuzzed is not None and name in (None, bug.name)]
 
 
-def hunt(bug: Path, seed: int, numbers: Iterable[int], workers: int = 1) -> dict[str, Any]:
+def hunt(bug: Bug, seed: int, numbers: Iterable[int], workers: int = 1) -> dict[str, Any]:
     """Run cases of a tree with a bug until one says so, which the tree without it does not; say after how many."""
     began_s, tried = time.monotonic(), 0
-    found: dict[str, Any] = {"bug": bug.stem, "found": False}
+    found: dict[str, Any] = {"bug": bug.name, "found": False}
     with tempfile.TemporaryDirectory() as folder:
         root = patched(bug, Path(folder))
         with closing(run_cases(seed, ([number] for number in numbers), workers, root)) as lines:
