@@ -251,3 +251,14 @@ def test_a_gpt_has_a_layer_for_its_embeddings_one_for_each_block_and_one_for_its
     blocks = [f"transformer.h.{index}" for index in range(5)]
     assert [layer.name for layer in graph.layers] == ["transformer.wte", *blocks, "transformer.ln_f+lm_head"]
     assert len({layer.fingerprint for layer in graph.layers}) == 3
+
+
+def test_a_draw_that_nobody_reads_is_made_in_its_layer():
+    class Drawing(Chain):
+        def between(self, x):
+            torch.rand_like(x)
+            return x * torch.rand_like(x)
+
+    graph = capture_module(Drawing(count=2).double(), regression(), mean_square)
+    nodes = [node for layer in graph.layers for node in layer.module.graph.nodes]
+    assert sum("rand_like" in str(node.target) for node in nodes) == 4

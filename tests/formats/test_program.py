@@ -250,3 +250,8 @@ def test_a_fault_is_written_and_read_and_comes_at_the_first_action_that_it_names
 def test_what_is_no_fault_is_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse_faults(["kill@0:0", text])
+
+
+def test_micro_batches_are_shown_within_a_repetition_and_shared_parameters_are_not() -> None:
+    repeating = Program((), shift=2)
+    assert [repeating.text_of(Action(kind, 0, 3)) for kind in ("F", "T")] == ["F1@0", "T3@0"]

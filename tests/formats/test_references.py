@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import FileError
-from autopar.formats.references import allow_any_path, named_file
+from autopar.formats.profile import ModelSource
+from autopar.formats.references import allow_any_path, named_file, rebase_paths
 
 
 @pytest.fixture
@@ -70,3 +71,9 @@ def test_whoever_trusts_the_paths_has_them_all_but_those_that_are_no_files(plan:
             named_file(plan, "/dev/zero", "model.source")
     with pytest.raises(FileError):
         named_file(plan, "link.py", "model.source")
+
+
+def test_what_a_file_names_is_named_from_another_folder_too(plan: Path) -> None:
+    model = ModelSource(source="model.py", sha256="0" * 64, data="parts/model.py")
+    found = rebase_paths(model, plan, Path("../outside/other.json"))
+    assert (found.source, found.data) == ("../work/plans/model.py", "../work/plans/parts/model.py")

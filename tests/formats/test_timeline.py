@@ -156,3 +156,8 @@ def test_counters_that_are_none_are_refused(tmp_path: Path, edit: tuple[str, str
     path.write_text(path.read_text().replace(*edit))
     with pytest.raises(FileError, match=message):
         Timeline.load(path)
+
+
+def test_a_rehearsed_step_is_parted_as_a_measured_one() -> None:
+    rehearsed, measured = (time_use(timeline(origin, *DRAWN)) for origin in ("rehearsed", "measured"))
+    assert rehearsed == measured

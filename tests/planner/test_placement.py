@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.formats.cluster import Cluster
+from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Profile
-from autopar.planner import plan
+from autopar.planner import placement, plan
 from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import families
 from autopar.planner.costs.model import CostModel
@@ -373,3 +373,18 @@ def test_a_plan_says_what_placements_were_left_out_and_where_ranks_belong(monkey
     monkeypatch.setattr("autopar.planner.placement._MOST_WORK", 0)
     hasty = plan(profile, cluster, replace(options, gap=0.02))
     assert any("not all placements on nodes were searched" in note for note in hasty.notes)
+
+
+def test_states_looked_at_together_have_the_places_of_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = tuple(Device(type="cpu", memory_bytes=size, node=at // 2) for at, size in enumerate((4, 2, 3, 3, 5)))
+    links = tuple(Link(level=level, latency_s=0.0, bytes_per_s=1e9) for level in ("node", "network"))
+    costs = CostModel(random_profile(0), Cluster(devices=devices, links=links), PlanOptions())
+
+    def found(few: int) -> list[list[placement.StagePlace]]:
+        monkeypatch.setattr(placement, "FEW_STATES", few)
+        places = placement.Places(costs, placement.in_order(costs.kind_of))
+        moves = [move for width in range(1, 6) for move in places.moves(0, width)]
+        known, states = list(places.stage_places), range(places.pool.states)
+        return [[known[move.place[state]] for state in states if move.after[state] in states] for move in moves]
+
+    assert found(few=0) == found(few=300)

@@ -79,3 +79,10 @@ def test_dropout_keeps_a_mask_of_bytes() -> None:
         F.dropout(x, 0.5, training=False)
     assert [(k.op, k.written_bytes) for k in log.kernels] == [("native_dropout", 128 + 32)]
     assert dropped.grad_fn is not None
+
+
+def test_a_gather_reads_its_indices_and_the_rows_that_they_name() -> None:
+    rows, table = torch.tensor([1, 3, 3]), torch.ones(100, 4)
+    with KernelLog() as log:
+        F.embedding(rows, table)
+    assert [(k.kind, k.read_bytes, k.written_bytes) for k in log.kernels] == [("gather", 3 * 8 + 3 * 16, 3 * 16)]

@@ -7,7 +7,7 @@ import torch
 
 from autopar.capture import capture_module, named_tensors
 from autopar.capture.batch import StepModule
-from autopar.profiler.device import as_it_is, computing
+from autopar.profiler.device import CallClock, Time, as_it_is, computing
 from autopar.profiler.layer_runs import LayerChain, LayerInputs
 from autopar.profiler.measure import representatives
 from capture_zoo import build
@@ -95,3 +95,17 @@ def test_autocast_changes_what_layers_make_and_an_unknown_type_is_refused() -> N
         assert torch.mm(made, made).dtype == torch.bfloat16
     with computing("fp32", CPU)():
         assert torch.mm(made, made).dtype == torch.float32
+
+
+def test_a_step_gives_every_layer_its_own_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(CallClock):
+        def times(self) -> list[Time]:
+            return [Time(float(at)) for at, _ in enumerate(super().times())]
+
+    monkeypatch.setattr("autopar.profiler.layer_runs.clock_of", lambda device: Counting())
+    model, batch, loss = build("chain")
+    graph = capture_module(model, batch, loss)
+    found = LayerChain(graph.layers, graph.outputs, as_it_is, CPU).step(given(batch))
+    # Forwards come first, from the first layer on; backwards from the last one on.
+    last = 2 * len(graph.layers) - 1
+    assert [each for _, *each in found] == [[Time(at), Time(last - at)] for at in range(len(graph.layers))]

@@ -240,3 +240,8 @@ def test_times_that_fall_are_made_the_nearest_that_rise() -> None:
             for place in range(count)
         ]
         assert found.seconds == pytest.approx(expected)
+
+
+def test_links_in_a_node_are_probed_where_most_ranks_are() -> None:
+    found = [each for each in groups_of([0, 1, 1, 1]) if each.level == "node"]
+    assert [each.members for each in found if each.kind == "all_reduce"] == [((1, 2),), ((1, 2, 3),)]

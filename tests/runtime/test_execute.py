@@ -21,7 +21,7 @@ from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.worker import StepClock
 from autopar.schedules.continuing import Repetition
 from dictated import dictate
-from drawn_models import captured
+from drawn_models import captured, equals_plain
 from fake_copies import FakeCopies
 from threads import train_in_threads
 
@@ -208,3 +208,8 @@ def test_a_gpu_without_room_says_what_was_asked_for_and_where() -> None:
         "79.15 GiB of which 1.50 GiB is free; the process held at most "
     )
     assert str(error).endswith(" MiB, 2,048 MiB of 2,048 MiB were planned")
+
+
+def test_a_mean_over_unequal_shares_counts_by_their_rows() -> None:
+    model, graph, _ = captured("dropout")
+    equals_plain("dropout", dictate(graph, model, (1, 2), 2, 3))

@@ -199,3 +199,13 @@ def test_a_parameter_that_stages_cut_differently_is_reduced_as_a_whole() -> None
     assert isinstance(total, torch.Tensor)
     for rank, rows in enumerate(([0, 3], [1, 2], [0, 1, 2, 3], [0, 1, 2, 3])):
         torch.testing.assert_close(found[rank], total[rows])
+
+
+@pytest.mark.parametrize(("rank", "counts"), [(0, True), (1, True), (2, False)])
+def test_each_rank_of_the_first_team_answers_for_what_stages_share(rank: int, counts: bool) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    shared = {0: SharedGradient(parameter, (0, 1, 2), (0, 1))}
+    transport = InProcessTransport(Exchange(), rank)
+    reducer = Reducer({0: [[parameter]]}, {}, (rank,), shared, transport, lambda: None, rank)
+    reducer.begin_step()
+    assert bool(reducer.owned_gradients()) == counts

@@ -295,3 +295,10 @@ def test_a_remedy_for_memory_meets_the_deadline_too() -> None:
     if found is not None:
         made = plan(gpt_profile(), cluster, replace(options, memory_bytes=int(found[1]) * 2**20))
         assert made.predicted.step_s <= 1.1 * free.predicted.step_s
+
+
+def test_a_million_samples_cost_what_their_steps_do_whatever_batch_was_profiled() -> None:
+    options = PlanOptions(gpus=2, batch=8, schedule="1f1b", objective="cost")
+    price = plan(gpt_profile(blocks=2, batch=16), _priced(local_cluster(2), 0), options).predicted.price
+    assert price is not None
+    assert price.per_million_samples == pytest.approx(price.per_step / 8 * 1e6)

@@ -156,7 +156,7 @@ OPTIMIZERS = {
     "Adam with amsgrad": "torch.optim.Adam(named, lr=1e-3, amsgrad=True)",
 }
 SCHEDULERS = {
-    "one that watches the loss": "ReduceLROnPlateau(optimizer, patience=0, threshold=0.5, factor=0.5)",
+    "one that watches the loss": "ReduceLROnPlateau(optimizer, patience=1, threshold=0.5, factor=0.5)",
     "a cycle of rates and momenta": "CyclicLR(optimizer, 1e-4, 1e-2, step_size_up=3, cycle_momentum=False)",
     "several in a row": "SequentialLR(optimizer, [torch.optim.lr_scheduler.ConstantLR(optimizer, 0.1, 2), "
     "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)], [3])",
