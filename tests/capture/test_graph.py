@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 
 import torch
-from torch import nn
 
-from autopar.capture import LayerGraph, capture_module, named_tensors
+from autopar.capture import LayerGraph, named_tensors
 from autopar.capture.batch import StepModule
 from autopar.capture.graph import TensorSpec
-from capture_zoo import build
+from capture_zoo import captured
 
 
 def test_a_tensors_rows_are_where_its_batch_dimension_is() -> None:
@@ -35,8 +34,7 @@ def _run(graph: LayerGraph, batch: object) -> dict[str, torch.Tensor]:
 
 def test_layers_in_order_compute_the_model_and_read_what_the_graph_says() -> None:
     for name in ("chain", "skips"):
-        model, batch, loss = build(name)
-        graph = capture_module(model, batch, loss)
+        model, batch, loss, graph = captured(name)
         tensors = _run(graph, batch)
         expected = StepModule(model, batch, loss)(*named_tensors(batch).values())
         for output, value in zip(graph.outputs, expected, strict=True):
@@ -47,20 +45,3 @@ def test_layers_in_order_compute_the_model_and_read_what_the_graph_says() -> Non
             assert (tuple(tensors[spec.name].shape), tensors[spec.name].dtype) == (spec.shape(rows), spec.dtype)
             assert spec.consumers == tuple(layer.name for layer in graph.layers if spec.name in layer.inputs)
             assert spec.producer is None or spec.name in graph.layer(spec.producer).outputs
-
-
-def test_tied_parameters_are_those_that_several_layers_use() -> None:
-    draw = random.Random(5)
-    for _ in range(4):
-        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6)))
-        own = [draw.randint(0, index) for index in range(6)]
-        for index, other in enumerate(own):
-            model[index].weight = model[other].weight
-        batch = (torch.ones(2, 4), torch.ones(2, 4))
-        graph = capture_module(model, batch, lambda output, batch: (output - batch[1]).square().mean(), list)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        users: dict[str, list[str]] = {}
-        for layer, module in zip(graph.layers, model, strict=True):
-            users.setdefault(names[id(module.weight)], []).append(layer.name)
-        assert graph.tied_parameters() == {name: tuple(all_) for name, all_ in users.items() if len(all_) > 1}
-        assert all(graph.parameter(name).shape == (4, 4) for name in users)

@@ -32,6 +32,11 @@ def write(folder, content):
     return path
 
 
+def loaded(folder, content):
+    write(folder, content)
+    return load(f"hf:{folder}")
+
+
 def batch_of(user, rows=3):
     return user.load_batch(user.dataset(), range(rows))
 
@@ -45,6 +50,7 @@ def test_a_folder_and_a_file_are_the_same_model_with_equal_weights_for_equal_see
     assert one.notes == ("inputs are synthetic, of the configuration's shapes",)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("content", "shapes"),
     [
@@ -62,8 +68,7 @@ def test_a_folder_and_a_file_are_the_same_model_with_equal_weights_for_equal_see
     ],
 )
 def test_samples_have_the_shapes_of_the_configuration_and_the_loss_adds_up(content, shapes, tmp_path):
-    write(tmp_path, content)
-    user = load(f"hf:{tmp_path}")
+    user = loaded(tmp_path, content)
     dataset = user.dataset()
     assert {name: tuple(tensor.shape) for name, tensor in dataset[5].items()} == shapes
     assert all(torch.equal(dataset[5][name], dataset[5][name]) for name in shapes)
@@ -73,8 +78,7 @@ def test_samples_have_the_shapes_of_the_configuration_and_the_loss_adds_up(conte
 
 
 def test_a_loss_of_tokens_counts_labels_that_are_not_ignored(tmp_path):
-    write(tmp_path, GPT)
-    user = load(f"hf:{tmp_path}")
+    user = loaded(tmp_path, GPT)
     model, batch = user.build().eval(), batch_of(user)
     batch["labels"][0, :] = -100
     batch["labels"][1, 4:] = -100
@@ -89,22 +93,11 @@ def test_a_loss_of_tokens_counts_labels_that_are_not_ignored(tmp_path):
     assert all(float(parameter.grad.abs().sum()) == 0 for parameter in model.parameters())
 
 
-def test_samples_without_labels_are_named(tmp_path):
-    write(tmp_path, GPT)
-    data = tmp_path / "data.py"
-    data.write_text("import torch\ndef dataset(): return [{'input_ids': torch.zeros(12, dtype=torch.long)}] * 4\n")
-    user = load(f"hf:{tmp_path}", data)
-    with pytest.raises(ModelError, match="the samples hold no labels"):
-        capture(user, user.build())
-
-
 def test_a_configuration_without_an_architecture_gets_the_usual_one(tmp_path):
-    write(tmp_path, BERT)
-    user = load(f"hf:{tmp_path}")
+    user = loaded(tmp_path, BERT)
     assert type(user.build()).__name__ == "BertForMaskedLM"
     assert "names no architecture" in user.notes[0]
-    write(tmp_path, BERT | {"architectures": ["BertModel"]})
-    assert "BertModel has no loss" in load(f"hf:{tmp_path}").notes[0]
+    assert "BertModel has no loss" in loaded(tmp_path, BERT | {"architectures": ["BertModel"]}).notes[0]
 
 
 DATA = """
@@ -116,31 +109,31 @@ def optimizer(parameters):
 """
 
 
-def test_a_data_file_replaces_the_synthetic_inputs(tmp_path):
+def test_a_data_file_replaces_the_synthetic_inputs_if_it_has_a_dataset(tmp_path):
     write(tmp_path, GPT)
-    (tmp_path / "data.py").write_text(DATA)
-    user = load(f"hf:{tmp_path}", data=tmp_path / "data.py")
+    data = tmp_path / "data.py"
+    data.write_text(DATA)
+    user = load(f"hf:{tmp_path}", data)
     assert {tuple(tensor.shape) for tensor in named_tensors(batch_of(user)).values()} == {(3, 8)}
-    assert (user.notes, user.data) == ((), tmp_path / "data.py")
+    assert (user.notes, user.data, user.sequence) == ((), data, None)
     assert isinstance(user.make_optimizer(user.build().named_parameters()), torch.optim.SGD)
     assert user.loss is not None
-    (tmp_path / "data.py").write_text("x = 1\n")
-    with pytest.raises(
-        ModelError, match=r"data\.py: defines no dataset\(\) and no other function of a model file: data"
-    ):
-        load(f"hf:{tmp_path}", data=tmp_path / "data.py")
-    (tmp_path / "data.py").write_text(DATA)
     with pytest.raises(UsageError, match=r"`sequence=16`: inputs are those of `data="):
-        load(f"hf:{tmp_path}", data=tmp_path / "data.py", sequence=16)
-
-
-def test_a_data_file_without_a_dataset_leaves_the_synthetic_inputs(tmp_path):
-    write(tmp_path, GPT)
-    (tmp_path / "data.py").write_text(DATA.replace("def dataset", "def _dataset"))
-    user = load(f"hf:{tmp_path}", data=tmp_path / "data.py", sequence=10)
+        load(f"hf:{tmp_path}", data, sequence=16)
+    data.write_text(DATA.replace("def dataset", "def _dataset"))
+    user = load(f"hf:{tmp_path}", data, sequence=10)
     assert {tuple(tensor.shape) for tensor in named_tensors(batch_of(user)).values()} == {(3, 10)}
     assert (user.sequence, "synthetic" in user.notes[-1]) == (10, True)
     assert isinstance(user.make_optimizer(user.build().named_parameters()), torch.optim.SGD)
+    data.write_text("import torch\ndef dataset(): return [{'input_ids': torch.zeros(12, dtype=torch.long)}] * 4\n")
+    user = load(f"hf:{tmp_path}", data)
+    with pytest.raises(ModelError, match="the samples hold no labels"):
+        capture(user, user.build())
+    data.write_text("x = 1\n")
+    with pytest.raises(
+        ModelError, match=r"data\.py: defines no dataset\(\) and no other function of a model file: data"
+    ):
+        load(f"hf:{tmp_path}", data)
 
 
 @pytest.mark.parametrize(
@@ -162,29 +155,26 @@ def test_a_data_file_without_a_dataset_leaves_the_synthetic_inputs(tmp_path):
     ],
 )
 def test_a_bad_configuration_is_refused_in_one_line(content, message, tmp_path):
-    write(tmp_path, content)
     with pytest.raises((ModelError, FileError), match=message) as caught:
-        load(f"hf:{tmp_path}").build()
+        loaded(tmp_path, content).build()
     assert "\n" not in str(caught.value)
     assert "config.json" in str(caught.value)
 
 
 def test_an_architecture_whose_inputs_are_not_known_is_named_with_the_remedy(tmp_path):
-    write(tmp_path, BERT | {"architectures": ["BertForNextSentencePrediction"]})
+    user = loaded(tmp_path, BERT | {"architectures": ["BertForNextSentencePrediction"]})
     with pytest.raises(ModelError, match=r"BertForNextSentencePrediction; give `data`"):
-        load(f"hf:{tmp_path}").dataset()
+        user.dataset()
 
 
-def test_a_missing_configuration_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="no such configuration"):
-        load(f"hf:{tmp_path}")
-    with pytest.raises(ModelError, match="nothing is downloaded"):
-        load("hf:gpt2")
-    with pytest.raises(UsageError, match="give hf:"):
-        load("hf:")
-
-
-def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
+def test_a_missing_configuration_is_refused_and_the_extra_is_named(tmp_path, monkeypatch):
+    for spec, error, said in (
+        (f"hf:{tmp_path}", ModelError, "no such configuration"),
+        ("hf:gpt2", ModelError, "nothing is downloaded"),
+        ("hf:", UsageError, "give hf:"),
+    ):
+        with pytest.raises(error, match=said):
+            load(spec)
     write(tmp_path, GPT)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UsageError, match=r"pip install 'autopar\[hf\]'"):
@@ -229,42 +219,33 @@ def test_what_has_no_synthetic_sequences_is_refused_a_length(tmp_path):
     with pytest.raises(UsageError, match="ViTForImageClassification reads no sequences of tokens; leave it out"):
         load(f"hf:{write(tmp_path, VIT)}", sequence=8)
     assert load(f"hf:{tmp_path}").sequence is None
-    data = tmp_path / "data.py"
-    data.write_text("def dataset():\n    return []\n")
-    write(tmp_path, GPT)
-    with pytest.raises(UsageError, match="inputs are those of `data="):
-        load(f"hf:{tmp_path}", data, sequence=8)
-    assert load(f"hf:{tmp_path}", data).sequence is None
+    (tmp_path / "data.py").write_text("def dataset():\n    return []\n")
     with pytest.raises(UsageError, match="only hf: models have synthetic inputs"):
-        load(str(data), sequence=8)
+        load(str(tmp_path / "data.py"), sequence=8)
 
 
 @pytest.mark.slow
 def test_a_profile_prints_and_records_how_long_sequences_are(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, GPT)
-    typed = ("profile", "hf:config.json", "--batch", "2", "--device", "H100")
-    code, _, err = command(*typed)
-    assert code == 0, err
-    assert "synthetic sequences of 12 tokens (--sequence)" in err
-    long = Profile.load("profile.json")
-    code, _, err = command(*typed, "--sequence", "6")
-    assert code == 0, err
-    assert "synthetic sequences of 6 tokens (--sequence)" in err
-    short = Profile.load("profile.json")
-    assert (long.model.sequence, short.model.sequence) == (12, 6)
+    typed, profiles = ("profile", "hf:config.json", "--batch", "2", "--device", "H100"), []
+    for options, tokens in (((), 12), (("--sequence", "6"), 6)):
+        code, _, err = command(*typed, *options)
+        assert code == 0, err
+        assert f"synthetic sequences of {tokens} tokens (--sequence)" in err
+        profiles.append(Profile.load("profile.json"))
+        assert profiles[-1].model.sequence == tokens
+    long, short = profiles
     assert max(tensor.bytes_per_sample for tensor in short.tensors) < max(t.bytes_per_sample for t in long.tensors)
     assert command("plan")[0] == 0
     assert Plan.load("plan.json").model.sequence == 6
-    code, _, err = command("rehearse")
-    assert code == 0, err
+    assert command("rehearse")[0] == 0
     code, _, err = command(*typed, "--sequence", "13")
     assert (code, err.count("\n")) == (2, 1)
     assert "use --sequence 12" in err
-    assert command(*typed, "--sequence", "1")[0] == 2
     long.save("long.json")
-    other = long.model_copy(update={"device": long.device.model_copy(update={"name": "V100"})})
-    other.model_copy(update={"model": short.model}).save("short.json")
+    device = long.device.model_copy(update={"name": "V100"})
+    long.model_copy(update={"device": device, "model": short.model}).save("short.json")
     code, _, err = command("import", "profiles", "long.json", "short.json")
     assert code == 4
     assert "$.model.sequence is 6, and 12 in long.json; profile with the same --sequence" in err

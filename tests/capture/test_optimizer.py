@@ -18,67 +18,59 @@ Parameters = Iterable[nn.Parameter]
 Make = Callable[[Any], optim.Optimizer]
 
 
-class Clipping(optim.SGD):
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        nn.utils.clip_grad_norm_([each for group in self.param_groups for each in group["params"]], 1.0)
-        super().step()
+class Stepping(optim.Optimizer):
+    """Its step is a function of a group."""
 
-
-class Trusting(optim.Optimizer):
-    """Each parameter's step is scaled by its own norm, as LAMB's is."""
-
-    def __init__(self, parameters: Parameters, lr: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for each in group["params"]:
-                if each.grad is not None:
-                    wanted = each.grad + 0.1 * each
-                    each.add_(wanted * (each.norm() / wanted.norm()), alpha=-group["lr"])
-
-
-class Estimating(optim.Optimizer):
-    """The step's size is estimated over all parameters, as D-Adaptation and Prodigy do."""
-
-    def __init__(self, parameters: Parameters) -> None:
+    def __init__(self, parameters: Parameters, change: Callable[[dict[str, Any]], None]) -> None:
         super().__init__(parameters, {"size": 1e-3})
+        self.change = change
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            gained, summed = 0.0, 0.0
-            for each in group["params"]:
-                state = self.state[each]
-                state.setdefault("begun", each.clone())
-                gained += float((each.grad * (state["begun"] - each)).sum())
-                summed += float(each.grad.abs().sum())
-            group["size"] = max(group["size"], gained / (1 + summed))
-            for each in group["params"]:
-                each.add_(each.grad.sign(), alpha=-group["size"])
+            self.change(group)
 
 
-class Ranking(optim.SGD):
-    """Rows are centred over the rows of their parameter: nothing fails, and parts are centred otherwise."""
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for each in group["params"]:
-                here = each.to_local() if hasattr(each, "to_local") else each
-                slope = each.grad.to_local() if hasattr(each.grad, "to_local") else each.grad
-                here.sub_(slope - slope.mean(0), alpha=group["lr"])
+def descend(group: dict[str, Any]) -> None:
+    for each in group["params"]:
+        each.sub_(each.grad, alpha=0.1)
 
 
-class Noisy(optim.SGD):
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        super().step()
-        for group in self.param_groups:
-            for each in group["params"]:
-                each.add_(torch.randn_like(each), alpha=1e-3)
+def clip(group: dict[str, Any]) -> None:
+    nn.utils.clip_grad_norm_(group["params"], 1.0)
+    descend(group)
+
+
+def trust(group: dict[str, Any]) -> None:
+    """Scale each parameter's step by its own norm, as LAMB does."""
+    for each in group["params"]:
+        if each.grad is not None:
+            wanted = each.grad + 0.1 * each
+            each.sub_(wanted * (each.norm() / wanted.norm()), alpha=0.1)
+
+
+def estimate(group: dict[str, Any]) -> None:
+    """Estimate the step's size over all parameters, as D-Adaptation and Prodigy do."""
+    begun = group.setdefault("begun", [each.clone() for each in group["params"]])
+    pairs = list(zip(group["params"], begun, strict=True))
+    gained = sum(float((each.grad * (first - each)).sum()) for each, first in pairs)
+    group["size"] = max(group["size"], gained / (1 + sum(float(each.grad.abs().sum()) for each, _ in pairs)))
+    for each, _ in pairs:
+        each.sub_(each.grad.sign(), alpha=group["size"])
+
+
+def rank(group: dict[str, Any]) -> None:
+    """Centre rows over the rows of their parameter: nothing fails, and parts are centred otherwise."""
+    for each in group["params"]:
+        here = each.to_local() if hasattr(each, "to_local") else each
+        slope = each.grad.to_local() if hasattr(each.grad, "to_local") else each.grad
+        here.sub_(slope - slope.mean(0), alpha=0.1)
+
+
+def noise(group: dict[str, Any]) -> None:
+    descend(group)
+    for each in group["params"]:
+        each.add_(torch.randn_like(each), alpha=1e-3)
 
 
 TORCHS: dict[str, Make] = {
@@ -114,6 +106,7 @@ def _user(make: Make) -> UserModel:
     return UserModel("model.py", Path("model.py"), "0" * 64, lambda: None, {"optimizer": make})
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", TORCHS)
 def test_most_of_torchs_optimizers_take_parameters_one_by_one_and_in_parts(
     name: str, named: list[tuple[str, nn.Parameter]]
@@ -124,55 +117,46 @@ def test_most_of_torchs_optimizers_take_parameters_one_by_one_and_in_parts(
     assert splitting_problem(_user(TORCHS[name]), real) is None
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "Rprop", "Muon"])
-def test_those_that_look_at_a_whole_matrix_cannot_step_parts(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
+@pytest.mark.parametrize(("name", "alone"), [("Adafactor", False), ("Rprop", True), ("Muon", False)])
+def test_those_that_look_at_a_whole_matrix_cannot_step_parts_if_one_of_them_alone(
+    name: str, alone: bool, named: list[tuple[str, nn.Parameter]]
+) -> None:
     make = getattr(optim, name)
     user = _user(lambda parameters: make([each for each in parameters if each.dim() == 2 and not each.is_complex()]))
     assert needs_all(user, named) is None
     assert "where replicas hold parts of parameters" in (try_sharding(user, named) or "")
+    assert (splitting_problem(user, named) is None) == alone
 
 
-@pytest.mark.parametrize(("kind", "together"), [(Clipping, True), (Estimating, True), (Trusting, False)])
-def test_a_statistic_over_all_parameters_is_found(
-    kind: type[optim.Optimizer], together: bool, named: list[tuple[str, nn.Parameter]]
-) -> None:
-    real = [(name, each) for name, each in named if not each.is_complex()]
-    found = needs_all(_user(lambda parameters: kind(parameters)), real)
-    assert found == ("takes all parameters together" if together else None)
+SHARDED, PARTS = (
+    f"its step does something else where {who} parts of parameters" for who in ("replicas hold", "ranks have")
+)
 
 
-def test_one_that_steps_each_parameter_by_its_norm_can_step_parts(named: list[tuple[str, nn.Parameter]]) -> None:
-    assert try_sharding(_user(Trusting), named) is None
-
-
-@pytest.mark.parametrize("kind", [Clipping, Trusting, Ranking, Noisy])
-def test_a_statistic_over_a_parameter_is_another_on_a_rank_that_has_a_part_alone(
-    kind: Callable[..., optim.Optimizer], named: list[tuple[str, nn.Parameter]]
-) -> None:
-    real = [(name, each) for name, each in named if not each.is_complex()]
-    found = splitting_problem(_user(lambda parameters: kind(parameters, lr=0.1)), real)
-    assert found == "its step does something else where ranks have parts of parameters"
-
-
-@pytest.mark.parametrize(("name", "steps_parts"), [("Adafactor", False), ("Rprop", True), ("Muon", False)])
-def test_those_that_look_at_a_whole_matrix_cannot_step_parts_alone(
-    name: str, steps_parts: bool, named: list[tuple[str, nn.Parameter]]
-) -> None:
-    make = getattr(optim, name)
-    user = _user(lambda parameters: make([each for each in parameters if each.dim() == 2 and not each.is_complex()]))
-    assert (splitting_problem(user, named) is None) == steps_parts
-
-
-def test_one_that_takes_parts_for_wholes_is_found_by_what_it_does(named: list[tuple[str, nn.Parameter]]) -> None:
-    many = [(name, each) for name, each in named if len(each.shape) and 1 not in each.shape]
-    found = try_sharding(_user(lambda parameters: Ranking(parameters, lr=0.1)), many)
-    assert found == "its step does something else where replicas hold parts of parameters"
-
-
-def test_one_that_draws_random_numbers_draws_them_in_the_order_of_all_parameters(
+@pytest.mark.parametrize(
+    ("change", "together", "sharded", "alone"),
+    [
+        (clip, "takes all parameters together", ..., PARTS),
+        (estimate, "takes all parameters together", ..., ...),
+        # Each parameter's norm is known to replicas that hold parts of it, and not to ranks that have parts alone.
+        (trust, None, None, PARTS),
+        (rank, None, SHARDED, PARTS),
+        (noise, "draws random numbers for one parameter after the other", ..., PARTS),
+    ],
+)
+def test_a_statistic_over_parameters_or_over_rows_is_found(
+    change: Callable[[dict[str, Any]], None],
+    together: object,
+    sharded: object,
+    alone: object,
     named: list[tuple[str, nn.Parameter]],
 ) -> None:
-    assert "draws random numbers" in (needs_all(_user(lambda parameters: Noisy(parameters, lr=0.1)), named) or "")
+    real = [(name, each) for name, each in named if not each.is_complex()]
+    user = _user(lambda parameters: Stepping(parameters, change))
+    assert needs_all(user, real) == together
+    many = [(name, each) for name, each in real if len(each.shape) and 1 not in each.shape]
+    assert sharded is ... or try_sharding(user, many) == sharded
+    assert alone is ... or splitting_problem(user, real) == alone
 
 
 def test_an_optimizer_that_cannot_be_tried_is_left_to_what_else_finds_it(

@@ -14,12 +14,11 @@ import weakref
 import numpy
 import pytest
 import torch
-from torch import nn
 
 from autopar.capture import capture_module, load
 from autopar.errors import CaptureError, ModelError
 from capture_zoo import Chain, mean_square, regression
-from state_models import Between, Late, counting_loss, step
+from state_models import Between, Late, counting_loss
 
 COUNT = 0
 TABLE = {"n": 0}
@@ -56,17 +55,10 @@ class Held(Chain):
         return super().forward(x)
 
 
-def counted(model):
-    global COUNT
-    COUNT += 1
-
-
-def tabled(model):
-    TABLE["n"] += 1
-
-
-def of_class(model):
-    type(model).calls += 1
+def changing(statements):
+    """Return a function of this file that does something to a model."""
+    exec(compile(f"def change(model):\n    {statements}", __file__, "exec"), globals(), scope := {})
+    return scope["change"]
 
 
 def of_function(model):
@@ -87,10 +79,6 @@ def in_closure():
     return change
 
 
-def by_text(model):
-    globals()["COUNT"] += 1
-
-
 def numbers():
     n = 0
     while True:
@@ -98,81 +86,63 @@ def numbers():
         yield n
 
 
-def drawn(model):
-    model.held.random()
-
-
-def grow(model):
-    model.held.append(0)
-
-
-def swap(model):
-    model.steps[0], model.steps[1] = model.steps[1], model.steps[0]
-
-
-def count_in(model):
-    model.held.n += 1
-
-
+COUNTING = changing("global COUNT; COUNT += 1")
+OF_CLASS = changing("type(model).calls += 1")
+IN_DICT = changing("model.held['n'] += 1")
+LONGER = changing("model.held += 'a'")
+STEP = changing("next(model.held)")
+NONE = type(None)
 CASES = {
-    "a dict": (lambda: {"n": 0}, lambda model: model.held.update(n=model.held["n"] + 1), r"Held.held\['n'\] changes"),
-    "a list": (list, grow, "Held.held changes"),
-    "a long list": (lambda: [0] * 50, lambda model: model.held.__setitem__(7, model.held[7] + 1), "Held.held changes"),
-    "a deque": (lambda: collections.deque(maxlen=99), grow, "Held.held changes"),
-    "a set": (set, lambda model: model.held.add(len(model.held)), "Held.held changes"),
-    "a Counter": (collections.Counter, lambda model: model.held.update("a"), r"Held.held\['a'\] changes from"),
-    "an object": (lambda: types.SimpleNamespace(n=0), count_in, "Held.held.n changes from 1 to 2"),
-    "an object with slots": (Counter, count_in, "Held.held.n changes"),
+    "a dict": (lambda: {"n": 0}, IN_DICT, r"Held.held\['n'\] changes"),
+    "a list": (list, changing("model.held.append(0)"), "Held.held changes"),
+    "a long list": (lambda: [0] * 50, changing("model.held[7] += 1"), "Held.held changes"),
+    "a deque": (lambda: collections.deque(maxlen=99), changing("model.held.append(0)"), "Held.held changes"),
+    "a set": (set, changing("model.held.add(len(model.held))"), "Held.held changes"),
+    "a Counter": (collections.Counter, changing("model.held.update('a')"), r"Held.held\['a'\] changes from"),
+    "an object": (lambda: types.SimpleNamespace(n=0), changing("model.held.n += 1"), "Held.held.n changes from 1 to 2"),
+    "an object with slots": (Counter, changing("model.held.n += 1"), "Held.held.n changes"),
     "an object in a dict in a list": (
         lambda: [{"a": Counter()}],
-        lambda model: setattr(model.held[0]["a"], "n", model.held[0]["a"].n + 1),
+        changing("model.held[0]['a'].n += 1"),
         r"Held.held\[0\]\['a'\].n changes",
     ),
     "another object": (
-        lambda: None,
-        lambda model: setattr(model, "held", model.pair[model.held is model.pair[0]]),
+        NONE,
+        changing("model.held = model.pair[model.held is model.pair[0]]"),
         r"Held.(held|pair\[\d\]) changes",
     ),
     "another function": (
         lambda: torch.relu,
-        lambda model: setattr(model, "held", torch.tanh if model.held is torch.relu else torch.relu),
+        changing("model.held = torch.tanh if model.held is torch.relu else torch.relu"),
         "Held.held changes",
     ),
     "another module": (
-        lambda: None,
-        swap,
+        NONE,
+        changing("model.steps[0], model.steps[1] = model.steps[1], model.steps[0]"),
         "Held.steps.0 changes",
     ),
     "tensors in another order": (
         lambda: [torch.ones(8), torch.zeros(8)],
-        lambda model: model.held.append(model.held.pop(0)),
+        changing("model.held.reverse()"),
         r"Held.held\[0\] changes",
     ),
-    "text": (lambda: "", lambda model: setattr(model, "held", model.held + "a"), "Held.held changes from 'a' to 'aa'"),
-    "an array": (lambda: numpy.zeros(3), lambda model: model.held.__iadd__(1), "Held.held changes"),
-    "a generator of NumPy's": (lambda: numpy.random.default_rng(0), drawn, "Held.held.state"),
-    "a generator of torch's": (
-        lambda: torch.Generator().manual_seed(0),
-        lambda model: torch.rand(1, generator=model.held),
-        "Held.held changes",
-    ),
-    "a count": (itertools.count, step, "Held.held changes"),
-    "a cycle": (lambda: itertools.cycle("abcd"), step, "Held.held.place"),
-    "an iterator": (lambda: iter([1, 2, 3, 4, 5, 6, 7, 8, 9]), step, "Held.held.place"),
-    "a generator": (numbers, step, "Held.held.locals"),
-    "a bound method": (
-        lambda: Counting().add,
-        lambda model: model.held(),
-        "Held.held.__self__.n changes",
-    ),
-    "a global": (lambda: None, counted, "global COUNT of test_python_state.py changes from"),
-    "a global by its text": (lambda: None, by_text, "global COUNT of test_python_state.py"),
-    "a global dict": (lambda: None, tabled, r"global TABLE\['n'\] of test_python_state.py"),
-    "a class attribute": (lambda: None, of_class, "class attribute Held.calls"),
-    "a function's attribute": (lambda: None, of_function, "of_function.calls|change.calls"),
-    "a default": (lambda: None, in_default, "default seen of in_default"),
-    "a closure": (lambda: None, in_closure(), "closure variable n of change changes from"),
-    "a partial": (lambda: None, functools.partial(lambda seen, model: seen.append(0), []), r"Held.change.args\[0\]"),
+    "text": (str, LONGER, "Held.held changes from 'a' to 'aa'"),
+    "an array": (lambda: numpy.zeros(3), changing("model.held += 1"), "Held.held changes"),
+    "NumPy's generator": (lambda: numpy.random.default_rng(0), changing("model.held.random()"), "Held.held.state"),
+    "torch's generator": (torch.Generator, changing("torch.rand(1, generator=model.held)"), "Held.held changes"),
+    "a count": (itertools.count, STEP, "Held.held changes"),
+    "a cycle": (lambda: itertools.cycle("abcd"), STEP, "Held.held.place"),
+    "an iterator": (lambda: iter([1, 2, 3, 4, 5, 6, 7, 8, 9]), STEP, "Held.held.place"),
+    "a generator": (numbers, STEP, "Held.held.locals"),
+    "a bound method": (lambda: Counting().add, changing("model.held()"), "Held.held.__self__.n changes"),
+    "a global": (NONE, COUNTING, "global COUNT of test_python_state.py changes from"),
+    "a global by its text": (NONE, changing("globals()['COUNT'] += 1"), "global COUNT of test_python_state.py"),
+    "a global dict": (NONE, changing("TABLE['n'] += 1"), r"global TABLE\['n'\] of test_python_state.py"),
+    "a class attribute": (NONE, OF_CLASS, "class attribute Held.calls"),
+    "a function's attribute": (NONE, of_function, "of_function.calls|change.calls"),
+    "a default": (NONE, in_default, "default seen of in_default"),
+    "a closure": (NONE, in_closure(), "closure variable n of change changes from"),
+    "a partial": (NONE, functools.partial(lambda seen, model: seen.append(0), []), r"Held.change.args\[0\]"),
 }
 
 
@@ -199,22 +169,11 @@ class Loss:
         return mean_square(output, batch)
 
 
-class ModuleLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def forward(self, output, batch):
-        self.seen.append(len(self.seen))
-        return mean_square(output, batch)
-
-
 @pytest.mark.parametrize(
     ("loss", "path"),
     [
         (counting_loss, "closure variable n of loss"),
         (Loss, "loss.calls"),
-        (ModuleLoss, "loss.seen"),
         (lambda: functools.partial(Loss.__call__, Loss()), r"loss.args\[0\].calls"),
         (lambda: Loss().__call__, "loss.__self__.calls"),
     ],
@@ -231,45 +190,28 @@ def test_state_in_a_hook_is_refused():
         capture_module(model, regression(), mean_square)
 
 
-class Plain(nn.Module):
+class Reads(Held):
     """An object that is held is no module of the model: its tensors are state, too."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.held = nn.Linear(8, 8), types.SimpleNamespace(mean=torch.zeros(8).double())
-
-    def forward(self, x):
-        x = self.first(x)
-        before = self.held.mean
-        self.held.mean = 0.9 * before + x.detach().mean(0)
-        return x - before
-
-
-def global_mean(model):
-    global MEAN
-    MEAN = MEAN * 0.9 + 1
-
-
-class ReadsGlobal(Held):
     def between(self, x):
-        return x - MEAN
-
-
-def in_place(model):
-    MEAN.add_(1)
+        return x - (MEAN if self.held is None else self.held.mean)
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("held", "change", "message"),
     [
-        (Plain, "Plain.held.mean is replaced"),
-        (lambda: ReadsGlobal(None, global_mean), "global MEAN of test_python_state.py is replaced"),
-        (lambda: ReadsGlobal(None, in_place), "written in place and is no buffer"),
+        (
+            types.SimpleNamespace(mean=MEAN),
+            changing("model.held.mean = model.held.mean * 0.9 + 1"),
+            "Reads.held.mean is replaced",
+        ),
+        (None, changing("global MEAN; MEAN = MEAN * 0.9 + 1"), "global MEAN of test_python_state.py is replaced"),
+        (None, changing("MEAN.add_(1)"), "written in place and is no buffer"),
     ],
 )
-def test_a_tensor_is_refused_where_a_layer_reads_the_old_one(make, message):
+def test_a_tensor_is_refused_where_a_layer_reads_the_old_one(held, change, message):
     with pytest.raises(CaptureError, match=message):
-        capture_module(make().double(), regression(), mean_square)
+        capture_module(Reads(held, change).double(), regression(), mean_square)
 
 
 class Uncomparable:
@@ -323,21 +265,17 @@ def test_caches_locks_logs_and_what_cannot_be_compared_are_captured(layers):
     assert not any(layer.stateful for layer in graph.layers)
 
 
-def attribute(model):
-    model.held += 1
-
-
 @pytest.mark.parametrize(
     ("value", "change", "name"),
     [
-        (0, attribute, "held"),
-        (0, attribute, "Held.held"),
-        ({"n": 0}, CASES["a dict"][1], "held['n']"),
-        ({"n": 0}, CASES["a dict"][1], "Held.*"),
-        (None, counted, "COUNT"),
-        (None, counted, "global COUNT of test_python_state.py"),
+        ("", LONGER, "held"),
+        ("", LONGER, "Held.held"),
+        ({"n": 0}, IN_DICT, "held['n']"),
+        ({"n": 0}, IN_DICT, "Held.*"),
+        (None, COUNTING, "COUNT"),
+        (None, COUNTING, "global COUNT of test_python_state.py"),
         (None, in_closure(), "closure variable n of change"),
-        (None, of_class, "class attribute Held.calls"),
+        (None, OF_CLASS, "class attribute Held.calls"),
     ],
 )
 def test_state_that_is_only_logged_is_named_by_the_user(value, change, name):

@@ -3,27 +3,51 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from torch import nn
 
-from autopar.capture import capture, capture_module, load
-from autopar.capture.check import check_gradients
-from capture_zoo import Chain, build, mean_square, regression
+from autopar.capture import capture_module
+from capture_zoo import Chain, build, captured, mean_square, regression
 
 
 def layers_of(name):
-    model, batch, loss = build(name)
-    return capture_module(model, batch, loss)
+    return captured(name)[-1]
 
 
-def test_layers_begin_at_blocks_and_are_named_after_them():
-    graph = layers_of("language")
-    names = [layer.name for layer in graph.layers]
-    assert names == ["transformer.wte", *(f"transformer.h.{i}" for i in range(4)), "head"]
-    assert graph.layers[0].modules == ("transformer.wte", "transformer.wpe")
+STEPS = tuple(f"steps.{i}" for i in range(4))
+BLOCKS = tuple(f"transformer.h.{i}" for i in range(4))
+TWICE = ("first", "first@2")
+TIED = {"transformer.wte.weight": ("transformer.wte", "head")}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "tied"),
+    [
+        # Layers begin at blocks, and are named after them; a tied parameter has one name.
+        ("language", [("transformer.wte", "transformer.wpe"), *BLOCKS, "head"], TIED),
+        # Values without a batch dimension are recomputed, and their parameters shared.
+        ("shared bias", [("steps.0", "table"), *STEPS[1:]], {"table.weight": STEPS, "temperature": STEPS}),
+        # A wrapper with one child is walked through.
+        ("wrapped", [f"net.0.{at}" for at in range(4)], {}),
+        # A second call of a module is another layer.
+        ("twice", ["first", "second", "first@2"], {"first.weight": TWICE, "first.bias": TWICE}),
+        # An in-place operator stays with what it writes.
+        ("norms", ["stem.0", ("stem.1", "stem.2"), *(f"blocks.{at}" for at in range(3)), "head"], {}),
+        # What writes a buffer stays with all that reads it.
+        ("norm twice", ["first", ("norm", "second", "norm@2"), "third"], {}),
+        # A parametrised weight belongs to its module.
+        ("parametrized", ["first", "second", "third"], {}),
+    ],
+)
+def test_layers_begin_and_end_where_they_may(name, expected, tied):
+    graph = layers_of(name)
+    modules = [each if isinstance(each, tuple) else (each,) for each in expected]
+    assert [layer.modules for layer in graph.layers] == modules
+    assert [layer.name for layer in graph.layers] == [
+        "norm+second+norm@2" if names[0] == "norm" else names[0] for names in modules
+    ]
+    assert graph.tied_parameters() == tied
 
 
 def test_a_mask_made_of_inputs_is_computed_where_it_is_read_and_does_not_cross():
@@ -32,83 +56,36 @@ def test_a_mask_made_of_inputs_is_computed_where_it_is_read_and_does_not_cross()
     assert [tensor.name for tensor in graph.tensors if tensor.producer] == [
         layer.outputs[0] for layer in graph.layers[:-1]
     ]
+    prints = [layer.fingerprint for layer in graph.layers]
+    assert len(set(prints[1:5])) == 1
+    assert len(set(prints)) == 3
 
 
-@pytest.mark.slow
-def test_a_tied_parameter_has_one_name():
-    graph = layers_of("language")
-    assert graph.tied_parameters() == {"transformer.wte.weight": ("transformer.wte", "head")}
-
-
-def test_values_without_a_batch_dimension_are_recomputed_and_their_parameters_shared():
-    graph = layers_of("shared bias")
-    steps = tuple(f"steps.{i}" for i in range(4))
-    assert [layer.name for layer in graph.layers] == list(steps)
-    assert graph.tied_parameters() == {"table.weight": steps, "temperature": steps}
-
-
-def test_a_wrapper_with_one_child_is_walked_through():
-    assert [layer.name for layer in layers_of("wrapped").layers] == ["net.0.0", "net.0.1", "net.0.2", "net.0.3"]
-
-
-def test_a_second_call_of_a_module_is_another_layer():
-    assert [layer.name for layer in layers_of("twice").layers] == ["first", "second", "first@2"]
-
-
-def test_an_in_place_operator_stays_with_what_it_writes():
-    graph = layers_of("norms")
-    assert [layer.name for layer in graph.layers] == ["stem.0", "stem.1", "blocks.0", "blocks.1", "blocks.2", "head"]
-    assert graph.layers[1].modules == ("stem.1", "stem.2")
-
-
-def test_what_writes_a_buffer_stays_with_all_that_reads_it():
-    assert [layer.modules for layer in layers_of("norm twice").layers] == [
-        ("first",),
-        ("norm", "second", "norm@2"),
-        ("third",),
-    ]
-
-
-def test_a_parametrised_weight_belongs_to_its_module():
-    assert [layer.name for layer in layers_of("parametrized").layers] == ["first", "second", "third"]
-
-
-def test_a_skip_connection_goes_straight_to_its_reader():
-    graph = layers_of("skips")
-    first = next(tensor for tensor in graph.tensors if tensor.producer == "down1")
+def test_what_crosses_is_known_by_its_readers_size_type_and_batch_dimension():
+    first = next(tensor for tensor in layers_of("skips").tensors if tensor.producer == "down1")
     assert first.consumers == ("down2", "up2")  # what joins it runs behind up2 and ahead of up1
     assert first.bytes_per_sample == 6 * 8
-
-
-def test_an_integer_crosses_without_gradient():
+    # An integer crosses without gradient.
     crossing = {tensor.dtype: tensor.gradient for tensor in layers_of("integers").tensors if tensor.producer}
     assert crossing == {torch.float64: True, torch.int64: False}
 
 
+@pytest.mark.slow
 def test_the_batch_dimension_of_a_crossing_tensor_is_known():
     specs = [tensor for tensor in layers_of("transformer").tensors if tensor.producer]
     assert {tensor.batch_dim for tensor in specs} == {1}
     assert specs[0].shape(7) == (5, 7, 8)
 
 
-@pytest.mark.parametrize(("name", "expected"), [("dropout", True), ("chain", False)])
-def test_layers_that_draw_random_numbers_are_marked(name, expected):
-    assert all(layer.random == expected for layer in layers_of(name).layers[:-1])
-
-
-def test_dropout_of_zero_and_in_evaluation_draws_nothing():
+def test_layers_that_draw_random_numbers_are_marked():
     class Zero(Chain):
+        """Dropout of zero and in evaluation draws nothing."""
+
         def between(self, x):
             return nn.functional.dropout(nn.functional.dropout(x, 0.0, True), 0.5, False)
 
-    graph = capture_module(Zero().double(), regression(), mean_square)
-    assert not any(layer.random for layer in graph.layers)
-
-
-def test_equal_layers_have_equal_fingerprints():
-    prints = [layer.fingerprint for layer in layers_of("language").layers]
-    assert len(set(prints[1:5])) == 1
-    assert len(set(prints)) == 3
+    graphs = layers_of("dropout"), layers_of("chain"), capture_module(Zero().double(), regression(), mean_square)
+    assert [{layer.random for layer in graph.layers[:-1]} for graph in graphs] == [{True}, {False}, {False}]
 
 
 def test_a_frozen_parameter_makes_another_fingerprint_and_no_gradient_flows_before_it():
@@ -170,10 +147,6 @@ def norm(width=8):
     return nn.LayerNorm(width)
 
 
-def blocks():
-    return nn.ModuleList(nn.Sequential(norm(), nn.Linear(8, 8)) for _ in range(3))
-
-
 @pytest.mark.parametrize(
     ("modules", "expected"),
     [
@@ -223,34 +196,6 @@ def test_a_layer_that_joins_modules_is_named_after_those_that_hold_parameters(mo
     batch = [torch.ones(3, 8), torch.ones(3, 1)]
     graph = capture_module(model, batch, lambda output, _: output.square().mean())
     assert [layer.name for layer in graph.layers] == expected
-
-
-def test_joined_modules_leave_equal_layers_equal():
-    modules = {"stem": nn.Linear(8, 8), "drop": nn.Dropout(0.5), "norm": norm(), "head": nn.Linear(8, 4)}
-    model = Named(**modules)
-    model.blocks = blocks()
-    model.forward = lambda x: model.head(model.norm(nn.Sequential(*model.blocks)(model.drop(model.stem(x)))))
-    batch = [torch.randn(4, 8), torch.ones(4, 1)]
-    graph = capture_module(model, batch, lambda output, _: output.square().mean())
-    assert [layer.modules for layer in graph.layers] == [
-        ("stem", "drop"),
-        *((f"blocks.{i}",) for i in range(3)),
-        ("norm", "head"),
-    ]
-    assert len({layer.fingerprint for layer in graph.layers}) == 3
-    assert [layer.random for layer in graph.layers] == [True, False, False, False, False]
-    check_gradients(model, graph, batch, lambda output, _: output.square().mean())
-
-
-def test_a_gpt_has_a_layer_for_its_embeddings_one_for_each_block_and_one_for_its_head(tmp_path):
-    pytest.importorskip("transformers", reason="autopar[hf] is not installed")
-    content = {"model_type": "gpt2", "n_layer": 5, "n_embd": 12, "n_head": 2, "vocab_size": 31, "n_positions": 9}
-    (tmp_path / "config.json").write_text(json.dumps(content | {"architectures": ["GPT2LMHeadModel"]}))
-    user = load(f"hf:{tmp_path}")
-    graph = capture(user, user.build(hollow=True))
-    blocks = [f"transformer.h.{index}" for index in range(5)]
-    assert [layer.name for layer in graph.layers] == ["transformer.wte", *blocks, "transformer.ln_f+lm_head"]
-    assert len({layer.fingerprint for layer in graph.layers}) == 3
 
 
 def test_a_draw_that_nobody_reads_is_made_in_its_layer():

@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import random
-import re
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-import autopar.capture.split
 from autopar.capture.graph import Layer
 from autopar.capture.split.analysis import Analysis, analyse, new_operator, without_writes
 from autopar.capture.split.choice import choose
 from autopar.capture.split.names import Name, leaves
 from autopar.capture.split.rewrite import split_layer
-from single_layers import layer_of
-
-
-class Chain(nn.Module):
-    """Two matrices, and something between them."""
-
-    def __init__(self, between: nn.Module) -> None:
-        super().__init__()
-        self.up, self.between, self.down = nn.Linear(4, 6), between, nn.Linear(6, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.between(self.up(x)))
-
-
-class Function(nn.Module):
-    def __init__(self, function: object) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x)  # type: ignore[operator, no-any-return]
+from single_layers import Between, layer_of
 
 
 def split_names(analysis: Analysis) -> set[Name]:
     return {name for split in choose(analysis, 2) for name in split.names}
 
 
-def chain(between: object) -> Layer:
-    return layer_of(Chain(Function(between)), torch.zeros(2, 3, 4))
+def chain(between: Callable[[torch.Tensor], torch.Tensor]) -> Layer:
+    return layer_of(Between(between), torch.zeros(2, 3, 4))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +39,7 @@ def chain(between: object) -> Layer:
         lambda x: x.view(-1, 3, 3, 2).flatten(2),
     ],
 )
-def test_what_keeps_numbers_in_their_places_lets_them_be_split(between: object) -> None:
+def test_what_keeps_numbers_in_their_places_lets_them_be_split(between: Callable[[torch.Tensor], torch.Tensor]) -> None:
     assert choose(analyse(chain(between)), 3)
 
 
@@ -80,11 +58,15 @@ def test_what_keeps_numbers_in_their_places_lets_them_be_split(between: object) 
         (lambda x: (x.view(-1, 3, 6), x.relu_())[0], "aten.relu_.default: it has no rule"),
     ],
 )
-def test_what_reads_the_whole_or_is_not_known_is_computed_whole(between: object, obstacle: str) -> None:
+def test_what_reads_the_whole_or_is_not_known_is_computed_whole(
+    between: Callable[[torch.Tensor], torch.Tensor], obstacle: str
+) -> None:
     analysis = analyse(chain(between))
     hidden = analysis.parameters["held_up_weight"][0]
     assert {name.obstacle for name in leaves(hidden)} == {obstacle}
     assert not split_names(analysis).intersection(leaves(hidden))
+    if "it has no rule" in obstacle:
+        assert [f"{node.target}: {why}" for node, why in analysis.obstacles.items()] == [obstacle]
 
 
 def test_what_an_operator_makes_of_a_part_alone_may_be_the_same_on_every_part() -> None:
@@ -115,35 +97,11 @@ def test_a_piece_that_is_the_same_on_every_part_does_not_leave_a_region() -> Non
     assert [name.size for name in split_names(analysis)] == [2]
 
 
-def test_operators_that_are_computed_whole_are_named_with_why() -> None:
-    found = analyse(chain(lambda x: x.cumprod(-1))).obstacles
-    assert [(str(node.target), why) for node, why in found.items()] == [("aten.cumprod.default", "it has no rule")]
-
-
 def test_the_edge_of_a_layer_is_whole() -> None:
     analysis = analyse(layer_of(nn.Linear(4, 6), torch.zeros(2, 4)))
     rows, columns = analysis.parameters["held_weight"]
     assert {name.obstacle for name in leaves(rows)} == {"it crosses the layer's edge"}
     assert split_names(analysis) == set(leaves(columns))
-
-
-class Gram(nn.Module):
-    """The product of what one matrix makes with itself: the same name would be twice in one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.up(x)
-        return self.down((hidden.transpose(1, 2) @ hidden).sum(1))
-
-
-def test_a_name_that_would_be_split_twice_in_a_tensor_is_not() -> None:
-    analysis = analyse(layer_of(Gram(), torch.zeros(2, 3, 4)))
-    hidden = set(leaves(analysis.parameters["held_up_weight"][0]))
-    assert {name.obstacle for name in hidden} == {None}
-    assert not split_names(analysis) & hidden
 
 
 class Shared(nn.Module):
@@ -164,43 +122,13 @@ def test_a_parameter_that_is_read_twice_is_one() -> None:
     assert len(list(part.module.parameters())) == 1
 
 
-def renamed(layer: Layer) -> Layer:
-    """Give every attribute and node another name, in another alphabetic order."""
-    graph, made, attributes = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, object]()
-    parameters = {}
-    for index, node in enumerate(layer.module.graph.nodes):  # type: ignore[union-attr, arg-type]
-        if node.op != "get_attr":
-            made[node] = graph.node_copy(node, made.__getitem__)
-            made[node].name = f"n{999 - index}"
-            continue
-        name = f"a{999 - index}"
-        attributes[name] = layer.module.get_parameter(node.target)
-        parameters[name] = f"b{index}"
-        made[node] = graph.get_attr(name)
-    module = fx.GraphModule(attributes, graph)
-    return dataclasses.replace(layer, module=module, parameters=parameters, name="other", modules=("other",))
-
-
 def test_names_of_parameters_and_modules_count_nothing() -> None:
-    layer = chain(F.gelu)
-    cuts = [
-        [(cut.dim, cut.indices(1).tolist()) for cut in split_layer(each, None, 1, 2).cuts.values()]  # type: ignore[arg-type]
-        for each in (layer, renamed(layer))
-    ]
+    x = torch.zeros(2, 3, 4)
+    layers = chain(F.gelu), layer_of(nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4)), x)
+    parts = [split_layer(layer, None, 1, 2) for layer in layers]  # type: ignore[arg-type]
+    cuts = [[(cut.dim, cut.indices(1).tolist()) for cut in part.cuts.values()] for part in parts]
     assert cuts[0] == cuts[1]
     assert len(cuts[0]) == 3
-
-
-def test_no_source_line_reads_names_or_classes_of_modules() -> None:
-    folder = Path(autopar.capture.split.__file__).parent
-    files = sorted(folder.rglob("*.py"))
-    assert len(files) > 10
-    forbidden = re.compile(
-        r"nn_module_stack|named_modules|__class__|\bmodules\b\[|layer\.(name|modules|fingerprint)\b|import re\b"
-    )
-    assert [
-        (file.name, line) for file in files for line in file.read_text().splitlines() if forbidden.search(line)
-    ] == []
 
 
 aten = torch.ops.aten
@@ -251,17 +179,23 @@ def run(module: fx.GraphModule, x: torch.Tensor) -> torch.Tensor:
     return found
 
 
+@functools.cache
+def drawn_graph(seed: int) -> fx.GraphModule:
+    return graph_of(DrawnWrites(seed))
+
+
+@pytest.mark.some(15)
 @pytest.mark.parametrize("seed", range(60))
 def test_drawn_graphs_compute_the_same_without_writes(seed: int) -> None:
-    module, x = graph_of(DrawnWrites(seed)), torch.rand(2, 3, 4)
+    module, x = drawn_graph(seed), torch.rand(2, 3, 4)
     assert torch.equal(run(without_writes(module), x.clone()), run(module, x.clone()))
 
 
 def test_most_writes_that_are_not_seen_are_left_out() -> None:
-    modules = [graph_of(DrawnWrites(seed)) for seed in range(30)]
+    modules = [drawn_graph(seed) for seed in range(0, 60, 4)]
     before = sum(len(writes(module)) for module in modules)
     after = sum(len(writes(without_writes(module))) for module in modules)
-    assert before > 20
+    assert before > 10
     assert 0 < after < before / 2
 
 
