@@ -132,7 +132,7 @@ def _cut(rng: random.Random, box: list[tuple[int, int]], left: int) -> list[list
     return [each for part in parts for each in _cut(rng, part, left - 1)]
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(15))
 def test_pieces_cut_at_random_make_up_a_tensor_and_without_one_of_them_or_with_one_twice_do_not(seed: int) -> None:
     rng = random.Random(seed)
     shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(1, 4)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -109,28 +108,15 @@ def test_missing_unreadable_and_binary_files_are_file_errors(tmp_path: Path) -> 
 
 @pytest.mark.timeout(10)
 @pytest.mark.reliability(53)
-def test_a_file_of_a_gigabyte_is_not_read(tmp_path: Path) -> None:
+def test_a_file_of_a_gigabyte_and_what_may_never_end_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "c.json").touch()
     os.truncate(tmp_path / "c.json", 2**30)
     with pytest.raises(FileError, match=r"1073741824 bytes is too large for a cluster \(at most 268435456\)"):
         Cluster.load(tmp_path / "c.json")
-
-
-@pytest.mark.timeout(10)
-def test_what_may_never_end_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     for path in (tmp_path / "pipe.json", Path("/dev/zero")):
         with pytest.raises(FileError, match="not a regular file"):
             Cluster.load(path)
-
-
-def test_strictness_costs_little_on_a_file_of_millions_of_numbers() -> None:
-    text = "[" + "1.5," * 3_000_000 + "1]"
-    began_s = time.process_time()
-    json.loads(text)
-    plain_s = time.process_time() - began_s
-    parse_json(text, Path("x"))
-    assert time.process_time() - began_s < 8 * plain_s
 
 
 @pytest.mark.reliability(57)
@@ -161,9 +147,6 @@ def test_an_existing_file_is_replaced_only_when_asked(tmp_path: Path) -> None:
     assert path.read_text() == "two"
     with pytest.raises(FileError, match="cannot write"):
         write_text(tmp_path / "none" / "c.json", "x")
-
-
-def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
         with pytest.raises(UsageError, match="not a regular file"):
@@ -176,7 +159,6 @@ def test_parse_json_returns_what_json_says() -> None:
     assert parse_json(text, Path("x")) == json.loads(text)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "said"),
     [

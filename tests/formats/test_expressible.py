@@ -24,18 +24,18 @@ def refusal(plan: Plan, trainer: Expressible = TRAINER) -> str | None:
     return trainer.refusal(plan, BLOCKS, usual_depths(plan))
 
 
-def test_a_grid_counts_what_a_pipeline_does() -> None:
+def test_a_grid_counts_what_a_pipeline_does_and_plans_that_are_alike_are_expressible() -> None:
     assert grid_of(plan_of("1f1b", 3, 2, 4)) == Grid(3, 2, 4, 2, "none")
     assert grid_of(plan_of("1f1b", 3, 2, 4, division="round-robin")) == Grid(3, 2, 2, 4, "none")
     assert grid_of(plan_of("interleaved", 2, 1, 4, chunks=3)) == Grid(2, 1, 4, 4, "none")
-
-
-def test_plans_that_are_alike_are_expressible() -> None:
     for schedule, replicas in (("1f1b", 1), ("1f1b", 2), ("interleaved", 2)):
         assert refusal(plan_of(schedule, 2, replicas)) is None
     assert refusal(plan_of("1f1b", 2, 2, shard="optimizer")) is None
     assert refusal(plan_of("1f1b", 2, 2, division="round-robin")) is None
     assert refusal(plan_of("1f1b", 2, recompute=range(1, 13))) is None
+    alone = TRAINER._replace(schedules=(), shards_alone=("parameters",), most_stages=1)
+    assert refusal(plan_of("1f1b", 1, 2, shard="parameters"), alone) is None
+    assert "no pipelines, and the plan has 2 stages" in str(refusal(plan_of("1f1b", 2), alone))
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,6 @@ def test_unequal_stages_turns_and_skips_are_refused() -> None:
     long = plan_of("1f1b", 3)
     assert "tensor x passes from stage 0 to stage 2" in str(refusal(long.model_copy(update={"tensors": (skipping,)})))
     assert "never flushed" in str(refusal(plan.model_copy(update={"weight_policy": "stash"})))
-
-
-def test_a_single_stage_needs_no_schedule_and_may_have_other_shards() -> None:
-    alone = TRAINER._replace(schedules=(), shards_alone=("parameters",), most_stages=1)
-    assert refusal(plan_of("1f1b", 1, 2, shard="parameters"), alone) is None
-    assert "no pipelines, and the plan has 2 stages" in str(refusal(plan_of("1f1b", 2), alone))
 
 
 def test_recomputation_is_all_of_a_kind_or_the_first_blocks_of_every_stage() -> None:

@@ -8,30 +8,28 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from autopar.formats.plan import LAYOUTS, Crossing, Plan, SharedParameter, Stage, group_of, groups_of, turns
+from autopar.formats.plan import LAYOUTS, Plan, SharedParameter, Stage, group_of, groups_of, turns
 from autopar.formats.prediction import Alternative, Prediction
-from autopar.formats.profile import ModelSource
 from drawn_plans import chain, make
+from played import small_plan
 
 
 def _plan(**changes: object) -> Plan:
-    stages = (
-        Stage(layers=("a",), devices=(0, 1), shares=(1, 2), warmup=2),
-        Stage(layers=("b",), devices=(2,), shares=(3,), warmup=1),
+    return Plan.model_validate({**dict(small_plan((2, 1), 2)), **changes})
+
+
+def _predicted(**changes: object) -> Prediction:
+    return Prediction.model_validate(
+        {"step_s": 1, "lower_bound_s": 1, "bubble": 0, "peak_bytes": (1, 1), **changes}, strict=False
     )
-    tensor = Crossing(name="t", producer=0, consumers=(1,), bytes_per_sample=4, dtype="f32", gradient=True)
-    content: dict[str, object] = {
-        "model": ModelSource(source="model.py", sha256="0" * 64),
-        "batch": 6,
-        "precision": "fp32",
-        "schedule": "1f1b",
-        "micro_batches": 2,
-        "micro_batch_size": 3,
-        "stages": stages,
-        "tensors": (tensor,),
-        "predicted": Prediction(step_s=1.0, lower_bound_s=1.0, bubble=0.0, peak_bytes=(1, 1)),
-    }
-    return Plan(**(content | changes))  # type: ignore[arg-type]
+
+
+def _stages(*stages: tuple[str, int, int]) -> tuple[Stage, ...]:
+    """Return stages of a layer, with their rows and depths, on a device each."""
+    return tuple(
+        Stage(layers=(layer,), devices=(at,), shares=(rows,), warmup=depth)
+        for at, (layer, rows, depth) in enumerate(stages)
+    )
 
 
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:
@@ -44,32 +42,13 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch": 7}, "must be the batch 7, found 2 x 3"),
+        ({"batch": 7}, "must be the batch 7, found 2 x 8"),
         ({"ahead": "xpipe", "weight_policy": "stash"}, "only predict sees weights ahead of the newest"),
-        ({"predicted": Prediction(step_s=1, lower_bound_s=1, bubble=0, peak_bytes=(1,))}, "1 numbers for 2 stages"),
-        (
-            {"predicted": Prediction(step_s=1, lower_bound_s=1, bubble=0, peak_bytes=(1, 1), limit_bytes=(1,))},
-            "1 numbers for 2 stages",
-        ),
-        ({"stages": (Stage(layers=("a",), devices=(0,), shares=(2,), warmup=1),)}, "shares must sum"),
-        (
-            {
-                "stages": (
-                    Stage(layers=("a",), devices=(0,), shares=(3,), warmup=1),
-                    Stage(layers=("b",), devices=(1,), shares=(3,), warmup=2),
-                )
-            },
-            "deadlock",
-        ),
-        (
-            {
-                "stages": (
-                    Stage(layers=("a",), devices=(0,), shares=(3,), warmup=2),
-                    Stage(layers=("a",), devices=(1,), shares=(3,), warmup=2),
-                )
-            },
-            "placed twice",
-        ),
+        ({"predicted": _predicted(peak_bytes=(1,))}, "1 numbers for 2 stages"),
+        ({"predicted": _predicted(limit_bytes=(1,))}, "1 numbers for 2 stages"),
+        ({"stages": _stages(("a", 2, 1))}, "shares must sum"),
+        ({"stages": _stages(("a", 8, 1), ("b", 8, 2))}, "deadlock"),
+        ({"stages": _stages(("a", 8, 2), ("a", 8, 2))}, "placed twice"),
         ({"tied": (SharedParameter(parameter="w", stages=(1, 0), bytes=4),)}, "must ascend"),
         ({"micro_batches": True}, "valid integer"),
     ],

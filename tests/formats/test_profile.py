@@ -14,31 +14,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from autopar.errors import FileError
-from autopar.formats.profile import (
-    Cost,
-    DeviceKind,
-    Layer,
-    LayerSplit,
-    ModelSource,
-    Noise,
-    ParameterCut,
-    Profile,
-    SavedStorage,
-    Tensor,
-)
-from random_problems import random_profile
+from autopar.formats.profile import Layer, LayerSplit, ParameterCut, Profile, Tensor
+from random_problems import cost, profile_of, random_profile
 
 
 def _layer(name: str, seconds: float) -> Layer:
     costs = tuple(
-        Cost(
-            micro_batch=rows,
-            forward_s=seconds * rows,
-            backward_s=2 * seconds * rows,
-            saved=(SavedStorage(storage=f"{name}.a", bytes=10 * rows), SavedStorage(storage=f"{name}.b", bytes=rows)),
-            peak_bytes=20 * rows,
-            output_bytes=4 * rows,
-        )
+        cost(rows, seconds * rows, 2 * seconds * rows, {f"{name}.a": 10 * rows, f"{name}.b": rows}, 20 * rows, 4 * rows)
         for rows in (1, 4)
     )
     sizes = {"parameters_bytes": 8, "trainable_bytes": 8, "gradient_bytes": 8, "optimizer_bytes": 16}
@@ -47,37 +29,25 @@ def _layer(name: str, seconds: float) -> Layer:
 
 def _profile() -> Profile:
     """Three layers a, b, c with a skip from a to c."""
-
-    def tensor(name: str, producer: str | None, consumers: tuple[str, ...], count: int) -> Tensor:
-        return Tensor(
-            name=name, producer=producer, consumers=consumers, bytes_per_sample=count, dtype="float32", gradient=True
-        )
-
-    return Profile(
-        model=ModelSource(source="model.py", sha256="0" * 64),
-        batch=4,
-        device=DeviceKind(type="cpu", name="cpu", memory_bytes=2**30),
-        precision="fp32",
-        layers=(_layer("a", 1.0), _layer("b", 2.0), _layer("c", 3.0)),
-        tensors=(
-            tensor("input", None, ("a", "c"), 1000),
-            tensor("x", "a", ("b", "c"), 100),
-            tensor("y", "b", ("c",), 10),
-        ),
-        noise=Noise(median_spread=0.0, max_spread=0.0),
+    tensors = (("input", None, "ac", 1000), ("x", "a", "bc", 100), ("y", "b", "c", 10))
+    shape: dict[str, Any] = {"dtype": "float32", "gradient": True}
+    return profile_of(
+        [_layer("a", 1.0), _layer("b", 2.0), _layer("c", 3.0)],
+        [
+            Tensor(name=name, producer=made, consumers=tuple(read), bytes_per_sample=count, **shape)
+            for name, made, read, count in tensors
+        ],
+        4,
     )
 
 
-def test_a_cut_is_charged_with_every_tensor_that_crosses_it_and_with_no_model_input() -> None:
-    crossing = _profile().to_frame()["crossing_bytes_per_sample"].xs(1, level="micro_batch")
-    assert crossing.to_dict() == {"a": 100, "b": 110, "c": 0}
-
-
-def test_layers_hold_one_row_per_measured_size() -> None:
+def test_a_frame_has_a_row_per_size_and_charges_a_cut_with_every_tensor_that_crosses_it_but_inputs() -> None:
     table = _profile().to_frame()
     assert len(table) == 6
     assert table.loc[("b", 4), "backward_s"] == 16.0
     assert table.loc[("b", 4), "saved_bytes"] == 44
+    crossing = table["crossing_bytes_per_sample"].xs(1, level="micro_batch")
+    assert crossing.to_dict() == {"a": 100, "b": 110, "c": 0}
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -1,4 +1,4 @@
-"""Where ranks' time went, and what actions take by themselves, against timelines drawn by hand and slower counts."""
+"""Where ranks' time went, what steps were spent on, and what actions take by themselves, by hand and slower counts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,24 @@ import pytest
 from autopar.errors import FileError
 from autopar.formats.program import Action
 from autopar.formats.timeline import (
+    CAUSES,
     Timeline,
     TimeUse,
+    compare_paths,
     compare_times,
+    critical_path,
     medians,
     own_times,
     time_use,
     time_use_between,
 )
+from autopar.planner import PlanOptions, action_prices, simulate
+from autopar.planner.assemble import assemble
+from autopar.planner.costs.model import CostModel
+from autopar.runtime.rehearsal.steps import rehearse_steps
+from drawn import random_candidate
 from drawn_timelines import timeline
+from random_problems import random_cluster, random_profile
 
 # Rank 1 waits from 0 until the send begins at 3, and then for the transfer until 5; what follows is told likewise.
 DRAWN = (
@@ -27,14 +36,11 @@ DRAWN = (
 )
 
 
-def test_a_measured_step_is_parted_as_it_was_drawn() -> None:
+def test_a_step_is_parted_as_it_was_drawn_and_a_simulated_send_occupies_no_rank() -> None:
     first, second = time_use_between([timeline("measured", *DRAWN)], 0, 13)
     assert first == TimeUse(compute_s=6, update_s=1, reduce_s=0, waiting_s=2, transfer_s=2, idle_s=2)
     # The reduction's first second is hidden by the backward; sending counts as reducing while both go on.
     assert second == TimeUse(compute_s=3, update_s=0.5, reduce_s=2, waiting_s=3, transfer_s=2, idle_s=2.5)
-
-
-def test_a_simulated_send_occupies_no_rank() -> None:
     rows = ("F0@0 0 2  S0@0>1@1 2 5  U@0 2 2", "R0@1<0@0 0 5  F0@1 5 6  U@1 6 7")
     first, second = time_use(timeline("simulated", *rows))
     assert first == TimeUse(compute_s=2, idle_s=5)
@@ -49,7 +55,7 @@ def test_what_a_rank_that_is_ahead_does_of_the_next_step_counts_in_the_one_that_
     assert second == TimeUse(compute_s=4, waiting_s=1, transfer_s=2)
 
 
-def test_a_message_counts_where_its_receiver_was_waiting_for_it_alone() -> None:
+def test_a_message_counts_where_its_receiver_waited_for_it_alone_and_a_reduction_from_when_its_last_rank_came() -> None:
     own = own_times(timeline("measured", *DRAWN))
     forth, late, back = (Action.parse(text) for text in ("S0@0>1@1", "S1@0>1@1", "SG0@1>0@0"))
     assert own[0, forth] == 2
@@ -59,18 +65,9 @@ def test_a_message_counts_where_its_receiver_was_waiting_for_it_alone() -> None:
     assert own[1, Action.parse("A@1")] == 3
     assert own[0, Action.parse("F1@0")] == 2
     assert not any(action.kind in ("R", "RG") for _, action in own)
-
-
-def test_a_message_behind_another_one_of_its_queue_does_not_count() -> None:
-    rows = (
-        "S0@0>1@1 0 0.1  S1@0>1@1 0.2 0.3",
-        "R0@1<0@0 0 4  R1@1<0@0 4 5",
-    )
+    rows = ("S0@0>1@1 0 0.1  S1@0>1@1 0.2 0.3", "R0@1<0@0 0 4  R1@1<0@0 4 5")
     own = own_times(timeline("measured", *rows))
     assert own == {(0, Action.parse("S0@0>1@1")): 4}
-
-
-def test_a_reduction_takes_from_when_its_last_rank_has_come() -> None:
     own = own_times(timeline("measured", "A@0 1 7", "A@0 4 7", "T0@1 2 3", "T0@2 2.5 3"))
     assert [own[rank, Action.parse("A@0")] for rank in (0, 1)] == [3, 3]
     assert own[2, Action.parse("T0@1")] == own[3, Action.parse("T0@2")] == 0.5
@@ -125,37 +122,82 @@ def test_parts_sum_to_the_step_and_agree_with_a_count_instant_by_instant(seed: i
         assert sum(where[rank]) == pytest.approx(70)
 
 
+COUNTED = timeline("rehearsed", "F0@0 0 1", "F0@1 0 1")
+COUNTED.memory[1] = [(0.0, 5), (0.5, 7), (0.75, 5)]
+COUNTED.limits_bytes[1] = 9
+
+
 def test_what_was_held_is_written_and_read(tmp_path: Path) -> None:
-    made = timeline("rehearsed", "F0@0 0 1", "F0@1 0 1")
-    made.memory[1] = [(0.0, 5), (0.5, 7), (0.75, 5)]
-    made.limits_bytes[1] = 9
-    made.save(tmp_path / "trace.json")
+    COUNTED.save(tmp_path / "trace.json")
     again = Timeline.load(tmp_path / "trace.json")
-    assert (again.memory, again.limits_bytes, again.peaks_bytes()) == (made.memory, {1: 9}, {1: 7})
+    assert (again.memory, again.limits_bytes, again.peaks_bytes()) == (COUNTED.memory, {1: 9}, {1: 7})
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("old", "new", "message"),
     [
-        (('"bytes": 5', '"bytes": -5'), r"traceEvents\[\d+\]\.args\.bytes: expected the bytes"),
-        (('"name": "memory"', '"name": "other"'), r"traceEvents\[\d+\]\.args\.bytes: expected the bytes"),
-        (
-            ('"limits_bytes": {"1": 9}', '"limits_bytes": {"one": 9}'),
-            r"limits_bytes: expected bytes by rank",
-        ),
-        (('"limits_bytes": {"1": 9}', '"limits_bytes": [9]'), r"limits_bytes: expected bytes by rank"),
+        ('"bytes": 5', '"bytes": -5', r"traceEvents\[\d+\]\.args\.bytes: expected the bytes"),
+        ('"name": "memory"', '"name": "other"', r"traceEvents\[\d+\]\.args\.bytes: expected the bytes"),
+        ('"limits_bytes": {"1": 9}', '"limits_bytes": {"one": 9}', r"limits_bytes: expected bytes by rank"),
+        ('"limits_bytes": {"1": 9}', '"limits_bytes": [9]', r"limits_bytes: expected bytes by rank"),
     ],
 )
-def test_counters_that_are_none_are_refused(tmp_path: Path, edit: tuple[str, str], message: str) -> None:
-    made = timeline("rehearsed", "F0@0 0 1", "F0@1 0 1")
-    made.memory[1] = [(0.0, 5)]
-    made.limits_bytes[1] = 9
+def test_counters_that_are_none_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
     path = tmp_path / "trace.json"
-    made.save(path)
-    assert edit[0] in path.read_text()
-    path.write_text(path.read_text().replace(*edit))
+    COUNTED.save(path)
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
     with pytest.raises(FileError, match=message):
         Timeline.load(path)
+
+
+def test_a_step_is_spent_on_what_was_waited_for_and_a_reduction_on_the_last_rank() -> None:
+    rows = (
+        "F0@0 1 3  S0@0>1@1 3.5 4  RG0@0<1@1 4 11  B0@0 11 13  U@0 13 14",
+        "R0@1<0@0 0 5  F0@1 5 6  B0@1 6 8  SG0@1>0@0 8 9  U@1 9 10",
+    )
+    path = critical_path(timeline("measured", *rows))
+    # Back: update 1, backward 2, message 8-11, backward 2, forward 1, message 3.5-5, 0.5 between, forward 2, 1 before.
+    assert path == {
+        "forwards": 3.0,
+        "backwards": 4.0,
+        "messages": 4.5,
+        "reductions": 0.0,
+        "updates": 1.0,
+        "between actions": 1.5,
+    }
+    rows = ("B0@0 0 2  A@0 1 7  U@0 7 8", "B0@0 0 5  A@0 4 7  U@0 7 8")
+    path = critical_path(timeline("simulated", *rows))
+    assert (path["backwards"], path["reductions"], path["updates"]) == (5.0, 2.0, 1.0)
+
+
+def test_what_timelines_are_not_of_lies_between_actions() -> None:
+    one, other = timeline("measured", "F0@0 1 3"), timeline("simulated", "F0@0 0 1.5")
+    causes = {each.cause: (each.measured_s, each.predicted_s) for each in compare_paths(one, other, 4.0, 2.0)}
+    assert causes["forwards"] == (2.0, 1.5)
+    assert causes["between actions"] == (2.0, 0.5)
+    assert [sum(column) for column in zip(*causes.values(), strict=True)] == [4.0, 2.0]
+
+
+@pytest.mark.parametrize("seed", range(14))
+def test_the_parts_add_up_and_are_as_simulated(seed: int) -> None:
+    rng = random.Random(seed)
+    profile, cluster = random_profile(seed, most_layers=8, batches=(2, 4, 6)), random_cluster(seed, 4)
+    costs = CostModel(profile, cluster, PlanOptions(gpus=4))
+    try:
+        planned = assemble(costs, random_candidate(rng, costs), PlanOptions(), 0.0, (), ())
+    except ValueError:
+        pytest.skip("more in flight than the stage before has")
+    inputs = planned, profile, cluster
+    simulated = simulate(*inputs)
+    performed = rehearse_steps(planned, profile, action_prices(*inputs), threads=True, timeout_s=30.0).timeline
+    for each in (simulated, performed):
+        path = critical_path(each)
+        assert set(path) == set(CAUSES)
+        assert min(path.values()) >= 0.0
+        assert sum(path.values()) == pytest.approx(each.end_s, rel=1e-9)
+    causes = compare_paths(performed, simulated, performed.end_s, simulated.end_s)
+    assert sum(each.measured_s - each.predicted_s for each in causes) == pytest.approx(0.0, abs=1e-12)
 
 
 def test_a_rehearsed_step_is_parted_as_a_measured_one() -> None:

@@ -56,22 +56,16 @@ def test_larger_messages_never_take_less(kind: CurveKind, nodes: int, per_node: 
     assert 0 < collective_s(kind, size, group, A100) <= collective_s(kind, size + more, group, A100)
 
 
-def test_large_messages_approach_the_bus_bandwidth() -> None:
+def test_large_messages_approach_the_bus_bandwidth_and_small_ones_take_a_tree() -> None:
     size = 2**33
     for kind in ("all_reduce", "all_gather", "reduce_scatter"):
         seconds = collective_s(kind, size, RankGroup(1, 8), A100)
         assert bus_bandwidth_factor(kind, 8) * size / seconds == pytest.approx(229e9, rel=0.03)
         across = collective_s(kind, size, RankGroup(4, 8), A100)
         assert bus_bandwidth_factor(kind, 32) * size / across == pytest.approx(0.8 * 25e9, rel=0.02)
-
-
-def test_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
     size, group = 2**30, RankGroup(1, 8)
     halves = sum(collective_s(kind, size, group, A100) for kind in ("all_gather", "reduce_scatter"))
     assert collective_s("all_reduce", size, group, A100) == pytest.approx(halves, rel=0.03)
-
-
-def test_a_tree_spares_small_messages_the_steps_of_a_long_ring() -> None:
     many = collective_s("all_reduce", 1024, RankGroup(128, 8), A100)
     assert many < 2 * collective_s("all_reduce", 1024, RankGroup(2, 8), A100)
 

@@ -44,14 +44,11 @@ def test_usual_names_are_found(text: str, name: str) -> None:
     assert find(text).name == name
 
 
-def test_an_unknown_name_gets_the_nearest_ones() -> None:
+def test_unknown_names_get_the_nearest_and_precisions_that_a_gpu_has_not_are_refused() -> None:
     with pytest.raises(UsageError, match=r"no GPU called 'H10O-SXM' is known; the nearest are H100-SXM"):
         find("H10O-SXM")
     with pytest.raises(UsageError, match="known are V100-SXM2-32G, T4, A100-SXM-80G"):
         find("abacus")
-
-
-def test_a_precision_that_a_gpu_has_not_is_refused() -> None:
     assert find("V100").flops_per_s("fp16") == 125e12
     with pytest.raises(UsageError, match="V100-SXM2-32G has no bfloat16; use one of fp32, fp16"):
         find("V100").flops_per_s("bf16")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
+from autopar.exports import export_plan
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Division, Plan, Shard, chunks_of, group_of, layout_of
 from autopar.formats.profile import Profile, TiedParameter
@@ -104,3 +108,25 @@ def random_equal(
 def stops(plan: Plan) -> list[int]:
     """Return behind how many layers every stage ends."""
     return list(accumulate(len(stage.layers) for stage in plan.stages))
+
+
+Planned = tuple[Plan, Profile, Cluster]
+
+
+def planned(profile: Profile, *arguments: Any, **options: Any) -> Planned:  # noqa: ANN401
+    """Return what ``equal_plan`` makes, and the profile that it is of."""
+    plan, cluster = equal_plan(profile, *arguments, **options)
+    return plan, profile, cluster
+
+
+def exported(
+    name: str, folder: Path, made: Planned, architecture: str | None = None, file: str | None = None, **changes: object
+) -> list[str]:
+    """Return the files of a plan's export; with an architecture, of a model of Transformers."""
+    plan, profile, cluster = made
+    if architecture is not None:
+        (folder / "config.json").write_text(json.dumps({"architectures": [architecture], "hidden_size": 4096}))
+        source = plan.model.model_copy(update={"source": "hf:config.json", "sequence": 64})
+        changes = {"model": source, **changes}
+    inputs = plan.model_copy(update=changes), profile, cluster
+    return [each.text for each in export_plan(name, inputs, folder / "plan.json", schedule_file=file).files]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +9,16 @@ import pytest
 import yaml
 
 from autopar.errors import UsageError
-from autopar.exports import export_plan
-from equal_plans import equal_plan, llama_profile
+from equal_plans import exported, llama_profile, planned
 
 
-def exported(folder: Path, architecture: str, groups: int = 1, **options: Any) -> str:  # noqa: ANN401
-    """Return the YAML of a plan for GPUs, of a model of Transformers."""
-    (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    profile = llama_profile()
-    device = options.pop("device", "cuda")
-    plan, cluster = equal_plan(profile, "1f1b", groups, 4, 2, **options)
-    source = plan.model.model_copy(update={"source": "hf:config.json"})
-    plan = plan.model_copy(update={"model": source, "device_type": device, "precision": "bf16"})
-    return export_plan("accelerate", (plan, profile, cluster), folder / "plan.json").text
+def text_of(folder: Path, architecture: str, groups: int = 1, device: str = "cuda", **options: Any) -> str:  # noqa: ANN401
+    made = planned(llama_profile(), "1f1b", groups, 4, 2, **options)
+    return exported("accelerate", folder, made, architecture, device_type=device, precision="bf16")[0]
 
 
 def test_replicas_that_divide_nothing_are_ddp(tmp_path: Path) -> None:
-    text = exported(tmp_path, "LlamaForCausalLM")
+    text = text_of(tmp_path, "LlamaForCausalLM")
     assert yaml.safe_load(text) == {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "MULTI_GPU",
@@ -35,12 +27,12 @@ def test_replicas_that_divide_nothing_are_ddp(tmp_path: Path) -> None:
         "mixed_precision": "bf16",
     }
     assert "num_steps=2, sync_each_batch=False" in text.replace("\n#  ", "")
-    assert yaml.safe_load(exported(tmp_path, "LlamaForCausalLM", device="cpu"))["distributed_type"] == "MULTI_CPU"
+    assert yaml.safe_load(text_of(tmp_path, "LlamaForCausalLM", device="cpu"))["distributed_type"] == "MULTI_CPU"
 
 
 @pytest.mark.parametrize(("shard", "reshards"), [("gradients", False), ("parameters", True)])
 def test_replicas_that_shard_are_fsdp2(shard: str, reshards: bool, tmp_path: Path) -> None:
-    text = exported(tmp_path, "LlamaForCausalLM", shard=shard, recompute=range(1, 13))
+    text = text_of(tmp_path, "LlamaForCausalLM", shard=shard, recompute=range(1, 13))
     assert yaml.safe_load(text)["fsdp_config"] == {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": reshards,
@@ -49,12 +41,9 @@ def test_replicas_that_shard_are_fsdp2(shard: str, reshards: bool, tmp_path: Pat
         "fsdp_activation_checkpointing": True,
     }
     assert "sync_each_batch=True" in text
-
-
-def test_a_model_without_a_table_is_said_to_be_one(tmp_path: Path) -> None:
-    text = exported(tmp_path, "Unknown", shard="parameters")
-    assert "fsdp_transformer_layer_cls_to_wrap" not in yaml.safe_load(text)["fsdp_config"]
-    assert "to the class of model.layers.*" in text.replace("\n#  ", "")
+    unknown = text_of(tmp_path, "Unknown", shard=shard)
+    assert "fsdp_transformer_layer_cls_to_wrap" not in yaml.safe_load(unknown)["fsdp_config"]
+    assert "to the class of model.layers.*" in unknown.replace("\n#  ", "")
 
 
 @pytest.mark.parametrize(
@@ -68,4 +57,4 @@ def test_a_model_without_a_table_is_said_to_be_one(tmp_path: Path) -> None:
 )
 def test_what_accelerate_has_not_is_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=words):
-        exported(tmp_path, "LlamaForCausalLM", **options)
+        text_of(tmp_path, "LlamaForCausalLM", **options)

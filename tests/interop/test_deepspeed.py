@@ -10,42 +10,27 @@ from typing import Any
 import pytest
 
 from autopar.errors import UsageError
-from autopar.exports import export_plan
-from equal_plans import equal_plan, llama_profile
-
-
-def exported(folder: Path, *arguments: Any, **options: Any) -> tuple[dict[str, Any], str | None]:  # noqa: ANN401
-    profile = llama_profile()
-    plan, cluster = equal_plan(profile, *arguments, **options)
-    main, *parts = export_plan("deepspeed", (plan, profile, cluster), folder / "plan.json").files
-    return json.loads(main.text), parts[0].text if parts else None
+from equal_plans import exported, llama_profile, planned
 
 
 @pytest.mark.parametrize(("shard", "stage"), [("none", 0), ("optimizer", 1), ("gradients", 2), ("parameters", 3)])
 def test_shards_are_stages_of_zero(shard: str, stage: int, tmp_path: Path) -> None:
-    found, parts = exported(tmp_path, "1f1b", 1, 4, 2, shard=shard)
+    (text,) = exported("deepspeed", tmp_path, planned(llama_profile(), "1f1b", 1, 4, 2, shard=shard))
+    found = json.loads(text)
     assert found["zero_optimization"] == {"stage": stage}
-    assert parts is None
     sizes = [found[name] for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
     assert found["train_batch_size"] == sizes[0] * sizes[1] * 4 == 16
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_precision_is_enabled_by_its_name(precision: str, tmp_path: Path) -> None:
-    profile = llama_profile()
-    plan, cluster = equal_plan(profile, "1f1b", 2)
-    plan = plan.model_copy(update={"precision": precision})
-    main, _ = export_plan("deepspeed", (plan, profile, cluster), tmp_path / "plan.json").files
-    assert json.loads(main.text)[precision] == {"enabled": True}
-
-
 def test_a_pipeline_has_parts_and_recomputes_all_layers_or_none(tmp_path: Path) -> None:
-    found, parts = exported(tmp_path, "1f1b", 3, 2, 4, cuts=(2, 9), recompute=range(14), shard="optimizer")
-    assert found["pipeline"] == {"activation_checkpoint_interval": 1}
-    assert parts is not None
-    (assigned,) = [node.value for node in ast.parse(parts).body if isinstance(node, ast.Assign)]
-    assert ast.literal_eval(assigned) == [0, 2, 9, 14]
-    assert "model.embed_tokens model.layers.0" in parts.replace("\n#  ", "")
+    made = planned(llama_profile(), "1f1b", 3, 2, 4, cuts=(2, 9), recompute=range(14), shard="optimizer")
+    for precision in ("bf16", "fp16"):
+        text, parts = exported("deepspeed", tmp_path, made, precision=precision)
+        assert json.loads(text)["pipeline"] == {"activation_checkpoint_interval": 1}
+        assert json.loads(text)[precision] == {"enabled": True}
+        (assigned,) = [node.value for node in ast.parse(parts).body if isinstance(node, ast.Assign)]
+        assert ast.literal_eval(assigned) == [0, 2, 9, 14]
+        assert "model.embed_tokens model.layers.0" in parts.replace("\n#  ", "")
 
 
 @pytest.mark.parametrize(
@@ -61,4 +46,4 @@ def test_what_deepspeed_has_not_is_refused(
     arguments: tuple[Any, ...], options: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match=words):
-        exported(tmp_path, *arguments, **options)
+        exported("deepspeed", tmp_path, planned(llama_profile(), *arguments, **options))

@@ -12,24 +12,22 @@ import yaml
 
 from autopar.errors import UsageError
 from autopar.exports import export_plan
-from equal_plans import equal_plan, llama_profile
+from equal_plans import llama_profile, planned
 
 
-def exported(name: str, path: Path, nodes: Sequence[int], device: str = "cuda", **options: Any) -> str:  # noqa: ANN401
+def launch(name: str, path: Path, nodes: Sequence[int], device: str = "cuda", **options: Any) -> str:  # noqa: ANN401
     """Return the launch of a plan of two stages of two replicas, on devices of these nodes."""
-    profile = llama_profile()
-    plan, cluster = equal_plan(profile, "1f1b", 2, 2, **options)
-    plan = plan.model_copy(update={"device_type": device, "threads": 3})
+    plan, profile, cluster = planned(llama_profile(), "1f1b", 2, 2, **options)
     devices = [each.model_copy(update={"node": node}) for each, node in zip(cluster.devices, nodes, strict=True)]
-    placed = cluster.model_copy(update={"devices": tuple(devices)})
-    return export_plan(name, (plan, profile, placed), path).text
+    inputs = plan.model_copy(update={"device_type": device, "threads": 3}), profile
+    return export_plan(name, (*inputs, cluster.model_copy(update={"devices": tuple(devices)})), path).text
 
 
 @pytest.mark.parametrize("name", ["torchrun", "slurm"])
 @pytest.mark.parametrize("nodes", [(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 2, 3)])
 def test_shells_take_the_scripts_with_any_name_of_the_plan(name: str, nodes: Sequence[int], tmp_path: Path) -> None:
     for path in (tmp_path / "plan.json", tmp_path / "a 'plan' $(touch hacked).json"):
-        script = exported(name, path, nodes)
+        script = launch(name, path, nodes)
         found = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
         assert (found.returncode, found.stderr) == (0, "")
         assert script.splitlines()[0] == "#!/bin/bash"
@@ -37,28 +35,28 @@ def test_shells_take_the_scripts_with_any_name_of_the_plan(name: str, nodes: Seq
 
 def test_a_launch_starts_as_many_ranks_on_every_machine(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    assert "torchrun --standalone --nproc-per-node 4 -m autopar worker" in exported("torchrun", path, (0,) * 4)
-    two = exported("torchrun", path, (0, 0, 1, 1))
+    assert "torchrun --standalone --nproc-per-node 4 -m autopar worker" in launch("torchrun", path, (0,) * 4)
+    two = launch("torchrun", path, (0, 0, 1, 1))
     assert '--nnodes 2 --rdzv-backend c10d --rdzv-id autopar --rdzv-endpoint "$HOST:29500" --nproc-per-node 2' in two
-    slurm = exported("slurm", path, (0, 0, 1, 1))
+    slurm = launch("slurm", path, (0, 0, 1, 1))
     for line in ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2"):
         assert f"#SBATCH {line}\n" in slurm
-    assert "#SBATCH --cpus-per-task=3\n" in exported("slurm", path, (0, 0, 1, 1), "cpu")
-    manifest = yaml.safe_load(exported("kubernetes", path, (0, 0, 1, 1)))
+    assert "#SBATCH --cpus-per-task=3\n" in launch("slurm", path, (0, 0, 1, 1), "cpu")
+    manifest = yaml.safe_load(launch("kubernetes", path, (0, 0, 1, 1)))
     trainer = manifest["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 2)
     assert trainer["command"] == ["torchrun", "-m", "autopar", "worker", str(path)]
     assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": "2"}}
-    assert yaml.safe_load(exported("kubernetes", path, (0,) * 4, "cpu"))["spec"]["trainer"]["resourcesPerNode"] == {
+    assert yaml.safe_load(launch("kubernetes", path, (0,) * 4, "cpu"))["spec"]["trainer"]["resourcesPerNode"] == {
         "limits": {"cpu": "12"}
     }
 
 
 def test_any_plan_that_runs_is_launched_and_others_are_not(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    assert "predicted" in exported("torchrun", path, (0,) * 4, recompute=(1,), depths=(3, 1))
+    assert "predicted" in launch("torchrun", path, (0,) * 4, recompute=(1,), depths=(3, 1))
     for name in ("torchrun", "slurm", "kubernetes"):
         with pytest.raises(UsageError, match="machines have 3, 1 ranks"):
-            exported(name, path, (0, 0, 0, 1))
+            launch(name, path, (0, 0, 0, 1))
         with pytest.raises(UsageError, match="ranks of a machine do not follow each other"):
-            exported(name, path, (0, 1, 0, 1))
+            launch(name, path, (0, 1, 0, 1))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-import pytest
-
 from autopar.interop.order import Edge, cycle
 
 
@@ -14,25 +12,24 @@ def _is_cycle(edges: list[Edge], found: list[int]) -> bool:
     return all(edges[one][1] == edges[other][0] for one, other in pairwise([*found, found[0]]))
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_what_is_found_is_a_cycle_and_begins_with_its_last_edge(seed: int) -> None:
-    rng = random.Random(seed)
-    count = rng.randint(1, 8)
-    edges = [(rng.randrange(count), rng.randrange(count)) for _ in range(rng.randint(0, 14))]
-    found = cycle(count, edges)
-    left = set(edges)
-    while kept := {(one, other) for one, other in left if any(edge[1] == one for edge in left)}:
-        if kept == left:
-            break
-        left = kept
-    assert bool(found) == bool(kept)
-    assert not found or (_is_cycle(edges, found) and found[0] == max(found))
+def test_what_is_found_is_a_cycle_and_begins_with_its_last_edge() -> None:
+    for seed in range(100):
+        rng = random.Random(seed)
+        count = rng.randint(1, 8)
+        edges = [(rng.randrange(count), rng.randrange(count)) for _ in range(rng.randint(0, 14))]
+        found = cycle(count, edges)
+        left = set(edges)
+        while kept := {(one, other) for one, other in left if any(edge[1] == one for edge in left)}:
+            if kept == left:
+                break
+            left = kept
+        assert bool(found) == bool(kept), seed
+        assert not found or (_is_cycle(edges, found) and found[0] == max(found)), seed
 
 
-@pytest.mark.slow
 def test_a_long_tail_behind_a_cycle_that_is_listed_backwards_costs_no_more_than_its_edges() -> None:
-    # To look from every node for itself would take billions of steps.
-    count = 60_000
+    # To look from every node for itself would take a hundred million steps.
+    count = 15_000
     tail = [(at, at + 1) for at in range(2, count)]
     edges = [*tail[::-1], (0, 1), (1, 2), (2, 0)]
     assert {edges[position] for position in cycle(count + 1, edges)} == {(0, 1), (1, 2), (2, 0)}

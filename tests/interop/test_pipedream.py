@@ -35,7 +35,7 @@ def _with(number: int, line: str) -> list[str]:
     return [*LINES[: number - 1], line, *LINES[number:]]
 
 
-def test_nodes_become_layers_and_edges_tensors() -> None:
+def test_nodes_become_layers_that_keep_their_tensors_and_edges_tensors() -> None:
     profile = _read(LINES)
     assert [layer.name for layer in profile.layers] == ["node2", "node3", "node5"]
     assert profile.layers[0].modules == ("LSTM(4, 4)",)
@@ -50,21 +50,20 @@ def test_nodes_become_layers_and_edges_tensors() -> None:
     # A skip: node2 is read by the next layer and by the one behind it.
     assert (tensors["node2"].consumers, tensors["node2"].bytes_per_sample) == (("node3", "node5"), 80)
     assert profile.crossing_bytes() == [80, 80 + 64, 0]
+    profile = _read(LINES)
+    for layer in profile.layers:
+        (saved,) = layer.costs[0].saved
+        assert (saved.storage, saved.bytes) == (layer.name, layer.costs[0].output_bytes)
+        assert layer.costs[0].peak_bytes >= layer.costs[0].saved_bytes + layer.costs[0].output_bytes
 
 
-def test_what_is_left_out_or_assumed_is_said() -> None:
-    notes = "\n".join(_read(LINES).notes)
-    assert "Input nodes (node1), with 0.0045 s" in notes
-    assert "__getitem__ nodes that nothing reads (node4)" in notes
-    assert "optimizer" in notes
-    assert "V100" in notes
-
-
-def test_sizes_are_per_sample_of_the_profiled_mini_batch_and_never_rounded_down() -> None:
+def test_sizes_are_per_sample_of_the_profiled_mini_batch_of_at_least_one_and_never_rounded_down() -> None:
     profile = _read(LINES, batch=32)
     assert profile.batch == 32
     assert {layer.costs[0].micro_batch for layer in profile.layers} == {32}
     assert [tensor.bytes_per_sample for tensor in profile.tensors] == [4, 3, 2]
+    with pytest.raises(UsageError, match="`profiled_batch`"):
+        _read(LINES, batch=0)
 
 
 def test_gradients_flow_only_back_to_parameters() -> None:
@@ -74,15 +73,7 @@ def test_gradients_flow_only_back_to_parameters() -> None:
     assert found == {"node1": False, "node2": True, "node3": True}
 
 
-def test_what_a_layer_keeps_is_the_tensor_that_it_makes() -> None:
-    profile = _read(LINES)
-    for layer in profile.layers:
-        (saved,) = layer.costs[0].saved
-        assert (saved.storage, saved.bytes) == (layer.name, layer.costs[0].output_bytes)
-        assert layer.costs[0].peak_bytes >= layer.costs[0].saved_bytes + layer.costs[0].output_bytes
-
-
-def test_the_files_own_stages_are_noted_where_they_are_runs_of_layers() -> None:
+def test_what_is_left_out_or_assumed_and_the_files_own_stages_are_noted() -> None:
     def staged(*stages: int) -> str:
         numbered = zip((2, 3, 5), stages, strict=True)
         changed = {f"node{node} ": f" -- stage_id={stage}" for node, stage in numbered}
@@ -91,6 +82,11 @@ def test_the_files_own_stages_are_noted_where_they_are_runs_of_layers() -> None:
 
     assert staged(0, 0, 1) == "the file's own stages, one device each: `stages='0-1:1,2-2:1'`"
     assert "no runs of consecutive layers" in staged(0, 1, 0)
+    notes = "\n".join(_read(LINES).notes)
+    assert "Input nodes (node1), with 0.0045 s" in notes
+    assert "__getitem__ nodes that nothing reads (node4)" in notes
+    assert "optimizer" in notes
+    assert "V100" in notes
 
 
 def test_the_order_of_lines_windows_line_ends_and_a_byte_order_mark_do_not_matter() -> None:
@@ -132,11 +128,6 @@ def test_a_bad_line_is_refused_by_its_number(number: int, line: str, message: st
 def test_a_file_without_layers_is_refused(lines: list[str], message: str) -> None:
     with pytest.raises(FileError, match=message):
         _read(lines)
-
-
-def test_a_profiled_batch_of_no_samples_is_refused() -> None:
-    with pytest.raises(UsageError, match="`profiled_batch`"):
-        _read(LINES, batch=0)
 
 
 @pytest.mark.skipif("AUTOPAR_DATA" not in os.environ, reason="AUTOPAR_DATA names no folder of published data")

@@ -57,7 +57,7 @@ def _read(content: dict[str, Any]) -> Profile:
     return piper_profile(json.dumps(content), PATH)
 
 
-def test_layers_keep_all_their_options() -> None:
+def test_layers_keep_all_their_options_and_cost_what_one_device_takes_that_keeps_everything() -> None:
     profile = _read(FILE)
     assert [layer.name for layer in profile.layers] == ["layer.3", "head.7"]
     first = profile.layers[0]
@@ -73,9 +73,6 @@ def test_layers_keep_all_their_options() -> None:
         [],
         [("3>7", 17)],
     ]
-
-
-def test_costs_are_those_of_one_device_that_keeps_everything() -> None:
     profile = _read(FILE)
     (cost,) = profile.layers[0].costs
     assert cost.forward_s + cost.backward_s == pytest.approx(0.6)
@@ -86,12 +83,9 @@ def test_costs_are_those_of_one_device_that_keeps_everything() -> None:
     assert [(each.name, each.bytes_per_sample, each.gradient) for each in profile.tensors] == [("3>7", 64, True)]
 
 
-def test_limits_that_the_file_states_are_noted() -> None:
+def test_limits_that_the_file_states_are_noted_and_the_batch_has_two_names() -> None:
     notes = "\n".join(_read(FILE).notes)
     assert "8 devices of 1000000000 bytes, which each send 25000000000 bytes/s, and 12 micro-batches" in notes
-
-
-def test_the_name_that_the_description_of_the_format_gives_the_batch_is_read_too() -> None:
     renamed = {key: value for key, value in FILE.items() if key != "mbsInBatch"} | {"maxBatchSize": 12}
     assert _read(renamed).batch == 12
 

@@ -38,7 +38,7 @@ def subject(schedule: str = "1f1b", nodes: Sequence[int] | None = None, **option
     return ExportSubject(plan, profile, cluster.model_copy(update={"devices": tuple(devices)}), "plan.json")
 
 
-def test_a_head_says_stages_prediction_and_notes() -> None:
+def test_a_head_says_stages_prediction_and_notes_in_comments_that_end_no_line_early() -> None:
     own = subject("interleaved")._replace(notes=("a note",))
     first, shape, predicted, note = heading(own, TARGETS["megatron"])
     assert first.startswith("model.py, planned by autopar. Written for Megatron-LM core 0.16.1: ")
@@ -47,16 +47,13 @@ def test_a_head_says_stages_prediction_and_notes() -> None:
     )
     assert f"step {own.plan.predicted.step_s:.4g} s" in predicted
     assert note == "a note"
-
-
-def test_comments_are_folded_and_end_no_line_early() -> None:
     lines = comment(["word " * 60, "one\nrm -rf /"]).splitlines()
     assert all(line.startswith("#") for line in lines)
     assert max(map(len, lines)) <= 120
     assert lines[-1] == "# one rm -rf /"
 
 
-def test_edges_are_those_of_blocks_where_only_these_have_names() -> None:
+def test_edges_and_depths_are_those_of_blocks_and_of_the_schedule() -> None:
     own = subject()
     assert TARGETS["megatron"].edges(own) == (0, 1, 2, 3, 4, 5, 6, 7, 8)
     assert TARGETS["torch"].edges(own) == tuple(range(9))
@@ -64,9 +61,6 @@ def test_edges_are_those_of_blocks_where_only_these_have_names() -> None:
     strange = own._replace(profile=own.profile.model_copy(update={"layers": tuple(layers)}))
     assert TARGETS["megatron"].edges(strange) == (0, 8)
     assert strange.blocks == ()
-
-
-def test_depths_are_those_of_the_schedule_itself() -> None:
     assert usual_depths(subject().plan) == [(2, 1)]
     assert usual_depths(subject(division="round-robin").plan) == [(2, 1)]
 
@@ -109,16 +103,13 @@ def test_a_run_with_a_gap_or_a_block_in_pieces_is_none(modules: tuple[str, ...])
     assert parts_of(renamed(llama_profile(5), {3: modules})) is None
 
 
-def test_a_family_is_known_by_its_class_and_its_names() -> None:
+def test_a_family_is_known_by_its_class_and_names_and_these_are_renamed_to_anothers() -> None:
     assert family_of(llama_profile(), "LlamaForCausalLM") == LLAMA_LIKE
     assert family_of(llama_profile(), "GPT2LMHeadModel") is None
     assert family_of(llama_profile(), None) is None
     assert family_of(gpt_profile(), "LlamaForCausalLM") is None
     assert family_of(renamed(llama_profile(), {0: ("embed",)}), "LlamaForCausalLM") is None
     assert parts_of(random_profile(3)) is not None
-
-
-def test_names_of_one_family_are_renamed_to_anothers() -> None:
     assert rename("model.layers.11", LLAMA_LIKE, GPT_LIKE) == "transformer.h.11"
     assert [rename(name, LLAMA_LIKE, GPT_LIKE) for name in ("model.embed_tokens", "model.norm", "lm_head")] == [
         "transformer.wte",

@@ -1,4 +1,4 @@
-"""Gantt pictures: every block where the timeline says, numbers only where they fit, nothing over something else."""
+"""Pictures of timelines, every block where it says, and of plans, every device in the colour of its stage."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
+import autopar
+from autopar.formats.cluster import Cluster
+from autopar.formats.plan import Plan
 from autopar.formats.program import Action
 from autopar.formats.timeline import Timeline
+from autopar.hardware.clusters import cluster_named
 from autopar.planner import PlanOptions, plan, simulate
-from autopar.report.pictures import draw_over, draw_timeline, extent, render
+from autopar.report.pictures import draw_over, draw_placement, draw_timeline, extent, render
+from equal_plans import equal_plan, llama_profile
 from played import play, small_plan
-from random_problems import local_cluster, random_profile
+from random_problems import gpt_profile, local_cluster, random_profile
 from shown import shown
 
 SHAPES = [
@@ -74,17 +79,11 @@ def test_no_text_lies_over_another(widths: tuple[int, ...], micro_batches: int, 
             assert min(box.y1, other.y1) - max(box.y0, other.y0) <= 0.5
 
 
-def test_the_title_states_the_error_of_the_prediction() -> None:
+def test_the_title_states_the_error_of_the_prediction_and_the_same_timeline_gives_the_same_bytes() -> None:
     plan = small_plan((1, 1), 4)
     measured, predicted = play(plan, "measured", unit_s=0.02), play(plan, unit_s=0.01)
     assert "(-50.0%)" in draw_over(measured, predicted).axes[0].get_title(loc="left")
-
-
-def test_an_empty_timeline_can_be_drawn() -> None:
     assert _bars(draw_timeline(Timeline("measured"))) == 0
-
-
-def test_the_same_timeline_gives_the_same_bytes() -> None:
     pictures = []
     for _ in range(2):
         content = io.BytesIO()
@@ -122,3 +121,53 @@ def test_a_timeline_without_flushes_is_said_to_be_of_mini_batches() -> None:
     assert extent(unflushed) == f"{updates} mini-batches from fill to drain"
     title = draw_timeline(unflushed).axes[0].get_title(loc="left")
     assert title.startswith(f"Predicted {updates} mini-batches from fill to drain: ")
+
+
+def _drawn(made: Plan, cluster: Cluster) -> tuple[list[tuple[float, ...]], set[str]]:
+    """Return the colour of every device's square, in their order, and all texts of the map."""
+    _, places = draw_placement(made, cluster, play(made)).axes
+    squares = next(each for each in places.collections if len(each.get_offsets()) == len(cluster.devices))
+    texts = {text.get_text() for text in places.texts} | {places.get_title(loc="left")}
+    return [tuple(colour) for colour in squares.get_facecolor()], texts
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("2x4xH100:100Gbps", small_plan((5, 2), 2)),
+        ("4xH100", equal_plan(llama_profile(6), "interleaved", 3)[0]),
+        ("2x2x2xH100:100Gbps:10Gbps", small_plan((2, 1, 4), 3, "gpipe")),
+        ("40x8xH100:400Gbps", small_plan((8, 8), 2)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_devices_of_a_stage_have_one_colour_and_those_of_others_another(name: str, made: Plan) -> None:
+    cluster = cluster_named(name)
+    colours, texts = _drawn(made, cluster)
+    groups = {
+        device: number
+        for number, devices in enumerate(dict.fromkeys(s.devices for s in made.stages))
+        for device in devices
+    }
+    for one in groups:
+        for other in groups:
+            assert (colours[one] == colours[other]) == (groups[one] == groups[other])
+    assert f"{len(made.stages)} stages on {len(groups)} of {len(cluster.devices)} devices" in texts
+    assert sum("node" in text for text in texts) == len({(each.rack, each.node) for each in cluster.devices})
+    numbered = {",".join(str(at) for at, s in enumerate(made.stages) if device in s.devices) for device in groups}
+    assert (numbered <= texts) == (len(cluster.devices) <= 256)
+
+
+def test_the_map_stands_above_the_same_step() -> None:
+    cluster = cluster_named("2x4xH100:100Gbps")
+    profile = gpt_profile(blocks=4)
+    gpu = profile.device.model_copy(update={"type": "cuda", "name": "H100-SXM"})
+    made = autopar.plan(profile.model_copy(update={"device": gpu}), cluster, gpus=8, stages="0-2:4,3-5:4")
+    timeline = made.timeline()
+    both, alone = draw_placement(made, cluster, timeline), timeline.plot()
+    step, places = both.axes
+    (only,) = alone.axes
+    assert isinstance(timeline, Timeline)
+    assert step.get_xlim() == only.get_xlim()
+    assert len(step.collections) == len(only.collections)
+    assert places.get_position().y0 > step.get_position().y1

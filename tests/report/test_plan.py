@@ -1,4 +1,4 @@
-"""A plan's bounds in words, its stages and alternatives as frames, and its memory as a picture."""
+"""A plan's bounds in words, its stages and alternatives as frames, its memory as a picture; compared plans."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import pytest
 from autopar.errors import FileError
 from autopar.formats.plan import Plan
 from autopar.formats.prediction import Alternative, BoundPart, Bounds, Shares, Term
+from autopar.formats.report import ComparisonRow, VirtualStage, VirtualWorker, VirtualWorkers
 from autopar.report.plan import (
     alternatives_frame,
     binding_text,
     bound_rows,
     draw_memory,
     plan_text,
+    render_comparison,
     share_text,
     stages_frame,
 )
 from played import small_plan
+from shown import shown
 
 
 def _plan(*parts: BoundPart) -> Plan:
@@ -34,7 +37,7 @@ def _plan(*parts: BoundPart) -> Plan:
     return plan.model_copy(update={"predicted": plan.predicted.model_copy(update=update)})
 
 
-def test_the_stack_of_bounds_ends_with_the_gap() -> None:
+def test_the_stack_of_bounds_ends_with_the_gap_and_shares_are_named() -> None:
     assert bound_rows(_plan()) == [
         ("bound of any plan: work alone", "500 ms"),
         ("one stage a device: contiguous", "700 ms"),
@@ -42,6 +45,9 @@ def test_the_stack_of_bounds_ends_with_the_gap() -> None:
         ("+ memory: their lower bound", "1 s"),
         ("gap to it", "10.0 %"),
     ]
+    expected = "computing 70.0 %, waiting for messages 10.0 %, for gradients to be reduced 5.0 %, idle 15.0 %"
+    assert share_text(_plan()) == expected
+    assert expected in plan_text(_plan())
 
 
 @pytest.mark.parametrize(
@@ -63,12 +69,6 @@ def test_what_binds_is_named_with_its_part_of_the_bound(term: Term, text: str) -
     )
     assert binding_text(plan) == f"{text}: 600 ms of its own bound of 800 ms; then the update of stage 1: 200 ms"
     assert f"what binds: {text}" in plan_text(plan)
-
-
-def test_shares_are_named() -> None:
-    expected = "computing 70.0 %, waiting for messages 10.0 %, for gradients to be reduced 5.0 %, idle 15.0 %"
-    assert share_text(_plan()) == expected
-    assert expected in plan_text(_plan())
 
 
 def test_a_plan_without_these_records_is_read_and_shown_as_before() -> None:
@@ -109,3 +109,32 @@ def test_stages_and_alternatives_hold_what_the_plan_says() -> None:
 def test_the_memory_picture_compares_each_stage_with_its_smallest_device() -> None:
     figure = draw_memory(small_plan((2, 1), 4), [2**22, 2**21, 2**22])
     assert [text.get_text() for text in figure.axes[0].texts] == ["1 MiB of 2 MiB (50.0%)", "1 MiB of 4 MiB (25.0%)"]
+
+
+def worker(devices: tuple[int, int], kinds: tuple[str, str], cut: int) -> VirtualWorker:
+    stages = (
+        VirtualStage(f"0-{cut - 1}", devices[0], kinds[0], 3, 0.002, 2**20),
+        VirtualStage(f"{cut}-9", devices[1], kinds[1], 1, 0.001, 2**21),
+    )
+    return VirtualWorker(stages, 500.0)
+
+
+def test_workers_that_cut_differently_are_told_apart_and_those_alike_share_rows() -> None:
+    workers = (worker((0, 1), ("V", "Q"), 4), worker((2, 3), ("V", "Q"), 4), worker((4, 5), ("R", "R"), 5))
+    found = VirtualWorkers("HD", 3, workers, 1500.0)
+    rows = [
+        ComparisonRow("autopar", "0-9:6", 4, "1f1b", 0.5, 2**20),
+        ComparisonRow("HetPipe", None, 4, "1f1b", 0.6, 2**21, None, found),
+        ComparisonRow("GPipe", infeasible="too large"),
+    ]
+    lines = shown(lambda console: render_comparison(rows, 0.5, console), 160)
+    assert "HetPipe 600 ms +20.0 % 1f1b 4 2 MiB cut differently, see below" in lines
+    assert "GPipe too large" in lines
+    title = "HetPipe's virtual workers (HD, 3 micro-batches in flight, 1500 samples per second at most)"
+    assert title in " ".join(lines)
+    assert "note: no plan says virtual workers that cut differently; their step is that of each one's own" in " ".join(
+        lines
+    )
+    assert "0, 1 500 0 0-3 0, 2 (V) 3 2 ms 1 MiB" in lines
+    assert "1 4-9 1, 3 (Q) 1 1 ms 2 MiB" in lines
+    assert "2 500 0 0-4 4 (R) 3 2 ms 1 MiB" in lines

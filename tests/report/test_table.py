@@ -124,14 +124,11 @@ def test_columns_that_cannot_stand_beside_each_other_become_records() -> None:
 
 
 @pytest.mark.reliability(56)
-def test_what_a_file_brings_along_cannot_steer_the_terminal() -> None:
+def test_what_a_file_brings_along_cannot_steer_the_terminal_and_markup_is_shown_as_it_is() -> None:
     table = Table("a\x1b[31m title", ("name",))
     table.add_row("layer\x1b[2J\x07")
     assert "\x1b[" not in "".join(printed(table, 80)).replace("\\x1b[", "")
     assert any("\\x1b[2J" in line for line in printed(table, 80))
-
-
-def test_markup_in_names_is_shown_as_it_is() -> None:
     table = Table("[bold]", ("[red]name",))
     table.add_row("[link]x[/link]")
     assert [line for line in printed(table, 80) if "[" in line] == ["[bold]", "[red]name", "[link]x[/link]"]

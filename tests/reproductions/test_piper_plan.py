@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from autopar.errors import InfeasibleError, UsageError
+from autopar.errors import InfeasibleError
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Profile
 from autopar.interop.piper import piper_profile
 from reproductions.piper import PiperPlan, piper_plan
-from reproductions.piper_choice import Way, quickest
 
 BANDWIDTH = 1e3
 
@@ -140,7 +139,7 @@ class _Slow:
 
 def test_no_plan_has_a_lower_bottleneck_and_none_is_missed() -> None:
     found = infeasible = bound_by_memory = 0
-    for seed in range(300):
+    for seed in range(120):
         content = _random_file(seed)
         profile = piper_profile(json.dumps(content), Path("random.json"))
         rng = random.Random(seed + 1000)
@@ -157,40 +156,7 @@ def test_no_plan_has_a_lower_bottleneck_and_none_is_missed() -> None:
         slow.check(plan, devices)
         found += 1
         bound_by_memory += piper_plan(profile, _cluster(devices, 10**9)).bottleneck_s < least * (1 - 1e-9)
-    assert found >= 200
-    assert infeasible >= 10
-    assert bound_by_memory >= 60
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_no_choice_of_options_is_quicker(seed: int) -> None:
-    rng = random.Random(seed)
-    layers = [
-        [Way(rng.choice([1.0, 1.5, rng.random()]), rng.randint(0, 9)) for _ in range(rng.randint(1, 3))]
-        for _ in range(rng.randint(1, 6))
-    ]
-    memory = rng.randint(0, 40)
-    fitting = [
-        (sum(way.seconds for way in chosen), sum(way.bytes for way in chosen))
-        for chosen in product(*layers)
-        if sum(way.bytes for way in chosen) <= memory
-    ]
-    choice = quickest(layers, memory)
-    if not fitting:
-        assert choice is None
-        return
-    assert choice is not None
-    taken = [ways[option] for ways, option in zip(layers, choice.options, strict=True)]
-    assert (choice.seconds, choice.bytes) == (sum(way.seconds for way in taken), sum(way.bytes for way in taken))
-    assert choice.seconds == pytest.approx(min(fitting)[0])
-    assert choice.bytes <= memory
-
-
-def test_layers_without_options_are_refused() -> None:
-    profile = piper_profile(json.dumps(_random_file(1)), Path("random.json"))
-    bare = [layer.model_copy(update={"options": ()}) for layer in profile.layers]
-    with pytest.raises(UsageError, match="needs options of every layer"):
-        piper_plan(profile.model_copy(update={"layers": tuple(bare)}), _cluster(2, 1000))
+    assert (found >= 80, infeasible >= 4, bound_by_memory >= 24) == (True, True, True)
 
 
 def test_memory_bandwidth_and_batch_can_be_given_in_place_of_the_clusters_and_the_profiles() -> None:

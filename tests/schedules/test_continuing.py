@@ -49,10 +49,15 @@ def test_what_is_written_out_fills_goes_on_and_drains_as_a_plain_loop(policy: st
         assert found == list(_plain(depths[stage], lag, micro_batches, micro_batches * mini_batches))
 
 
-def test_a_plan_with_flushes_leads_by_nothing() -> None:
+def test_a_plan_with_flushes_leads_by_nothing_and_the_last_update_of_replicas_in_turn_is_of_what_is_left() -> None:
     assert lead(_plan("sync", (3, 2, 1), 4)) == 0
     # Three micro-batches in flight of two each: the first backward comes in the second repetition behind.
     assert lead(_plan("stash", (3, 2, 1), 2)) == 2
+    here = Repetition(4, 1, stop=6, span=4)
+    assert here.ending == range(4, 6)
+    assert here.mini_batches_of(Action(UPDATE, 0, 0), 4) == range(4, 6)
+    assert here.mini_batches_of(Action(UPDATE, 0, 0), 1) == range(4, 5)
+    assert here.place(3) == (7, 0)
 
 
 def test_positions_are_those_of_mini_batches_that_there_are() -> None:
@@ -66,11 +71,3 @@ def test_positions_are_those_of_mini_batches_that_there_are() -> None:
             own = [position for at, position in order if at == number]
             assert own == sorted(set(range(len(actions))) - here.absent(actions))
             assert all(0 <= here.step_of(actions[position]) < 3 for position in own)
-
-
-def test_an_update_of_replicas_in_turn_is_of_the_mini_batches_that_are_left() -> None:
-    here = Repetition(4, 1, stop=6, span=4)
-    assert here.ending == range(4, 6)
-    assert here.mini_batches_of(Action(UPDATE, 0, 0), 4) == range(4, 6)
-    assert here.mini_batches_of(Action(UPDATE, 0, 0), 1) == range(4, 5)
-    assert here.place(3) == (7, 0)

@@ -13,9 +13,9 @@ from autopar.formats.plan import Plan, SharedParameter, layout_of
 from autopar.formats.program import Action, Program, RankProgram
 from autopar.schedules import SCHEDULES
 from autopar.schedules.check import ProgramError, check
-from autopar.schedules.expand import expand, rank_of, stages_of
+from autopar.schedules.expand import FORWARDS, expand, expand_forwards, stages_of
 from autopar.schedules.order import in_flight
-from autopar.schedules.route import even_shares, routes
+from autopar.schedules.route import even_shares
 from drawn_plans import LINES, chain, crossing, make, plans
 
 
@@ -28,12 +28,8 @@ def _largest(schedule: str, named: str) -> Plan:
     return make(schedule, 32, shares, depths, (*chain(8 * chunks), *skips), tied)
 
 
-@pytest.mark.slow
-@settings(max_examples=100)
-@example(_largest("gpipe", "all"))
-@example(_largest("1f1b", "PA"))
+@settings(max_examples=50)
 @example(_largest("1f1b", "PB"))
-@example(_largest("zb-h1", "PA"))
 @example(_largest("zb-h2", "PB"))
 @example(_largest("zb-v", "all"))
 @example(_largest("dualpipe-v", "all"))
@@ -53,27 +49,6 @@ def test_any_program_is_complete_and_free_of_deadlock_and_holds_what_its_depth_s
                 entry = ("S" if kind == "R" else "SG", micro_batch, peer_stage, own_stage)
                 received.setdefault((peer, rank), []).append(entry)
     assert sent == received
-
-
-@given(plans(most_groups=5, most_micro_batches=6, most_replicas=4))
-def test_every_row_reaches_every_reader_once(plan: Plan) -> None:
-    for tensor in plan.tensors:
-        for consumer in tensor.consumers:
-            found = routes(plan.stages[tensor.producer], plan.stages[consumer])
-            for micro_batch in range(plan.micro_batches):
-                mine = [route for route in found if route.carries(micro_batch)]
-                rows = sorted(row for route in mine for row in range(int(route.start), int(route.stop)))
-                assert rows == list(range(plan.micro_batch_size))
-    for rank in range(len(plan.devices)):
-        chunks, replica = stages_of(plan, rank)
-        assert [rank_of(plan, stage, replica) for stage in chunks] == [rank] * len(chunks)
-
-
-@given(plans(most_groups=4, most_micro_batches=4, most_replicas=3))
-def test_a_program_survives_its_text(plan: Plan) -> None:
-    program = expand(plan)
-    again = Program(tuple(RankProgram.of(Action.parse(str(action)) for action in rank) for rank in program.ranks))
-    assert again == program
 
 
 _Change = Callable[[list[Action], int], list[Action]]
@@ -127,44 +102,6 @@ def test_a_computation_before_its_receive_or_after_its_send_is_refused(data: st.
         check(Program(broken), plan)
 
 
-def _two_stages(micro_batches: int, depths: list[int], schedule: str = "1f1b") -> Plan:
-    return make(schedule, micro_batches, [(1,), (1,)], depths, (crossing("t", 0, (1,)),))
-
-
-def test_more_in_flight_than_the_plan_allows_is_refused() -> None:
-    deep = expand(_two_stages(4, [4, 4], "gpipe"))
-    with pytest.raises(ProgramError, match=r"rank 0 \(stage 0\) keeps 4 micro-batches in flight, allowed 2"):
-        check(deep, _two_stages(4, [2, 1]))
-
-
-def test_a_later_stage_that_waits_for_more_than_an_earlier_one_sends_is_a_deadlock() -> None:
-    shallow, deep = _two_stages(4, [1, 1]), _two_stages(4, [3, 3])
-    mixed = Program((expand(shallow).ranks[0], expand(deep).ranks[1]))
-    with pytest.raises(ProgramError, match=r"deadlock: rank 0 \(stage 0\) waits forever at RG0@0<1@1") as caught:
-        check(mixed, deep)
-    ring = "; rank 0 waits for rank 1 at RG0@0<1@1; rank 1 waits for rank 0 at R1@1<0@0"
-    assert str(caught.value).endswith(ring)
-
-
-def test_messages_in_another_order_than_they_are_received_are_refused() -> None:
-    plan = _two_stages(2, [2, 1])
-    program = expand(plan)
-    actions = list(program.ranks[0])
-    sends = [at for at, action in enumerate(actions) if action.kind == "S"]
-    late = [actions[at] for at in sends]
-    rest = [action for action in actions if action.kind != "S"]
-    begun = next(at for at, action in enumerate(rest) if action.kind == "RG")
-    swapped = RankProgram.of([*rest[:begun], *reversed(late), *rest[begun:]])
-    with pytest.raises(ProgramError, match=r"rank 1 expects R0@1<0@0, but rank 0 sends S1@0>1@1 first"):
-        check(Program((swapped, program.ranks[1])), plan)
-
-
-def test_a_program_for_another_number_of_ranks_is_refused() -> None:
-    program = expand(_two_stages(2, [2, 1]))
-    with pytest.raises(ProgramError, match="the program has 1 ranks, the plan 2"):
-        check(Program(program.ranks[:1]), _two_stages(2, [2, 1]))
-
-
 @pytest.mark.parametrize("micro_batches", [1, 3, 8])
 def test_depths_depend_on_the_stages_behind_alone(micro_batches: int) -> None:
     for schedule in map(SCHEDULES.__getitem__, LINES):
@@ -173,3 +110,25 @@ def test_depths_depend_on_the_stages_behind_alone(micro_batches: int) -> None:
             for name, depths in schedule.warmups(stages, 1, micro_batches).items():
                 assert depths == deepest[name][8 - stages :]
                 assert list(depths) == sorted(depths, reverse=True)
+
+
+@given(plans(most_groups=4, most_micro_batches=6, most_replicas=3))
+def test_programs_of_forwards_are_those_of_training_in_its_order_and_end(plan: Plan) -> None:
+    program = expand_forwards(plan)
+    check(program, plan, FORWARDS)
+    for forwards, whole in zip(program.ranks, expand(plan).ranks, strict=True):
+        assert list(forwards) == [action for action in whole if str(action.kind) in ("F", "S", "R")]
+
+
+def test_a_broken_program_of_forwards_or_of_other_ranks_is_refused() -> None:
+    plan = make("1f1b", 2, [(4,), (4,)], [2, 1], chain(2))
+    with pytest.raises(ProgramError, match="the program has 1 ranks, the plan 2"):
+        check(Program(expand(plan).ranks[:1]), plan)
+    first, second = (list(rank) for rank in expand_forwards(plan).ranks)
+    for broken, said in (
+        ((first[:-1], second), r"rank 0 \(stage 0\): S1@0>1@1 is missing"),
+        ((first, [second[1], second[0], *second[2:]]), r"F0@1 stands before R0@1<0@0"),
+        (([*first, list(expand(plan).ranks[0])[-1]], second), r"U@0 is not part of the plan"),
+    ):
+        with pytest.raises(ProgramError, match=said):
+            check(Program(tuple(RankProgram.of(actions) for actions in broken)), plan, FORWARDS)

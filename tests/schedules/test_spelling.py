@@ -27,10 +27,7 @@ def test_every_class_of_torch_is_a_schedule_or_told_apart() -> None:
 
 
 @pytest.mark.parametrize("text", ["magic", "", "schedule", "1f1b1f1b", "auto-1f1b", None, 3])
-def test_what_is_no_schedule_is_refused_with_those_that_are(text: object) -> None:
+def test_what_is_no_schedule_is_refused_with_those_that_are_and_auto_is_any(text: object) -> None:
     with pytest.raises(UsageError, match=r"`schedule` must be one of auto, gpipe, 1f1b, .*; found "):
         PlanOptions(schedule=text)  # type: ignore[arg-type]
-
-
-def test_auto_is_any_schedule() -> None:
     assert PlanOptions(schedule="AUTO").schedule == "auto"

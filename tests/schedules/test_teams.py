@@ -26,7 +26,10 @@ def team_plans(draw: st.DrawFn, most_groups: int = 4) -> Plan:
 
 @settings(max_examples=80)
 @given(team_plans())
-def test_ranks_are_parts_of_replicas(plan: Plan) -> None:
+def test_ranks_are_parts_of_replicas_and_their_program_is_complete_and_free_of_deadlock(plan: Plan) -> None:
+    program = expand(plan)
+    check(program, plan)
+    assert action_count(plan) == sum(map(len, program.ranks))
     seen = set()
     for rank in range(len(plan.devices)):
         (stage, *chunks), replica = stages_of(plan, rank)
@@ -36,14 +39,6 @@ def test_ranks_are_parts_of_replicas(plan: Plan) -> None:
         assert len(team_of(plan, rank)) == plan.stages[stage].tensor_parallel
         seen.add((stage, replica, part))
     assert len(seen) == len(plan.devices)
-
-
-@settings(max_examples=80)
-@given(team_plans())
-def test_any_program_with_teams_is_complete_and_free_of_deadlock(plan: Plan) -> None:
-    program = expand(plan)
-    check(program, plan)
-    assert action_count(plan) == sum(map(len, program.ranks))
 
 
 @settings(max_examples=80)

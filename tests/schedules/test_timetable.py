@@ -1,4 +1,4 @@
-"""Timetables against closed forms, and against a simulation of equal times."""
+"""Timetables against a simulation of equal times."""
 
 from __future__ import annotations
 
@@ -9,23 +9,10 @@ from autopar.schedules import SCHEDULES
 from autopar.schedules.timetable import draw, timetable
 from timed import Times, orders, timed
 
-WHOLE = ("1f1b", "gpipe")
-"""Schedules of one stage per group whose backwards are whole."""
 CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 5, 12])
-@pytest.mark.parametrize("stages", [1, 2, 5])
-@pytest.mark.parametrize("schedule", WHOLE)
-def test_a_timetable_takes_the_textbook_number_of_slots(schedule: str, stages: int, micro_batches: int) -> None:
-    for name in SCHEDULES[schedule].warmups(stages, 1, micro_batches):
-        lines = draw(schedule, stages, micro_batches, name).splitlines()
-        slots = max(len(line.split(":")[1].split()) for line in lines)
-        assert len(lines) == stages
-        assert slots == 2 * (micro_batches + stages - 1)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2", "zb-v"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "zb-h2", "zb-v"])
 def test_a_timetable_takes_the_slots_that_a_simulation_of_equal_times_says(schedule: str) -> None:
     for groups, micro_batches in ((1, 1), (2, 3), (3, 7), (5, 12)):
         stages = groups * CHUNKS.get(schedule, 1)

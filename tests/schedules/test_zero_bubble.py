@@ -15,13 +15,13 @@ CASES = {
 """The most that a group idles between its first computation and its last; f, i >= w and f + i >= 2 w."""
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("times", [Times(1, 1, 1), Times(10, 12, 9), Times(10, 11.5, 9.3), Times(3, 2, 1)])
 @pytest.mark.parametrize("schedule", CASES)
-def test_a_group_idles_as_long_as_the_paper_says(schedule: str, times: Times, groups: int) -> None:
-    for micro_batches in (2 * groups, 3 * groups + 1, 32):
-        found = timed(orders(schedule, groups, 1, micro_batches), groups, times)
-        assert max(found.idle_s) == pytest.approx(CASES[schedule](groups, *times), abs=1e-9)
+def test_a_group_idles_as_long_as_the_paper_says(schedule: str, times: Times) -> None:
+    for groups in (1, 2, 3, 5, 8):
+        for micro_batches in (2 * groups, 3 * groups + 1, 32):
+            found = timed(orders(schedule, groups, 1, micro_batches), groups, times)
+            assert max(found.idle_s) == pytest.approx(CASES[schedule](groups, *times), abs=1e-9)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 5, 8])
