@@ -69,27 +69,24 @@ class Reader(nn.Module):
         return self.linear(self.norm(torch.cat(tuple(given), -1)).relu())
 
 
-class Beside(nn.Module):
-    """Around a list of blocks, a residual connection."""
+class Joined(nn.Module):
+    """Blocks that are no sequence by themselves."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: nn.Module, join: Callable[[torch.Tensor, nn.Module], torch.Tensor]) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(Block(), Block())
+        self.blocks, self.join = blocks, join
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.blocks(x)
+        return self.join(x, self.blocks)
 
 
-class Heads(nn.Module):
-    """Blocks that do not need each other."""
+def beside() -> nn.Module:
+    """Make a residual connection around a list of blocks."""
+    return Joined(nn.Sequential(Block(), Block()), lambda x, blocks: x + blocks(x))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList(Block() for _ in range(3))
-        self.out = nn.Linear(3 * WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(torch.cat([head(x) for head in self.heads], -1))
+def heads() -> nn.Module:
+    return Joined(nn.ModuleList([Block(), Block(), Block()]), lambda x, blocks: sum(block(x) for block in blocks))
 
 
 class Branches(nn.ModuleDict):
@@ -98,6 +95,11 @@ class Branches(nn.ModuleDict):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self["near"](x) + self["far"](x)
+
+
+def residual() -> nn.Module:
+    """Put a list of plain modules into a block."""
+    return Joined(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)), lambda x, mlp: x + mlp(x))
 
 
 class Net(nn.Module):
@@ -128,56 +130,32 @@ def names(model: nn.Module) -> list[str]:
     return [layer.name for layer in captured(model).layers]
 
 
-def test_blocks_of_a_stage_that_is_a_list_are_layers() -> None:
-    stage = nn.Sequential(Block(), Block())
-    assert names(Net(stage, Block())) == ["stages.0.0", "stages.0.1", "stages.1", "head"]
+BLOCKS = [f"stages.0.blocks.{at}" for at in range(3)]
+LATER = ["stages.1.blocks.0", "stages.1.blocks.1"]
 
 
-def test_blocks_of_a_stage_that_holds_a_list_are_layers_and_so_is_what_follows_them() -> None:
-    found = names(Net(Stage(3), Stage(2)))
-    assert found[:4] == [*(f"stages.0.blocks.{at}" for at in range(3)), "stages.0.downsample"]
-    assert found[4:6] == ["stages.1.blocks.0", "stages.1.blocks.1"]
-
-
-def test_what_a_stage_does_before_its_first_block_begins_with_the_stage() -> None:
-    graph = captured(Net(Block(), Stage(2, entry=True)))
-    assert [layer.name for layer in graph.layers][:3] == ["stages.0", "stages.1", "stages.1.blocks.0"]
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [
+        ([nn.Sequential(Block(), Block()), Block()], ["stages.0.0", "stages.0.1", "stages.1", "head"]),
+        # What follows a stage's blocks is a layer, and what comes before them begins with the stage.
+        ([Stage(3), Block()], [*BLOCKS, "stages.0.downsample", "stages.1", "head"]),
+        ([Block(), Stage(2, entry=True)], ["stages.0", "stages.1", *LATER, "stages.1.downsample", "head"]),
+        # No sequence by themselves, or plain modules in a block.
+        *(([Block(), inner()], ["stages.0", "stages.1", "head"]) for inner in (beside, heads, Branches)),
+        ([residual(), residual()], ["stages.0", "stages.1", "head"]),
+    ],
+)
+def test_blocks_of_a_stage_that_are_a_sequence_are_layers(stages: list[nn.Module], expected: list[str]) -> None:
+    assert names(Net(*stages)) == expected
 
 
 def test_named_blocks_that_read_all_before_them_are_layers() -> None:
-    features = nn.Sequential()
-    features.add_module("conv0", nn.Linear(WIDTH, WIDTH))
-    features.add_module("denseblock1", Dense(3))
     transition = nn.Sequential(OrderedDict(norm=nn.LayerNorm(WIDTH), conv=nn.Linear(WIDTH, WIDTH)))
-    features.add_module("transition1", transition)
-
-    class DenseNet(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.features, self.classifier = features, nn.Linear(WIDTH, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.classifier(self.features(x).relu())
-
+    features = nn.Sequential(OrderedDict(conv0=nn.Linear(WIDTH, WIDTH), denseblock1=Dense(3), transition1=transition))
+    model = nn.Sequential(OrderedDict(features=features, relu=nn.ReLU(), classifier=nn.Linear(WIDTH, 3)))
     dense = [f"features.denseblock1.denselayer{at}" for at in (1, 2, 3)]
-    assert names(DenseNet()) == ["features.conv0", *dense, "features.transition1", "classifier"]
-
-
-@pytest.mark.parametrize("inner", [Beside, Heads, Branches])
-def test_blocks_that_are_no_sequence_by_themselves_stay_one_layer(inner: Callable[[], nn.Module]) -> None:
-    assert names(Net(Block(), inner())) == ["stages.0", "stages.1", "head"]
-
-
-def test_lists_of_plain_modules_in_a_block_stay_in_it() -> None:
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.mlp(x)
-
-    assert names(Net(Residual(), Residual())) == ["stages.0", "stages.1", "head"]
+    assert names(model) == ["features.conv0", *dense, "features.transition1", "classifier"]
 
 
 def as_before(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> LayerGraph:
@@ -189,15 +167,8 @@ def as_before(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> LayerGraph:
 
 def random_model(rng: random.Random) -> nn.Module:
     def any_stage(depth: int) -> nn.Module:
-        made: list[Callable[[], nn.Module]] = [
-            Block,
-            Beside,
-            Heads,
-            Branches,
-            lambda: Stage(rng.randint(1, 3), entry=rng.random() < 0.5),
-            lambda: Dense(rng.randint(1, 3)),
-            nn.ReLU,
-        ]
+        made: list[Callable[[], nn.Module]] = [Block, beside, heads, Branches, nn.ReLU]
+        made += [lambda: Stage(rng.randint(1, 3), entry=rng.random() < 0.5), lambda: Dense(rng.randint(1, 3))]
         if depth:
             made += [lambda: nn.Sequential(*(any_stage(depth - 1) for _ in range(rng.randint(1, 3))))] * 3
         return rng.choice(made)()
@@ -207,6 +178,7 @@ def random_model(rng: random.Random) -> nn.Module:
     return Net(*stages, *(stages[:1] if rng.random() < 0.4 else ()))
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("seed", range(25))
 def test_finer_layers_cut_every_layer_of_before_and_join_again_to_the_same(
     seed: int, monkeypatch: pytest.MonkeyPatch

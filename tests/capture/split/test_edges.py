@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
-from autopar.capture.split.analysis import analyse
-from autopar.capture.split.edges import NO_EDGES, find_edges, has_even_slices, numbers, sequence_dims
+from autopar.capture.split.edges import sequence_dims
 from autopar.capture.split.names import MismatchError
 from autopar.capture.split.rewrite import split_layer
 from drawn_streams import drawn_stream
@@ -23,39 +22,17 @@ def test_without_names_nothing_changes() -> None:
 
 def test_what_is_no_tensor_of_the_layer_or_has_no_even_slices_is_refused() -> None:
     layer = layer_of(AttentionBlock(), torch.ones(2, 6, 16))
-    for names, count in (({"other": 1}, 2), ({layer.inputs[0]: 1}, 4), ({layer.inputs[0]: 0}, 2)):
+    name = layer.inputs[0]
+    for names, count in (({"other": 1}, 2), ({name: 1}, 4), ({name: 0}, 2), ({name: 3}, 2), ({name: -1}, 2)):
         with pytest.raises(MismatchError, match=next(iter(names))):
             split_layer(layer, None, 0, count, sequence=names)  # type: ignore[arg-type]
     assert sequence_dims(layer, 4) == {}
 
 
-@pytest.mark.slow
 def test_most_drawn_streams_are_worth_slices() -> None:
-    layers = [drawn_stream(seed)[0] for seed in range(60)]
+    layers = [drawn_stream(seed)[0] for seed in range(0, 40, 5)]
     worth = [layer for layer in layers if sequence_dims(layer, 2)]
-    assert 30 <= len(worth) < 60
-
-
-def test_edges_are_found_by_the_names_of_tensors() -> None:
-    layer = layer_of(AttentionBlock(), torch.ones(2, 8, 16))
-    module = analyse(layer).module
-    (name,), (output,) = layer.inputs, layer.outputs
-    assert find_edges(module, layer, {}, 2) == NO_EDGES
-    edges = find_edges(module, layer, {name: 1, output: 2}, 2)
-    assert [(str(node.target), dim) for node, dim in edges.inputs.items()] == [(name, 1)]
-    assert edges.outputs == {0: 2}
-    ((node, dim),) = edges.output_nodes(module)
-    assert (node, dim) == (module.graph.find_nodes(op="output")[0].args[0][0], 2)
-
-
-def test_a_dimension_has_even_slices_that_parts_divide() -> None:
-    layer = layer_of(AttentionBlock(), torch.ones(2, 8, 16))
-    node = layer.module.graph.find_nodes(op="placeholder")[1]  # type: ignore[union-attr, operator]
-    assert isinstance(node, fx.Node)
-    found = {(dim, count) for dim in range(-1, 4) for count in range(2, 20) if has_even_slices(node, dim, count)}
-    assert found == {(dim, count) for dim, size in ((1, 8), (2, 16)) for count in range(2, 20) if size % count == 0}
-    assert not has_even_slices(None, 0, 2)
-    assert numbers(node) == 8 * 16
+    assert 3 <= len(worth) < 8
 
 
 def test_what_regions_alone_read_without_parameters_is_whole() -> None:
