@@ -1,4 +1,4 @@
-"""The closest plans of so many stages."""
+"""The closest plans of so many stages: what is found, and the least shortfall of all plans."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from autopar.planner.candidate import Candidate, Family
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import closest
 from autopar.planner.options import PlanOptions
+from oracles.exhaustive import everything
 
 
 def closest_of(
@@ -21,3 +22,13 @@ def closest_of(
         return closest(costs, families, asked)
     except UsageError:
         return None
+
+
+def least_by_stages(costs: CostModel, options: PlanOptions) -> dict[int | None, int]:
+    """Return the least shortfall of all plans with so many stages, and, for None, with any number."""
+    least: dict[int | None, int] = {}
+    for candidate in everything(costs, options):
+        short = max(costs.shortfalls(candidate))
+        for count in (None, len(candidate.stages)):
+            least[count] = min(least.get(count, short), short)
+    return least

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from typing import Any
 
 from autopar.formats.cluster import Cluster, Curve, Device, Link
 from autopar.formats.profile import (
@@ -173,6 +174,12 @@ def two_kinds(profile: Profile, cluster: Cluster, seed: int) -> tuple[Profile, C
     return profile.model_copy(update={"others": (other,)}), cluster.model_copy(update={"devices": devices})
 
 
+def problem(seed: int, devices: int, kinds: int, **asked: Any) -> tuple[Profile, Cluster]:  # noqa: ANN401
+    """Return a random profile and cluster; one in ``kinds`` on two kinds of device."""
+    profile, cluster = random_profile(seed, **asked), random_cluster(seed, devices)
+    return (profile, cluster) if seed % kinds else two_kinds(profile, cluster, seed)
+
+
 def small_question(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
     """Few layers with every option, or up to 8 layers or 6 devices with fewer; one in three on two kinds of device.
 
@@ -189,9 +196,7 @@ def small_question(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
             (5, 4, (2,), {"shard": "parameters", "recompute": "none"}),
         ]
     )
-    profile, cluster = random_profile(seed, most_layers=layers, batches=batches), random_cluster(seed, devices)
-    if seed % 3 == 0:
-        profile, cluster = two_kinds(profile, cluster, seed)
+    profile, cluster = problem(seed, devices, 3, most_layers=layers, batches=batches)
     return profile, cluster, PlanOptions(**{"gpus": devices, "gap": 0.0, "shard": "auto", **asked})
 
 

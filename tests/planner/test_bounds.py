@@ -7,53 +7,44 @@ from collections import Counter
 
 import pytest
 
+from autopar.planner import PlanOptions
 from autopar.planner.bounds import binding, candidate_bound_s, least_s
 from autopar.planner.candidate import Candidate, Family, place
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.simulate import Simulator
-from autopar.schedules import SCHEDULES
 from chunked import OTHERS, random_chunked, random_costs
 from drawn import random_candidate
+from hierarchies import hierarchy
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
 
 
-@pytest.mark.slow
+def _drawn(seed: int) -> tuple[random.Random, CostModel]:
+    """Prices on one or two kinds of devices; some on uneven nodes, in racks."""
+    rng = random.Random(seed)
+    devices = rng.randint(1, 8)
+    profile, cluster = random_profile(seed, most_layers=9, batches=(1, 4, 6, 12)), random_cluster(seed, devices)
+    if seed % 3 == 0:
+        cluster = hierarchy(seed, [rng.randint(1, 3) for _ in range(3)], racks=1 + seed % 2, more_links=seed % 4 == 0)
+    if seed % 2:
+        profile, cluster = two_kinds(profile, cluster, seed)
+    return rng, CostModel(profile, cluster, PlanOptions(gpus=len(cluster.devices)))
+
+
 def test_no_simulated_step_is_shorter_than_its_bound() -> None:
     tight = 0
-    for seed in range(700):
-        rng = random.Random(seed)
-        devices = rng.randint(1, 8)
-        profile, cluster = random_profile(seed, most_layers=9, batches=(1, 4, 6, 12)), random_cluster(seed, devices)
-        if seed % 2:
-            profile, cluster = two_kinds(profile, cluster, seed)
-        costs = CostModel(profile, cluster, PlanOptions(gpus=devices))
+    for seed in range(140):
+        rng, costs = _drawn(seed)
         simulator = Simulator(costs)
-        for _ in range(15):
+        for _ in range(12):
             candidate = random_candidate(rng, costs)
             step_s, least_s = simulator.step_s(candidate), candidate_bound_s(costs, candidate)
             assert least_s <= step_s * (1 + 1e-9), f"seed {seed}: {candidate}"
             tight += least_s >= step_s * (1 - 1e-9)
-    assert tight >= 1000
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_named_depths_stay_above_the_bound_too(schedule: str) -> None:
-    for seed in range(100):
-        rng = random.Random(seed)
-        profile = random_profile(seed, most_layers=8, batches=(4, 8))
-        costs = CostModel(profile, random_cluster(seed, 6), PlanOptions(gpus=6))
-        count = rng.randint(1, min(6, costs.layer_count))
-        cuts = (*sorted(rng.sample(range(1, costs.layer_count), count - 1)), costs.layer_count)
-        for depths in SCHEDULES[schedule].warmups(count, 1, 4).values():
-            stages = place(Family(4, costs.batch // 4, schedule), cuts, (1,) * count)
-            deep = tuple(stage._replace(warmup=depth) for stage, depth in zip(stages, depths, strict=True))
-            candidate = Candidate(4, costs.batch // 4, schedule, deep)
-            assert candidate_bound_s(costs, candidate) <= Simulator(costs).step_s(candidate) * (1 + 1e-9)
+    assert tight >= 160
 
 
 def test_a_single_device_meets_its_bound_exactly() -> None:
-    for seed in range(50):
+    for seed in range(20):
         costs = CostModel(random_profile(seed), random_cluster(seed, 1), PlanOptions(gpus=1))
         stages = place(Family(1, costs.batch, "1f1b"), (costs.layer_count,), (1,))
         candidate = Candidate(1, costs.batch, "1f1b", stages)
@@ -62,13 +53,8 @@ def test_a_single_device_meets_its_bound_exactly() -> None:
 
 def test_the_parts_sum_to_the_bound_largest_first_and_every_term_binds_somewhere() -> None:
     largest: Counter[str] = Counter()
-    for seed in range(400):
-        rng = random.Random(seed)
-        devices = rng.randint(1, 8)
-        profile, cluster = random_profile(seed, most_layers=9, batches=(1, 4, 6, 12)), random_cluster(seed, devices)
-        if seed % 2:
-            profile, cluster = two_kinds(profile, cluster, seed)
-        costs = CostModel(profile, cluster, PlanOptions(gpus=devices))
+    for seed in range(150):
+        rng, costs = _drawn(seed)
         for _ in range(6):
             candidate = random_candidate(rng, costs)
             parts = binding(costs, candidate)
@@ -108,7 +94,7 @@ def test_a_round_trip_is_limited_by_memory_where_no_more_fits() -> None:
 @pytest.mark.parametrize("schedule", OTHERS)
 def test_no_candidate_is_faster_than_its_own_bound(schedule: str) -> None:
     closest = []
-    for seed in range(60):
+    for seed in range(30):
         rng, costs = random.Random(seed), random_costs(seed)
         simulator = Simulator(costs)
         for candidate in filter(None, (random_chunked(rng, costs, schedule) for _ in range(6))):

@@ -9,17 +9,8 @@ import pytest
 from autopar.errors import UsageError
 from autopar.formats.plan import layout_of
 from autopar.planner import PlanOptions, plan
-from autopar.planner.candidate import (
-    Candidate,
-    CandidateStage,
-    Family,
-    chunk_counts,
-    counts_beside,
-    families,
-    place,
-    splits_backward,
-    with_depths,
-)
+from autopar.planner import candidate as candidates
+from autopar.planner.candidate import CandidateStage, Family, families, place
 from autopar.schedules import SCHEDULES
 from autopar.schedules.order import places
 from random_problems import gpt_profile, local_cluster
@@ -32,7 +23,7 @@ def test_families_are_all_ways_to_divide_a_batch_and_those_beside_one_the_next_w
         assert found == [Family(count, batch // count, "1f1b") for count in counts]
         for at, count in enumerate(counts):
             beside = {counts[max(0, at - 1)], counts[min(at + 1, len(counts) - 1)]} - {count}
-            assert set(counts_beside(batch, count)) == beside
+            assert set(candidates.counts_beside(batch, count)) == beside
             assert families(batch, PlanOptions(micro_batches=count)) == [found[at]]
     with pytest.raises(UsageError, match="`micro_batches=7` does not divide the batch 60; near ones do: 4, 5, 6"):
         families(60, PlanOptions(micro_batches=7))
@@ -40,7 +31,7 @@ def test_families_are_all_ways_to_divide_a_batch_and_those_beside_one_the_next_w
 
 def test_stages_that_are_placed_take_every_layer_and_device_once_and_their_text_dictates_them() -> None:
     profile = gpt_profile(blocks=6)
-    for seed in range(8):
+    for seed in range(4):
         rng = random.Random(seed)
         family = Family(4, 4, "1f1b")
         cuts = (*sorted(rng.sample(range(1, 8), rng.randint(0, 3))), 8)
@@ -48,7 +39,8 @@ def test_stages_that_are_placed_take_every_layer_and_device_once_and_their_text_
         divisions = [("round-robin" if width > 1 and rng.random() < 0.5 else "split", "none") for width in widths]
         stages = place(family, cuts, widths, divisions)  # type: ignore[arg-type]
         assert [layer for stage in stages for layer in range(stage.first, stage.stop)] == list(range(8))
-        candidate = with_depths(family, stages, [rng.randint(1, stage.warmup) for stage in stages])
+        candidate = candidates.with_depths(family, stages, [rng.randint(1, stage.warmup) for stage in stages])
+        assert (candidate.cuts, candidate.widths) == (cuts, tuple(widths))
         assert candidate.devices == tuple(range(sum(widths)))
         for stage in stages:
             turns = [stage.turns(replica, 4) for replica in range(len(stage.devices))]
@@ -62,7 +54,7 @@ def test_stages_that_are_placed_take_every_layer_and_device_once_and_their_text_
 def test_a_stage_is_as_far_behind_the_gradients_that_it_sent_as_the_messages_say() -> None:
     """Played: a gradient has arrived when what its receiver computes after it does."""
     leading = reached = 0
-    for seed in range(300):
+    for seed in range(200):
         rng = random.Random(seed)
         count, widths = rng.randint(1, 24), [rng.randint(1, 4) for _ in range(2)]
         most = [-(-count // width) for width in widths]
@@ -85,21 +77,15 @@ def test_a_stage_is_as_far_behind_the_gradients_that_it_sent_as_the_messages_say
         assert max(held) <= two.warmup + lead, f"seed {seed}"
         leading += lead > 0
         reached += lead > 0 and max(held) == two.warmup + lead
-    assert leading > 50
+    assert leading > 34
     assert reached > 0.5 * leading
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_backwards_are_in_halves_at_every_size_or_at_none_that_has_several_groups(schedule: str) -> None:
-    for chunks in chunk_counts(schedule):
+    for chunks in candidates.chunk_counts(schedule):
         for groups, count in ((2, 4), (3, 6), (4, 8)):
             for depths in SCHEDULES[schedule].warmups(groups, chunks, count).values():
                 every = places(layout_of(schedule), groups, chunks, count, depths)
                 halves = any(kind == "I" for each in every for kind, *_ in SCHEDULES[schedule].order(each))
-                assert halves == splits_backward(schedule)
-
-
-def test_a_candidate_knows_where_its_stages_end_and_how_wide_they_are() -> None:
-    stages = place(Family(2, 6, "1f1b"), (1, 4, 5), (1, 3, 2))
-    candidate = Candidate(2, 6, "1f1b", stages)
-    assert (candidate.cuts, candidate.widths, candidate.text()) == ((1, 4, 5), (1, 3, 2), "0:1,1-3:3,4:2")
+                assert halves == candidates.splits_backward(schedule)

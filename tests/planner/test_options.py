@@ -9,9 +9,8 @@ from typing import get_args
 import pytest
 
 from autopar.errors import UsageError
-from autopar.planner import plan
 from autopar.planner.options import Objective, PlanOptions, admissible_options, check_flags
-from random_problems import gpt_profile, local_cluster
+from random_problems import gpt_profile
 
 ASKED: dict[str, object] = {
     "gpus": 2,
@@ -44,35 +43,6 @@ NOT_COST = ["stages", "effort", "exact", "equal_widths", "solver", "solver_secon
 NOT_THROUGHPUT = ["divisible", "exact", "equal_widths", "solver", "solver_seconds", "deadline_s"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"schedule": "1f1b", "chunks": 2}, "`chunks` must be left out but with `schedule='interleaved'`, found 2"),
-        ({"schedule": "interleaved", "chunks": 1}, "`chunks` must be at least 2, found 1"),
-        ({"schedule": "zb-h1", "solver": "milp"}, "`solver='milp'` knows gpipe and 1f1b only, not zb-h1"),
-        ({"schedule": "zb"}, "`schedule` must be one of auto, gpipe, 1f1b, interleaved"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(message)):
-        PlanOptions(**options)  # type: ignore[arg-type]
-
-
-def test_a_pipeline_without_flushes_refuses_what_it_has_not() -> None:
-    for asked in ({"schedule": "gpipe"}, {"solver": "milp"}, {"max_candidates": 5}):
-        with pytest.raises(UsageError, match="does not go with `objective='throughput'`"):
-            plan(gpt_profile(), local_cluster(2), PlanOptions(objective="throughput", **asked))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("objective", ["step", "throughput"])
-def test_a_deadline_goes_with_the_cost_only(objective: Objective) -> None:
-    with pytest.raises(UsageError, match=f"`deadline_s` does not go with `objective='{objective}'`"):
-        plan(gpt_profile(), local_cluster(2), PlanOptions(objective=objective, deadline_s=1.0))
-    for deadline_s in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(UsageError, match="`deadline_s` must be positive seconds"):
-            PlanOptions(objective="cost", deadline_s=deadline_s)
-
-
 @pytest.mark.parametrize("objective", get_args(Objective))
 def test_an_objective_refuses_exactly_what_it_does_not_know(objective: Objective) -> None:
     check_flags(PlanOptions(objective=objective))
@@ -88,6 +58,13 @@ def test_an_objective_refuses_exactly_what_it_does_not_know(objective: Objective
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
+        ({"schedule": "1f1b", "chunks": 2}, "`chunks` must be left out but with `schedule='interleaved'`, found 2"),
+        ({"schedule": "interleaved", "chunks": 1}, "`chunks` must be at least 2, found 1"),
+        ({"schedule": "zb-h1", "solver": "milp"}, "`solver='milp'` knows gpipe and 1f1b only, not zb-h1"),
+        ({"schedule": "zb"}, "`schedule` must be one of auto, gpipe, 1f1b, interleaved"),
+        ({"objective": "cost", "deadline_s": float("nan")}, "`deadline_s` must be positive seconds"),
+        ({"objective": "cost", "deadline_s": float("inf")}, "`deadline_s` must be positive seconds"),
+        ({"objective": "cost", "deadline_s": 0.0}, "`deadline_s` must be positive seconds"),
         ({"effort": 2, "gap": 0.0}, "`effort` does not go with `gap=0`"),
         ({"effort": 2, "solver": "milp"}, "`effort` does not go with `solver='milp'`"),
         ({"gpus": 2, "min_stages": 3}, "`min_stages=3` needs as many devices, but `gpus` is 2"),

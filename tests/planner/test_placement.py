@@ -10,30 +10,15 @@ import pytest
 
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Profile
-from autopar.planner import placement, plan
+from autopar.planner import PlanOptions, placement, plan
 from autopar.planner.bounds import candidate_bound_s
-from autopar.planner.candidate import families
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import PlanOptions
 from autopar.planner.peers.dapple import choose, reachable
-from autopar.planner.placement import (
-    DeviceGroup,
-    Pool,
-    TakenCounts,
-    by_policies,
-    choices,
-    enumerate_states,
-    every_way,
-    groups_of,
-)
-from autopar.planner.plan import compare
-from autopar.planner.search.best_first import SearchResult, search
-from autopar.planner.search.judge import Best
+from autopar.planner.placement import DeviceGroup, Pool, TakenCounts, every_way
 from autopar.planner.simulator.simulate import Simulator
-from drawn import random_candidate
 from hierarchies import hierarchy
-from oracles.exhaustive import Exhausted, exhaust
 from random_problems import random_profile, two_kinds
+from searched import exhausted, searched
 
 
 def _groups(sizes: tuple[int, ...]) -> list[DeviceGroup]:
@@ -52,14 +37,7 @@ NODES = (((2, 2), (1,)), ((3, 1), ()), ((2, 2, 2), ()), ((1, 1, 1), (2, 1)), ((4
 
 def _pools() -> list[tuple[list[DeviceGroup], list[DeviceGroup], Pool]]:
     found = []
-    for first, second in (
-        ((2, 2), (1,)),
-        ((3, 1), ()),
-        ((2, 2, 2), ()),
-        ((1, 1, 1), (2, 1)),
-        ((4,), (2,)),
-        ((5, 2), ()),
-    ):
+    for first, second in NODES:
         groups = _groups(first)
         start = sum(first)
         others = [
@@ -147,20 +125,7 @@ def test_a_stage_may_begin_with_the_next_node_where_it_would_stand_in_fewer() ->
     assert chain.devices(1, 3, 0) == (1, 2, 3)
     assert chain.devices(1, 3, 1) == (3, 4, 5)
     assert [after.tolist() for after in chain.after(3)][1] == [-1, 6, 6, -1, -1, -1, -1, -1, -1]
-
-
-def test_policies_lead_to_some_of_all_states() -> None:
-    for sizes in ((2, 2), (3, 1, 2), (4, 4)):
-        groups = _groups(sizes)
-        some, every = enumerate_states(groups, by_policies, 10_000), enumerate_states(groups, every_way, 10_000)
-        assert some is not None
-        assert every is not None
-        assert some.moves <= every.moves
-        assert some.states <= every.states
-    assert enumerate_states(_groups((4, 4)), every_way, 100) is None
-
-
-def test_where_all_devices_are_to_be_used_none_is_skipped() -> None:
+    # Where all devices are to be used, none is skipped.
     groups = {0: _groups((8, 8))}
     assert [len(Pool(groups, 100, idle=idle).moves(0, 2)) for idle in (True, False)] == [2, 1]
     assert [Pool(groups, most).complete for most in (100, 5_000)] == [False, True]
@@ -169,7 +134,7 @@ def test_where_all_devices_are_to_be_used_none_is_skipped() -> None:
 @pytest.mark.parametrize(
     ("free", "count", "fresh", "append", "scatter"),
     [
-        # nodes of 8; 4 of node 0 and 2 of node 1 are taken
+        # Nodes of 8; 4 of node 0 and 2 of node 1 are taken.
         ((4, 6, 8), 6, (0, 0, 6), (4, 2, 0), (3, 3, 0)),
         # more than the fresh node has: what is left comes from the first that is begun
         ((4, 6, 8), 10, (2, 0, 8), (4, 6, 0), (4, 6, 0)),
@@ -184,28 +149,23 @@ def test_where_all_devices_are_to_be_used_none_is_skipped() -> None:
 def test_each_policy_takes_what_its_paper_says(
     free: tuple[int, ...], count: int, fresh: tuple[int, ...], append: tuple[int, ...], scatter: tuple[int, ...]
 ) -> None:
-    assert choices(free, (8, 8, 8), count) == list(dict.fromkeys((fresh, append, scatter)))
+    assert placement.choices(free, (8, 8, 8), count) == list(dict.fromkeys((fresh, append, scatter)))
 
 
 def test_policies_take_exactly_what_is_asked_of_what_is_there() -> None:
-    for seed in range(500):
+    for seed in range(200):
         rng = random.Random(seed)
         sizes = [rng.randint(1, 6) for _ in range(rng.randint(1, 5))]
         free = [rng.randint(0, size) for size in sizes]
         if not sum(free):
             continue
         count = rng.randint(1, sum(free))
-        for taken in choices(free, sizes, count):
+        for taken in placement.choices(free, sizes, count):
             assert sum(taken) == count
             assert all(0 <= one <= most for one, most in zip(taken, free, strict=True)), f"seed {seed}"
-
-
-def test_one_node_leaves_no_choice_but_the_number() -> None:
+    # One node leaves no choice but the number; a stage takes no more devices than a micro-batch has samples.
     assert choose((5,), (8,), 8).free_after == [(4,), (3,), (2,), (1,)]
     assert reachable((8,), 1000) == 8
-
-
-def test_a_stage_takes_no_more_devices_than_a_micro_batch_has_samples() -> None:
     assert choose((8, 8), (8, 8), 3).groups.widths.max() == 3
 
 
@@ -228,69 +188,37 @@ def _instance(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
 
 def _uneven(profile: Profile, cluster: Cluster, options: PlanOptions, seed: int) -> Cluster:
     """Give some devices too little memory for the best plan without a limit."""
-    best, _ = _search(profile, cluster, options)
+    best, _ = searched(profile, cluster, options)
     if best.fastest is None:
         return cluster
     peak = max(CostModel(profile, cluster, options).peak_bytes(best.fastest.candidate))
     rng = random.Random(seed)
+    sizes = [int(peak * rng.choice([0.7, 0.95, 1.0, 2.0])) for _ in cluster.devices]
     devices = [
-        device.model_copy(update={"memory_bytes": int(peak * rng.choice([0.7, 0.95, 1.0, 2.0]))})
-        for device in cluster.devices
+        each.model_copy(update={"memory_bytes": size}) for each, size in zip(cluster.devices, sizes, strict=True)
     ]
     return cluster.model_copy(update={"devices": tuple(devices)})
 
 
-def _search(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Best, SearchResult]:
-    costs = CostModel(profile, cluster, options)
-    best = Best()
-    return best, search(Simulator(costs), families(costs.batch, options), options, best)
-
-
-def _exhaust(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Best, Exhausted]:
-    best = Best()
-    return best, exhaust(Simulator(CostModel(profile, cluster, options)), options, best)
-
-
-@pytest.mark.slow
-def test_an_exact_search_finds_the_fastest_of_all_placements() -> None:
-    compared = moved = 0
-    for seed in range(80):
+@pytest.mark.some(2)
+@pytest.mark.parametrize("part", range(27))
+def test_an_exact_search_finds_the_fastest_of_all_placements(part: int) -> None:
+    compared = 0
+    for seed in range(3 * part, 3 * (part + 1)):
         profile, cluster, options = _instance(seed)
         if seed % 4 == 1:
             cluster = _uneven(profile, cluster, options, seed)
-        best, searched = _search(profile, cluster, options)
-        oracle, exhausted = _exhaust(profile, cluster, options)
+        best, result = searched(profile, cluster, options)
+        oracle, every = exhausted(profile, cluster, options)
         if oracle.fastest is None:
             assert best.fastest is None, f"seed {seed}"
             continue
         assert best.step_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
-        assert searched.lower_bound_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
-        if searched.least_bound_s < best.step_s:
-            assert searched.least_bound_s == pytest.approx(exhausted.least_bound_s, rel=1e-9), f"seed {seed}"
+        assert result.lower_bound_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
+        if result.least_bound_s < best.step_s:
+            assert result.least_bound_s == pytest.approx(every.least_bound_s, rel=1e-9), f"seed {seed}"
         compared += 1
-        assert best.fastest is not None
-        devices = [device for stage in best.fastest.candidate.stages for device in stage.devices]
-        moved += devices != list(range(len(devices)))
-    assert compared >= 63
-    assert moved >= 20
-
-
-def test_no_simulated_step_is_shorter_than_its_bound_wherever_stages_stand() -> None:
-    tight = 0
-    for seed in range(150):
-        rng = random.Random(seed)
-        cluster = hierarchy(seed, SIZES[seed % len(SIZES)], racks=1 + seed % 3, more_links=seed % 2 == 0)
-        profile = random_profile(seed, most_layers=8, batches=(4, 6, 12))
-        if seed % 5 == 0:
-            profile, cluster = two_kinds(profile, cluster, seed)
-        costs = CostModel(profile, cluster, PlanOptions())
-        simulator = Simulator(costs)
-        for _ in range(15):
-            candidate = random_candidate(rng, costs)
-            step_s, least_s = simulator.step_s(candidate), candidate_bound_s(costs, candidate)
-            assert least_s <= step_s * (1 + 1e-9), f"seed {seed}: {candidate}"
-            tight += least_s >= step_s * (1 - 1e-9)
-    assert tight >= 300
+    assert compared >= 1
 
 
 @pytest.mark.parametrize("most", [0, 5, 120])
@@ -299,18 +227,21 @@ def test_a_search_of_fewer_placements_finds_a_plan_of_theirs_and_never_less_than
 ) -> None:
     """With no moves to spare, stages take devices in cluster order; with some, by policies or from a node's start."""
     slower = 0
-    for seed in range(0, 60, 2):
+    for seed in range(0, 20, 2):
         profile, cluster, options = _instance(seed)
-        exact, _ = _search(profile, cluster, options)
+        if seed % 8 == 2:
+            cluster = _uneven(profile, cluster, options, seed)
+        exact, _ = searched(profile, cluster, options)
         with monkeypatch.context() as patch:
             patch.setattr("autopar.planner.placement._MOST_WORK_WHEN_EXACT", most * len(profile.layers) ** 2)
-            best, searched = _search(profile, cluster, options)
+            best, result = searched(profile, cluster, options)
         if exact.fastest is None or best.fastest is None:
             assert best.fastest is None
             continue
         assert exact.step_s * (1 - 1e-9) <= best.step_s
-        assert searched.lower_bound_s == pytest.approx(best.step_s, rel=1e-9)
+        assert result.lower_bound_s == pytest.approx(best.step_s, rel=1e-9)
         costs = CostModel(profile, cluster, options)
+        assert max(costs.shortfalls(best.fastest.candidate)) <= 0
         assert candidate_bound_s(costs, best.fastest.candidate) <= best.step_s * (1 + 1e-9)
         assert Simulator(costs).step_s(best.fastest.candidate) == pytest.approx(best.step_s, rel=1e-12)
         slower += best.step_s > exact.step_s * (1 + 1e-9)
@@ -322,7 +253,7 @@ def test_nodes_are_alike_only_where_nothing_tells_them_apart() -> None:
     profile = random_profile(1)
 
     def runs(cluster: Cluster) -> list[int]:
-        return [group.alike for group in groups_of(CostModel(profile, cluster, PlanOptions()))[0]]
+        return [group.alike for group in placement.groups_of(CostModel(profile, cluster, PlanOptions()))[0]]
 
     def changed(at: int, **update: object) -> Cluster:
         devices = list(cluster.devices)
@@ -338,29 +269,9 @@ def test_nodes_are_alike_only_where_nothing_tells_them_apart() -> None:
     assert runs(cluster.model_copy(update={"links": tuple(racked)})) == [0, 1, 2, 3]
 
 
-@pytest.mark.slow
-def test_no_plan_of_dapples_is_faster_on_nodes_and_racks() -> None:
-    compared = behind = 0
-    for seed in range(36):
-        sizes = SIZES[seed % len(SIZES)]
-        cluster = hierarchy(seed, sizes, racks=1 + seed % 3, more_links=seed % 2 == 0)
-        profile = random_profile(seed, most_layers=5, batches=(6, 12))
-        options = PlanOptions(gap=0.0, recompute="none", micro_batches=2)
-        rows = {row.name: row.step_s for row in compare(profile, cluster, options).rows}
-        step_s = plan(profile, cluster, options).predicted.step_s
-        assert step_s == pytest.approx(rows["autopar"], rel=1e-9), f"seed {seed}"
-        dapple_s = rows["DAPPLE"]
-        if dapple_s is not None:
-            assert step_s <= dapple_s * (1 + 1e-9), f"seed {seed}"
-            compared += 1
-            behind += dapple_s > step_s * (1 + 1e-6)
-    assert compared >= 28
-    assert behind >= 14
-
-
 def test_a_plan_says_what_placements_were_left_out_and_where_ranks_belong(monkeypatch: pytest.MonkeyPatch) -> None:
     apart = 0
-    for seed in range(20):
+    for seed in range(12):
         profile, cluster, options = _instance(seed)
         options = replace(options, use_all=False)
         found = plan(profile, cluster, options)

@@ -1,7 +1,4 @@
-"""Whole plans: what they record, when nothing fits, and that the same question has the same answer.
-
-Comparisons: rows in order, and a search that goes on where a peer is faster within the gap.
-"""
+"""Whole plans and comparisons: what they record, and that the same question has the same answer."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import sys
 from ast import literal_eval
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,8 +21,6 @@ from autopar.planner.candidate import Candidate, Family, place
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import check_flags
 from autopar.planner.plan import compare
-from autopar.planner.search import stages
-from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 from autopar.schedules.order import in_flight
@@ -36,50 +32,43 @@ from random_problems import gpt_profile, local_cluster, random_cluster, random_p
 MIB = 2**20
 
 
-@pytest.mark.slow
 def test_a_plan_is_sound_and_never_slower_than_its_alternatives() -> None:
-    for seed in range(80):
+    """Those that are found exactly are also as fast as the oracle's."""
+    for seed in range(9):
         devices = seed % 6 + 1
         schedule = "auto" if seed % 2 else "1f1b"
         options = PlanOptions(gpus=devices, schedule=schedule, exact=True)
-        made = plan(random_profile(seed), random_cluster(seed, devices), options)
+        profile, cluster = random_profile(seed), random_cluster(seed, devices)
+        if len(profile.layers) < 5 and devices < 4 and schedule == "1f1b":
+            made = plan(profile, cluster, replace(options, gap=0.0, exact=False))
+            assert made.predicted.step_s == pytest.approx(fastest_s(profile, cluster, options), rel=1e-9), (
+                f"seed {seed}"
+            )
+        made = plan(profile, cluster, options)
         assert Plan.parse(made.dumps(), Path("plan.json")) == made
         program = expand(made)
         check(program, made)
         if len(made.groups[0]) == 1:
             deepest = [{index: stage.warmup} for index, stage in enumerate(made.stages) for _ in stage.devices]
             assert deepest == [in_flight(actions) for actions in program.ranks]
-        assert made.predicted.lower_bound_s <= made.predicted.step_s
+        bounds, shares = made.predicted.bounds, made.predicted.shares
+        assert bounds is not None
+        assert shares is not None
+        ascending = [*(seconds for _, seconds in bounds), made.predicted.lower_bound_s, made.predicted.step_s]
+        assert ascending == sorted(ascending)
+        assert shares.computing == pytest.approx(1 - made.predicted.bubble, rel=1e-9)
         assert {"pure data parallelism", "equal split"} <= {each.name for each in made.alternatives}
         for each in made.alternatives:
             assert each.excluded or each.step_s is None or each.step_s >= made.predicted.step_s
-            assert each.step_s is None or made.predicted.bounds is None or each.step_s >= made.predicted.bounds.work_s
+            assert each.step_s is None or each.step_s >= bounds.work_s
         for peak, limit in zip(made.predicted.peak_bytes, made.predicted.limit_bytes, strict=True):
             assert peak <= limit
 
 
-def test_replicas_that_take_turns_never_have_more_in_flight_than_the_stage_before() -> None:
-    options = PlanOptions(stages="0-2:1,3-5:1,6:1,7:5", micro_batches=8, batch=8)
-    made = plan(gpt_profile(blocks=6), local_cluster(8), options)
-    wide = made.stages[-1]
-    assert len(wide.devices) == 5
-    found = [stage.warmup * (len(stage.devices) if stage.division == "round-robin" else 1) for stage in made.stages]
-    assert [min(8, each) for each in found] == sorted((min(8, each) for each in found), reverse=True)
-
-
-def test_the_search_makes_the_plan_of_the_oracle() -> None:
-    options = PlanOptions(gpus=3, gap=0.0, schedule="1f1b")
-    for seed in range(20):
-        profile, cluster = random_profile(seed, most_layers=4, batches=(1, 2, 3, 4)), random_cluster(seed, 3)
-        made = plan(profile, cluster, options)
-        assert made.predicted.step_s == pytest.approx(fastest_s(profile, cluster, options), rel=1e-9)
-
-
-@pytest.mark.slow
 @pytest.mark.reliability(50)
 def test_when_nothing_fits_the_error_names_the_stage_and_the_least_shortfall() -> None:
     checked = 0
-    for seed in range(60):
+    for seed in range(8):
         profile, cluster = random_profile(seed, most_layers=4, batches=(1, 2, 3)), random_cluster(seed, 3)
         options = PlanOptions(gpus=3, memory_bytes=1 + seed * 500, shard="none")
         costs = CostModel(profile, cluster, options)
@@ -94,7 +83,7 @@ def test_when_nothing_fits_the_error_names_the_stage_and_the_least_shortfall() -
         assert int(found[1]) == least
         assert "stage " in str(caught.value)
         assert "a plan fits with `" in str(caught.value)
-    assert checked >= 40
+    assert checked >= 5
 
 
 def test_an_alternative_that_does_not_fit_says_which_stage_and_by_how_much() -> None:
@@ -144,15 +133,10 @@ def test_dictated_stages_are_priced_and_kept() -> None:
         ({"stages": "0-13:2", "gpus": 4, "use_all": True}, "`use_all` asks for all 4"),
         ({"stages": "0-13:20"}, "use fewer replicas"),
         ({"stages": "0-13:2", "min_stages": 2}, "`min_stages` is 2"),
-        ({"gpus": 2, "micro_batches": 5}, "`micro_batches=5` does not divide the batch 16; near ones do: 2, 4, 8"),
         ({"gpus": 20, "min_stages": 15}, "make at most 14 stages"),
-        ({"gpus": 1, "min_stages": 2}, "`min_stages=2` needs as many devices, but `gpus` is 1"),
         ({"gpus": 0}, "`gpus` must be at least 1, found 0"),
         ({"gpus": 2, "gap": -1.0}, "`gap` must be 0 or more"),
-        (
-            {"gpus": 2, "schedule": "zigzag"},
-            "dualpipe-v; found 'zigzag'",
-        ),
+        ({"gpus": 2, "schedule": "zigzag"}, "dualpipe-v; found 'zigzag'"),
         ({"gpus": 8, "solver": "exhaustive"}, "`solver` must be dp or milp, found 'exhaustive'"),
     ],
     ids=str,
@@ -163,64 +147,58 @@ def test_what_contradicts_itself_is_refused(asked: dict[str, object], message: s
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
-def test_sharding_is_refused_for_an_optimizer_that_cannot_step_parts_and_auto_leaves_it_out(shard: Shard) -> None:
-    profile = gpt_profile(blocks=2).model_copy(update={"indivisible": "its step raises AssertionError"})
-    with pytest.raises(UsageError, match=rf"`shard='{shard}'`: .* its step raises \w+; plan with `shard='none'`"):
-        plan(profile, local_cluster(2), PlanOptions(gpus=2, shard=shard))
-    usual, auto = (plan(profile, local_cluster(2), PlanOptions(gpus=2, shard=each)) for each in ("none", "auto"))
-    assert usual == auto
-    assert "sharded data parallelism" not in [each.name for each in usual.alternatives]
-
-
-def test_several_devices_a_replica_are_refused_for_an_optimizer_that_cannot_step_parts() -> None:
-    profile = gpt_profile(blocks=2).model_copy(update={"indivisible": "its step raises AssertionError"})
-    stages = f"0-{len(profile.layers) - 1}:1x2"
-    with pytest.raises(UsageError, match=r"`stages` .* its step raises AssertionError; give each replica one device"):
-        plan(profile, local_cluster(2), PlanOptions(gpus=2, stages=stages))
-
-
-def test_compiled_layers_are_compared_with_no_plan_that_shards() -> None:
-    made = plan(gpt_profile(blocks=2).model_copy(update={"compiled": True}), local_cluster(2), PlanOptions(gpus=2))
-    assert "sharded data parallelism" not in [each.name for each in made.alternatives]
-    assert [each.excluded for each in made.alternatives if each.excluded] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
-def test_notes_advise_only_options_that_go_with_those_that_were_asked_for(seed: int) -> None:
-    cluster = random_cluster(seed, 6)
+def test_notes_advise_only_options_that_go_with_those_that_were_asked_for() -> None:
+    cluster = random_cluster(0, 6)
     for asked in ({"gap": 0}, {"equal_widths": True}, {"effort": 2}, {"exact": True}, {"min_stages": 2}):
         options = PlanOptions(gpus=6, **asked)  # type: ignore[arg-type]
-        for name, value in re.findall(r"`(\w+)=([\w.]+)`", " ".join(plan(gpt_profile(), cluster, options).notes)):
+        for name, value in re.findall(
+            r"`(\w+)=([\w.]+)`", " ".join(plan(gpt_profile(blocks=4), cluster, options).notes)
+        ):
             check_flags(replace(options, **{name: literal_eval(value)}))
 
 
-def test_dividing_is_no_remedy_for_an_optimizer_that_cannot_step_parts() -> None:
-    options = PlanOptions(gpus=2, memory_bytes=60 * MIB, max_stages=1, shard="none")
-    whole = gpt_profile().model_copy(update={"indivisible": "its step raises AssertionError"})
-    for profile, helps in ((gpt_profile(), True), (whole, False)):
+@pytest.mark.parametrize("said", [{"compiled": True}, {"indivisible": "its step raises AssertionError"}], ids=str)
+def test_layers_or_optimizers_that_cannot_be_divided_are_compared_with_no_plan_that_shards(
+    said: dict[str, object],
+) -> None:
+    profile, cluster = gpt_profile(blocks=2).model_copy(update=said), local_cluster(2)
+    made = plan(profile, cluster, PlanOptions(gpus=2))
+    assert "sharded data parallelism" not in [each.name for each in made.alternatives]
+    assert [each.excluded for each in made.alternatives if each.excluded] == []
+    assert plan(profile, cluster, PlanOptions(gpus=2, shard="none")) == made
+    with pytest.raises(UsageError, match=r"`shard='gradients'`: .*; plan with `shard='none'`"):
+        plan(profile, cluster, PlanOptions(gpus=2, shard="gradients"))
+    # Nor is dividing a remedy for too little memory.
+    for each, helps in ((gpt_profile(blocks=2), True), (profile, False)):
         with pytest.raises(InfeasibleError) as failed:
-            plan(profile, local_cluster(2), options)
+            plan(each, cluster, PlanOptions(gpus=2, memory_bytes=16 * MIB, max_stages=1, shard="none"))
         assert ("`shard=" in str(failed.value)) == helps
+    if "indivisible" in said:
+        with pytest.raises(
+            UsageError, match=r"`stages` .* its step raises AssertionError; give each replica one devic"
+        ):
+            plan(profile, cluster, PlanOptions(gpus=2, stages=f"0-{len(profile.layers) - 1}:1x2"))
 
 
-def test_min_stages_makes_a_pipeline_of_what_would_be_data_parallel() -> None:
-    assert len(plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, schedule="1f1b")).stages) == 1
-    assert len(plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, min_stages=2, schedule="1f1b")).stages) == 2
-
-
-def test_a_reference_that_an_option_excludes_is_marked() -> None:
-    made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, min_stages=2, schedule="1f1b"))
-    assert made.alternatives[0].excluded == "`min_stages=2`"
-    assert made.alternatives[0].step_s is not None
-    assert made.alternatives[0].step_s < made.predicted.step_s
-
-
-def test_references_of_another_schedule_than_is_asked_for_are_marked() -> None:
-    made = plan(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, schedule="interleaved"))
-    assert {each.schedule for each in made.alternatives} == {"1f1b"}
-    assert {each.excluded for each in made.alternatives} == {"`schedule='interleaved'`"}
+@pytest.mark.parametrize(
+    ("asked", "row", "marks"),
+    [
+        ({"min_stages": 2, "schedule": "1f1b"}, 0, "`min_stages=2`"),
+        ({"pin": ("wte,head different stages",), "schedule": "1f1b"}, 0, "`pin='wte,head different stages'`"),
+        ({"shard": "none"}, 1, "`shard='none'`"),
+        ({"schedule": "interleaved"}, 0, "`schedule='interleaved'`"),
+    ],
+    ids=str,
+)
+def test_a_reference_that_an_option_excludes_is_marked(asked: dict[str, Any], row: int, marks: str) -> None:
+    made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, **asked))
+    assert ["pure data parallelism", "sharded data parallelism"][row] == made.alternatives[row].name
+    assert made.alternatives[row].excluded == marks
+    assert made.alternatives[row].step_s is not None
+    if "shard" not in asked:
+        assert len(made.stages) > 1
+    if asked.get("schedule") == "interleaved":
+        assert {(each.schedule, each.excluded) for each in made.alternatives} == {("1f1b", marks)}
 
 
 def test_devices_of_another_type_than_measured_are_mentioned() -> None:
@@ -232,21 +210,11 @@ def test_devices_of_another_type_than_measured_are_mentioned() -> None:
     assert made.notes[0] == f"the profile is of {name}, but the cluster has cuda: times are {name}'s"
 
 
-def test_every_step_time_in_the_alternatives_can_be_dictated_again() -> None:
-    made = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=3, shard="none", schedule="1f1b"))
-    assert len(made.alternatives) >= 5
-    for each in made.alternatives:
-        shard = "parameters" if each.name == "sharded data parallelism" else "none"
-        schedule = "gpipe" if each.schedule == "gpipe" else "auto"
-        options = PlanOptions(stages=each.stages, micro_batches=each.micro_batches, shard=shard, schedule=schedule)
-        assert plan(gpt_profile(), local_cluster(3), options).predicted.step_s == pytest.approx(each.step_s)
-
-
 _SCRIPT = """
 import sys
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
 from autopar.planner import PlanOptions, plan
-for seed in range(12):
+for seed in range(6):
     made = plan(random_profile(seed), random_cluster(seed, 4), PlanOptions(gpus=4))
     sys.stdout.write(made.dumps())
 sys.stdout.write(plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=6, bytes_per_s=1e8)).dumps())
@@ -260,31 +228,14 @@ sys.stdout.write(plan(gpt_profile(blocks=4), local_cluster(3), options).dumps())
 @pytest.mark.slow
 def test_the_same_question_has_a_byte_equal_answer_under_any_hash_seed_and_no_torch() -> None:
     answers = []
-    for hash_seed in ("0", "1", "4242"):
+    for hash_seed in ("0", "4242"):
         environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(HARNESS)}
         command = [sys.executable, "-c", _SCRIPT]
         done = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=120)
         assert done.returncode == 0, done.stderr.decode()
         answers.append(done.stdout)
     assert len(answers[0]) > 10_000
-    assert answers[0] == answers[1] == answers[2]
-
-
-def test_programs_are_expanded_once_for_candidates_that_differ_in_layers_only() -> None:
-    costs = CostModel(gpt_profile(), local_cluster(2), PlanOptions(gpus=2))
-    simulator = Simulator(costs)
-    options = PlanOptions(min_stages=2, schedule="gpipe", micro_batches=4, recompute="none")
-    candidates = list(everything(costs, options))
-    for candidate in candidates:
-        simulator.step_s(candidate)
-    assert len(candidates) == 13
-    assert len(simulator._rows) == 1
-
-
-def test_a_search_that_no_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "MOST_BYTES", 2**20)
-    with pytest.raises(UsageError, match="GiB of tables; narrow it with fewer `gpus`"):
-        plan(gpt_profile(blocks=40, batch=64), local_cluster(16), PlanOptions(gpus=16))
+    assert answers[0] == answers[1]
 
 
 def test_rows_are_the_plans_of_all_peers_and_autopars_own_fastest_first() -> None:
@@ -300,24 +251,17 @@ def test_rows_are_the_plans_of_all_peers_and_autopars_own_fastest_first() -> Non
     assert own.peak_bytes == max(found.plan.predicted.peak_bytes)
 
 
-@pytest.mark.slow
 def test_every_plan_that_takes_devices_in_cluster_order_can_be_dictated_and_takes_as_long() -> None:
-    found = compare(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, bytes_per_s=3e8))
-    for row in found.rows:
-        assert row.step_s is not None
-        options = PlanOptions(
-            stages=row.stages,
-            micro_batches=row.micro_batches,
-            schedule=row.schedule or "auto",
-            bytes_per_s=3e8,
-            shard="parameters" if row.name == "sharded data parallelism" else "none",
-        )
-        assert plan(gpt_profile(), local_cluster(4), options).predicted.step_s == pytest.approx(row.step_s, rel=1e-12)
+    profile, cluster = gpt_profile(blocks=6), local_cluster(4)
+    for row in compare(profile, cluster, PlanOptions(gpus=4, bytes_per_s=3e8)).rows:
+        shard: Shard = "parameters" if row.name == "sharded data parallelism" else "none"
+        asked = {"stages": row.stages, "micro_batches": row.micro_batches, "schedule": row.schedule or "auto"}
+        options = PlanOptions(bytes_per_s=3e8, shard=shard, **asked)  # type: ignore[arg-type]
+        assert plan(profile, cluster, options).predicted.step_s == pytest.approx(row.step_s, rel=1e-12)
 
 
-@pytest.mark.slow
 def test_plan_and_compare_give_the_same_plan_and_no_peer_is_faster() -> None:
-    for seed in range(40):
+    for seed in range(3):
         profile, cluster = random_profile(seed), random_cluster(seed, 4)
         options = PlanOptions(gpus=4, exact=True, gap=1.0 if seed % 2 else 0.02)
         found = compare(profile, cluster, options)
@@ -325,28 +269,16 @@ def test_plan_and_compare_give_the_same_plan_and_no_peer_is_faster() -> None:
         assert all(row.step_s is None or row.step_s >= found.plan.predicted.step_s for row in found.rows)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v", "dualpipe-v"])
 def test_a_schedule_that_is_asked_for_stands_beside_the_usual_plans(schedule: str) -> None:
-    for seed in range(4):
-        profile, cluster = halved(gpt_profile(4), seed), random_cluster(seed, 3)
-        found = compare(profile, cluster, PlanOptions(schedule=schedule, memory_bytes=2**40))
-        assert found.plan.schedule == schedule
-        usual = next(row for row in found.rows if row.name == "pure data parallelism")
-        assert usual.schedule == "1f1b"
-
-
-def test_where_nothing_fits_there_is_nothing_to_compare() -> None:
-    with pytest.raises(InfeasibleError, match="nothing fits the memory"):
-        compare(gpt_profile(), local_cluster(2), PlanOptions(memory_bytes=MIB))
-
-
-def test_the_same_question_has_the_same_answer() -> None:
-    first, second = (compare(gpt_profile(), local_cluster(3), PlanOptions(gpus=6)) for _ in range(2))
-    assert first == second
+    found = compare(halved(gpt_profile(4), 0), random_cluster(0, 3), PlanOptions(schedule=schedule))
+    assert found.plan.schedule == schedule
+    assert next(row for row in found.rows if row.name == "pure data parallelism").schedule == "1f1b"
 
 
 def test_a_plan_of_1f1b_is_called_so_where_it_is_asked_for_and_does_what_gpipe_does_with_all_in_flight() -> None:
-    for seed in range(30):
+    for seed in range(10):
         profile, cluster = random_profile(seed, most_layers=6), random_cluster(seed, 3)
         for schedule in ("1f1b", "gpipe"):
             options = PlanOptions(schedule=schedule, micro_batches=2, min_stages=2)

@@ -19,12 +19,12 @@ from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 from random_problems import gpt_profile, local_cluster
 
-LAYERS = len(gpt_profile().layers)
+LAYERS = len(gpt_profile(blocks=7).layers)
 
 
 def splitting(counts: tuple[int, ...] = (2, 4), layers: range = range(1, LAYERS)) -> Profile:
     """Return a profile some of whose layers split."""
-    profile, found = gpt_profile(), []
+    profile, found = gpt_profile(blocks=7), []
     for index, layer in enumerate(profile.layers):
         splits = [
             LayerSplit(count=count, cuts=(ParameterCut(parameter=f"w{index}", dim=0, parts=even(8, count)),))
@@ -63,23 +63,16 @@ def test_a_plan_has_the_stages_of_single_devices_on_teams_with_what_the_profile_
 def test_a_plan_survives_its_file_and_is_not_simulated() -> None:
     made = planned(f"0-{LAYERS - 1}:1x2")
     assert Plan.model_validate_json(made.dumps()) == made
+    assert planned(f"0-{LAYERS - 1}:2x1") == planned(f"0-{LAYERS - 1}:2")
     with pytest.raises(UsageError, match="stage 0 runs each replica on 2 devices, which nothing prices yet"):
         simulate(made, splitting(), local_cluster(2))
-
-
-def test_one_device_a_replica_is_a_plan_as_ever() -> None:
-    assert planned(f"0-{LAYERS - 1}:2x1") == planned(f"0-{LAYERS - 1}:2")
 
 
 @pytest.mark.parametrize(
     ("stages", "options", "said"),
     [
         (f"0-{LAYERS - 1}:1x3", {}, "splits in 3 parts; the profile has splits in 2, 4; .*: aten.sort.default: it has"),
-        (
-            f"0-0:1x2,1-{LAYERS - 1}:1",
-            {},
-            r"nothing in stage 0 .* splits in 2 parts; .* has none of its layers",
-        ),
+        (f"0-0:1x2,1-{LAYERS - 1}:1", {}, r"nothing in stage 0 .* splits in 2 parts; .* has none of its layers"),
         (f"0-{LAYERS - 1}:2x4", {"gpus": 4}, "`stages` needs 8 devices, but `gpus` is 4"),
         (f"0-{LAYERS - 1}:1xx2", {}, "write layers:replicas, such as 0-5:2, or with the devices that run each replica"),
         (f"0-{LAYERS - 1}:1x0", {}, "write layers:replicas"),
@@ -134,8 +127,7 @@ def test_a_cluster_that_lists_too_few_devices_is_taken_for_more_of_them() -> Non
     assert any("the plan assumes 2 more like them" in note for note in made.notes)
 
 
-@pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.integers(0, 2**31))
 def test_any_dictated_teams_make_a_program(seed: int) -> None:
     rng = random.Random(seed)

@@ -7,12 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from autopar.formats.cluster import LEVELS, Cluster, Curve, Device, Level, Link
+from autopar.formats.cluster import LEVELS, Cluster, Curve, Device, Link
 from autopar.planner import PlanOptions
 from autopar.planner.costs.communication import LinkModel, Sharing
 from autopar.planner.costs.model import CostModel
-from autopar.schedules.route import FixedStageShares, routes
-from drawn import random_candidate, shares_of
+from drawn import random_candidate
 from hierarchies import hierarchy
 from random_problems import random_cluster, random_profile
 
@@ -44,13 +43,10 @@ def test_over_several_links_no_longer_message_takes_less_time_and_no_rate_is_und
         cluster = hierarchy(seed, [1, 1, 1], racks=2, more_links=True)
         model = LinkModel(cluster, cluster.devices)
         for level in model.topology.levels:
-            sizes = np.linspace(0, 3e6, 500)
-            assert (np.diff(model.messages_s(sizes, level)) >= 0).all()
+            assert (np.diff(model.messages_s(np.linspace(0, 3e6, 500), level)) >= 0).all()
             least = model.least_per_byte("all_reduce", 3, level)
-            times = [model.collective_s("all_reduce", size, 3, level) for size in (1, 10**4, 10**7, 10**12)]
-            assert all(
-                s >= least * size * (1 - 1e-12) for s, size in zip(times, (1, 10**4, 10**7, 10**12), strict=True)
-            )
+            for size in (1, 10**4, 10**7, 10**12):
+                assert model.collective_s("all_reduce", size, 3, level) >= least * size * (1 - 1e-12)
 
 
 def test_a_curve_is_of_its_level_and_continues_with_the_widest_of_its_links() -> None:
@@ -66,11 +62,8 @@ def test_a_curve_is_of_its_level_and_continues_with_the_widest_of_its_links() ->
 
 
 def test_a_rack_s_devices_share_its_way_out_and_a_nodes_those_to_its_rack() -> None:
-    devices = tuple(
-        Device(type="cpu", memory_bytes=1, node=node, rack=node // 2) for node in range(4) for _ in range(2)
-    )
-    levels: tuple[Level, ...] = LEVELS
-    links = tuple(Link(level=level, latency_s=0.0, bytes_per_s=1e9, shared_by=4) for level in levels)
+    devices = tuple(Device(type="cpu", memory_bytes=1, node=at // 2, rack=at // 4) for at in range(8))
+    links = tuple(Link(level=level, latency_s=0.0, bytes_per_s=1e9, shared_by=4) for level in LEVELS)
     sharing = Sharing.of(Cluster(devices=devices, links=links), devices)
     out = [sharing.ports("network", device, device, 1.0)[0] for device in range(8)]
     assert [(port.unit, port.number) for port in out] == [(0, 0)] * 4 + [(1, 0)] * 4
@@ -80,7 +73,7 @@ def test_a_rack_s_devices_share_its_way_out_and_a_nodes_those_to_its_rack() -> N
 
 def test_exchanges_are_what_every_pair_of_stages_has_between_them() -> None:
     exchanged = 0
-    for seed in range(150):
+    for seed in range(80):
         profile = random_profile(seed, most_layers=12, skips=random.Random(seed).choice([0.0, 0.1, 0.4]))
         costs = CostModel(profile, random_cluster(seed, 6), PlanOptions(gpus=6))
         stages = random_candidate(random.Random(seed), costs).stages
@@ -92,37 +85,4 @@ def test_exchanges_are_what_every_pair_of_stages_has_between_them() -> None:
                     expected.append((producer, consumer, flow))
         assert costs.flows.exchanges([stage.stop for stage in stages]) == expected
         exchanged += len(expected)
-    assert exchanged > 150
-
-
-def test_routes_carry_every_row_of_a_micro_batch_from_its_sender_to_its_receiver() -> None:
-    rng = random.Random(5)
-    for _ in range(200):
-        rows = rng.randint(1, 9)
-        ends = []
-        for _ in range(2):
-            width = rng.randint(1, min(5, rows))
-            turning = rng.random() < 0.4
-            ends.append(
-                FixedStageShares((rows,) * width, "round-robin")
-                if turning
-                else FixedStageShares(shares_of(rng, rows, width))
-            )
-        for micro_batch in range(8):
-            owners = [_owners(end, rows, micro_batch) for end in ends]
-            expected: dict[tuple[int, int], list[int]] = {}
-            for row, pair in enumerate(zip(*owners, strict=True)):
-                expected.setdefault(pair, []).append(row)
-            found = {
-                (route.sender, route.receiver): list(range(int(route.start), int(route.stop)))
-                for route in routes(*ends)
-                if route.carries(micro_batch)
-            }
-            assert found == expected
-
-
-def _owners(stage: FixedStageShares, rows: int, micro_batch: int) -> list[int]:
-    """The replica of every row."""
-    if stage.division == "round-robin":
-        return [micro_batch % len(stage.shares)] * rows
-    return [replica for replica, share in enumerate(stage.shares) for _ in range(int(share))]
+    assert exchanged > 80

@@ -11,18 +11,17 @@ import pytest
 from autopar.formats.cluster import Cluster, Curve, Device, Link, Overlap
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Layer, Line, Profile, Tensor, TiedParameter
-from autopar.planner import plan
+from autopar.planner import PlanOptions, plan
 from autopar.planner.assemble import assemble
-from autopar.planner.bounds import candidate_bound_s, least_s
-from autopar.planner.candidate import Candidate, CandidateStage, families
+from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.communication import LinkModel, Sharing
 from autopar.planner.costs.layers import LayerCosts, Reduction
 from autopar.planner.costs.memory import PeakTerms, stage_terms
 from autopar.planner.costs.model import CostModel, durations
-from autopar.planner.options import PlanOptions
-from autopar.planner.simulator.simulate import Simulator, run
+from autopar.planner.simulator.simulate import Simulator, compile_rows, run, trace
 from autopar.schedules.expand import expand, messages, stages_of
 from chunked import OTHERS, random_chunked, random_costs
+from drawn import random_candidate
 from random_problems import cost, gpt_profile, local_cluster, profile_of, random_cluster, random_profile
 
 MIB = 2**20
@@ -66,11 +65,15 @@ def test_a_bandwidth_that_is_given_replaces_curves_and_links() -> None:
     assert links.collective_s("all_reduce", 10**9, 2, "node") == pytest.approx(1.002)
 
 
-def test_devices_on_two_nodes_talk_over_the_network() -> None:
+def test_devices_on_two_nodes_talk_over_the_network_and_assumed_ones_are_on_the_same_node() -> None:
     devices = tuple(Device(type="cpu", memory_bytes=1, node=node) for node in (0, 0, 1))
     links = (Link(level="node", latency_s=0, bytes_per_s=1e9), Link(level="network", latency_s=0, bytes_per_s=1e6))
     model = LinkModel(Cluster(devices=devices, links=links), devices)
     assert [model.level(pair) for pair in ((0, 1), (1, 2), (2,))] == ["node", "network", "node"]
+    assert CostModel(gpt_profile(), local_cluster(2), PlanOptions(gpus=4)).notes == [
+        "the cluster lists 2 devices; planning for 4 assumes 2 more like them, in the same node "
+        "(`cluster` describes others)"
+    ]
 
 
 def _layer(name: str, backward_s: float, trainable: int) -> Layer:
@@ -108,6 +111,14 @@ def test_a_parameter_tied_within_a_stage_is_reduced_once_and_between_stages_apar
     stages = (CandidateStage(0, 2, (0,), (1,), 1), CandidateStage(2, 3, (1,), (1,), 1))
     assert costs.tied_between(stages) == [(0, (0, 1))]
     assert costs.tied_between((CandidateStage(0, 3, (0,), (1,), 1),)) == []
+    apart = Cluster(
+        devices=tuple(Device(type="cpu", memory_bytes=1, node=node) for node in (0, 0, 1)),
+        links=tuple(
+            Link(level=level, latency_s=1e-3, bytes_per_s=rate) for level, rate in (("node", 1e6), ("network", 1e3))
+        ),
+    )
+    between = CostModel(profile_of(layers, [], 1, tied), apart, PlanOptions())
+    assert between.tied_s(0, (0, 1, 2)) == pytest.approx(2 * ring + 2 * 2 / 3 * 1000 / 1e3)
     whole = costs.memory[0].parts(0, 3, 1)
     assert whole.parameters + whole.optimizer + whole.gradients == 1500 * 4 + 3 * 10
     assert whole.gradients == 1500
@@ -146,7 +157,7 @@ def test_memory_is_the_sum_the_docstring_says() -> None:
 
 
 def test_in_flight_micro_batches_add_their_activations_and_nothing_else() -> None:
-    for seed in range(40):
+    for seed in range(20):
         costs = CostModel(random_profile(seed), random_cluster(seed, 4), PlanOptions(gpus=4))
         memory, count = costs.memory[0], costs.layer_count
         for first in range(count):
@@ -159,35 +170,17 @@ def test_in_flight_micro_batches_add_their_activations_and_nothing_else() -> Non
                 assert parts.peak >= parts.activations
 
 
-def test_families_hold_every_divisor_once() -> None:
-    found = families(12, PlanOptions())
-    assert [family.micro_batches for family in found] == [1, 2, 3, 4, 6, 12]
-    assert {family.schedule for family in families(12, PlanOptions(schedule="gpipe"))} == {"gpipe"}
-    assert CostModel(gpt_profile(), local_cluster(2), PlanOptions(gpus=4)).notes == [
-        "the cluster lists 2 devices; planning for 4 assumes 2 more like them, in the same node "
-        "(`cluster` describes others)"
-    ]
-
-
-def test_every_time_says_where_it_comes_from() -> None:
+def test_every_time_says_where_it_comes_from_and_a_plan_repeats_it() -> None:
     profile, cluster = gpt_profile(), local_cluster(2)
     costs = CostModel(profile, cluster, PlanOptions(gpus=2))
-    assert costs.layers[0].provenance(0, 3, 4) == "measured"
-    assert costs.layers[0].provenance(0, 3, 3) == "interpolated"
-    assert costs.layers[0].provenance(0, 3, 32) == "estimated"
-    level = "node"
-    assert costs.links.message_provenance(1024, level) == "measured"
-    assert costs.links.message_provenance(1025, level) == "interpolated"
-    assert costs.links.message_provenance(2**40, level) == "estimated"
-    assert costs.links.collective_provenance("all_reduce", 2048, 2, level) == "interpolated"
-    assert costs.links.collective_provenance("all_reduce", 2048, 3, level) == "estimated"
+    kinds = ["measured", "interpolated", "estimated"]
+    assert [costs.layers[0].provenance(0, 3, rows) for rows in (4, 3, 32)] == kinds
+    assert [costs.links.message_provenance(size, "node") for size in (1024, 1025, 2**40)] == kinds
+    assert [costs.links.collective_provenance("all_reduce", 2048, ranks, "node") for ranks in (2, 3)] == kinds[1:]
     assumed = CostModel(profile, cluster, PlanOptions(gpus=2, bytes_per_s=1e9))
-    assert assumed.links.message_provenance(1024, level) == "estimated"
-
-
-def test_a_plan_repeats_where_its_times_come_from() -> None:
+    assert assumed.links.message_provenance(1024, "node") == "estimated"
     options = PlanOptions(gpus=2, stages="0-6:1,7-13:1", micro_batches=4, batch=12)
-    made = plan(gpt_profile(), local_cluster(2), options)
+    made = plan(profile, cluster, options)
     assert made.predicted.compute == ("interpolated", "interpolated")
     assert made.predicted.communication == "interpolated"
     alone = plan(gpt_profile(), local_cluster(1), PlanOptions(gpus=1, micro_batches=4, batch=16))
@@ -201,9 +194,8 @@ def test_sizes_beyond_the_measured_ones_follow_the_profiles_own_fit() -> None:
     layers = tuple(layer.model_copy(update={"forward_fit": fit}) for layer in profile.layers)
     costs = CostModel(profile.model_copy(update={"layers": layers}), local_cluster(1), PlanOptions(gpus=1))
     assert costs.forward_s(CandidateStage(0, 1, (0,), (32,), 1), 0) == pytest.approx(17.0)
-    assert costs.forward_s(CandidateStage(0, 1, (0,), (8,), 1), 0) == pytest.approx(
-        profile.layers[0].costs[3].forward_s
-    )
+    measured_s = profile.layers[0].costs[3].forward_s
+    assert costs.forward_s(CandidateStage(0, 1, (0,), (8,), 1), 0) == pytest.approx(measured_s)
 
 
 def test_what_a_process_takes_for_itself_is_not_there_for_training() -> None:
@@ -298,49 +290,26 @@ def test_copies_are_added_where_no_curve_was_measured_on_a_cpu() -> None:
     known, options = profile_of([frozen, layers[1]], [], 4), PlanOptions()
     estimated, measured = (CostModel(known, _cluster(*each), options).sums for each in ([], curves))
     # Adding reads two numbers and writes one, a copy reads and writes one; half is copied into what is gathered.
-    assert estimated.collectives_s("all_gather", 2, "node") == pytest.approx(
-        [1e-3 + 1000 / 1e6 + 2 * 3e-3, 1e-3 + 250 / 1e6 + 3e-3]
-    )
-    assert estimated.collectives_s("reduce_scatter", 2, "node") == pytest.approx(
-        [1e-3 + 500 / 1e6 + 2e-3, 1e-3 + 250 / 1e6 + 2e-3]
-    )
-    assert measured.collectives_s("all_gather", 2, "node") == pytest.approx([0.04, 0.01])
-    assert measured.collectives_s("reduce_scatter", 2, "node") == pytest.approx([0.02, 0.01])
+    gathered, scattered = (estimated.collectives_s(kind, 2, "node") for kind in kinds)
+    assert gathered == pytest.approx([1e-3 + 1000 / 1e6 + 2 * 3e-3, 1e-3 + 250 / 1e6 + 3e-3])
+    assert scattered == pytest.approx([1e-3 + 500 / 1e6 + 2e-3, 1e-3 + 250 / 1e6 + 2e-3])
+    gathered, scattered = (measured.collectives_s(kind, 2, "node") for kind in kinds)
+    assert (gathered, scattered) == (pytest.approx([0.04, 0.01]), pytest.approx([0.02, 0.01]))
     on_gpus = CostModel(_gpu(known), _cluster(), options).sums
     assert on_gpus.collectives_s("all_gather", 2, "node") == pytest.approx([1e-3 + 1000 / 1e6, 1e-3 + 250 / 1e6])
     assert estimated.collectives_s("all_gather", 1, "node") == [0.0, 0.0]
-    free = CostModel(known, _cluster(), options).without(links=True)
-    assert (
-        free.sums.collectives_s("all_gather", 2, "node")
-        == free.sums.collectives_s("reduce_scatter", 2, "node")
-        == [0.0, 0.0]
-    )
+    free = CostModel(known, _cluster(), options).without(links=True).sums
+    assert [free.collectives_s(kind, 2, "node") for kind in kinds] == [[0.0, 0.0]] * 2
 
 
 def _gpu(known: Profile) -> Profile:
     return known.model_copy(update={"device": known.device.model_copy(update={"type": "cuda"})})
 
 
-def test_replicas_that_take_turns_take_part_in_their_own_micro_batches_only() -> None:
-    layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500)]
-    tensors = [Tensor(name="ab", producer="a", consumers=("b",), bytes_per_sample=40, dtype="f32", gradient=True)]
-    costs = CostModel(profile_of(layers, tensors, 10), _cluster(), PlanOptions(gpus=3))
-    stages = (CandidateStage(0, 1, (0, 1), (2, 2), 2, division="round-robin"), CandidateStage(1, 2, (2,), (2,), 3))
-    candidate = Candidate(5, 2, "1f1b", stages)
-    assert [stages[0].turns(replica, 5) for replica in (0, 1)] == [3, 2]
-    simulator = Simulator(costs)
-    kinds = [sum(code == 0 for code, *_ in rank) for rank in simulator.rows_of(candidate)]
-    assert kinds == [3, 2, 5]
-    assert candidate_bound_s(costs, candidate) <= simulator.step_s(candidate)
-
-
 def _naive_s(plan: Plan, costs: CostModel, candidate: Candidate) -> float:
     """Relax the ends of all actions until none moves, with prices asked of the cost model one by one."""
     stages, count = candidate.stages, candidate.micro_batches
-    sizes = {
-        (producer, consumer): flow
-        for producer, consumer, flow in costs.flows.exchanges([stage.stop for stage in stages])
-    }
+    sizes = {tuple(pair): flow for *pair, flow in costs.flows.exchanges([stage.stop for stage in stages])}
     routes = {}
     for message in messages(plan):
         flow, rows = sizes[message.producer, message.consumer], message.stop - message.start
@@ -353,7 +322,7 @@ def _naive_s(plan: Plan, costs: CostModel, candidate: Candidate) -> float:
     moved = True
     while moved:
         moved = False
-        for rank, actions in enumerate(plan_actions(plan)):
+        for rank, actions in enumerate(expand(plan).ranks):
             clock, replica, reduced = overhead_s, _replica(plan, rank), 0.0
             queue: dict[int, float] = defaultdict(float)
             for action in actions:
@@ -389,10 +358,6 @@ def _naive_s(plan: Plan, costs: CostModel, candidate: Candidate) -> float:
     return max(seconds for key, seconds in done.items() if key[0] == "end")  # type: ignore[index]
 
 
-def plan_actions(plan: Plan) -> list[list[object]]:
-    return [list(rank) for rank in expand(plan).ranks]
-
-
 def _put(done: dict[object, float], key: object, seconds: float) -> bool:
     moved = key not in done or done[key] != seconds
     done[key] = seconds
@@ -403,41 +368,29 @@ def _replica(plan: Plan, rank: int) -> int:
     return stages_of(plan, rank)[1]
 
 
-@pytest.mark.parametrize("schedule", OTHERS)
+@pytest.mark.parametrize("schedule", ["1f1b", *OTHERS])
 def test_a_step_is_the_least_solution_of_its_program(schedule: str) -> None:
     tried = 0
-    for seed in range(60):
+    for seed in range(48):
         rng, costs = random.Random(seed), random_costs(seed)
-        candidate = random_chunked(rng, costs, schedule)
-        if candidate is not None:
-            made = assemble(costs, candidate, PlanOptions(), 0.0, (), ())
-            step_s = Simulator(costs).step_s(candidate)
-            assert step_s == pytest.approx(_naive_s(made, costs, candidate), rel=1e-9), seed
-            assert step_s == pytest.approx(made.predicted.step_s, rel=1e-12), seed
-            tried += len(candidate.stages) > 2
-    assert tried >= 15
-
-
-@pytest.mark.parametrize("schedule", OTHERS)
-def test_no_step_is_shorter_than_its_bound(schedule: str) -> None:
-    tight = tried = 0
-    for seed in range(300):
-        rng, costs = random.Random(seed), random_costs(seed)
-        simulator = Simulator(costs)
-        for _ in range(5):
-            candidate = random_chunked(rng, costs, schedule)
-            if candidate is not None:
-                step_s, bound_s = simulator.step_s(candidate), least_s(costs, candidate)
-                assert bound_s <= step_s * (1 + 1e-9), f"seed {seed}: {candidate}"
-                tight += bound_s >= 0.99 * step_s
-                tried += 1
-    assert tight > 0.2 * tried > 100
+        drawn = random_candidate(rng, costs) if schedule == "1f1b" else random_chunked(rng, costs, schedule)
+        flying = [min(stage.in_flight, drawn.micro_batches) for stage in drawn.stages] if drawn is not None else []
+        # Replicas that take turns may be drawn with more in flight than the stage before.
+        if drawn is not None and (schedule != "1f1b" or flying == sorted(flying, reverse=True)):
+            made = assemble(costs, drawn, PlanOptions(), 0.0, (), ())
+            step_s = Simulator(costs).step_s(drawn)
+            assert step_s == pytest.approx(_naive_s(made, costs, drawn), rel=1e-9), seed
+            program, times = expand(made), durations(costs, drawn)
+            assert step_s == pytest.approx(run(compile_rows(program, times), times), rel=1e-12), seed
+            assert trace(program, times).end_s == made.predicted.step_s == pytest.approx(step_s, rel=1e-12), seed
+            tried += len(drawn.stages) > 2
+    assert tried >= 10
 
 
 @pytest.mark.parametrize("schedule", OTHERS)
 def test_contention_slows_these_schedules_by_what_it_says_and_never_shortens_a_step(schedule: str) -> None:
     slowed = 0
-    for seed in range(60):
+    for seed in range(30):
         rng, costs = random.Random(seed), random_costs(seed)
         candidate = random_chunked(rng, costs, schedule)
         if candidate is None:
@@ -459,4 +412,4 @@ def test_contention_slows_these_schedules_by_what_it_says_and_never_shortens_a_s
         links = tuple(link.model_copy(update={"shared_by": rng.choice([2, 8])}) for link in costs.cluster.links)
         crowded = Sharing.of(costs.cluster.model_copy(update={"links": links}), costs.devices)
         assert run(rows, times, crowded.among(devices)) >= alone_s * (1 - 1e-9), seed
-    assert slowed >= 10
+    assert slowed >= 5

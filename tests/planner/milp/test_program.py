@@ -9,24 +9,22 @@ import numpy as np
 import pytest
 from scipy.optimize import LinearConstraint, milp
 
+from autopar.planner import PlanOptions
 from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import Candidate, families
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.milp.program import ArcNetwork, Linear, linear, network
-from autopar.planner.options import PlanOptions
 from autopar.planner.placement import pool_of
 from oracles.exhaustive import everything
-from random_problems import random_cluster, random_profile, two_kinds
+from random_problems import problem
 
 Problem = tuple[CostModel, PlanOptions, ArcNetwork, Linear]
 
 
 def _problems(seeds: range) -> Iterator[Problem]:
     for seed in seeds:
-        profile, cluster = random_profile(seed, most_layers=4, batches=(2, 4)), random_cluster(seed, 3)
-        if seed % 3 == 0:
-            profile, cluster = two_kinds(profile, cluster, seed)
+        profile, cluster = problem(seed, 3, 3, most_layers=4, batches=(2, 4))
         memory_bytes = 5_000_000 if seed % 2 else None
         options = PlanOptions(gpus=3, memory_bytes=memory_bytes, micro_batches=2, schedule="1f1b", shard="optimizer")
         costs = CostModel(profile, cluster, options)
@@ -75,19 +73,19 @@ def _least_s(program: Linear, path: tuple[int, ...] | None = None) -> float:
 
 def test_the_program_of_a_path_has_the_paths_own_bound_and_the_least_is_that_of_all_paths() -> None:
     several = 0
-    for costs, _, found, program in _problems(range(70)):
+    for costs, _, found, program in _problems(range(40)):
         overhead_s, paths = costs.profile.step_overhead_s, _paths(found)
         bounds = [candidate_bound_s(costs, _candidate(found, path)) for path in paths]
         for path, bound_s in list(zip(paths, bounds, strict=True))[:: max(1, len(paths) // 8)]:
             assert _least_s(program, path) + overhead_s == pytest.approx(bound_s, rel=1e-5)
         assert _least_s(program) + overhead_s == pytest.approx(min(bounds), rel=1e-5)
         several += len(paths) > 8
-    assert several >= 8
+    assert several >= 4
 
 
 def test_a_program_without_a_path_finds_the_next_one_and_none_below_all() -> None:
     compared = 0
-    for costs, _, found, program in _problems(range(100, 140)):
+    for costs, _, found, program in _problems(range(100, 124)):
         paths = _paths(found)
         bounds = sorted((candidate_bound_s(costs, _candidate(found, path)), path) for path in paths)
         overhead_s = costs.profile.step_overhead_s
@@ -96,7 +94,7 @@ def test_a_program_without_a_path_finds_the_next_one_and_none_below_all() -> Non
             assert _least_s(program) + overhead_s == pytest.approx(after_s, rel=1e-5)
             compared += 1
         assert _least_s(program.below(0.9 * (bounds[0][0] - overhead_s))) == float("inf")
-    assert compared > 30
+    assert compared > 18
 
 
 def test_paths_hold_the_least_bound_of_every_plan_whose_stages_fit() -> None:

@@ -1,12 +1,9 @@
-"""GPipe's cells against every way to cut the sequence; torchgpipe's proposals: what they balance.
-
-Block partitions against the theorem that promises them, and every way to cut the sequence.
-"""
+"""GPipe's cells, and torchgpipe's blocks, against the theorem and every way to cut the sequence."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import combinations, combinations_with_replacement, pairwise
 from statistics import pvariance
@@ -25,7 +22,7 @@ def _variance(costs: list[float], cuts: tuple[int, ...]) -> float:
 
 
 def test_cells_vary_as_little_as_any_enumerated_cells() -> None:
-    for seed in range(300):
+    for seed in range(200):
         rng = random.Random(seed)
         count = rng.randint(1, 9)
         costs = [rng.choice([0.0, 1.0, rng.uniform(0, 5), rng.lognormvariate(0, 1)]) for _ in range(count)]
@@ -37,54 +34,43 @@ def test_cells_vary_as_little_as_any_enumerated_cells() -> None:
         assert _variance(costs, cuts) == pytest.approx(min(every), rel=1e-9, abs=1e-12), f"seed {seed}"
 
 
-def test_a_proposal_has_a_cell_for_each_device_while_layers_last() -> None:
-    for seed in range(40):
-        prices = prices_of(seed, (3,))
-        (proposal,) = gpipe.propose(prices)
-        assert len(proposal.cuts) == min(3, prices.layer_count)
-        assert proposal.devices == tuple((index,) for index in range(len(proposal.cuts)))
-
-
-def _times(prices: Prices) -> list[float]:
-    return [float(each) for each in prices.layer_s]
-
-
-def _sizes(prices: Prices) -> Sequence[float]:
-    return prices.layer_bytes
-
-
 @pytest.mark.parametrize(
-    ("propose", "values"), [(gpipe.by_time, _times), (gpipe.by_size, _sizes)], ids=["time", "size"]
+    ("propose", "balanced"),
+    [(gpipe.by_time, "layer_s"), (gpipe.by_size, "layer_bytes"), (gpipe.propose, None)],
+    ids=["time", "size", "variance"],
 )
 def test_blocks_on_a_device_each_differ_by_no_more_than_a_layer(
-    propose: Callable[[Prices], list[Proposal]], values: Callable[[Prices], Sequence[float]]
+    propose: Callable[[Prices], list[Proposal]], balanced: str | None
 ) -> None:
+    """GPipe's own cells are only as many as there are devices, while layers last."""
     idle = 0
-    for seed in range(120):
+    for seed in range(80):
         prices = prices_of(seed, (seed % 4 + 1,), most_layers=7)
         (proposal,) = propose(prices)
         assert proposal.cuts[-1] == prices.layer_count
         assert all(stop > start for start, stop in pairwise((0, *proposal.cuts)))
         assert proposal.devices == tuple((index,) for index in range(len(proposal.cuts)))
-        numbers = values(prices)
-        sums = [sum(numbers[start:stop]) for start, stop in pairwise((0, *proposal.cuts))]
         wanted = min(prices.layer_count, prices.device_count)
+        if balanced is None:
+            assert len(proposal.cuts) == wanted
+            continue
+        numbers = getattr(prices, balanced)
+        sums = [sum(numbers[start:stop]) for start, stop in pairwise((0, *proposal.cuts))]
         if len(sums) < wanted:
             idle += 1
             sums.append(0)
         assert max(sums) - min(sums) <= max(numbers) * (1 + 1e-9), f"seed {seed}"
-    assert idle < 60
+    assert idle < 40
 
 
 def _drawn(rng: random.Random) -> list[float]:
-    count = rng.randint(1, 9)
-    draws = [
+    draws = (
         lambda: float(rng.randint(0, 3)),
         lambda: rng.uniform(0, 1),
         lambda: rng.lognormvariate(0, 2),
         lambda: rng.choice([0.0, 0.1, 1e-9, 1e9]),
-    ]
-    draw = rng.choice(draws)
+    )
+    count, draw = rng.randint(1, 9), rng.choice(draws)
     return [draw() for _ in range(count)]
 
 
@@ -92,31 +78,20 @@ def _sums(values: list[float], ends: tuple[int, ...]) -> list[Fraction]:
     return [sum(map(Fraction, values[start:stop]), Fraction(0)) for start, stop in pairwise((0, *ends))]
 
 
-def test_sums_differ_by_no_more_than_the_largest_number() -> None:
-    for seed in range(1000):
+def test_blocks_are_as_the_theorem_and_all_cuts_say() -> None:
+    """Sums differ by no more than a number, and the largest exceeds the enumerated least by no more either."""
+    for seed in range(400):
         rng = random.Random(seed)
-        values, count = _drawn(rng), rng.randint(1, 6)
+        values, count = _drawn(rng), rng.randint(1, 5)
         ends = blocks(values, count)
-        assert len(ends) == count
-        assert ends[-1] == len(values)
+        assert (len(ends), ends[-1]) == (count, len(values))
         assert list(ends) == sorted(ends)
-        sums = _sums(values, ends)
-        assert max(sums) - min(sums) <= Fraction(max(values)), f"seed {seed}"
-
-
-def test_the_largest_block_exceeds_the_enumerated_least_by_less_than_a_number() -> None:
-    for seed in range(200):
-        rng = random.Random(seed)
-        values, count = _drawn(rng), rng.randint(1, 4)
-        largest = max(_sums(values, blocks(values, count)))
-        every = combinations_with_replacement(range(len(values) + 1), count - 1)
-        least = min(max(_sums(values, (*inner, len(values)))) for inner in every)
-        assert least <= largest <= least + Fraction(max(values)), f"seed {seed}"
-
-
-def test_equal_numbers_make_blocks_of_equal_lengths() -> None:
+        sums, largest = _sums(values, ends), Fraction(max(values))
+        assert max(sums) - min(sums) <= largest, f"seed {seed}"
+        if count < 5 and seed % 2:
+            every = combinations_with_replacement(range(len(values) + 1), count - 1)
+            least = min(max(_sums(values, (*inner, len(values)))) for inner in every)
+            assert least <= max(sums) <= least + largest, f"seed {seed}"
     assert blocks([0.1] * 12, 4) == (3, 6, 9, 12)
-
-
-def test_numbers_without_any_size_stay_as_they_were_cut() -> None:
+    # Numbers without any size stay as they were cut.
     assert blocks([0.0] * 6, 3) == (2, 4, 6)

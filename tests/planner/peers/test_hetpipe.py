@@ -1,7 +1,4 @@
-"""HetPipe's virtual workers against all policies, counts and depths, and their price against the simulator's.
-
-Their partitions against all orders of devices and all cuts.
-"""
+"""HetPipe's virtual workers, their partitions and price, against all policies, orders, cuts and depths."""
 
 from __future__ import annotations
 
@@ -12,35 +9,21 @@ from itertools import combinations, pairwise, permutations
 import pytest
 
 from autopar.formats.cluster import Cluster, Link
+from autopar.planner import PlanOptions
 from autopar.planner.candidate import divisors
 from autopar.planner.costs.memory import PeakTerms
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import PlanOptions
 from autopar.planner.peers import hetpipe, peers
-from autopar.planner.peers.hetpipe import (
-    Partitioner,
-    PipelineCounts,
-    Worker,
-    Workers,
-    allocations,
-    bound_s,
-    candidate_of,
-    depths,
-    makeup_of,
-    peaks,
-    step_s,
-)
+from autopar.planner.peers.hetpipe import Partitioner, PipelineCounts, Worker, Workers
 from autopar.planner.peers.prices import Prices
 from autopar.planner.simulator.simulate import Simulator
-from priced import gpt_profile, hierarchy, local_cluster, mixed, nodes_of, random_cluster, random_profile, two_kinds
-
-MIB = 2**20
+from priced import gpt_profile, hierarchy, mixed, nodes_of, random_cluster, random_profile, two_kinds
 
 
 def test_the_papers_cluster_is_dealt_as_the_paper_does() -> None:
     # Four nodes of four: V is the quickest, then R, G and Q.
     nodes = [[tuple(range(4 * node, 4 * node + 4))] for node in range(4)]
-    found = allocations(nodes, [float(1 + device // 4) for device in range(16)])
+    found = hetpipe.allocations(nodes, [float(1 + device // 4) for device in range(16)])
     names = ["".join("VRGQ"[device // 4] for device in worker) for each in found for worker in each.workers]
     policies = [(each.policy, len(each.workers)) for each in found]
     assert policies == [("NP", 4), ("ED", 1), ("ED", 2), ("ED", 4), ("HD", 4)]
@@ -52,17 +35,14 @@ def test_the_papers_cluster_is_dealt_as_the_paper_does() -> None:
 
 
 def _free_links(costs: CostModel) -> CostModel:
-    links = (
-        Link(level="node", latency_s=0.0, bytes_per_s=1e18),
-        Link(level="network", latency_s=0.0, bytes_per_s=1e18),
-    )
+    links = tuple(Link(level=level, latency_s=0.0, bytes_per_s=1e18) for level in ("node", "network"))
     cluster = Cluster(devices=tuple(costs.devices), links=links)
     return CostModel(costs.profile, cluster, PlanOptions(gpus=len(costs.devices)))
 
 
 def test_workers_that_cut_alike_are_priced_as_the_plan_that_they_are_where_links_cost_nothing() -> None:
     compared = 0
-    for seed in range(80):
+    for seed in range(50):
         rng = random.Random(seed)
         costs = _free_links(mixed(seed, 4, limited=False))
         stages = 2 if costs.layer_count > 1 else 1
@@ -74,11 +54,13 @@ def test_workers_that_cut_alike_are_priced_as_the_plan_that_they_are_where_links
         pipelined = PipelineCounts(rng.randint(1, 4), -(-count // 2), 2)
         workers = (Worker(cuts, (0, 2)[:stages]), Worker(cuts, (1, 3)[:stages]))
         found = Workers("ED", count, costs.batch // count, pipelined, workers)
-        plan = candidate_of(found)
+        plan = hetpipe.candidate_of(found)
         assert plan is not None
-        assert step_s(costs, found) == pytest.approx(Simulator(costs).step_s(plan), rel=1e-6, abs=1e-9), f"seed {seed}"
+        assert hetpipe.step_s(costs, found) == pytest.approx(Simulator(costs).step_s(plan), rel=1e-6, abs=1e-9), (
+            f"seed {seed}"
+        )
         compared += 1
-    assert compared >= 40
+    assert compared >= 24
 
 
 def test_workers_of_one_device_take_the_slowest_ones_time_and_the_reduction() -> None:
@@ -97,20 +79,20 @@ def test_workers_of_one_device_take_the_slowest_ones_time_and_the_reduction() ->
         reduced_s = costs.links.collective_s("all_reduce", size, 2, costs.links.level((0, 1)))
         updated_s = max(costs.layers[kind].update_sums[-1] for kind in set(costs.kind_of))
         expected = costs.profile.step_overhead_s + max(done) + reduced_s + updated_s
-        assert step_s(costs, found) == pytest.approx(expected, rel=1e-9), f"seed {seed}"
+        assert hetpipe.step_s(costs, found) == pytest.approx(expected, rel=1e-9), f"seed {seed}"
 
 
 def fitting(costs: CostModel, found: Workers) -> bool:
     return all(
         peak <= costs.limits_bytes[device]
         for at, worker in enumerate(found.workers)
-        for peak, device in zip(peaks(costs, found, at), worker.devices, strict=True)
+        for peak, device in zip(hetpipe.peaks(costs, found, at), worker.devices, strict=True)
     )
 
 
 def test_the_best_is_the_least_of_all_policies_counts_and_depths_and_no_bound_is_above_its_step() -> None:
     plans = others = apart = 0
-    for seed in range(100):
+    for seed in range(60):
         costs = mixed(seed, (3, 4, 2, 4)[seed % 4], limited=seed % 3 == 0)
         simulator = Simulator(costs)
         planned = [Prices(costs, count) for count in divisors(costs.batch)]
@@ -122,10 +104,10 @@ def test_the_best_is_the_least_of_all_policies_counts_and_depths_and_no_bound_is
         for prices in planned:
             for each in given:
                 for found in hetpipe.partitioned_workers(Partitioner(prices), each):
-                    plan = candidate_of(found)
+                    plan = hetpipe.candidate_of(found)
                     fits = fitting(costs, found)
-                    priced = step_s(costs, found)
-                    assert bound_s(costs, found) <= priced * (1 + 1e-9)
+                    priced = hetpipe.step_s(costs, found)
+                    assert hetpipe.bound_s(costs, found) <= priced * (1 + 1e-9)
                     if plan is not None:
                         assert (max(costs.shortfalls(plan)) <= 0) == fits
                         priced = simulator.step_s(plan)
@@ -137,9 +119,9 @@ def test_the_best_is_the_least_of_all_policies_counts_and_depths_and_no_bound_is
         assert best.step_s == pytest.approx(min(steps), rel=1e-12), f"seed {seed}"
         plans += best.candidate is not None
         others += best.candidate is None
-    assert plans >= 15
+    assert plans >= 9
     assert others >= 1
-    assert apart >= 20
+    assert apart >= 12
 
 
 def test_what_is_described_is_what_was_partitioned() -> None:
@@ -153,39 +135,20 @@ def test_what_is_described_is_what_was_partitioned() -> None:
     assert len(described.workers) == len(found.workers.workers)
     for at, worker in enumerate(described.workers):
         slowest_s = max(stage.stage_s for stage in worker.stages)
-        makeup, _ = makeup_of(costs, sorted(found.workers.workers[at].devices))
+        makeup, _ = hetpipe.makeup_of(costs, sorted(found.workers.workers[at].devices))
         partition = Partitioner(prices).partition(makeup, found.workers.pipeline)
         assert slowest_s == pytest.approx(partition.slowest_s, rel=1e-12)
         assert worker.samples_per_s <= prices.rows / slowest_s * (1 + 1e-12)
-        assert [stage.peak_bytes for stage in worker.stages] == peaks(costs, found.workers, at)
+        assert [stage.peak_bytes for stage in worker.stages] == hetpipe.peaks(costs, found.workers, at)
         assert [stage.device for stage in worker.stages] == list(found.workers.workers[at].devices)
     assert described.samples_per_s == len(described.workers) * min(each.samples_per_s for each in described.workers)
-
-
-def test_little_memory_lets_fewer_micro_batches_into_the_pipeline() -> None:
-    profile = gpt_profile(blocks=6)
-    flights = []
-    for limit in (2**34, 24 * MIB, 20 * MIB):
-        costs = CostModel(profile, local_cluster(4, limit), PlanOptions())
-        every = hetpipe.allocate_workers(Prices(costs, 16), 16)
-        assert not isinstance(every, str)
-        (given,) = [each for each in every if len(each.workers) == 1]
-        found = list(hetpipe.partitioned_workers(Partitioner(Prices(costs, 16)), given))
-        flights.append(max((each.pipeline.in_flight for each in found), default=0))
-        for each in found:
-            assert max(peaks(costs, each, 0)) <= limit
-    assert flights == [7, 7, 2]
 
 
 @pytest.mark.parametrize(
     ("nodes", "options", "reason"),
     [
         ((3,), {"memory_bytes": 1}, "no partition of its virtual workers fits the memory"),
-        (
-            (4, 5),
-            {},
-            "its virtual workers would have more devices than the 3 layers, be more than the 16 micro-batches",
-        ),
+        ((4, 5), {}, "workers would have more devices than the 3 layers, be more than the 16 micro-batches"),
         ((2, 2), {"micro_batches": 1}, "than the 3 layers, be more than the 1 micro-batches, or take too long"),
     ],
 )
@@ -216,7 +179,7 @@ def test_allocations_that_would_take_long_to_partition_are_left_out() -> None:
 
 def test_devices_of_a_sort_are_those_that_no_other_device_tells_apart() -> None:
     several = 0
-    for seed in range(150):
+    for seed in range(100):
         rng = random.Random(seed)
         sizes = [rng.randint(1, 3) for _ in range(rng.randint(1, 5))]
         cluster = hierarchy(seed, sizes, racks=rng.randint(1, 3))
@@ -225,8 +188,9 @@ def test_devices_of_a_sort_are_those_that_no_other_device_tells_apart() -> None:
             profile, cluster = two_kinds(profile, cluster, seed)
         costs = CostModel(profile, cluster, PlanOptions(gpus=sum(sizes)))
         devices = rng.sample(range(sum(sizes)), rng.randint(1, sum(sizes)))
-        _, sorts = makeup_of(costs, devices)
+        makeup, sorts = hetpipe.makeup_of(costs, devices)
         assert sorted(device for sort in sorts for device in sort) == sorted(devices)
+        assert makeup.counts == tuple(map(len, sorts))
         sort_of = {device: at for at, sort in enumerate(sorts) for device in sort}
         for one, other in combinations(devices, 2):
             others = (each for each in devices if each not in (one, other))
@@ -234,16 +198,17 @@ def test_devices_of_a_sort_are_those_that_no_other_device_tells_apart() -> None:
                 costs.links.level((one, each)) == costs.links.level((other, each)) for each in others
             )
             assert alike == (sort_of[one] == sort_of[other]), f"seed {seed}"
+            assert makeup.levels[sort_of[one]][sort_of[other]] == costs.links.level((one, other)), f"seed {seed}"
         assert all(sort == sorted(sort) for sort in sorts)
         several += len(sorts) > 1
-    assert several > 60
+    assert several > 40
 
 
 def orders(
     costs: CostModel, devices: list[int], rows: int, pipelined: PipelineCounts
 ) -> Iterator[tuple[float, Worker]]:
     """Every order of the devices and every cut that fits, with its slowest stage."""
-    deep = depths(len(devices), pipelined)
+    deep = hetpipe.depths(len(devices), pipelined)
     for cuts in combinations(range(1, costs.layer_count), len(devices) - 1):
         spans = list(pairwise((0, *cuts, costs.layer_count)))
         for order in permutations(devices):
@@ -273,7 +238,7 @@ def orders(
 
 def test_a_partition_has_the_quickest_slowest_stage_of_all_orders_and_cuts_that_fit() -> None:
     found = none = binding = differing = 0
-    for seed in range(150):
+    for seed in range(80):
         rng = random.Random(seed)
         costs = mixed(seed, rng.randint(1, 4))
         count = rng.choice(divisors(costs.batch))
@@ -281,7 +246,7 @@ def test_a_partition_has_the_quickest_slowest_stage_of_all_orders_and_cuts_that_
         pipelined = PipelineCounts(rng.randint(1, 7), -(-count // workers), workers)
         partitioner = Partitioner(Prices(costs, count))
         devices = list(range(len(costs.devices)))
-        makeup, sorts = makeup_of(costs, devices)
+        makeup, sorts = hetpipe.makeup_of(costs, devices)
         partition = partitioner.partition(makeup, pipelined)
         fitting = list(orders(costs, devices, costs.batch // count, pipelined))
         assert (partition.slowest_s == float("inf")) == (not fitting), f"seed {seed}"
@@ -299,10 +264,10 @@ def test_a_partition_has_the_quickest_slowest_stage_of_all_orders_and_cuts_that_
         free = [each for each, _ in orders(_unlimited(costs), devices, costs.batch // count, pipelined)]
         binding += min(free) < least_s * (1 - 1e-9)
         differing += len(set(makeup.kinds)) > 1
-    assert found >= 60
-    assert none >= 20
-    assert binding >= 5
-    assert differing >= 30
+    assert found >= 30
+    assert none >= 10
+    assert binding >= 2
+    assert differing >= 15
 
 
 def _unlimited(costs: CostModel) -> CostModel:
@@ -311,27 +276,3 @@ def _unlimited(costs: CostModel) -> CostModel:
     free = CostModel(costs.profile, Cluster(devices=devices, links=link), PlanOptions(gpus=len(devices)))
     free.links, free.batch = costs.links, costs.batch
     return free
-
-
-def test_devices_of_one_sort_reach_all_others_alike_and_those_of_two_do_not() -> None:
-    several = 0
-    for seed in range(80):
-        rng = random.Random(seed)
-        cluster = hierarchy(seed, [rng.randint(1, 3) for _ in range(rng.randint(1, 4))], racks=rng.randint(1, 2))
-        count = len(cluster.devices)
-        costs = CostModel(random_profile(seed), cluster, PlanOptions(gpus=count))
-        makeup, sorts = makeup_of(costs, range(count))
-        assert sorted(device for sort in sorts for device in sort) == list(range(count))
-        assert makeup.counts == tuple(map(len, sorts))
-
-        def seen(device: int, other: int, costs: CostModel = costs, count: int = count) -> list[str]:
-            others = (each for each in range(count) if each not in (device, other))
-            return [costs.links.level((device, each)) for each in others]
-
-        for at, sort in enumerate(sorts):
-            for other, their in enumerate(sorts):
-                for one, two in ((one, two) for one in sort for two in their if one != two):
-                    assert makeup.levels[at][other] == costs.links.level((one, two)), f"seed {seed}"
-                    assert (seen(one, two) == seen(two, one)) == (at == other), f"seed {seed}"
-        several += len(sorts) > 1
-    assert several > 10

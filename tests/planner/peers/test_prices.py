@@ -1,12 +1,22 @@
-"""What peers' formulas are given, against the cost model's own answers."""
+"""What peers' formulas are given, what is tried of their plans, why one has none, and that autopar is never slower."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from autopar.errors import UsageError
+from autopar.formats.cluster import Cluster
+from autopar.formats.profile import Profile
+from autopar.planner import PlanOptions, plan
+from autopar.planner.candidate import divisors, families
+from autopar.planner.costs.model import CostModel
+from autopar.planner.peers import Peer, peers
+from autopar.planner.peers.prices import MOST_WORK, Proposal, candidates_of, in_order, planned_counts, trial
+from autopar.planner.search.judge import references
+from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.route import even_shares
-from priced import prices_of
+from priced import gpt_profile, local_cluster, nodes_of, prices_of, random_cluster, random_profile
 
 
 def test_times_are_those_of_the_largest_share() -> None:
@@ -62,3 +72,122 @@ def test_a_layers_size_is_what_it_keeps_and_its_states() -> None:
     assert prices.layer_bytes[0] == kept + states
     assert np.all(np.array(prices.layer_bytes) >= 0)
     assert len(prices.layer_bytes) == prices.layer_count
+
+
+NAMES = ["GPipe", "torchgpipe, by time", "torchgpipe, by size", "PipeDream", "DAPPLE", "HetPipe"]
+MIB = 2**20
+
+
+def _peers(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Simulator, dict[str, Peer]]:
+    costs = CostModel(profile, cluster, options)
+    simulator = Simulator(costs)
+    compared = references(simulator, families(costs.batch, options), options)
+    return simulator, {each.name: each for each in peers(simulator, options, compared)}
+
+
+def _fitting(profile: Profile, cluster: Cluster, options: PlanOptions) -> dict[str, float]:
+    """Seconds of every peer that fits and takes devices in cluster order, as autopar does."""
+    simulator, found = _peers(profile, cluster, options)
+    assert [name for name in found if name in NAMES] == NAMES
+    steps = {}
+    for name, peer in found.items():
+        # autopar shards nothing unless asked.
+        if name == "sharded data parallelism":
+            continue
+        if peer.candidate is None:
+            # Virtual workers that cut differently are no plan, and autopar has none like them.
+            assert (peer.reason is None) == (peer.virtual_workers is not None)
+            continue
+        assert (max(simulator.costs.shortfalls(peer.candidate)) > 0) == (peer.reason is not None)
+        devices = [device for stage in peer.candidate.stages for device in stage.devices]
+        if peer.reason is None and devices == sorted(devices):
+            steps[name] = simulator.step_s(peer.candidate)
+    return steps
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("nodes", [((2,), (3,), (4,)), ((2, 2), (3, 1), (2, 1))], ids=["one", "more"])
+def test_autopar_is_never_slower_than_a_peer_that_fits(nodes: tuple[tuple[int, ...], ...], limited: bool) -> None:
+    compared = slower = 0
+    for seed in range(8):
+        sizes = nodes[seed % len(nodes)]
+        profile = random_profile(seed, most_layers=4, batches=(1, 2, 3, 4))
+        cluster = nodes_of(random_cluster(seed, sum(sizes)), sizes)
+        options = PlanOptions(gap=0.0)
+        if limited:
+            peak = max(plan(profile, cluster, options).predicted.peak_bytes)
+            options = PlanOptions(gap=0.0, memory_bytes=max(1, peak - 1))
+        steps = _fitting(profile, cluster, options)
+        own_s = plan(profile, cluster, options).predicted.step_s if steps else 0.0
+        for name, step_s in steps.items():
+            compared += 1
+            slower += step_s > own_s * (1 + 1e-6)
+            assert own_s <= step_s * (1 + 1e-9), f"seed {seed}: {name}"
+    assert compared > 8
+    assert slower > compared / 4
+
+
+def test_a_trial_finds_the_fastest_of_all_counts_and_depths() -> None:
+    for seed in range(40):
+        costs = CostModel(random_profile(seed), random_cluster(seed, 3), PlanOptions(gpus=3))
+        simulator = Simulator(costs)
+        layers = costs.layer_count
+        proposals = [in_order((layers,), (2,))]
+        proposals += [in_order((cut, layers), (1, 2)) for cut in range(1, layers)]
+        counts = divisors(costs.batch)
+        every = [
+            simulator.step_s(candidate)
+            for count in counts
+            for proposal in proposals
+            if max(map(len, proposal.devices)) <= costs.batch // count
+            for candidate in candidates_of(costs, proposal, count, "1f1b")
+        ]
+        candidate, reason = trial(simulator, "1f1b", counts, proposals)
+        if not every:
+            assert candidate is None
+            assert reason == f"no micro-batch of a batch of {costs.batch} has a sample for each replica of a stage"
+            continue
+        assert reason is None
+        assert candidate is not None
+        assert simulator.step_s(candidate) == pytest.approx(min(every), rel=1e-12), f"seed {seed}"
+
+
+def test_a_peer_that_does_not_fit_says_which_stage_and_by_how_much() -> None:
+    options = PlanOptions(gpus=4, memory_bytes=40 * MIB, bytes_per_s=3e8)
+    simulator, found = _peers(gpt_profile(), local_cluster(4), options)
+    peer = found["GPipe"]
+    assert peer.candidate is not None
+    assert max(simulator.costs.peak_bytes(peer.candidate)) > 40 * MIB
+    assert peer.reason is not None
+    assert peer.reason.startswith("stage 0 (layers wte..")
+    assert "more than 40.00 MiB" in peer.reason
+
+
+def test_a_planner_that_would_take_too_long_says_so_and_one_that_may_plans_for_some_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("autopar.planner.peers.MOST_WORK", 10)
+    _, found = _peers(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, micro_batches=1))
+    assert found["DAPPLE"].reason == "its planner takes too long for 14 layers on 4 devices"
+    prices = list(range(12))
+    assert planned_counts(prices, lambda _: MOST_WORK // 3) == [0, 6, 11]  # type: ignore[arg-type]
+    assert planned_counts(prices, lambda _: MOST_WORK) == [6]  # type: ignore[arg-type]
+    assert planned_counts(prices, lambda _: MOST_WORK + 1) == []  # type: ignore[arg-type]
+    assert planned_counts(prices, lambda _: 1) == prices  # type: ignore[arg-type]
+
+
+def test_peers_keep_to_their_schedules_and_to_the_micro_batches_that_are_asked_for() -> None:
+    _, found = _peers(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, micro_batches=4))
+    made = {name: peer.candidate for name, peer in found.items() if peer.candidate is not None}
+    assert [made[name].schedule for name in NAMES] == ["gpipe", "gpipe", "gpipe", "1f1b", "1f1b", "1f1b"]
+    assert {each.micro_batches for each in made.values()} == {4}
+    with pytest.raises(UsageError, match="`micro_batches=5` does not divide the batch 16"):
+        _peers(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, micro_batches=5))
+
+
+def test_a_proposal_on_any_devices_is_placed_there() -> None:
+    proposal = Proposal((2, 5), ((0, 3), (1, 2)))
+    costs = CostModel(gpt_profile(batch=8), local_cluster(4), PlanOptions(gpus=4))
+    candidates = list(candidates_of(costs, proposal, 2, "1f1b"))
+    assert [stage.devices for stage in candidates[0].stages] == [(0, 3), (1, 2)]
+    assert [[stage.warmup for stage in candidate.stages] for candidate in candidates] == [[2, 1]]

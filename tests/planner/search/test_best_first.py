@@ -1,7 +1,4 @@
-"""The search against the oracle that simulates every plan.
-
-Prefixes of stages against folding them one by one; and one fold against the other.
-"""
+"""The search, its stack of bounds and its prefixes of stages, against the oracle that simulates every plan."""
 
 from __future__ import annotations
 
@@ -13,34 +10,30 @@ import pytest
 
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
+from autopar.planner import PlanOptions
 from autopar.planner.bounds import LinkTerms, StageTerms, Terms, candidate_bound_s, fold, fold_chain
 from autopar.planner.candidate import families
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import PlanOptions
-from autopar.planner.search.best_first import NOTHING, Prefix, SearchResult, search
+from autopar.planner.search.best_first import NOTHING, Prefix, bounds_of_families, least_bound_s, search
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
-from oracles.exhaustive import Exhausted, exhaust
-from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, small_question
-
-INSTANCES = 1000
-
-
-def _search(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Best, SearchResult]:
-    costs = CostModel(profile, cluster, options)
-    best = Best()
-    return best, search(Simulator(costs), families(costs.batch, options), options, best)
-
-
-def _exhaust(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Best, Exhausted]:
-    best = Best()
-    return best, exhaust(Simulator(CostModel(profile, cluster, options)), options, best)
+from drawn import random_candidate
+from oracles.exhaustive import everything, exhaust
+from random_problems import (
+    gpt_profile,
+    local_cluster,
+    problem,
+    random_cluster,
+    random_profile,
+    small_question,
+)
+from searched import exhausted, searched
 
 
 def _limited(seed: int) -> tuple[Profile, Cluster, PlanOptions, float]:
     """An instance whose memory the best plan without a limit mostly does not fit, and that plan's step time."""
     profile, cluster, options = small_question(seed)
-    free, _ = _search(profile, cluster, options)
+    free, _ = searched(profile, cluster, options)
     assert free.fastest is not None
     if seed % 5 == 0:
         return profile, cluster, options, free.step_s
@@ -49,34 +42,34 @@ def _limited(seed: int) -> tuple[Profile, Cluster, PlanOptions, float]:
     return profile, cluster, replace(options, memory_bytes=limit), free.step_s
 
 
-@pytest.mark.slow
-def test_an_exact_search_finds_the_oracles_step_time_and_least_bound_with_memory_limits_that_bind() -> None:
+@pytest.mark.some(2)
+@pytest.mark.parametrize("part", range(23))
+def test_an_exact_search_finds_the_oracles_step_time_and_least_bound_with_memory_limits_that_bind(part: int) -> None:
     binding = compared = recomputing = sharding = mixed = 0
-    for seed in range(INSTANCES):
+    for seed in range(20 * part, 20 * (part + 1)):
         profile, cluster, options, free_s = _limited(seed)
-        best, searched = _search(profile, cluster, options)
-        oracle, exhausted = _exhaust(profile, cluster, options)
+        best, result = searched(profile, cluster, options)
+        oracle, every = exhausted(profile, cluster, options)
         if oracle.fastest is None:
             assert best.fastest is None, f"seed {seed}"
             continue
         assert best.fastest is not None, f"seed {seed}"
         compared += 1
         assert best.step_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
-        assert searched.lower_bound_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
+        assert result.lower_bound_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
         # Where the references or a first candidate are no worse than any bound, no bound is met.
-        if searched.least_bound_s < best.step_s:
-            assert searched.least_bound_s == pytest.approx(exhausted.least_bound_s, rel=1e-9), f"seed {seed}"
+        if result.least_bound_s < best.step_s:
+            assert result.least_bound_s == pytest.approx(every.least_bound_s, rel=1e-9), f"seed {seed}"
         binding += oracle.step_s > free_s * (1 + 1e-9)
         recomputing += any(stage.recompute for stage in best.fastest.candidate.stages)
         sharding += any(stage.shard != "none" for stage in best.fastest.candidate.stages)
         devices = [device for stage in best.fastest.candidate.stages for device in stage.devices]
         mixed += len({cluster.devices[device].type for device in devices}) > 1
-    assert compared > 0.65 * INSTANCES
-    assert binding >= compared / 3
-    assert min(recomputing, sharding, mixed) >= INSTANCES / 25
+    assert compared >= 8
+    assert binding >= compared / 4
+    assert recomputing + sharding + mixed >= 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
     [
@@ -91,55 +84,42 @@ def test_an_exact_search_finds_the_oracles_step_time_and_least_bound_with_memory
 )
 def test_an_exact_search_finds_the_oracles_step_time_under_constraints(asked: dict[str, object]) -> None:
     compared = 0
-    for seed in range(1000, 1060):
-        profile = random_profile(seed, most_layers=4, batches=(2, 4))
+    for seed in range(1000, 1004):
+        profile = random_profile(seed, most_layers=3, batches=(2, 4))
         devices = seed % 2 + 2
         options = PlanOptions(gpus=devices, gap=0.0, shard="auto", **asked)  # type: ignore[arg-type]
-        best, _ = _search(profile, random_cluster(seed, devices), options)
-        oracle, _ = _exhaust(profile, random_cluster(seed, devices), options)
+        best, _ = searched(profile, random_cluster(seed, devices), options)
+        oracle, _ = exhausted(profile, random_cluster(seed, devices), options)
         compared += oracle.fastest is not None
         assert best.step_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
-    assert compared >= 30
+    assert compared >= 2
 
 
-@pytest.mark.slow
 def test_a_search_that_stops_early_stays_honest_about_the_bound() -> None:
-    for seed in range(2000, 2060):
+    for seed in range(2000, 2010):
         devices = seed % 2 + 2
         profile, cluster = random_profile(seed, most_layers=4, batches=(2, 4)), random_cluster(seed, devices)
-        exact = _exhaust(profile, cluster, PlanOptions(gpus=devices))[0].step_s
-        best, searched = _search(profile, cluster, PlanOptions(gpus=devices, gap=0.3))
-        assert searched.lower_bound_s <= exact * (1 + 1e-9)
+        exact = exhausted(profile, cluster, PlanOptions(gpus=devices))[0].step_s
+        best, result = searched(profile, cluster, PlanOptions(gpus=devices, gap=0.3))
+        assert result.lower_bound_s <= exact * (1 + 1e-9)
         assert exact <= best.step_s * (1 + 1e-9)
-        hasty, searched = _search(profile, cluster, PlanOptions(gpus=devices, gap=0.0, max_candidates=1))
-        assert searched.lower_bound_s <= exact * (1 + 1e-9) <= hasty.step_s * (1 + 2e-9)
-
-
-def test_the_plan_with_the_least_bound_is_not_always_the_fastest() -> None:
-    differing = 0
-    for seed in range(3000, 3080):
-        profile, cluster = random_profile(seed, most_layers=5), random_cluster(seed, 3)
-        options = PlanOptions(gpus=3, gap=0.0)
-        best, searched = _search(profile, cluster, options)
-        assert best.fastest is not None
-        costs = CostModel(profile, cluster, options)
-        differing += candidate_bound_s(costs, best.fastest.candidate) > searched.least_bound_s * (1 + 1e-6)
-    assert differing > 0
+        hasty, result = searched(profile, cluster, PlanOptions(gpus=devices, gap=0.0, max_candidates=1))
+        assert result.lower_bound_s <= exact * (1 + 1e-9) <= hasty.step_s * (1 + 2e-9)
 
 
 def test_a_search_over_a_gpt_certifies_its_gap_or_stays_close_within_the_budget() -> None:
     gaps = []
-    for devices in (2, 4, 8):
+    for devices in (2, 4):
         for bytes_per_s in (None, 3e8, 3e7):
             options = PlanOptions(gpus=devices, bytes_per_s=bytes_per_s, shard="none")
-            best, searched = _search(gpt_profile(), local_cluster(devices), options)
-            gaps.append(best.step_s / searched.lower_bound_s - 1)
+            best, result = searched(gpt_profile(), local_cluster(devices), options)
+            gaps.append(best.step_s / result.lower_bound_s - 1)
     # Where transfers take about as long as computing, no depths come within 2 % of a bound that leaves them open.
-    assert sum(gap <= 0.02 for gap in gaps) >= 7
+    assert sum(gap <= 0.02 for gap in gaps) >= 5
     assert max(gaps) <= 0.06
 
 
-@pytest.mark.slow
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "limits",
     [
@@ -155,9 +135,9 @@ def test_families_are_bounded_whatever_their_size(monkeypatch: pytest.MonkeyPatc
     for limit in limits:
         monkeypatch.setattr(f"autopar.planner.search.{limit}", 0)
     above = 0
-    for seed in range(40):
+    for seed in range(4, 12):
         profile, cluster, options = small_question(seed)
-        optimum, _ = _exhaust(profile, cluster, options)
+        optimum, _ = exhausted(profile, cluster, options)
         best = Best()
         simulator = Simulator(CostModel(profile, cluster, options))
         found = search(simulator, families(simulator.costs.batch, options), replace(options, gap=0.02), best)
@@ -180,27 +160,19 @@ def _link(rng: random.Random, *, whole: bool = False) -> LinkTerms:
 
 
 def test_a_prefix_gives_what_folding_its_stages_gives() -> None:
-    for seed in range(500):
+    for seed in range(200):
         rng = random.Random(seed)
         chain = [(_stage(rng), _link(rng)) for _ in range(rng.randint(0, 7))]
-        trip, backward, done = (rng.uniform(0, 20) for _ in range(3))
-        behind = Terms(trip, backward, done, max(done, rng.uniform(0, 20)))
+        rows = np.array([[rng.uniform(0, 20) for _ in range(3)] for _ in range(4)])
+        rows[3] = np.maximum(rows[2], rows[3])
+        behind = Terms(*rows)
         prefix: Prefix = NOTHING
         for stage, link in chain:
             prefix = prefix.then(stage, link)
         folded = behind
         for stage, link in reversed(chain):
             folded = fold(stage, link, folded)
-        assert float(prefix.step_s(behind)) == pytest.approx(float(folded.step_s), rel=1e-12)
-
-
-def test_a_prefix_takes_arrays() -> None:
-    rng = random.Random(1)
-    prefix = NOTHING.then(_stage(rng), _link(rng, whole=True)).then(_stage(rng), _link(rng, whole=True))
-    columns = np.array([[1.0, 5.0, 30.0], [2.0, 6.0, 31.0], [3.0, 7.0, 1.0], [4.0, 8.0, 40.0]])
-    found = prefix.step_s(Terms(*columns))
-    each = [float(prefix.step_s(Terms(*column))) for column in columns.T]
-    assert np.asarray(found).tolist() == pytest.approx(each)
+        np.testing.assert_allclose(prefix.step_s(behind), folded.step_s, rtol=1e-12)
 
 
 def test_folding_a_chain_is_folding() -> None:
@@ -213,3 +185,58 @@ def test_folding_a_chain_is_folding() -> None:
         found = fold_chain(stage, link, Terms(*rows.copy()))
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
+STACKED = ({}, {"use_all": True}, {"shard": "auto"}, {"recompute": "full"}, {"divisible": True}, {"schedule": "gpipe"})
+
+
+def test_every_bound_of_the_stack_is_below_every_plan_that_fits_and_none_is_below_the_one_before() -> None:
+    rising = 0
+    for seed in range(18):
+        rng = random.Random(seed)
+        devices = rng.randint(1, 3)
+        profile, cluster = problem(seed, devices, 3, most_layers=4, batches=(1, 2, 4))
+        options = PlanOptions(gpus=devices, gap=0.0, **STACKED[seed % len(STACKED)])  # type: ignore[arg-type]
+        costs = CostModel(profile, cluster, options)
+        every = families(costs.batch, options)
+        bounds = bounds_of_families(costs, every, least_bound_s(costs, options), float("inf"))
+        best = Best()
+        step_s = exhaust(Simulator(costs), options, best).step_s
+        assert bounds.work_s <= bounds.contiguous_s <= bounds.linked_s <= step_s * (1 + 1e-9), f"seed {seed}"
+        rising += bounds.work_s * 1.001 < bounds.contiguous_s * 1.0001 < bounds.linked_s
+        if best.fastest is not None:
+            clipped = bounds_of_families(costs, every, least_bound_s(costs, options), step_s / 2)
+            assert max(clipped.work_s, clipped.contiguous_s, clipped.linked_s) <= step_s / 2
+    assert rising >= 3
+
+
+def test_each_bound_of_the_stack_is_below_the_bounds_of_all_plans_without_what_it_leaves_out() -> None:
+    for seed in range(16):
+        profile, cluster = random_profile(seed, most_layers=4, batches=(2, 4)), random_cluster(seed, 2)
+        options = PlanOptions(gpus=2, shard="auto" if seed % 2 else "none")
+        costs = CostModel(profile, cluster, options)
+        bounds = bounds_of_families(costs, families(costs.batch, options), least_bound_s(costs, options), float("inf"))
+        plans = list(everything(costs, replace(options, recompute="none")))
+        for expected, model in (
+            (bounds.contiguous_s, costs.without(links=True, memory=True)),
+            (bounds.linked_s, costs.without(memory=True)),
+        ):
+            least_s = min(candidate_bound_s(model, candidate) for candidate in plans)
+            assert expected <= least_s * (1 + 1e-9), f"seed {seed}"
+
+
+def test_without_links_nothing_that_is_communicated_takes_time_and_all_else_stays() -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        profile, cluster = random_profile(seed), random_cluster(seed, 4)
+        costs = CostModel(profile, cluster, PlanOptions(gpus=4))
+        free = costs.without(links=True)
+        for candidate in (random_candidate(rng, costs) for _ in range(5)):
+            for stage in candidate.stages:
+                assert free.reduce_s(stage) == free.replica_exposed_s(stage, 0) == 0
+                assert free.forward_s(stage, 0) <= costs.forward_s(stage, 0)
+                if stage.shard == "none":
+                    assert free.forward_s(stage, 0) == costs.forward_s(stage, 0)
+            assert free.peak_bytes(candidate) == costs.peak_bytes(candidate)
+            assert candidate_bound_s(free, candidate) <= candidate_bound_s(costs, candidate) * (1 + 1e-12)
+            assert max(costs.without(memory=True).shortfalls(candidate)) < 0

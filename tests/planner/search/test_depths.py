@@ -1,7 +1,4 @@
-"""Depths that do not deadlock, and plans that fit only with the least in flight.
-
-How many micro-batches in flight fit, against the cost model asked stage by stage and depth by depth.
-"""
+"""Depths that do not deadlock and that fit, against the cost model asked stage by stage and depth by depth."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from autopar.planner.candidate import Candidate, CandidateStage, Family, familie
 from autopar.planner.costs.layers import Levels, Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.placement import pool_of
-from autopar.planner.search.depths import DepthLimits, LayerOrder, depth_choices
+from autopar.planner.search.depths import DepthLimits, depth_choices
 from autopar.planner.search.variants import FINE, Choice, choices
 from oracles.exhaustive import everything
 from random_problems import random_cluster, random_profile
@@ -23,7 +20,7 @@ from random_problems import random_cluster, random_profile
 
 def test_no_choice_of_depths_lets_more_in_flight_than_the_stage_before_has() -> None:
     turning = 0
-    for seed in range(150):
+    for seed in range(60):
         rng = random.Random(seed)
         profile = random_profile(seed, most_layers=6, batches=(4, 6, 8))
         costs = CostModel(profile, random_cluster(seed, 8), PlanOptions(gpus=8))
@@ -43,13 +40,12 @@ def test_no_choice_of_depths_lets_more_in_flight_than_the_stage_before_has() -> 
         for candidate in found.candidates:
             flying = [min(micro_batches, stage.in_flight) for stage in candidate.stages]
             assert flying == sorted(flying, reverse=True), f"seed {seed}"
-    assert turning >= 100
+    assert turning >= 40
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shard", ["none", "auto"])
 def test_a_plan_is_found_with_the_least_memory_that_any_plan_needs(shard: str) -> None:
-    for seed in range(40):
+    for seed in range(8):
         profile = random_profile(seed, most_layers=4, batches=(2, 4), skips=0.0)
         cluster = random_cluster(seed, 3)
         options = PlanOptions(gpus=3, shard=shard)  # type: ignore[arg-type]
@@ -91,7 +87,7 @@ def _stage(costs: CostModel, family: Family, choice: Choice, width: int, span: t
 
 def test_as_many_are_in_flight_as_fit_and_no_recomputation_of_the_range_lets_more_in() -> None:
     exact = some = recomputing = 0
-    for seed in range(32):
+    for seed in range(24):
         costs, family, options = _problem(seed)
         limits = DepthLimits(costs, family, pool_of(costs, exact=True, use_all=False))
         levels = costs.recompute_levels(family.micro_batch_size)
@@ -117,14 +113,14 @@ def test_as_many_are_in_flight_as_fit_and_no_recomputation_of_the_range_lets_mor
                                 exact += 1
                                 some += 0 < truth < stage.turns(0, family.micro_batches)
                             recomputing += choice.recomputes
-    assert min(exact, recomputing) > 1000
-    assert some > 20
+    assert min(exact, recomputing) > 700
+    assert some > 14
 
 
 def test_memory_binds_where_a_stage_does_not_fit_with_all_in_flight_and_none_longer_than_the_reach_fits() -> None:
     binding = short = 0
-    for seed in range(40):
-        costs, family, options = _problem(seed, most_layers=40)
+    for seed in range(16):
+        costs, family, options = _problem(seed, most_layers=24)
         limits = DepthLimits(costs, family, pool_of(costs, exact=True, use_all=False))
         stops = np.arange(costs.layer_count)[:, None] + limits.lengths
         binds = False
@@ -142,21 +138,4 @@ def test_memory_binds_where_a_stage_does_not_fit_with_all_in_flight_and_none_lon
                 assert not fits[:, reach:].any(), f"seed {seed}: {choice}"
         binding += binds
         short += reach < costs.layer_count
-    assert min(binding, 40 - binding, short) > 3
-
-
-def test_sums_over_the_first_layers_of_an_order_are_those_of_sorted_layers() -> None:
-    for seed in range(60):
-        rng = random.Random(seed)
-        layers = rng.randint(1, 8)
-        order = rng.sample(range(layers), rng.randint(0, layers))
-        lengths = np.array(sorted(rng.sample(range(1, layers + 1), rng.randint(1, layers))))
-        ordered, values = LayerOrder(Levels(order), layers, lengths), np.array([rng.random() for _ in range(layers)])
-        asked = np.array([[rng.randint(0, int(most)) for most in row] for row in ordered.counts])
-        found = ordered.sums(values, asked)
-        for first in range(layers):
-            for column, length in enumerate(lengths):
-                own = [layer for layer in order if first <= layer < first + length]
-                assert ordered.counts[first, column] == len(own)
-                expected = sum(values[layer] for layer in own[: asked[first, column]])
-                assert found[first, column] == pytest.approx(expected, rel=1e-12)
+    assert min(binding, 16 - binding, short) > 1

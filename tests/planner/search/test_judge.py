@@ -1,8 +1,4 @@
-"""The best of what is judged against a list of everything that was.
-
-Alternatives near the chosen plan, against all plans; the simplest of plans that are about as fast, and plans of equal
-widths.
-"""
+"""The best of what is judged, and of what is about as fast, against a list of everything that was."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ import pytest
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import Plan
-from autopar.formats.prediction import Alternative
 from autopar.planner import PlanOptions, plan
 from autopar.planner.assemble import candidate_of
 from autopar.planner.candidate import Candidate, Family, equal_widths, place
@@ -22,7 +17,6 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.search.judge import NEAR, Best, SimulatedPlan, simplicity, straddling, traits_of
 from autopar.planner.simulator.simulate import Simulator
 from drawn import random_candidate
-from oracles.exhaustive import everything
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
 
 FEW_BYTES = 6_000_000
@@ -66,10 +60,11 @@ def test_the_best_at_large_and_in_every_respect_is_the_first_of_the_quickest_tha
 
 def test_what_is_considered_is_kept_for_its_traits_and_while_it_is_about_as_fast_as_the_best() -> None:
     near = equal = 0
-    for seed in range(60):
+    for seed in range(30):
         rng = random.Random(seed)
         _, candidates = _drawn(seed, None)
-        every = [SimulatedPlan(rng.choice([1.0, 1.005, 1.02, 2.0]), each) for each in dict.fromkeys(candidates)]
+        steps = [1.05, 2.0] if seed % 6 == 0 else [1.0, 1.005, 1.02, 2.0]
+        every = [SimulatedPlan(rng.choice(steps), each) for each in dict.fromkeys(candidates)]
         best = Best(cap_s=1.03)
         for each in every:
             best.consider(each)
@@ -78,61 +73,17 @@ def test_what_is_considered_is_kept_for_its_traits_and_while_it_is_about_as_fast
             assert best.by_trait[trait] is min(own, key=lambda each: each.step_s), f"seed {seed}: {trait}"
         alike = [each for each in every if equal_widths(each.candidate.stages)]
         assert best.equal == min(alike, key=lambda each: each.step_s, default=None)
-        limit_s = min(each.step_s for each in every) * (1 + NEAR)
+        least_s = min(each.step_s for each in every)
+        assert (best.step_s, best.fastest is None) == (min(least_s, 1.03), least_s > 1.03)
+        limit_s = best.step_s * (1 + NEAR)
         assert {each.candidate for each in every if each.step_s <= limit_s} <= set(best.near)
         near += len(best.near)
         equal += best.equal is not None
-    assert near > 200
-    assert equal > 30
-
-
-def test_nothing_slower_than_the_cap_is_the_fastest() -> None:
-    _, (candidate, *_) = _drawn(1, None)
-    best = Best(cap_s=1.0)
-    best.consider(SimulatedPlan(1.5, candidate))
-    assert (best.fastest, best.step_s) == (None, 1.0)
-    best.consider(SimulatedPlan(0.5, candidate))
-    assert best.step_s == pytest.approx(0.5)
+    assert near > 100
+    assert equal > 15
 
 
 MIB = 2**20
-
-
-def _numbers(made: Plan) -> dict[int, Alternative]:
-    """The alternatives that are the best of a number of stages."""
-    found = {}
-    for each in made.alternatives:
-        match = re.fullmatch(r"(\d+) stages?", each.name)
-        if match:
-            found[int(match[1])] = each
-    return found
-
-
-@pytest.mark.slow
-def test_of_numbers_of_stages_near_the_plans_the_best_are_met() -> None:
-    fitting = best_of = 0
-    for seed in range(70):
-        profile = random_profile(seed, most_layers=4, batches=(2, 4), skips=0.0)
-        cluster = random_cluster(seed, 3)
-        ample = CostModel(profile, cluster, PlanOptions(gpus=3))
-        least = min(max(ample.peak_bytes(candidate)) for candidate in everything(ample, PlanOptions()))
-        options = PlanOptions(gpus=3, memory_bytes=max(1, int(least * (1.02, 1.3, 3.0)[seed % 3])), exact=True)
-        made = plan(profile, cluster, options)
-        simulator = Simulator(CostModel(profile, cluster, options))
-        every = list(everything(simulator.costs, options))
-        for count, each in _numbers(made).items():
-            oracle = Best()
-            for candidate in every:
-                if len(candidate.stages) == count:
-                    oracle.judge(simulator, candidate)
-            assert oracle.fastest is not None, f"seed {seed}"
-            assert each.step_s is not None
-            assert each.step_s >= oracle.step_s * (1 - 1e-9), f"seed {seed}"
-            fitting += 1
-            best_of += each.step_s <= oracle.step_s * 1.05
-    assert fitting >= 10
-    # They are what was met, and not looked for.
-    assert best_of >= 0.6 * fitting, (best_of, fitting)
 
 
 def test_a_gpts_neighbours_are_faster_first_and_few() -> None:
@@ -143,17 +94,8 @@ def test_a_gpts_neighbours_are_faster_first_and_few() -> None:
     steps = [each.step_s for each in made.alternatives[3:] if each.step_s is not None]
     assert len(steps) == len(made.alternatives) - 3 >= 3
     assert steps == sorted(steps)
-
-
-def test_what_an_option_excludes_is_marked() -> None:
-    made = plan(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, shard="none"))
-    found = {each.name: each.excluded for each in made.alternatives}
-    assert found["sharded data parallelism"] == "`shard='none'`"
-    assert found["pure data parallelism"] is None
-
-
-def test_fewer_devices_are_not_offered_where_all_must_be_used() -> None:
-    made = plan(gpt_profile(), local_cluster(3), PlanOptions(gpus=3, use_all=True))
+    # Fewer devices are not offered where all must be used.
+    made = plan(gpt_profile(blocks=4), local_cluster(3), PlanOptions(gpus=3, use_all=True))
     assert not any(re.fullmatch(r"\d devices?", each.name) for each in made.alternatives)
 
 
@@ -161,10 +103,9 @@ def _widths(made: Plan) -> set[tuple[object, ...]]:
     return {(len(stage.devices), stage.division, stage.shard, stage.shares) for stage in made.stages}
 
 
-@pytest.mark.slow
 def test_the_plan_is_within_one_percent_of_the_fastest_and_no_harder_to_use() -> None:
     simpler = 0
-    for seed in range(40):
+    for seed in range(5):
         profile, cluster = random_profile(seed, most_layers=8), random_cluster(seed, seed % 4 + 2)
         options = PlanOptions(gpus=seed % 4 + 2)
         costs = CostModel(profile, cluster, options)
@@ -174,17 +115,15 @@ def test_the_plan_is_within_one_percent_of_the_fastest_and_no_harder_to_use() ->
         assert own <= other, f"seed {seed}"
         if own < other:
             simpler += 1
-            assert (
-                any("`exact=True` plans it" in note for note in made.notes)
-                or made.predicted.step_s == exact.predicted.step_s
-            )
-    assert simpler >= 5
+            said = any("`exact=True` plans it" in note for note in made.notes)
+            assert said or made.predicted.step_s == exact.predicted.step_s
+    assert simpler >= 1
 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_no_stage_keeps_more_in_flight_than_the_plan_needs(exact: bool) -> None:
     slower = 0
-    for seed in range(24):
+    for seed in range(12):
         rng = random.Random(seed)
         devices, count = rng.randint(1, 4), rng.choice([4, 8, 12])
         profile = random_profile(seed, most_layers=8, batches=(24,))
@@ -201,13 +140,12 @@ def test_no_stage_keeps_more_in_flight_than_the_plan_needs(exact: bool) -> None:
             slower += 1
             shallower = candidate._replace(stages=(*candidate.stages[:index], other, *candidate.stages[index + 1 :]))
             assert simulator.step_s(shallower) > made.predicted.step_s * (1 + 1e-9), f"seed {seed}, stage {index}"
-    assert slower >= 8
+    assert slower >= 2
 
 
-@pytest.mark.slow
 def test_the_best_plan_of_equal_widths_is_a_row_and_is_planned_when_asked_for() -> None:
     compared = 0
-    for seed in range(40):
+    for seed in range(6):
         profile, cluster = random_profile(seed, most_layers=8), random_cluster(seed, seed % 4 + 2)
         options = PlanOptions(gpus=seed % 4 + 2)
         equal = plan(profile, cluster, replace(options, equal_widths=True))
@@ -219,7 +157,7 @@ def test_the_best_plan_of_equal_widths_is_a_row_and_is_planned_when_asked_for() 
             assert any("`equal_widths=True` plans them" in note for note in made.notes)
             compared += 1
         assert equal.predicted.step_s >= equal.predicted.lower_bound_s
-    assert compared >= 3
+    assert compared >= 1
 
 
 def test_what_equal_widths_contradict_is_refused_and_what_does_not_fit_is_said() -> None:

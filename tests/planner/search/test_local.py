@@ -17,19 +17,15 @@ from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search.judge import Best
 from autopar.planner.search.local import LocalSearch, judge_even_splits, search_locally, widths_by_time
-from autopar.planner.search.moves import (
-    Layout,
-)
+from autopar.planner.search.moves import Layout
 from autopar.planner.simulator.simulate import Simulator
 from drawn import random_layout
-from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
+from random_problems import gpt_profile, local_cluster, problem, random_cluster, random_profile
 
 
 def _question(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
     devices = seed % 4 + 2
-    profile, cluster = random_profile(seed, most_layers=7), random_cluster(seed, devices)
-    if seed % 5 == 0:
-        profile, cluster = two_kinds(profile, cluster, seed)
+    profile, cluster = problem(seed, devices, 5, most_layers=7)
     shard = "none" if seed % 2 else "auto"
     options = PlanOptions(gpus=devices, memory_bytes=None if seed % 3 else 4_000_000, shard=shard)  # type: ignore[arg-type]
     if seed % 7 == 3 and len(profile.layers) > 2:
@@ -37,10 +33,9 @@ def _question(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
     return profile, cluster, replace(options, use_all=seed % 11 == 0)
 
 
-@pytest.mark.slow
 def test_whatever_is_met_fits_obeys_and_takes_what_is_said() -> None:
     checked = 0
-    for seed in range(100):
+    for seed in range(30):
         profile, cluster, options = _question(seed)
         costs = CostModel(profile, cluster, options)
         try:
@@ -63,7 +58,7 @@ def test_whatever_is_met_fits_obeys_and_takes_what_is_said() -> None:
             checked += 1
         if best.equal is not None:
             assert equal_widths(best.equal.candidate.stages)
-    assert checked > 300
+    assert checked > 90
 
 
 def test_a_layout_is_judged_once_and_a_climb_from_a_plan_keeps_to_equal_widths_where_it_is_to() -> None:
@@ -82,10 +77,9 @@ def test_a_layout_is_judged_once_and_a_climb_from_a_plan_keeps_to_equal_widths_w
     assert climb.judge(family, layout, order, float("inf")) is None
 
 
-@pytest.mark.slow
 def test_more_effort_is_never_slower_and_the_same_question_has_the_same_answer() -> None:
     compared = 0
-    for seed in range(30):
+    for seed in range(5):
         profile, cluster, options = _question(seed)
         try:
             made = plan(profile, cluster, options)
@@ -98,22 +92,13 @@ def test_more_effort_is_never_slower_and_the_same_question_has_the_same_answer()
         more = plan(profile, cluster, replace(options, exact=True, effort=3))
         assert more.predicted.step_s <= exact.predicted.step_s * (1 + 1e-12)
         compared += 1
-    assert compared >= 15
-
-
-def test_compiled_layers_are_not_sharded_unasked_and_not_when_asked() -> None:
-    for seed in range(12):
-        profile = random_profile(seed, most_layers=5).model_copy(update={"compiled": True})
-        made = plan(profile, random_cluster(seed, 3), PlanOptions(gpus=3))
-        assert {stage.shard for stage in made.stages} == {"none"}, f"seed {seed}"
-        with pytest.raises(UsageError, match="compiled layers, which are not sharded; plan with `shard='none'`"):
-            plan(profile, random_cluster(seed, 3), PlanOptions(gpus=3, shard="optimizer"))
+    assert compared >= 3
 
 
 def test_what_a_layout_takes_is_about_known_before_it_is_simulated_on_quick_and_on_slow_links() -> None:
     for bytes_per_s in (1e10, 2e7):
         right = wrong = 0
-        for seed in range(60):
+        for seed in range(20):
             rng = random.Random(seed)
             profile, cluster = random_profile(seed, most_layers=9), random_cluster(seed, 6)
             options = PlanOptions(gpus=6, shard="none", bytes_per_s=bytes_per_s)
@@ -131,11 +116,11 @@ def test_what_a_layout_takes_is_about_known_before_it_is_simulated_on_quick_and_
                     as_simulated = (one > other) == (one_score > other_score)
                     right, wrong = right + as_simulated, wrong + (not as_simulated)
         assert right > 9 * wrong, f"{bytes_per_s}: {right} right, {wrong} wrong"
-        assert right > 40
+        assert right > 12
 
 
 def test_widths_that_go_by_time_use_all_devices_and_leave_no_stage_much_slower_than_the_best_widths_do() -> None:
-    for seed in range(200):
+    for seed in range(60):
         rng = random.Random(seed)
         stages = rng.randint(1, 4)
         devices = stages + rng.randint(0, 6)

@@ -8,34 +8,26 @@ from itertools import combinations, pairwise
 import pytest
 
 from autopar.formats.plan import group_of, layout_of
+from autopar.planner import PlanOptions
 from autopar.planner.candidate import Family
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import PlanOptions
-from autopar.planner.search.moves import (
-    balanced_shape,
-    cuts_moved,
-    devices_moved,
-    layers_passed,
-    place_shape,
-    stages_divided,
-    stages_joined,
-)
+from autopar.planner.search import moves
 from drawn import random_layout
 from random_problems import random_cluster, random_profile
 
 
 def test_moves_lead_to_other_layouts_of_all_layers_on_no_more_devices() -> None:
     seen = 0
-    for seed in range(200):
+    for seed in range(80):
         rng = random.Random(seed)
         layers, devices = rng.randint(2, 9), rng.randint(2, 9)
         layout = random_layout(rng, layers, devices)
         idle, stages = devices - sum(layout.widths), range(len(layout.cuts))
         sums = [float(at) for at in range(layers + 1)]
-        near = [layout._replace(cuts=cuts) for cuts in cuts_moved(layout.cuts, range(layers + 1), stages[:-1], 2)]
-        near += [layout._replace(cuts=cuts) for cuts in layers_passed(layout.cuts, range(layers + 1), stages)]
-        near += [*stages_joined(layout, stages[:-1]), *stages_divided(layout, stages, sums, idle)]
-        for widths in devices_moved(layout.widths, idle, stages, all_used=False):
+        near = [layout._replace(cuts=cuts) for cuts in moves.cuts_moved(layout.cuts, range(layers + 1), stages[:-1], 2)]
+        near += [layout._replace(cuts=cuts) for cuts in moves.layers_passed(layout.cuts, range(layers + 1), stages)]
+        near += [*moves.stages_joined(layout, stages[:-1]), *moves.stages_divided(layout, stages, sums, idle)]
+        for widths in moves.devices_moved(layout.widths, idle, stages, all_used=False):
             near.append(layout._replace(widths=widths))
         for other in near:
             assert other != layout
@@ -44,7 +36,7 @@ def test_moves_lead_to_other_layouts_of_all_layers_on_no_more_devices() -> None:
             assert all(first < stop for first, stop in pairwise((0, *other.cuts))), f"seed {seed}"
             assert len(other.cuts) == len(other.widths) == len(other.manners)
             seen += 1
-    assert seen > 1000
+    assert seen > 400
 
 
 def test_a_cut_moves_to_every_edge_within_reach_that_leaves_both_stages_a_layer() -> None:
@@ -61,7 +53,7 @@ def test_a_cut_moves_to_every_edge_within_reach_that_leaves_both_stages_a_layer(
             ]
             if len(moved) == 1 and moved[0] <= reach:
                 beside.add((*other, layers))
-        found = list(cuts_moved(cuts, edges, range(stages - 1), reach))
+        found = list(moves.cuts_moved(cuts, edges, range(stages - 1), reach))
         assert sorted(found) == sorted(beside), f"seed {seed}"
 
 
@@ -89,14 +81,14 @@ def test_no_cuts_make_the_slowest_stage_quicker_than_a_balanced_shapes(schedule:
         count, family = len(widths) * chunks, Family(2, costs.batch // 2, schedule)
         if not 1 < count <= costs.layer_count:
             continue
-        shape = balanced_shape(costs, family, widths, chunks, edges)
+        shape = moves.balanced_shape(costs, family, widths, chunks, edges)
         every = ((*cuts, edges[-1]) for cuts in combinations(edges[1:-1], count - 1))
         least_s = min(_slowest_s(costs, family, widths, cuts) for cuts in every)
         close = _slowest_s(costs, family, widths, shape.cuts) <= least_s * (1 + 1e-9) + 1e-12
         assert close or len(set(widths)) > 1, f"seed {seed}"
         compared += 1
         quickest += close
-        placed = place_shape(costs, family, shape, range(6))
+        placed = moves.place_shape(costs, family, shape, range(6))
         assert tuple(stage.stop for stage in placed) == shape.cuts
         groups = {stage.devices for stage in placed}
         assert sorted(map(len, groups)) == sorted(widths)

@@ -9,62 +9,49 @@ import pytest
 
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
+from autopar.planner import PlanOptions
 from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import families
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import PlanOptions
 from autopar.planner.placement import Places, pool_of
-from autopar.planner.search.best_first import SearchResult, search
-from autopar.planner.search.judge import Best
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.tables import CappedStages, SuffixTables
 from autopar.planner.search.variants import FINE, ROUGH, Fineness
-from autopar.planner.simulator.simulate import Simulator
-from oracles.exhaustive import everything, exhaust
-from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
-
-
-def _search(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Best, SearchResult]:
-    costs = CostModel(profile, cluster, options)
-    best = Best()
-    return best, search(Simulator(costs), families(costs.batch, options), options, best)
+from oracles.exhaustive import everything
+from random_problems import problem
+from searched import exhausted, searched
 
 
 def _instance(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
     devices = seed % 3 + 2
-    profile, cluster = random_profile(seed, most_layers=5, batches=(2, 3, 4)), random_cluster(seed, devices)
-    if seed % 3 == 0:
-        profile, cluster = two_kinds(profile, cluster, seed)
+    profile, cluster = problem(seed, devices, 3, most_layers=5, batches=(2, 3, 4))
     memory = None if seed % 2 else 3_000_000
     return profile, cluster, PlanOptions(gpus=devices, memory_bytes=memory, shard="auto" if seed % 5 == 0 else "none")
 
 
-@pytest.mark.slow
 def test_a_search_that_takes_stages_together_is_honest_and_close() -> None:
     ratios = []
-    for seed in range(60):
+    for seed in range(6):
         profile, cluster, options = _instance(seed)
-        exact = Best()
-        exhaust(Simulator(CostModel(profile, cluster, options)), options, exact)
-        best, searched = _search(profile, cluster, options)
+        exact, _ = exhausted(profile, cluster, options)
+        best, result = searched(profile, cluster, options)
         if exact.fastest is None:
             assert best.fastest is None, f"seed {seed}"
             continue
-        assert searched.lower_bound_s <= exact.step_s * (1 + 1e-9), f"seed {seed}"
+        assert result.lower_bound_s <= exact.step_s * (1 + 1e-9), f"seed {seed}"
         if best.fastest is not None:
             assert best.step_s >= exact.step_s * (1 - 1e-9)
             assert max(CostModel(profile, cluster, options).shortfalls(best.fastest.candidate)) <= 0
         ratios.append(best.step_s / exact.step_s)
     ratios.sort()
-    assert len(ratios) >= 33
+    assert len(ratios) >= 3
     assert ratios[int(0.8 * len(ratios))] <= 1.1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fineness", [ROUGH, FINE, Fineness(2, 2, 1, 1.5)])
 def test_tables_of_stages_taken_together_are_below_every_bound_under_every_cap(fineness: Fineness) -> None:
     compared = 0
-    for seed in range(40):
+    for seed in range(7):
         profile, cluster, options = _instance(seed)
         costs = CostModel(profile, cluster, options)
         pool = pool_of(costs, exact=True, use_all=False)
@@ -78,17 +65,15 @@ def test_tables_of_stages_taken_together_are_below_every_bound_under_every_cap(f
             free = SuffixTables(stages, options).least_s + costs.profile.step_overhead_s
             assert free <= least * (1 + 1e-9), f"seed {seed}"
             for cap_s in (0.9 * least, 1.1 * least) if least < float("inf") else ():
-                capped = (
-                    SuffixTables(stages, options, CappedStages(stages, cap_s)).least_s + costs.profile.step_overhead_s
-                )
-                assert min(cap_s, capped) <= least * (1 + 1e-9), f"seed {seed}"
+                capped = SuffixTables(stages, options, CappedStages(stages, cap_s)).least_s
+                assert min(cap_s, capped + costs.profile.step_overhead_s) <= least * (1 + 1e-9), f"seed {seed}"
                 compared += 1
-    assert compared >= 60
+    assert compared >= 9
 
 
 def test_the_fewest_devices_under_a_cap_are_those_of_one_stage_after_the_other() -> None:
     compared = 0
-    for seed in range(40):
+    for seed in range(16):
         profile, cluster, options = _instance(seed)
         costs = CostModel(profile, cluster, options)
         pool = pool_of(costs, exact=True, use_all=False)
@@ -108,10 +93,4 @@ def test_the_fewest_devices_under_a_cap_are_those_of_one_stage_after_the_other()
                             behind[first] = min(behind[first], behind[stop] + stages.ways[way].width)
                 assert capped.fewest.tolist() == [before, behind], f"seed {seed}"
                 compared += 1
-    assert compared >= 60
-
-
-def test_a_gpt_taken_together_is_planned_as_well_as_one_told_apart() -> None:
-    for devices in (4, 8):
-        together, bounded = _search(gpt_profile(), local_cluster(devices), PlanOptions(gpus=devices))
-        assert together.step_s <= bounded.lower_bound_s * 1.05
+    assert compared >= 24

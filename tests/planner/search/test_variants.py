@@ -6,19 +6,10 @@ import random
 
 import numpy as np
 
+from autopar.planner import PlanOptions
 from autopar.planner.candidate import Family, families
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import PlanOptions
-from autopar.planner.search.variants import (
-    DIVISIONS,
-    FINE,
-    Choice,
-    Fineness,
-    choices,
-    lengths_of,
-    queues,
-    ways_of,
-)
+from autopar.planner.search.variants import DIVISIONS, FINE, Choice, Fineness, choices, lengths_of, queues, ways_of
 from autopar.schedules.route import FixedStageShares, routes, shares_of
 from random_problems import random_cluster, random_profile
 
@@ -35,7 +26,7 @@ def test_of_the_layers_that_a_stage_may_recompute_every_number_is_in_exactly_one
 
 def test_every_width_is_in_one_way_and_with_classes_to_spare_only_with_others_as_busy() -> None:
     together = 0
-    for seed in range(60):
+    for seed in range(40):
         rng = random.Random(seed)
         devices = rng.randint(1, 24)
         options = PlanOptions(gpus=devices, shard="auto", divisible=seed % 5 == 0)
@@ -54,7 +45,7 @@ def test_every_width_is_in_one_way_and_with_classes_to_spare_only_with_others_as
                     turns = [-(-family.micro_batches // width) for width in way.widths]
                     assert len(set(rows if choice.division == "split" else turns)) == 1
                     together += len(way.widths) > 1
-    assert together > 30
+    assert together > 20
 
 
 def test_every_length_is_told_apart_or_at_most_a_growth_above_one_that_is() -> None:
