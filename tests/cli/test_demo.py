@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,12 +10,13 @@ import pytest
 from autopar.formats.plan import Plan
 from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
+from suite import warm
 
 
 @pytest.mark.slow
 def test_the_demo_pipelines_a_gpt_and_ends_with_what_happened(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "autopar", "demo", "--steps", "5", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280)
+    done = warm.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "autopar-demo"
     report = Report.parse(done.stdout, folder / "report.json")

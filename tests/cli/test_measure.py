@@ -8,8 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Profile
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import GPUS
+from calls import Run, ended, well
 
 MODEL = """
 import torch
@@ -44,16 +43,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
 def test_profile_and_cluster_are_written_and_the_source_is_relative(folder: Path) -> None:
     (folder / "out").mkdir()
-    result = run_profile("model.py", "--batch", "4", "--device", "cpu", "-o", "out/p.json", "--json")
+    result = run_profile("model.py", "--batch", "4", "--device", "A100", "-o", "out/p.json", "--json")
     assert result.exit_code == 0, result.output
     profile = Profile.load(folder / "out" / "p.json")
     assert profile.model.source == "../model.py"
     assert json.loads(result.stdout) == json.loads(profile.dumps())
     assert len(Cluster.load(folder / "out" / "cluster.json").devices) >= 1
-    again = run_profile("model.py", "--batch", "4", "--device", "cpu", "-o", "out/p.json")
+    again = run_profile("model.py", "--batch", "4", "--device", "A100", "-o", "out/p.json")
     assert isinstance(again.exception, AutoparError)
     assert again.exception.exit_code == 2
     assert "--overwrite" in str(again.exception)
@@ -144,32 +142,32 @@ def test_links_that_were_probed_are_kept_and_that_is_said(
 
 def test_links_that_were_probed_are_replaced_where_that_is_asked(folder: Path) -> None:
     (folder / "cluster.json").write_text(links("probed"))
-    refused = run_profile("model.py", "--batch", "2", "--device", "A100", "--ranks", "4")
-    assert isinstance(refused.exception, UsageError)
-    assert "--ranks 4: cluster.json holds links that `autopar cluster probe` measured" in str(refused.exception)
+    asked = ("model.py", "--batch", "2", "--device", "A100", "--ranks", "4")
+    error = run_profile(*asked).exception
+    assert isinstance(error, UsageError)
+    assert "--ranks 4: cluster.json holds links that `autopar cluster probe` measured" in str(error)
     assert not (folder / "profile.json").exists()
-    result = run_profile("model.py", "--batch", "2", "--device", "A100", "--ranks", "4", "--overwrite")
+    result = run_profile(*asked, "--overwrite")
     assert result.exit_code == 0, result.output
     assert len(Cluster.load(folder / "cluster.json").devices) == 4
 
 
-@pytest.mark.parametrize("text", [links("local"), "not a cluster"])
-def test_links_of_an_earlier_profile_are_replaced(folder: Path, text: str) -> None:
-    (folder / "cluster.json").write_text(text)
-    result = run_profile("model.py", "--batch", "2", "--device", "A100")
-    assert result.exit_code == 0, result.output
-    assert Cluster.load(folder / "cluster.json").devices[0].type == "A100-SXM-80G"
-    assert "profile.json and cluster.json" in " ".join(result.stderr.split())
+def test_links_of_an_earlier_profile_are_replaced(folder: Path) -> None:
+    for text in (links("local"), "not a cluster"):
+        (folder / "cluster.json").write_text(text)
+        result = run_profile("model.py", "--batch", "2", "--device", "A100")
+        assert result.exit_code == 0, result.output
+        assert Cluster.load(folder / "cluster.json").devices[0].type == "A100-SXM-80G"
+        assert "profile.json and cluster.json" in " ".join(result.stderr.split())
 
 
-def test_links_that_one_gpu_leaves_as_they_were_are_mentioned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.cli.measure._local_ranks", lambda here, asked: 1)
+@pytest.mark.usefixtures("quick")
+def test_links_that_one_gpu_leaves_as_they_were_are_mentioned(folder: Path) -> None:
     (folder / "cluster.json").write_text(links("local"))
     result = run_profile("model.py", "--batch", "2", "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert (folder / "cluster.json").read_text() == links("local")
-    line = " ".join(result.stderr.split())
-    assert "note: cluster.json was there before and is not of this profile" in line
+    assert "note: cluster.json was there before and is not of this profile" in " ".join(result.stderr.split())
     (folder / "cluster.json").unlink()
     assert "was there before" not in run_profile("model.py", "--batch", "2", "--device", "cpu").stderr
 
@@ -184,23 +182,13 @@ def test_float64_is_not_estimated_and_no_option_is_advised_that_would_not_help(f
     assert message.endswith("build them in float32, or profile on a device that is there")
 
 
-Run = Callable[..., tuple[int, str, str]]
-
 KINDS = ["p2p", "all_reduce", "all_gather", "reduce_scatter"]
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
-    """Run ``autopar cluster`` in an empty folder; return (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-    return partial(command, "cluster")
 
 
 @pytest.mark.slow
 def test_a_quick_probe_writes_a_cluster_and_prints_both_bandwidths(run: Run) -> None:
-    Path("cluster.json").write_text("an older one")
-    code, out, err = run("probe", "--quick", "--device", "cpu", "--largest", "1MiB", "--json")
-    assert code == 0, err
+    asked = ("--quick", "--device", "cpu", "--largest", "1MiB", "--json")
+    out, err = well(run, "cluster", "probe", *asked)
     cluster = Cluster.load("cluster.json")
     assert out == cluster.dumps()
     assert [curve.kind for curve in cluster.curves] == KINDS
@@ -209,58 +197,17 @@ def test_a_quick_probe_writes_a_cluster_and_prints_both_bandwidths(run: Run) -> 
         assert expected in err
 
 
-def _torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "autopar",
-        "cluster",
-        "probe",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
-
-
 @pytest.mark.slow
 def test_under_torchrun_all_ranks_join_and_one_writes(tmp_path: Path) -> None:
-    done = _torchrun(tmp_path, "--quick", "--device", "cpu", "--largest", "64KiB", "-o", "mine.json")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "autopar"]
+    asked = ["cluster", "probe", "--quick", "--device", "cpu", "--largest", "64KiB", "-o", "mine.json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launch, *asked], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     cluster = Cluster.load(tmp_path / "mine.json")
     assert [device.node for device in cluster.devices] == [0, 0]
     assert {(curve.kind, curve.ranks) for curve in cluster.curves} == {(kind, 2) for kind in KINDS}
     assert done.stderr.count("Written: mine.json") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (("probe", "--ranks", "1"), 2, "--ranks 1: links connect at least 2 ranks"),
-        (("probe", "--device", "tpu"), 2, "--device must be auto, cpu or cuda, found 'tpu'"),
-        (("probe", "-o", "mine.json"), 2, "mine.json exists; pass --overwrite"),
-        (("probe", "-o", "no/cluster.json"), 4, "no such folder: no"),
-        (("probe", "--largest", "lots"), 2, "--largest 'lots': write a number and a unit"),
-        (("probe", "--largest", "1KiB"), 2, "--largest '1KiB': must lie between 16KiB and 64GiB"),
-        (("list", "8xH1000"), 2, "no GPU called 'H1000' is known; the nearest are H100-SXM"),
-        (("list", "none.toml"), 4, "none.toml: no such cluster file"),
-        (("measure",), 2, "No such command 'measure'"),
-    ],
-)
-def test_bad_input_gets_one_line_and_its_exit_code(
-    run: Run, arguments: tuple[str, ...], code: int, message: str
-) -> None:
-    Path("mine.json").write_text("mine")
-    found, out, err = run(*arguments)
-    assert (found, out) == (code, "")
-    assert err.startswith("autopar: ")
-    assert err.count("\n") == 1
-    assert message in err
-    assert Path("mine.json").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -271,48 +218,32 @@ def test_bad_input_gets_one_line_and_its_exit_code(
         ("two", (), "WORLD_SIZE must be a number, found 'two'"),
     ],
 )
-def test_a_launcher_that_does_not_fit_is_refused(
+def test_a_launcher_that_does_not_fit_is_refused_and_one_rank_says_so(
     run: Run, monkeypatch: pytest.MonkeyPatch, size: str, arguments: tuple[str, ...], message: str
 ) -> None:
     place = {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    code, out, err = run("probe", "--device", "cpu", *arguments)
-    assert (code, out) == (2, "")
-    assert message in err
+    ended(run, 2, message, "cluster", "probe", "--device", "cpu", *arguments)
     monkeypatch.setenv("RANK", "1")
-    code, out, err = run("probe", "--device", "cpu", "--largest", "lots")
-    assert (code, out, err) == (2, "", "")
-    code, out, err = run("probe", "--device", "tpu", "--ranks", "2")
-    assert (code, out, err) == (2, "", "")
+    for others in (("--device", "cpu", "--largest", "lots"), ("--device", "tpu", "--ranks", "2")):
+        assert run("cluster", "probe", *others) == (2, "", "")
 
 
 def test_known_gpus_are_listed_with_their_sources(run: Run) -> None:
-    code, out, err = run("list", "--json")
-    assert code == 0
+    out, err = well(run, "cluster", "list", "--json")
     assert [gpu["name"] for gpu in json.loads(out)] == [gpu.name for gpu in GPUS]
-    squeezed = " ".join(err.split())
     for gpu in GPUS:
-        assert f"{gpu.name}: {gpu.source}" in squeezed
-    assert "4x8xA100-80G:200Gbps" in squeezed
+        assert f"{gpu.name}: {gpu.source}" in err
+    assert "4x8xA100-80G:200Gbps" in err
 
 
-def test_a_named_cluster_is_shown_and_given_as_json(run: Run) -> None:
-    code, out, err = run("list", "4x8xA100-80G:200Gbps", "--json")
+def test_a_named_cluster_is_shown_and_given_as_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = run("cluster", "list", "4x8xA100-80G:200Gbps", "--json")
     assert code == 0
     assert Cluster.parse(out, Path("stdout")) == cluster_named("4x8xA100-80G:200Gbps")
     assert "Curves from 1 KiB to 1 GiB (estimated)" in err
     # Tables are whole on a terminal of 80 columns.
     assert all(len(line) <= 80 for line in err.splitlines())
     assert "estimated from what is published" in " ".join(err.split())
-
-
-def test_listing_imports_no_torch(tmp_path: Path) -> None:
-    script = (
-        "import sys; sys.argv = ['autopar', 'cluster', 'list']\n"
-        "from autopar.cli import main\n"
-        "try:\n    main()\nexcept SystemExit: pass\n"
-        "print(sorted({'torch', 'pandas', 'matplotlib'} & set(sys.modules)))"
-    )
-    found = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert found.stdout == "[]\n", found.stderr

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from calls import Run
 from command_lines import GROUP, Command, parse
-from paths import ROOT
 from random_problems import gpt_profile, local_cluster
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 def _commands(group: Command = GROUP, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Command]]:
@@ -79,20 +75,6 @@ def test_a_quiet_command_says_only_its_result_and_errors(files: Path, command: R
     assert (code, out, err.count("\n")) == (3, "", 1)
     # It does not last.
     assert "Planners" in command("compare")[2]
-
-
-def test_version_names_autopar_and_torch_without_importing_torch() -> None:
-    script = (
-        "import sys; sys.argv = ['autopar', '--version']\n"
-        "from autopar.cli import main\n"
-        "try:\n    main()\nexcept SystemExit as ended: print(ended.code, 'torch' in sys.modules)"
-    )
-    first, second = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True
-    ).stdout.split("\n")[:2]
-    assert first.startswith("autopar 0.")
-    assert ", torch 2." in first
-    assert second == "0 False"
 
 
 def test_completion_is_of_the_name_that_is_typed(command: Run, monkeypatch: pytest.MonkeyPatch) -> None:

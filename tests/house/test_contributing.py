@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,10 +31,10 @@ from autopar.schedules import SCHEDULES, Schedule
 from autopar.schedules.check import read_program
 from autopar.schedules.order import Computation, RankPlace
 from autopar.schedules.timetable import draw
+from calls import Run
 from paths import ROOT
 from random_problems import gpt_profile, local_cluster
 
-Run = Callable[..., tuple[int, str, str]]
 MODEL = """
 import torch
 
