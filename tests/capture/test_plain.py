@@ -36,7 +36,8 @@ def _captured(name: str) -> tuple[UserModel, LayerGraph, dict[str, torch.Tensor]
     return user, graph, {key: value.detach().clone() for key, value in state.items()}
 
 
-@pytest.mark.parametrize("widths", [(2,), (3, 1)])
+@pytest.mark.some(1)
+@pytest.mark.parametrize("widths", [(3, 1), (2,)])
 def test_it_gives_what_the_loop_of_the_tests_gives(widths: Sequence[int]) -> None:
     user, graph, _ = _captured("normed")
     shares = [{1: [6], 2: [2, 4], 3: [2, 2, 2]}[width] for width in widths]
