@@ -19,22 +19,20 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def launch(count: int, arguments: Sequence[str], hosts: int = 1, **environment: str) -> list[warm.Popen]:
-    """Start a Python command once a rank, of which as many hosts have equally many; their output is piped."""
+def launch(
+    count: int, arguments: Sequence[str], hosts: int = 1, interface: str | None = "lo", **environment: str
+) -> list[warm.Popen]:
+    """Start a Python command once a rank, of which as many hosts have equally many; their output is piped.
+
+    ``interface`` is the one where ranks are told to listen.
+    """
     size = count // hosts
-    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    common |= {"OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo", **environment}  # type: ignore[dict-item]
-    every = [{**common, "RANK": rank, "LOCAL_RANK": rank % size} for rank in range(count)]
-    return [
-        warm.Popen(
-            [sys.executable, *arguments],
-            stdout=-1,
-            stderr=-1,
-            text=True,
-            env={**os.environ, **{name: str(value) for name, value in own.items()}},
-        )
-        for own in every
-    ]
+    place = {"WORLD_SIZE": f"{count}", "LOCAL_WORLD_SIZE": f"{size}", "MASTER_PORT": f"{free_port()}"}
+    common = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", **environment}
+    common |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    every = [{**common, "RANK": f"{rank}", "LOCAL_RANK": f"{rank % size}"} for rank in range(count)]
+    command = [sys.executable, *arguments]
+    return [warm.Popen(command, stdout=-1, stderr=-1, text=True, env=own) for own in every]
 
 
 def ended(processes: Sequence[warm.Popen], timeout_s: float = 200.0) -> list[tuple[int, str, str]]:

@@ -1,4 +1,4 @@
-"""Where processes listen, by the kernel's tables."""
+"""What processes there are and where they listen, by the kernel's tables."""
 
 from __future__ import annotations
 
@@ -11,19 +11,29 @@ from pathlib import Path
 _LISTENS = "0A"
 
 
-def descendants(process: int) -> set[int]:
-    """Return a process, those that it has started, and theirs."""
+def _parents() -> dict[int, int]:
     parents = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             state, above = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
                 parents[int(entry.name)] = int(above)
+    return parents
+
+
+def descendants(process: int) -> set[int]:
+    """Return a process, those that it has started, and theirs."""
+    parents = _parents()
     found, before = {process}, set[int]()
     while found != before:
         before = set(found)
         found |= {each for each, above in parents.items() if above in before}
     return found
+
+
+def ranks_of(process: int) -> list[int]:
+    """Return the ranks that a process has had forked: what descends from it and has started nothing."""
+    return sorted(descendants(process) - {process} - set(_parents().values()))
 
 
 def listening_places(process: int) -> list[tuple[str, int]]:

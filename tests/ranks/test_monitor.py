@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -102,8 +102,10 @@ def test_of_ranks_that_stand_still_the_one_that_does_not_wait_is_named(ranks: li
         _monitor(ranks, board, watch).until_done()
 
 
-def _play(ranks: list[Played], board: Board, ratios: list[float], on_slow: Callable[[int, float, float], None]) -> None:
-    """Have rank 1 note how slow it was, step by step, and all others that they were as planned."""
+def _play(
+    ranks: list[Played], board: Board, ratios: Sequence[Sequence[float]], on_slow: Callable[[int, float, float], None]
+) -> None:
+    """Have all ranks note how slow they were, step by step."""
     steps = iter(enumerate(ratios))
 
     def step(rank: int, message: object) -> None:
@@ -114,7 +116,7 @@ def _play(ranks: list[Played], board: Board, ratios: list[float], on_slow: Calla
             return
         for each in range(3):
             board.write(each, STEPPING, found[0])
-            board.write_slowness(each, found[1] if each == 1 else 1.0)
+            board.write_slowness(each, found[1][each])
         ranks[0].say(message={})
 
     ranks[0].say(message={})
@@ -126,8 +128,18 @@ def test_a_rank_is_called_slow_after_three_steps_and_no_longer_once_it_is_quick(
 ) -> None:
     said: list[tuple[int, float, float]] = []
     # Two slow steps, a quick one, four slow ones, one that is neither, and a quick one.
-    _play(ranks, board, [2.0, 2.0, 1.0, 2.0, 2.0, 2.0, 2.0, 1.4, 1.1], lambda *each: said.append(each))
+    ratios = [2.0, 2.0, 1.0, 2.0, 2.0, 2.0, 2.0, 1.4, 1.1]
+    _play(ranks, board, [(1.0, each, 1.0) for each in ratios], lambda *each: said.append(each))
     assert said == [(1, 2.0, 1.0), (1, 1.1, 1.0)]
+
+
+@pytest.mark.parametrize("ratios", [(2.0, 2.0, 2.1), (0.0, 3.0, 1.0), (1.0, 1.4, 1.0)])
+def test_ranks_that_are_slow_alike_or_whose_plan_has_no_times_are_not_said(
+    ratios: tuple[float, ...], ranks: list[Played], board: Board
+) -> None:
+    said: list[object] = []
+    _play(ranks, board, [ratios] * 20, lambda *each: said.append(each))
+    assert not said
 
 
 def test_the_last_step_is_the_latest_that_any_has_begun(ranks: list[Played], board: Board) -> None:

@@ -8,30 +8,30 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from autopar.capture.source import load
-from autopar.cli import main
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
+from autopar.formats.program import Fault
 from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.weights import read
 from autopar.schedules.expand import expand
-from paths import MODELS
+from launched import ended, launch, processes_in, until
+from listening import ranks_of
 from pooled import process_ids
+from suite import warm
 from words_plans import copy_model, save_plan
 
-Run = subprocess.CompletedProcess[str]
 Command = Callable[..., tuple[int, str, str]]
+RUN = [sys.executable, "-m", "autopar", "run", "--steps"]
 
 
 @pytest.fixture
@@ -42,47 +42,20 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def plan_for(here: Path, widths: list[int], name: str = "words", rows: int = 4) -> Plan:
-    return save_plan(here, widths, name, rows, cuts=[1, 2, 3][: len(widths) - 1])
+def plan_for(here: Path, widths: list[int], name: str = "words", rows: int = 4, **how: object) -> Plan:
+    return save_plan(here, widths, name, rows, cuts=[1, 2, 3][: len(widths) - 1], **how)
 
 
-def autopar(*arguments: str) -> Run:
-    command = [sys.executable, "-m", "autopar", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
-
-
-def torchrun(count: int, *arguments: str) -> Run:
-    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(count), "-m", "autopar", "worker", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.run(
-        [sys.executable, *start], capture_output=True, text=True, check=False, timeout=200, env=environment
-    )
-
-
-def last_line(run: Run) -> str:
-    return run.stderr.strip().splitlines()[-1]
-
-
-def rank_processes(parent: int) -> list[int]:
-    """Return the ranks that a process has had forked."""
-    return [rank for server in _children_of(parent) for rank in _children_of(server)]
-
-
-def _children_of(process: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                state, above = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                if int(above) == process and state != "Z":
-                    found.append(int(entry.name))
-    return sorted(found)
+def jsons(here: Path) -> list[str]:
+    return sorted(path.name for path in here.glob("*.json"))
 
 
 @pytest.mark.slow
-def test_a_run_writes_report_trace_and_weights_that_a_second_run_starts_from(here: Path) -> None:
+@pytest.mark.core
+def test_a_run_writes_report_trace_and_weights_that_a_second_run_starts_from(here: Path, command: Command) -> None:
     plan = plan_for(here, [1, 2])
-    done = autopar("run", "--steps", "4", "--trace", "t.json", "--save", "trained", "--json")
+    started = [*RUN, "4", "--trace", "t.json", "--save", "trained", "--json"]
+    done = subprocess.run(started, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
     report = Report.load(here / "report.json")
     assert json.loads(done.stdout) == json.loads((here / "report.json").read_text())
@@ -103,8 +76,8 @@ def test_a_run_writes_report_trace_and_weights_that_a_second_run_starts_from(her
         "model.safetensors.index.json",
     ]
 
-    again = autopar("run", "--steps", "1", "--weights", "trained", "--save", "more")
-    assert again.returncode == 0, again.stderr
+    code, _, said = command("run", "--steps", "1", "--weights", "trained", "--save", "more")
+    assert code == 0, said
     (file,) = (here / "more").glob("model-00001-*.safetensors")
     moved = load_file(file)
     assert [name for name, value in moved.items() if value.equal(state[name])] == ["unused"]
@@ -112,7 +85,6 @@ def test_a_run_writes_report_trace_and_weights_that_a_second_run_starts_from(her
     assert plan.predicted.step_s == 0
 
 
-@pytest.mark.slow
 def test_the_report_names_modules_that_training_puts_back_into_training_mode(here: Path, pool: RankPool) -> None:
     frozen = "import words\nfrom words import *\ndef model():\n    net = words.model()\n"
     part = "next(part for path, part in net.named_modules() if path)"
@@ -130,169 +102,152 @@ def threads_of(pool: RankPool) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
-@pytest.mark.parametrize("shard", ["none", "parameters"])
-def test_a_rank_gives_back_what_a_training_has_opened_before_it_serves_the_next(here: Path, shard: str) -> None:
-    plan = plan_for(here, [2])
-    plan = plan.model_copy(update={"stages": tuple(each.model_copy(update={"shard": shard}) for each in plan.stages)})
+def test_a_rank_gives_back_what_a_training_has_opened_before_it_serves_the_next(here: Path) -> None:
+    plan = plan_for(here, [2], shard="parameters")
     with RankPool(2) as pool:
         run(plan, "words.py", RunOptions(2), pool=pool)
         first = threads_of(pool)
         for _ in range(3):
             run(plan, "words.py", RunOptions(2), pool=pool)
-        end_s = time.monotonic() + 20
-        while max(threads_of(pool)) > max(first) and time.monotonic() < end_s:
-            # The rank collects when it has answered.
-            time.sleep(0.1)
-        assert max(threads_of(pool)) <= max(first)
+        # The rank collects when it has answered.
+        until(lambda: max(threads_of(pool)) <= max(first))
 
 
-@pytest.mark.slow
-def test_an_edited_program_is_run_and_a_broken_one_refused(here: Path) -> None:
+def test_an_edited_program_is_run_and_a_broken_one_refused(here: Path, command: Command) -> None:
     text = expand(plan_for(here, [1, 1])).dumps()
     early = text.replace("SG0@1>0@0 R1@1<0@0", "R1@1<0@0 SG0@1>0@0")
     assert early != text
     (here / "p.json").write_text(early)
-    done = autopar("run", "--steps", "1", "--program", "p.json", "--trace", "t.json", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["notes"] == ["the program of p.json was run, not the plan's own"]
+    code, out, said = command("run", "--steps", "1", "--program", "p.json", "--trace", "t.json", "--json")
+    assert code == 0, said
+    assert json.loads(out)["notes"] == ["the program of p.json was run, not the plan's own"]
     performed = [str(event.action) for event in Timeline.load(here / "t.json") if event.rank == 1]
     assert performed.index("SG0@1>0@0") == performed.index("R1@1<0@0") + 1
     (here / "p.json").write_text(text.replace("S0@0>1@1 ", ""))
-    refused = autopar("run", "--steps", "1", "--program", "p.json")
-    assert refused.returncode == 4
-    assert last_line(refused) == "autopar: p.json: rank 0 (stage 0): S0@0>1@1 is missing"
+    code, _, said = command("run", "--steps", "1", "--program", "p.json")
+    assert code == 4
+    assert said.splitlines()[-1] == "autopar: p.json: rank 0 (stage 0): S0@0>1@1 is missing"
 
 
 @pytest.mark.slow
 @pytest.mark.reliability(36)
-def test_torchrun_starts_the_same_ranks(here: Path) -> None:
+def test_a_launcher_starts_the_same_ranks(here: Path, command: Command) -> None:
     # Mini-batches of 48 of the 64 samples.
     plan_for(here, [1, 1], rows=24)
-    local = autopar("run", "--epochs", "1", "--last", "pad")
-    assert local.returncode == 0, local.stderr
+    assert command("run", "--epochs", "1", "--last", "pad")[0] == 0
     report = Report.load(here / "report.json")
     assert len(report.loss) == 2
     assert report.notes == ("the last mini-batch of an epoch repeats 32 of its 64 samples (--last pad)",)
-    started = torchrun(2, "plan.json", "--epochs", "1", "--report", "other.json")
-    assert started.returncode == 0, started.stderr
+    found = ended(launch(2, ["-m", "autopar", "worker", "plan.json", "--epochs", "1", "--report", "other.json"]))
+    assert [code for code, *_ in found] == [0, 0], found
     other = Report.load(here / "other.json")
     assert other.loss == report.loss[:1]
-    left, met = other.notes
-    assert left == "an epoch leaves out 16 of 64 samples, which do not fill a mini-batch (--last drop)"
-    # The agent's port, which it opens everywhere.
-    assert re.fullmatch(r"port \d+ of this host, at which the ranks met, is open on all interfaces, .*", met)
+    assert other.notes == ("an epoch leaves out 16 of 64 samples, which do not fill a mini-batch (--last drop)",)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("count", "words"), [(1, "fewer than the 2"), (3, "more than the 2")])
-def test_torchrun_with_another_number_of_ranks_says_so_once(here: Path, count: int, words: str) -> None:
+def test_another_number_of_ranks_is_said_once(here: Path, count: int, words: str) -> None:
     plan_for(here, [1, 1])
-    started = torchrun(count, "plan.json", "--steps", "3")
-    assert started.returncode != 0
-    assert started.stderr.count(f"the number of ranks started is {count}, {words} that the plan needs") == 1
+    found = ended(launch(count, ["-m", "autopar", "worker", "plan.json", "--steps", "3"]))
+    assert all(code for code, *_ in found)
+    said = "".join(errors for *_, errors in found)
+    assert said.count(f"the number of ranks started is {count}, {words} that the plan needs") == 1
     assert not (here / "report.json").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.reliability(9)
-def test_a_layer_that_fails_is_named_with_rank_stage_step_and_action(here: Path) -> None:
+def test_a_layer_that_fails_is_named_with_rank_stage_step_and_action(here: Path, command: Command) -> None:
     text = (here / "words.py").read_text().replace("UNKNOWN_AT = -1", "UNKNOWN_AT = 7")
     (here / "words.py").write_text(text)
     plan_for(here, [1, 1])
-    done = autopar("run", "--steps", "9", "--trace", "t.json")
-    assert done.returncode == 5
-    where = r"rank 0 \(stage 0, step \d, F\d@0\): layer 0"
-    assert re.match(rf"autopar: {where}: IndexError: index out of range", last_line(done))
-    assert last_line(done).endswith("`autopar show report.blackbox.json` shows the last actions of every rank")
-    assert sorted(path.name for path in here.iterdir() if path.suffix == ".json") == [
-        "plan.json",
-        "report.blackbox.json",
-    ]
-    assert "Traceback" not in done.stderr
+    code, _, said = command("run", "--steps", "9", "--trace", "t.json")
+    assert code == 5
+    last = said.strip().splitlines()[-1]
+    assert re.match(r"autopar: rank 0 \(stage 0, step \d, F\d@0\): layer 0: IndexError: index out of range", last)
+    assert last.endswith("`autopar show report.blackbox.json` shows the last actions of every rank")
+    assert jsons(here) == ["plan.json", "report.blackbox.json"]
+    assert "Traceback" not in said
+
+
+def in_steps(here: Path, *arguments: str) -> tuple[warm.Popen, list[int]]:
+    """Start a run without an end; return it and its ranks, once they take steps."""
+    run = warm.Popen([*RUN, "1000000", *arguments], stderr=-1, text=True)
+    assert run.stderr is not None
+    assert any(line.startswith("step ") for line in run.stderr), run.wait()
+    return run, ranks_of(run.pid)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "code", "said"),
-    [
-        (signal.SIGKILL, 5, r"rank 1 \(stage 1, step \d+, \S+\) was killed by SIGKILL"),
-        (signal.SIGSTOP, 5, r"rank 1 \(stage 1, step \d+, \S+\) is stopped"),
-    ],
-)
 @pytest.mark.reliability(1, 6)
-def test_a_rank_that_is_killed_or_stopped_ends_the_run_and_is_named(
-    here: Path, number: signal.Signals, code: int, said: str
-) -> None:
+def test_a_rank_that_is_killed_ends_the_run_and_is_named(here: Path) -> None:
     plan_for(here, [1, 1])
-    command = [sys.executable, "-m", "autopar", "run", "--steps", "1000000", "--timeout", "3"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
-        ranks = _wait_for_steps(run)
-        os.kill(ranks[1], number)
-        began_s = time.monotonic()
-        rest = run.communicate(timeout=100)[1]
-        # The timeout of 3 s, and what a busy machine adds.
-        assert time.monotonic() - began_s < 30
-    assert run.returncode == code
-    assert re.search(said, rest.strip().splitlines()[-1])
-    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    run, ranks = in_steps(here, "--timeout", "100")
+    os.kill(ranks[1], signal.SIGKILL)
+    rest = run.communicate(timeout=100)[1]
+    assert run.returncode == 5
+    assert re.search(r"rank 1 \(stage 1, step \d+, \S+\) was killed by SIGKILL", rest.strip().splitlines()[-1])
     assert not (here / "report.json").exists()
+    until(lambda: not processes_in(here))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.core
 @pytest.mark.reliability(27)
-def test_a_run_that_is_asked_to_end_ends_behind_its_step_and_saves_what_was_asked_for(
-    here: Path, number: signal.Signals, code: int
-) -> None:
+def test_a_run_that_is_asked_to_end_ends_behind_its_step_and_is_resumed(here: Path, command: Command) -> None:
     plan_for(here, [1, 1])
-    command = [sys.executable, "-m", "autopar", "run", "--steps", "1000000", "--checkpoint", "saved"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
-        ranks = _wait_for_steps(run)
-        run.send_signal(number)
-        rest = run.communicate(timeout=100)[1]
-    assert run.returncode == code
+    run, _ = in_steps(here, "--checkpoint", "saved")
+    run.send_signal(signal.SIGTERM)
+    rest = run.communicate(timeout=100)[1]
+    assert run.returncode == 143
     assert "ending behind this step; once more ends at once" in rest
-    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    until(lambda: not processes_in(here))
     report = Report.load(here / "report.json")
     assert f"was asked to end, and has trained {report.steps} of 1000000 steps" in report.notes
     assert report.checkpoints is not None
     assert report.checkpoints.steps[-1] == report.steps
-    again = autopar("run", "--steps", str(report.steps + 2), "--checkpoint", "saved", "--resume")
-    assert again.returncode == 0, again.stderr
+    code, _, said = command("run", "--steps", str(report.steps + 2), "--checkpoint", "saved", "--resume")
+    assert code == 0, said
     assert Report.load(here / "report.json").first_step == report.steps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.reliability(28)
-def test_a_run_that_is_interrupted_twice_leaves_no_process_and_no_file(
-    here: Path, number: signal.Signals, code: int
-) -> None:
-    (here / "words.py").write_text((MODELS / "words.py").read_text().replace("def __getitem__(self, index):", SLEEPS))
+def test_a_run_that_is_interrupted_twice_leaves_no_process_and_no_file(here: Path) -> None:
+    sleeps = "def __getitem__(self, index):\n        import time; time.sleep(0.3)"
+    (here / "words.py").write_text((here / "words.py").read_text().replace("def __getitem__(self, index):", sleeps))
     plan_for(here, [1, 1])
-    command = [sys.executable, "-m", "autopar", "run", "--steps", "1000000"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
-        ranks = _wait_for_steps(run)
-        run.send_signal(number)
-        time.sleep(0.5)
-        run.send_signal(number)
-        rest = run.communicate(timeout=100)[1]
-    assert run.returncode == code
+    run, _ = in_steps(here)
+    run.send_signal(signal.SIGINT)
+    assert run.stderr is not None
+    while "once more ends at once" not in (line := run.stderr.readline()):
+        assert line
+    run.send_signal(signal.SIGINT)
+    rest = run.communicate(timeout=100)[1]
+    assert run.returncode == 130
     assert "Traceback" not in rest
-    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
-    assert sorted(path.name for path in here.iterdir() if path.suffix == ".json") == ["plan.json"]
+    assert jsons(here) == ["plan.json"]
+    until(lambda: not processes_in(here))
+
+
+@pytest.mark.slow
+@pytest.mark.reliability(7)
+def test_a_rank_that_becomes_slow_is_said_of_a_run(
+    here: Path, pool: RankPool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = save_plan(here, [1, 1], cuts=[1])
+    times = {"forward_s": (0.001, 0.001), "backward_s": (0.002, 0.002)}
+    plan = plan.model_copy(update={"predicted": plan.predicted.model_copy(update=times)})
+    run(plan, "words.py", RunOptions(30, faults=(Fault.parse("slow@1:4"),)), pool=pool)
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "times as long as planned" in line]
+    said = r"autopar: rank 1 \(stage 1\) computes [\d.e+]+ times as long as planned, the others [\d.]+ times; "
+    remedy = "if no other work there is why, `autopar plan profile.json --gpus 1` plans without its device"
+    assert re.fullmatch(said + remedy, line)
 
 
 def test_what_is_wrong_with_a_plan_is_said_once_a_host(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     for local_rank, said in (("0", "autopar: no-plan.json: no such plan file"), ("1", "")):
-        for name, value in (
-            ("RANK", local_rank),
-            ("LOCAL_RANK", local_rank),
-            ("WORLD_SIZE", "2"),
-            ("LOCAL_WORLD_SIZE", "2"),
-            ("MASTER_ADDR", "127.0.0.1"),
-            ("MASTER_PORT", "29500"),
-        ):
+        place = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
             monkeypatch.setenv(name, value)
         code, _, stderr = command("worker", "no-plan.json")
         assert code == 4
@@ -311,39 +266,21 @@ def test_a_host_with_fewer_gpus_than_the_plan_names_the_options_that_help(
             run(plan, "words.py", RunOptions(1))
 
 
-SLEEPS = "def __getitem__(self, index):\n        import time; time.sleep(0.3)"
-
-
-def _wait_for_steps(run: subprocess.Popen[str]) -> list[int]:
-    assert run.stderr is not None
-    for line in run.stderr:
-        if line.startswith("step "):
-            return rank_processes(run.pid)
-    raise AssertionError(f"the run ended with {run.wait()}")
-
-
 def edited(here: Path, **changes: object) -> None:
     content = json.loads((here / "plan.json").read_text())
     content.update(changes)
     (here / "plan.json").write_text(json.dumps(content))
 
 
-@pytest.mark.slow
 @pytest.mark.reliability(16, 32, 53, 54)
-def test_what_does_not_fit_is_one_line_and_the_right_exit_code(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_fit_is_one_line_and_the_right_exit_code(here: Path, command: Command) -> None:
     plan_for(here, [1, 1])
     content = json.loads((here / "plan.json").read_text())
     stages = content["stages"]
 
     def refused(code: int, said: str, *arguments: str) -> None:
-        # In this process: starting one that imports torch takes longer than all the rest.
-        monkeypatch.setattr(sys, "argv", ["autopar", "run", "--steps", "1", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        stderr = capsys.readouterr().err
-        assert ended.value.code == code, stderr
+        found, _, stderr = command("run", "--steps", "1", *arguments)
+        assert found == code, stderr
         assert re.search(said, stderr.strip().splitlines()[-1]), stderr
         assert "Traceback" not in stderr
         assert not (here / "report.json").exists()

@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,10 +24,12 @@ from autopar.errors import CaptureError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime import weights
+from launched import ended, launch
 from oracles.turns import train_in_turns
 from oracles.unflushed import Asked, train
 from paths import EXAMPLES, HARNESS
 from script_jobs import LEARNING_RATE, batches, described, loss, make_model, script_plan
+from suite import warm
 
 STEPS = 3
 
@@ -156,12 +157,12 @@ def test_a_loader_that_forks_gives_a_job_what_one_without_processes_does() -> No
     ("widths", "shard", "sizes"),
     [
         ([1, 1, 1], "none", ()),
-        ([2, 1], "none", ()),
         ([2, 1], "parameters", ()),
-        ([1, 1], "none", (2, 4)),
+        ([1, 1], "none", (2, 1)),
         ([2, 1], "parameters", (2, 1)),
     ],
 )
+@pytest.mark.some(3)
 def test_ranks_train_evaluate_and_refuse_together(
     pool: RankPool, widths: list[int], shard: Shard, sizes: Sequence[int], tmp_path: Path
 ) -> None:
@@ -184,15 +185,16 @@ def test_ranks_train_evaluate_and_refuse_together(
 
 
 @pytest.mark.slow
+@pytest.mark.core
 def test_the_example_script_plans_and_trains_under_torchrun(tmp_path: Path) -> None:
     script = str(EXAMPLES / "train.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script]
-    for command in ([sys.executable, script], [*start, "--epochs", "1"]):
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=200
-        )
-        assert done.returncode == 0, done.stderr
+    options: dict[str, Any] = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    planned = warm.run([sys.executable, script], timeout=200, **options)
+    assert planned.returncode == 0, planned.stderr
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, "--epochs", "1"]
+    done = subprocess.run(command, check=False, timeout=200, **options)
+    assert done.returncode == 0, done.stderr
     example = plain.load_file(EXAMPLES / "mlp.py")
     torch.manual_seed(0)
     model = example.model()
@@ -214,49 +216,20 @@ def test_the_example_script_plans_and_trains_under_torchrun(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", ["torchrun", "a launcher", "the script"])
+@pytest.mark.parametrize("start", ["a launcher", "the script"])
 @pytest.mark.reliability(31)
 def test_jobs_of_a_script_follow_each_other_also_behind_one_that_failed(start: str, tmp_path: Path) -> None:
-    plans: dict[str, tuple[list[int], Shard]] = {"a": ([2, 2], "none"), "b": ([1, 3], "none"), "c": ([4], "parameters")}
+    plans: dict[str, tuple[list[int], Shard]] = {"a": ([2, 1], "none"), "b": ([1, 2], "none"), "c": ([3], "parameters")}
     for name, (widths, shard) in plans.items():
         script_plan(widths, shard).save(tmp_path / f"{name}.json")
     script = [str(HARNESS / "several_jobs.py"), *(str(tmp_path / f"{name}.json") for name in "aabc")]
-    said = _on_four_ranks(start, script)
+    found = ended(launch(3, script, OWN_GROUP="1" if start == "the script" else ""))
+    assert [code for code, *_ in found] == [0] * 3, found
     expected, _ = trained_plainly()
-    found = [re.search(r"job (\d) rank (\d): (.*)", line) for line in said.splitlines()]
-    losses = {(int(line[1]), int(line[2])): json.loads(line[3]) for line in found if line is not None}
-    assert losses.keys() == {(job, rank) for job in range(4) for rank in range(4)}, said
-    for (job, _), each in losses.items():
-        assert each == ([] if job == 1 else pytest.approx(expected, rel=1e-12))
-
-
-def _on_four_ranks(start: str, script: list[str]) -> str:
-    """Run a script; return what its ranks print."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    if start != "a launcher":
-        if start == "the script":
-            environment["OWN_GROUP"] = "1"
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", *script]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environment |= {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *script],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    try:
-        return "".join(rank.communicate(timeout=200)[0] for rank in ranks)
-    finally:
-        for rank in ranks:
-            rank.kill()
+    for rank, (_, said, _) in enumerate(found):
+        losses = {line[1]: json.loads(line[2]) for line in re.finditer(rf"job (\d) rank {rank}: (.*)", said)}
+        assert losses.pop("1") == []
+        assert losses == dict.fromkeys("023", pytest.approx(expected, rel=1e-12))
 
 
 def test_planning_from_python_needs_no_torch() -> None:
@@ -309,6 +282,7 @@ def test_a_transformers_model_counts_its_labels_as_a_plain_loop_over_whole_mini_
         ("stash", (1, 3), (3, 1), (1,)),
     ],
 )
+@pytest.mark.some(3)
 def test_without_flushes_a_step_gives_what_has_ended(
     policy: str, widths: Sequence[int], depths: Sequence[int], turns: Sequence[int], tmp_path: Path, pool: RankPool
 ) -> None:
