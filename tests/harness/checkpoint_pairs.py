@@ -5,23 +5,21 @@ from __future__ import annotations
 import operator
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from autopar.capture.export import capture
-from autopar.capture.source import load
 from autopar.formats.plan import SHARDS, Plan, layout_of
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.folder import CheckpointFolder, CheckpointReader, read_verified
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.schedules import SCHEDULES
-from dictated import dictate
 from in_teams import in_teams
 from paths import MODELS
+from training_cases import make_case
 
 RANKS, MICRO_BATCHES, ROWS = 4, 4, 4
 STEPS = 5
@@ -44,10 +42,10 @@ class CheckpointPairs:
         """
         self._file, self._pool = folder / "model.py", pool
         text = (MODELS / f"{model}.py").read_text()
-        self._file.write_text(text.replace("nn.Dropout(0.2)", "nn.Identity()").replace("= 9, 8", "= 3, 8") + more)
-        self._model = load(str(self._file))
-        self._graph = capture(self._model, self._model.build(0))
-        self.truth = self._train([(dictate(self._graph, self._model, [1], MICRO_BATCHES, ROWS), STEPS)])
+        text = text.replace("nn.Dropout(0.2)", "nn.Identity()").replace("= 9, 8", "= 3, 8") + more
+        self._case = make_case(self._file, text)
+        self._graph = self._case.graph
+        self.truth = self._train([(self._case.plan([1], MICRO_BATCHES, ROWS), STEPS)])
 
     def draw(self, rng: random.Random) -> Plan:
         """Draw a plan: schedule, widths, cuts, shares, replicas in turn, sharding and recomputation."""
@@ -70,7 +68,7 @@ class CheckpointPairs:
                 how["shard"] = [rng.choice(SHARDS) for _ in widths]
             how["recompute"] = rng.random() < 0.3
             try:
-                return dictate(self._graph, self._model, widths, MICRO_BATCHES, ROWS, schedule, **how)
+                return self._case.plan(widths, MICRO_BATCHES, ROWS, schedule, **how)
             except ValueError:
                 continue
 
@@ -89,14 +87,14 @@ class CheckpointPairs:
             how["shard"] = [rng.choice(SHARDS[1:]) for _ in widths]
             how["recompute"] = rng.random() < 0.3
             schedule = rng.choice(("gpipe", "1f1b", "zb-h1"))
-            alone = dictate(self._graph, self._model, widths, MICRO_BATCHES, ROWS, schedule, **how)
+            alone = self._case.plan(widths, MICRO_BATCHES, ROWS, schedule, **how)
             plan = in_teams(self._graph, alone, sizes)
             if plan.refusal is None:
                 return plan
 
     def unflushed(self, policy: str, sizes: Sequence[int]) -> Plan:
         """Return a plan of two stages under a weight policy."""
-        alone = dictate(self._graph, self._model, [1, 1], MICRO_BATCHES, ROWS, warmup=[1, 1])
+        alone = self._case.plan([1, 1], MICRO_BATCHES, ROWS, warmup=[1, 1])
         plan = in_teams(self._graph, alone, sizes)
         stages = [stage.model_copy(update={"warmup": depth}) for stage, depth in zip(plan.stages, (2, 1), strict=True)]
         more = {"anneal_steps": 3, "synchronous_steps": 1} if policy == "pipemare" else {}
@@ -118,21 +116,34 @@ class CheckpointPairs:
             for plan, steps in parts:
                 asked = RunOptions(steps, checkpoint=folder, every=every, resume=bool(losses))
                 losses += run(plan, str(self._file), asked, pool=self._pool).report.loss
-            place = CheckpointFolder(folder).folder_of(STEPS)
-            manifest = read_verified(place)
-            with CheckpointReader(place, manifest) as reader:
-                tensors = {each.key: reader.read(each) for each in manifest.tensors if each.kind != "generator"}
-        return Training(tuple(losses), tensors)
+            return Training(tuple(losses), saved(folder, STEPS))
+
+
+def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's tensors."""
+    place = CheckpointFolder(folder).folder_of(step)
+    manifest = read_verified(place)
+    with CheckpointReader(place, manifest) as reader:
+        return {each.key: reader.read(each) for each in manifest.tensors if each.kind != "generator"}
+
+
+def largest_difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    """Return the largest difference of any two numbers, relative to the tensor's largest; others are equal."""
+    assert one.keys() == other.keys()
+    found = 0.0
+    for key, tensor in one.items():
+        assert tensor.shape == other[key].shape, key
+        if tensor.is_floating_point() and tensor.numel():
+            found = max(found, float((tensor - other[key]).abs().max() / max(1e-3, float(other[key].abs().max()))))
+        else:
+            assert torch.equal(tensor, other[key]), key
+    return found
 
 
 def difference(one: Training, other: Training) -> float:
     """Return the largest difference of losses and tensors, relative to the tensor's largest number."""
-    assert one.tensors.keys() == other.tensors.keys()
-    pairs = [(torch.tensor(one.losses), torch.tensor(other.losses))]
-    pairs += [(tensor, other.tensors[key]) for key, tensor in one.tensors.items() if tensor.numel()]
-    assert all(first.shape == second.shape for first, second in pairs)
-    doubles = ((first.double(), second.double()) for first, second in pairs)
-    return max(float((first - second).abs().max() / max(1e-3, float(second.abs().max()))) for first, second in doubles)
+    losses = ({"": torch.tensor(each.losses, dtype=torch.float64)} for each in (one, other))
+    return max(largest_difference(*losses), largest_difference(one.tensors, other.tensors))
 
 
 def _shares(rng: random.Random, width: int) -> tuple[int, ...]:

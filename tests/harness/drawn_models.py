@@ -6,33 +6,29 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
-from any_plan import plans_of, truth_of
-from autopar.capture.export import capture
+from any_plan import plans_of
 from autopar.capture.graph import LayerGraph
-from autopar.capture.source import UserModel, load
+from autopar.capture.source import UserModel
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
-from autopar.schedules.expand import stages_of
 from in_teams import in_teams
 from paths import MODELS
-from threads import train_in_threads
-from training_cases import own_part
+from training_cases import Case, check, make_case
 
 STEPS = 2
 
 
 @cache
+def model_case(name: str) -> Case:
+    return make_case(MODELS / f"{name}.py")
+
+
 def captured(name: str) -> tuple[UserModel, LayerGraph, dict[str, torch.Tensor]]:
-    model = load(str(MODELS / f"{name}.py"))
-    module = model.build(0)
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    state = {key: value.detach().clone() for key, value in state.items()}
-    return model, capture(model, module), state
+    case = model_case(name)
+    return case.model, case.graph, case.state
 
 
 def plans(name: str, **limits: int) -> st.SearchStrategy[Plan]:
@@ -56,24 +52,7 @@ def team_plans(draw: st.DrawFn, name: str, most_ranks: int = 8, **limits: int) -
 
 
 def equals_plain(name: str, plan: Plan, program: Program | None = None) -> None:
-    model, graph, state = captured(name)
-    truth = truth_of(MODELS / f"{name}.py", graph, plan, STEPS)
+    case = model_case(name)
     with tempfile.TemporaryDirectory() as folder:
-        losses = train_in_threads(plan, graph, model, state, Path(folder), STEPS, program=program)
-        if graph.loss == "mean":
-            assert losses == pytest.approx(truth.losses, rel=1e-12)
-        largest = max(float(gradient.abs().max()) for gradient in truth.gradients.values())
-        for rank in range(len(plan.devices)):
-            for key, gradient in load_file(Path(folder) / f"gradients-{rank}").items():
-                expected = own_part(plan, rank, key, truth.gradients[key])
-                assert float((gradient - expected).abs().max()) <= 1e-12 * largest, key
-            for key, parameter in load_file(Path(folder) / f"parameters-{rank}").items():
-                expected = own_part(plan, rank, key, truth.parameters[key])
-                torch.testing.assert_close(parameter, expected, rtol=0, atol=1e-10)
-            for key, buffer in load_file(Path(folder) / f"buffers-{rank}").items() if not replica(plan, rank) else ():
-                torch.testing.assert_close(buffer, truth.buffers[key], rtol=1e-10, atol=1e-10)
-
-
-def replica(plan: Plan, rank: int) -> int:
-    """Return which replica a rank is; buffers are those of the first."""
-    return stages_of(plan, rank)[1]
+        losses = case.train(plan, Path(folder), STEPS, program=program)
+        check(plan, case.truth(plan, STEPS), Path(folder), losses if case.graph.loss == "mean" else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +24,8 @@ class Trained(NamedTuple):
     parameters: dict[str, torch.Tensor]
     """After the last."""
     buffers: dict[str, torch.Tensor]
+    norms: list[float | None]
+    """Of all gradients, step by step; none of an overflow."""
 
 
 def load_file(path: Path) -> ModuleType:
@@ -54,6 +56,8 @@ def train(
     device: str = "cpu",
     period_of: Callable[[str], int] = lambda name: 1,
     precision: str = "fp64",
+    clip_norm: float | None = None,
+    clipped: Sequence[Collection[str]] = (),
 ) -> Trained:
     """Train mini-batches of ``micro_batches`` x ``rows`` samples, adding gradients up micro-batch by micro-batch.
 
@@ -61,7 +65,8 @@ def train(
     are per share, as the design says. ``deferred`` running statistics are those that torch takes of whole mini-batches.
     What is returned of a loop on another ``device`` is on the CPU. ``period_of`` says, for a module's name, how many
     replicas of its stage take turns: running statistics are those that the first one sees. In ``precision`` bf16 or
-    fp16, forwards run under autocast, and losses of fp16 are scaled.
+    fp16, forwards run under autocast, and losses of fp16 are scaled. Gradients are clipped to ``clip_norm`` by the norm
+    of all, or by that of each of the sets of names ``clipped``.
     """
     source = load_file(file)
     torch.manual_seed(seed if model_seed is None else model_seed)
@@ -72,10 +77,11 @@ def train(
     for name in random_layers:
         _divide_random(model.get_submodule(name), name, shares_of(name), seed, moment, device)
     optimizer = source.optimizer(model.parameters())
+    scheduler = source.scheduler(optimizer) if hasattr(source, "scheduler") else None
     scaler = torch.amp.GradScaler(device, enabled=precision == "fp16")
     data = source.dataset()
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
-    losses, first = [], {}
+    losses, norms, first = [], list[float | None](), {}
     for step in range(steps):
         optimizer.zero_grad()
         moment["step"] = step
@@ -89,10 +95,23 @@ def train(
         losses.append(total)
         if step == 0:
             first = {name: p.grad.cpu().clone() for name, p in model.named_parameters() if p.grad is not None}
+        norms.append(_clip(model, clip_norm, clipped))
         scaler.step(optimizer)
         scaler.update()
+        if scheduler is not None:
+            scheduler.step(*[total] * isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau))
     parameters = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
-    return Trained(losses, first, parameters, {name: buffer.cpu() for name, buffer in model.named_buffers()})
+    return Trained(losses, first, parameters, {name: buffer.cpu() for name, buffer in model.named_buffers()}, norms)
+
+
+def _clip(model: nn.Module, clip_norm: float | None, clipped: Sequence[Collection[str]]) -> float | None:
+    """Clip gradients if that is asked for; return the norm of all before."""
+    parameters = {name: each for name, each in model.named_parameters() if each.grad is not None}
+    norm = nn.utils.get_total_norm([each.grad for each in parameters.values()])
+    if clip_norm is not None:
+        for names in clipped or [parameters]:
+            nn.utils.clip_grad_norm_([each for name, each in parameters.items() if name in names], clip_norm)
+    return norm.item() if norm.isfinite() else None
 
 
 def _to(batch: object, device: str) -> object:

@@ -12,22 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from autopar.capture.export import capture
-from autopar.capture.source import load
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.ranks.pool import RankPool
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.settings import TrainSettings
 from autopar.schedules.expand import stages_of
-from dictated import dictate
 from in_teams import in_teams
 from oracles.turns import train_in_turns
-from oracles.unflushed import Asked, delay_of, train
+from oracles.unflushed import Asked, delay_of
+from oracles.unflushed import train as train_unflushed
 from paths import MODELS
-from threads import train_in_threads
-from training_cases import make_case, own_part
-from training_cases import train as train_in_ranks
+from training_cases import bits, make_case, own_part, train
 
 ROWS, STEPS = 2, 20
 
@@ -58,19 +54,17 @@ def planned(
     model: str = "tanh_chain",
     ahead: str = "counted",
     told: bool = False,
-    **more: object,
+    **more: Any,  # noqa: ANN401
 ) -> Plan:
+    """Write the folder's ``model.py``, and return a plan for it."""
     text = (MODELS / f"{model}.py").read_text().replace('OPTIMIZER = "sgd"', f'OPTIMIZER = "{optimizer}"')
     for name, value in (special or {}).items():
         text = re.sub(f"(?m)^{name} = [^#]*", f"{name} = {value}  ", text)
-    (folder / "model.py").write_text(text + (TOLD if told else ""))
-    user = load(str(folder / "model.py"))
-    graph = capture(user, user.build(0))
-    widths = more.pop("widths", [1] * len(depths))
-    sizes = more.pop("team_sizes", None)
-    plan = dictate(graph, user, widths, micro_batches, ROWS, warmup=[1] * len(depths), **more)  # type: ignore[arg-type]
+    case = make_case(folder / "model.py", text + (TOLD if told else ""))
+    widths, sizes = more.pop("widths", [1] * len(depths)), more.pop("team_sizes", None)
+    plan = case.plan(widths, micro_batches, ROWS, warmup=[1] * len(depths), **more)
     if sizes is not None:
-        plan = in_teams(graph, plan, sizes)  # type: ignore[arg-type]
+        plan = in_teams(case.graph, plan, sizes)
     stages = [stage.model_copy(update={"warmup": depth}) for stage, depth in zip(plan.stages, depths, strict=True)]
     settings: dict[str, object] = {}
     if policy == "pipemare":
@@ -81,14 +75,9 @@ def planned(
 
 
 def trained(folder: Path, plan: Plan, **settings: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
-    """Return the parameters that ranks have in the end, by rank and name."""
-    user = load(str(folder / "model.py"))
-    module = user.build(0)
-    state = {name: each.detach().clone() for name, each in module.named_parameters()}
-    train_in_threads(plan, capture(user, module), user, state, folder, STEPS, TrainSettings(**settings))
-    ranks = range(len(plan.devices))
-    files = {rank: load_file(folder / f"parameters-{rank}") for rank in ranks}
-    return {f"{rank}: {name}": each for rank, found in files.items() for name, each in found.items()}
+    """Return all that ranks have kept in the end."""
+    make_case(folder / "model.py").train(plan, folder, STEPS, TrainSettings(**settings))
+    return bits(plan, folder)
 
 
 def differs(
@@ -106,52 +95,38 @@ def differs(
     Gradients are clipped as settings say; ``program`` is run in place of the plan's own. Ranks are threads of this
     process, or those of the pool, whose losses are means.
     """
-    user = load(str(folder / "model.py"))
-    module = user.build(0)
-    graph = capture(user, user.build(0))
-    state = {name: each.detach().clone() for name, each in user.build(0).named_parameters()}
+    case = make_case(folder / "model.py")
+    user, graph, module = case.model, case.graph, case.model.build(0)
     records: dict[int, list[StepRecord]] = {}
     settings = TrainSettings(**clipping)
     if pool is None:
-        found_losses = train_in_threads(plan, graph, user, state, folder, STEPS, settings, records, program)
+        found_losses = case.train(plan, folder, STEPS, settings, records, program)
         counts = [sum(each.count for each in parts) for parts in zip(*records.values(), strict=True)]
     else:
-        found_losses = train_in_ranks(pool, make_case(folder / "model.py"), plan, folder, STEPS)
-        counts = [0.0] * STEPS
+        found_losses, counts = train(pool, case, plan, folder, STEPS), [0.0] * STEPS
     found_losses = [total / (count or 1.0) for total, count in zip(found_losses, counts, strict=True)]
     layers = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
-    stage_of = {name: layers[layer.name] for layer in graph.layers for name in layer.parameters.values()}
     frozen = [name for name, each in module.named_parameters() if not each.requires_grad]
-    stage_of = {name: stage for name, stage in stage_of.items() if name not in frozen}
+    held = ((name, layers[layer.name]) for layer in graph.layers for name in layer.parameters.values())
+    stage_of = {name: stage for name, stage in held if name not in frozen}
     shared = [("0.0.weight", "4.0.weight")] if plan.tied else []
     if shared:
         module[4][0].weight = torch.nn.Parameter(module[0][0].weight.detach().clone())
         stage_of |= {"0.0.weight": 0, "4.0.weight": len(plan.stages) - 1}
     functions = user.functions
-    data = functions["dataset"]()
-    # As docs/howto/verify.md has it; no test gets to the end of the first epoch.
-    order, batches = torch.randperm(len(data), generator=torch.Generator().manual_seed(plan.seed)), []
-    for step in range(STEPS):
-        samples = [data[int(row)] for row in order[step * plan.batch : (step + 1) * plan.batch]]
-        parts = [samples[at : at + ROWS] for at in range(0, plan.batch, ROWS)]
-        batches.append([tuple(torch.stack(each) for each in zip(*part, strict=True)) for part in parts])
-    depths = [stage.warmup for stage in plan.stages]
-    steps = plan.anneal_steps or 1, plan.synchronous_steps
-    recomputes = any(stage.recompute for stage in plan.stages)
-    skips = plan.precision == "fp16"
-    seed = plan.seed if any(layer.random for layer in graph.layers) else None
     asked = Asked(
         plan.weight_policy,
-        depths,
+        [stage.warmup for stage in plan.stages],
         plan.micro_batches,
         stage_of,
-        *steps,
-        recomputes,
+        plan.anneal_steps or 1,
+        plan.synchronous_steps,
+        any(stage.recompute for stage in plan.stages),
         lags,
         shared,
         settings.clip_norm,
-        skips,
-        seed,
+        plan.precision == "fp16",
+        plan.seed if any(layer.random for layer in graph.layers) else None,
         settings.clip == "stage",
         plan.ahead == "xpipe",
     )
@@ -160,12 +135,12 @@ def differs(
         asked = asked._replace(rate_factors=factors)
         functions = functions | {"optimizer": partial(functions["optimizer"], delay=0.0, replicas=1)}
     own: list[Any] = [functions[name] for name in ("loss", "optimizer", "scheduler")]
-    turning = [stage.turning for stage in plan.stages]
+    turning, batches = [stage.turning for stage in plan.stages], _batches(functions["dataset"](), plan)
     if max(turning) > 1:
         whole = [each[0] for each in batches]
-        truth = train_in_turns(module, depths, turning, stage_of, whole, *own, seed, settings.clip_norm)
+        truth = train_in_turns(module, asked.depths, turning, stage_of, whole, *own, asked.seed, settings.clip_norm)
     else:
-        truth = train(module, asked, batches, *own)
+        truth = train_unflushed(module, asked, batches, *own)
     mean_losses = [loss / (count or 1.0) for loss, count in zip(truth.losses, counts, strict=True)]
     assert not losses or found_losses == pytest.approx(mean_losses, rel=1e-12, nan_ok=True)
     largest = max(float(each.abs().max()) for each in truth.parameters.values())
@@ -181,3 +156,13 @@ def differs(
             apart = max(apart, float((each - expected).abs().max()))
     assert seen == truth.parameters.keys()
     return apart / largest
+
+
+def _batches(data: Any, plan: Plan) -> list[list[tuple[torch.Tensor, ...]]]:  # noqa: ANN401
+    """Return mini-batches as docs/howto/verify.md has them; no test gets to the end of the first epoch."""
+    order, batches = torch.randperm(len(data), generator=torch.Generator().manual_seed(plan.seed)), []
+    for step in range(STEPS):
+        samples = [data[int(row)] for row in order[step * plan.batch : (step + 1) * plan.batch]]
+        parts = [samples[at : at + ROWS] for at in range(0, plan.batch, ROWS)]
+        batches.append([tuple(torch.stack(each) for each in zip(*part, strict=True)) for part in parts])
+    return batches

@@ -1,10 +1,15 @@
-"""Pooled: the processes of a pool of ranks."""
+"""Pooled: the processes of a pool of ranks, and a pool of eight."""
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Iterator
+
+import pytest
 
 from autopar.ranks.pool import RankPool
+from paths import HARNESS
 
 
 def process_ids(pool: RankPool) -> list[int]:
@@ -13,3 +18,12 @@ def process_ids(pool: RankPool) -> list[int]:
     while not all(link.process.pid for link in pool._server.links):
         time.sleep(0.01)
     return [each for link in pool._server.links if (each := link.process.pid)]
+
+
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[RankPool]:
+    """Give rank processes that find the jobs of this folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
+        with RankPool(8, imports=["autopar.runtime.start.worker"]) as pool:
+            yield pool

@@ -74,24 +74,18 @@ def act_in_threads(
     """Build every rank's job, and do something with it, all at the same time."""
     program = program or expand(plan)
     check(program, plan)
-    exchange, drawing = Exchange(), threading.RLock()
-    errors: list[BaseException] = []
+    drawing = threading.RLock()
 
     def read(names: Iterable[str]) -> dict[str, torch.Tensor]:
         return {name: state[name].detach().clone() for name in names}
 
-    def work(rank: int) -> None:
-        try:
-            transport: Transport = InProcessTransport(exchange, rank)
-            if carry is not None:
-                transport = carry(transport)
-            place = (rank, own(graph), model, read, transport, torch.device("cpu"))
-            with drawing:
-                job = Job(plan, program, *place, lambda step, position: None, settings)
-            act(job, transport)
-        except BaseException as error:
-            errors.append(error)
-            exchange.break_off()
+    def work(rank: int, transport: Transport) -> None:
+        if carry is not None:
+            transport = carry(transport)
+        place = (rank, own(graph), model, read, transport, torch.device("cpu"))
+        with drawing:
+            job = Job(plan, program, *place, lambda step, position: None, settings)
+        act(job, transport)
 
     # Layers that draw nothing may meet in a reduction.
     random = any(layer.random for layer in graph.layers)
@@ -106,9 +100,7 @@ def act_in_threads(
         patch.object(ShareLoader, "load", load),
         patch.object(Update, "_apply", apply),
     ):
-        _together(len(plan.devices), work)
-    if errors:
-        raise errors[0]
+        in_ranks(len(plan.devices), work)
 
 
 def _leaving(meet: Callable[..., torch.Tensor], lock: threading.RLock) -> Callable[..., torch.Tensor]:
@@ -144,9 +136,21 @@ def own(graph: LayerGraph) -> LayerGraph:
     return dataclasses.replace(graph, layers=tuple(layers))
 
 
-def _together(count: int, work: Callable[[int], None]) -> None:
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(count)]
+def in_ranks(count: int, act: Callable[[int, Transport], None]) -> None:
+    """Have ranks that are threads do something at the same time; raise what the first of them raises."""
+    exchange, errors = Exchange(), list[BaseException]()
+
+    def run(rank: int) -> None:
+        try:
+            act(rank, InProcessTransport(exchange, rank))
+        except BaseException as error:
+            errors.append(error)
+            exchange.break_off()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    if errors:
+        raise errors[0]

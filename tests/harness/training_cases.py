@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import plain
+from any_plan import truth_of
 from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
@@ -20,6 +23,8 @@ from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.expand import part_of, stages_of
 from dictated import dictate
 from paths import EXAMPLES, MODELS
+from rank_jobs import real
+from threads import own, train_in_threads
 
 STEPS = 5
 
@@ -72,71 +77,145 @@ def optimizer(parameters):
 """
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Case:
+    """A model file, captured."""
+
     file: Path
     model: UserModel
     graph: LayerGraph
-    workspace: Path
-    """Prepared once: it does not depend on how the model is cut."""
+    state: dict[str, torch.Tensor]
+    """Parameters and buffers that training begins with."""
+
+    @cached_property
+    def workspace(self) -> Path:
+        """Prepare what ranks read: it does not depend on how the model is cut."""
+        folder = self.file.with_suffix("")
+        folder.mkdir()
+        Workspace(folder).prepare(self.model, self.plan((1,), 1, 2), None)
+        return folder
+
+    def plan(self, *how: Any, **more: Any) -> Plan:  # noqa: ANN401
+        """Dictate a plan: widths, micro-batches, rows, and more."""
+        return dictate(self.graph, self.model, *how, **more)
+
+    def train(self, plan: Plan, folder: Path, steps: int = STEPS, *how: Any, **more: Any) -> list[float]:  # noqa: ANN401
+        """Train with ranks as threads; files of what they keep are in the folder, which is made."""
+        folder.mkdir(exist_ok=True)
+        return train_in_threads(plan, self.graph, self.model, self.state, folder, steps, *how, **more)
+
+    def truth(self, plan: Plan, steps: int = STEPS, **more: Any) -> plain.Trained:  # noqa: ANN401
+        """Train plainly what a plan trains."""
+        return truth_of(self.file, self.graph, plan, steps, **more)
+
+
+_CAPTURED: dict[str, tuple[LayerGraph, dict[str, torch.Tensor]]] = {}
+
+
+def make_case(file: Path, text: str | None = None) -> Case:
+    """Capture a file, into which text is written if there is any; what has the same text is captured once.
+
+    Each case has a graph of its own: it holds parameters.
+    """
+    if text is not None:
+        file.write_text(text)
+    model, text = load(str(file)), file.read_text()
+    if text not in _CAPTURED:
+        module, fresh = model.build(0), model.build(0)
+        state = {**dict(fresh.named_parameters()), **dict(fresh.named_buffers())}
+        _CAPTURED[text] = capture(model, module), {name: value.detach().clone() for name, value in state.items()}
+    graph, state = _CAPTURED[text]
+    return Case(file, model, own(graph), state)
+
+
+def text_of(example: str, optimizer: str = OPTIMIZERS["adamw"], **narrow: object) -> str:
+    """Return the file of a narrow example in float64, narrower still if that is asked for."""
+    base = str(EXAMPLES / f"{example}.py")
+    return FILE.format(base=base, narrow={**NARROW[example], **narrow}, optimizer=optimizer)
+
+
+class Cases(dict[tuple[str, str], Case]):
+    """Narrow examples, by name and optimizer, captured when they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, key: tuple[str, str]) -> Case:
+        """Capture one."""
+        file = self._folder / f"{'_'.join(key)}.py"
+        self[key] = made = make_case(file, text_of(key[0], OPTIMIZERS[key[1]]))
+        return made
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Case]:
-    folder = tmp_path_factory.mktemp("models")
-    found = {}
-    for example, narrow in NARROW.items():
-        for optimizer, text in OPTIMIZERS.items():
-            file = folder / f"{example}_{optimizer}.py"
-            file.write_text(FILE.format(base=str(EXAMPLES / f"{example}.py"), narrow=narrow, optimizer=text))
-            found[example, optimizer] = make_case(file)
-    return found
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    return Cases(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
 def dropout(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    file = tmp_path_factory.mktemp("dropout") / "dropout.py"
-    file.write_bytes((MODELS / "dropout.py").read_bytes())
-    return make_case(file)
+    return make_case(tmp_path_factory.mktemp("dropout") / "dropout.py", (MODELS / "dropout.py").read_text())
 
 
-def make_case(file: Path) -> Case:
-    model = load(str(file))
-    graph = capture(model, model.build(0))
-    workspace = file.with_suffix("")
-    workspace.mkdir()
-    Workspace(workspace).prepare(model, dictate(graph, model, (1,), 1, 2), None)
-    return Case(file, model, graph, workspace)
-
-
-def train(pool: RankPool, case: Case, plan: Plan, folder: Path, steps: int = STEPS) -> list[float]:
-    arguments = {
-        "plan": plan.dumps(),
-        "model": str(case.file),
-        "workspace": str(case.workspace),
-        "folder": str(folder),
-        "steps": steps,
-    }
+def train(pool: RankPool, case: Case, plan: Plan, folder: Path, steps: int = STEPS, **settings: Any) -> list[float]:  # noqa: ANN401
+    """Train with rank processes; return the losses' parts summed over them."""
+    paths = {"model": str(case.file), "workspace": str(case.workspace), "folder": str(folder)}
+    arguments = {"plan": plan.dumps(), "steps": steps, "settings": settings, **paths}
     parts = pool.run("rank_jobs:train_and_keep", arguments, ranks=len(plan.devices))
     return [sum(step) for step in zip(*parts, strict=True)]  # type: ignore[call-overload]
 
 
-def check(plan: Plan, truth: plain.Trained, folder: Path, losses: Sequence[float]) -> None:
-    assert losses == pytest.approx(truth.losses, rel=1e-12)
-    largest = max(float(gradient.abs().max()) for gradient in truth.gradients.values())
+def check(
+    plan: Plan, truth: plain.Trained, folder: Path, losses: Sequence[float] | None = None, *, every: bool = False
+) -> None:
+    """Hold what ranks keep against plain training, and their losses, if they are given; ``every`` replica's buffers."""
+    assert losses is None or losses == pytest.approx(truth.losses, rel=1e-12)
+    largest = max(_largest(gradient) for gradient in truth.gradients.values())
     seen: set[str] = set()
     for rank in range(len(plan.devices)):
         gradients = load_file(folder / f"gradients-{rank}")
         for name, gradient in gradients.items():
-            difference = float((gradient - own_part(plan, rank, name, truth.gradients[name])).abs().max())
-            assert difference <= 1e-12 * largest, f"gradient of {name} on rank {rank}"
+            off = gradient - own_part(plan, rank, name, real(truth.gradients[name]))
+            assert _largest(off) <= 1e-12 * largest, f"gradient of {name} on rank {rank}"
         parameters = load_file(folder / f"parameters-{rank}")
-        assert parameters.keys() == gradients.keys()
+        assert gradients.keys() == parameters.keys() & truth.gradients.keys()
+        seen |= parameters.keys()
         for name, parameter in parameters.items():
-            seen.add(name)
-            expected = own_part(plan, rank, name, truth.parameters[name])
-            bound = 1e-10 * float(expected.abs().max()) + 1e-10
-            assert float((parameter - expected).abs().max()) <= bound, f"parameter {name} on rank {rank}"
-    assert seen == truth.parameters.keys()
+            expected = own_part(plan, rank, name, real(truth.parameters[name]))
+            assert parameter.shape == expected.shape
+            bound = 1e-10 * _largest(expected) + 1e-10
+            assert _largest(parameter - expected) <= bound, f"parameter {name} on rank {rank}"
+        if every or stages_of(plan, rank)[1] == 0:
+            # Running statistics are the first replica's.
+            for name, value in load_file(folder / f"buffers-{rank}").items():
+                torch.testing.assert_close(value, truth.buffers[name], rtol=1e-10, atol=1e-10, msg=name)
+    # What no layer uses is nobody's.
+    assert truth.gradients.keys() <= seen <= truth.parameters.keys()
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def trains_as_plain(pool: RankPool, case: Case, plan: Plan, folder: Path, steps: int = 2) -> None:
+    """Train with rank processes, as plainly."""
+    losses = train(pool, case, plan, folder, steps)
+    check(plan, case.truth(plan, steps), folder, losses if case.graph.loss == "mean" else None)
+
+
+def bits(plan: Plan, folder: Path) -> dict[str, torch.Tensor]:
+    """Return all that ranks have kept, by kind, rank and name."""
+    kinds = ("gradients", "parameters", "buffers")
+    files = [f"{kind}-{rank}" for kind in kinds for rank in range(len(plan.devices))]
+    return {f"{file}: {name}": value for file in files for name, value in load_file(folder / file).items()}
+
+
+def same_bits(plan: Plan, one: Path, other: Path) -> None:
+    """Hold what ranks have kept in one folder against another's."""
+    found, expected = bits(plan, one), bits(plan, other)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 def own_part(plan: Plan, rank: int, name: str, whole: torch.Tensor) -> torch.Tensor:

@@ -9,61 +9,54 @@ import pytest
 import torch
 
 import plain
-from any_plan import truth_of
-from autopar.capture.export import capture
 from autopar.capture.source import load
 from autopar.formats.plan import Shard
 from autopar.profiler.subject import ProfileOptions, prepare
 from autopar.ranks.pool import RankPool
+from autopar.runtime.execute import StepRecord
 from autopar.runtime.messages.transport import sendable
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.weights import names, read
-from dictated import dictate
+from drawn_models import model_case
 from paths import MODELS
 
 FILE = MODELS / "conjugated.py"
 STEPS = 3
 
 
-@pytest.mark.parametrize(
-    ("widths", "shard", "weights"),
-    [([1, 1], "none", False), ([2, 1], "none", True), ([1, 2], "optimizer", False), ([2, 1], "parameters", False)],
-)
+@pytest.mark.parametrize(("widths", "shard"), [([1, 1], "none"), ([1, 2], "optimizer"), ([2, 1], "parameters")])
 def test_trained_weights_equal_the_plain_loops(
-    widths: Sequence[int], shard: Shard, weights: bool, pool: RankPool, tmp_path: Path
+    widths: Sequence[int], shard: Shard, pool: RankPool, tmp_path: Path
 ) -> None:
-    model = load(str(FILE))
-    graph = capture(model, model.build(0))
-    plan = dictate(graph, model, widths, 3, 4, shard=shard)
-    if weights:
-        # Of files that a run has written, another run begins.
-        run(dictate(graph, model, [1, 1], 1, 12), str(FILE), RunOptions(steps=1, save=tmp_path / "first"), pool=pool)
-    options = RunOptions(steps=STEPS, save=tmp_path / "last", weights=tmp_path / "first" if weights else None)
-    run(plan, str(FILE), options, pool=pool)
-    found = read(tmp_path / "last", names(tmp_path / "last"))
-    truth = truth_of(FILE, graph, plan, STEPS)
-    assert found.keys() == {**truth.parameters, **truth.buffers}.keys()
-    if weights:
-        begun = read(tmp_path / "first", names(tmp_path / "first"))
-        assert all((begun[name] != value).any() for name, value in found.items() if name in truth.parameters)
-        return
-    for name, value in {**truth.parameters, **truth.buffers}.items():
+    case = model_case("conjugated")
+    plan = case.plan(widths, 3, 4, shard=shard)
+    run(plan, str(FILE), RunOptions(steps=STEPS, save=tmp_path / "saved"), pool=pool)
+    found, truth = read(tmp_path / "saved", names(tmp_path / "saved")), case.truth(plan, STEPS)
+    expected = {**truth.parameters, **truth.buffers}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
         torch.testing.assert_close(found[name], value.resolve_conj(), rtol=1e-10, atol=1e-10)
+    if shard == "none":
+        # Of files that a run has written, another run begins.
+        options = RunOptions(steps=1, save=tmp_path / "last", weights=tmp_path / "saved")
+        run(case.plan([2, 1], 3, 4), str(FILE), options, pool=pool)
+        last = read(tmp_path / "last", names(tmp_path / "last"))
+        assert last.keys() == found.keys()
+        assert all((last[name] != found[name]).any() for name in truth.parameters)
 
 
-def test_the_norm_of_complex_gradients_is_torchs(pool: RankPool) -> None:
-    source = plain.load_file(FILE)
+def test_the_norm_of_complex_gradients_is_torchs(tmp_path: Path) -> None:
+    source, case = plain.load_file(FILE), model_case("conjugated")
     torch.manual_seed(0)
     module = source.model()
-    model = load(str(FILE))
-    plan = dictate(capture(model, model.build(0)), model, [1, 2], 1, 12)
     picked = torch.randperm(60, generator=torch.Generator().manual_seed(0))[:12].tolist()
     batch = torch.utils.data.default_collate([source.dataset()[index] for index in picked])
     source.loss(module(batch[0]), batch).backward()
     norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-    outcome = run(plan, str(FILE), RunOptions(steps=1, settings=TrainSettings(clip_norm=1.0)), pool=pool)
-    assert outcome.report.gradient_norm == pytest.approx([float(norm)], rel=1e-12)
+    records: dict[int, list[StepRecord]] = {}
+    case.train(case.plan([1, 2], 1, 12), tmp_path, 1, TrainSettings(clip_norm=1.0), records)
+    assert [record.gradient_norm for record in records[0]] == pytest.approx([float(norm)], rel=1e-12)
 
 
 @pytest.mark.parametrize(("narrow", "precision"), [(False, "fp64"), (True, "fp32")])

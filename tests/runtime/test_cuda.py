@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import plain
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.profiler.device import _workspace_bytes
@@ -21,13 +20,12 @@ from autopar.runtime.start.job import Job
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.expand import expand
-from dictated import dictate
 from in_teams import in_teams
 from oracles.unflushed import RULES
 from paths import HARNESS
 from policy_cases import differs, planned
 from threads import own
-from training_cases import STEPS, Case, cases, check, check_buffers, dropout, make_case, shares_of, train
+from training_cases import STEPS, Case, Cases, cases, check, dropout, make_case, train
 
 __all__ = ["cases", "dropout"]
 
@@ -62,6 +60,11 @@ def _on_gpu(plan: Plan) -> Plan:
     return plan.model_copy(update={"device_type": "cuda"})
 
 
+def _trains_as_plain(pool: RankPool, case: Case, plan: Plan, folder: Path) -> None:
+    losses = train(pool, case, _on_gpu(plan), folder)
+    check(plan, case.truth(plan, device="cuda"), folder, losses)
+
+
 @pytest.mark.parametrize("example", ["gpt", "resnet"])
 @pytest.mark.parametrize(
     ("widths", "schedule", "chunks"),
@@ -75,62 +78,35 @@ def _on_gpu(plan: Plan) -> Plan:
     ],
 )
 def test_training_equals_the_plain_loop_on_the_gpu(
-    example: str,
-    widths: tuple[int, ...],
-    schedule: str,
-    chunks: int,
-    cases: dict[tuple[str, str], Case],
-    pool: RankPool,
-    tmp_path: Path,
+    example: str, widths: tuple[int, ...], schedule: str, chunks: int, cases: Cases, pool: RankPool, tmp_path: Path
 ) -> None:
     case = cases[example, "adamw"]
-    plan = _on_gpu(dictate(case.graph, case.model, widths, 3, 7, schedule, chunks=chunks))
-    losses = train(pool, case, plan, tmp_path)
-    truth = plain.train(case.file, 3, 7, lambda name: shares_of(case.graph, plan, name), device="cuda")
-    check(plan, truth, tmp_path, losses)
-    if chunks == 1:
-        check_buffers(plan, truth, tmp_path)
+    _trains_as_plain(pool, case, case.plan(widths, 3, 7, schedule, chunks=chunks), tmp_path)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_random_layers_draw_on_the_gpu_what_a_seeded_loop_draws(
     recompute: bool, dropout: Case, pool: RankPool, tmp_path: Path
 ) -> None:
-    random = [layer.name for layer in dropout.graph.layers if layer.random]
-    plan = _on_gpu(dictate(dropout.graph, dropout.model, (1, 2), 3, 5, cuts=[3], seed=3, recompute=recompute))
-    losses = train(pool, dropout, plan, tmp_path)
-    shares = (dropout.file, 3, 5, lambda name: shares_of(dropout.graph, plan, name), random)
-    truth = plain.train(*shares, seed=3, model_seed=0, device="cuda")
-    check(plan, truth, tmp_path, losses)
+    _trains_as_plain(pool, dropout, dropout.plan((1, 2), 3, 5, cuts=[3], seed=3, recompute=recompute), tmp_path)
 
 
-TEAMS = [([1], [2]), ([1, 1], [2, 1]), ([1], [4]), ([2], [2])]
-
-
-@pytest.mark.parametrize(("widths", "sizes"), TEAMS)
+@pytest.mark.parametrize(("widths", "sizes"), [([1], [2]), ([1, 1], [2, 1]), ([1], [4]), ([2], [2])])
 def test_teams_train_as_the_plain_loop_on_the_gpu(
-    widths: list[int], sizes: list[int], cases: dict[tuple[str, str], Case], pool: RankPool, tmp_path: Path
+    widths: list[int], sizes: list[int], cases: Cases, pool: RankPool, tmp_path: Path
 ) -> None:
     case = cases["gpt", "adamw"]
-    plan = _on_gpu(
-        in_teams(case.graph, dictate(case.graph, case.model, widths, 3, 7), sizes, sequence=len(widths) == 1)
-    )
-    losses = train(pool, case, plan, tmp_path)
-    truth = plain.train(case.file, 3, 7, lambda name: shares_of(case.graph, plan, name), device="cuda")
-    check(plan, truth, tmp_path, losses)
+    plan = in_teams(case.graph, case.plan(widths, 3, 7), sizes, sequence=len(widths) == 1)
+    _trains_as_plain(pool, case, plan, tmp_path)
 
 
 @pytest.mark.parametrize(("widths", "sizes"), [([1], [2]), ([1, 2], [2, 1])])
 def test_teams_draw_on_the_gpu_what_one_rank_draws(
     widths: list[int], sizes: list[int], dropout: Case, pool: RankPool, tmp_path: Path
 ) -> None:
-    random = [layer.name for layer in dropout.graph.layers if layer.random]
-    plan = _on_gpu(in_teams(dropout.graph, dictate(dropout.graph, dropout.model, widths, 3, 5, seed=3), sizes))
+    plan = in_teams(dropout.graph, dropout.plan(widths, 3, 5, seed=3), sizes)
     assert any(stage.cuts for stage in plan.stages)
-    losses = train(pool, dropout, plan, tmp_path)
-    shares = (dropout.file, 3, 5, lambda name: shares_of(dropout.graph, plan, name), random)
-    truth = plain.train(*shares, seed=3, model_seed=0, device="cuda")
-    check(plan, truth, tmp_path, losses)
+    _trains_as_plain(pool, dropout, plan, tmp_path)
 
 
 @pytest.mark.parametrize("policy", RULES)
@@ -147,12 +123,11 @@ def test_replicas_that_take_turns_equal_their_rule(pool: RankPool, tmp_path: Pat
     assert differs(tmp_path, plan, pool=pool) < 1e-12
 
 
-def test_a_run_reports_what_carried_its_tensors_and_times_of_the_device(cases: dict[tuple[str, str], Case]) -> None:
+def test_a_run_reports_what_carried_its_tensors_and_times_of_the_device(cases: Cases) -> None:
     case = cases["mlp", "sgd"]
-    plan = _on_gpu(dictate(case.graph, case.model, (1, 1), 3, 7))
+    plan = _on_gpu(case.plan((1, 1), 3, 7))
     outcome = run(plan, str(case.file), RunOptions(steps=STEPS, share_gpus=True))
-    truth = plain.train(case.file, 3, 7, lambda name: shares_of(case.graph, plan, name), device="cuda")
-    assert outcome.report.loss == pytest.approx(truth.losses, rel=1e-12)
+    assert outcome.report.loss == pytest.approx(case.truth(plan, device="cuda").losses, rel=1e-12)
     assert outcome.report.backend == ("nccl" if GPUS > 1 else "gloo")
     assert ("ranks share GPUs" in " ".join(outcome.report.notes)) == (GPUS == 1)
     assert outcome.report.peak_kind == "allocated"
@@ -183,14 +158,16 @@ def test_copies_wait_for_what_makes_a_tensor_and_for_what_used_it() -> None:
     torch.testing.assert_close(copy.tensor, made.cpu(), rtol=0, atol=0)
 
 
-def test_in_the_steady_state_nothing_waits_for_all_of_the_devices_work(
-    cases: dict[tuple[str, str], Case], tmp_path: Path
-) -> None:
-    case = cases["mlp", "sgd"]
-    plan = _on_gpu(dictate(case.graph, case.model, (1,), 3, 7))
+def _job(case: Case, plan: Plan) -> Job:
+    """Return the job of the one rank of a plan."""
     place = (own(case.graph), case.model, Workspace(case.workspace).read, InProcessTransport(Exchange(), 0))
-    device = torch.device("cuda", 0)
-    job = Job(plan, expand(plan), 0, *place, device, lambda step, position: None)
+    return Job(plan, expand(plan), 0, *place, torch.device("cuda", 0), lambda step, position: None)
+
+
+def test_in_the_steady_state_nothing_waits_for_all_of_the_devices_work(cases: Cases) -> None:
+    case = cases["mlp", "sgd"]
+    plan = _on_gpu(case.plan((1,), 3, 7))
+    job = _job(case, plan)
     records = [job.step(step, STEPS + 1) for step in range(2)]
     # torch then raises where the host waits for a stream unasked: copies from pageable memory, reading a number.
     try:
@@ -202,7 +179,7 @@ def test_in_the_steady_state_nothing_waits_for_all_of_the_devices_work(
     finally:
         torch.cuda.set_sync_debug_mode("default")
     job.finish()
-    truth = plain.train(case.file, 3, 7, lambda name: shares_of(case.graph, plan, name), device="cuda")
+    truth = case.truth(plan, device="cuda")
     assert [record.loss for record in records] == pytest.approx(truth.losses, rel=1e-12)
     moments = [moment for record in records for span in record.times_s for moment in span]
     assert moments == sorted(moments)
@@ -219,12 +196,8 @@ def test_matrix_products_keep_no_more_than_their_workspaces() -> None:
 
 
 def test_a_loss_that_is_not_finite_updates_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "endless.py"
-    file.write_text(ENDLESS)
-    case = make_case(file)
-    plan = _on_gpu(dictate(case.graph, case.model, (1,), 2, 2))
-    place = (own(case.graph), case.model, Workspace(case.workspace).read, InProcessTransport(Exchange(), 0))
-    job = Job(plan, expand(plan), 0, *place, torch.device("cuda", 0), lambda step, position: None)
+    case = make_case(tmp_path / "endless.py", ENDLESS)
+    job = _job(case, _on_gpu(case.plan((1,), 2, 2)))
     before = {name: parameter.detach().clone() for name, parameter in job.parameters.items()}
     with pytest.raises(TrainingError, match=r"U@0\): the loss is not finite in micro-batch 0; nothing was updated"):
         job.step(0, 2)

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from autopar.capture.export import capture
-from autopar.capture.source import load
 from autopar.errors import FileError, ModelError, TrainingError, UsageError
 from autopar.runtime.data import ShareLoader, check_given, sample_order
 from autopar.runtime.stage.stage import Stage
-from dictated import dictate
-from paths import MODELS
+from drawn_models import model_case
+from training_cases import make_case
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.reliability(25)
 def test_shares_of_a_mini_batch_are_its_rows_in_order_and_epochs_reshuffle() -> None:
-    model = load(str(MODELS / "dropout.py"))
-    graph = capture(model, model.build(0))
-    plan = dictate(graph, model, [3, 1], 2, 7, seed=5)
-    device = torch.device("cpu")
+    case = model_case("dropout")
+    model, graph, plan = case.model, case.graph, case.plan([3, 1], 2, 7, seed=5)
     inputs, targets = (graph.tensor(name) for name in ("batch.0", "batch.1"))
-    loaders = [ShareLoader(model, plan, rank, [inputs], device) for rank in range(3)]
-    whole = ShareLoader(model, plan, 3, [inputs, targets], device)
+    loaders = [ShareLoader(model, plan, rank, [inputs], CPU) for rank in range(3)]
+    whole = ShareLoader(model, plan, 3, [inputs, targets], CPU)
     data = model.dataset()
     # 100 samples make 7 mini-batches of 14; the last 2 are dropped.
     for step, epoch, first in ((0, 0, 0), (6, 0, 84), (7, 1, 0), (15, 2, 14)):
@@ -37,18 +37,16 @@ def test_shares_of_a_mini_batch_are_its_rows_in_order_and_epochs_reshuffle() -> 
         assert torch.equal(torch.cat(rows), expected)
         assert torch.equal(torch.cat([m["batch.0"] for m in whole.load(step)]), expected)
     assert not torch.equal(sample_order(100, 5, 0), sample_order(100, 5, 1))
-    assert ShareLoader(model, plan, 3, (), device).load(3) == [{}, {}]
+    assert ShareLoader(model, plan, 3, (), CPU).load(3) == [{}, {}]
 
 
 @pytest.mark.reliability(36)
 def test_an_incomplete_mini_batch_is_filled_up_with_the_first_samples_of_the_epoch() -> None:
-    model = load(str(MODELS / "dropout.py"))
-    graph = capture(model, model.build(0))
-    data, inputs = model.dataset(), graph.tensor("batch.0")
+    case = model_case("dropout")
+    data, inputs = case.model.dataset(), case.graph.tensor("batch.0")
     for rows, steps in ((7, 8), (60, 1)):
         # 100 samples make 8 mini-batches of 14, 12 samples twice; or one of 120, 20 samples twice.
-        plan = dictate(graph, model, [1], 2, rows, seed=5)
-        loader = ShareLoader(model, plan, 0, [inputs], torch.device("cpu"), "pad")
+        loader = ShareLoader(case.model, case.plan([1], 2, rows, seed=5), 0, [inputs], CPU, "pad")
         for epoch in (0, 1):
             order = sample_order(100, 5, epoch).tolist()
             taken = (order * 2)[: steps * 2 * rows]
@@ -59,30 +57,37 @@ def test_an_incomplete_mini_batch_is_filled_up_with_the_first_samples_of_the_epo
 
 @pytest.mark.reliability(35)
 def test_a_dataset_smaller_than_a_mini_batch_is_refused() -> None:
-    model = load(str(MODELS / "dropout.py"))
-    graph = capture(model, model.build(0))
-    plan = dictate(graph, model, [1], 2, 51)
+    case = model_case("dropout")
     said = r"dropout.py: the dataset has 100 samples, a mini-batch takes 102; plan with .* or pass `last='pad'`"
     with pytest.raises(FileError, match=said):
-        ShareLoader(model, plan, 0, [graph.tensor("batch.0")], torch.device("cpu"))
+        ShareLoader(case.model, case.plan([1], 2, 51), 0, [case.graph.tensor("batch.0")], CPU)
+
+
+BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
+    "longer samples": (
+        lambda: torch.utils.data.TensorDataset(torch.randn(9, 7, dtype=torch.float64), torch.zeros(9).long()),
+        r"batch.0 is torch.float64 of shape \(7,\) per sample, .* of shape \(5,\)",
+    ),
+    "no tensors": (lambda: {}.fromkeys(range(8)), r".*dropout.py: collate raised TypeError"),
+    "not all samples": (
+        lambda: {}.fromkeys(range(8, 16)), r".*dropout.py: dataset\(\)\[(\d)\] raised KeyError: \1$"
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.reliability(37)
-def test_samples_and_outputs_of_another_shape_are_refused_by_name() -> None:
-    model = load(str(MODELS / "dropout.py"))
-    graph = capture(model, model.build(0))
-    plan = dictate(graph, model, [1, 1], 2, 3)
-    longer = torch.utils.data.TensorDataset(torch.randn(9, 7, dtype=torch.float64), torch.zeros(9, dtype=torch.long))
-    other = replace(model, functions={**model.functions, "dataset": lambda: longer})
-    said = r"rank 0 \(step 0, micro-batch 0\): batch.0 is torch.float64 of shape \(7,\) per sample, .* of shape \(5,\)"
-    with pytest.raises(TrainingError, match=said):
-        ShareLoader(other, plan, 0, [graph.tensor("batch.0")], torch.device("cpu")).load(0)
-    broken = replace(model, functions={**model.functions, "dataset": lambda: {}.fromkeys(range(8))})
-    with pytest.raises(ModelError, match=r"rank 0 \(step 0, micro-batch 0\): .*dropout.py: collate raised TypeError"):
-        ShareLoader(broken, plan, 0, [graph.tensor("batch.0")], torch.device("cpu")).load(0)
-    gone = replace(model, functions={**model.functions, "dataset": lambda: {}.fromkeys(range(8, 16))})
-    with pytest.raises(ModelError, match=r"rank 0 \(step 0, .*dropout.py: dataset\(\)\[(\d)\] raised KeyError: \1$"):
-        ShareLoader(gone, plan, 0, [graph.tensor("batch.0")], torch.device("cpu")).load(0)
+@pytest.mark.parametrize("wrong", BAD_DATA)
+def test_samples_that_are_not_as_the_models_are_refused_by_name(wrong: str) -> None:
+    case, (dataset, said) = model_case("dropout"), BAD_DATA[wrong]
+    other = replace(case.model, functions={**case.model.functions, "dataset": dataset})
+    loader = ShareLoader(other, case.plan([1, 1], 2, 3), 0, [case.graph.tensor("batch.0")], CPU)
+    with pytest.raises((TrainingError, ModelError), match=rf"rank 0 \(step 0, micro-batch 0\): {said}"):
+        loader.load(0)
+
+
+@pytest.mark.reliability(37)
+def test_outputs_of_another_shape_than_the_plan_sends_are_refused_by_name() -> None:
+    graph, plan = model_case("dropout").graph, model_case("dropout").plan([1, 1], 2, 3)
     layers = [graph.layer(name) for name in plan.stages[0].layers]
     stage = Stage(layers, [spec for spec in graph.tensors if spec.producer is not None], graph.inputs, graph.outputs)
     (sent,) = stage.sent_specs
@@ -134,12 +139,9 @@ def collate(samples):
 
 @pytest.mark.parametrize("text", [DRAWN, DRAWN + COLLATE], ids=["samples", "collate"])
 def test_what_is_drawn_for_a_sample_is_the_same_on_all_ranks(text: str, tmp_path: Path) -> None:
-    (tmp_path / "drawn.py").write_text(text)
-    model = load(str(tmp_path / "drawn.py"))
-    graph = capture(model, model.build(0))
-    plan = dictate(graph, model, [1, 2], 2, 5, shares=[[5], [2, 3]])
-    names, device = ["batch.0", "batch.1", "batch.1"], torch.device("cpu")
-    loaders = [ShareLoader(model, plan, rank, [graph.tensor(name)], device) for rank, name in enumerate(names)]
+    case = make_case(tmp_path / "drawn.py", text)
+    plan, names = case.plan([1, 2], 2, 5, shares=[[5], [2, 3]]), ["batch.0", "batch.1", "batch.1"]
+    loaders = [ShareLoader(case.model, plan, rank, [case.graph.tensor(name)], CPU) for rank, name in enumerate(names)]
     seen = []
     # The last of four steps begins the second epoch.
     for step in range(4):

@@ -57,34 +57,39 @@ def _layer(clock: CountingClock, forward_s: float, backward_s: float, value: tor
     return (Slow.apply(value, clock, (forward_s, backward_s)),)
 
 
+def _forward(times: LayerTimes, clock: CountingClock, seconds: dict[str, tuple[float, float]]) -> torch.Tensor:
+    value = torch.ones(2, requires_grad=True)
+    for name, (forward_s, backward_s) in seconds.items():
+        run: Callable[[], Sequence[torch.Tensor]] = partial(_layer, clock, forward_s, backward_s, value)
+        (value,) = times(name, run, False)
+    return value
+
+
+def _program(text: str) -> RankProgram:
+    return RankProgram.of(map(Action.parse, text.split()))
+
+
 def test_a_layers_backward_lasts_from_its_outputs_gradients_to_the_next_ones() -> None:
-    clock = CountingClock()
-    seconds = {"a": (1.0, 2.0), "b": (3.0, 7.0), "c": (4.0, 5.0)}
-    actions = [Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), Action("B", 0, 1), Action("U", 0)]
-    times = LayerTimes(RankProgram.of(actions), {0: list(seconds)}, clock)
+    clock, seconds = CountingClock(), {"a": (1.0, 2.0), "b": (3.0, 7.0), "c": (4.0, 5.0)}
+    times = LayerTimes(_program("F0@0 F1@0 B0@0 B1@0 U@0"), {0: list(seconds)}, clock)
     for step in range(2):
         times.begin_step()
         spans, ends = [], []
         for _ in range(2):
-            start, value = clock.now, torch.ones(2, requires_grad=True)
-            for name, (forward_s, backward_s) in seconds.items():
-                run: Callable[[], Sequence[torch.Tensor]] = partial(_layer, clock, forward_s, backward_s, value)
-                (value,) = times(name, run, False)
-            ends.append(value)
+            start = clock.now
+            ends.append(_forward(times, clock, seconds))
             spans.append((start, clock.now))
         for value in ends:
             start = clock.now
             value.sum().backward()
             spans.append((start, clock.now))
-        spans.append((clock.now, clock.now + step))
-        times.end_step(spans)
+        times.end_step([*spans, (clock.now, clock.now + step)])
     assert times.medians() == seconds
 
 
 def test_a_recomputed_layers_backward_begins_with_its_recomputation() -> None:
     clock = CountingClock()
-    actions = [Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 1), Action("B", 0, 0)]
-    times = LayerTimes(RankProgram.of(actions), {0: ["a", "b"]}, clock)
+    times = LayerTimes(_program("F0@0 F1@0 B1@0 B0@0"), {0: ["a", "b"]}, clock)
     times.begin_step()
     spans, made, given = [], [], torch.ones(2, requires_grad=True)
     for _ in range(2):
@@ -105,11 +110,9 @@ def test_a_recomputed_layers_backward_begins_with_its_recomputation() -> None:
 
 def test_layers_whose_backward_goes_in_halves_have_forwards_only() -> None:
     clock = CountingClock()
-    actions = [Action("F", 0, 0), Action("I", 0, 0), Action("W", 0, 0), Action("U", 0)]
-    times = LayerTimes(RankProgram.of(actions), {0: ["a"]}, clock)
+    times = LayerTimes(_program("F0@0 I0@0 W0@0 U@0"), {0: ["a"]}, clock)
     times.begin_step()
-    (value,) = times("a", partial(_layer, clock, 3.0, 1.0, torch.ones(2, requires_grad=True)), False)
-    value.sum().backward()
+    _forward(times, clock, {"a": (3.0, 1.0)}).sum().backward()
     times.end_step([(0.0, 3.0), (3.0, 4.0), (4.0, 4.0), (4.0, 4.0)])
     assert times.medians() == {"a": (3.0, 0.0)}
 
@@ -133,9 +136,9 @@ class Stream:
     def __init__(self, name: str) -> None:
         self.name, self.known = name, dict[str, int]()
 
-    def do(self) -> Done:
+    def do(self) -> Event:
         self.known = {**self.known, self.name: self.known.get(self.name, 0) + 1}
-        return Done(self)
+        return self.record_event()
 
     def wait_event(self, event: Event) -> None:
         for name, count in event.known.items():
@@ -151,23 +154,18 @@ class Stream:
 
 
 class Event:
+    """Something that a stream did last, or is yet to do."""
+
     def __init__(self, blocking: bool = False) -> None:
         self.blocking, self.waited = blocking, False
 
     def record(self, stream: Stream) -> None:
-        self.known = stream.known
+        self.stream, self.known = stream.name, stream.known
 
     def synchronize(self) -> None:
         self.waited = True
 
-
-class Done:
-    """Something that a stream did."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream, self.known = stream.name, stream.known
-
-    def before(self, other: Done | Event) -> bool:
+    def before(self, other: Event) -> bool:
         return other.known.get(self.stream, 0) >= self.known[self.stream]
 
 
@@ -177,7 +175,7 @@ class Tensor:
     is_cuda = True
 
     def __init__(self, cuda: Cuda) -> None:
-        self.cuda, self.copied = cuda, list[Done]()
+        self.cuda, self.copied = cuda, list[Event]()
         self.owner, self.users = cuda.current, list[Stream]()
 
     def copy_(self, source: Tensor, non_blocking: bool) -> None:

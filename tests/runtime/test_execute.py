@@ -8,7 +8,6 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from autopar.errors import TrainingError
 from autopar.formats.program import Action
@@ -20,10 +19,9 @@ from autopar.runtime.loss import BroughtLossTally, LossTally
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.worker import StepClock
 from autopar.schedules.continuing import Repetition
-from dictated import dictate
-from drawn_models import captured, equals_plain
+from drawn_models import equals_plain, model_case
 from fake_copies import FakeCopies
-from threads import train_in_threads
+from training_cases import same_bits
 
 
 @pytest.mark.parametrize("parts", [[[0.5], [0.25], [2.0]], [[3.0, 2.0], [1.0, 0.0]], []])
@@ -169,26 +167,20 @@ class LaggingClock(HostClock):
 
 
 def test_training_is_the_same_bit_for_bit_with_a_device_that_may_be_behind(tmp_path: Path) -> None:
-    model, graph, state = captured("everything")
-    plan = dictate(graph, model, (1, 2, 1), 3, 4)
-    plainly, behind = tmp_path / "plainly", tmp_path / "behind"
-    for folder in (plainly, behind):
-        folder.mkdir()
-    losses = train_in_threads(plan, graph, model, state, plainly, 3)
+    case, plainly, behind = model_case("everything"), tmp_path / "plainly", tmp_path / "behind"
+    plan = case.plan((1, 2, 1), 3, 4)
+    losses = case.train(plan, plainly, 3)
     records: dict[int, list[StepRecord]] = {}
     with (
         patch("autopar.runtime.start.job.copies_of", lambda device: FakeCopies()),
         patch("autopar.runtime.start.job.clock_of", lambda device: LaggingClock()),
     ):
-        assert train_in_threads(plan, graph, model, state, behind, 3, TrainSettings(), records) == losses
-    for rank in range(4):
-        for kind in ("gradients", "parameters", "buffers"):
-            expected, found = load_file(plainly / f"{kind}-{rank}"), load_file(behind / f"{kind}-{rank}")
-            assert all(torch.equal(found[name], value) for name, value in expected.items())
-        for record in records[rank]:
-            assert record.untold is not None
-            assert all(start_s <= end_s for start_s, end_s in record.times_s)
-            assert record.untold is None
+        assert case.train(plan, behind, 3, TrainSettings(), records) == losses
+    same_bits(plan, behind, plainly)
+    for record in (each for rank in range(4) for each in records[rank]):
+        assert record.untold is not None
+        assert all(start_s <= end_s for start_s, end_s in record.times_s)
+        assert record.untold is None
 
 
 @pytest.mark.reliability(13)
@@ -211,5 +203,4 @@ def test_a_gpu_without_room_says_what_was_asked_for_and_where() -> None:
 
 
 def test_a_mean_over_unequal_shares_counts_by_their_rows() -> None:
-    model, graph, _ = captured("dropout")
-    equals_plain("dropout", dictate(graph, model, (1, 2), 2, 3))
+    equals_plain("dropout", model_case("dropout").plan((1, 2), 2, 3))

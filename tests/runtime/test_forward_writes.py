@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import plain
-from autopar.capture.export import capture
-from autopar.capture.graph import LayerGraph
+import training_cases
 from autopar.capture.plain import train_plainly
-from autopar.capture.source import UserModel, load
 from autopar.errors import CaptureError, FileError, ModelError
-from autopar.formats.plan import Plan
 from autopar.runtime.start.workspace import fit_to_plan
-from dictated import dictate
-from threads import train_in_threads
+from training_cases import Case, make_case
 
 STEPS = 3
 FILE = """
@@ -26,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-BLOCKS = 4
+BLOCKS = 3
 
 
 {block}
@@ -124,83 +119,49 @@ BLOCKS = {
 DETACHED = block("self.lin = nn.Linear(6, 6)", "return self.lin(x).tanh()")
 
 
-class Case(NamedTuple):
-    file: Path
-    model: UserModel
-    graph: LayerGraph
-    state: dict[str, torch.Tensor]
-
-
 def case(
-    folder: Path,
-    block: str,
-    *,
-    first: str = LINEAR,
-    entry: str = "pass",
-    data: str = FLOATS,
-    listed: bool = False,
+    folder: Path, block: str, *, first: str = LINEAR, entry: str = "pass", data: str = FLOATS, listed: bool = False
 ) -> Case:
-    file = folder / "model.py"
-    text = FILE.format(block=block, first=first, entry=entry, data=data, listing=LISTING if listed else "")
-    file.write_text(text)
-    model = load(str(file))
-    module = model.build(0)
-    graph = capture(model, module)
-    fresh = model.build(0)
-    state = {**dict(fresh.named_parameters()), **dict(fresh.named_buffers())}
-    return Case(file, model, graph, {name: value.detach() for name, value in state.items()})
+    listing = LISTING if listed else ""
+    return make_case(
+        folder / "model.py", FILE.format(block=block, first=first, entry=entry, data=data, listing=listing)
+    )
 
 
-def check(found: Case, plan: Plan, folder: Path) -> None:
-    """Train in threads and plainly; gradients, where there are any, parameters and buffers are equal."""
+def check(found: Case, folder: Path, *how: Any, **more: Any) -> None:  # noqa: ANN401
+    """Train a plan in threads and plainly; gradients, where there are any, parameters and buffers are equal."""
+    plan = found.plan(*how, **more)
     fit_to_plan(found.graph, plan, found.model)
-    losses = train_in_threads(plan, found.graph, found.model, found.state, folder, STEPS)
-    size = plan.micro_batches, plan.micro_batch_size
-    truth = plain.train(found.file, *size, lambda name: [size[1]], steps=STEPS)
-    assert losses == pytest.approx(truth.losses, rel=1e-12)
-    kept = [{}, {}, {}]
-    for rank in range(len(plan.devices)):
-        for each, kind in zip(kept, ("gradients", "parameters", "buffers"), strict=True):
-            each.update(load_file(folder / f"{kind}-{rank}"))
-    gradients, parameters, buffers = kept
-    largest = max(float(gradient.abs().max()) for gradient in truth.gradients.values())
-    assert gradients.keys() == truth.gradients.keys()
-    for name, gradient in truth.gradients.items():
-        assert float((gradients[name] - gradient).abs().max()) <= 1e-12 * largest, name
-    for name, value in {**truth.parameters, **truth.buffers}.items():
-        other = {**parameters, **buffers}[name]
-        assert float((other - value).double().abs().max()) <= 1e-10 * float(value.double().abs().max()) + 1e-10, name
+    losses = found.train(plan, folder, STEPS)
+    training_cases.check(plan, found.truth(plan, STEPS), folder, losses)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("kind", sorted(BLOCKS))
-@pytest.mark.reliability(43)
-def test_buffers_and_parameters_that_forwards_write_train_as_in_one_process(
-    kind: str, recompute: bool, schedule: str, tmp_path: Path
-) -> None:
-    found = case(tmp_path, BLOCKS[kind])
-    writers = [layer for layer in found.graph.layers if layer.writes is not None]
-    assert [layer.name for layer in writers] == [f"blocks.{index}" for index in range(4)]
-    once = {layer.name for layer in writers if layer.writes is not None and layer.writes.once}
-    again = {layer.name for layer in found.graph.layers} - once if recompute else set()
-    check(found, dictate(found.graph, found.model, [1, 1], 3, 4, schedule, recompute=again), tmp_path)
+HOW = {"gpipe": False, "zb-h1": False, "listed": True}
 
 
+@pytest.mark.some(18)
 @pytest.mark.parametrize("recompute", [False, True])
 # Once it ran, torch's old spectral norm holds a weight that cannot be copied, as threads would have to.
-@pytest.mark.parametrize("kind", sorted(set(BLOCKS) - {"old spectral norm"}))
-def test_listed_modules_that_write_train_as_in_one_process(kind: str, recompute: bool, tmp_path: Path) -> None:
-    found = case(tmp_path, BLOCKS[kind], listed=True)
-    once = {each.name for each in found.graph.layers if each.writes is not None and each.writes.once}
-    again = {layer.name for layer in found.graph.layers} - once if recompute else set()
-    check(found, dictate(found.graph, found.model, [1, 1], 3, 4, "gpipe", recompute=again), tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [(kind, how) for kind in sorted(BLOCKS) for how in HOW if (kind, how) != ("old spectral norm", "listed")],
+)
+@pytest.mark.reliability(43)
+def test_buffers_and_parameters_that_forwards_write_train_as_in_one_process(
+    kind: str, recompute: bool, how: str, tmp_path: Path
+) -> None:
+    found = case(tmp_path, BLOCKS[kind], listed=HOW[how])
+    writers = {layer.name: layer.writes for layer in found.graph.layers if layer.writes is not None}
+    assert list(writers) == [f"blocks.{index}" for index in range(3)]
+    again = {layer.name for layer in found.graph.layers if recompute}
+    again -= {name for name, writes in writers.items() if writes.once}
+    check(found, tmp_path, [1, 1], 3, 4, "gpipe" if HOW[how] else how, recompute=again)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_listed_module_may_assign_its_buffer_anew(recompute: bool, tmp_path: Path) -> None:
     found = case(tmp_path, block(SCALE, "self.scale = self.scale * 0.9; return self.lin(x) * self.scale"), listed=True)
-    check(found, dictate(found.graph, found.model, [1, 1], 3, 4, recompute=recompute), tmp_path)
+    check(found, tmp_path, [1, 1], 3, 4, recompute=recompute)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -208,24 +169,21 @@ def test_inputs_that_a_forward_writes_are_as_in_one_process(recompute: bool, tmp
     found = case(tmp_path, DETACHED, entry="x.mul_(0.5).add_(1.0)")
     assert found.graph.layers[0].writes is not None
     assert found.graph.layers[0].writes.inputs == ("batch.0",)
-    check(found, dictate(found.graph, found.model, [1], 3, 4, recompute=recompute), tmp_path)
+    check(found, tmp_path, [1], 3, 4, recompute=recompute)
 
 
 def test_rows_that_an_embedding_limits_are_those_of_the_model_until_a_step_reads_them(tmp_path: Path) -> None:
     found = case(tmp_path, DETACHED, first="nn.Embedding(9, 6, max_norm=0.5)", data=INTEGERS)
-    check(found, dictate(found.graph, found.model, [1, 1], 2, 2), tmp_path)
+    check(found, tmp_path, [1, 1], 2, 2)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("listed", [False, True])
 def test_no_gradient_stays_none_across_cuts_and_replicas(cut: int, schedule: str, listed: bool, tmp_path: Path) -> None:
-    detaching = block("self.lin = nn.Linear(6, 6)", "return self.lin(x.detach() if BLOCKS == 4 else x).tanh()")
-    mixed = detaching.replace("x.detach() if BLOCKS == 4 else x", "x.detach() if self.lin.bias.shape[0] == 6 else x")
-    found = case(tmp_path, mixed, listed=listed)
+    detaching = block("self.lin = nn.Linear(6, 6)", "return self.lin(x.detach()).tanh()")
     widths = [2, 1] if schedule == "1f1b" else [1, 1]
-    plan = dictate(found.graph, found.model, widths, 3, 4, schedule, cuts=[cut])
-    check(found, plan, tmp_path)
+    check(case(tmp_path, detaching, listed=listed), tmp_path, widths, 3, 4, schedule, cuts=[cut])
 
 
 def test_modules_that_decide_while_they_run_leave_parameters_without_gradient_only_where_all_do(
@@ -237,16 +195,16 @@ def test_modules_that_decide_while_they_run_leave_parameters_without_gradient_on
     )
     for threshold in (-1e9, 0.0):
         found = case(tmp_path, f"THRESHOLD = {threshold}\n\n\n{deciding}", listed=True)
-        check(found, dictate(found.graph, found.model, [1, 1, 1], 3, 4), tmp_path)
+        check(found, tmp_path, [1, 1, 1], 3, 4)
 
 
 @pytest.mark.reliability(41, 43)
 def test_edited_plans_that_replicate_or_recompute_what_forwards_change_are_refused(tmp_path: Path) -> None:
     found = case(tmp_path, BLOCKS["average before reading"])
     with pytest.raises(FileError, match=r"replicas of layer blocks.0, .* changes the buffer blocks.0.mean"):
-        fit_to_plan(found.graph, dictate(found.graph, found.model, [2, 1], 3, 4), found.model)
+        fit_to_plan(found.graph, found.plan([2, 1], 3, 4), found.model)
     clamped = case(tmp_path, BLOCKS["clamped parameter"])
-    plan = dictate(clamped.graph, clamped.model, [1, 1], 3, 4, recompute=True)
+    plan = clamped.plan([1, 1], 3, 4, recompute=True)
     with pytest.raises(FileError, match=r"recomputes layer blocks.0, .* the parameter blocks.0.lin.weight"):
         fit_to_plan(clamped.graph, plan, clamped.model)
 
@@ -258,16 +216,14 @@ def test_replicas_that_are_asked_for_have_equal_buffers_after_every_step(
     how: str, turns: tuple[int, ...], tmp_path: Path
 ) -> None:
     found = case(tmp_path, BLOCKS["average before reading"])
-    plan = dictate(found.graph, found.model, [2, 1], 4, 4, turns=turns)
-    plan = plan.model_copy(update={"replicate_state": how})
+    plan = found.plan([2, 1], 4, 4, turns=turns).model_copy(update={"replicate_state": how})
     fit_to_plan(found.graph, plan, found.model)
-    train_in_threads(plan, found.graph, found.model, found.state, tmp_path, STEPS)
+    found.train(plan, tmp_path, STEPS)
     one, other = (load_file(tmp_path / f"buffers-{rank}") for rank in range(2))
     assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name])
     truth = train_plainly(found.model, plan, STEPS)
     for name, value in one.items():
+        assert torch.equal(value, other[name])
         assert torch.allclose(value, truth.buffers[name], rtol=1e-10), name
     for name, value in load_file(tmp_path / "parameters-0").items():
         assert torch.allclose(value, truth.parameters[name], rtol=1e-10, atol=1e-10), name
@@ -275,14 +231,10 @@ def test_replicas_that_are_asked_for_have_equal_buffers_after_every_step(
 
 def test_a_listed_module_that_writes_what_another_holds_is_refused(tmp_path: Path) -> None:
     shared = block(MEAN, "self.mean.mul_(0.9); return self.lin(x)")
-    file = case(tmp_path, shared, listed=True).file
-    text = file.read_text().replace(
-        "return [model.first", "model.blocks[1].mean = model.blocks[0].mean\n    return [model.first"
-    )
-    file.write_text(text)
-    model = load(str(file))
+    text = case(tmp_path, shared, listed=True).file.read_text()
+    sharing = "model.blocks[1].mean = model.blocks[0].mean\n    return [model.first"
     with pytest.raises(ModelError, match=r"blocks.0 writes blocks.0.mean, which blocks.1 is given too"):
-        capture(model, model.build(0))
+        make_case(tmp_path / "shared.py", text.replace("return [model.first", sharing))
 
 
 def test_a_generator_of_the_models_own_is_refused_and_a_hidden_write_found(tmp_path: Path) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -18,26 +17,7 @@ from autopar.runtime.messages.transport import Exchange, InProcessTransport, Tra
 from autopar.runtime.stage.parameters import LocalParameters, ReplicatedBuffers, Team
 from drawn_plans import chain, make
 from teams import resized
-
-
-def _in_ranks(size: int, act: Callable[[int, Transport], None]) -> None:
-    """Run every rank as a thread, and fail if one does."""
-    exchange, errors = Exchange(), []
-
-    def run(rank: int) -> None:
-        try:
-            act(rank, InProcessTransport(exchange, rank))
-        except BaseException as error:
-            errors.append(error)
-            exchange.break_off()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+from threads import in_ranks
 
 
 def _model() -> nn.ModuleList:
@@ -79,7 +59,7 @@ def test_replicas_have_the_sum_and_all_or_none_the_gradient_that_some_reached(re
             reducer.release_untouched()
         squares[rank] = sum((each.square().sum() for each in reducer.owned_gradients()), torch.zeros(()))
 
-    _in_ranks(3, act)
+    in_ranks(3, act)
     for model in models:
         for name, parameter in model.named_parameters():
             if expected[name] is None:
@@ -109,7 +89,7 @@ def test_a_parameter_of_several_stages_has_the_sum_over_all_that_hold_it() -> No
         reducer.release_untouched()
         seen[rank] = reducer.owned_gradients()
 
-    _in_ranks(2, act)
+    in_ranks(2, act)
     for rank, model in enumerate(models):
         torch.testing.assert_close(model[2 * rank].weight.grad, whole[0].weight.grad)
         torch.testing.assert_close(model[2 * rank].bias.grad, whole[2 * rank].bias.grad)
@@ -135,7 +115,7 @@ def test_written_buffers_are_the_first_replicas_or_the_mean(how: Literal["first"
         local = LocalParameters({}, states[rank])
         ReplicatedBuffers([writing], local, how, transport, (0, 1, 2), rank).settle()
 
-    _in_ranks(3, act)
+    in_ranks(3, act)
     for rank, state in enumerate(states):
         assert state["mean"].tolist() == [1.0 if how == "first" else 4.0] * 2
         assert (state["count"].item(), state["flag"].tolist(), state["unwritten"].item()) == (5, [True, False], rank)
@@ -159,10 +139,8 @@ def test_gradients_are_views_of_one_buffer_with_marks_of_what_was_reached() -> N
 
 def test_layers_fill_buckets_from_the_last_to_the_first_and_types_have_their_own() -> None:
     layers = [[torch.nn.Parameter(torch.ones(2))], [], [torch.nn.Parameter(torch.ones(3, dtype=torch.float64))]]
-    assert [[each.dtype for each in bucket.parameters] for bucket in fill_buckets(layers)] == [
-        [torch.float64],
-        [torch.float32],
-    ]
+    types = [[each.dtype for each in bucket.parameters] for bucket in fill_buckets(layers)]
+    assert types == [[torch.float64], [torch.float32]]
 
 
 def test_a_parameter_that_stages_cut_differently_is_reduced_as_a_whole() -> None:
@@ -172,10 +150,9 @@ def test_a_parameter_that_stages_cut_differently_is_reduced_as_a_whole() -> None
     plan = plan.model_copy(update={"stages": stages})
     gradients = [torch.randn(4, 2, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     whole = [gradients[0], gradients[0], gradients[1], gradients[2]]
-    exchange, found, everyone = Exchange(), dict[int, torch.Tensor](), tuple(range(4))
+    found, everyone = dict[int, torch.Tensor](), tuple(range(4))
 
-    def work(rank: int) -> None:
-        transport = InProcessTransport(exchange, rank)
+    def work(rank: int, transport: Transport) -> None:
         team = Team(plan, rank, transport)
         parameter = torch.nn.Parameter(team.take("w", torch.zeros(4, 2)).clone())
         bucket = SharedGradient(parameter, everyone, (0, 1), "w", team).bucket()
@@ -190,11 +167,7 @@ def test_a_parameter_that_stages_cut_differently_is_reduced_as_a_whole() -> None
         bucket.release_untouched()
         (found[rank],) = bucket.gradients
 
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in everyone]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    in_ranks(4, work)
     total = sum(gradients)
     assert isinstance(total, torch.Tensor)
     for rank, rows in enumerate(([0, 3], [1, 2], [0, 1, 2, 3], [0, 1, 2, 3])):

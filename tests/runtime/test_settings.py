@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from autopar.capture.export import capture
-from autopar.capture.source import load
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan, Shard, SharedParameter
 from autopar.policies import POLICIES
@@ -27,18 +25,11 @@ from autopar.runtime.settings import (
     known_steps,
 )
 from autopar.schedules.expand import expand
-from dictated import dictate
-from paths import MODELS
+from drawn_models import model_case
 
 
 def _plan(widths: tuple[int, ...], schedule: str = "1f1b", chunks: int = 1, shard: Shard = "none") -> Plan:
-    model = load(str(MODELS / "dropout.py"))
-    return dictate(capture(model, model.build(0)), model, widths, 2, 4, schedule, chunks=chunks, shard=shard)
-
-
-def test_the_two_ways_of_batch_normalisation_exclude_each_other() -> None:
-    with pytest.raises(UsageError, match="exclude each other"):
-        TrainSettings(deferred_batch_norm=True, sync_batch_norm=True)
+    return model_case("dropout").plan(widths, 2, 4, schedule, chunks=chunks, shard=shard)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +39,7 @@ def test_the_two_ways_of_batch_normalisation_exclude_each_other() -> None:
         ({"clip_norm": math.nan}, "`clip_norm` must be positive, found nan"),
         ({"clip_norm": 1.0, "clip": "rank"}, "`clip` must be one of model, stage; found 'rank'"),
         ({"clip": "stage"}, "`clip='stage'` says whose norm is bounded; say by what, too: `clip_norm`"),
+        ({"deferred_batch_norm": True, "sync_batch_norm": True}, "exclude each other"),
         ({"last": "keep"}, "`last` must be one of drop, pad; found 'keep'"),
     ],
 )

@@ -15,9 +15,9 @@ import autopar
 import plain
 from autopar.capture.batch import seed_data
 from autopar.capture.export import capture
-from autopar.capture.source import load, stage_traits
+from autopar.capture.source import stage_traits
 from autopar.errors import AutoparError, FileError, ModelError, UsageError
-from autopar.formats.plan import Plan, Shard
+from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.update import check_settings, left_out, whole_settings
@@ -25,6 +25,7 @@ from autopar.runtime.weights import names, read
 from dictated import dictate
 from paths import MODELS
 from script_jobs import batches, described, loss, make_model
+from training_cases import Case, make_case
 
 FILE = MODELS / "grouped.py"
 STEPS = 3
@@ -118,11 +119,8 @@ def optimizer(named_parameters):
 """
 
 
-def _planned(folder: Path, text: str, widths: Sequence[int], shard: Shard = "none") -> tuple[Path, Plan]:
-    file = folder / "model.py"
-    file.write_text(FILE.read_text() + text)
-    model = load(str(file))
-    return file, dictate(capture(model, model.build(0)), model, widths, 2, 6, shard=shard)
+def _case(folder: Path, text: str) -> Case:
+    return make_case(folder / "model.py", FILE.read_text() + text)
 
 
 def _plainly(file: Path) -> nn.Module:
@@ -146,6 +144,7 @@ def _plainly(file: Path) -> nn.Module:
     return model
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize(
     ("text", "widths", "shard"),
     [
@@ -164,7 +163,8 @@ def _plainly(file: Path) -> nn.Module:
 def test_groups_by_name_or_shape_train_as_the_plain_loop(
     text: str, widths: Sequence[int], shard: Shard, pool: RankPool, tmp_path: Path
 ) -> None:
-    file, plan = _planned(tmp_path, text, widths, shard)
+    case = _case(tmp_path, text)
+    plan, file = case.plan(widths, 2, 6, shard=shard), case.file
     outcome = run(plan, str(file), RunOptions(steps=STEPS, save=tmp_path / "saved"), pool=pool)
     found = read(tmp_path / "saved", names(tmp_path / "saved"))
     truth = dict(_plainly(file).named_parameters())
@@ -179,33 +179,21 @@ def test_groups_by_name_or_shape_train_as_the_plain_loop(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (
-            BY_IDENTITY,
-            r"gives \S*bias weight_decay=0.5 when it is given the parameters of rank \d, and",
-        ),
-        (
-            BY_PLACE,
-            r"gives \S+ weight_decay=0.\d when it is given the parameters of rank \d, and weight",
-        ),
+        (BY_IDENTITY, r"gives \S*bias weight_decay=0.5 when it is given the parameters of rank \d, and"),
+        (BY_PLACE, r"gives \S+ weight_decay=0.\d when it is given the parameters of rank \d, and weight"),
         (BY_COUNT, r"gives \S+ lr=\S+ when it is given the parameters of rank \d, and lr=0.00\d+ when it is given all"),
-        (
-            BY_COUNT_AND_DELAY,
-            r"gives \S+ lr=\S+ when it is given the parameters of rank \d, and lr=\S+ when it is given all",
-        ),
+        (BY_COUNT_AND_DELAY, r"gives \S+ lr=\S+ when it is given the parameters of rank \d, and lr=\S+ when it is"),
         (SCHEDULED_BY_PLACE, r"gives \S+ lr=\S+ in step 1 when it is given the parameters of rank \d, and lr=\S+ when"),
         (OTHERS, r"optimizer\(\) steps \d+ parameters that it was not given, the first of shape \(6, 6\)"),
         (LEAVES_OUT_BY_PLACE, r"does not step \S+ when it is given the parameters of rank \d, and does when it is"),
     ],
 )
 def test_what_a_rank_would_do_otherwise_is_refused_by_name(text: str, said: str, tmp_path: Path) -> None:
-    file = tmp_path / "model.py"
-    file.write_text(FILE.read_text() + text)
-    user = load(str(file))
-    graph = capture(user, user.build(0))
-    module = user.build(0)
+    case = _case(tmp_path, text)
+    user, module = case.model, case.model.build(0)
     trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
-    plan = dictate(graph, user, [1, 1], 2, 2, warmup=[2, 1]).model_copy(update={"weight_policy": "stash"})
-    whole = whole_settings(user, module, graph, plan)
+    plan = case.plan([1, 1], 2, 2, warmup=[2, 1]).model_copy(update={"weight_policy": "stash"})
+    whole = whole_settings(user, module, case.graph, plan)
     assert whole is not None
     refusals = []
     for rank, part in enumerate((trained[:9], trained[9:])):
@@ -221,18 +209,10 @@ def test_what_a_rank_would_do_otherwise_is_refused_by_name(text: str, said: str,
     assert all(re.search(said, refusal) and "named_parameters" in refusal for refusal in refusals)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (BY_IDENTITY, r"optimizer\(\) gives \S+bias weight_decay=0.5 when it is given the parameters of rank \d"),
-        (OTHERS, r"optimizer\(\) steps \d+ parameters that it was not given"),
-    ],
-)
-def test_a_run_is_refused_before_the_first_step(text: str, said: str, pool: RankPool, tmp_path: Path) -> None:
-    file, plan = _planned(tmp_path, text, (1, 1))
-    with pytest.raises(FileError, match=said):
-        run(plan, str(file), RunOptions(steps=1, save=tmp_path / "saved"), pool=pool)
+def test_a_run_is_refused_before_the_first_step(pool: RankPool, tmp_path: Path) -> None:
+    case = _case(tmp_path, OTHERS)
+    with pytest.raises(FileError, match=r"optimizer\(\) steps \d+ parameters that it was not given"):
+        run(case.plan((1, 1), 2, 6), str(case.file), RunOptions(steps=1, save=tmp_path / "saved"), pool=pool)
     assert not (tmp_path / "saved").exists()
 
 
@@ -240,9 +220,9 @@ def test_a_run_is_refused_before_the_first_step(text: str, said: str, pool: Rank
 def test_a_step_that_takes_all_parameters_together_is_refused_where_ranks_hold_some(
     text: str, said: str, tmp_path: Path
 ) -> None:
-    file, plan = _planned(tmp_path, text, (1, 1))
+    case = _case(tmp_path, text)
     with pytest.raises(UsageError, match=rf"the optimizer's step {said}.* 2 groups of devices.* `max_stages=1`"):
-        run(plan, str(file), RunOptions(steps=1))
+        run(case.plan((1, 1), 2, 6), str(case.file), RunOptions(steps=1))
 
 
 def _of_model(model: nn.Module) -> Callable[[Any], torch.optim.Optimizer]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-import plain
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
@@ -23,46 +22,37 @@ from autopar.runtime.messages.transport import InProcessTransport, Pending, Tran
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.job import Job
 from autopar.schedules.expand import expand
-from dictated import dictate
-from drawn_models import captured, equals_plain, team_plans
+from drawn_models import equals_plain, model_case, team_plans
 from in_teams import in_teams
 from oracles.unflushed import RULES
-from paths import EXAMPLES, HARNESS
 from policy_cases import differs, planned
-from threads import act_in_threads, train_in_threads
-from training_cases import (
-    FILE,
-    NARROW,
-    OPTIMIZERS,
-    STEPS,
-    Case,
-    cases,
-    check,
-    dropout,
-    make_case,
-    own_part,
-    shares_of,
-    train,
-)
+from pooled import eight_ranks
+from threads import act_in_threads
+from training_cases import OPTIMIZERS, STEPS, Case, check, make_case, own_part, text_of, train
 
-__all__ = ["cases", "dropout"]
+__all__ = ["eight_ranks"]
+
+KINDS = ("double", "float")
 
 
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return make_case(tmp_path_factory.mktemp("models") / "gpt.py", text_of("gpt", BLOCKS=3))
+
+
+@pytest.mark.some(6)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(
     ("widths", "sizes"),
     [((1,), (2,)), ((2,), (2,)), ((1, 1), (2, 2)), ((1, 1), (1, 2)), ((2, 1), (2, 4)), ((1,), (4,))],
 )
 def test_training_equals_the_plain_loop(
-    widths: Sequence[int], sizes: Sequence[int], sequence: bool, cases: dict[tuple[str, str], Case], tmp_path: Path
+    widths: Sequence[int], sizes: Sequence[int], sequence: bool, gpt: Case, tmp_path: Path
 ) -> None:
-    case = cases["gpt", "adamw"]
-    plan = in_teams(case.graph, dictate(case.graph, case.model, widths, 2, 5), sizes, sequence=sequence)
+    plan = in_teams(gpt.graph, gpt.plan(widths, 2, 5), sizes, sequence=sequence)
     assert any(stage.sequence for stage in plan.stages) == sequence
-    state = {name: each.detach().clone() for name, each in case.model.build(0).named_parameters()}
-    losses = train_in_threads(plan, case.graph, case.model, state, tmp_path, STEPS)
-    truth = plain.train(case.file, 2, 5, lambda name: shares_of(case.graph, plan, name))
-    check(plan, truth, tmp_path, losses)
+    losses = gpt.train(plan, tmp_path)
+    check(plan, gpt.truth(plan), tmp_path, losses)
 
 
 @pytest.mark.slow
@@ -76,6 +66,7 @@ def test_any_plan_with_teams_trains_as_the_plain_loop(name: str) -> None:
     trains_alike()
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize("policy", RULES)
 @pytest.mark.parametrize(
     ("depths", "micro_batches", "widths", "sizes"),
@@ -87,14 +78,6 @@ def test_training_without_flushes_equals_its_rule(
     plan = planned(tmp_path, "adamw", policy, depths, micro_batches, widths=widths, team_sizes=sizes)
     assert any(stage.cuts for stage in plan.stages)
     assert differs(tmp_path, plan) < 1e-12
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
-        with RankPool(8) as pool:
-            yield pool
 
 
 IN_PROCESSES: list[tuple[list[int], list[int], str, int, bool, dict[str, Any]]] = [
@@ -110,6 +93,7 @@ IN_PROCESSES: list[tuple[list[int], list[int], str, int, bool, dict[str, Any]]] 
 
 
 @pytest.mark.slow
+@pytest.mark.some(4)
 @pytest.mark.parametrize(("widths", "sizes", "schedule", "chunks", "sequence", "more"), IN_PROCESSES)
 def test_rank_processes_train_as_the_plain_loop(
     widths: list[int],
@@ -118,28 +102,22 @@ def test_rank_processes_train_as_the_plain_loop(
     chunks: int,
     sequence: bool,
     more: dict[str, Any],
-    cases: dict[tuple[str, str], Case],
-    pool: RankPool,
+    gpt: Case,
+    eight_ranks: RankPool,
     tmp_path: Path,
 ) -> None:
-    case = cases["gpt", "adamw"]
-    alone = dictate(case.graph, case.model, widths, 2, 5, schedule, chunks=chunks, **more)
-    groups = [
-        next(at for at, chunks in enumerate(alone.groups) if stage in chunks) for stage in range(len(alone.stages))
-    ]
-    plan = in_teams(case.graph, alone, [sizes[group] for group in groups], sequence=sequence)
-    losses = train(pool, case, plan, tmp_path)
-    truth = plain.train(case.file, 2, 5, lambda name: shares_of(case.graph, plan, name))
-    check(plan, truth, tmp_path, losses)
+    alone = gpt.plan(widths, 2, 5, schedule, chunks=chunks, **more)
+    group_of = {stage: group for group, stages in enumerate(alone.groups) for stage in stages}
+    by_stage = [sizes[group_of[stage]] for stage in range(len(alone.stages))]
+    plan = in_teams(gpt.graph, alone, by_stage, sequence=sequence)
+    losses = train(eight_ranks, gpt, plan, tmp_path)
+    check(plan, gpt.truth(plan), tmp_path, losses)
 
 
-def test_one_rank_a_replica_is_the_plan_of_single_ranks_to_the_last_bit(
-    cases: dict[tuple[str, str], Case], tmp_path: Path
-) -> None:
-    case = cases["gpt", "sgd"]
-    alone = dictate(case.graph, case.model, [1, 2], 2, 4)
-    assert in_teams(case.graph, alone, [1, 1]).stages == alone.stages
-    assert expand(in_teams(case.graph, alone, [1, 1])) == expand(alone)
+def test_one_rank_a_replica_is_the_plan_of_single_ranks(gpt: Case) -> None:
+    alone = gpt.plan([1, 2], 2, 4)
+    assert in_teams(gpt.graph, alone, [1, 1]).stages == alone.stages
+    assert expand(in_teams(gpt.graph, alone, [1, 1])) == expand(alone)
 
 
 class Recorder:
@@ -159,7 +137,7 @@ class Recorder:
 
 def sums_of(name: str, plan: Plan) -> list[list[tuple[tuple[int, ...], bool, tuple[int, ...]]]]:
     """Train two steps in threads; return what every rank has summed, in its order."""
-    model, graph, state = captured(name)
+    case = model_case(name)
     sums: list[list[tuple[tuple[int, ...], bool, tuple[int, ...]]]] = [[] for _ in plan.devices]
 
     def train(job: Job, transport: Transport) -> None:
@@ -171,15 +149,16 @@ def sums_of(name: str, plan: Plan) -> list[list[tuple[tuple[int, ...], bool, tup
         assert isinstance(transport, InProcessTransport)
         return Recorder(transport, sums[transport._rank])  # type: ignore[return-value]
 
-    act_in_threads(plan, graph, model, state, train, carry=carry)
+    act_in_threads(plan, case.graph, case.model, case.state, train, carry=carry)
     return sums
 
 
 def test_blocks_sum_twice_forwards_and_twice_backwards_and_gather_no_weight() -> None:
-    model, graph, _ = captured("narrow_gpt")
+    case = model_case("narrow_gpt")
+    graph = case.graph
     blocks = [at for at, layer in enumerate(graph.layers) if layer.fingerprint == graph.layers[2].fingerprint]
     rows, micro_batches = 3, 2
-    alone = dictate(graph, model, [1, 1, 1], micro_batches, rows, cuts=[blocks[0], blocks[-1] + 1])
+    alone = case.plan([1, 1, 1], micro_batches, rows, cuts=[blocks[0], blocks[-1] + 1])
     plan = in_teams(graph, alone, [1, 2, 1])
     found = sums_of("narrow_gpt", plan)
     (hidden,) = {tensor.sizes for tensor in graph.tensors if tensor.producer == graph.layers[blocks[0]].name}
@@ -194,11 +173,11 @@ def test_blocks_sum_twice_forwards_and_twice_backwards_and_gather_no_weight() ->
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_gradients_of_whole_parameters_are_summed_once_a_step_together(micro_batches: int) -> None:
     """Tensors between layers are in slices, which are gathered and scattered: what is summed are those gradients."""
-    model, graph, state = captured("narrow_gpt")
-    plan = in_teams(graph, dictate(graph, model, [1], micro_batches, 3), [2], sequence=True)
-    whole = set(dict(model.build(0).named_parameters())) - {cut.parameter for cut in plan.stages[0].cuts}
+    case = model_case("narrow_gpt")
+    plan = in_teams(case.graph, case.plan([1], micro_batches, 3), [2], sequence=True)
+    whole = set(dict(case.model.build(0).named_parameters())) - {cut.parameter for cut in plan.stages[0].cuts}
     summed = sums_of("narrow_gpt", plan)[0]
-    numbers = sum(state[name].numel() for name in whole)
+    numbers = sum(case.state[name].numel() for name in whole)
     # Everything else that is summed belongs to one micro-batch, and is smaller.
     assert [shape for _, _, shape in summed if math.prod(shape) >= numbers] == [(numbers,)] * 2
 
@@ -214,19 +193,17 @@ def test_ranks_that_sum_together_do_so_in_one_order(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("policy", ["stash", "pipemare"])
-@pytest.mark.parametrize("clip_norm", [0.05, 1e9])
-def test_a_stage_is_clipped_by_the_norm_of_all_its_parts(policy: str, clip_norm: float, tmp_path: Path) -> None:
+def test_a_stage_is_clipped_by_the_norm_of_all_its_parts(policy: str, tmp_path: Path) -> None:
     case = _untied(tmp_path)
-    alone = dictate(case.graph, case.model, [1, 1], 2, 5, warmup=[1, 1])
-    teams = in_teams(case.graph, alone, (2, 2), sequence=policy == "stash")
-    plans = [_unflushed(plan, policy) for plan in (alone, teams)]
-    state = {name: each.detach().clone() for name, each in case.model.build(0).named_parameters()}
-    folders = [tmp_path / "alone", tmp_path / "teams"]
-    settings = TrainSettings(clip_norm=clip_norm, clip="stage")
-    losses = []
-    for plan, folder in zip(plans, folders, strict=True):
-        folder.mkdir()
-        losses.append(train_in_threads(plan, case.graph, case.model, state, folder, STEPS, settings))
+    alone = case.plan([1, 1], 2, 5, warmup=[1, 1])
+    plans = [alone, in_teams(case.graph, alone, (2, 2), sequence=policy == "stash")]
+    folders, losses = [tmp_path / "alone", tmp_path / "teams"], []
+    more = {"anneal_steps": 3, "synchronous_steps": 1} if policy == "pipemare" else {}
+    for at, folder in enumerate(folders):
+        deep = zip(plans[at].stages, (2, 1), strict=True)
+        stages = tuple(stage.model_copy(update={"warmup": depth}) for stage, depth in deep)
+        plans[at] = plans[at].model_copy(update={"stages": stages, "weight_policy": policy, **more})
+        losses.append(case.train(plans[at], folder, STEPS, TrainSettings(clip_norm=0.05, clip="stage")))
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
     for rank in range(4):
         wanted = load_file(folders[0] / f"parameters-{rank // 2}")
@@ -236,49 +213,30 @@ def test_a_stage_is_clipped_by_the_norm_of_all_its_parts(policy: str, clip_norm:
 
 def _untied(folder: Path) -> Case:
     """Return a narrow GPT whose head has a weight of its own, which stages do not share, stepped by SGD."""
-    text = FILE.format(
-        base=str(EXAMPLES / "gpt.py"), narrow={**NARROW["gpt"], "BLOCKS": 3}, optimizer=OPTIMIZERS["sgd"]
-    )
+    text = text_of("gpt", OPTIMIZERS["sgd"], BLOCKS=2)
     untied = "found = base.model()\n    found.head.weight = torch.nn.Parameter(found.head.weight.detach().clone())\n"
-    (folder / "untied.py").write_text(text.replace("return base.model()", f"{untied}    return found"))
-    return make_case(folder / "untied.py")
-
-
-def _unflushed(plan: Plan, policy: str) -> Plan:
-    stages = [stage.model_copy(update={"warmup": depth}) for stage, depth in zip(plan.stages, (2, 1), strict=True)]
-    more = {"anneal_steps": 3, "synchronous_steps": 1} if policy == "pipemare" else {}
-    return plan.model_copy(update={"stages": tuple(stages), "weight_policy": policy, **more})
+    return make_case(folder / "untied.py", text.replace("return base.model()", f"{untied}    return found"))
 
 
 def test_the_norm_of_all_gradients_has_those_that_are_added_up_late(tmp_path: Path) -> None:
-    case = _untied(tmp_path)
-    state = {name: each.detach().clone() for name, each in case.model.build(0).named_parameters()}
-    settings, norms = TrainSettings(clip_norm=0.05), []
+    case, norms = _untied(tmp_path), []
     for sizes in ((1, 1), (2, 2), (2, 4)):
-        alone = dictate(case.graph, case.model, [1, 1], 2, 5)
-        plan = in_teams(case.graph, alone, sizes, sequence=sizes != (2, 4))
+        plan = in_teams(case.graph, case.plan([1, 1], 2, 5), sizes, sequence=sizes != (2, 4))
         records: dict[int, list[StepRecord]] = {}
-        folder = tmp_path / str(sizes)
-        folder.mkdir()
-        train_in_threads(plan, case.graph, case.model, state, folder, STEPS, settings, records)
+        case.train(plan, tmp_path / str(sizes), STEPS, TrainSettings(clip_norm=0.05), records)
         norms.append([record.gradient_norm for record in records[0]])
     assert norms[1] == pytest.approx(norms[0], rel=1e-12)
     assert norms[2] == pytest.approx(norms[0], rel=1e-12)
 
 
-OF_MATRICES = "torch.optim.Muon([each for each in parameters if each.dim() == 2])"
+def _of_matrices(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Muon([each for each in parameters if each.dim() == 2])
 
 
-@pytest.mark.parametrize(("optimizer", "refused"), [(OF_MATRICES, True), (OPTIMIZERS["adamw"], False)])
-def test_an_optimizer_that_looks_at_whole_parameters_is_refused_before_training(
-    optimizer: str, refused: bool, tmp_path: Path
-) -> None:
-    text = FILE.format(base=str(EXAMPLES / "gpt.py"), narrow={**NARROW["gpt"], "BLOCKS": 2}, optimizer=optimizer)
-    (tmp_path / "model.py").write_text(text)
-    case = make_case(tmp_path / "model.py")
-    plan = in_teams(case.graph, dictate(case.graph, case.model, (1,), 2, 5), (2,))
-    state = {name: each.detach().clone() for name, each in case.model.build(0).named_parameters()}
-    said: list[str] = []
+@pytest.mark.parametrize("refused", [True, False])
+def test_an_optimizer_that_looks_at_whole_parameters_is_refused_before_training(refused: bool, gpt: Case) -> None:
+    functions = {**gpt.model.functions, **({"optimizer": _of_matrices} if refused else {})}
+    plan, said = in_teams(gpt.graph, gpt.plan((1,), 2, 5), (2,)), list[str]()
 
     def attempt(job: Job, transport: Transport) -> None:
         try:
@@ -286,7 +244,7 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused_before_training(
         except UsageError as error:
             said.append(str(error))
 
-    act_in_threads(plan, case.graph, case.model, state, attempt)
+    act_in_threads(plan, gpt.graph, replace(gpt.model, functions=functions), gpt.state, attempt)
     assert len(said) == (2 if refused else 0)
     assert all(
         "cannot step parts of parameters" in each and "plan with `stages` of one device" in each for each in said
@@ -294,6 +252,7 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused_before_training(
 
 
 @pytest.mark.slow
+@pytest.mark.some(3)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
@@ -301,18 +260,12 @@ def test_in_half_precision_teams_are_as_far_from_exact_gradients_as_one_rank_is(
     precision: Literal["bf16", "fp16"], size: int, sequence: bool, tmp_path: Path
 ) -> None:
     """They round sums of parts, one rank rounds whole sums: neither equals the other, and neither is the better one."""
-    files = {}
-    for kind in ("double", "float"):
-        files[kind] = tmp_path / f"{kind}.py"
-        text = FILE.format(base=str(EXAMPLES / "gpt.py"), narrow=NARROW["gpt"], optimizer=OPTIMIZERS["sgd"])
-        files[kind].write_text(text.replace("double()", f"{kind}()"))
-    case = make_case(files["float"])
-    plan = in_teams(case.graph, dictate(case.graph, case.model, [1], 2, 8), [size], sequence=sequence)
-    plan = plan.model_copy(update={"precision": precision})
-    state = {name: each.detach().clone() for name, each in case.model.build(0).named_parameters()}
-    losses = train_in_threads(plan, case.graph, case.model, state, tmp_path, STEPS)
-    exact = plain.train(files["double"], 2, 8, lambda name: [8])
-    single = plain.train(files["float"], 2, 8, lambda name: [8], precision=precision)
+    text = text_of("gpt", OPTIMIZERS["sgd"])
+    double, case = (make_case(tmp_path / f"{kind}.py", text.replace("double()", f"{kind}()")) for kind in KINDS)
+    whole = case.plan([1], 2, 8)
+    plan = in_teams(case.graph, whole, [size], sequence=sequence).model_copy(update={"precision": precision})
+    losses, exact = case.train(plan, tmp_path), double.truth(whole)
+    single = case.truth(whole.model_copy(update={"precision": precision}))
     assert losses == pytest.approx(exact.losses, rel=0.02)
     teams, one, largest = 0.0, 0.0, 0.0
     for rank in range(size):

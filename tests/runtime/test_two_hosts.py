@@ -13,16 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from autopar.capture.export import capture
-from autopar.capture.source import load
 from autopar.formats.plan import Plan
 from autopar.formats.report import Report
 from autopar.runtime.weights import read
-from dictated import dictate
 from paths import MODELS
-from threads import train_in_threads
-
-MODEL = MODELS / "words.py"
+from training_cases import Case, make_case
 
 HOSTS = """
 set -e
@@ -68,16 +63,15 @@ def refused() -> str:
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Path:
-    """A folder with a plan of four ranks for a model file, where namespaces are allowed."""
+def case(tmp_path: Path) -> Case:
+    """A model file beside a plan of four ranks, where namespaces are allowed."""
     if refused():
         pytest.skip(refused())
-    (tmp_path / "words.py").write_bytes(MODEL.read_bytes())
-    model = load(str(tmp_path / "words.py"))
-    plan = dictate(capture(model, model.build(0)), model, [2, 2], 2, 4)
+    case = make_case(tmp_path / "words.py", (MODELS / "words.py").read_text())
+    plan = case.plan([2, 2], 2, 4)
     plan = plan.model_copy(update={"model": plan.model.model_copy(update={"source": "words.py"})})
     plan.save(tmp_path / "plan.json")
-    return tmp_path
+    return case
 
 
 def srun(rank: int, arguments: str) -> str:
@@ -101,32 +95,26 @@ WAIT = 'code=0; for rank in "${ranks[@]}"; do wait $rank || code=$?; done; exit 
 
 
 @pytest.mark.slow
-def test_two_hosts_train_as_the_threads_of_one_do(here: Path) -> None:
+def test_two_hosts_train_as_the_threads_of_one_do(case: Case, tmp_path: Path) -> None:
     script = "".join(srun(rank, "plan.json --steps 3 --save trained") for rank in range(4))
-    done = in_hosts(script + WAIT, here)
+    done = in_hosts(script + WAIT, tmp_path)
     assert done.returncode == 0, done.stderr
-    model = load(str(here / "words.py"))
-    module = model.build(0)
-    state = dict(module.named_parameters())
-    (here / "kept").mkdir()
-    losses = train_in_threads(Plan.load(here / "plan.json"), capture(model, module), model, state, here / "kept", 3)
-    assert Report.load(here / "report.json").loss == pytest.approx(losses, rel=1e-6)
-    kept = load_file(here / "kept" / "parameters-0") | load_file(here / "kept" / "parameters-2")
-    trained = read(here / "trained", kept)
+    losses = case.train(Plan.load(tmp_path / "plan.json"), tmp_path / "kept", 3)
+    assert Report.load(tmp_path / "report.json").loss == pytest.approx(losses, rel=1e-6)
+    kept = load_file(tmp_path / "kept" / "parameters-0") | load_file(tmp_path / "kept" / "parameters-2")
+    trained = read(tmp_path / "trained", kept)
     assert trained.keys() == kept.keys()
     for name, value in kept.items():
         torch.testing.assert_close(trained[name], value)
-    assert not list((here / "trained").glob(".*"))
+    assert not list((tmp_path / "trained").glob(".*"))
 
 
 @pytest.mark.slow
-def test_a_host_with_another_plan_ends_all_ranks_in_one_line(here: Path) -> None:
-    plan = Plan.load(here / "plan.json")
-    plan.model_copy(update={"seed": 9}).save(here / "other.json")
+def test_a_host_with_another_plan_ends_all_ranks_in_one_line(case: Case, tmp_path: Path) -> None:
+    Plan.load(tmp_path / "plan.json").model_copy(update={"seed": 9}).save(tmp_path / "other.json")
     script = "".join(srun(rank, f"{'other' if rank > 1 else 'plan'}.json --steps 3") for rank in range(4))
-    done = in_hosts(script + WAIT, here)
+    done = in_hosts(script + WAIT, tmp_path)
     assert done.returncode == 4, done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith("autopar: ")]
-    assert len(said) == 1, done.stderr
-    assert said[0].startswith("autopar: the plan is not the same on all hosts, by SHA-256: ")
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("autopar: ")]
+    assert said.startswith("autopar: the plan is not the same on all hosts, by SHA-256: ")
     assert "Traceback" not in done.stderr

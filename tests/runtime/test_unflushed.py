@@ -9,46 +9,62 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.capture.source import StageTraits, stage_traits
-from autopar.formats.plan import Plan
-from autopar.policies import StageDepths, UpdatesAhead, updates_ahead
 from autopar.runtime.gradients import Reducer
 from autopar.schedules.expand import expand
 from edits import edited
-from oracles.turns import train_in_turns
-from oracles.unflushed import RULES, SAME_BACKWARD, Rule, Trained
+from oracles.unflushed import RULES, SAME_BACKWARD, Rule
 from policy_cases import differs, planned, trained
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
-DEPTHS = [([3, 2, 1], 2), ([5, 3, 1], 4), ([2, 1], 1), ([1], 1), ([4, 4, 2, 1], 3), ([7, 5, 3, 1], 6), ([2, 2, 2], 2)]
-LAGS = [([3, 2, 1], 2, 1), ([2, 1], 1, 1), ([4, 3, 2, 1], 1, 2), ([5, 3, 1], 4, 2), ([4, 3, 2, 1], 3, 2)]
-"""Depths, micro-batches, and how many of them later the last stage knows the gradient of what it shares."""
+DEPTHS = ("3,2,1 by 2", "5,3,1 by 4", "2,1 by 1", "1 by 1", "4,4,2,1 by 3", "7,5,3,1 by 6", "2,2,2 by 2")
+"""By the number of micro-batches."""
+LAGS = {"3,2,1 by 2": 1, "2,1 by 1": 1, "4,3,2,1 by 1": 2, "5,3,1 by 4": 2, "4,3,2,1 by 3": 2}
+"""How many micro-batches later the last stage knows the gradient of what it shares."""
+CLIPPED = {"clip_norm": 0.02, "clip": "stage"}
+HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plainly": ({}, {}),
+    "recomputing": ({"recompute": True}, {}),
+    "drawing": ({"special": {"DROPS": 0.3}}, {}),
+    "drawing again": ({"special": {"DROPS": 0.3}, "recompute": True}, {}),
+    "replicated": ({"replicated": True}, {}),
+    "counting": ({"special": {"COUNTS": True}}, {}),
+    "clipped": ({"replicated": True}, CLIPPED),
+    "clipped, counting, recomputing": (
+        {"special": {"COUNTS": True}, "replicated": True, "recompute": True}, CLIPPED,
+    ),
+    "told": ({"told": True, "replicated": True}, {}),
+    "first layer frozen": ({"special": {"FROZEN": (0,)}, "replicated": True}, CLIPPED),
+    "middle frozen": ({"special": {"FROZEN": (1, 2)}, "replicated": True}, CLIPPED),
+    "last layer frozen": ({"special": {"FROZEN": (4,)}, "replicated": True}, CLIPPED),
+}  # fmt: skip
+"""What is planned, and how gradients are clipped."""
 
 
+def _shape(text: str) -> tuple[list[int], int]:
+    depths, micro_batches = text.split(" by ")
+    return [int(depth) for depth in depths.split(",")], int(micro_batches)
+
+
+def _alternating(depths: Sequence[int]) -> list[int]:
+    return [2 if at % 2 else 1 for at in range(len(depths))]
+
+
+@pytest.mark.some(39)
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("policy", RULES)
-@pytest.mark.parametrize(("depths", "micro_batches"), DEPTHS)
-def test_training_equals_the_rule(tmp_path: Path, policy: str, depths: list[int], micro_batches: int) -> None:
-    optimizer = OPTIMIZERS[(len(depths) + micro_batches) % 4]
+@pytest.mark.parametrize("shape", DEPTHS)
+def test_training_equals_the_rule(tmp_path: Path, policy: str, shape: str, how: str) -> None:
+    (depths, micro_batches), (wanted, clipping) = _shape(shape), HOW[how]
+    if how == "told" and policy == "2bw" and micro_batches == 1:
+        pytest.skip("its updates are not all one behind; capture/test_source.py counts them")
+    optimizer = OPTIMIZERS[(len(depths) + micro_batches + list(HOW).index(how)) % 4]
     if (policy, optimizer) == ("predict", "sgd"):
         optimizer = "adamw"
-    assert differs(tmp_path, planned(tmp_path, optimizer, policy, depths, micro_batches)) < 1e-12
-
-
-@pytest.mark.parametrize("policy", RULES)
-@pytest.mark.parametrize("depths", [[3, 2, 1], [3, 3, 2]])
-def test_layers_that_run_again_see_the_weights_of_their_backward(
-    tmp_path: Path, policy: str, depths: list[int]
-) -> None:
-    plan = planned(tmp_path, "adam", policy, depths, 2, recompute=True)
-    assert all(len(stage.recompute) == len(stage.layers) for stage in plan.stages)
-    assert differs(tmp_path, plan) < 1e-12
-
-
-@pytest.mark.parametrize("policy", RULES)
-@pytest.mark.parametrize("recompute", [False, True])
-def test_layers_draw_by_the_mini_batch_of_their_micro_batch(tmp_path: Path, policy: str, recompute: bool) -> None:
-    plan = planned(tmp_path, "adam", policy, [5, 3, 1], 4, special={"DROPS": 0.3}, recompute=recompute)
-    assert differs(tmp_path, plan) < 1e-12
+    widths = _alternating(depths) if wanted.get("replicated") else [1] * len(depths)
+    more = {name: value for name, value in wanted.items() if name != "replicated"}
+    plan = planned(tmp_path, optimizer, policy, depths, micro_batches, widths=widths, **more)
+    assert not more.get("recompute") or all(len(stage.recompute) == len(stage.layers) for stage in plan.stages)
+    assert differs(tmp_path, plan, **clipping) < 1e-12
 
 
 @pytest.mark.parametrize("policy", SAME_BACKWARD)
@@ -58,19 +74,14 @@ def test_some_layers_run_again_where_that_changes_nothing(tmp_path: Path, policy
     assert differs(tmp_path, plan) < 1e-12
 
 
-@pytest.mark.parametrize("policy", RULES)
-def test_replicas_that_split_micro_batches_are_as_one(tmp_path: Path, policy: str) -> None:
-    plan = planned(tmp_path, "momentum", policy, [3, 2, 1], 2, widths=[2, 1, 2])
-    assert differs(tmp_path, plan) < 1e-12
-
-
-@pytest.mark.parametrize("policy", RULES)
+@pytest.mark.some(5)
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("policy", RULES)
 def test_edited_programs_train_by_the_rule(tmp_path: Path, policy: str, seed: int) -> None:
     turns: dict[str, Any] = {"widths": [2, 1, 2], "turns": [0, 2]} if policy == "stash" and seed % 2 else {}
     depths, micro_batches = ([3, 2, 1], 1) if turns else ([5, 3, 3], 4)
     plan = planned(tmp_path, "adam", policy, depths, micro_batches, **turns)
-    program = edited(plan, seed, attempts=300)
+    program = edited(plan, seed, attempts=120)
     assert program != expand(plan)
     assert differs(tmp_path, plan, program=program) < 1e-12
 
@@ -86,8 +97,9 @@ TURNS: list[tuple[list[int], list[int], list[int]]] = [
 """Replicas, stages whose take turns, and micro-batches in flight on each."""
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.some(12)
 @pytest.mark.parametrize(("widths", "turns", "depths"), TURNS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_replicas_that_take_turns_are_updated_by_the_mean_of_their_mini_batches(
     tmp_path: Path, optimizer: str, widths: list[int], turns: list[int], depths: list[int]
 ) -> None:
@@ -95,31 +107,22 @@ def test_replicas_that_take_turns_are_updated_by_the_mean_of_their_mini_batches(
     assert differs(tmp_path, plan) < 1e-12
 
 
-@pytest.mark.parametrize("special", [{"COUNTS": True}, {"DROPS": 0.3}, {"FROZEN": (0, 4)}, {"FROZEN": (0, 1)}])
-def test_replicas_that_take_turns_count_draw_and_freeze_as_one_would(
-    tmp_path: Path, special: dict[str, object]
+@pytest.mark.parametrize(
+    ("special", "clipping"),
+    [
+        ({"COUNTS": True}, {}),
+        ({"DROPS": 0.3}, {}),
+        ({"FROZEN": (0, 4)}, {}),
+        ({"FROZEN": (0, 1)}, {}),
+        ({}, CLIPPED),
+    ],
+)
+def test_replicas_that_take_turns_count_draw_freeze_and_clip_as_one_would(
+    tmp_path: Path, special: dict[str, object], clipping: dict[str, Any]
 ) -> None:
-    more = {"recompute": True} if "DROPS" in special else {}
-    plan = planned(tmp_path, "momentum", "stash", [2, 1], 1, special=special, widths=[3, 1], turns=[0], **more)
-    assert differs(tmp_path, plan) < 1e-12
-
-
-def test_replicas_that_take_turns_clip_the_mean(tmp_path: Path) -> None:
-    plan = planned(tmp_path, "momentum", "stash", [2, 1], 1, widths=[3, 1], turns=[0])
-    assert differs(tmp_path, plan, clip_norm=0.02, clip="stage") < 1e-12
-
-
-@pytest.mark.parametrize("part", ["depth", "replicas"])
-def test_other_turns_are_found(tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = planned(tmp_path, "momentum", "stash", [2, 1], 1, widths=[3, 1], turns=[0])
-
-    def other(module: torch.nn.Module, depths: list[int], replicas: list[int], *more: Any) -> Trained:  # noqa: ANN401
-        if part == "depth":
-            return train_in_turns(module, [depths[0] + 1, *depths[1:]], replicas, *more)
-        return train_in_turns(module, depths, [replicas[0] - 1, *replicas[1:]], *more)
-
-    monkeypatch.setattr("policy_cases.train_in_turns", other)
-    assert differs(tmp_path, plan, losses=False) > 1e-4
+    more = {"recompute": "DROPS" in special, "special": special}
+    plan = planned(tmp_path, "momentum", "stash", [2, 1], 1, widths=[3, 1], turns=[0], **more)
+    assert differs(tmp_path, plan, **clipping) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -135,16 +138,13 @@ def test_turns_that_no_rule_knows_are_refused(tmp_path: Path, policy: str, micro
 
 
 @pytest.mark.parametrize("policy", RULES)
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_delay_off_by_one_on_one_stage_is_found(
-    tmp_path: Path, policy: str, stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_delay_off_by_one_on_one_stage_is_found(tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(tmp_path, "momentum", policy, [3, 2, 1], 2)
     rule = RULES[policy]
 
     def late(depths: Sequence[int], micro_batches: int) -> Rule:
         right = rule(depths, micro_batches)
-        return lambda asked: max(0, right(asked) - (asked.stage == stage))
+        return lambda asked: max(0, right(asked) - (asked.stage == 1))
 
     monkeypatch.setitem(RULES, policy, late)
     assert differs(tmp_path, plan, losses=False) > 1e-4
@@ -156,32 +156,12 @@ def test_pipemare_begins_with_synchronous_steps(tmp_path: Path, recompute: bool)
     assert differs(tmp_path, plan) < 1e-12
 
 
-@pytest.mark.parametrize("part", ["rate_factor", "DECAY"])
-def test_a_part_of_pipemare_that_is_left_out_is_found(
-    tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = {"rate_factor": lambda *_: 1.0, "DECAY": 0.2}[part]
-    monkeypatch.setattr(f"autopar.runtime.stage.versions.{part}", other)
-    plan = planned(tmp_path, "momentum", "pipemare", [5, 3, 1], 2)
-    assert differs(tmp_path, plan, losses=False) > 1e-4
-
-
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_a_prediction_by_another_number_of_updates_is_found(
-    tmp_path: Path, ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    off = UpdatesAhead(ahead, 0)
-    monkeypatch.setattr("autopar.runtime.start.job.updates_ahead", lambda at: off if at.depth > 1 else at.ahead or off)
-    plan = planned(tmp_path, "momentum", "predict", [3, 2, 1], 2)
-    assert differs(tmp_path, plan, losses=False) > 1e-4
-
-
-@pytest.mark.parametrize(("depths", "micro_batches"), [*DEPTHS, ([5, 4, 3, 2, 1], 1)])
+@pytest.mark.some(8)
+@pytest.mark.parametrize("shape", [*DEPTHS, "5,4,3,2,1 by 1"])
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-def test_xpipe_predicts_as_far_ahead_as_its_constants_say(
-    tmp_path: Path, optimizer: str, depths: list[int], micro_batches: int
-) -> None:
-    widths = [2 if at % 2 else 1 for at in range(len(depths))]
+def test_xpipe_predicts_as_far_ahead_as_its_constants_say(tmp_path: Path, optimizer: str, shape: str) -> None:
+    depths, micro_batches = _shape(shape)
+    widths = _alternating(depths)
     plan = planned(tmp_path, optimizer, "predict", depths, micro_batches, widths=widths, ahead="xpipe")
     assert differs(tmp_path, plan) < 1e-12
 
@@ -193,70 +173,31 @@ def test_xpipes_backwards_see_predictions_when_layers_run_again_and_draw(tmp_pat
     assert differs(tmp_path, plan) < 1e-12
 
 
-@pytest.mark.parametrize(("depths", "micro_batches", "lag"), LAGS)
-def test_xpipe_predicts_what_stages_share(tmp_path: Path, depths: list[int], micro_batches: int, lag: int) -> None:
-    plan = planned(tmp_path, "adam", "predict", depths, micro_batches, special={"SHARED": True}, ahead="xpipe")
-    assert differs(tmp_path, plan, lags=[*[0] * (len(depths) - 1), lag]) < 1e-12
-
-
-@pytest.mark.parametrize("which", ["forward", "backward"])
-def test_an_xpipe_constant_off_by_one_is_found(tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def off(place: StageDepths) -> UpdatesAhead:
-        right = updates_ahead(place)
-        return right._replace(**{which: getattr(right, which) + (place.depth == 2)})
-
-    monkeypatch.setattr("autopar.runtime.start.job.updates_ahead", off)
-    plan = planned(tmp_path, "momentum", "predict", [3, 2, 1], 2, ahead="xpipe")
-    assert differs(tmp_path, plan, losses=False) > 1e-4
-
-
-@pytest.mark.parametrize("policy", [policy for policy in RULES if policy != "pipemare"])
-@pytest.mark.parametrize(("depths", "micro_batches", "lag"), LAGS)
+@pytest.mark.some(13)
+@pytest.mark.parametrize("policy", [*(policy for policy in RULES if policy != "pipemare"), "xpipe"])
+@pytest.mark.parametrize("shape", LAGS)
 @pytest.mark.parametrize("widths", [1, 2])
-def test_stages_that_share_a_parameter_update_it_alike(
-    tmp_path: Path, policy: str, depths: list[int], micro_batches: int, lag: int, widths: int
-) -> None:
+def test_stages_that_share_a_parameter_update_it_alike(tmp_path: Path, policy: str, shape: str, widths: int) -> None:
+    (depths, micro_batches), lag = _shape(shape), LAGS[shape]
     if policy == "2bw":
         micro_batches = max(micro_batches, depths[0] - 1)
     optimizer = OPTIMIZERS[1 + (len(depths) + micro_batches) % 3]
-    every = [widths, *[1] * (len(depths) - 2), widths]
-    plan = planned(tmp_path, optimizer, policy, depths, micro_batches, special={"SHARED": True}, widths=every)
+    more = {"special": {"SHARED": True}, "widths": [widths, *[1] * (len(depths) - 2), widths]}
+    policy, ahead = ("predict", "xpipe") if policy == "xpipe" else (policy, "counted")
+    plan = planned(tmp_path, optimizer, policy, depths, micro_batches, ahead=ahead, **more)
     assert len(plan.tied) == 1
     lags = () if policy == "2bw" else [*[0] * (len(depths) - 1), lag]
     assert differs(tmp_path, plan, lags=lags) < 1e-12
 
 
-@pytest.mark.parametrize("policy", RULES)
-@pytest.mark.parametrize(("depths", "micro_batches"), DEPTHS)
-def test_what_a_loss_counts_is_known_when_it_is_needed(
-    tmp_path: Path, policy: str, depths: list[int], micro_batches: int
-) -> None:
-    special = {"COUNTS": True}
-    plan = planned(tmp_path, "adamw", policy, depths, micro_batches, special=special, widths=[1] * len(depths))
-    assert differs(tmp_path, plan) < 1e-12
-
-
-@pytest.mark.parametrize(("depths", "micro_batches"), DEPTHS)
+@pytest.mark.some(7)
+@pytest.mark.parametrize("shape", DEPTHS)
 @pytest.mark.parametrize("special", [{}, {"SHARED": True}, {"COUNTS": True}, {"SHARED": True, "COUNTS": True}])
-def test_two_buffers_clip_by_the_norm_of_all_gradients(
-    tmp_path: Path, depths: list[int], micro_batches: int, special: dict[str, object]
-) -> None:
-    widths = [2 if at % 2 else 1 for at in range(len(depths))]
+def test_two_buffers_clip_by_the_norm_of_all_gradients(tmp_path: Path, shape: str, special: dict[str, object]) -> None:
+    depths, micro_batches = _shape(shape)
+    widths = _alternating(depths)
     plan = planned(tmp_path, "momentum", "2bw", depths, micro_batches, special=special, widths=widths)
     assert differs(tmp_path, plan, clip_norm=0.02) < 1e-12
-
-
-@pytest.mark.parametrize("policy", RULES)
-@pytest.mark.parametrize(("depths", "micro_batches"), DEPTHS)
-@pytest.mark.parametrize("counts", [False, True])
-def test_stages_clip_by_norms_of_their_own(
-    tmp_path: Path, policy: str, depths: list[int], micro_batches: int, counts: bool
-) -> None:
-    widths = [2 if at % 2 else 1 for at in range(len(depths))]
-    plan = planned(
-        tmp_path, "momentum", policy, depths, micro_batches, special={"COUNTS": counts}, widths=widths, recompute=counts
-    )
-    assert differs(tmp_path, plan, clip_norm=0.02, clip="stage") < 1e-12
 
 
 @pytest.mark.parametrize("policy", RULES)
@@ -273,13 +214,6 @@ def test_the_norm_of_the_one_stage_is_the_models(tmp_path: Path, policy: str) ->
     assert all(torch.equal(each, found[1][name]) for name, each in found[0].items())
 
 
-def test_a_norm_that_lacks_a_gradient_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    every = Reducer.gradients_of_stage
-    monkeypatch.setattr(Reducer, "gradients_of_stage", lambda reducer, index: every(reducer, index)[1:])
-    plan = planned(tmp_path, "momentum", "stash", [3, 2, 1], 2, widths=[2, 1, 1])
-    assert differs(tmp_path, plan, clip_norm=0.02, clip="stage", losses=False) > 1e-4
-
-
 @pytest.mark.parametrize(("depths", "micro_batches"), [([3, 2, 1], 2), ([2, 1], 3)])
 @pytest.mark.parametrize("clip_norm", [None, 0.02])
 def test_two_buffers_skip_updates_of_scaled_losses_that_overflow(
@@ -290,49 +224,7 @@ def test_two_buffers_skip_updates_of_scaled_losses_that_overflow(
     assert differs(tmp_path, plan, clip_norm=clip_norm, losses=False) < 1e-12
 
 
-def test_an_update_of_a_shared_parameter_at_another_time_is_found(tmp_path: Path) -> None:
-    plan = planned(tmp_path, "momentum", "stash", [3, 2, 1], 2, special={"SHARED": True})
-    assert differs(tmp_path, plan, lags=[0, 0, 0], losses=False) > 1e-4
-
-
 def test_a_norm_that_counts_replicas_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reducer, "owned_gradients", Reducer.complete)
     plan = planned(tmp_path, "momentum", "2bw", [3, 2, 1], 2, widths=[2, 1, 1])
     assert differs(tmp_path, plan, clip_norm=0.02, losses=False) > 1e-4
-
-
-TELLING = [(policy, *each) for policy in RULES for each in DEPTHS if each[1] > 1 or policy != "2bw"]
-"""Of 2BW, those whose updates are all one behind; capture/test_source.py counts others."""
-
-
-@pytest.mark.parametrize(("policy", "depths", "micro_batches"), TELLING)
-def test_an_optimizer_is_told_the_delay_and_the_replicas_of_its_stage(
-    tmp_path: Path, policy: str, depths: list[int], micro_batches: int
-) -> None:
-    widths = [2 if at % 2 else 1 for at in range(len(depths))]
-    plan = planned(tmp_path, "momentum", policy, depths, micro_batches, widths=widths, told=True)
-    assert differs(tmp_path, plan) < 1e-12
-
-
-@pytest.mark.parametrize("off", [{"delay": 0.25}, {"replicas": 2}])
-def test_another_delay_or_number_of_replicas_is_found(
-    tmp_path: Path, off: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = stage_traits
-
-    def wrong(plan: Plan, options: tuple[str, ...]) -> list[StageTraits]:
-        first, *others = right(plan, options)
-        return [first._replace(**off), *others]  # type: ignore[arg-type]
-
-    monkeypatch.setattr("autopar.runtime.update.stage_traits", wrong)
-    plan = planned(tmp_path, "momentum", "stash", [3, 2, 1], 2, told=True)
-    assert differs(tmp_path, plan, losses=False) > 1e-4
-
-
-@pytest.mark.parametrize("policy", RULES)
-@pytest.mark.parametrize("frozen", [(0,), (1, 2), (4,)])
-def test_stages_may_have_nothing_to_train(tmp_path: Path, policy: str, frozen: tuple[int, ...]) -> None:
-    plan = planned(tmp_path, "momentum", policy, [3, 2, 1], 2, special={"FROZEN": frozen}, widths=[1, 2, 1])
-    learning = [layer for stage in plan.stages for layer in stage.layers if int(layer) not in frozen]
-    assert len(learning) == 5 - len(frozen)
-    assert differs(tmp_path, plan, clip_norm=0.02, clip="model" if policy == "2bw" else "stage") < 1e-12

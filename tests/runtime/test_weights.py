@@ -12,13 +12,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from autopar.capture.effects import StorageTracker
-from autopar.capture.export import capture
-from autopar.capture.source import load
 from autopar.errors import FileError, TrainingError
 from autopar.runtime import weights
 from autopar.runtime.start.saving import folder_of, make_folder
-from dictated import dictate
-from threads import train_in_threads
+from training_cases import make_case
 from unpickled import Payload
 
 
@@ -166,12 +163,9 @@ def loss(output, batch):
 
 
 def test_a_mini_batch_in_which_nothing_counts_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "nothing.py").write_text(NOTHING)
-    model = load(str(tmp_path / "nothing.py"))
-    module = model.build(0)
-    graph = capture(model, module)
+    case = make_case(tmp_path / "nothing.py", NOTHING)
     with pytest.raises(TrainingError, match="count of 0 for the whole mini-batch"):
-        train_in_threads(dictate(graph, model, [1], 2, 4), graph, model, dict(module.named_parameters()), tmp_path, 1)
+        case.train(case.plan([1], 2, 4), tmp_path, 1)
 
 
 def test_an_index_names_as_many_tensors_as_a_mixture_of_experts_has(tmp_path: Path) -> None:

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.capture.export import capture
-from autopar.capture.source import load
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import Fault
 from autopar.ranks.pool import RankPool
-from autopar.runtime.checkpoint.folder import CheckpointFolder, CheckpointReader, read_verified
+from autopar.runtime.checkpoint.folder import CheckpointFolder
 from autopar.runtime.start.launch import RunOptions, run
-from dictated import dictate
+from checkpoint_pairs import largest_difference, saved
+from drawn_models import model_case
 from paths import MODELS
 
 FILE = str(MODELS / "resumed.py")
@@ -25,15 +24,16 @@ STEPS, EVERY = 7, 2
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    model = load(FILE)
-    return dictate(capture(model, model.build(0)), model, [1, 2], 4, 4)
+    return model_case("resumed").plan([1, 2], 4, 4)
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    place = CheckpointFolder(folder).folder_of(STEPS)
-    manifest = read_verified(place)
-    with CheckpointReader(place, manifest) as reader:
-        return {each.key: reader.read(each) for each in manifest.tensors if each.kind != "generator"}
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """Return what is saved in the end where there is no fault."""
+    folder, case = tmp_path_factory.mktemp("whole"), model_case("resumed")
+    with RankPool(3) as pool:
+        run(case.plan([1, 2], 4, 4), FILE, RunOptions(STEPS, checkpoint=folder, every=STEPS), pool=pool)
+    return saved(folder, STEPS)
 
 
 ENDING = {
@@ -58,10 +58,9 @@ _QUICK = ("kill@1:5:B2", "nan@0:5")
 )
 @pytest.mark.reliability(1, 2, 3, 6, 8, 10, 11, 12)
 def test_a_fault_is_said_and_the_run_goes_on_as_if_it_had_not_been(
-    plan: Plan, fault: str, tmp_path: Path, living_pool: Callable[[], RankPool]
+    plan: Plan, whole: dict[str, torch.Tensor], fault: str, tmp_path: Path, living_pool: Callable[[], RankPool]
 ) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(plan, FILE, RunOptions(STEPS, checkpoint=whole, every=STEPS), pool=living_pool())
+    parts = tmp_path / "parts"
     asked = RunOptions(STEPS, checkpoint=parts, every=EVERY, faults=(Fault.parse(fault),), timeout_s=3.0)
     with pytest.raises(TrainingError, match=ENDING[fault]):
         run(plan, FILE, asked, pool=living_pool())
@@ -69,7 +68,7 @@ def test_a_fault_is_said_and_the_run_goes_on_as_if_it_had_not_been(
     assert left[-1] in (2, 4, 6)
     again = run(plan, FILE, RunOptions(STEPS, checkpoint=parts, every=EVERY, resume=True), pool=living_pool())
     assert again.report.first_step == left[-1]
-    assert all(torch.equal(tensor, tensors(parts)[key]) for key, tensor in tensors(whole).items())
+    assert largest_difference(saved(parts, STEPS), whole) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -77,9 +76,8 @@ def test_a_fault_is_said_and_the_run_goes_on_as_if_it_had_not_been(
 )
 @pytest.mark.reliability(15)
 def test_what_training_goes_on_with_is_said_and_changes_nothing(
-    plan: Plan, fault: str, tmp_path: Path, pool: RankPool
+    plan: Plan, whole: dict[str, torch.Tensor], fault: str, tmp_path: Path, pool: RankPool
 ) -> None:
-    run(plan, FILE, RunOptions(STEPS, checkpoint=tmp_path / "whole", every=STEPS), pool=pool)
     asked = RunOptions(STEPS, checkpoint=tmp_path / "parts", every=EVERY, faults=(Fault.parse(fault),))
     outcome = run(plan, FILE, asked, pool=pool)
     assert outcome.report.checkpoints is not None
@@ -89,8 +87,7 @@ def test_what_training_goes_on_with_is_said_and_changes_nothing(
         # Of the step before, where that was still being written.
         assert [each.split(":")[0] for each in outcome.report.checkpoints.failures] in (["step 4"], ["step 2"])
         assert f"rank {fault.split('@')[1][0]}" in outcome.report.checkpoints.failures[0]
-    mine, truth = tensors(tmp_path / "parts"), tensors(tmp_path / "whole")
-    assert all(torch.equal(tensor, mine[key]) for key, tensor in truth.items())
+    assert largest_difference(saved(tmp_path / "parts", STEPS), whole) == 0.0
 
 
 @pytest.mark.parametrize(

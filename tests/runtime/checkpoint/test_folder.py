@@ -60,8 +60,9 @@ def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(*side) for side in box)]
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.some(36)
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_any_part_of_a_tensor_that_is_cut_anyhow_is_read(dtype: torch.dtype, seed: int, tmp_path: Path) -> None:
     rng = random.Random(f"{dtype}/{seed}")
     tensor = _drawn(rng, dtype)

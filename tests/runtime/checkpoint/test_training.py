@@ -1,9 +1,9 @@
-"""Runs, and scripts, that are gone on with, beside those that were never interrupted; between any two plans."""
+"""Runs, and scripts, that are gone on with, beside those that were never interrupted."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,62 +13,53 @@ import torch
 from safetensors.torch import load_file
 
 import autopar
-from autopar.capture.export import capture
-from autopar.capture.graph import LayerGraph
-from autopar.capture.source import UserModel, load
 from autopar.errors import FileError, UsageError
-from autopar.formats.checkpoint import Checkpoint, SavedPlan
+from autopar.formats.checkpoint import SavedPlan
 from autopar.formats.plan import Plan, Shard
 from autopar.formats.profile import Writes
 from autopar.ranks.pool import RankPool
-from autopar.runtime.checkpoint.folder import CheckpointFolder, CheckpointReader, export, read_verified
+from autopar.runtime.checkpoint.folder import CheckpointFolder, export, read_verified
 from autopar.runtime.checkpoint.training import check_state, plan_notes
 from autopar.runtime.outcome import Outcome
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.start.script import ScriptJob
-from dictated import dictate
+from checkpoint_pairs import largest_difference, saved
+from drawn_models import model_case
 from paths import MODELS
 from script_jobs import batches, loss, make_model, script_plan
+from training_cases import Case, make_case
 
-STEPS = 12
-
-
-@pytest.fixture(scope="module")
-def captured() -> tuple[UserModel, LayerGraph]:
-    model = load(str(MODELS / "resumed.py"))
-    return model, capture(model, model.build(0))
+SOURCE = (MODELS / "resumed.py").read_text()
 
 
-def plan_of(captured: tuple[UserModel, LayerGraph], widths: list[int], micro_batches: int = 4, **how: object) -> Plan:
-    model, graph = captured
-    return dictate(graph, model, widths, micro_batches, 16 // micro_batches, **how)  # type: ignore[arg-type]
+def plan_of(widths: list[int], micro_batches: int = 4, **how: Any) -> Plan:  # noqa: ANN401
+    return model_case("resumed").plan(widths, micro_batches, 16 // micro_batches, **how)
 
 
-def train(plan: Plan, folder: Path, steps: int, pool: RankPool, *, resume: bool = False, **options: object) -> Outcome:
-    asked = RunOptions(steps, checkpoint=folder, resume=resume, **{"every": 4, **options})  # type: ignore[arg-type]
-    return run(plan, str(MODELS / "resumed.py"), asked, pool=pool)
+def train(
+    pool: RankPool,
+    plan: Plan,
+    folder: Path,
+    steps: int,
+    resume: bool = False,
+    case: Case | None = None,
+    **options: Any,  # noqa: ANN401
+) -> Outcome:
+    asked = RunOptions(steps, checkpoint=folder, resume=resume, **{"every": 4, **options})
+    return run(plan, str((case or model_case("resumed")).file), asked, pool=pool)
 
 
-def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    place = CheckpointFolder(folder).folder_of(step)
-    manifest = read_verified(place)
-    with CheckpointReader(place, manifest) as reader:
-        return {each.key: reader.read(each) for each in manifest.tensors if each.kind != "generator"}
+def goes_on(pool: RankPool, plan: Plan, folder: Path, steps: tuple[int, int], case: Case | None = None) -> None:
+    """Train as many steps as the last says without and with an interruption after the first; all bits are equal."""
+    first, last = steps
+    whole = train(pool, plan, folder / "whole", last, case=case, every=last)
+    parts = [train(pool, plan, folder / "parts", each, each == last, case, every=2) for each in steps]
+    assert [part.report.first_step for part in parts] == [0, first]
+    assert (*parts[0].report.loss, *parts[1].report.loss) == whole.report.loss
+    assert largest_difference(saved(folder / "parts", last), saved(folder / "whole", last)) == 0.0
 
 
-def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys()
-    found = 0.0
-    for key, tensor in one.items():
-        assert tensor.shape == other[key].shape, key
-        if tensor.is_floating_point() and tensor.numel():
-            found = max(found, float((tensor - other[key]).abs().max() / max(1e-3, float(other[key].abs().max()))))
-        else:
-            assert torch.equal(tensor, other[key]), key
-    return found
-
-
-HOW: dict[str, tuple[list[int], dict[str, object]]] = {
+HOW: dict[str, tuple[list[int], dict[str, Any]]] = {
     "three stages": ([1, 1, 1], {}),
     "two unequal stages": ([1, 2], {}),
     "one stage": ([1], {}),
@@ -81,183 +72,118 @@ HOW: dict[str, tuple[list[int], dict[str, object]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.some(4)
 @pytest.mark.parametrize("how", HOW)
 def test_a_run_that_is_gone_on_with_is_bit_for_bit_one_that_was_not_interrupted(
-    captured: tuple[UserModel, LayerGraph], how: str, tmp_path: Path, pool: RankPool
+    how: str, tmp_path: Path, pool: RankPool
 ) -> None:
     widths, options = HOW[how]
-    plan = plan_of(captured, widths, **options)
-    whole = train(plan, tmp_path / "whole", STEPS, pool)
-    first = train(plan, tmp_path / "parts", 8, pool)
-    second = train(plan, tmp_path / "parts", STEPS, pool, resume=True)
-    assert second.report.first_step == 8
-    assert (*first.report.loss, *second.report.loss) == whole.report.loss
-    assert largest_difference(tensors(tmp_path / "parts", STEPS), tensors(tmp_path / "whole", STEPS)) == 0.0
-    assert CheckpointFolder(tmp_path / "parts").steps() == [8, 12]
+    goes_on(pool, plan_of(widths, **options), tmp_path, (4, 7))
+    assert CheckpointFolder(tmp_path / "parts").steps() == [6, 7]
 
 
-@pytest.mark.slow
-@pytest.mark.reliability(23, 25)
-def test_any_plan_goes_on_from_what_any_other_saved(
-    captured: tuple[UserModel, LayerGraph], tmp_path: Path, pool: RankPool
-) -> None:
-    """The mini-batch is divided alike everywhere, but for shares: dropout's masks are per share, so it is left out."""
-    folder = tmp_path / "parts"
-    file = tmp_path / "model.py"
-    file.write_text((MODELS / "resumed.py").read_text().replace("nn.Dropout(0.2)", "nn.Identity()"))
-    model = load(str(file))
-    graph = capture(model, model.build(0))
-    alone = dictate(graph, model, [1], 4, 4)
-    whole = run(alone, str(file), RunOptions(14, checkpoint=tmp_path / "whole", every=14), pool=pool)
-    losses: list[float] = []
-    for at, (widths, options) in enumerate(HOW[name] for name in ("three stages", "two unequal stages", "one stage")):
-        plan = dictate(graph, model, widths, 4, 4, **options)  # type: ignore[arg-type]
-        asked = RunOptions(2 * at + 2, checkpoint=folder, every=1, resume=at > 0)
-        losses += run(plan, str(file), asked, pool=pool).report.loss
-    for at, name in enumerate(("sharded", "optimizer sharded by three", "interleaved", "gradients sharded"), start=3):
-        widths, options = HOW[name]
-        plan = dictate(graph, model, widths, 4, 4, **options)  # type: ignore[arg-type]
-        outcome = run(plan, str(file), RunOptions(2 * at + 2, checkpoint=folder, every=1, resume=True), pool=pool)
-        assert any("sharding" in note for note in outcome.report.notes) or name == "optimizer sharded by three"
-        losses += outcome.report.loss
-    assert losses == pytest.approx(whole.report.loss, rel=1e-12)
-    assert largest_difference(tensors(folder, 14), tensors(tmp_path / "whole", 14)) < 1e-10
-
-
-@pytest.mark.slow
 def test_a_scale_of_float16_goes_on_where_it_was(tmp_path: Path, pool: RankPool) -> None:
-    file = tmp_path / "model.py"
     # The last layer's gradients overflow until the scale has shrunk.
-    source = (MODELS / "resumed.py").read_text().replace("Model().double()", "Model()")
-    file.write_text(source.replace("return self.head(x)", "return 300 * self.head(x)"))
-    model = load(str(file))
-    plan = dictate(capture(model, model.build(0)), model, [1, 2], 4, 4).model_copy(update={"precision": "fp16"})
-    folders = tmp_path / "whole", tmp_path / "parts"
-    run(plan, str(file), RunOptions(12, checkpoint=folders[0], every=12), pool=pool)
-    run(plan, str(file), RunOptions(5, checkpoint=folders[1], every=5), pool=pool)
-    between = read_verified(folders[1] / "step-5").loss_scale
-    run(plan, str(file), RunOptions(12, checkpoint=folders[1], every=5, resume=True), pool=pool)
-    scales = [read_verified(folder / "step-12").loss_scale for folder in folders]
-    assert scales[0] is not None
-    assert scales[0] == scales[1]
+    source = SOURCE.replace("Model().double()", "Model()").replace("return self.head(x)", "return 300 * self.head(x)")
+    case = make_case(tmp_path / "model.py", source)
+    plan = case.plan([1, 2], 4, 4).model_copy(update={"precision": "fp16"})
+    goes_on(pool, plan, tmp_path, (6, 12), case)
+    between, *scales = (
+        read_verified(tmp_path / folder).loss_scale for folder in ("parts/step-10", "whole/step-12", "parts/step-12")
+    )
     assert between is not None
     assert between.value < 2.0**16
-    assert scales[0].sound_steps > between.sound_steps
-    assert largest_difference(tensors(folders[1], 12), tensors(folders[0], 12)) == 0.0
+    assert scales[0] == scales[1] != between
 
 
-OPTIMIZERS = {
-    "SGD with momentum": "torch.optim.SGD(named, lr=1e-2, momentum=0.9, nesterov=True)",
-    "Adafactor": "torch.optim.Adafactor(named, lr=1e-2)",
-    "ASGD, whose settings change by themselves": "torch.optim.ASGD(named, lr=1e-2, t0=3)",
-    "RAdam on tensors": "torch.optim.RAdam(named, lr=torch.tensor(1e-3), foreach=False, capturable=False)",
-    "Rprop": "torch.optim.Rprop(named, lr=1e-3)",
-    "Adam with amsgrad": "torch.optim.Adam(named, lr=1e-3, amsgrad=True)",
+KEPT = {
+    "SGD with momentum": (
+        "SGD(named, lr=1e-2, momentum=0.9, nesterov=True)",
+        "ReduceLROnPlateau(optimizer, patience=1, threshold=0.5, factor=0.5)",
+    ),
+    "Adafactor": ("Adafactor(named, lr=1e-2)", "CosineAnnealingWarmRestarts(optimizer, 4)"),
+    "ASGD, whose settings change by themselves": (
+        "ASGD(named, lr=1e-2, t0=3)",
+        "SequentialLR(optimizer, [torch.optim.lr_scheduler.ConstantLR(optimizer, 0.1, 2), "
+        "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)], [3])",
+    ),
+    "RAdam on tensors": ("RAdam(named, lr=torch.tensor(1e-3), foreach=False, capturable=False)", ""),
+    "Rprop": ("Rprop(named, lr=1e-3)", "CyclicLR(optimizer, 1e-4, 1e-2, step_size_up=3, cycle_momentum=False)"),
+    "Adam with amsgrad": ("Adam(named, lr=1e-3, amsgrad=True)", ""),
 }
-SCHEDULERS = {
-    "one that watches the loss": "ReduceLROnPlateau(optimizer, patience=1, threshold=0.5, factor=0.5)",
-    "a cycle of rates and momenta": "CyclicLR(optimizer, 1e-4, 1e-2, step_size_up=3, cycle_momentum=False)",
-    "several in a row": "SequentialLR(optimizer, [torch.optim.lr_scheduler.ConstantLR(optimizer, 0.1, 2), "
-    "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)], [3])",
-    "restarts": "CosineAnnealingWarmRestarts(optimizer, 4)",
-}
+"""Optimizers, and schedulers if there are any."""
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *SCHEDULERS])
+@pytest.mark.some(3)
+@pytest.mark.parametrize("name", KEPT)
 def test_whatever_an_optimizer_keeps_and_a_scheduler_does_goes_on(name: str, tmp_path: Path, pool: RankPool) -> None:
-    source = (MODELS / "resumed.py").read_text().split("def optimizer(")[0]
-    made = OPTIMIZERS.get(name, "torch.optim.AdamW(named, lr=1e-3)")
-    source += f"def optimizer(parameters):\n    named = list(parameters)\n    return {made}\n"
-    if name in SCHEDULERS:
-        source += f"\ndef scheduler(optimizer):\n    return torch.optim.lr_scheduler.{SCHEDULERS[name]}\n"
-    file = tmp_path / "model.py"
-    file.write_text(source)
-    model = load(str(file))
-    plan = dictate(capture(model, model.build(0)), model, [1, 1], 4, 4)
-    folders = tmp_path / "whole", tmp_path / "parts"
-    whole = run(plan, str(file), RunOptions(9, checkpoint=folders[0], every=9), pool=pool)
-    first = run(plan, str(file), RunOptions(4, checkpoint=folders[1], every=4), pool=pool)
-    second = run(plan, str(file), RunOptions(9, checkpoint=folders[1], every=4, resume=True), pool=pool)
-    assert (*first.report.loss, *second.report.loss) == whole.report.loss
-    assert largest_difference(tensors(folders[1], 9), tensors(folders[0], 9)) == 0.0
+    optimizer, scheduler = KEPT[name]
+    source = SOURCE.split("def optimizer(")[0]
+    source += f"def optimizer(parameters):\n    named = list(parameters)\n    return torch.optim.{optimizer}\n"
+    if scheduler:
+        source += f"\ndef scheduler(optimizer):\n    return torch.optim.lr_scheduler.{scheduler}\n"
+    case = make_case(tmp_path / "model.py", source)
+    goes_on(pool, case.plan([1, 1], 4, 4), tmp_path, (4, 9), case)
 
 
-def test_an_exported_model_is_loaded_strictly_under_all_its_names(
-    captured: tuple[UserModel, LayerGraph], tmp_path: Path, pool: RankPool
-) -> None:
-    train(plan_of(captured, [2, 1], shard="parameters"), tmp_path / "c", 4, pool)
+def test_an_exported_model_is_loaded_strictly_under_all_its_names(tmp_path: Path, pool: RankPool) -> None:
+    train(pool, plan_of([2, 1], shard="parameters"), tmp_path / "c", 4)
     assert export(tmp_path / "c", tmp_path / "model.safetensors") == 4
     state = load_file(tmp_path / "model.safetensors")
     assert torch.equal(state["head.weight"], state["embedding.weight"])
-    model = captured[0].build(0)
+    model = model_case("resumed").model.build(0)
     model.load_state_dict(state, strict=True)
-    stored = tensors(tmp_path / "c", 4)
+    stored = saved(tmp_path / "c", 4)
     assert torch.equal(model.get_parameter("blocks.1.inner.weight"), stored["parameter/blocks.1.inner.weight"])
+
+
+CHANGES = [
+    ("lr=1e-2", "lr=3e-2", r"the optimizer's lr is 0\.03 for .*, it was 0\.01"),
+    ("torch.optim.AdamW(", "torch.optim.NAdam(", r"the optimizer is torch\.optim\.nadam\.NAdam, it was .*AdamW"),
+    (
+        "lr_scheduler.StepLR(optimizer, step_size=STEP_SIZE,",
+        "lr_scheduler.ExponentialLR(optimizer,",
+        "the scheduler is",
+    ),
+    ("SAMPLES = 23, 12, 96", "SAMPLES = 23, 12, 80", "the number of samples is 80, it was 96"),
+    ("WORDS, WIDTH, SAMPLES = 23", "WORDS, WIDTH, SAMPLES = 29", r"has shape \[29, 12\], it had \[23, 12\]"),
+    ("self.unused", "self.other", r"the model has other that the checkpoint has not; .* has unused"),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.reliability(24)
 def test_what_may_not_change_is_refused_with_both_values_unless_that_is_accepted(
-    captured: tuple[UserModel, LayerGraph], tmp_path: Path, living_pool: object
+    tmp_path: Path, living_pool: Callable[[], RankPool]
 ) -> None:
-    assert callable(living_pool)
-    plan, folder = plan_of(captured, [1, 2]), tmp_path / "c"
-    train(plan, folder, 4, living_pool())
-    source = (MODELS / "resumed.py").read_text()
-    for edits, message in (
-        ([("lr=1e-2", "lr=3e-2")], r"the optimizer's lr is 0\.03 for .*, it was 0\.01"),
-        (
-            [("torch.optim.AdamW(", "torch.optim.NAdam(")],
-            r"the optimizer is torch\.optim\.nadam\.NAdam, it was .*AdamW",
-        ),
-        (
-            [("lr_scheduler.StepLR(optimizer, step_size=STEP_SIZE,", "lr_scheduler.ExponentialLR(optimizer,")],
-            "the scheduler is",
-        ),
-        ([("SAMPLES = 23, 12, 96", "SAMPLES = 23, 12, 80")], "the number of samples is 80, it was 96"),
-        ([("WORDS, WIDTH, SAMPLES = 23", "WORDS, WIDTH, SAMPLES = 29")], r"has shape \[29, 12\], it had \[23, 12\]"),
-        ([("self.unused", "self.other")], r"the model has other that the checkpoint has not; .* has unused"),
-    ):
-        file = tmp_path / "model.py"
-        for before, after in edits:
-            assert before in source
-            file.write_text(source.replace(before, after))
-        model = load(str(file))
-        changed = dictate(capture(model, model.build(0)), model, [1, 2], 4, 4)
-        asked = RunOptions(6, checkpoint=folder, resume=True)
+    folder, kept = tmp_path / "c", tmp_path / "kept"
+    train(living_pool(), plan_of([1, 2]), kept, 4)
+    for at, (before, after, message) in enumerate(CHANGES):
+        assert before in SOURCE
+        case = make_case(tmp_path / f"model_{at}.py", SOURCE.replace(before, after))
+        changed = case.plan([1, 2], 4, 4)
+        shutil.copytree(kept, folder)
         with pytest.raises(UsageError, match=message):
-            run(changed, str(file), asked, pool=living_pool())
-        kept = tmp_path / "kept"
-        shutil.copytree(folder, kept)
-        accepted = RunOptions(6, checkpoint=folder, resume=True, accept_changes=True)
-        outcome = run(changed, str(file), accepted, pool=living_pool())
+            train(living_pool(), changed, folder, 6, True, case)
+        outcome = train(living_pool(), changed, folder, 6, True, case, accept_changes=True)
         assert any(note.startswith("accepted: ") for note in outcome.report.notes)
         shutil.rmtree(folder)
-        kept.rename(folder)
 
 
 def test_a_model_file_may_have_moved_with_the_classes_that_it_makes(tmp_path: Path, pool: RankPool) -> None:
-    source = (MODELS / "resumed.py").read_text().replace("torch.optim.AdamW(", "Own(")
-    source += "\n\nclass Own(torch.optim.AdamW):\n    pass\n"
+    source = SOURCE.replace("torch.optim.AdamW(", "Own(") + "\n\nclass Own(torch.optim.AdamW):\n    pass\n"
     for at, name in enumerate(("one.py", "other.py"), start=1):
-        file = tmp_path / name
-        file.write_text(source)
-        model = load(str(file))
-        plan = dictate(capture(model, model.build(0)), model, [1, 1], 4, 4)
-        asked = RunOptions(2 * at, checkpoint=tmp_path / "c", resume=at > 1)
-        assert run(plan, str(file), asked, pool=pool).report.first_step == 2 * (at - 1)
+        case = make_case(tmp_path / name, source)
+        outcome = train(pool, case.plan([1, 1], 4, 4), tmp_path / "c", 2 * at, at > 1, case)
+        assert outcome.report.first_step == 2 * (at - 1)
 
 
 def test_a_schedulers_settings_are_the_new_codes_and_its_position_the_checkpoints(
-    captured: tuple[UserModel, LayerGraph], tmp_path: Path, pool: RankPool
+    tmp_path: Path, pool: RankPool
 ) -> None:
-    train(plan_of(captured, [1, 1]), tmp_path / "c", 4, pool)
-    file = tmp_path / "model.py"
-    file.write_text((MODELS / "resumed.py").read_text().replace("STEP_SIZE = 3", "STEP_SIZE = 5"))
-    model = load(str(file))
-    plan = dictate(capture(model, model.build(0)), model, [1, 1], 4, 4)
-    run(plan, str(file), RunOptions(6, checkpoint=tmp_path / "c", resume=True), pool=pool)
+    train(pool, plan_of([1, 1]), tmp_path / "c", 4)
+    case = make_case(tmp_path / "model.py", SOURCE.replace("STEP_SIZE = 3", "STEP_SIZE = 5"))
+    train(pool, case.plan([1, 1], 4, 4), tmp_path / "c", 6, True, case)
     manifest = read_verified(tmp_path / "c" / "step-6")
     assert manifest.optimizer is not None
     rates = sorted({group.current["lr"] for group in manifest.optimizer.groups})  # type: ignore[type-var]
@@ -266,54 +192,46 @@ def test_a_schedulers_settings_are_the_new_codes_and_its_position_the_checkpoint
 
 @pytest.mark.reliability(18, 19, 20)
 def test_damage_is_noticed_the_file_named_and_the_older_checkpoint_taken(
-    captured: tuple[UserModel, LayerGraph], tmp_path: Path, living_pool: object
+    tmp_path: Path, living_pool: Callable[[], RankPool]
 ) -> None:
-    assert callable(living_pool)
-    plan, folder = plan_of(captured, [1, 1]), tmp_path / "c"
-    train(plan, folder, 8, living_pool())
+    plan, folder = plan_of([1, 1]), tmp_path / "c"
+    train(living_pool(), plan, folder, 8)
     file = next((folder / "step-8").glob("stage-00001*"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    outcome = train(plan, folder, 12, living_pool(), resume=True)
+    outcome = train(living_pool(), plan, folder, 12, True)
     assert outcome.report.first_step == 4
     assert any(file.name in note and "damaged" in note for note in outcome.report.notes)
     for place in folder.glob("step-*"):
         (place / "manifest.json").write_text("{}")
     with pytest.raises(FileError, match="no checkpoint is sound"):
-        train(plan, folder, 16, living_pool(), resume=True)
+        train(living_pool(), plan, folder, 16, True)
 
 
 def test_one_run_at_a_time_and_none_over_anothers_checkpoints(
-    captured: tuple[UserModel, LayerGraph], tmp_path: Path, living_pool: object
+    tmp_path: Path, living_pool: Callable[[], RankPool]
 ) -> None:
-    assert callable(living_pool)
-    plan, folder = plan_of(captured, [1]), tmp_path / "c"
-    train(plan, folder, 4, living_pool())
+    plan, folder = plan_of([1]), tmp_path / "c"
+    train(living_pool(), plan, folder, 4)
     with pytest.raises(UsageError, match="holds checkpoints already, the newest of step 4"):
-        train(plan, folder, 8, living_pool())
+        train(living_pool(), plan, folder, 8)
     with CheckpointFolder(folder).lock(), pytest.raises(UsageError, match="another run writes"):
-        train(plan, folder, 8, living_pool(), resume=True)
+        train(living_pool(), plan, folder, 8, True)
     with pytest.raises(UsageError, match="the newest checkpoint is of step 4, and the run has 4"):
-        train(plan, folder, 4, living_pool(), resume=True)
+        train(living_pool(), plan, folder, 4, True)
 
 
-def test_a_manifest_says_which_indices_of_which_tensor_a_replica_has_written(
-    captured: tuple[UserModel, LayerGraph], tmp_path: Path, pool: RankPool
-) -> None:
-    train(plan_of(captured, [3], micro_batches=1, shard="parameters", shares=[[6, 5, 5]]), tmp_path / "c", 4, pool)
-    manifest: Checkpoint = read_verified(tmp_path / "c" / "step-4")
+def test_a_manifest_says_which_indices_of_which_tensor_a_replica_has_written(tmp_path: Path, pool: RankPool) -> None:
+    train(pool, plan_of([3], micro_batches=1, shard="parameters", shares=[[6, 5, 5]]), tmp_path / "c", 4)
+    manifest = read_verified(tmp_path / "c" / "step-4")
     inner = manifest.tensor("optimizer", "blocks.0.inner.weight", "exp_avg")
     assert inner is not None
     assert inner.shape == (24, 12)
-    assert [(each.ranges[0].dim, each.ranges[0].start, each.ranges[0].stop) for each in inner.pieces] == [
-        (0, 0, 8),
-        (0, 8, 16),
-        (0, 16, 24),
-    ]
+    ranges = [each.ranges[0] for each in inner.pieces]
+    assert [(each.dim, each.start, each.stop) for each in ranges] == [(0, 0, 8), (0, 8, 16), (0, 16, 24)]
     # Tied weights stay whole, and one replica writes them.
-    table = manifest.tensor("parameter", "embedding.weight")
-    assert table is not None
+    assert manifest.tensor("parameter", "embedding.weight") is not None
 
 
 PLAN = SavedPlan(
@@ -364,7 +282,7 @@ def train_by_script(
 
 
 @pytest.mark.slow
-@pytest.mark.reliability(23)
+@pytest.mark.reliability(23, 25)
 def test_a_script_goes_on_from_what_another_plan_saved(tmp_path: Path, pool: RankPool) -> None:
     whole = train_by_script(pool, [1], tmp_path / "whole", 7)[0]["losses"]
     losses: list[float] = []
@@ -400,17 +318,12 @@ def test_a_folder_of_another_run_is_left_alone(tmp_path: Path) -> None:
         job.step(batch)
         job.save(tmp_path, wait=True)
         assert CheckpointFolder(tmp_path).steps() == [1]
-    with (
-        autopar.materialize(make_model(), script_plan([1]), batch, loss=loss) as job,
-        pytest.raises(UsageError, match=r"holds checkpoints already, the newest of step 1; .*load\(\)"),
-    ):
-        job.save(tmp_path)
-    (tmp_path / "step-1" / "manifest.json").write_text("")
-    with (
-        autopar.materialize(make_model(), script_plan([1]), batch, loss=loss) as job,
-        pytest.raises(FileError, match="no checkpoint is sound"),
-    ):
-        job.load(tmp_path)
+    with autopar.materialize(make_model(), script_plan([1]), batch, loss=loss) as job:
+        with pytest.raises(UsageError, match=r"holds checkpoints already, the newest of step 1; .*load\(\)"):
+            job.save(tmp_path)
+        (tmp_path / "step-1" / "manifest.json").write_text("")
+        with pytest.raises(FileError, match="no checkpoint is sound"):
+            job.load(tmp_path)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from autopar.runtime.checkpoint.folder import MANIFEST, CheckpointFolder, Checkp
 from autopar.runtime.checkpoint.state import HeldPiece, held_pieces
 from autopar.runtime.checkpoint.writer import Cadence, CheckpointWriter, SaveSettings, known_every
 from failing_calls import Calls, counted, full, killed
+from threads import in_ranks
 from unpickled import Payload
 
 RUN = SavedRun(model="model.py", batch=8, seed=0, samples=64)
@@ -88,11 +89,7 @@ class Ranks:
             if conclude:
                 self.writers[rank].conclude()
 
-        threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_ranks(2, lambda rank, transport: of_rank(rank))
 
 
 def values(folder: Path) -> tuple[int, list[float]]:
@@ -103,6 +100,12 @@ def values(folder: Path) -> tuple[int, list[float]]:
     assert all(len(set(tensor.tolist())) == 1 for tensor in tensors)
     assert len(tensors) == 2
     return newest.manifest.step, [float(tensor[0]) for tensor in tensors]
+
+
+def remains(folder: Path) -> list[Path]:
+    """Return what a run that begins has left of others that ended while they wrote."""
+    with CheckpointFolder(folder).lock():
+        return [each for each in folder.iterdir() if each.name.endswith((".new", ".old", ".gone"))]
 
 
 def test_the_newest_two_that_are_sound_are_kept(tmp_path: Path) -> None:
@@ -162,32 +165,35 @@ def test_whatever_call_fails_training_goes_on_and_a_sound_checkpoint_is_there(
         # The next one is written as if nothing had been.
         ranks.save(3)
         assert values(folder) == (3, [3, 3])
-        with CheckpointFolder(folder).lock():
-            assert not [each for each in folder.iterdir() if each.name.endswith((".new", ".old", ".gone"))]
+        assert not remains(folder)
     assert failures > count / 2
+
+
+def _saves_and_is_killed(folder: Path, at: int, again: bool) -> int:
+    """Save steps 1 and 2, or 1 twice, in a process that is killed at some call of the second; return how it ended."""
+    child = os.fork()
+    if child == 0:
+        try:
+            ranks = Ranks(folder, "0" * 16)
+            ranks.save(1)
+            with counted(Calls(at, killed)):
+                (Ranks(folder, "1" * 16, (1,)) if again else ranks).save(1 if again else 2)
+        finally:
+            os._exit(0)
+    return os.waitpid(child, 0)[1]
 
 
 @pytest.mark.slow
 @pytest.mark.reliability(4, 5)
 def test_wherever_the_process_is_killed_the_old_set_or_the_new_is_there_whole(tmp_path: Path) -> None:
-    count, seen = _calls(tmp_path / "all"), set[int]()
-    for at in range(count):
+    seen = set[int]()
+    for at in range(_calls(tmp_path / "all")):
         folder = tmp_path / str(at)
-        child = os.fork()
-        if child == 0:
-            try:
-                ranks = Ranks(folder, "0" * 16)
-                ranks.save(1)
-                with counted(Calls(at, killed)):
-                    ranks.save(2)
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
+        _saves_and_is_killed(folder, at, again=False)
         step, found = values(folder)
         assert found == [step, step]
         seen.add(step)
-        with CheckpointFolder(folder).lock():
-            assert not [each for each in folder.iterdir() if each.name.endswith((".new", ".old", ".gone"))]
+        assert not remains(folder)
         again = Ranks(folder, "1" * 16, (step,))
         again.save(2 + step)
         assert values(folder)[0] == 2 + step
@@ -200,16 +206,7 @@ def test_wherever_the_process_is_killed_the_old_set_or_the_new_is_there_whole(tm
 def test_wherever_a_checkpoint_that_is_written_again_is_killed_one_of_the_two_is_there(tmp_path: Path) -> None:
     for at in range(200):
         folder = tmp_path / str(at)
-        child = os.fork()
-        if child == 0:
-            try:
-                ranks = Ranks(folder, "0" * 16)
-                ranks.save(1)
-                with counted(Calls(at, killed)):
-                    Ranks(folder, "1" * 16, (1,)).save(1)
-            finally:
-                os._exit(0)
-        ended = os.waitpid(child, 0)[1]
+        ended = _saves_and_is_killed(folder, at, again=True)
         with CheckpointFolder(folder).lock():
             assert values(folder) == (1, [1, 1])
             assert len([each for each in folder.iterdir() if each.is_dir()]) == 1
@@ -363,9 +360,6 @@ def test_ranks_go_by_what_the_slowest_takes() -> None:
 
 @pytest.mark.parametrize("wrong", [0, -1, "often", True, 1.5, ""])
 def test_what_is_no_number_of_steps_is_refused(wrong: object) -> None:
+    assert (known_every("12"), known_every("auto"), known_every(3)) == (12, "auto", 3)
     with pytest.raises(UsageError, match="`every` must be a number of steps"):
         known_every(wrong)  # type: ignore[arg-type]
-
-
-def test_numbers_may_be_typed() -> None:
-    assert (known_every("12"), known_every("auto"), known_every(3)) == (12, "auto", 3)

@@ -4,87 +4,62 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import accumulate
 from unittest.mock import Mock
 
 import pytest
 import torch
 
 from autopar.capture.graph import TensorSpec
-from autopar.formats.plan import Crossing, Plan, Stage
-from autopar.formats.prediction import Prediction
-from autopar.formats.profile import ModelSource
-from autopar.formats.program import (
-    BACKWARD,
-    FORWARD,
-    RECEIVE,
-    RECEIVE_GRADIENT,
-    SEND,
-    SEND_GRADIENT,
-    Action,
-    Program,
-)
+from autopar.formats.plan import Plan
+from autopar.formats.program import BACKWARD, FORWARD, RECEIVE, RECEIVE_GRADIENT, SEND, SEND_GRADIENT, Action, Program
 from autopar.planner.candidate import CandidateStage
 from autopar.runtime.messages.mailbox import Mailbox, receives_ahead, retirements, retirements_by_repetition
 from autopar.schedules import SCHEDULES
 from autopar.schedules.continuing import Repetition, lead, repetition_positions, written_out
 from autopar.schedules.expand import expand
 from autopar.schedules.route import even_shares
+from drawn_plans import chain, crossing, make
 
 ANSWERS = {SEND: RECEIVE, SEND_GRADIENT: RECEIVE_GRADIENT}
 
 
-def program_of(widths: list[int], micro_batches: int, schedule: str) -> Program:
+def program_of(widths: Sequence[int], micro_batches: int, schedule: str) -> Program:
     """Every stage sends to the next, and the first to the last."""
     depths = next(iter(SCHEDULES[schedule].warmups(len(widths), 1, micro_batches).values()))
-    stages, device = [], 0
-    for index, width in enumerate(widths):
-        devices = tuple(range(device, device + width))
-        device += width
-        shares = even_shares(6, width)
-        stages.append(Stage(layers=(f"l{index}",), devices=devices, shares=shares, warmup=depths[index]))
     last = len(widths) - 1
-    pairs = [(index, (index + 1,)) for index in range(last)] + ([(0, (last,))] if last > 1 else [])
-    return expand(plan_of(stages, pairs, micro_batches, schedule))
+    tensors = (*chain(len(widths)), *([crossing("skip", 0, (last,))] if last > 1 else []))
+    return expand(make(schedule, micro_batches, [even_shares(6, width) for width in widths], depths, tensors))
 
 
-def plan_of(stages: list[Stage], pairs: list[tuple[int, tuple[int, ...]]], micro_batches: int, schedule: str) -> Plan:
-    crossing = [
-        Crossing(name=f"t{i}", producer=p, consumers=c, bytes_per_sample=4, dtype="float32", gradient=True)
-        for i, (p, c) in enumerate(pairs)
-    ]
-    return Plan(
-        model=ModelSource(source="m.py", sha256="0" * 64),
-        batch=6 * micro_batches,
-        precision="fp32",
-        schedule=schedule,  # type: ignore[arg-type]
-        micro_batches=micro_batches,
-        micro_batch_size=6,
-        stages=tuple(stages),
-        tensors=tuple(crossing),
-        predicted=Prediction(step_s=0, lower_bound_s=0, bubble=0, peak_bytes=(0,) * len(stages)),
-    )
+def in_turns(plan: Plan, turning: Sequence[int]) -> Plan:
+    """Have replicas of some stages take turns."""
+    stages = list(plan.stages)
+    for at in turning:
+        whole = {"shares": (6,) * len(stages[at].devices), "division": "round-robin"}
+        stages[at] = stages[at].model_copy(update=whole)
+    return plan.model_copy(update={"stages": tuple(stages)})
 
 
-def drawn_stages(drawn: random.Random, micro_batches: int) -> list[Stage]:
+def deepened(plan: Plan, depths: Sequence[int], policy: str = "stash") -> Plan:
+    """Have a plan never flush, unless its policy is another, with depths of which some are more than a step has."""
+    deep = (stage.model_copy(update={"warmup": depth}) for stage, depth in zip(plan.stages, depths, strict=True))
+    return plan.model_copy(update={"stages": tuple(deep), "weight_policy": policy})
+
+
+def drawn_plan(drawn: random.Random, micro_batches: int) -> Plan:
     """Stages of some widths that split micro-batches or take turns, as deep as those behind, or a little deeper."""
-    stages: list[Stage] = []
-    behind = 1
-    for _ in range(drawn.choice([2, 3, 4])):
+    widths, depths, turning, behind = list[int](), list[int](), list[int](), 1
+    count = drawn.choice([2, 3, 4])
+    for at in reversed(range(count)):
         width = drawn.choice([1, 2, 3, 4])
-        turning = width if width > 1 and drawn.random() < 0.5 else 1
-        warmup = min(-(-micro_batches // turning), -(-behind // turning) + drawn.choice([0, 0, 1, 2]))
-        behind = min(micro_batches, warmup * turning)
-        shares = (6,) * width if turning > 1 else even_shares(6, width)
-        division = "round-robin" if turning > 1 else "split"
-        stages.insert(0, Stage(layers=("l",), devices=(0,) * width, shares=shares, warmup=warmup, division=division))
-    starts = accumulate((len(stage.devices) for stage in stages), initial=0)
-    return [
-        stage.model_copy(
-            update={"layers": (f"l{at}",), "devices": tuple(range(start, start + len(stage.devices)))},
-        )
-        for at, (stage, start) in enumerate(zip(stages, starts, strict=False))
-    ]
+        turns = width if width > 1 and drawn.random() < 0.5 else 1
+        depths.insert(0, min(-(-micro_batches // turns), -(-behind // turns) + drawn.choice([0, 0, 1, 2])))
+        widths.insert(0, width)
+        behind = min(micro_batches, depths[0] * turns)
+        turning += [at] if turns > 1 else []
+    shares = [even_shares(6, width) for width in widths]
+    plan = in_turns(make("1f1b", micro_batches, shares, [1] * count, chain(count)), turning)
+    return deepened(plan, depths, "sync")
 
 
 def mirror(action: Action, rank: int) -> Action:
@@ -138,9 +113,8 @@ def test_sent_gradients_wait_for_their_proof_as_many_turns_as_the_planner_charge
     drawn, exactly, cases = random.Random(0), 0, 0
     for _ in range(60):
         micro_batches = drawn.choice([8, 12, 24, 37])
-        stages = drawn_stages(drawn, micro_batches)
-        pairs = [(at, (at + 1,)) for at in range(len(stages) - 1)]
-        program = expand(plan_of(stages, pairs, micro_batches, "1f1b"))
+        plan = drawn_plan(drawn, micro_batches)
+        program, stages = expand(plan), plan.stages
         placed = [
             CandidateStage(0, 1, each.devices, each.shares, each.warmup, division=each.division) for each in stages
         ]
@@ -157,10 +131,7 @@ def test_sent_gradients_wait_for_their_proof_as_many_turns_as_the_planner_charge
 def test_without_flushes_a_send_is_let_go_behind_a_proof_of_a_later_repetition(
     depths: list[int], micro_batches: int
 ) -> None:
-    stages = [Stage(layers=(f"l{at}",), devices=(at,), shares=(6,), warmup=1) for at in range(3)]
-    plan = plan_of(stages, [(0, (1,)), (1, (2,))], micro_batches, "1f1b")
-    deep = tuple(each.model_copy(update={"warmup": depth}) for each, depth in zip(stages, depths, strict=True))
-    plan = plan.model_copy(update={"stages": deep, "weight_policy": "stash"})
+    plan = deepened(make("1f1b", micro_batches, [(6,)] * 3, [1] * 3, chain(3)), depths)
     program, first, count = expand(plan), -lead(plan), 20
     orders = repetition_positions(program, micro_batches, first, count)
     written = written_out(program, micro_batches, first, count)
@@ -221,16 +192,9 @@ class _CountedSend:
 
 
 def test_what_is_sent_to_a_peer_that_sends_nothing_waits_for_the_same_of_the_next_step() -> None:
-    stages = [Stage(layers=(f"l{at}",), devices=(at,), shares=(6,), warmup=2) for at in range(2)]
-    plan = plan_of(stages, [(0, (1,))], 4, "1f1b")
-    plan = plan.model_copy(
-        update={"tensors": tuple(each.model_copy(update={"gradient": False}) for each in plan.tensors)}
-    )
+    plan = make("1f1b", 4, [(6,)] * 2, [2] * 2, (crossing("t0", 0, (1,), gradient=False),))
     program, transport = expand(plan), _CountingTransport()
-    spec = TensorSpec(
-        name="t0", producer="l0", consumers=("l1",), sizes=(1,), dtype=torch.float32, batch_dim=0, gradient=False
-    )
-    mailbox = Mailbox(plan, program, 0, {"t0": spec}, transport, torch.device("cpu"))  # type: ignore[arg-type]
+    mailbox = Mailbox(plan, program, 0, specs_of(plan), transport, torch.device("cpu"))  # type: ignore[arg-type]
     sends = [at for at, action in enumerate(program.ranks[0]) if action.kind == SEND]
     for step in range(3):
         mailbox.begin_step(Repetition(step, 4, step + 1, step))
@@ -245,42 +209,31 @@ def test_what_is_sent_to_a_peer_that_sends_nothing_waits_for_the_same_of_the_nex
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_pipeline_that_is_drained_and_filled_again_keeps_no_sends(rank: int, every: int, micro_batches: int) -> None:
-    stages = [Stage(layers=(f"l{at}",), devices=(at,), shares=(6,), warmup=1) for at in range(3)]
-    plan = plan_of(stages, [(0, (1, 2)), (1, (2,))], micro_batches, "1f1b")
-    most = _most_waiting(plan, (5, 3, 1), rank, every)
+    tensors = crossing("t0", 0, (1, 2)), crossing("t1", 1, (2,))
+    plan = make("1f1b", micro_batches, [(6,)] * 3, [1] * 3, tensors)
+    most = _most_waiting(deepened(plan, (5, 3, 1)), rank, every)
     assert max(most[5:]) == max(most[:5])
 
 
 @pytest.mark.parametrize("gradient", [True, False])
-@pytest.mark.parametrize("every", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("every", [1, 2, 5])
 @pytest.mark.parametrize("rank", range(5))
 def test_replicas_that_take_turns_keep_no_sends_wherever_a_turn_ends(rank: int, every: int, gradient: bool) -> None:
-    widths, devices = (3, 2), iter(range(5))
-    stages = [
-        Stage(
-            layers=(f"l{at}",),
-            devices=tuple(next(devices) for _ in range(width)),
-            shares=(6,) * width,
-            warmup=1,
-            division="round-robin",
-        )
-        for at, width in enumerate(widths)
-    ]
-    plan = plan_of(stages, [(0, (1,))], 1, "1f1b")
-    tensors = tuple(each.model_copy(update={"gradient": gradient}) for each in plan.tensors)
-    most = _most_waiting(plan.model_copy(update={"tensors": tensors}), (3, 2), rank, every)
+    plan = make("1f1b", 1, [(2, 2, 2), (3, 3)], [1, 1], (crossing("t0", 0, (1,), gradient),))
+    most = _most_waiting(deepened(in_turns(plan, (0, 1)), (3, 2)), rank, every)
     assert max(most[len(most) // 2 :]) <= max(most[: len(most) // 2])
 
 
-def _most_waiting(plan: Plan, depths: Sequence[int], rank: int, every: int) -> list[int]:
-    """Return how many sends a rank has not waited for at most, from every fill of a pipeline to its drain."""
-    deep = (stage.model_copy(update={"warmup": depth}) for stage, depth in zip(plan.stages, depths, strict=True))
-    plan = plan.model_copy(update={"stages": tuple(deep), "weight_policy": "stash"})
-    program, transport = expand(plan), _CountingTransport()
-    specs = {
-        each.name: TensorSpec(each.name, each.producer, each.consumers, (1,), 0, torch.float32, each.gradient)
+def specs_of(plan: Plan) -> dict[str, TensorSpec]:
+    return {
+        each.name: TensorSpec(each.name, each.producer, each.consumers, (1,), 0, torch.float32, each.gradient)  # type: ignore[arg-type]
         for each in plan.tensors
     }
+
+
+def _most_waiting(plan: Plan, rank: int, every: int) -> list[int]:
+    """Return how many sends a rank has not waited for at most, from every fill of a pipeline to its drain."""
+    program, transport, specs = expand(plan), _CountingTransport(), specs_of(plan)
     mailbox = Mailbox(plan, program, rank, specs, transport, torch.device("cpu"))  # type: ignore[arg-type]
     most = []
     for first in range(0, 60, every):

@@ -1,30 +1,36 @@
-"""Messages that pass through the host's memory arrive as others do, and keep nobody waiting."""
+"""Messages that pass through the host's memory arrive as others do, and keep nobody waiting.
+
+Communicators are made before the first step, all that it uses, and in an order that no ranks wait in a ring for.
+"""
 
 from __future__ import annotations
 
-import os
-from functools import cache
 from pathlib import Path
 from threading import Event
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from hypothesis import HealthCheck, given, settings
 
-from autopar.capture.export import capture
-from autopar.capture.graph import LayerGraph
-from autopar.capture.source import UserModel, load
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
+from autopar.formats.program import SEND, SEND_GRADIENT
 from autopar.ranks.failure import PeerLostError
 from autopar.ranks.pool import RankPool
-from autopar.runtime.messages.staging import StagedTransport
-from autopar.runtime.messages.transport import Exchange, InProcessTransport, Pending, Transport
-from autopar.runtime.start.workspace import Workspace
-from dictated import dictate
+from autopar.runtime.messages.staging import StagedTransport, directions, warm_up
+from autopar.runtime.messages.transport import (
+    Exchange,
+    InProcessTransport,
+    Pending,
+    Transport,
+    reducing_groups,
+    team_groups,
+)
+from autopar.schedules.expand import expand
+from drawn_models import model_case, plans, team_plans
 from fake_copies import TIMEOUT_S, FakeCopies
-from paths import HARNESS, MODELS
-from threads import train_in_threads
+from paths import MODELS
+from training_cases import make_case, same_bits
 
 
 class Said:
@@ -127,25 +133,8 @@ def test_a_lost_peer_is_found_by_who_waits_and_sharding_is_refused() -> None:
         transport.mesh((0, 1))
 
 
-@cache
-def _captured(name: str) -> tuple[UserModel, LayerGraph, dict[str, torch.Tensor]]:
-    model = load(str(MODELS / f"{name}.py"))
-    module = model.build(0)
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    graph = capture(model, module)
-    return model, graph, {key: value.detach().clone() for key, value in state.items()}
-
-
 def _staged(transport: Transport) -> Transport:
     return StagedTransport(transport, FakeCopies())
-
-
-def _same(plan: Plan, one: Path, other: Path) -> None:
-    for rank in range(len(plan.devices)):
-        for kind in ("gradients", "parameters", "buffers"):
-            expected, found = load_file(one / f"{kind}-{rank}"), load_file(other / f"{kind}-{rank}")
-            assert expected.keys() == found.keys()
-            assert all(torch.equal(found[name], value) for name, value in expected.items()), f"{kind} of rank {rank}"
 
 
 @pytest.mark.parametrize(
@@ -154,26 +143,84 @@ def _same(plan: Plan, one: Path, other: Path) -> None:
 def test_skips_ties_masks_and_integers_train_bit_for_bit_as_without_copies(
     widths: tuple[int, ...], schedule: str, chunks: int, tmp_path: Path
 ) -> None:
-    model, graph, state = _captured("everything")
-    plan = dictate(graph, model, widths, 3, 4, schedule, chunks=chunks)
+    case = model_case("everything")
+    plan = case.plan(widths, 3, 4, schedule, chunks=chunks)
     plainly, staged = tmp_path / "plainly", tmp_path / "staged"
-    losses = []
-    for folder, carry in ((plainly, None), (staged, _staged)):
-        folder.mkdir()
-        losses.append(train_in_threads(plan, graph, model, state, folder, 3, carry=carry))
-    assert losses[0] == losses[1]
-    _same(plan, plainly, staged)
+    assert case.train(plan, plainly, 3) == case.train(plan, staged, 3, carry=_staged)
+    same_bits(plan, plainly, staged)
 
 
 @pytest.mark.slow
-def test_processes_train_bit_for_bit_as_without_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, graph, _ = _captured("everything")
-    plan = dictate(graph, model, (1, 2), 3, 4)
-    Workspace(tmp_path).prepare(model, dictate(graph, model, (1,), 1, 2), None)
-    arguments = {"plan": plan.dumps(), "model": model.spec, "workspace": str(tmp_path), "steps": 3}
-    monkeypatch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
-    with RankPool(3) as pool:
-        for folder in ("keep", "stage"):
-            (tmp_path / folder).mkdir()
-            pool.run(f"rank_jobs:train_and_{folder}", {**arguments, "folder": str(tmp_path / folder)})
-    _same(plan, tmp_path / "keep", tmp_path / "stage")
+def test_processes_train_bit_for_bit_as_without_copies(tmp_path: Path, pool: RankPool) -> None:
+    case = make_case(tmp_path / "everything.py", (MODELS / "everything.py").read_text())
+    plan = case.plan((1, 2), 3, 4)
+    arguments = {"plan": plan.dumps(), "model": str(case.file), "workspace": str(case.workspace), "steps": 3}
+    for folder in ("keep", "stage"):
+        (tmp_path / folder).mkdir()
+        pool.run(f"rank_jobs:train_and_{folder}", {**arguments, "folder": str(tmp_path / folder)}, ranks=3)
+    same_bits(plan, tmp_path / "keep", tmp_path / "stage")
+
+
+Communicator = tuple[str, tuple[int, ...]]
+
+
+class Noted:
+    """A transport that notes which communicators a rank uses, in order."""
+
+    def __init__(self, rank: int) -> None:
+        self.used: list[Communicator] = []
+        self._rank = rank
+
+    def send(self, tensor: torch.Tensor, peer: int) -> Pending:
+        return self._use("message", (self._rank, peer))
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
+        return self._use("message", (peer, self._rank))
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
+        return self._use("apart" if apart else "reduction", ranks)
+
+    def _use(self, kind: str, ranks: tuple[int, ...]) -> Pending:
+        self.used.append((kind, ranks))
+        return Gone()
+
+
+def made(plan: Plan, apart: list[tuple[int, ...]]) -> set[Communicator]:
+    """Return what ranks make that wait for each other where one is made, until none can go on."""
+    left = []
+    for rank in range(len(plan.devices)):
+        noted = Noted(rank)
+        warm_up(noted, plan, rank, torch.device("cpu"), apart)  # type: ignore[arg-type]
+        left.append(noted.used)
+    found: set[Communicator] = set()
+    while any(left):
+        heads = {used[0] for used in left if used}
+        ready = [(kind, ranks) for kind, ranks in heads if all(left[rank][:1] == [(kind, ranks)] for rank in ranks)]
+        assert ready, f"ranks wait in a ring: {heads}"
+        for each in ready:
+            found.add(each)
+            for rank in each[1]:
+                left[rank].pop(0)
+    return found
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(plan=plans("everything"))
+def test_all_that_a_program_uses_is_made_and_nothing_else(plan: Plan) -> None:
+    sent = {
+        (rank, action.peer)
+        for rank, actions in enumerate(expand(plan).ranks)
+        for action in actions
+        if action.kind in (SEND, SEND_GRADIENT)
+    }
+    assert set(directions(plan)) == sent
+    groups = reducing_groups(plan)
+    expected = {("message", pair) for pair in sent} | {("reduction", group) for group in groups}
+    assert made(plan, groups[:1]) == expected | {("apart", group) for group in groups[:1]}
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+@given(plan=team_plans("everything"))
+def test_all_that_teams_use_is_made_too(plan: Plan) -> None:
+    groups = {("reduction", group) for group in (*reducing_groups(plan), *team_groups(plan))}
+    assert made(plan, []) == {("message", pair) for pair in directions(plan)} | groups

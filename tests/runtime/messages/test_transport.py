@@ -4,17 +4,16 @@ that are threads of one process tell each other what processes would.
 
 from __future__ import annotations
 
+import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from autopar.capture.export import capture
-from autopar.capture.graph import LayerGraph
-from autopar.capture.source import UserModel, load
 from autopar.formats.plan import Plan
 from autopar.ranks.channel import Channel, new_channel_ends
 from autopar.ranks.failure import PeerLostError
@@ -23,9 +22,9 @@ from autopar.runtime.messages.transport import Exchange, InProcessTransport, Pen
 from autopar.runtime.stage.stage import InFlightMicroBatch, Stage
 from autopar.runtime.start.job import Job
 from autopar.schedules.expand import expand, rank_of
-from dictated import dictate
+from threads import own
+from training_cases import Case, make_case
 
-Make = Callable[[int], tuple[LayerGraph, UserModel]]
 MODEL = """
 import torch
 def model(): return torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range({layers})))
@@ -79,33 +78,28 @@ class Sending:
         return
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Make:
-    def made(layers: int) -> tuple[LayerGraph, UserModel]:
-        path = tmp_path / f"model{layers}.py"
-        path.write_text(MODEL.format(layers=layers))
-        user = load(str(path))
-        return capture(user, user.build(0)), user
-
-    return made
+@cache
+def case_of(layers: int) -> Case:
+    with tempfile.TemporaryDirectory() as folder:
+        return make_case(Path(folder) / "model.py", MODEL.format(layers=layers))
 
 
-def alone(plan: Plan, rank: int, graph: LayerGraph, user: UserModel, transport: Held) -> Job:
-    shapes = {full: layer.parameter(at).shape for layer in graph.layers for at, full in layer.parameters.items()}
-
+def alone(plan: Plan, rank: int, case: Case, transport: Held) -> Job:
     def zeros(names: Iterable[str]) -> Mapping[str, torch.Tensor]:
-        return {name: torch.zeros(shapes[name]) for name in names}
+        return {name: torch.zeros_like(case.state[name]) for name in names}
 
     cpu = torch.device("cpu")
-    return Job(plan, expand(plan), rank, graph, user, zeros, transport, cpu, lambda step, position: None)
+    return Job(
+        plan, expand(plan), rank, own(case.graph), case.model, zeros, transport, cpu, lambda step, position: None
+    )  # type: ignore[arg-type]
 
 
-def most_held(plan: Plan, graph: LayerGraph, user: UserModel) -> list[int]:
+def most_held(plan: Plan, case: Case) -> list[int]:
     """Return the most storages of messages that each rank holds at once in a second step."""
     found = []
     for rank in range(len(plan.devices)):
         transport = Held()
-        job = alone(plan, rank, graph, user, transport)
+        job = alone(plan, rank, case, transport)
         job.step(0)
         transport.most = transport.alive
         job.step(1)
@@ -116,32 +110,28 @@ def most_held(plan: Plan, graph: LayerGraph, user: UserModel) -> list[int]:
     return found
 
 
-def test_tensors_of_messages_are_let_go_early(make: Make) -> None:
-    graph, user = make(4)
-    held = {
-        count: most_held(dictate(graph, user, (1, 1, 1, 1), count, 4, "1f1b"), graph, user) for count in (8, 16, 32)
-    }
+def test_tensors_of_messages_are_let_go_early() -> None:
+    case = case_of(4)
+    held = {count: most_held(case.plan((1, 1, 1, 1), count, 4, "1f1b"), case) for count in (8, 16, 32)}
     assert sum(held[16]) <= TORCH_1F1B / 3
     # As many as are in flight, and some on their way: not more of them, the more micro-batches there are.
     assert held[8] == held[16] == held[32]
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "depth", "chunks"),
+    [("gpipe", None, 1), ("1f1b", "PA", 1), ("1f1b", "PB", 1), ("interleaved", None, 2)],
+)
 def test_as_many_micro_batches_are_in_flight_as_the_plan_says(
-    make: Make,
-    schedule: str,
-    chunks: int,
-    monkeypatch: pytest.MonkeyPatch,
+    schedule: str, depth: str | None, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph, user = make(8)
-    for depth in ("PA", "PB") if schedule == "1f1b" else (None,):
-        plan = dictate(graph, user, (1, 1, 1), 6, 4, schedule, warmup=depth, chunks=chunks)
-        for group in plan.groups:
-            rank = rank_of(plan, group[0], 0)
-            assert flying(plan, rank, graph, user, monkeypatch) == [plan.stages[index].warmup for index in group]
+    plan = case_of(8).plan((1, 1, 1), 6, 4, schedule, warmup=depth, chunks=chunks)
+    for group in plan.groups:
+        rank = rank_of(plan, group[0], 0)
+        assert flying(plan, rank, monkeypatch) == [plan.stages[index].warmup for index in group]
 
 
-def flying(plan: Plan, rank: int, graph: LayerGraph, user: UserModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def flying(plan: Plan, rank: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the most flights of each of a rank's stages that are there at once."""
     alive: Counter[Stage] = Counter()
     most: Counter[Stage] = Counter()
@@ -154,7 +144,7 @@ def flying(plan: Plan, rank: int, graph: LayerGraph, user: UserModel, monkeypatc
             weakref.finalize(self, alive.subtract, [stage])
 
     monkeypatch.setattr(execute, "InFlightMicroBatch", Counted)
-    job = alone(plan, rank, graph, user, Held())
+    job = alone(plan, rank, case_of(8), Held())
     job.step(0)
     assert not any(alive.values())
     return [most[stage] for stage in job.stages.values()]
@@ -224,12 +214,15 @@ def test_another_number_of_bytes_is_an_error(carry: Carry) -> None:
         carry(torch.ones(2), torch.empty(2, dtype=torch.float64))
 
 
-def _summed(*tensors: torch.Tensor) -> None:
-    exchange = Exchange(5.0)
-    ranks = tuple(range(len(tensors)))
-    pending = [InProcessTransport(exchange, rank).all_reduce(each, ranks) for rank, each in enumerate(tensors)]
-    for each in pending:
+def _meet(size: int, begin: Callable[[InProcessTransport, int, tuple[int, ...]], Pending]) -> None:
+    """Have ranks begin something together, and wait for it."""
+    exchange, ranks = Exchange(5.0), tuple(range(size))
+    for each in [begin(InProcessTransport(exchange, rank), rank, ranks) for rank in ranks]:
         each.wait()
+
+
+def _summed(*tensors: torch.Tensor) -> None:
+    _meet(len(tensors), lambda transport, rank, ranks: transport.all_reduce(tensors[rank], ranks))
 
 
 def test_threads_sum_what_gloo_sums() -> None:
@@ -257,22 +250,15 @@ def test_threads_sum_nothing_that_gloo_refuses_or_would_sum_wrongly(tensors: tup
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16, torch.complex64])
 def test_threads_gather_one_behind_the_other(count: int, dtype: torch.dtype) -> None:
-    exchange, ranks = Exchange(5.0), tuple(range(count))
-    own = [torch.arange(6).view(2, 3).add(rank).to(dtype) for rank in ranks]
-    found = [torch.empty(2 * count, 3, dtype=dtype) for _ in ranks]
-    transports = [InProcessTransport(exchange, rank) for rank in ranks]
-    for each in [transports[rank].all_gather(found[rank], own[rank], ranks) for rank in ranks]:
-        each.wait()
+    own = [torch.arange(6).view(2, 3).add(rank).to(dtype) for rank in range(count)]
+    found = [torch.empty(2 * count, 3, dtype=dtype) for _ in range(count)]
+    _meet(count, lambda transport, rank, ranks: transport.all_gather(found[rank], own[rank], ranks))
     assert all(torch.equal(each, torch.cat(own)) for each in found)
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_threads_scatter_slices_of_a_sum(count: int) -> None:
-    exchange, ranks = Exchange(5.0), tuple(range(count))
-    wholes = [torch.randn(2 * count, 3) for _ in ranks]
-    total = torch.stack(wholes).sum(0)
-    found = [torch.empty(2, 3) for _ in ranks]
-    transports = [InProcessTransport(exchange, rank) for rank in ranks]
-    for each in [transports[rank].reduce_scatter(found[rank], wholes[rank], ranks) for rank in ranks]:
-        each.wait()
+    wholes, found = torch.randn(count, 2 * count, 3), [torch.empty(2, 3) for _ in range(count)]
+    total = wholes.sum(0)
+    _meet(count, lambda transport, rank, ranks: transport.reduce_scatter(found[rank], wholes[rank], ranks))
     torch.testing.assert_close(torch.cat(found), total)

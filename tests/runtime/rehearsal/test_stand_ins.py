@@ -3,47 +3,38 @@
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from autopar.formats.program import Action, LayerBytes, RankPrices, RankProgram
 from autopar.runtime.device import VirtualClock
-from autopar.runtime.messages.transport import Exchange, InProcessTransport
+from autopar.runtime.messages.transport import Exchange, InProcessTransport, Transport
 from autopar.runtime.rehearsal.stand_ins import MemoryLedger, PricedTransport, count_bytes, stand_in_graph
 from drawn_plans import chain, make
 from random_problems import gpt_profile, random_profile
+from threads import in_ranks
 
 
+@pytest.mark.some(15)
 @pytest.mark.parametrize("seed", range(30))
-def test_a_graph_has_the_layers_and_tensors_of_its_profile(seed: int) -> None:
-    profile = random_profile(seed, most_layers=9)
-    graph = stand_in_graph(profile)
-    assert [layer.name for layer in graph.layers] == [layer.name for layer in profile.layers]
-    made = {tensor.name: tensor for tensor in profile.tensors}
-    assert {tensor.name for tensor in graph.tensors} == made.keys()
-    for tensor in graph.tensors:
-        own = made[tensor.name]
-        assert (tensor.producer, tensor.consumers, tensor.gradient) == (own.producer, own.consumers, own.gradient)
-    tied = {each.parameter: set(each.layers) for each in profile.tied if each.trainable}
-    assert {name: set(layers) for name, layers in graph.tied_parameters().items()} == tied
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_gradients_flow_over_tensors_that_have_them_and_end_at_layers_that_the_loss_depends_on(seed: int) -> None:
+def test_a_graph_has_the_layers_tensors_and_gradients_of_its_profile(seed: int) -> None:
     profile = random_profile(seed, most_layers=9)
     graph, rows = stand_in_graph(profile), random.Random(seed).randint(1, 4)
+    assert [layer.name for layer in graph.layers] == [layer.name for layer in profile.layers]
+    made = {tensor.name: (tensor.producer, tensor.consumers, tensor.gradient) for tensor in profile.tensors}
+    assert {each.name: (each.producer, each.consumers, each.gradient) for each in graph.tensors} == made
+    tied = {each.parameter: set(each.layers) for each in profile.tied if each.trainable}
+    assert {name: set(layers) for name, layers in graph.tied_parameters().items()} == tied
+    # Gradients flow over tensors that have them, and end at layers that the loss depends on.
     known = {name: torch.zeros(rows) for name in graph.inputs}
     for layer in graph.layers:
         outputs = layer.module(rows, *(known[name] for name in layer.inputs))
         known.update(zip(layer.outputs, outputs, strict=True))
     known["loss"].backward()
-    for tensor in graph.tensors:
-        if tensor.producer is not None:
-            assert known[tensor.name].shape == (rows,)
-            assert tensor.gradient or not known[tensor.name].requires_grad
+    for tensor in (each for each in graph.tensors if each.producer is not None):
+        assert known[tensor.name].shape == (rows,)
+        assert tensor.gradient or not known[tensor.name].requires_grad
     for layer in graph.layers:
         for name, parameter in layer.named_parameters():
             own = name.endswith(":weight")
@@ -86,6 +77,9 @@ def test_bytes_count_as_long_as_their_storage_is_alive() -> None:
 
 def test_what_is_held_for_a_while_is_noted_beside_what_is_alive() -> None:
     ledger = MemoryLedger(VirtualClock(0.0), 100)
+    ledger.count(torch.zeros(1), 0)
+    ledger.spike(0)
+    assert ledger.moments == [(0.0, 100)]
     kept = ledger.count(torch.zeros(1), 10)
     ledger.spike(25)
     assert (ledger.alive_bytes, ledger.peak_bytes) == (110, 135)
@@ -94,13 +88,6 @@ def test_what_is_held_for_a_while_is_noted_beside_what_is_alive() -> None:
     assert (ledger.moments, ledger.peak_bytes) == ([(0.0, 110)], 110)
     del kept
     assert ledger.alive_bytes == 100
-
-
-def test_nothing_counts_as_nothing() -> None:
-    ledger = MemoryLedger(VirtualClock(0.0), 0)
-    ledger.count(torch.zeros(1), 0)
-    ledger.spike(0)
-    assert ledger.moments == [(0.0, 0)]
 
 
 def _ranks(
@@ -144,14 +131,6 @@ def test_messages_of_a_pair_follow_each_other_and_are_waited_for() -> None:
         assert there.now_s == 14.0
 
 
-def _together(*acts: Callable[[], None]) -> None:
-    threads = [threading.Thread(target=act) for act in acts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10.0)
-
-
 def test_a_reduction_ends_with_its_last_part_and_no_sooner_after_the_one_before_than_it_takes() -> None:
     ranks = _ranks(
         [(1, 1)],
@@ -159,12 +138,13 @@ def test_a_reduction_ends_with_its_last_part_and_no_sooner_after_the_one_before_
         (["B0@0", "A@0", "A@0", "U@0"], RankPrices({"B@0": 5.0, "A@0": 4.0, "U@0": 1.0}, {"A@0": 0.25})),
     )
 
-    def act(transport: PricedTransport, clock: VirtualClock) -> None:
+    def act(rank: int, _: Transport) -> None:
+        transport, clock = ranks[rank]
         clock.start()
         for position in range(4):
             transport.charge(position)
 
-    _together(*(lambda each=each: act(*each) for each in ranks))
+    in_ranks(2, act)
     # The slower one's backward ends at 6, its part at 6.25; the next one ends 4 later, and both update.
     assert [clock.now_s for _, clock in ranks] == [11.25, 11.25]
 

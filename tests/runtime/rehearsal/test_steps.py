@@ -10,43 +10,39 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from unittest.mock import patch
+from typing import Any
 
 import pytest
 
-from autopar.errors import TrainingError, UsageError
+from autopar.errors import AutoparError, TrainingError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile, Tensor
-from autopar.formats.program import REDUCTIONS, SLOWER_S, Action, Program, RankProgram, parse_faults
+from autopar.formats.program import REDUCTIONS, SLOWER_S, Fault, Program, RankProgram, parse_faults
 from autopar.formats.timeline import Timeline
 from autopar.hardware.clusters import find_cluster
 from autopar.planner import PlanOptions, action_prices, plan, simulate
 from autopar.planner.assemble import assemble, candidate_of
 from autopar.planner.candidate import Candidate
 from autopar.planner.costs.model import CostModel, durations
-from autopar.planner.simulator.contention import ContentionSimulation
-from autopar.planner.simulator.simulate import trace
+from autopar.planner.simulator.simulate import mini_batches, trace
 from autopar.ranks.pool import RankPool
 from autopar.runtime.rehearsal.steps import Rehearsal, rehearse_steps
 from autopar.schedules.check import ProgramError, check, check_bounds
+from autopar.schedules.continuing import lead
 from autopar.schedules.expand import expand
 from chunked import OTHERS, random_chunked, random_costs
 from drawn import random_candidate
-from pooled import process_ids
+from edits import edited
+from pooled import eight_ranks, process_ids
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
 
+__all__ = ["eight_ranks"]
+
 MOST_RANKS = 8
-SEEDS = 200
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(MOST_RANKS, timeout_s=60.0, imports=["autopar.runtime.rehearsal.steps"]) as ranks:
-        yield ranks
+LINE = "0-1:1,2-3:1,4-5:1,6-7:1"
 
 
 def _drawn(seed: int) -> tuple[Plan, CostModel] | None:
@@ -82,26 +78,38 @@ def _check(rehearsal: Rehearsal, simulated: Timeline, planned: Plan) -> None:
             assert event.end_s == pytest.approx(ends_s[event.rank, event.action], abs=within * simulated.end_s)
 
 
-def _check_seed(seed: int, *, threads: bool = False, pool: RankPool | None = None) -> Rehearsal:
-    """Perform two steps of a seed's plan, and hold them against the simulation."""
+Inputs = tuple[Plan, Profile, Cluster]
+
+
+def _rehearsed(inputs: Inputs, steps: int = 1, program: Program | None = None, **how: Any) -> Rehearsal:  # noqa: ANN401
+    """Perform steps, with a thread for each rank unless there is a pool."""
+    planned, profile, _ = inputs
+    how = {"threads": "pool" not in how, "timeout_s": 30.0, **how}
+    return rehearse_steps(planned, profile, action_prices(*inputs, program), steps, program=program, **how)
+
+
+def _inputs(seed: int) -> Inputs:
     drawn = _drawn(seed)
     if drawn is None:
         pytest.skip("no such plan")
     planned, costs = drawn
-    inputs = planned, costs.profile, costs.cluster
-    rehearsal = rehearse_steps(planned, costs.profile, action_prices(*inputs), 2, threads=threads, pool=pool)
-    _check(rehearsal, simulate(*inputs), planned)
-    return rehearsal
+    return planned, costs.profile, costs.cluster
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.some(40)
+@pytest.mark.parametrize("seed", range(200))
 def test_random_plans_take_in_threads_as_long_as_simulated(seed: int) -> None:
-    _check_seed(seed, threads=True)
+    inputs = _inputs(seed)
+    _check(_rehearsed(inputs, 2), simulate(*inputs), inputs[0])
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("seed", range(1000, 1024))
-def test_random_plans_take_in_processes_as_long_as_simulated(seed: int, pool: RankPool) -> None:
-    assert not _check_seed(seed, pool=pool).notes
+def test_random_plans_take_in_processes_as_long_as_simulated(seed: int, eight_ranks: RankPool) -> None:
+    inputs = _inputs(seed)
+    rehearsal = _rehearsed(inputs, 2, pool=eight_ranks)
+    _check(rehearsal, simulate(*inputs), inputs[0])
+    assert not rehearsal.notes
 
 
 def _edited(rng: random.Random, planned: Plan) -> Program:
@@ -123,99 +131,45 @@ def _edited(rng: random.Random, planned: Plan) -> Program:
     return program
 
 
+@pytest.mark.some(20)
 @pytest.mark.parametrize("seed", range(2000, 2060))
 def test_programs_edited_at_random_take_as_long_as_simulated(seed: int) -> None:
-    drawn = _drawn(seed)
-    if drawn is None:
-        pytest.skip("no such plan")
-    planned, costs = drawn
-    inputs, program = (planned, costs.profile, costs.cluster), _edited(random.Random(seed), planned)
-    prices = action_prices(*inputs, program)
-    rehearsal = rehearse_steps(planned, costs.profile, prices, 2, program=program, threads=True, timeout_s=30.0)
-    _check(rehearsal, simulate(*inputs, program), planned)
+    inputs = _inputs(seed)
+    program = _edited(random.Random(seed), inputs[0])
+    _check(_rehearsed(inputs, 2, program), simulate(*inputs, program), inputs[0])
 
 
-def _line() -> tuple[Plan, Profile, Cluster]:
+def _line() -> Inputs:
     profile, cluster = gpt_profile(blocks=6), local_cluster(4)
-    options = PlanOptions(stages="0-1:1,2-3:1,4-5:1,6-7:1", micro_batches=8, recompute="none", schedule="1f1b")
+    options = PlanOptions(stages=LINE, micro_batches=8, recompute="none", schedule="1f1b")
     planned = plan(profile, cluster, options)
     depths = zip(planned.stages, (4, 3, 2, 1), strict=True)
     stages = tuple(stage.model_copy(update={"warmup": depth}) for stage, depth in depths)
     return planned.model_copy(update={"stages": stages, "schedule": "1f1b"}), profile, cluster
 
 
-def _rehearsed(program: Program | None = None) -> Rehearsal:
-    inputs = _line()
-    prices = action_prices(*inputs, program)
-    return rehearse_steps(inputs[0], inputs[1], prices, program=program, threads=True, timeout_s=30.0)
+def _held(profile: Profile, steps: int, devices: int = 4, **asked: Any) -> tuple[Inputs, Timeline, list[float]]:  # noqa: ANN401
+    """Plan and perform steps; return what each stage's devices hold at most, too."""
+    cluster = local_cluster(devices)
+    planned = plan(profile, cluster, PlanOptions(**{"micro_batches": 8, "recompute": "none", **asked}))
+    timeline = _rehearsed((planned, profile, cluster), steps).timeline
+    peaks = timeline.peaks_bytes()
+    # Of replicas, the one with the largest share, or most turns, counts.
+    return (planned, profile, cluster), timeline, [max(peaks[rank] for rank in each.devices) for each in planned.stages]
 
 
-def _swapped(planned: Plan) -> Program:
-    """Return a program whose second rank takes its third forward before its second one."""
-    program = expand(planned)
-    actions = [str(action) for action in program.ranks[1]]
-    second, third = actions.index("F1@1"), actions.index("F2@1")
-    receive = actions.index("R2@1<0@0")
-    assert second < receive < third
-    actions[third], actions[second] = "F1@1", "F2@1"
-    actions.insert(second, actions.pop(receive))
-    # What was sent before the third one is sent behind the second one.
-    sent = actions.index("S1@1>2@2")
-    actions.insert(actions.index("F1@1"), actions.pop(sent))
-    ranks = [program.ranks[0], RankProgram.of(map(Action.parse, actions)), *program.ranks[2:]]
-    return Program(tuple(ranks))
-
-
-def test_another_order_changes_what_is_rehearsed_as_it_changes_what_is_simulated() -> None:
-    inputs = _line()
-    edited = _swapped(inputs[0])
-    assert edited != expand(inputs[0])
-    rehearsal, simulated = _rehearsed(edited), simulate(*inputs, edited)
-    _check(rehearsal, simulated, inputs[0])
-    swapped = Action.parse("F1@1")
-    before, after = (
-        next(event.end_s for event in each if event.action == swapped)
-        for each in (simulate(*inputs), rehearsal.timeline)
-    )
-    assert after > 1.1 * before
-
-
-def test_a_simulator_that_forgets_what_messages_take_is_found_out() -> None:
-    inputs = _line()
-    deliver = ContentionSimulation._deliver
-
-    def at_once(self: ContentionSimulation, queue: object, at: int, begun_s: float, end_s: float) -> None:
-        deliver(self, queue, at, begun_s, begun_s)  # type: ignore[arg-type]
-
-    with patch.object(ContentionSimulation, "_deliver", at_once):
-        wrong = simulate(*inputs)
-    assert _rehearsed().steps_s[0] > 1.0001 * wrong.end_s
-
-
-def test_a_simulator_whose_depths_are_off_by_one_is_found_out() -> None:
-    planned, profile, cluster = _line()
-    stages = tuple(stage.model_copy(update={"warmup": max(1, stage.warmup - 1)}) for stage in planned.stages)
-    wrong = simulate(planned.model_copy(update={"stages": stages}), profile, cluster)
-    assert wrong.end_s > 1.01 * _rehearsed().steps_s[0]
-
-
+@pytest.mark.pairs
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("stages", ["0-1:1,2-3:1,4-5:1,6-7:1", "0-3:2,4-7:2", "0-7:4", "0-4:1,5-7:3"])
+@pytest.mark.parametrize("stages", [LINE, "0-3:2,4-7:2", "0-7:4", "0-4:1,5-7:3"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_ranks_hold_what_was_predicted(schedule: str, stages: str, recompute: str) -> None:
-    profile, cluster = gpt_profile(blocks=6), local_cluster(4)
-    options = PlanOptions(stages=stages, micro_batches=8, schedule=schedule, recompute=recompute)
-    planned = plan(profile, cluster, options)
-    prices = action_prices(planned, profile, cluster)
-    timeline = rehearse_steps(planned, profile, prices, 2, threads=True).timeline
-    peaks = timeline.peaks_bytes()
-    for stage, predicted in zip(planned.stages, planned.predicted.peak_bytes, strict=True):
-        # Of replicas, the one with the largest share, or most turns, counts.
-        assert max(peaks[device] for device in stage.devices) == pytest.approx(predicted, rel=0.03)
+    asked = {"stages": stages, "schedule": schedule, "recompute": recompute}
+    inputs, timeline, held = _held(gpt_profile(blocks=6), 2, **asked)
+    assert held == pytest.approx(inputs[0].predicted.peak_bytes, rel=0.03)
     for rank, moments in timeline.memory.items():
         # At the end of a step nothing is left of its micro-batches, whatever it was.
         assert moments == sorted(moments, key=lambda moment: moment[0])
-        assert moments[-1][1] <= moments[0][1] + prices.holds[rank].update
+        assert moments[-1][1] <= moments[0][1] + action_prices(*inputs).holds[rank].update
 
 
 def _frozen(blocks: int) -> Profile:
@@ -236,45 +190,38 @@ def _frozen(blocks: int) -> Profile:
     return profile.model_copy(update={"layers": tuple(layers), "tensors": (*tensors, angles), "tied": ()})
 
 
-@pytest.mark.parametrize("stages", ["0-1:1,2-3:1,4-5:1,6-7:1", "0-2:2,3-7:2", "0-1:1,2-3:2,4-7:1"])
+@pytest.mark.pairs
+@pytest.mark.parametrize("stages", [LINE, "0-2:2,3-7:2", "0-1:1,2-3:2,4-7:1"])
 @pytest.mark.parametrize("blocks", [0, 1, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_what_nobody_answers_is_held_until_the_next_step_as_predicted(schedule: str, blocks: int, stages: str) -> None:
-    profile, cluster = _frozen(blocks), local_cluster(4)
-    options = PlanOptions(stages=stages, micro_batches=8, schedule=schedule, recompute="none")
-    planned = plan(profile, cluster, options)
-    rehearsal = rehearse_steps(planned, profile, action_prices(planned, profile, cluster), 3, threads=True)
-    peaks = rehearsal.timeline.peaks_bytes()
+    profile = _frozen(blocks)
+    (planned, *_), _, held = _held(profile, 3, stages=stages, schedule=schedule)
     frozen = {layer.name for layer in profile.layers if not layer.trainable_bytes}
-    for at, (stage, predicted) in enumerate(zip(planned.stages, planned.predicted.peak_bytes, strict=True)):
-        held = max(peaks[device] for device in stage.devices)
+    for found, predicted in zip(held, planned.predicted.peak_bytes, strict=True):
         # What a stage that trains nothing receives is counted as in flight, and is let go sooner.
-        assert 0.8 * predicted < held < 1.03 * predicted
-        if at == 0 and frozen.issuperset(stage.layers):
-            assert held == pytest.approx(predicted, rel=1e-3)
+        assert 0.8 * predicted < found < 1.03 * predicted
+    if frozen.issuperset(planned.stages[0].layers):
+        assert held[0] == pytest.approx(planned.predicted.peak_bytes[0], rel=1e-3)
 
 
 @pytest.mark.parametrize("asked", [{"schedule": "1f1b"}, {"policy": "stash"}, {"policy": "2bw"}], ids=str)
 def test_what_one_later_stage_alone_reads_is_held_until_the_next_step_as_predicted(asked: dict[str, str]) -> None:
-    profile, cluster = _frozen(0), local_cluster(4)
+    profile = _frozen(0)
     # No gradient comes back of it, and the stage behind answers for other tensors only.
     one = {"consumers": (profile.layers[-2].name,), "bytes_per_sample": 2**20}
     tensors = [each.model_copy(update=one) if each.name == "angles" else each for each in profile.tensors]
-    profile = profile.model_copy(update={"tensors": tuple(tensors)})
-    fixed = PlanOptions(stages="0-1:1,2-3:1,4-5:1,6-7:1", micro_batches=8, recompute="none")
-    planned = plan(profile, cluster, replace(fixed, **asked))  # type: ignore[arg-type]
     # Without flushes, steps fill the pipeline first.
-    rehearsal = rehearse_steps(planned, profile, action_prices(planned, profile, cluster), 6, threads=True)
-    held, predicted = rehearsal.timeline.peaks_bytes()[planned.stages[0].devices[0]], planned.predicted.peak_bytes[0]
-    assert 0.9 * predicted < held < 1.03 * predicted
+    (planned, *_), _, held = _held(profile.model_copy(update={"tensors": tuple(tensors)}), 6, stages=LINE, **asked)
+    assert 0.9 * planned.predicted.peak_bytes[0] < held[0] < 1.03 * planned.predicted.peak_bytes[0]
 
 
 @pytest.mark.parametrize(
     ("stages", "made", "asked"),
     [
         # Of a tensor that passes stages by, gradients are on their way for as long as its maker leads.
-        ("0-1:1,2-3:1,4-5:1,6-7:1", 0, {"schedule": "1f1b"}),
-        ("0-1:1,2-3:1,4-5:1,6-7:1", 0, {"policy": "2bw"}),
+        (LINE, 0, {"schedule": "1f1b"}),
+        (LINE, 0, {"policy": "2bw"}),
         ("0-2:1,3-3:2,4-5:1,6-7:1", 0, {"policy": "stash", "micro_batches": 1}),
         # Those who take turns lead by what all of them have in flight, which is more than a step has.
         ("0-5:3,6-7:1", 4, {"policy": "stash", "micro_batches": 1}),
@@ -283,73 +230,45 @@ def test_what_one_later_stage_alone_reads_is_held_until_the_next_step_as_predict
 def test_gradients_that_are_long_on_their_way_are_held_as_predicted(
     stages: str, made: int, asked: dict[str, object]
 ) -> None:
-    profile, cluster = gpt_profile(blocks=6), local_cluster(5)
-    skip = Tensor(
-        name="skip",
-        producer=profile.layers[made].name,
-        consumers=(profile.layers[-1].name,),
-        bytes_per_sample=2**20,
-        dtype="f32",
-        gradient=True,
-    )
+    profile = gpt_profile(blocks=6)
+    ends = {"producer": profile.layers[made].name, "consumers": (profile.layers[-1].name,)}
+    skip = Tensor(name="skip", bytes_per_sample=2**20, dtype="f32", gradient=True, **ends)
     profile = profile.model_copy(update={"tensors": (*profile.tensors, skip), "tied": ()})
-    fixed = PlanOptions(stages=stages, micro_batches=8, recompute="none")
-    planned = plan(profile, cluster, replace(fixed, **asked))  # type: ignore[arg-type]
-    rehearsal = rehearse_steps(planned, profile, action_prices(planned, profile, cluster), 12, threads=True)
-    held, predicted = rehearsal.timeline.peaks_bytes()[planned.stages[-1].devices[0]], planned.predicted.peak_bytes[-1]
-    assert 0.9 * predicted < held < 1.01 * predicted
-
-
-def test_a_depth_that_is_off_by_one_shows_in_what_is_held() -> None:
-    planned, profile, cluster = _line()
-    more = tuple(stage.model_copy(update={"warmup": min(8, stage.warmup + 1)}) for stage in planned.stages)
-    peaks = []
-    for each in (planned, planned.model_copy(update={"stages": more})):
-        timeline = rehearse_steps(each, profile, action_prices(each, profile, cluster), threads=True).timeline
-        peaks.append(timeline.peaks_bytes())
-    assert all(peaks[1][rank] > 1.05 * peaks[0][rank] for rank in range(4))
+    (planned, *_), _, held = _held(profile, 12, devices=5, stages=stages, **asked)
+    assert 0.9 * planned.predicted.peak_bytes[-1] < held[-1] < 1.01 * planned.predicted.peak_bytes[-1]
 
 
 @pytest.mark.slow
-def test_in_real_time_steps_are_as_long(pool: RankPool) -> None:
+def test_in_real_time_steps_are_as_long(eight_ranks: RankPool) -> None:
     planned, profile, cluster = _line()
-    slower = tuple(
-        layer.model_copy(
-            update={
-                "costs": tuple(
-                    each.model_copy(update={"forward_s": 5 * each.forward_s, "backward_s": 5 * each.backward_s})
-                    for each in layer.costs
-                )
-            }
-        )
-        for layer in profile.layers
-    )
-    inputs = planned, profile.model_copy(update={"layers": slower}), cluster
-    rehearsal = rehearse_steps(planned, inputs[1], action_prices(*inputs), 2, real_time=True, pool=pool)
+    layers = []
+    for layer in profile.layers:
+        longer = [{"forward_s": 5 * each.forward_s, "backward_s": 5 * each.backward_s} for each in layer.costs]
+        costs = (each.model_copy(update=new) for each, new in zip(layer.costs, longer, strict=True))
+        layers.append(layer.model_copy(update={"costs": tuple(costs)}))
+    inputs = planned, profile.model_copy(update={"layers": tuple(layers)}), cluster
     # How much longer is a matter of the machine.
-    assert min(rehearsal.steps_s) > 0.999 * simulate(*inputs).end_s
+    assert min(_rehearsed(inputs, 2, real_time=True, pool=eight_ranks).steps_s) > 0.999 * simulate(*inputs).end_s
 
 
 @pytest.mark.parametrize("stages", ["0-3:4,4-7:4", "0-1:3,2-4:2,5-7:3"])
 def test_where_links_are_shared_steps_take_as_long_as_without_and_that_is_said(stages: str) -> None:
     profile, cluster = gpt_profile(blocks=6), find_cluster("2x4xV100:1Gbps")
     planned = plan(profile, cluster, PlanOptions(stages=stages, micro_batches=4, times_of="test", shard="none"))
-    inputs = planned, profile, cluster
-    rehearsal, shared = rehearse_steps(planned, profile, action_prices(*inputs), threads=True), simulate(*inputs)
+    rehearsal = _rehearsed((planned, profile, cluster))
     costs = CostModel(profile, cluster, PlanOptions(gpus=8, times_of="test"))
     _check(rehearsal, trace(expand(planned), durations(costs, candidate_of(planned, profile))), planned)
     # Sharing only ever costs time: the difference to what is simulated is what it costs.
-    assert rehearsal.steps_s[0] <= shared.end_s
+    assert rehearsal.steps_s[0] <= simulate(planned, profile, cluster).end_s
     assert "every action is priced as if it were alone" in rehearsal.notes[0]
 
 
 def test_threads_say_that_they_divide_nothing() -> None:
     profile, cluster = gpt_profile(blocks=6), local_cluster(4)
     planned = plan(profile, cluster, PlanOptions(stages="0-3:2,4-7:2", micro_batches=4, shard="parameters"))
-    inputs = planned, profile, cluster
-    rehearsal = rehearse_steps(planned, profile, action_prices(*inputs), threads=True)
+    rehearsal = _rehearsed((planned, profile, cluster))
     assert "divide no parameters" in rehearsal.notes[0]
-    _check(rehearsal, simulate(*inputs), planned)
+    _check(rehearsal, simulate(planned, profile, cluster), planned)
 
 
 @pytest.mark.slow
@@ -369,11 +288,10 @@ def test_a_rank_that_is_killed_is_named() -> None:
             rehearse_steps(planned, profile, slow, real_time=True, pool=ranks)
 
 
-def test_plans_that_no_program_follows_from_are_refused() -> None:
-    planned, profile, cluster = _line()
-    free, prices = planned.model_copy(update={"divisible": True}), action_prices(planned, profile, cluster)
+def test_plans_that_no_program_follows_from_are_refused(planned: Plan) -> None:
+    free, prices = planned.model_copy(update={"divisible": True}), action_prices(planned, *INPUTS)
     with pytest.raises(UsageError, match="divides micro-batches freely"):
-        rehearse_steps(free, profile, prices)
+        rehearse_steps(free, INPUTS[0], prices)
 
 
 INPUTS = gpt_profile(), local_cluster(2)
@@ -386,8 +304,7 @@ def planned() -> Plan:
 
 
 def rehearsed(planned: Plan, *faults: str, every: int | None = None) -> Rehearsal:
-    prices = action_prices(planned, *INPUTS)
-    return rehearse_steps(planned, INPUTS[0], prices, STEPS, threads=True, faults=parse_faults(faults), every=every)
+    return _rehearsed((planned, *INPUTS), STEPS, faults=parse_faults(faults), every=every)
 
 
 @pytest.mark.parametrize("every", [None, 1, 2, 5])
@@ -430,3 +347,86 @@ def test_a_slow_rank_makes_its_steps_longer(planned: Plan) -> None:
 def test_what_cannot_happen_is_refused(planned: Plan, fault: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         rehearsed(planned, fault)
+
+
+POLICIES = ("stash", "vertical-sync", "2bw", "predict", "pipemare")
+
+
+def ends(timeline: Timeline) -> list[tuple[int, str, float]]:
+    """Return when what ranks compute and reduce ended, in their order."""
+    found = [(each.rank, each.end_s, str(each.action)) for each in timeline if each.action.kind in "FBUPCATN"]
+    return [(rank, text, end_s) for rank, end_s, text in sorted(found)]
+
+
+def unflushed(seed: int) -> Inputs | None:
+    """Return a plan of some policy with depths of its own, its profile and cluster; none where no plan obeys."""
+    draw = random.Random(seed)
+    profile, cluster = random_profile(seed, batches=(2, 4, 6)), random_cluster(seed, 4)
+    policy = POLICIES[seed % len(POLICIES)]
+    more: dict[str, object] = {"anneal_steps": 5} if policy == "pipemare" else {}
+    if policy == "predict":
+        more = {"ahead": ("counted", "xpipe")[seed // len(POLICIES) % 2]}
+    if policy == "stash" and seed % 2:
+        # Replicas may take turns.
+        more["micro_batches"] = 1
+    options = PlanOptions(policy=policy, min_stages=draw.choice([1, 2]), **more)  # type: ignore[arg-type]
+    try:
+        made = plan(profile, cluster, options)
+    except AutoparError:
+        return None
+    extra = draw.choice([0, 1, 2]) if policy != "2bw" else 0
+    stages = tuple(each.model_copy(update={"warmup": each.warmup + extra}) for each in made.stages)
+    return made.model_copy(update={"stages": stages}), profile, cluster
+
+
+def performs(made: Plan, profile: Profile, cluster: Cluster, program: Program | None = None) -> None:
+    """Hold what the executor does against the simulation."""
+    simulated, prices = simulate(made, profile, cluster, program), action_prices(made, profile, cluster, program)
+    rehearsed = rehearse_steps(made, profile, prices, mini_batches(made), program=program, threads=True)
+    assert len(rehearsed.steps_s) == mini_batches(made)
+    assert ends(rehearsed.timeline) == [
+        (rank, text, pytest.approx(end_s, rel=1e-9, abs=1e-9 * simulated.end_s))
+        for rank, text, end_s in ends(simulated)
+    ]
+    if made.span > 1:
+        # A mini-batch ends with the last update that has it.
+        assert sum(rehearsed.steps_s) == pytest.approx(simulated.end_s, rel=1e-9)
+
+
+@pytest.mark.some(20)
+@pytest.mark.parametrize("edits", [False, True])
+@pytest.mark.parametrize("seed", range(60))
+def test_pipelines_that_are_never_flushed_take_as_long_as_simulated(seed: int, edits: bool) -> None:
+    found = unflushed(seed)
+    if found is None:
+        pytest.skip("no plan obeys")
+    performs(*found, edited(found[0], seed) if edits else None)
+
+
+@pytest.mark.some(10)
+@pytest.mark.parametrize("seed", range(40))
+def test_replicas_in_turn_take_as_long_as_simulated(seed: int) -> None:
+    profile, cluster = random_profile(seed, batches=(1, 2, 4)), random_cluster(seed, 5)
+    try:
+        made = plan(profile, cluster, PlanOptions(policy="stash", micro_batches=1))
+    except AutoparError:
+        pytest.skip("no plan obeys")
+    if made.span == 1:
+        pytest.skip("none take turns")
+    performs(made, profile, cluster)
+
+
+@pytest.mark.slow
+def test_without_flushes_steps_of_processes_are_as_long_as_the_period() -> None:
+    found = next(each for each in map(unflushed, range(0, 60, 5)) if each is not None and len(each[0].devices) <= 3)
+    made, profile, _ = found
+    rehearsed = rehearse_steps(made, profile, action_prices(*found), 2 * lead(made) + 8, threads=False)
+    middle = rehearsed.steps_s[lead(made) + 2 : -lead(made) - 1]
+    assert max(middle) == pytest.approx(made.predicted.step_s, rel=0.2)
+
+
+def test_what_is_lost_is_counted_with_flushes_alone() -> None:
+    found = unflushed(0)
+    assert found is not None
+    with pytest.raises(UsageError, match="`inject_fault`: what is lost is counted for `policy='sync'` alone"):
+        rehearse_steps(*found[:2], action_prices(*found), 3, threads=True, faults=[Fault.parse("kill@0:1")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from dictated import dictate
 from drawn_plans import make
 from paths import MODELS
 from team_cuts import DIVISIONS, PARTS, cut_by, team_plan
+from threads import in_ranks
 
 CPU = torch.device("cpu")
 
@@ -100,16 +100,8 @@ def test_nothing_is_held_of_parameters_while_they_are_divided_and_their_order_st
 
 def together(plan: Plan, act: Callable[[Team], Any]) -> list[Any]:
     """Have all ranks of a team do something at once; return what each gives."""
-    exchange, found = Exchange(), dict[int, Any]()
-
-    def work(rank: int) -> None:
-        found[rank] = act(Team(plan, rank, InProcessTransport(exchange, rank)))
-
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(PARTS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    found = dict[int, Any]()
+    in_ranks(PARTS, lambda rank, transport: found.update({rank: act(Team(plan, rank, transport))}))
     return [found[rank] for rank in range(PARTS)]
 
 
