@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,20 +29,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def example_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Give a folder with a profiled and planned model, a checkpoint, and other systems' files."""
     import autopar
-    from autopar.examples import __path__ as examples
     from example_inputs import write_inputs
+    from profiled import write_profiled
     from random_problems import local_cluster
+    from suite import warm
 
     folder = tmp_path_factory.mktemp("examples")
-    shutil.copy(Path(next(iter(examples))) / "mlp.py", folder)
+    write_profiled(folder, "mlp-64")
+    local_cluster(2).save(folder / "cluster.json")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        profile = autopar.profile("mlp.py", 64, budget_s=0.1)
-        profile.save("profile.json")
-        local_cluster(2).save("cluster.json")
-        stages = f"0-2:1,3-{len(profile.layers) - 1}:1"
         # A plan that a command writes names the files that it was made of.
-        subprocess.run([sys.executable, "-m", "autopar", "--quiet", "plan", "--stages", stages], check=True)
+        warm.run([sys.executable, "-m", "autopar", "--quiet", "plan", "--stages", "0-2:1,3-10:1"], check=True)
         autopar.train("plan.json", steps=2, checkpoint="saved")
     write_inputs(folder)
     return folder

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import pytest
 import typer
@@ -14,13 +12,11 @@ import typer
 import autopar
 from autopar.cli import app
 from autopar.errors import AutoparError, UsageError
-from autopar.examples import __path__ as examples
+from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
+from profiled import write_profiled
 from random_problems import gpt_profile, local_cluster
-
-Command: TypeAlias = Any  # typer's own, whose classes it does not export
-Run = Callable[..., tuple[int, str, str]]
 
 COMMANDS = {
     "profile": ("profile", "estimate", "links"),
@@ -50,15 +46,15 @@ def test_every_command_has_its_function_and_every_function_its_command() -> None
     assert all(callable(getattr(autopar, name)) for name in functions)
 
 
-def test_a_run_from_python_is_measured_predicted_rehearsed_verified_and_planned_again(
+@pytest.mark.slow
+@pytest.mark.core
+def test_a_run_from_python_is_predicted_rehearsed_verified_and_planned_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (folder,) = examples
-    shutil.copy(Path(folder) / "mlp.py", tmp_path / "mlp.py")
     monkeypatch.chdir(tmp_path)
-    profile = autopar.profile("mlp.py", 64, budget_s=0.5)
-    assert profile.model.source == "mlp.py"
-    plan = autopar.plan(profile, autopar.links(ranks=2), stages=f"0-2:1,3-{len(profile.layers) - 1}:1")
+    write_profiled(tmp_path, "tanh_chain")
+    profile = Profile.load("profile.json")
+    plan = autopar.plan(profile, Cluster.load("cluster.json"), stages="0-2:1,3-4:1")
     plan.save("plan.json")
     for which in (plan, "plan.json"):
         peaks = autopar.rehearse(which)
@@ -105,6 +101,7 @@ def test_files_are_shown_and_imported_from_python(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("call", "said"),
     [
+        (lambda: autopar.plan(gpt_profile(blocks=2), gpu=2), "plan() has no option 'gpu'; its options are gpus, batch"),
         (lambda: autopar.profile("mlp.py", {"x": 1}), "takes the samples of a step as batch"),
         (lambda: autopar.profile("mlp.py", 4, loss=max), "takes no loss for mlp.py"),
         (lambda: autopar.estimate("mlp.py", 4, device="cpu"), "`device='cpu'`: is measured, not estimated"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,11 @@ from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import Gpu, find
 from autopar.profiler.estimate import estimate
 from autopar.profiler.subject import ProfileOptions, Subject
+from autopar.progress import no_progress
+from calls import Run, ended, well
 from random_problems import gpt_profile
 from subjects import gpt_subject
 
-Run = Callable[..., tuple[int, str, str]]
 A100 = find("A100")
 MODEL = """
 import torch
@@ -88,27 +88,23 @@ def _written(folder: Path, *lines: str) -> Path:
     return path
 
 
-def _silent(what: str, share: float) -> None:
-    pass
-
-
+@pytest.mark.slow
 def test_a_profile_is_estimated_with_constants_fitted_to_a_file_of_runs(subject: Subject, tmp_path: Path) -> None:
     options = ProfileOptions(batch=16)
     path = _written(
         tmp_path,
         "step_s,batch,devices,stages,micro_batches",
         "0.02,16,1,,1",
-        "0.03,32,4,,2",
         "0.05,32,4,2,4",
         '0.05,32,3,"0-5:1,6-13:2",4',
     )
     usual = estimate(subject, A100, options)
-    fitted = estimate_profile(subject, A100, options, path, _silent)
-    assert any(note.startswith("constants fitted to 4 measured runs: median error") for note in fitted.notes)
+    fitted = estimate_profile(subject, A100, options, path, no_progress)
+    assert any(note.startswith("constants fitted to 3 measured runs: median error") for note in fitted.notes)
     assert sum(layer.costs[0].forward_s for layer in fitted.layers) > sum(
         layer.costs[0].forward_s for layer in usual.layers
     )
-    assert estimate_profile(subject, A100, options, None, _silent) == usual
+    assert estimate_profile(subject, A100, options, None, no_progress) == usual
 
 
 @pytest.mark.parametrize(
@@ -129,22 +125,20 @@ def test_a_run_that_cannot_be_is_named_by_row_and_column(
 ) -> None:
     path = _written(tmp_path, "step_s,batch,devices,stages,micro_batches,cluster,model", row)
     with pytest.raises(FileError, match=message):
-        calibrate_gpu(subject, A100, ProfileOptions(batch=8), path, _silent)
+        calibrate_gpu(subject, A100, ProfileOptions(batch=8), path, no_progress)
 
 
 def test_kinds_that_are_not_there_are_estimated_together_as_they_are_apart(run: Run) -> None:
     Path("m.py").write_text(MODEL)
     for name in ("A100-80G", "V100"):
-        assert run("profile", "m.py", "--batch", "4", "--device", name, "-o", f"{name}.json")[0] == 0
-    code, _, err = run("profile", "m.py", "--batch", "4", "--device", "A100-80G,V100", "--ranks", "2")
-    assert code == 0, err
+        well(run, "profile", "m.py", "--batch", "4", "--device", name, "-o", f"{name}.json")
+    well(run, "profile", "m.py", "--batch", "4", "--device", "A100-80G,V100", "--ranks", "2")
     together = Profile.load("profile.json")
-    assert run("import", "profiles", "A100-80G.json", "V100.json", "-o", "joined.json")[0] == 0
+    well(run, "import", "profiles", "A100-80G.json", "V100.json", "-o", "joined.json")
     assert Profile.load("joined.json") == together
     cluster = Cluster.load("cluster.json")
     assert [device.type for device in cluster.devices] == ["A100-SXM-80G"] * 2 + ["V100-SXM2-32G"] * 2
-    code, _, err = run("plan", "--cluster", "2xV100+2xA100-80G:10Gbps")
-    assert code == 0, err
+    well(run, "plan", "--cluster", "2xV100+2xA100-80G:10Gbps")
 
 
 def test_the_gpu_that_is_there_is_measured_beside_those_that_are_estimated(
@@ -167,13 +161,12 @@ def test_the_gpu_that_is_there_is_measured_beside_those_that_are_estimated(
     monkeypatch.setattr(sys.modules["autopar.profiler.profile"], "measure_layers", measured)
     monkeypatch.setattr("autopar.estimates.estimate_profile", estimated)
     Path("m.py").write_text(MODEL)
-    assert run("profile", "m.py", "--batch", "4", "--device", "A100-80G,cuda", "--ranks", "4")[0] == 0
+    well(run, "profile", "m.py", "--batch", "4", "--device", "A100-80G,cuda", "--ranks", "4")
     # What is measured comes last, as the model moves to the device, and first in the file.
     assert order == ["A100-SXM-80G", "cuda"]
     profile = Profile.load("profile.json")
     assert (profile.device.name, profile.notes[0]) == ("NVIDIA H100 80GB HBM3", "measured")
     assert [other.device.name for other in profile.others] == ["A100-SXM-80G"]
     assert [device.type for device in Cluster.load("cluster.json").devices] == ["H100-SXM"] * 4 + ["A100-SXM-80G"] * 4
-    code, _, err = run("profile", "m.py", "--batch", "4", "--device", "cuda,H100")
-    assert code == 4
-    assert "which --device cuda has costs for; name every kind of device once" in err
+    said = "which --device cuda has costs for; name every kind of device once"
+    ended(run, 4, said, "profile", "m.py", "--batch", "4", "--device", "cuda,H100")

@@ -148,12 +148,3 @@ def test_other_systems_files_are_read_by_a_function_each(tmp_path: Path) -> None
     for read, what in ((autopar.import_piper, "Piper"), (autopar.import_pipedream, "PipeDream")):
         with pytest.raises(FileError, match=rf"none\.json: .*{what}"):
             read(tmp_path / "none.json")
-
-
-def test_profiles_of_several_kinds_of_devices_become_one(tmp_path: Path) -> None:
-    first = llama_profile()
-    device = first.device.model_copy(update={"name": "another"})
-    first.save(tmp_path / "first.json")
-    first.model_copy(update={"device": device}).save(tmp_path / "second.json")
-    joined = autopar.import_profiles([tmp_path / "first.json", tmp_path / "second.json"])
-    assert [joined.device.name, *(other.device.name for other in joined.others)] == [first.device.name, "another"]

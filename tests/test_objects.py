@@ -32,9 +32,7 @@ def test_a_plan_from_python_is_the_planners_and_knows_its_timeline(tmp_path: Pat
     assert list(read.timeline(profile, cluster)) == list(expected)
 
 
-def test_an_option_that_is_not_one_is_refused_and_a_cluster_has_a_name() -> None:
-    with pytest.raises(UsageError, match=r"plan\(\) has no option 'gpu'; its options are gpus, batch"):
-        autopar.plan(gpt_profile(blocks=2), gpu=2)
+def test_a_cluster_has_a_name_and_the_module_no_other_attributes() -> None:
     cluster = autopar.Cluster.of("2x4xA100-80G:200Gbps")
     assert isinstance(cluster, autopar.Cluster)
     assert len(cluster.devices) == 8

@@ -25,6 +25,7 @@ def test_plans_and_rules_know_the_same_policies() -> None:
     assert set(get_args(WeightPolicy)) - {"sync"} == set(POLICIES) == set(RULES)
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize("policy", SAME_BACKWARD)
 @pytest.mark.parametrize("seed", range(20))
 def test_every_forward_and_backward_sees_the_rules_version(seed: int, policy: str) -> None:
@@ -86,6 +87,7 @@ def test_the_late_update_of_two_buffers_is_there_before_the_next_but_one_mini_ba
         assert 0 <= lag <= max(0, next_but_one - depth - last_backward)
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize("seed", range(30))
 def test_replicas_in_turn_see_the_rules_version(seed: int) -> None:
     draw = random.Random(seed)

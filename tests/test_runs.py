@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from autopar.errors import FileError
-from autopar.formats.profile import Profile
 from autopar.formats.timeline import Timeline, compare_times, own_times
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.runs import ESTIMATED, compare_with_prediction, planned_times, recalibrate_inputs
 from autopar.runtime.outcome import outcome_of
 from autopar.schedules.expand import expand
 from played import play
+from profiled import times_as_long
 from random_problems import gpt_profile, local_cluster
 from rank_results import plan_of, results_of
 
@@ -65,33 +65,15 @@ def test_where_nothing_can_be_predicted_the_plan_s_own_times_are_taken_and_a_not
     assert (report.kinds, report.causes, report.notes) == ((), (), ())
 
 
-def _times_as_long(profile: Profile, factor: float) -> Profile:
-    layers = tuple(
-        layer.model_copy(
-            update={
-                "update_s": factor * layer.update_s,
-                "costs": tuple(
-                    cost.model_copy(
-                        update={"forward_s": factor * cost.forward_s, "backward_s": factor * cost.backward_s}
-                    )
-                    for cost in layer.costs
-                ),
-            }
-        )
-        for layer in profile.layers
-    )
-    return profile.model_copy(update={"layers": layers})
-
-
 def test_recalibrated_inputs_predict_the_step_that_was_run() -> None:
     profile, cluster = gpt_profile(blocks=6), local_cluster(2)
     link = cluster.links[0].model_copy(update={"latency_s": 2e-3, "bytes_per_s": 2e8})
     slow = cluster.model_copy(update={"links": (link,), "curves": ()})
     run = plan(profile, cluster, PlanOptions(stages="0-3:1,4-7:1", micro_batches=4, schedule="1f1b"))
-    truth = simulate(run, _times_as_long(profile, 3.0), slow)
+    truth = simulate(run, times_as_long(profile, 3.0), slow)
     drawn = plan_of("1f1b", ((0,), (1,)))
     outcome = outcome_of(drawn, expand(drawn), results_of(drawn, 2, lambda step, rank, action: 1.0), "drawn")
-    measured = replace(outcome, own_times=own_times(truth), overhead_s=profile.step_overhead_s, layers_s=())
+    measured = replace(outcome, own_times=own_times(truth), overhead_s=3 * profile.step_overhead_s, layers_s=())
     known, links = recalibrate_inputs(run, profile, cluster, measured)
     assert simulate(run, known, links).end_s == pytest.approx(truth.end_s, rel=0.02)
     assert abs(simulate(run, profile, cluster).end_s / truth.end_s - 1) > 0.3

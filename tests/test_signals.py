@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import autopar
 from autopar.signals import (
     Termination,
     ended_by,
@@ -19,6 +19,7 @@ from autopar.signals import (
     unwind_on_termination,
     unwinding_aborts,
 )
+from suite import warm
 
 FILE = """
 import os
@@ -66,13 +67,9 @@ def optimizer(parameters):
 def command(folder: Path, *arguments: str, number: int = 0, exporting: bool = False) -> tuple[int, str]:
     """Run a command whose model sends its process a signal; return its exit code and what it says."""
     ends = {"ENDS": "1" if exporting else "0", "SIGNAL": str(number)} if number else {}
-    found = subprocess.run(
-        [sys.executable, "-m", "autopar", *arguments],
-        cwd=folder,
-        env={**os.environ, **ends, "TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-    )
+    environment = {**os.environ, **ends, "TMPDIR": str(folder)}
+    line = [sys.executable, "-m", "autopar", *arguments]
+    found = warm.run(line, cwd=folder, env=environment, capture_output=True, text=True)
     return found.returncode, found.stderr
 
 
@@ -80,9 +77,9 @@ def command(folder: Path, *arguments: str, number: int = 0, exporting: bool = Fa
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = tmp_path_factory.mktemp("ending")
     (here / "model.py").write_text(FILE)
-    for arguments in (("profile", "model.py", "--batch", "4"), ("plan", "--gpus", "2", "--stages", "0-0:1,1-2:1")):
-        code, said = command(here, *arguments)
-        assert code == 0, said
+    autopar.profile(here / "model.py", 4, budget_s=0.1).save(here / "profile.json")
+    code, said = command(here, "plan", "--gpus", "2", "--stages", "0-0:1,1-2:1")
+    assert code == 0, said
     return here
 
 
@@ -103,15 +100,13 @@ PROFILE = ("profile", "model.py", "--batch", "4", "-o", "other.json", "--cluster
 def test_a_signal_ends_a_command_at_once(
     folder: Path, arguments: tuple[str, ...], number: signal.Signals, exporting: bool
 ) -> None:
-    before = sorted(path.name for path in folder.iterdir())
+    before = {path.name for path in folder.iterdir()} - {"__pycache__"}
     code, said = command(folder, *arguments, number=number, exporting=exporting)
     assert code == 128 + number, said
     ended = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
     assert said.splitlines()[-1] == f"autopar: {ended}"
     assert "Traceback" not in said
-    assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == [
-        name for name in before if name != "__pycache__"
-    ]
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == before
 
 
 def test_what_ends_by_itself_is_asked_first_and_the_second_signal_unwinds(capfd: pytest.CaptureFixture[str]) -> None:
@@ -168,5 +163,5 @@ with closing(lambda: print("last", flush=True)), closing(fail), closing(lambda: 
 
 
 def test_what_is_to_be_closed_is_closed_newest_first_without_unwinding() -> None:
-    found = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True)
+    found = warm.run([sys.executable, "-c", ENDING], capture_output=True, text=True)
     assert (found.returncode, found.stdout.split(), found.stderr) == (7, ["first", "second", "last"], "why\n")
