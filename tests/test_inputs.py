@@ -14,7 +14,7 @@ from autopar.formats.profile import Profile
 from autopar.formats.program import BACKWARD, REDUCE, Program, RankProgram
 from autopar.formats.references import reference
 from autopar.hardware.clusters import cluster_named
-from autopar.inputs import cluster_file, data_of, machines, model_of, predict, program_of, read_inputs, read_profile
+from autopar.inputs import cluster_file, data_of, machines, model_of, predict, program_of, read_inputs
 from autopar.planner import PlanOptions
 from autopar.planner.assemble import assemble
 from autopar.planner.candidate import Candidate, CandidateStage
@@ -79,17 +79,6 @@ def test_model_and_data_are_found_from_the_plan_s_folder(folder: Path) -> None:
         model_of(plan.model_copy(update={"model": source}), path)
 
 
-def test_layers_that_nothing_connects_with_the_loss_are_named(folder: Path) -> None:
-    profile = gpt_profile(blocks=5)
-    assert read_profile(folder / "profile.json") == gpt_profile(blocks=4)
-    tensors = tuple(tensor for tensor in profile.tensors if tensor.producer != "h.3")
-    profile.model_copy(update={"tensors": tensors, "tied": ()}).save(folder / "cut.json")
-    with pytest.raises(
-        FileError, match=r"cut\.json: \$\.tensors: no tensor connects wte, h\.0, h\.1 and 2 more with .* head"
-    ):
-        read_profile(folder / "cut.json")
-
-
 def test_the_cluster_is_the_one_named_else_the_one_beside_the_profile_else_estimated(folder: Path) -> None:
     profile = gpt_profile(blocks=4)
     beside = cluster_file(None, folder / "profile.json")
@@ -132,19 +121,9 @@ def test_programs_whose_reductions_stand_elsewhere_are_run_but_not_simulated(tmp
     assert program_of(path, plan) == expand(plan)
 
 
-def test_other_systems_files_are_read_by_a_function_each(tmp_path: Path) -> None:
-    profile = llama_profile()
-    profile.save(tmp_path / "profile.json")
-    stages = autopar.import_layout("Et*6|t*6L", tmp_path / "profile.json", replicas=2)
-    assert stages == autopar.import_layout("Et*6|t*6L", profile, replicas=2)
-    assert stages.options["schedule"] == "1f1b"
-    with pytest.raises(UsageError, match=r"`replicas` must be at least 1, found 0"):
-        autopar.import_layout("Et*6|t*6L", profile, replicas=0)
-    line = "forward_compute_time=1, backward_compute_time=2, activation_size=64, parameter_size=8"
-    (tmp_path / "graph.txt").write_text(f"node1 -- Linear -- {line}\nnode2 -- Linear -- {line}\n\tnode1 -- node2\n")
-    graph = autopar.import_pipedream(tmp_path / "graph.txt", 32)
-    assert [cost.micro_batch for cost in graph.layers[0].costs] == [32]
-    assert [cost.forward_s for cost in graph.layers[0].costs] == [1e-3]
+def test_files_of_other_systems_that_are_not_there_are_named(tmp_path: Path) -> None:
     for read, what in ((autopar.import_piper, "Piper"), (autopar.import_pipedream, "PipeDream")):
         with pytest.raises(FileError, match=rf"none\.json: .*{what}"):
             read(tmp_path / "none.json")
+    with pytest.raises(UsageError, match=r"`replicas` must be at least 1, found 0"):
+        autopar.import_layout("Et*6|t*6L", llama_profile(), replicas=0)

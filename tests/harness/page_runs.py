@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from typer.exceptions import TyperException
 
@@ -23,9 +24,16 @@ from command_lines import parse
 from page_blocks import Block, Page, PageError
 from page_output import difference
 from paths import HARNESS, ROOT
+from profiled import RECORDED, write_profiled
 
 _LAUNCHERS = ("torchrun", "srun", "mpirun", "python", "python3")
 _SEPARATORS = ("|", "||", "&", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&>")
+
+
+# What a shell would have to see: a line that changes it, and characters that mean something to it.
+_OF_SHELLS = re.compile(r"^\s*(cd|export|source|set) |<<", re.MULTILINE)
+_SPECIAL = re.compile(r"[|&;<>$`*?(){}]")
+_QUOTED = re.compile(r"'[^']*'|\"[^\"$`\\]*\"")
 
 
 class MarkedRun(NamedTuple):
@@ -36,8 +44,17 @@ class MarkedRun(NamedTuple):
     seconds: float
 
 
-def run_page(page: Page, folder: Path, reasons: tuple[str, ...] = ()) -> list[MarkedRun]:
+def run_page(
+    page: Page, folder: Path, reasons: tuple[str, ...] = (), processes: ModuleType = subprocess, recorded: bool = False
+) -> list[MarkedRun]:
     """Run a page's blocks in a folder; return those that are marked for one of the reasons, which run, too.
+
+    Args:
+        page: it.
+        folder: its own.
+        reasons: of marks.
+        processes: starts Python: :mod:`subprocess`, or what does the same in less time.
+        recorded: whether a profile that a page asks for without a word is one that was recorded.
 
     Raises:
         PageError: a block fails, or prints something else than the page shows.
@@ -46,7 +63,7 @@ def run_page(page: Page, folder: Path, reasons: tuple[str, ...] = ()) -> list[Ma
         for file in sorted((ROOT / page.folder).glob("*.py")):
             shutil.copy(file, folder)
     marked = []
-    with PageRun(page, folder) as run:
+    with PageRun(page, folder, processes, recorded) as run:
         for block in page.blocks:
             is_asked = block.mark == "not run" and block.value in reasons
             begin = time.monotonic()
@@ -59,9 +76,9 @@ def run_page(page: Page, folder: Path, reasons: tuple[str, ...] = ()) -> list[Ma
 class PageRun:
     """A page's folder, and the process of its Python blocks, which is started for the first of them."""
 
-    def __init__(self, page: Page, folder: Path) -> None:
+    def __init__(self, page: Page, folder: Path, processes: ModuleType = subprocess, recorded: bool = False) -> None:
         """Run a page in a folder."""
-        self.path, self.folder = page.path, folder
+        self.path, self.folder, self.processes, self.recorded = page.path, folder, processes, recorded
         self.process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> PageRun:
@@ -102,23 +119,34 @@ class PageRun:
             raise self._fault(block.output.line + found[0], f"{found[1]}\n--- all that it prints:\n{printed}")
 
     def _bash(self, block: Block) -> str:
-        """Run commands by one shell, which ends at the first that fails; return all that they print."""
+        """Run commands up to the first that fails; return all that they print."""
+        printed = ""
+        for line, text, words in commands_of(block):
+            if words is not None and self.recorded and _write_recorded(words, self.folder):
+                continue
+            failed_at, done = (line, self._autopar(words)) if words is not None else self._shell(line, text)
+            printed += done.stdout
+            if done.returncode:
+                self._check_ending(block, failed_at, True, f"exit code {done.returncode}:\n{printed}")
+                return printed
+        self._check_ending(block, block.line, False, "")
+        return printed
+
+    def _autopar(self, words: list[str]) -> Any:  # noqa: ANN401
+        return self.processes.run([sys.executable, "-m", "autopar", *words], **self._options())
+
+    def _shell(self, first: int, text: str) -> tuple[int, Any]:
+        """Run lines by one shell, which ends at the first that fails; return that one's line, and how it ended."""
         report = self.folder.with_name(f"{self.folder.name}.line")
         report.unlink(missing_ok=True)
         begin = f"set -e; trap 'echo $LINENO > {shlex.quote(str(report))}' ERR"
-        script = "\n" * (block.line - 2) + f"{begin}\n{block.text}"
-        done = subprocess.run(
-            ["bash", "-c", script],
-            cwd=self.folder,
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        line = int(report.read_text()) if report.exists() else block.line
-        self._check_ending(block, line, done.returncode != 0, f"exit code {done.returncode}:\n{done.stdout}")
-        return done.stdout
+        script = "\n" * (first - 2) + f"{begin}\n{text}"
+        done = subprocess.run(["bash", "-c", script], **self._options())
+        return int(report.read_text()) if report.exists() else first, done
+
+    def _options(self) -> dict[str, Any]:
+        outputs = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return {"cwd": self.folder, "env": environment(), **outputs}
 
     def _check_ending(self, block: Block, line: int, has_failed: bool, said: str) -> None:
         if has_failed and block.mark != "fails":
@@ -130,7 +158,7 @@ class PageRun:
         """Run a block in the page's process; return what it prints, and of an error that is expected its last line."""
         if self.process is None:
             command = [sys.executable, str(HARNESS / "page_process.py")]
-            self.process = subprocess.Popen(
+            self.process = self.processes.Popen(
                 command, cwd=self.folder, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
         assert self.process.stdin is not None
@@ -172,6 +200,41 @@ class PageRun:
             readers[block.language](block.text)
         except ValueError as error:
             raise self._fault(block.line, f"is no {block.language}: {error}") from error
+
+
+def _write_recorded(words: list[str], folder: Path) -> bool:
+    """Write a recorded profile where a command line measures it, and says nothing of it; return whether there is."""
+    for name, (model, batch) in RECORDED.items():
+        asked = ["profile", model.name, "--batch", str(batch)]
+        if words in (["--quiet", *asked], [*asked, "--quiet"]) and not (folder / "profile.json").exists():
+            write_profiled(folder, name)
+            return True
+    return False
+
+
+def commands_of(block: Block) -> Iterator[tuple[int, str, list[str] | None]]:
+    """Yield a block's parts in order: the page's line, the text, and the words of a call of autopar without a shell.
+
+    Lines between such calls are one part.
+    """
+    if _OF_SHELLS.search(block.text):
+        yield block.line, block.text, None
+        return
+    line, first, rest = block.line, block.line, ""
+    for raw in re.sub(r"\\\n", lambda _: "\\\x00", block.text).splitlines():
+        text = raw.replace("\x00", "\n") + "\n"
+        plain = raw.replace("\\\x00", " ")
+        words = shlex.split(plain, comments=True) if plain.startswith("autopar ") else []
+        if words and not _SPECIAL.search(_QUOTED.sub("", plain.partition(" #")[0])):
+            if rest:
+                yield first, rest, None
+            yield line, text, words[1:]
+            rest = ""
+        else:
+            first, rest = line if not rest else first, rest + text
+        line += text.count("\n")
+    if rest:
+        yield first, rest, None
 
 
 def command_lines(block: Block) -> Iterator[tuple[int, list[str]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -58,8 +59,26 @@ def _build(tree: Path, kind: str, folder: Path) -> Path:
     return folder / built.stdout.splitlines()[-1]
 
 
-def test_the_wheel_holds_exactly_the_modules_of_the_tree(tree: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(_build(tree, "wheel", tmp_path)) as wheel:
+def _without_links(tree: Path) -> None:
+    for path in (tree / "autopar").iterdir():
+        if path.is_symlink():
+            target = str(path.readlink())
+            path.unlink()
+            path.write_text(target)
+
+
+@pytest.mark.parametrize("source", ["a checkout", "a checkout without symlinks", "an sdist"])
+def test_the_wheel_of_any_source_holds_exactly_the_modules_of_the_tree(tree: Path, tmp_path: Path, source: str) -> None:
+    copy = tmp_path / "tree"
+    if source == "an sdist":
+        with tarfile.open(_build(tree, "sdist", tmp_path)) as sdist:
+            sdist.extractall(copy, filter="data")
+        (copy,) = copy.iterdir()
+    else:
+        shutil.copytree(tree, copy, symlinks=True)
+        if "without" in source:
+            _without_links(copy)
+    with zipfile.ZipFile(_build(copy, "wheel", tmp_path)) as wheel:
         names = [name for name in wheel.namelist() if ".dist-info/" not in name]
     assert sorted(names) == sorted(_modules())
 
@@ -77,31 +96,6 @@ def test_what_the_wheel_installs_can_be_imported_without_the_checkout(tree: Path
     found = subprocess.run([sys.executable, "-S", "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert Path(found.stdout.strip()) == tmp_path / "installed" / "autopar" / "planner" / "__init__.py"
-
-
-def test_the_wheel_is_the_same_where_git_checks_out_no_symlinks(tree: Path, tmp_path: Path) -> None:
-    links = [path for path in (tree / "autopar").iterdir() if path.is_symlink()]
-    targets = {path: path.readlink() for path in links}
-    for path, target in targets.items():
-        path.unlink()
-        path.write_text(str(target))
-    try:
-        with zipfile.ZipFile(_build(tree, "wheel", tmp_path)) as wheel:
-            names = [name for name in wheel.namelist() if ".dist-info/" not in name]
-    finally:
-        for path, target in targets.items():
-            path.unlink()
-            path.symlink_to(target)
-    assert sorted(names) == sorted(_modules())
-
-
-def test_a_wheel_built_from_the_sdist_holds_the_same_modules(tree: Path, tmp_path: Path) -> None:
-    with tarfile.open(_build(tree, "sdist", tmp_path)) as sdist:
-        sdist.extractall(tmp_path / "sdist", filter="data")
-    (unpacked,) = (tmp_path / "sdist").iterdir()
-    with zipfile.ZipFile(_build(unpacked, "wheel", tmp_path)) as wheel:
-        names = [name for name in wheel.namelist() if ".dist-info/" not in name]
-    assert sorted(names) == sorted(_modules())
 
 
 def test_every_folder_with_modules_is_listed_as_a_package() -> None:

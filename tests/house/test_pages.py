@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from page_blocks import Block, PageError, pages, read_page
-from page_output import difference
-from page_runs import command_lines, run_page
-from pages import figures, together
+from page_runs import command_lines, commands_of, run_page
 from paths import ROOT
+from suite import warm
 
 SOUND = """<!-- folder: examples -->
 # A page
@@ -57,13 +56,13 @@ autopar plan --gpus 8 > plan.txt
 def test_the_blocks_of_a_page_run_and_print_what_it_shows(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "page"
     folder.mkdir()
-    run_page(read_page(path), folder)
+    run_page(read_page(path), folder, processes=warm, recorded=True)
 
 
 def _run(tmp_path: Path, text: str) -> None:
     (tmp_path / "page.md").write_text(text)
     (tmp_path / "folder").mkdir()
-    run_page(read_page(tmp_path / "page.md"), tmp_path / "folder")
+    run_page(read_page(tmp_path / "page.md"), tmp_path / "folder", processes=warm)
 
 
 def test_a_sound_page_passes(tmp_path: Path) -> None:
@@ -114,27 +113,6 @@ def test_an_error_may_be_expected_and_is_compared(tmp_path: Path) -> None:
         _run(tmp_path, page.replace("'x'\n```\n", "'y'\n```\n"))
 
 
-@pytest.mark.parametrize(
-    ("shown", "printed", "line"),
-    [
-        ("a\n...\nb\nc\n", "a\nb\nx\nb\nc\n", None),
-        ("...\nb\n...\nd\n", "a\nb\nc\nd\n", None),
-        ("...\n", "", None),
-        ("...\nb\n...\nd\n", "a\nb\nc\ne\n", 3),
-        ("...\nb\n...\nd\n", "a\nx\nc\nd\n", 1),
-        ("a\n...\nb\n", "a\nb\nc\n", 2),
-        ("loss 1.5e-3\n", "loss 2,000\n", None),
-        ("took 3 ms\n", "took 3 MiB\n", 0),
-        ("┃ a  ┃\n──── 5 %\n", "┃ a ┃\n─ -17.0 %\n", None),
-        ("layer h.3\n", "layer h.14\n", None),
-        ("layer h3\n", "layer h4\n", 0),
-    ],
-)
-def test_numbers_stand_for_numbers_and_dots_for_lines(shown: str, printed: str, line: int | None) -> None:
-    found = difference(shown, printed)
-    assert (None if found is None else found[0]) == line
-
-
 def test_commands_are_found_behind_launchers_and_settings() -> None:
     text = (
         "cd autopar\nX=1 autopar run \\\n  --steps 2 && ls\npip install autopar\nsrun python -m autopar worker p.json\n"
@@ -143,6 +121,17 @@ def test_commands_are_found_behind_launchers_and_settings() -> None:
         (11, ["run", "--steps", "2"]),
         (14, ["worker", "p.json"]),
     ]
+
+
+def test_calls_of_autopar_that_need_no_shell_are_told_from_what_does() -> None:
+    text = "ls\nmkdir a \\\n  b\nautopar plan 'a | b' \\\n  --gpus 2  # two; or more\nautopar show x > y\nautopar run\n"
+    assert list(commands_of(Block(10, "bash", text))) == [
+        (10, "ls\nmkdir a \\\n  b\n", None),
+        (13, "autopar plan 'a | b' \\\n  --gpus 2  # two; or more\n", ["plan", "a | b", "--gpus", "2"]),
+        (15, "autopar show x > y\n", None),
+        (16, "autopar run\n", ["run"]),
+    ]
+    assert list(commands_of(Block(10, "bash", "cd x\nautopar run\n"))) == [(10, "cd x\nautopar run\n", None)]
 
 
 def test_blocks_that_are_marked_run_where_their_reason_is_named(tmp_path: Path) -> None:
@@ -154,12 +143,3 @@ def test_blocks_that_are_marked_run_where_their_reason_is_named(tmp_path: Path) 
     (found,) = run_page(page, tmp_path / "folder", ("takes minutes",))
     assert (found.line, found.reason) == (3, "takes minutes")
     assert (tmp_path / "folder" / "made").is_file()
-
-
-def test_words_are_counted_outside_of_code_and_speech_in_sentences(tmp_path: Path) -> None:
-    text = "# What a title\n\nYou see what you get. It is `what`!\n\n| what | a table |\n\n```text\nwhat\n```\n"
-    (tmp_path / "page.md").write_text(text)
-    found = figures(tmp_path / "page.md")
-    assert (found.all_words, found.words, found.blocks, found.prose) == (21, 18, 1, 8)
-    assert (found.what, found.you, found.sentences) == (2, 2, (5, 3))
-    assert together([found, found]).row()["you"] == found.row()["you"] == 250.0
