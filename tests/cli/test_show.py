@@ -64,8 +64,8 @@ def test_two_traces_are_laid_over_each_other_in_either_order(run: Run) -> None:
         assert json.loads(out)["error"] == pytest.approx(-0.5)
     assert Path("timeline.png").exists()
     said = (
-        "autopar: measured.json and measured.json are both measured; --over needs one that ranks recorded "
-        "(`autopar run --trace`, `autopar rehearse --steps 1 --trace`) and a simulated one (`autopar simulate --trace`)\n"
+        "autopar: measured.json and measured.json are both measured; --over needs one that ranks recorded (`autopar "
+        "run --trace`, `autopar rehearse --steps 1 --trace`) and a simulated one (`autopar simulate --trace`)\n"
     )
     refused(run, 2, said, "show", "measured.json", "--over", "measured.json")
 
