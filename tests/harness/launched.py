@@ -51,6 +51,14 @@ def processes_in(folder: Path) -> list[int]:
     return found
 
 
+def alive(process: int) -> bool:
+    """Whether a process is there, and has not ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def until(happens: Callable[[], Any], seconds: float = 200.0) -> None:
     """Wait until something is so."""
     until_s = time.monotonic() + seconds

@@ -5,7 +5,6 @@ Ranks of a script: one by itself, or those of the script's own group, which stay
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import sys
@@ -22,15 +21,19 @@ from autopar.errors import FileError, UsageError
 from autopar.ranks.context import device_of, each_its_own, interface_towards, join_from_environment, join_in_script
 from autopar.ranks.environment import rank_from_environment
 from autopar.ranks.pool import RankPool
-from paths import HARNESS
 
 PLAIN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-def test_another_number_of_ranks_than_the_plan_s_is_refused_before_anyone_waits() -> None:
-    with pytest.raises(UsageError) as caught, join_from_environment(rank_from_environment(PLAIN), "cpu", 1.0, 3):
-        raise AssertionError
-    assert str(caught.value).startswith("the number of ranks started is 2, fewer than the 3 that the plan needs")
+def test_another_number_of_ranks_than_the_plan_s_is_refused_before_anyone_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(UsageError, match=r"^the number of ranks started is 2, fewer than the 3 that the plan needs"):
+        join_from_environment(rank_from_environment(PLAIN), "cpu", 1.0, 3).__enter__()
+    for name, value in PLAIN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="number of ranks started is 2, more than the 1 that the plan needs"):
+        join_in_script("cpu", 5.0, 1).__enter__()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
@@ -63,16 +66,10 @@ def test_ranks_that_have_one_gpu_are_named_unless_they_are_to_share_it(seed: int
         each_its_own(identities, share=False)
 
 
-def test_texts_of_any_length_reach_all_ranks_in_rank_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
+def test_texts_and_what_every_rank_finds_or_what_went_wrong_on_one_all_ranks_learn() -> None:
     texts = ["größe", "", "x" * 5000]
     with RankPool(3) as pool:
         assert pool.run("jobs_for_ranks:gather_texts", {"texts": texts}) == [texts] * 3
-
-
-def test_what_every_rank_finds_or_what_went_wrong_on_one_all_ranks_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
-    with RankPool(3) as pool:
         job = partial(pool.run, "jobs_for_ranks:share_results")
         assert job({"failing": [], "known": True}) == [[[[0, 3], [1, 3], [2, 3]], [0, 3]]] * 3
         # All are told of the first that failed, by rank 0; of what rank 0 finds, the others' failures are no part.
@@ -143,12 +140,4 @@ def test_a_group_that_cannot_carry_a_plan_is_refused_with_the_backend_that_can()
     with own_group("gloo"), pytest.raises(UsageError, match="process group has 1 ranks, the plan needs 2"):
         join_in_script("cpu", 5.0, 2).__enter__()
     with own_group("cuda:gloo"), pytest.raises(UsageError, match=r"has the backend .*; initialise it with 'gloo'"):
-        join_in_script("cpu", 5.0, 1).__enter__()
-
-
-def test_ranks_that_a_launcher_started_are_as_many_as_the_plan_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match="number of ranks started is 2, more than the 1 that the plan needs"):
         join_in_script("cpu", 5.0, 1).__enter__()

@@ -66,28 +66,18 @@ PLAIN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        (TORCHRUN, (5, 8, 1, 4, "node-a", 29400)),
-        (SRUN, (9, 11, 1, 3, "gpu007", 15000 + (16 * 4711 + 2) % 15000)),
-        ({**SRUN, "MASTER_ADDR": "ib-007", "MASTER_PORT": "7"}, (9, 11, 1, 3, "ib-007", 7)),
-        (OPEN_MPI, (3, 4, 1, 2, "10.0.0.4", 29500)),
-        ({**OPEN_MPI, **SRUN, "OMPI_COMM_WORLD_RANK": "2"}, (2, 4, 1, 2, "10.0.0.4", 29500)),
-        (INTEL_MPI, (1, 2, 1, 2, "127.0.0.1", 29500)),
-        (PYTORCH_JOB, (2, 3, 0, 1, "job-master-0", 23456)),
-        (TRAIN_JOB, (1, 2, 0, 1, "job-node-0-0.job", 29400)),
-        (INDEXED, (1, 2, 0, 1, "job-0.job", 29500)),
-        (PLAIN, (1, 2, 1, 2, "127.0.0.1", 29500)),
-    ],
-    ids=[
-        "torchrun",
-        "srun",
-        "srun-told",
-        "openmpi",
-        "openmpi-in-slurm",
-        "intel",
-        "pytorchjob",
-        "trainjob",
-        "indexed",
-        "one-host",
+        pytest.param(TORCHRUN, (5, 8, 1, 4, "node-a", 29400), id="torchrun"),
+        pytest.param(SRUN, (9, 11, 1, 3, "gpu007", 15000 + (16 * 4711 + 2) % 15000), id="srun"),
+        pytest.param({**SRUN, "MASTER_ADDR": "ib-007", "MASTER_PORT": "7"}, (9, 11, 1, 3, "ib-007", 7), id="srun-told"),
+        pytest.param(OPEN_MPI, (3, 4, 1, 2, "10.0.0.4", 29500), id="openmpi"),
+        pytest.param(
+            {**OPEN_MPI, **SRUN, "OMPI_COMM_WORLD_RANK": "2"}, (2, 4, 1, 2, "10.0.0.4", 29500), id="openmpi-in-slurm"
+        ),
+        pytest.param(INTEL_MPI, (1, 2, 1, 2, "127.0.0.1", 29500), id="intel"),
+        pytest.param(PYTORCH_JOB, (2, 3, 0, 1, "job-master-0", 23456), id="pytorchjob"),
+        pytest.param(TRAIN_JOB, (1, 2, 0, 1, "job-node-0-0.job", 29400), id="trainjob"),
+        pytest.param(INDEXED, (1, 2, 0, 1, "job-0.job", 29500), id="indexed"),
+        pytest.param(PLAIN, (1, 2, 1, 2, "127.0.0.1", 29500), id="one-host"),
     ],
 )
 def test_a_launcher_s_environment_says_which_rank_this_is(

@@ -17,39 +17,28 @@ import pytest
 from autopar.errors import TrainingError
 from autopar.ranks.fork_server import ForkServer
 from autopar.ranks.pool import RankPool
-from paths import HARNESS
+from launched import alive, until
 from pooled import process_ids
 
 OF_RUNS = ["autopar.runtime.start.worker", "autopar.runtime.rehearsal.steps", "autopar.profiler.probe"]
 
 
-@pytest.fixture(autouse=True)
-def _jobs_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
-
-
-def test_ranks_share_what_was_imported_and_draw_other_numbers() -> None:
+def test_ranks_share_what_was_imported_draw_other_numbers_and_hold_no_pipe_of_another() -> None:
     with RankPool(3, imports=["jobs_for_ranks"]) as pool:
         found = pool.run("jobs_for_ranks:fresh_numbers")
-    assert len({str(each) for each in found}) == 3
-    assert all(modules == found[0][0] for modules, *_ in found)  # type: ignore[index]
-
-
-def test_a_rank_holds_no_pipe_of_another() -> None:
-    with RankPool(3) as pool:
-        pool.run("jobs_for_ranks:add_up")
         pipes = []
         for pid in process_ids(pool):
             files = [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.name > "2"]
             pipes.append({each for each in files if each.startswith("pipe:")})
-        # The end of the server's reports is shared by all.
-        (shared,) = pipes[0] & pipes[1] & pipes[2]
-        assert not (pipes[0] & pipes[1] | pipes[1] & pipes[2] | pipes[0] & pipes[2]) - {shared}
+    assert len({str(each) for each in found}) == 3
+    assert all(modules == found[0][0] for modules, *_ in found)  # type: ignore[index]
+    # The end of the server's reports is shared by all.
+    (shared,) = pipes[0] & pipes[1] & pipes[2]
+    assert not (pipes[0] & pipes[1] | pipes[1] & pipes[2] | pipes[0] & pipes[2]) - {shared}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("modules", [[], OF_RUNS])
-def test_what_is_imported_keeps_no_thread_behind_a_fork_and_asks_for_no_gpu(modules: list[str]) -> None:
+def test_what_is_imported_keeps_no_thread_behind_a_fork_and_asks_for_no_gpu() -> None:
     """CUDA cannot be used behind a fork once it was asked how many GPUs there are."""
     script = (
         "import importlib, os, sys, torch\n"
@@ -62,7 +51,7 @@ def test_what_is_imported_keeps_no_thread_behind_a_fork_and_asks_for_no_gpu(modu
         "    sys.exit(os.wait()[1])\n"
         "print(len(os.listdir('/proc/self/task')))\n"
     )
-    command = [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", script, *modules]
+    command = [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", script, *OF_RUNS]
     environment = {**os.environ, "OMP_NUM_THREADS": "4"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=100)
     assert (done.stdout, done.stderr) == ("1\n", "")
@@ -84,29 +73,18 @@ def test_ranks_end_with_a_server_that_is_killed_or_stopped(
     assert pool._server is not None
     os.kill(pool._server._process.pid, number)
     pool.close()
-    end_s = time.monotonic() + 20
-    while any(_is_alive(each) for each in ranks) and time.monotonic() < end_s:
-        time.sleep(0.01)
-    assert not any(_is_alive(each) for each in ranks)
+    until(lambda: not any(map(alive, ranks)))
 
 
-@pytest.mark.slow
 def test_servers_are_closed_while_they_start() -> None:
     """At every moment between a start and the ranks' first answer."""
     draw = random.Random(0)
     for _ in range(6):
         server = ForkServer(2, 1)
-        time.sleep(draw.uniform(0.0, 2.5))
+        time.sleep(draw.uniform(0.0, 0.4))
         pids = [each for rank in range(2) if (each := server.pid_of(rank))]
         server.close()
-        assert not any(_is_alive(each) for each in pids)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+        assert not any(map(alive, pids))
 
 
 def serve(jobs: list[dict[str, Any]], parent: int) -> tuple[int, list[dict[str, Any]], str]:
@@ -117,8 +95,7 @@ def serve(jobs: list[dict[str, Any]], parent: int) -> tuple[int, list[dict[str, 
     ends = {"reports": reports, "jobs": [job_reader], "answers": [write]}
     settings = json.dumps({"parent": parent, "threads": 1, "imports": [], **ends})
     command = [sys.executable, "-m", "autopar.ranks.fork_server", settings]
-    path = os.pathsep.join(filter(None, [str(HARNESS), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     with os.fdopen(job_writer, "w", encoding="utf-8") as lines:
         lines.writelines(json.dumps(job) + "\n" for job in jobs)
     inherited = [job_reader, write, reports]
@@ -145,6 +122,7 @@ def job(folder: Path, number: int, target: str, **arguments: object) -> dict[str
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends processes with their parents on Linux")
 def test_jobs_are_answered_in_turn_whatever_becomes_of_the_ones_before(tmp_path: Path) -> None:
     targets = ("add_up", "misbehave", "no_such_function", "tell")

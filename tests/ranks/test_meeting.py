@@ -5,7 +5,6 @@ Who may connect to ranks, once they are connected.
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,6 @@ from autopar.ranks.environment import LaunchedRank
 from autopar.ranks.failure import SaidElsewhereError
 from autopar.ranks.meeting import Arrival, disagreement, late_connections_dropped, listens_everywhere, meet
 from autopar.ranks.pool import RankPool
-from paths import HARNESS
 
 
 def ranks_of(size: int, address: str = "127.0.0.1") -> list[LaunchedRank]:
@@ -104,11 +102,6 @@ def test_a_listener_that_answers_nothing_is_not_waited_for() -> None:
 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's tables of sockets")
-
-
-@pytest.fixture(autouse=True)
-def _jobs_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
 
 
 def connects(port: int) -> bool:
