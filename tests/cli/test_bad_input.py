@@ -48,6 +48,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("line", "code", "said"),
     [
         ("plan --gpus 0", 2, "--gpus must be at least 1, found 0"),
+        ("plan --gpus -1", 2, "--gpus must be at least 1, found -1"),
         ("plan --gpus x", 2, "Invalid value for '--gpus'"),
         ("plan --gpus 1e9", 2, "found '1e9' (try --help)"),
         ("plan --gpus=2.5", 2, "found '2.5' (try --help)"),
