@@ -11,15 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from autopar.cli import app
-from autopar.errors import AutoparError, UsageError
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Profile
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import GPUS
-from calls import Run, ended, well
+from calls import Run, ended, files, refused, well
 
 MODEL = """
 import torch
@@ -32,29 +29,24 @@ def loss(output, batch):
 """
 
 
-def run_profile(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["profile", *arguments])
-
-
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
+    """Run autopar in a folder that holds a model; return (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.py").write_text(MODEL)
-    return tmp_path
+    monkeypatch.setenv("COLUMNS", "200")
+    Path("model.py").write_text(MODEL)
+    return command
 
 
-def test_profile_and_cluster_are_written_and_the_source_is_relative(folder: Path) -> None:
-    (folder / "out").mkdir()
-    result = run_profile("model.py", "--batch", "4", "--device", "A100", "-o", "out/p.json", "--json")
-    assert result.exit_code == 0, result.output
-    profile = Profile.load(folder / "out" / "p.json")
+def test_profile_and_cluster_are_written_and_the_source_is_relative(run: Run) -> None:
+    Path("out").mkdir()
+    asked = ("profile", "model.py", "--batch", "4", "--device", "A100", "-o", "out/p.json")
+    out, _ = well(run, *asked, "--json")
+    profile = Profile.load("out/p.json")
     assert profile.model.source == "../model.py"
-    assert json.loads(result.stdout) == json.loads(profile.dumps())
-    assert len(Cluster.load(folder / "out" / "cluster.json").devices) >= 1
-    again = run_profile("model.py", "--batch", "4", "--device", "A100", "-o", "out/p.json")
-    assert isinstance(again.exception, AutoparError)
-    assert again.exception.exit_code == 2
-    assert "--overwrite" in str(again.exception)
+    assert out == profile.dumps()
+    assert len(Cluster.load("out/cluster.json").devices) >= 1
+    refused(run, 2, "--overwrite", *asked)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +74,13 @@ def test_profile_and_cluster_are_written_and_the_source_is_relative(folder: Path
         ("(output - batch[1])", "(output.detach() - batch[1])", (), 4, "nothing to train"),
         ("    return torch.nn.Sequential", "    return torch.nn.ReLU() or torch.nn.Sequential", (), 4, "no parameter"),
         ("torch.nn.Linear(4, 1))", "torch.nn.Linear(4, 1)).half()", (), 4, "must be float32"),
+        (
+            "(output - batch[1])",
+            "(output.masked_fill(output > 0, torch.finfo(output.dtype).min) - batch[1])",
+            ("--precision", "bf16"),
+            4,
+            "does not run",
+        ),
         ("", "", ("--device", "tpu"), 2, "no GPU called 'tpu' is known"),
         ("", "", ("--ranks", "1"), 2, "at least 2 ranks"),
         ("", "", ("-o", "none/p.json"), 4, "no such folder"),
@@ -90,27 +89,13 @@ def test_profile_and_cluster_are_written_and_the_source_is_relative(folder: Path
 )
 @pytest.mark.reliability(35, 44, 46)
 def test_bad_input_is_one_line_an_exit_code_and_no_file(
-    folder: Path, replaced: str, by: str, options: tuple[str, ...], code: int, message: str
+    run: Run, replaced: str, by: str, options: tuple[str, ...], code: int, message: str
 ) -> None:
-    (folder / "model.py").write_text(MODEL.replace(replaced, by) if replaced else MODEL)
+    Path("model.py").write_text(MODEL.replace(replaced, by) if replaced else MODEL)
     given = options if "--batch" in options else ("--batch", "4", *options)
-    device = () if "--device" in options else ("--device", "cpu")
-    result = run_profile("model.py", *given, *device)
-    assert isinstance(result.exception, AutoparError), result.output
-    assert result.exception.exit_code == code
-    assert message in str(result.exception)
-    assert "\n" not in str(result.exception)
-    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"model.py"}
-
-
-def test_a_layer_that_autocast_breaks_is_named(folder: Path) -> None:
-    mask = "(lambda x: x.masked_fill(x > 0, torch.finfo(x.dtype).min))(output)"
-    (folder / "model.py").write_text(MODEL.replace("(output - batch[1])", f"({mask} - batch[1])"))
-    result = run_profile("model.py", "--batch", "2", "--device", "cpu", "--precision", "bf16")
-    assert isinstance(result.exception, AutoparError)
-    assert result.exception.exit_code == 4
-    assert "does not run" in str(result.exception)
-    assert not (folder / "profile.json").exists()
+    before = files()
+    ended(run, code, message, "profile", "model.py", *given, *(() if "--device" in options else ("--device", "cpu")))
+    assert files() == before
 
 
 def links(name: str, device: str = "cpu") -> str:
@@ -118,68 +103,61 @@ def links(name: str, device: str = "cpu") -> str:
     return Cluster(name=name, devices=(Device(type=device, memory_bytes=10**9),) * 2, links=(link,)).dumps()
 
 
+ESTIMATED = ("profile", "model.py", "--batch", "2", "--device", "A100")
+MEASURED = ("profile", "model.py", "--batch", "2", "--device", "cpu")
+
+
 @pytest.mark.parametrize(
-    ("device", "estimated", "said"),
+    ("device", "asked", "said"),
     [
-        ("cpu", False, "wrote; --overwrite"),
-        ("cpu", True, "whose devices are cpu, not cuda"),
-        ("cuda", True, "wrote; -"),
+        ("cpu", MEASURED, "wrote; --overwrite"),
+        ("cpu", ESTIMATED, "whose devices are cpu, not cuda"),
+        ("cuda", ESTIMATED, "wrote; -"),
     ],
 )
+@pytest.mark.usefixtures("quick")
 def test_links_that_were_probed_are_kept_and_that_is_said(
-    folder: Path, device: str, estimated: bool, said: str
+    run: Run, device: str, asked: tuple[str, ...], said: str
 ) -> None:
     before = links("probed", device)
-    (folder / "cluster.json").write_text(before)
-    result = run_profile("model.py", "--batch", "2", "--device", "A100" if estimated else "cpu")
-    assert result.exit_code == 0, result.output
-    assert (folder / "cluster.json").read_text() == before
-    line = " ".join(result.stderr.split())
-    assert "Kept: cluster.json, which `autopar cluster probe`" in line
-    assert said in line
-    assert "Written: profile.json;" in line
+    Path("cluster.json").write_text(before)
+    _, err = well(run, *asked)
+    assert Path("cluster.json").read_text() == before
+    for expected in ("Kept: cluster.json, which `autopar cluster probe`", said, "Written: profile.json;"):
+        assert expected in err
 
 
-def test_links_that_were_probed_are_replaced_where_that_is_asked(folder: Path) -> None:
-    (folder / "cluster.json").write_text(links("probed"))
-    asked = ("model.py", "--batch", "2", "--device", "A100", "--ranks", "4")
-    error = run_profile(*asked).exception
-    assert isinstance(error, UsageError)
-    assert "--ranks 4: cluster.json holds links that `autopar cluster probe` measured" in str(error)
-    assert not (folder / "profile.json").exists()
-    result = run_profile(*asked, "--overwrite")
-    assert result.exit_code == 0, result.output
-    assert len(Cluster.load(folder / "cluster.json").devices) == 4
+def test_links_that_were_probed_are_replaced_where_that_is_asked(run: Run) -> None:
+    Path("cluster.json").write_text(links("probed"))
+    asked = (*ESTIMATED, "--ranks", "4")
+    refused(run, 2, "--ranks 4: cluster.json holds links that `autopar cluster probe` measured", *asked)
+    well(run, *asked, "--overwrite")
+    assert len(Cluster.load("cluster.json").devices) == 4
 
 
-def test_links_of_an_earlier_profile_are_replaced(folder: Path) -> None:
+def test_links_of_an_earlier_profile_are_replaced(run: Run) -> None:
     for text in (links("local"), "not a cluster"):
-        (folder / "cluster.json").write_text(text)
-        result = run_profile("model.py", "--batch", "2", "--device", "A100")
-        assert result.exit_code == 0, result.output
-        assert Cluster.load(folder / "cluster.json").devices[0].type == "A100-SXM-80G"
-        assert "profile.json and cluster.json" in " ".join(result.stderr.split())
+        Path("cluster.json").write_text(text)
+        assert "profile.json and cluster.json" in well(run, *ESTIMATED)[1]
+        assert Cluster.load("cluster.json").devices[0].type == "A100-SXM-80G"
 
 
 @pytest.mark.usefixtures("quick")
-def test_links_that_one_gpu_leaves_as_they_were_are_mentioned(folder: Path) -> None:
-    (folder / "cluster.json").write_text(links("local"))
-    result = run_profile("model.py", "--batch", "2", "--device", "cpu")
-    assert result.exit_code == 0, result.output
-    assert (folder / "cluster.json").read_text() == links("local")
-    assert "note: cluster.json was there before and is not of this profile" in " ".join(result.stderr.split())
-    (folder / "cluster.json").unlink()
-    assert "was there before" not in run_profile("model.py", "--batch", "2", "--device", "cpu").stderr
+def test_links_that_one_gpu_leaves_as_they_were_are_mentioned(run: Run) -> None:
+    Path("cluster.json").write_text(links("local"))
+    assert "note: cluster.json was there before and is not of this profile" in well(run, *MEASURED)[1]
+    assert Path("cluster.json").read_text() == links("local")
+    Path("cluster.json").unlink()
+    assert "was there before" not in well(run, *MEASURED)[1]
 
 
-def test_float64_is_not_estimated_and_no_option_is_advised_that_would_not_help(folder: Path) -> None:
+def test_float64_is_not_estimated_and_no_option_is_advised_that_would_not_help(run: Run) -> None:
     double = MODEL.replace("Linear(4, 1))", "Linear(4, 1)).double()").replace("ones(8, 2)", "ones(8, 2).double()")
-    (folder / "model.py").write_text(double)
-    result = run_profile("model.py", "--batch", "2", "--device", "A100")
-    assert isinstance(result.exception, UsageError), result.output
-    message = str(result.exception)
-    assert message.startswith("`device='A100-SXM-80G'`: the parameters of model.py are float64, and no rate of A100")
-    assert message.endswith("build them in float32, or profile on a device that is there")
+    Path("model.py").write_text(double)
+    code, _, err = run(*ESTIMATED)
+    assert code == 2
+    assert "--device A100-SXM-80G: the parameters of model.py are float64, and no rate of A100" in err
+    assert err.endswith("build them in float32, or profile on a device that is there\n")
 
 
 KINDS = ["p2p", "all_reduce", "all_gather", "reduce_scatter"]
