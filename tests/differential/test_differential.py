@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from fuzzing.cases import BOTH, TEAMS, UNFLUSHED, Model, attempt, case_of
+from fuzzing.pools import Pools
+from fuzzing.record import bad
 from paths import BENCHMARKS
 
 
-def differential(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / "differential.py"), *arguments]
-    path = os.pathsep.join(filter(None, [str(BENCHMARKS.parent), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+@pytest.fixture(scope="module")
+def living_ranks() -> Iterator[Pools]:
+    with pytest.MonkeyPatch.context() as patch, Pools() as pools:
+        patch.setenv("PYTHONPATH", str(BENCHMARKS), prepend=os.pathsep)
+        yield pools
 
 
 @pytest.mark.slow
-def test_random_models_train_as_the_plain_loop_does_or_are_refused_by_name(tmp_path: Path) -> None:
-    output = tmp_path / "cases.jsonl"
-    ran = differential("--cases", "36", "--output", str(output))
-    lines = [json.loads(text) for text in output.read_text().splitlines()]
-    assert ran.returncode == 0, ran.stderr
-    assert len(lines) == 36
-    ranks = Counter(line["ranks"] for line in lines if line["outcome"] == "equal")
-    assert min(ranks["threads"], ranks["processes"]) >= 3
-    # What is there is not run again.
-    again = differential("--cases", "36", "--output", str(output))
-    assert json.loads(again.stdout)["cases"] == 36
-    assert len(output.read_text().splitlines()) == 36
+@pytest.mark.core
+@pytest.mark.some(6)
+@pytest.mark.parametrize("plans", [0, UNFLUSHED, TEAMS, BOTH])
+@pytest.mark.parametrize("number", range(0, 36, 4))
+def test_random_models_train_as_the_plain_loop_does_or_are_refused_by_name(
+    number: int, plans: int, tmp_path: Path, living_ranks: Pools
+) -> None:
+    case = case_of(0, plans + number)
+    asked, result = attempt(case, Model(case.recipe, tmp_path), tmp_path / "plan", living_ranks)
+    assert not bad({"outcome": result.outcome}), f"{result.outcome} ({result.where}): {result.said} {asked}"
