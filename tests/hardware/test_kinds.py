@@ -278,11 +278,9 @@ def test_profiles_that_differ_in_more_than_the_device_are_refused_where_they_do(
         ),
         (("import", "piper", "quick.json", "slow.json"), 2, "slow.json is a second file; piper profiles are read one"),
         (("import", "profiles", "quick.json", "slow.json", "-o", "slow.json", "--overwrite"), 2, "is read by this"),
-        (("profile", "m.py", "--device", "cpu,H100"), 2, "--device cpu,H100: the ranks of a pipeline are all CPUs or"),
         (("profile", "m.py", "--device", "auto,H100"), 2, "name GPUs, and cuda for the one of this machine"),
-        (("profile", "m.py", "--device", "H100,H100-SXM"), 2, "the same GPU is named twice; name every kind once"),
+        (("profile", "m.py", "--device", "cpu,H100"), 2, "--device cpu,H100: the ranks of a pipeline are all CPUs or"),
         (("profile", "m.py", "--device", "H100,"), 2, "no GPU called '' is known"),
-        (("profile", "m.py", "--device", "H100,A100", "--threads", "2"), 2, "--threads 2: says how to measure"),
         (
             ("profile", "m.py", "--device", "H100,A100", "--calibrate-with", "r.csv"),
             2,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 from autopar.capture import load
 from autopar.profiler.subject import ProfileOptions, Subject, prepare
@@ -11,6 +13,10 @@ from paths import EXAMPLES
 
 
 @cache
-def gpt_subject() -> Subject:
-    """Return the example's GPT, to be computed in bf16; nothing may move or train it."""
-    return replace(prepare(load(str(EXAMPLES / "gpt.py")), ProfileOptions(batch=4)), precision="bf16")
+def gpt_subject(blocks: int = 12) -> Subject:
+    """Return the example's GPT with so many blocks, to be computed in bf16; nothing may move or train it."""
+    text, sizes = (EXAMPLES / "gpt.py").read_text(), "BLOCKS, WIDTH, HEADS, CONTEXT, BYTES = "
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "gpt.py"
+        path.write_text(text.replace(f"{sizes}12,", f"{sizes}{blocks},"))
+        return replace(prepare(load(str(path)), ProfileOptions(batch=4)), precision="bf16")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from autopar.capture import load
 from autopar.errors import UsageError
+from autopar.formats.profile import Profile
 from autopar.profiler import ProfileOptions, prepare
 from autopar.profiler import device as devices
 from autopar.profiler.profile import _ModelMeasurement, measure_layers
+from autopar.profiler.subject import Subject
 
 MODEL = """
 import torch
@@ -40,44 +44,20 @@ def dataset():
 def loss(output, batch):
     return nn.functional.cross_entropy(output.flatten(0, 1), batch["tokens"].flatten())
 """
-
-
-def test_a_hollow_models_profile_has_the_sizes_and_names_of_the_real_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "model.py"
-    path.write_text(MODEL)
-    options = ProfileOptions(batch=4, device="cpu", budget_s=0.2)
-    real = measure_layers(prepare(load(str(path)), options), options)
-    monkeypatch.setattr(devices, "memory_bytes", lambda device: 3000)
-    subject = prepare(load(str(path)), options)
-    assert subject.graph.hollow
-    hollow = measure_layers(subject, options)
-    assert all(parameter.device.type == "meta" for parameter in subject.module.parameters())
-    assert "larger than memory" in hollow.notes[0]
-    assert hollow.noise.caches == "warm"
-    assert (hollow.tensors, hollow.tied) == (real.tensors, real.tied)
-    for one, other in zip(hollow.layers, real.layers, strict=True):
-        assert (one.name, one.measured_as, one.parameters_bytes) == (
-            other.name,
-            other.measured_as,
-            other.parameters_bytes,
-        )
-        assert one.optimizer_bytes == other.optimizer_bytes
-        for found, expected in zip(one.costs, other.costs, strict=True):
-            assert (found.micro_batch, found.output_bytes) == (expected.micro_batch, expected.output_bytes)
-            assert (found.saved, found.peak_bytes) == (expected.saved, expected.peak_bytes)
-            assert found.forward_s > 0
-            assert found.backward_s > 0
-            assert found.repeats > 0
-
-
-CHAIN = """
+# Listed layers with a branch on values in one of them, which no graph holds.
+LISTED = """
 import torch
 from torch import nn
 
+class Deciding(nn.Module):
+    def forward(self, x):
+        return torch.tanh(x) if x.sum() < 1e9 else x
+
 def model():
-    return nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 50))
+    return nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 32), Deciding(), nn.Linear(32, 50))
+
+def layers(model):
+    return list(model)
 
 def dataset():
     return [{"input": torch.arange(8) + index} for index in range(16)]
@@ -85,118 +65,79 @@ def dataset():
 def loss(output, batch):
     return nn.functional.cross_entropy(output.flatten(0, 1), batch["input"].flatten())
 """
+CHAIN = LISTED.replace("Deciding()", "nn.Tanh()").replace("def layers", "def unused")
+Prepare = Callable[..., tuple[Subject, ProfileOptions]]
 
 
-def test_a_hollow_models_layers_read_what_the_layers_before_them_make(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "model.py"
-    path.write_text(CHAIN)
-    options = ProfileOptions(batch=4, device="cpu", budget_s=0.2, precision="bf16")
-    real = measure_layers(prepare(load(str(path)), options), options)
-    monkeypatch.setattr(devices, "memory_bytes", lambda device: 8000)
-    hollow = measure_layers(prepare(load(str(path)), options), options)
-    assert "bfloat16" in {tensor.dtype for tensor in real.tensors}
-    assert hollow.tensors == real.tensors
-    for one, other in zip(hollow.layers, real.layers, strict=True):
-        assert [(each.saved, each.peak_bytes) for each in one.costs] == [
-            (each.saved, each.peak_bytes) for each in other.costs
+@pytest.fixture
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
+    """Give what prepares a model file where there is so much memory."""
+
+    def call(text: str, memory_bytes: int, batch: int = 4, **options: Any) -> tuple[Subject, ProfileOptions]:  # noqa: ANN401
+        (tmp_path / "model.py").write_text(text)
+        monkeypatch.setattr(devices, "memory_bytes", lambda device: memory_bytes)
+        asked = ProfileOptions(batch=batch, device="cpu", budget_s=0.05, **options)
+        return prepare(load(str(tmp_path / "model.py")), asked), asked
+
+    return call
+
+
+def described(profile: Profile) -> list[object]:
+    """Return all of a profile but its seconds."""
+    layers = [
+        [
+            (each.name, each.measured_as, each.parameters_bytes, each.optimizer_bytes),
+            [(cost.micro_batch, cost.output_bytes, cost.saved, cost.peak_bytes) for cost in each.costs],
         ]
+        for each in profile.layers
+    ]
+    return [layers, profile.tensors, profile.tied]
 
 
-# A branch on values in one of the modules, which no graph holds.
-LISTED = (
-    CHAIN.replace("nn.Tanh()", "Deciding()").replace(
-        "def model():",
-        """class Deciding(nn.Module):
-    def forward(self, x):
-        return torch.tanh(x) if x.sum() < 1e9 else x
-
-def model():""",
-    )
-    + """
-def layers(model):
-    return list(model)
-"""
+@pytest.mark.parametrize(
+    ("text", "memory_bytes", "precision"), [(MODEL, 3000, None), (CHAIN, 8000, "bf16"), (LISTED, 8000, None)]
 )
-
-
-def test_the_listed_layers_of_a_hollow_model_are_measured_one_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_hollow_models_profile_has_the_sizes_and_names_of_the_real_ones(
+    text: str, memory_bytes: int, precision: str | None, prepared: Prepare
 ) -> None:
-    path = tmp_path / "model.py"
-    path.write_text(LISTED)
-    options = ProfileOptions(batch=4, device="cpu", budget_s=0.2)
-    real = measure_layers(prepare(load(str(path)), options), options)
-    monkeypatch.setattr(devices, "memory_bytes", lambda device: 8000)
-    subject = prepare(load(str(path)), options)
+    real = measure_layers(*prepared(text, 2**40, precision=precision))
+    subject, options = prepared(text, memory_bytes, precision=precision)
     assert subject.graph.hollow
     hollow = measure_layers(subject, options)
     assert all(parameter.device.type == "meta" for parameter in subject.module.parameters())
-    assert hollow.tensors == real.tensors
-    for one, other in zip(hollow.layers, real.layers, strict=True):
-        assert one.name == other.name
-        assert one.optimizer_bytes == other.optimizer_bytes
-        assert [(each.saved, each.peak_bytes, each.output_bytes) for each in one.costs] == [
-            (each.saved, each.peak_bytes, each.output_bytes) for each in other.costs
-        ]
+    assert "larger than memory" in hollow.notes[0]
+    assert hollow.noise.caches == "warm"
+    assert described(hollow) == described(real)
+    assert ("bfloat16" in {tensor.dtype for tensor in real.tensors}) == (precision == "bf16")
+    every = [cost for layer in hollow.layers for cost in layer.costs]
+    assert all(min(cost.forward_s, cost.backward_s, cost.repeats) > 0 for cost in every)
 
 
 def test_a_size_that_one_kind_of_layer_is_too_slow_for_is_left_out_of_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "model.py"
-    path.write_text(CHAIN)
-    monkeypatch.setattr(devices, "memory_bytes", lambda device: 8000)
-    options = ProfileOptions(batch=16, device="cpu", budget_s=0.1)
     monkeypatch.setattr(
         _ModelMeasurement, "_enough", lambda self, sizes, forward_s: sizes >= 3 and len(self._costs.timings) > 5
     )
-    found = measure_layers(prepare(load(str(path)), options), options)
+    found = measure_layers(*prepared(CHAIN, 8000, 16))
     assert {tuple(cost.micro_batch for cost in layer.costs) for layer in found.layers} == {(1, 2, 4)}
 
 
-def test_layers_that_are_measured_one_at_a_time_are_not_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "model.py"
-    path.write_text(CHAIN)
-    monkeypatch.setattr(devices, "memory_bytes", lambda device: 8000)
-    options = ProfileOptions(batch=2, device="cpu", compile=True)
+def test_layers_that_are_measured_one_at_a_time_are_not_compiled(prepared: Prepare) -> None:
     with pytest.raises(UsageError, match=r"^`compile`: .*model\.py is larger than memory, .*leave the option out$"):
-        measure_layers(prepare(load(str(path)), options), options)
+        measure_layers(*prepared(CHAIN, 8000, 2, compile=True))
 
 
-def test_a_tied_parameter_is_updated_once(tmp_path: Path) -> None:
-    path = tmp_path / "model.py"
-    path.write_text(MODEL)
-    options = ProfileOptions(batch=2, device="cpu", budget_s=0.1, precision="bf16")
-    found = measure_layers(prepare(load(str(path)), options), options)
-    assert found.layers[0].update_s > 0
-    # The head shares its only parameter with the embedding.
-    assert found.layers[-1].update_s == 0 or found.layers[-1].update_s < found.layers[0].update_s
-    assert found.layers[-1].optimizer_bytes > 0
-    assert found.precision == "bf16"
-    made = {tensor.name: tensor.dtype for tensor in found.tensors if tensor.producer is not None}
-    assert "float32" in made.values()
-
-
-def test_a_device_without_room_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_room_is_told_in_one_line(prepared: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried")
 
-    path = tmp_path / "model.py"
-    path.write_text(MODEL)
-    options = ProfileOptions(batch=2, device="cpu")
-    subject = prepare(load(str(path)), options)
+    subject, options = prepared(CHAIN, 2**40, 2)
     monkeypatch.setitem(inspect.unwrap(measure_layers).__globals__, "measure", full)
     with pytest.raises(UsageError, match=r"^`batch=2`: .* more memory than the device has; give less.*$"):
         measure_layers(subject, options)
 
 
-def test_a_batch_that_no_memory_holds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "model.py"
-    path.write_text(MODEL)
-    monkeypatch.setattr(devices, "memory_bytes", lambda device: 500)
+def test_a_batch_that_no_memory_holds_is_refused(prepared: Prepare) -> None:
     with pytest.raises(UsageError, match="`batch=16`: so many samples of"):
-        prepare(load(str(path)), ProfileOptions(batch=16, device="cpu"))
+        prepared(MODEL, 500, 16)

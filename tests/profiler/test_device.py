@@ -1,16 +1,87 @@
-"""What a profile records of the device that it was measured on."""
+"""What a profile records of the device that it was measured on, and of the circumstances."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from autopar.profiler.device import describe
+from autopar.errors import UsageError
+from autopar.profiler.device import Conditions, clock_of, computing, describe, observe, parse, pin_threads
 from autopar.profiler.estimate import CONTEXT_BYTES, RESERVED_BYTES, WORKSPACE_BYTES
+from autopar.profiler.layer_runs import compiling
 
+CPU = torch.device("cpu")
 GIB = 2**30
+
+
+def test_reasons_of_either_moment_are_told_and_what_a_driver_does_not_tell_stays_empty() -> None:
+    assert parse("[N/A], [N/A], Not Active, [N/A], Not Active, Not Active") == Conditions()
+    assert parse("1410, Not Active, Not Active, Active, Not Active, Active").throttle_reasons == (
+        "temperature (software)",
+        "power brake",
+    )
+    before, after = Conditions(1e9, ("power limit",), 3), Conditions(1e9, ("power brake",), 4)
+    assert after.throttled_since(before) == "power limit, power brake, temperature"
+    assert Conditions().throttled_since(Conditions()) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity masks")
+@pytest.mark.reliability(58)
+def test_threads_are_pinned_in_the_block_and_freed_after_it() -> None:
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    with pin_threads(1):
+        assert len(os.sched_getaffinity(0)) == 1
+        assert torch.get_num_threads() == 1
+    assert (os.sched_getaffinity(0), torch.get_num_threads()) == (cores, threads)
+
+
+def test_a_clock_returns_one_time_a_call_in_order() -> None:
+    clock = clock_of(CPU)
+    calls: list[int] = []
+    for number in range(3):
+        clock.time(lambda number=number: calls.append(number))  # type: ignore[misc]
+    assert calls == [0, 1, 2]
+    assert len(clock.times()) == 3
+    assert all(time.seconds >= 0 and time.launch_s is None for time in clock.times())
+
+
+def test_autocast_is_by_the_precision_and_a_type_that_it_does_not_take_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = torch.ones(2, 2)
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        with computing(precision, CPU)():  # type: ignore[arg-type]
+            assert torch.mm(made, made).dtype == dtype
+    monkeypatch.setitem(computing.__globals__["AUTOCAST"], "fp16", torch.float64)
+    with pytest.raises(UsageError, match="`precision='fp16'`: autocast on cpu does not compute in float64"):
+        computing("fp16", CPU)
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise RuntimeError("\n  no g++\n more")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: missing)
+    with (
+        pytest.raises(UsageError, match=r"`compile`: torch.compile does not work here \(no g\+\+\); install"),
+        compiling(CPU),
+    ):
+        pass
+
+
+def test_without_the_drivers_tool_a_gpus_conditions_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_: object, **__: object) -> None:
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr(subprocess, "run", absent)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0"))
+    assert observe(torch.device("cuda", 0)) == Conditions()
+    found = observe(CPU)
+    assert found.clock_hz is None or 1e8 < found.clock_hz < 1e10
 
 
 def test_a_gpu_that_is_there_reserves_what_an_estimated_one_with_that_context_does(
@@ -24,7 +95,4 @@ def test_a_gpu_that_is_there_reserves_what_an_estimated_one_with_that_context_do
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: tensors)
     monkeypatch.setattr("autopar.profiler.device._workspace_bytes", lambda device: WORKSPACE_BYTES)
     assert describe(torch.device("cuda", 0), 1).reserved_bytes == RESERVED_BYTES
-
-
-def test_a_cpu_reserves_nothing() -> None:
-    assert describe(torch.device("cpu"), 1).reserved_bytes == 0
+    assert describe(CPU, 1).reserved_bytes == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from autopar.profiler.roofline import Constants, default_constants
 from autopar.profiler.subject import ProfileOptions, Subject, prepare
 from capture_zoo import build
 from paths import EXAMPLES
+from subjects import gpt_subject
 
 A100 = find("A100")
 
@@ -48,6 +50,7 @@ class _Attending(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(rows, length, 128)).square().mean()
 
 
+@cache
 def _attending(masked: bool = False) -> LayerGraph:
     return capture_module(_Attending(masked), (torch.randn(2, 256, 128),), None)
 
@@ -81,13 +84,14 @@ def test_the_attention_kernel_follows_the_gpu_the_precision_and_the_mask(
     assert any(k.op == f"_scaled_dot_product_{op}_attention_backward" for k in work.backward)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_products_of_an_lstm_are_counted_at_every_step(precision: Precision) -> None:
+def test_the_products_of_an_lstm_are_counted_at_every_step() -> None:
     model, before = nn.LSTM(32, 32, batch_first=True), torch._C._get_mkldnn_enabled()
     graph = capture_module(model, (torch.ones(2, 8, 32), torch.ones(2)), lambda output, _: output[0].mean())
-    flops = sum(kernel.flops for layer in graph_work(graph, 2, A100, precision).layers for kernel in layer.forward)
-    # Of the inputs and of the states: two rows, eight steps, four gates.
-    assert flops == 2 * (2 * 2 * 8 * 32 * 4 * 32)
+    precisions: tuple[Precision, ...] = ("fp32", "bf16")
+    for precision in precisions:
+        flops = sum(kernel.flops for layer in graph_work(graph, 2, A100, precision).layers for kernel in layer.forward)
+        # Of the inputs and of the states: two rows, eight steps, four gates.
+        assert flops == 2 * (2 * 2 * 8 * 32 * 4 * 32)
     assert torch._C._get_mkldnn_enabled() == before
 
 
@@ -109,7 +113,7 @@ def test_saved_bytes_and_peaks_are_those_of_a_run_on_the_cpu(name: str) -> None:
 
 
 def test_parameters_without_values_are_estimated_alike_and_left_alone() -> None:
-    graph = _attending()
+    graph = _attending.__wrapped__()
     before = [parameter.detach().clone() for layer in graph.layers for parameter in layer.module.parameters()]
     real = graph_work(graph, 4, A100, "bf16")
     after = [parameter for layer in graph.layers for parameter in layer.module.parameters()]
@@ -171,6 +175,7 @@ class _OwnActivation(nn.Module):
         return found
 
 
+@pytest.mark.slow
 def test_a_declared_plan_is_estimated_with_and_without_values(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="autopar[hf] is not installed")
     sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
@@ -189,25 +194,16 @@ def test_a_declared_plan_is_estimated_with_and_without_values(tmp_path: Path) ->
 
 
 def test_layers_that_compute_the_same_are_run_once() -> None:
-    user = load(str(EXAMPLES / "gpt.py"))
-    graph = capture(user, user.build(0))
+    graph = gpt_subject(4).graph
     layers = graph_work(graph, 2, A100, "bf16").layers
     blocks = [work for layer, work in zip(graph.layers, layers, strict=True) if layer.name.startswith("blocks.")]
     assert len(blocks) > 2
     assert all(block is blocks[0] for block in blocks)
 
 
-A100 = find("A100")
-
-
 @pytest.fixture(scope="module")
 def mlp() -> Subject:
     return prepare(load(str(EXAMPLES / "mlp.py")), ProfileOptions(batch=8))
-
-
-@pytest.fixture(scope="module")
-def gpt() -> Subject:
-    return prepare(load(str(EXAMPLES / "gpt.py")), ProfileOptions(batch=8))
 
 
 def test_a_single_sample_without_a_variance_is_left_to_the_larger_sizes(tmp_path: Path) -> None:
@@ -224,9 +220,8 @@ def test_a_single_sample_without_a_variance_is_left_to_the_larger_sizes(tmp_path
         workload(subject, A100, 8, sizes=(1,))
 
 
-def test_every_number_of_an_estimated_profile_says_so_and_a_plan_can_be_made_of_it(gpt: Subject) -> None:
-    options = ProfileOptions(batch=8, precision="bf16")
-    profile = estimate(replace(gpt, precision="bf16"), find("H100"), options)
+def test_every_number_of_an_estimated_profile_says_so_and_a_plan_can_be_made_of_it() -> None:
+    profile = estimate(gpt_subject(4), find("H100"), ProfileOptions(batch=4, precision="bf16"))
     assert {cost.provenance for layer in profile.layers for cost in layer.costs} == {"estimated"}
     assert profile.device.name == "H100-SXM"
     assert profile.device.reserved_bytes == RESERVED_BYTES

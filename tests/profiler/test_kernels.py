@@ -23,15 +23,10 @@ def test_views_and_allocations_launch_nothing_and_the_rest_is_counted_once() -> 
         a[:2].sum()
     assert c.shape == (12, 2)
     found = [(k.op, k.read_bytes, k.written_bytes) for k in log.kernels]
-    assert found == [
-        ("add", 96 + 24, 96),
-        ("mul_", 96, 96),
-        ("copy_", 96, 96),
-        ("sum", 48, 4),
-    ]
+    assert found == [("add", 96 + 24, 96), ("mul_", 96, 96), ("copy_", 96, 96), ("sum", 48, 4)]
 
 
-def test_products_and_convolutions_are_counted_with_their_outputs_and_depth() -> None:
+def test_products_convolutions_and_grouped_products_are_counted_with_their_outputs_and_depth() -> None:
     with FakeTensorMode(), KernelLog() as log:
         torch.empty(5, 4, 8) @ torch.empty(5, 8, 16)
         F.conv2d(torch.empty(2, 3, 10, 10), torch.empty(7, 3, 3, 3))
@@ -39,9 +34,6 @@ def test_products_and_convolutions_are_counted_with_their_outputs_and_depth() ->
     assert (product.kind, product.flops, product.outputs, product.depth) == ("matmul", 2 * 5 * 4 * 8 * 16, 5 * 64, 8)
     assert convolution.flops == 2 * 2 * 8 * 8 * 7 * 27
     assert (convolution.kind, convolution.outputs, convolution.depth) == ("convolution", 2 * 64 * 7, 27)
-
-
-def test_rows_are_multiplied_with_their_groups_matrix_only() -> None:
     with FakeTensorMode(), KernelLog() as log:
         rows, experts = torch.empty(32, 16, dtype=torch.bfloat16), torch.empty(4, 16, 64, dtype=torch.bfloat16)
         torch._grouped_mm(rows, experts, torch.empty(4, dtype=torch.int32))

@@ -19,11 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(
     ("sizes", "seconds", "fixed", "slope"),
-    [
-        ((1, 2, 4), (3.0, 5.0, 9.0), 1.0, 2.0),
-        ((1, 2), (1.0, 4.0), 0.0, 1.2),
-        ((1, 2), (2.0, 1.0), 1.2, 0.0),
-    ],
+    [((1, 2, 4), (3.0, 5.0, 9.0), 1.0, 2.0), ((1, 2), (1.0, 4.0), 0.0, 1.2), ((1, 2), (2.0, 1.0), 1.2, 0.0)],
 )
 def test_a_fit_has_no_negative_part(
     sizes: tuple[int, ...], seconds: tuple[float, ...], fixed: float, slope: float

@@ -1,4 +1,4 @@
-"""What optimizers keep, and hold for a while, on tensors without data and on real ones."""
+"""What optimizers keep, and hold for a while, on tensors without data and on real ones; and what a step takes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import nn
 
 from autopar.capture.source import load
 from autopar.errors import ModelError
-from autopar.profiler.optimizer import OptimizerMemory, optimizer_memory
+from autopar.profiler import optimizer
+from autopar.profiler.optimizer import OptimizerMemory, measure_updates, optimizer_memory
 from paths import EXAMPLES
 
-MLP = EXAMPLES / "mlp.py"
+MLP, CPU = EXAMPLES / "mlp.py", torch.device("cpu")
 LAYERS = {
     "a": [("a.weight", nn.Parameter(torch.zeros(100, 10))), ("a.bias", nn.Parameter(torch.zeros(10)))],
     "b": [("b.weight", nn.Parameter(torch.ones(50)))],
@@ -40,16 +41,11 @@ def test_on_cuda_an_optimizer_works_on_all_at_once_unless_told_otherwise() -> No
     assert not told.at_once
     fused = _memory(lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True), "cuda")
     assert fused.workspace == {"a": 0, "b": 0, "none": 0}
-
-
-def test_layers_of_a_single_kind_are_worked_on_at_once_too() -> None:
+    # Layers of a single kind are worked on at once, too.
     user = load(str(MLP))
     user.functions["optimizer"] = lambda parameters: torch.optim.AdamW(parameters, lr=0.1)
-    found = {
-        device: optimizer_memory(user, {"a": LAYERS["a"], "none": []}, torch.device(device))
-        for device in ("cpu", "cuda")
-    }
-    assert [found[device].at_once for device in ("cpu", "cuda")] == [False, True]
+    single = [optimizer_memory(user, {"a": LAYERS["a"], "none": []}, torch.device(each)) for each in ("cpu", "cuda")]
+    assert [each.at_once for each in single] == [False, True]
 
 
 def test_an_optimizer_that_divides_by_a_norm_is_stepped_on_real_values() -> None:
@@ -64,11 +60,29 @@ def test_an_optimizer_that_divides_by_a_norm_is_stepped_on_real_values() -> None
     assert found.state == {"a": 4040, "b": 200, "none": 0}
 
 
-def test_an_optimizer_that_fails_says_so() -> None:
-    with pytest.raises(Exception, match="Invalid learning rate"):
-        _memory(lambda parameters: torch.optim.SGD(parameters, lr=-1.0))
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda parameters: torch.optim.SGD(parameters, lr=-1.0), Exception, "Invalid learning rate"),
+        (torch.optim.LBFGS, ModelError, r"the optimizer's step\(\) raised TypeError"),
+    ],
+)
+def test_an_optimizer_that_fails_says_so_in_one_line(make: Make, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        _memory(make)
 
 
-def test_an_optimizer_that_wants_a_closure_is_refused_in_one_line() -> None:
-    with pytest.raises(ModelError, match=r"the optimizer's step\(\) raised TypeError"):
-        _memory(lambda parameters: torch.optim.LBFGS(parameters))
+def test_updates_are_of_copies_and_free_for_what_is_not_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = nn.Parameter(torch.ones(64, 64))
+    found = measure_updates(load(str(MLP)), [("own", [("w", weight)]), ("own", [("v", weight)]), ("none", [])], CPU)
+    assert min(found["own"].seconds, found["own"].accumulate_s) > 0
+    assert torch.equal(weight, torch.ones(64, 64))
+    assert weight.grad is None
+    # Without room, they are measured by their first rows.
+    weights = [weight, nn.Parameter(torch.ones(64))]
+    copies, scale = optimizer._copies(weights, room=4 * 64 * 65 // 4)
+    assert [tuple(copy.shape) for copy in copies] == [(16, 64), (16,)]
+    assert scale == 4.0
+    monkeypatch.setattr(optimizer, "_free_bytes", lambda device: 4000)
+    large = [("large", list(zip("wb", weights, strict=True)))]
+    assert measure_updates(load(str(MLP)), large, CPU)["large"].seconds > 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import statistics
+from typing import Any
 
 import numpy as np
 import pytest
 
+from autopar.formats.cluster import Cluster, CurveKind
 from autopar.hardware.clusters import message_sizes
 from autopar.planner.costs.communication import LinkModel
 from autopar.profiler.device import choose, describe
@@ -26,15 +28,12 @@ from autopar.profiler.probe import (
 )
 
 
-def test_a_node_is_probed_in_groups_that_double() -> None:
+def test_groups_double_in_a_node_and_nodes_are_probed_with_all_of_their_ranks_sending() -> None:
     found = groups_of([0] * 6)
     assert [len(each.members[0]) for each in found if each.kind == "all_reduce"] == [2, 4, 6]
     assert {each.kind for each in found} == {"p2p", "all_reduce", "all_gather", "reduce_scatter"}
     assert {each.level for each in found} == {"node"}
     assert [each.members for each in found if each.kind == "p2p"] == [((0, 1), (2, 3), (4, 5))]
-
-
-def test_nodes_are_probed_with_all_of_their_ranks_sending() -> None:
     found = [each for each in groups_of([0, 0, 0, 1, 1, 1, 2, 2, 2]) if each.level == "network"]
     found = [each for each in found if each.kind in ("p2p", "all_reduce")]
     assert [(each.kind, each.members) for each in found] == [
@@ -43,6 +42,7 @@ def test_nodes_are_probed_with_all_of_their_ranks_sending() -> None:
         ("all_reduce", ((0, 3, 6), (1, 4, 7), (2, 5, 8))),
         ("all_reduce", (tuple(range(9)),)),
     ]
+    assert node_of_each([("a", 0), ("b", 0), ("a", 1), ("b", 1)]) == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("nodes", [[0, 1], [0, 1, 2, 3], [0, 0, 1], [0, 0, 0, 1, 1, 2]])
@@ -71,32 +71,31 @@ def test_what_runs_on_undisturbed_does_not_count_as_slowed(
 
 
 @pytest.mark.slow
-def test_two_local_ranks_are_probed() -> None:
+def test_two_local_ranks_are_probed_and_make_a_cluster() -> None:
     said: list[tuple[str, float]] = []
-    measured = measure_links(2, "cpu", 1, Probe(largest_bytes=2**20), lambda what, share: said.append((what, share)))
-    cluster = measured_cluster(measured, "cpu", "local")
-    assert [(curve.kind, curve.ranks) for curve in cluster.curves] == [
-        ("p2p", 2),
-        ("all_reduce", 2),
-        ("all_gather", 2),
-        ("reduce_scatter", 2),
-    ]
-    for curve in cluster.curves:
-        assert curve.provenance == "measured"
-        # One more where the two largest took as long as each other.
-        assert set(message_sizes(2**20)) <= set(curve.sizes)
-        assert len(curve.sizes) <= 13
-        assert 0 < curve.seconds[0] <= curve.seconds[-1]
-    (overlap,) = cluster.overlaps
+    measured = measure_links(2, "cpu", 1, Probe(largest_bytes=2**18), lambda what, share: said.append((what, share)))
+    kinds = ["p2p", "all_reduce", "all_gather", "reduce_scatter"]
+    both = measured_cluster(measured, "cpu", "local")
+    four = local_cluster(measured, describe(choose("cpu"), 1), 4)
+    for cluster in (both, four):
+        assert [(curve.kind, curve.ranks) for curve in cluster.curves] == [(kind, 2) for kind in kinds]
+        for curve in cluster.curves:
+            assert curve.provenance == "measured"
+            # One more where the two largest took as long as each other.
+            assert set(message_sizes(2**18)) <= set(curve.sizes)
+            assert len(curve.sizes) <= len(message_sizes(2**18)) + 1
+            assert curve.seconds[0] > 0
+            assert list(curve.seconds) == sorted(curve.seconds)
+    (overlap,) = both.overlaps
     assert (overlap.level, overlap.provenance) == ("node", "measured")
-    assert [what for what, share in said] == [
-        "p2p among 2 ranks in a node",
-        "all-reduce among 2 ranks in a node",
-        "all-gather among 2 ranks in a node",
-        "reduce-scatter among 2 ranks in a node",
+    assert len(four.devices) == 4
+    assert "estimated" in four.notes[0]
+    names = ["p2p", "all-reduce", "all-gather", "reduce-scatter"]
+    assert [what for what, _ in said] == [
+        *(f"{name} among 2 ranks in a node" for name in names),
         "computing while communicating",
     ]
-    assert [share for what, share in said] == sorted(share for what, share in said)
+    assert [share for _, share in said] == sorted(share for _, share in said)
 
 
 DGX = """\
@@ -111,11 +110,6 @@ NIC1\tSYS\tSYS\tPXB\tPXB\tSYS\t X \t\t\t\t
 Legend:
 
   X    = Self
-  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
-  NODE = Connection traversing PCIe as well as the interconnect between PCIe Host Bridges within a NUMA node
-  PHB  = Connection traversing PCIe as well as a PCIe Host Bridge (typically the CPU)
-  PXB  = Connection traversing multiple PCIe bridges (without traversing the PCIe Host Bridge)
-  PIX  = Connection traversing at most a single PCIe bridge
   NV#  = Connection traversing a bonded set of # NVLinks
 
 NIC Legend:
@@ -124,49 +118,29 @@ NIC Legend:
   NIC1: mlx5_1
 """
 
-WORKSTATION = """\
-\tGPU0\tGPU1\tGPU2\tmlx5_0\tCPU Affinity\tNUMA Affinity
-GPU0\t X \tPIX\tSYS\tPHB\t0-11\t0
-GPU1\tPIX\t X \tNODE\tPHB\t0-11\t0
-GPU2\tSYS\tNODE\t X \tSYS\t12-23\t1
-mlx5_0\tPHB\tPHB\tSYS\t X
-"""
-
 SINGLE = """\
 \tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
 GPU0\t X \t0-15\t0\t\tN/A
 """
 
 
-def test_a_node_with_nvlinks_is_described() -> None:
+def test_the_drivers_table_is_told_in_words_and_nothing_of_a_single_gpu_or_of_other_text() -> None:
     pairs = parse_topology(DGX)
-    assert pairs["GPU0", "GPU3"] == "NV12"
-    assert pairs["GPU2", "NIC1"] == "PXB"
-    assert len(pairs) == 6 + 8 + 1
+    assert (pairs["GPU0", "GPU3"], pairs["GPU2", "NIC1"], len(pairs)) == ("NV12", "PXB", 6 + 8 + 1)
     assert topology_notes(DGX) == [
         "GPUs are connected by 12 NVLinks (NV12): 6 pairs",
         "GPUs and network cards are connected by several PCIe switches (PXB): 4 pairs, "
         "by the link between NUMA nodes (SYS): 4 pairs",
     ]
-
-
-def test_a_workstation_without_nvlinks_is_described() -> None:
-    assert topology_notes(WORKSTATION) == [
-        "GPUs are connected by one PCIe switch (PIX): 1 pair, by the link between NUMA nodes (SYS): 1 pair, "
-        "by PCIe bridges of one NUMA node (NODE): 1 pair",
-        "GPUs and network cards are connected by the host's PCIe bridge (PHB): 2 pairs, "
-        "by the link between NUMA nodes (SYS): 1 pair",
-    ]
-
-
-def test_nothing_is_said_of_a_single_gpu_or_of_other_text() -> None:
-    assert topology_notes(SINGLE) == []
-    assert topology_notes("") == []
-    assert topology_notes("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.") == []
-
-
-def test_ranks_of_a_host_are_of_a_node_however_they_are_numbered() -> None:
-    assert node_of_each([("a", 0), ("b", 0), ("a", 1), ("b", 1)]) == [0, 1, 0, 1]
+    for code, words in (
+        ("PIX", "one PCIe switch"),
+        ("PHB", "the host's PCIe bridge"),
+        ("NODE", "PCIe bridges of one NUMA node"),
+    ):
+        text = f"\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \t{code}\t0-11\nGPU1\t{code}\t X \t0-11\n"
+        assert topology_notes(text) == [f"GPUs are connected by {words} ({code}): 1 pair"]
+    failed = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+    assert [topology_notes(text) for text in (SINGLE, "", failed)] == [[], [], []]
 
 
 def test_nodes_of_one_rank_have_no_links_of_their_own() -> None:
@@ -185,14 +159,18 @@ def test_nodes_of_one_rank_have_no_links_of_their_own() -> None:
     assert cluster.notes == ("seen",)
 
 
+def in_a_node(ranks: int, *curves: tuple[CurveKind, int, list[int], list[float]]) -> Cluster:
+    """Return the cluster of so many ranks in a node that measured these curves."""
+    keys = ("kind", "ranks", "sizes", "seconds")
+    found: list[Any] = [{"level": "node", **dict(zip(keys, curve, strict=True))} for curve in curves]
+    same: Any = {"nodes": [0] * ranks, "memory_bytes": [2**30] * ranks, "names": ["one"] * ranks}
+    return measured_cluster(LinkMeasurements(curves=found, overlaps=[], notes=[], **same), "cpu", "local")
+
+
 @pytest.mark.parametrize("seconds", [[1e-3, 4e-3, 3e-3], [2e-3, 2e-3, 2e-3]])
 def test_messages_beyond_a_curve_that_ends_flat_go_at_the_links_bandwidth(seconds: list[float]) -> None:
     sizes = [1024, 10**6, 3 * 10**6]
-    curves = [MeasuredCurve(kind="p2p", ranks=2, level="node", sizes=sizes, seconds=seconds)]
-    curves.append(MeasuredCurve(kind="all_reduce", ranks=4, level="node", sizes=sizes, seconds=seconds))
-    same = {"nodes": [0] * 4, "memory_bytes": [2**30] * 4, "names": ["one"] * 4}
-    measured = LinkMeasurements(curves=curves, overlaps=[], notes=[], **same)  # type: ignore[typeddict-item]
-    cluster = measured_cluster(measured, "cpu", "four")
+    cluster = in_a_node(4, ("p2p", 2, sizes, seconds), ("all_reduce", 4, sizes, seconds))
     (link,) = cluster.links
     assert link.bytes_per_s < 2e9
     last_s = cluster.curves[0].seconds[-1]
@@ -206,31 +184,12 @@ def test_messages_beyond_a_curve_that_ends_flat_go_at_the_links_bandwidth(second
         assert float(line(np.array([sizes[-1] + more]))[0]) == pytest.approx(last_s + 1.5 * beyond_s, rel=1e-3)
 
 
-@pytest.mark.slow
-def test_links_between_two_ranks_make_a_cluster() -> None:
-    measured = measure_links(2, "cpu", 1)
-    kind = describe(choose("cpu"), 1)
-    cluster = local_cluster(measured, kind, 4)
-    assert [curve.kind for curve in cluster.curves] == ["p2p", "all_reduce", "all_gather", "reduce_scatter"]
-    for curve in cluster.curves:
-        assert list(curve.seconds) == sorted(curve.seconds)
-        assert curve.seconds[0] > 0
-        assert (len(curve.sizes), curve.sizes[0], curve.sizes[-1]) == (12, 1024, 64 * 2**20)
-    assert len(cluster.devices) == 4
-    assert "estimated" in cluster.notes[0]
-
-
 def test_times_that_fall_are_made_the_nearest_that_rise() -> None:
     draw = random.Random(4)
     for _ in range(30):
         count = draw.randint(2, 9)
         seconds = [draw.uniform(1e-3, 2e-3) for _ in range(count)]
-        curve = MeasuredCurve(
-            kind="p2p", ranks=2, level="node", sizes=[1024 * 2**place for place in range(count)], seconds=seconds
-        )
-        same = {"nodes": [0, 0], "memory_bytes": [2**30] * 2, "names": ["one"] * 2}
-        measured = LinkMeasurements(curves=[curve], overlaps=[], notes=[], **same)  # type: ignore[typeddict-item]
-        (found,) = measured_cluster(measured, "cpu", "two").curves
+        (found,) = in_a_node(2, ("p2p", 2, [1024 * 2**place for place in range(count)], seconds)).curves
         # Isotonic regression in closed form: the largest, over beginnings, of the least mean of what follows.
         expected = [
             max(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,12 @@ class Words(nn.Module):
         return self.head(hidden)
 
 
-def graph_of(**how: bool) -> LayerGraph:
+@cache
+def graph_of(length: int = 5, *, tied: bool = False, folded: bool = False) -> LayerGraph:
     torch.manual_seed(0)
-    batch = {"tokens": torch.randint(12, (4, 5)), "targets": torch.randint(12, (4, 5))}
+    batch = {name: torch.randint(12, (4, length)) for name in ("tokens", "targets")}
     return capture_module(
-        Words(**how).double(),
+        Words(tied=tied, folded=folded).double(),
         batch,
         lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch["targets"].flatten()),
     )
@@ -127,7 +129,7 @@ def cut_of(cuts: tuple[ParameterCut, ...], name: str) -> ParameterCut | None:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_layers_of_a_kind_split_alike_each_under_its_own_names(count: int) -> None:
-    cuts = cuts_of(graph_of(tied=False), count)
+    cuts = cuts_of(graph_of(), count)
     blocks = [name for name in cuts if name.startswith("blocks")]
     of_kinds = {name: [cut.model_copy(update={"parameter": ""}) for cut in cuts[name]] for name in blocks}
     assert {cut.parameter for name in blocks for cut in cuts[name]} >= {f"blocks.{at}.0.weight" for at in range(3)}
@@ -149,17 +151,21 @@ def test_layers_that_share_a_parameter_cut_it_alike(count: int) -> None:
 def test_a_parameter_that_one_layer_cannot_cut_is_whole_in_all() -> None:
     graph = graph_of(tied=True, folded=True)
     ((name, layers),) = graph.tied_parameters().items()
-    apart = cuts_of(graph_of(tied=False, folded=True), 2)
+    apart = cuts_of(graph_of(folded=True), 2)
     assert cut_of(apart["embedding"], "embedding.weight") is not None
     cuts = cuts_of(graph, 2)
     assert len({cut_of(cuts[layer], name) for layer in layers}) == 1
 
 
-def test_a_profile_has_the_splits_of_every_layer_and_what_does_not_split() -> None:
-    _, graph, _ = captured("everything")
+def records_of(graph: LayerGraph) -> list[Record]:
     sizes = {"parameters_bytes": 0, "trainable_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
     costs = (cost(1, 1.0, 2.0, {}, 0, 0),)
-    records = with_splits(graph, [Record(name=each.name, modules=(), costs=costs, **sizes) for each in graph.layers])
+    return with_splits(graph, [Record(name=each.name, modules=(), costs=costs, **sizes) for each in graph.layers])
+
+
+def test_a_profile_has_the_splits_of_every_layer_and_what_does_not_split() -> None:
+    _, graph, _ = captured("everything")
+    records = records_of(graph)
     assert [record.name for record in records] == [layer.name for layer in graph.layers]
     for count in COUNTS:
         cuts = cuts_of(graph, count)
@@ -170,10 +176,7 @@ def test_a_profile_has_the_splits_of_every_layer_and_what_does_not_split() -> No
 
 def test_a_profile_says_of_a_layer_that_writes_buffers_which_it_writes() -> None:
     _, graph, _ = captured("narrow_resnet")
-    sizes = {"parameters_bytes": 0, "trainable_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
-    costs = (cost(1, 1.0, 2.0, {}, 0, 0),)
-    records = with_splits(graph, [Record(name=each.name, modules=(), costs=costs, **sizes) for each in graph.layers])
-    writing = [record for record in records if record.name.startswith("blocks")]
+    writing = [record for record in records_of(graph) if record.name.startswith("blocks")]
     assert writing
     for record in writing:
         assert not record.splits
@@ -184,13 +187,7 @@ def test_a_profile_says_of_a_layer_that_writes_buffers_which_it_writes() -> None
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_what_layers_may_have_in_slices_is_what_each_says_for_itself(count: int) -> None:
-    torch.manual_seed(0)
-    batch = {"tokens": torch.randint(12, (4, 8)), "targets": torch.randint(12, (4, 8))}
-    graph = capture_module(
-        Words(tied=False).double(),
-        batch,
-        lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch["targets"].flatten()),
-    )
+    graph = graph_of(8)
     found = {name: {cut.tensor: cut.dim for cut in split.sequence} for name, split in splits_of(graph, count).items()}
     assert found == {name: sequence_dims(graph.layer(name), count) for name in found}
     between = [tensor.name for tensor in graph.tensors if tensor.producer is not None]
