@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from autopar.errors import FileError
-from autopar.formats import document as atomic
 from autopar.formats.document import write_text
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
@@ -24,6 +19,7 @@ from autopar.runtime import weights
 from autopar.runtime.start.saving import new_set, set_of
 from autopar.runtime.start.workspace import Workspace
 from dictated import dictate
+from failing_calls import Calls, counted, full, killed
 from in_teams import in_teams
 from paths import MODELS
 from training_cases import Case, make_case
@@ -32,7 +28,6 @@ from training_cases import Case, make_case
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 STAGES, SIZE = 3, 1000
 OWN = {"tokenizer.json": "{}", "config.json": "{1}"}
-CALLS = ("open", "fsync", "replace")
 
 
 def _save(folder: Path, value: float) -> None:
@@ -77,72 +72,15 @@ def _check(folder: Path, values: tuple[float, ...]) -> None:
     assert all((folder / name).read_text() == text for name, text in OWN.items())
 
 
-class _Faults:
-    """Lets the n-th call that writes do something else."""
-
-    def __init__(self, number: int, act: Callable[[], None]) -> None:
-        self.calls, self._number, self._act = 0, number, act
-
-    def count(self) -> None:
-        if self.calls == self._number:
-            self.calls += 1
-            self._act()
-        self.calls += 1
-
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
-        with pytest.MonkeyPatch.context() as patch:
-            for name in CALLS:
-                patch.setattr(atomic.os, name, self._counted(getattr(os, name)))
-            patch.setattr(atomic, "open", self._opened, raising=False)
-            patch.setattr(Path, "unlink", self._counted(Path.unlink))
-            yield
-
-    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401
-            self.count()
-            return call(*arguments, **named)
-
-        return counted
-
-    def _opened(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401
-        return _CountedFile(open(*arguments, **named), self)
-
-
-class _CountedFile:
-    def __init__(self, file: Any, faults: _Faults) -> None:  # noqa: ANN401
-        self._file, self._faults = file, faults
-
-    def write(self, content: bytes) -> int:
-        self._faults.count()
-        return int(self._file.write(content))
-
-    def __enter__(self) -> _CountedFile:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._file.close()
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        return getattr(self._file, name)
-
-
 def _calls(folder: Path) -> int:
     """Return how many calls a save makes."""
-    faults = _Faults(-1, lambda: None)
-    with faults.at_work():
+    calls = Calls(None, full)
+    with counted(calls):
         _save(folder, 1.0)
-    return faults.calls
+    return calls.count
 
 
-def _fail() -> None:
-    raise OSError(28, "No space left on device")
-
-
-def _end() -> None:
-    os._exit(9)
-
-
+@pytest.mark.reliability(15)
 def test_a_write_that_fails_leaves_the_set_before_or_the_new_one(tmp_path: Path) -> None:
     folder = _prepared(tmp_path / "saved")
     count = _calls(folder)
@@ -151,8 +89,8 @@ def test_a_write_that_fails_leaves_the_set_before_or_the_new_one(tmp_path: Path)
     for number in range(count):
         _save(folder, 1.0)
         weights.write(folder / weights.SINGLE, {"w0": torch.full((SIZE,), 1.0)})
-        faults, saved = _Faults(number, _fail), 2.0
-        with faults.at_work():
+        saved = 2.0
+        with counted(Calls(number, full)):
             try:
                 _save(folder, 2.0)
             except FileError:
@@ -173,7 +111,7 @@ def test_a_process_that_is_killed_leaves_the_set_before_or_the_new_one(tmp_path:
         _save(folder, 1.0)
         child = os.fork()
         if child == 0:
-            with _Faults(number, _end).at_work():
+            with counted(Calls(number, killed)):
                 _save(folder, 2.0)
             os._exit(0)
         _, status = os.waitpid(child, 0)
@@ -181,24 +119,6 @@ def test_a_process_that_is_killed_leaves_the_set_before_or_the_new_one(tmp_path:
         _check(folder, (1.0, 2.0))
         seen.add(_value(folder))
     assert seen == {1.0, 2.0}
-
-
-@pytest.mark.reliability(15)
-def test_a_file_system_that_is_full_leaves_the_set_before(tmp_path: Path) -> None:
-    folder = _prepared(tmp_path / "saved")
-    before = sorted(path.name for path in folder.iterdir())
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, SIZE))
-        try:
-            _save(folder, 2.0)
-        except FileError:
-            os._exit(4)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
-    assert _value(folder) == 1.0
-    assert sorted(path.name for path in folder.iterdir()) == before
 
 
 def test_readers_and_two_runs_at_once_never_see_parts_of_two_sets(tmp_path: Path) -> None:
@@ -285,9 +205,6 @@ def test_other_libraries_load_the_set(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[key], state[key] + 1) for key in names)
 
 
-TEAM_CASES = [((1, 1), (2, 4), "none"), ((2, 1), (2, 1), "none"), ((2,), (2,), "parameters"), ((3,), (2,), "optimizer")]
-
-
 @pytest.fixture(scope="module")
 def narrow_gpt(tmp_path_factory: pytest.TempPathFactory) -> Case:
     file = tmp_path_factory.mktemp("models") / "gpt.py"
@@ -296,8 +213,16 @@ def narrow_gpt(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("widths", "sizes", "shard"), TEAM_CASES)
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.some(2)
+@pytest.mark.parametrize(
+    ("widths", "sizes", "shard", "given"),
+    [
+        ((1, 1), (2, 1), "none", True),
+        ((2,), (2,), "optimizer", False),
+        ((2,), (2,), "parameters", False),
+        ((2, 1), (2, 1), "none", False),
+    ],
+)
 def test_what_teams_cut_is_written_whole(
     widths: Sequence[int],
     sizes: Sequence[int],
