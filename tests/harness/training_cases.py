@@ -134,25 +134,6 @@ def text_of(example: str, optimizer: str = OPTIMIZERS["adamw"], **narrow: object
     return FILE.format(base=base, narrow={**NARROW[example], **narrow}, optimizer=optimizer)
 
 
-class Cases(dict[tuple[str, str], Case]):
-    """Narrow examples, by name and optimizer, captured when they are asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
-
-    def __missing__(self, key: tuple[str, str]) -> Case:
-        """Capture one."""
-        file = self._folder / f"{'_'.join(key)}.py"
-        self[key] = made = make_case(file, text_of(key[0], OPTIMIZERS[key[1]]))
-        return made
-
-
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
-    return Cases(tmp_path_factory.mktemp("models"))
-
-
 @pytest.fixture(scope="module")
 def dropout(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return make_case(tmp_path_factory.mktemp("dropout") / "dropout.py", (MODELS / "dropout.py").read_text())
@@ -225,21 +206,3 @@ def own_part(plan: Plan, rank: int, name: str, whole: torch.Tensor) -> torch.Ten
             indices = [at for start, stop in cut.parts[part_of(plan, rank)] for at in range(start, stop)]
             return whole.index_select(cut.dim, torch.tensor(indices))
     return whole
-
-
-def check_buffers(plan: Plan, truth: plain.Trained, folder: Path) -> None:
-    first = 0
-    for stage in plan.stages:
-        for name, value in load_file(folder / f"buffers-{first}").items():
-            torch.testing.assert_close(value, truth.buffers[name], rtol=1e-10, atol=1e-10)
-        first += stage.replicas
-
-
-def shares_of(graph: LayerGraph, plan: Plan, name: str) -> tuple[int, ...]:
-    """Return how the stage that a module is in divides a micro-batch."""
-    stage_of = {layer: stage for stage in plan.stages for layer in stage.layers}
-    modules = {module: layer.name for layer in graph.layers for module in layer.modules}
-    while name not in modules:
-        name = name.rpartition(".")[0]
-    stage = stage_of[modules[name]]
-    return stage.rows if stage.division == "split" else stage.rows[:1]

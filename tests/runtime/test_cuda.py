@@ -25,9 +25,9 @@ from oracles.unflushed import RULES
 from paths import HARNESS
 from policy_cases import differs, planned
 from threads import own
-from training_cases import STEPS, Case, Cases, cases, check, dropout, make_case, train
+from training_cases import STEPS, Case, check, dropout, make_case, text_of, train
 
-__all__ = ["cases", "dropout"]
+__all__ = ["dropout"]
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.skipif(not GPUS, reason="needs a GPU, and torch finds none")
@@ -56,6 +56,12 @@ def pool(harness: None) -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: make_case(folder / f"{name}.py", text_of(name)) for name in ("gpt", "resnet", "mlp")}
+
+
 def _on_gpu(plan: Plan) -> Plan:
     return plan.model_copy(update={"device_type": "cuda"})
 
@@ -78,9 +84,15 @@ def _trains_as_plain(pool: RankPool, case: Case, plan: Plan, folder: Path) -> No
     ],
 )
 def test_training_equals_the_plain_loop_on_the_gpu(
-    example: str, widths: tuple[int, ...], schedule: str, chunks: int, cases: Cases, pool: RankPool, tmp_path: Path
+    example: str,
+    widths: tuple[int, ...],
+    schedule: str,
+    chunks: int,
+    cases: dict[str, Case],
+    pool: RankPool,
+    tmp_path: Path,
 ) -> None:
-    case = cases[example, "adamw"]
+    case = cases[example]
     _trains_as_plain(pool, case, case.plan(widths, 3, 7, schedule, chunks=chunks), tmp_path)
 
 
@@ -93,9 +105,9 @@ def test_random_layers_draw_on_the_gpu_what_a_seeded_loop_draws(
 
 @pytest.mark.parametrize(("widths", "sizes"), [([1], [2]), ([1, 1], [2, 1]), ([1], [4]), ([2], [2])])
 def test_teams_train_as_the_plain_loop_on_the_gpu(
-    widths: list[int], sizes: list[int], cases: Cases, pool: RankPool, tmp_path: Path
+    widths: list[int], sizes: list[int], cases: dict[str, Case], pool: RankPool, tmp_path: Path
 ) -> None:
-    case = cases["gpt", "adamw"]
+    case = cases["gpt"]
     plan = in_teams(case.graph, case.plan(widths, 3, 7), sizes, sequence=len(widths) == 1)
     _trains_as_plain(pool, case, plan, tmp_path)
 
@@ -123,8 +135,8 @@ def test_replicas_that_take_turns_equal_their_rule(pool: RankPool, tmp_path: Pat
     assert differs(tmp_path, plan, pool=pool) < 1e-12
 
 
-def test_a_run_reports_what_carried_its_tensors_and_times_of_the_device(cases: Cases) -> None:
-    case = cases["mlp", "sgd"]
+def test_a_run_reports_what_carried_its_tensors_and_times_of_the_device(cases: dict[str, Case]) -> None:
+    case = cases["mlp"]
     plan = _on_gpu(case.plan((1, 1), 3, 7))
     outcome = run(plan, str(case.file), RunOptions(steps=STEPS, share_gpus=True))
     assert outcome.report.loss == pytest.approx(case.truth(plan, device="cuda").losses, rel=1e-12)
@@ -164,8 +176,8 @@ def _job(case: Case, plan: Plan) -> Job:
     return Job(plan, expand(plan), 0, *place, torch.device("cuda", 0), lambda step, position: None)
 
 
-def test_in_the_steady_state_nothing_waits_for_all_of_the_devices_work(cases: Cases) -> None:
-    case = cases["mlp", "sgd"]
+def test_in_the_steady_state_nothing_waits_for_all_of_the_devices_work(cases: dict[str, Case]) -> None:
+    case = cases["mlp"]
     plan = _on_gpu(case.plan((1,), 3, 7))
     job = _job(case, plan)
     records = [job.step(step, STEPS + 1) for step in range(2)]

@@ -121,6 +121,7 @@ def _plain(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]
     return first, {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("name", "schedule"), [("llama", "1f1b"), ("gpt2", "interleaved")])
 def test_four_unequal_stages_train_a_model_of_the_library_as_one_process_does(
     name: str, schedule: str, tmp_path: Path

@@ -139,17 +139,16 @@ def check(found: Case, folder: Path, *how: Any, **more: Any) -> None:  # noqa: A
 HOW = {"gpipe": False, "zb-h1": False, "listed": True}
 
 
-@pytest.mark.some(18)
+@pytest.mark.some(20)
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("recompute", [False, True])
-# Once it ran, torch's old spectral norm holds a weight that cannot be copied, as threads would have to.
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    [(kind, how) for kind in sorted(BLOCKS) for how in HOW if (kind, how) != ("old spectral norm", "listed")],
-)
+@pytest.mark.parametrize("kind", sorted(BLOCKS))
 @pytest.mark.reliability(43)
 def test_buffers_and_parameters_that_forwards_write_train_as_in_one_process(
     kind: str, recompute: bool, how: str, tmp_path: Path
 ) -> None:
+    if (kind, how) == ("old spectral norm", "listed"):
+        pytest.skip("once it ran, it holds a weight that cannot be copied, as threads would have to")
     found = case(tmp_path, BLOCKS[kind], listed=HOW[how])
     writers = {layer.name: layer.writes for layer in found.graph.layers if layer.writes is not None}
     assert list(writers) == [f"blocks.{index}" for index in range(3)]

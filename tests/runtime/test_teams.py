@@ -40,7 +40,7 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return make_case(tmp_path_factory.mktemp("models") / "gpt.py", text_of("gpt", BLOCKS=3))
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(5)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(
     ("widths", "sizes"),
@@ -66,7 +66,7 @@ def test_any_plan_with_teams_trains_as_the_plain_loop(name: str) -> None:
     trains_alike()
 
 
-@pytest.mark.some(7)
+@pytest.mark.some(5)
 @pytest.mark.parametrize("policy", RULES)
 @pytest.mark.parametrize(
     ("depths", "micro_batches", "widths", "sizes"),

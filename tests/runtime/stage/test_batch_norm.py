@@ -29,6 +29,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize(
     ("model", "how", "plan"),
     [
