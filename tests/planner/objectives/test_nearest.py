@@ -59,6 +59,7 @@ def equal_splits(profile: Profile, cluster: Cluster, limits: Expressible) -> Ite
 
 
 @pytest.mark.slow
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", TRAINERS)
 def test_the_nearest_plan_is_accepted_and_no_slower_than_equal_splits(name: str) -> None:
     target, compared = TRAINERS[name], 0
