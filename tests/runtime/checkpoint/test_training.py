@@ -319,11 +319,15 @@ def test_a_folder_of_another_run_is_left_alone(tmp_path: Path) -> None:
         job.save(tmp_path, wait=True)
         assert CheckpointFolder(tmp_path).steps() == [1]
     with autopar.materialize(make_model(), script_plan([1]), batch, loss=loss) as job:
-        with pytest.raises(UsageError, match=r"holds checkpoints already, the newest of step 1; .*load\(\)"):
+        said = r"holds checkpoints already, the newest of step 1; .*load\(\)"
+        with pytest.raises(UsageError, match=said):
             job.save(tmp_path)
-        (tmp_path / "step-1" / "manifest.json").write_text("")
-        with pytest.raises(FileError, match="no checkpoint is sound"):
-            job.load(tmp_path)
+    (tmp_path / "step-1" / "manifest.json").write_text("")
+    with (
+        autopar.materialize(make_model(), script_plan([1]), batch, loss=loss) as job,
+        pytest.raises(FileError, match="no checkpoint is sound"),
+    ):
+        job.load(tmp_path)
 
 
 @pytest.mark.slow
