@@ -23,7 +23,7 @@ from typer.exceptions import TyperException
 from command_lines import parse
 from page_blocks import Block, Page, PageError
 from page_output import difference
-from paths import HARNESS, ROOT
+from paths import EXAMPLES, HARNESS, ROOT
 from profiled import RECORDED, write_profiled
 
 _LAUNCHERS = ("torchrun", "srun", "mpirun", "python", "python3")
@@ -126,6 +126,8 @@ class PageRun:
                 continue
             failed_at, done = (line, self._autopar(words)) if words is not None else self._shell(line, text)
             printed += done.stdout
+            if words is not None and not done.returncode and not done.stdout:
+                _remember(words, self.folder)
             if done.returncode:
                 self._check_ending(block, failed_at, True, f"exit code {done.returncode}:\n{printed}")
                 return printed
@@ -202,14 +204,26 @@ class PageRun:
             raise self._fault(block.line, f"is no {block.language}: {error}") from error
 
 
+_profiles: dict[tuple[str, ...], dict[str, bytes]] = {}
+"""What command lines wrote that profiled an example without a word."""
+
+
+def _remember(words: list[str], folder: Path) -> None:
+    if "profile" in words[:2] and (EXAMPLES / words[words.index("profile") + 1]).is_file():
+        _profiles[*words] = {name: (folder / name).read_bytes() for name in ("profile.json", "cluster.json")}
+
+
 def _write_recorded(words: list[str], folder: Path) -> bool:
-    """Write a recorded profile where a command line measures it, and says nothing of it; return whether there is."""
+    """Write what a command line that says nothing would measure or estimate; return whether it was done before."""
+    if (folder / "profile.json").exists():
+        return False
+    for name, text in _profiles.get(tuple(words), {}).items():
+        (folder / name).write_bytes(text)
     for name, (model, batch) in RECORDED.items():
         asked = ["profile", model.name, "--batch", str(batch)]
-        if words in (["--quiet", *asked], [*asked, "--quiet"]) and not (folder / "profile.json").exists():
+        if words in (["--quiet", *asked], [*asked, "--quiet"]):
             write_profiled(folder, name)
-            return True
-    return False
+    return (folder / "profile.json").exists()
 
 
 def commands_of(block: Block) -> Iterator[tuple[int, str, list[str] | None]]:
@@ -253,8 +267,11 @@ def command_lines(block: Block) -> Iterator[tuple[int, list[str]]]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a page's commands: ``autopar`` is this repository's, and lines are 100 columns wide."""
+    """Return the environment of a page's commands: ``autopar`` is this repository's, and lines are 100 columns wide.
+
+    Where the machine is busy, threads of one process that wait for each other take its processors for nothing.
+    """
     found = {key: value for key, value in os.environ.items() if not key.startswith(("AUTOPAR_", "COV_", "PYTEST_"))}
     path = os.pathsep.join([str(Path(sys.executable).parent), found.get("PATH", "")])
     modules = os.pathsep.join(filter(None, [str(ROOT), found.get("PYTHONPATH")]))
-    return {**found, "PATH": path, "PYTHONPATH": modules, "COLUMNS": "100", "NO_COLOR": "1"}
+    return {**found, "PATH": path, "PYTHONPATH": modules, "COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
