@@ -336,9 +336,9 @@ def test_more_devices_than_layers_are_planned(run: Run) -> None:
     assert len(Plan.load("plan.json").stages) == 5
 
 
-def test_what_the_system_refuses_ends_as_a_bad_file_does(command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_system_refuses_ends_as_a_bad_file_does(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("autopar.formats.references.kind_of", refuse)
-    refused(command, 4, "autopar: plan.json: Permission denied\n", "show", "plan.json")
+    refused(run, 4, "autopar: plan.json: Permission denied\n", "show", "plan.json")
