@@ -41,7 +41,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     return command
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def subject() -> Subject:
     return gpt_subject()
 

@@ -97,7 +97,7 @@ def test_errors_name_arguments_in_python_and_flags_on_the_command_line(
 
 
 def test_a_remedy_is_typed_as_it_is_said_in_python_and_on_the_command_line(run: Run) -> None:
-    profile, cluster = gpt_profile(blocks=4), local_cluster(2)
+    profile, cluster = gpt_profile(blocks=2), local_cluster(2)
     profile.save("profile.json")
     with pytest.raises(InfeasibleError) as caught:
         autopar.plan(profile, cluster, gpus=2, memory_bytes="1MiB")

@@ -56,7 +56,7 @@ def test_every_command_can_be_quiet() -> None:
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    gpt_profile(blocks=4).save("profile.json")
+    gpt_profile(blocks=2).save("profile.json")
     local_cluster(2).save("cluster.json")
     return tmp_path
 
