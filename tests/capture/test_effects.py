@@ -1,5 +1,5 @@
 """Models that cannot be used are refused in one line: what, where, and what to do; and bytes that are alive."""
-# ruff: noqa: ANN001, ANN201, ANN204
+# ruff: noqa: ANN001, ANN201
 
 from __future__ import annotations
 
@@ -21,60 +21,56 @@ from autopar.capture.effects import StorageTracker, written_arguments
 from autopar.capture.meta import hollow_parameters
 from autopar.capture.store import load_graph, save_graph
 from autopar.errors import CaptureError, FileError, ModelError
-from capture_zoo import Chain, build, captured, mean_square, regression
+from capture_zoo import By, Chain, build, captured, mean_square, regression
 from refused_models import Branching, Checkpointed, OwnFailing, OwnFunction, Reentrant
-from state_models import Between
+from state_models import listed
+
+ONES = [torch.ones(4, 8), torch.ones(4, 8)]
 
 
-class Replaced(Chain):
-    """A running mean that is replaced instead of written."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("average", torch.zeros(8))
-
-    def between(self, x):
-        self.average = self.average * 0.9 + x.detach().mean(0) * 0.1
-        return x - self.average
+def replaced(model, x):
+    model.average = model.average * 0.9 + x.detach().mean(0) * 0.1
+    return x - model.average
 
 
-class Counting(Chain):
-    """A number that the next forward would read."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def between(self, x):
-        self.calls += 1
-        return x / self.calls
+def counting(model, x):
+    model.calls += 1
+    return x / model.calls
 
 
-class By(Chain):
-    """What is between steps is given."""
-
-    def __init__(self, between):
-        super().__init__()
-        self.between = between
+def in_list(model, x):
+    model.means[0] = 0.9 * model.means[0] + x.detach().mean(0)
+    return x - model.means[0]
 
 
-def hook(x):
-    x.register_hook(torch.zeros_like)
-    return x
+def remembering(model, x):
+    """Replace a tensor that no later forward reads, and make one once."""
+    model.seen = x.detach()
+    model.table = torch.arange(8.0).cos() if model.table is None else model.table
+    return x * model.table
+
+
+def overlapping():
+    both = torch.zeros(2, 8)
+    return By(lambda model, x: (model.both.add_(1), x * model.one)[1], {"both": both, "one": both[0]})
 
 
 @pytest.mark.parametrize(
     ("kind", "construct", "line"),
     [
-        (Replaced, "the buffer average is replaced", "self.average = self.average"),
-        (Counting, "the attribute calls changes from 0 to 1", "self.calls += 1"),
-        (lambda: By(lambda x: x * random.uniform(0, 1)), "would be drawn only once", "random.uniform(0"),
-        (lambda: By(lambda x: x * numpy.random.rand()), "would be drawn only once", "numpy.random.rand("),
-        (lambda: By(lambda x: x / len(x)), "number of samples", "x / len(x)"),
+        (
+            lambda: By(replaced, {"average": torch.zeros(8)}),
+            "buffer average is replaced",
+            "model.average = model.average",
+        ),
+        (lambda: By(counting, calls=0), "the attribute calls changes from 0 to 1", "model.calls += 1"),
+        (lambda: By(lambda _, x: x * random.uniform(0, 1)), "would be drawn only once", "random.uniform(0"),
+        (lambda: By(lambda _, x: x * numpy.random.rand()), "would be drawn only once", "numpy.random.rand("),
+        (lambda: By(lambda _, x: x / len(x)), "number of samples", "x / len(x)"),
         (OwnFunction, "autograd.Function Doubled", "return Doubled.apply(x)"),
         (Checkpointed, "torch.utils.checkpoint", "return torch.utils.checkpoint.checkpoint("),
         (Branching, "values decide what runs", "return x * 2 if x.sum() > 0"),
-        (lambda: By(hook), "a hook on a gradient", "x.register_hook"),
+        (lambda: By(lambda _, x: (x, x.register_hook(torch.zeros_like))[0]), "a hook on a gradient", "x.register_hook"),
     ],
 )
 def test_what_cannot_be_captured_is_named_with_its_line_and_the_fallback(kind, construct, line, capfd):
@@ -89,110 +85,58 @@ def test_what_cannot_be_captured_is_named_with_its_line_and_the_fallback(kind, c
     assert f"{file}:{number}" in message
 
 
-class Averaging(Chain):
-    """A running mean that is no buffer: in an attribute that is replaced, in a list, or written in place."""
-
-    def __init__(self, where="attribute"):
-        super().__init__()
-        self.where, self.mean, self.means = where, torch.zeros(8), [torch.zeros(8)]
-
-    def between(self, x):
-        now = x.detach().mean(0)
-        if self.where == "attribute":
-            self.mean = 0.9 * self.mean + now
-            return x - self.mean
-        if self.where == "list":
-            self.means[0] = 0.9 * self.means[0] + now
-            return x - self.means[0]
-        return x - self.mean.mul_(0.9).add_(now)
-
-
-class Remembering(Chain):
-    """Tensors that are replaced, but never read by a later forward, or made once."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen, self.table = torch.zeros(8), None
-
-    def between(self, x):
-        self.seen = x.detach()
-        if self.table is None:
-            self.table = torch.arange(8.0).cos()
-        return x * self.table
-
-
 @pytest.mark.parametrize("hollow", [False, True])
 @pytest.mark.parametrize(
-    ("where", "message"),
-    [("attribute", "mean is replaced"), ("list", r"means\[0\] is replaced|list"), ("in place", "mean .* is no buffer")],
+    ("make", "message"),
+    [
+        (lambda: By(replaced, average=torch.zeros(8)), "average is replaced"),
+        (lambda: By(in_list, means=[torch.zeros(8)]), r"means\[0\] is replaced|list"),
+        (
+            lambda: By(lambda m, x: x - m.mean.mul_(0.9).add_(x.detach()[0]), mean=torch.zeros(8)),
+            "mean .* is no buffer",
+        ),
+    ],
 )
-def test_a_tensor_that_changes_and_is_no_buffer_is_refused(where, message, hollow):
+def test_a_tensor_that_changes_and_is_no_buffer_is_refused(make, message, hollow):
     with hollow_parameters() if hollow else nullcontext():
-        model = Averaging(where)
+        model = make()
     with pytest.raises(CaptureError, match=message):
-        capture_module(model, [torch.ones(4, 8), torch.ones(4, 8)], mean_square)
+        capture_module(model, ONES, mean_square)
 
 
 @pytest.mark.parametrize("hollow", [False, True])
 def test_a_tensor_that_no_later_forward_needs_anew_is_captured(hollow):
     with hollow_parameters() if hollow else nullcontext():
-        model = Remembering()
-    graph = capture_module(model, [torch.ones(4, 8), torch.ones(4, 8)], mean_square)
+        model = By(remembering, seen=torch.zeros(8), table=None)
+    graph = capture_module(model, ONES, mean_square)
     assert not any(isinstance(value, FakeTensor) for layer in graph.layers for value in layer.module.buffers())
-
-
-class Overlapping(Chain):
-    """Two buffers in one memory, one of which is written."""
-
-    def __init__(self):
-        super().__init__()
-        both = torch.zeros(2, 8)
-        self.register_buffer("both", both)
-        self.register_buffer("one", both[0])
-
-    def between(self, x):
-        self.both.add_(1)
-        return x * self.one
-
-
-def hook_parameter(model):
-    model.steps[1].weight.register_hook(torch.zeros_like)
-
-
-def hook_module(model):
-    model.steps[1].register_full_backward_hook(lambda module, inward, outward: None)
-
-
-def fixed(x):
-    return x.reshape(6, 8) if x.shape[0] == 6 else x.reshape(1, 1)
-
-
-def tie_by_memory(model):
-    model.steps[2].weight = nn.Parameter(model.steps[1].weight)
 
 
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        (Overlapping, lambda model: None, "both and one share memory that the forward writes"),
-        (Chain, tie_by_memory, r"steps\.1\.weight and steps\.2\.weight are two tensors that share memory"),
-        (Chain, hook_parameter, r"the parameter steps\.1\.weight has a hook"),
-        (Chain, hook_module, r"the module steps\.1 has a backward hook"),
-        (lambda: By(fixed), nn.Module.double, "number of samples|samples only"),
+        (overlapping, id, "both and one share memory that the forward writes"),
+        (
+            Chain,
+            lambda model: setattr(model.steps[2], "weight", nn.Parameter(model.steps[1].weight)),
+            r"steps\.1\.weight and steps\.2\.weight are two tensors that share memory",
+        ),
+        (Chain, lambda model: model.steps[1].weight.register_hook(id), r"the parameter steps\.1\.weight has a hook"),
+        (Chain, lambda model: model.steps[1].register_full_backward_hook(id), r"module steps\.1 has a backward hook"),
+        (lambda: By(lambda _, x: x.reshape(4, 8) if len(x) == 4 else x[:1, :1]), id, "number of samples|samples only"),
     ],
 )
 def test_what_ranks_would_not_have_or_is_for_one_number_of_samples_is_refused(kind, change, message):
     model = kind()
     change(model)
-    batch = [torch.ones(4, 8), torch.ones(4, 8)] if model.steps[0].weight.dtype == torch.float32 else regression()
     with pytest.raises(CaptureError, match=message):
-        capture_module(model, batch, mean_square)
+        capture_module(model, ONES, mean_square)
 
 
 def test_parts_of_one_memory_that_do_not_overlap_are_captured():
     model, whole = Chain(), torch.randn(8, 16)
     model.steps[1].weight, model.steps[2].weight = nn.Parameter(whole[:, :8]), nn.Parameter(whole[:, 8:])
-    assert len(capture_module(model, [torch.ones(4, 8), torch.ones(4, 8)], mean_square).layers) == 4
+    assert len(capture_module(model, ONES, mean_square).layers) == 4
 
 
 def test_a_gradient_that_is_no_number_or_sparse_is_the_users_and_a_wrong_one_is_found():
@@ -208,11 +152,6 @@ def test_a_gradient_that_is_no_number_or_sparse_is_the_users_and_a_wrong_one_is_
         check_gradients(model, capture_module(model, batch, loss), batch, loss)
 
 
-def listed(model, batch):
-    """Capture a chain whose layers are listed, what stands between them included."""
-    return capture_module(model, batch, mean_square, lambda model: [Between(model, step) for step in model.steps])
-
-
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -222,7 +161,7 @@ def listed(model, batch):
 )
 def test_a_backward_that_raises_is_the_models_own(kind, message):
     model, batch = kind().double(), regression()
-    graph = listed(model, batch)
+    graph = capture_module(model, batch, mean_square, listed)
     with pytest.raises(ModelError, match=message):
         check_gradients(model, graph, batch, mean_square)
 
@@ -231,7 +170,7 @@ def test_a_backward_that_raises_is_the_models_own(kind, message):
 def test_the_layers_fallback_runs_what_cannot_be_captured(kind):
     torch.manual_seed(0)
     model, batch = kind().double(), regression()
-    graph = listed(model, batch)
+    graph = capture_module(model, batch, mean_square, listed)
     assert not graph.portable
     assert len(graph.layers) == 4
     check_gradients(model, graph, batch, mean_square)
@@ -296,7 +235,7 @@ def test_any_order_of_making_viewing_and_freeing_is_counted(fake: bool) -> None:
             assert (tracker.alive_bytes, tracker.peak_bytes) == (alive, peak)
 
 
-def test_what_was_there_before_is_not_counted_and_what_changes_its_size_is() -> None:
+def test_what_was_there_before_is_not_counted_what_changes_its_size_is_and_so_are_indices_of_sparse_tensors() -> None:
     old = torch.ones(100)
     with StorageTracker() as tracker:
         old.mul_(2)
@@ -310,9 +249,6 @@ def test_what_was_there_before_is_not_counted_and_what_changes_its_size_is() -> 
         assert (tracker.alive_bytes, tracker.peak_bytes) == (400, 400)
     del view, made
     assert tracker.alive_bytes == 0
-
-
-def test_sparse_tensors_count_their_indices_and_values() -> None:
     dense = torch.eye(4)
     with StorageTracker() as tracker:
         sparse = dense.to_sparse()

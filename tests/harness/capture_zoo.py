@@ -54,6 +54,20 @@ class Chain(nn.Module):
         return torch.tanh(x)
 
 
+class By(Chain):
+    """What is between steps is a function of the model, which may hold more, and of what arrives there."""
+
+    def __init__(self, function, buffers=None, **held):
+        super().__init__()
+        self.function = function
+        for name, value in (buffers or {}).items():
+            self.register_buffer(name, value)
+        self.__dict__.update(held)
+
+    def between(self, x):
+        return self.function(self, x)
+
+
 class InPlace(Chain):
     def between(self, x):
         return F.relu(x, inplace=True)

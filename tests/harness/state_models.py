@@ -40,3 +40,8 @@ class Between(nn.Module):
 
     def forward(self, x):
         return self.model[0].between(self.step(x))
+
+
+def listed(model):
+    """List the layers of a chain, what stands between them included."""
+    return [Between(model, step) for step in model.steps]
