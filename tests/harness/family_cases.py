@@ -7,8 +7,9 @@ What one rank a replica ends with is the truth: that it trains as a plain loop d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations, product
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +19,9 @@ from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.job import DEFAULTS
-from dictated import dictate
 from families import EAGER
 from in_teams import in_teams
-from threads import train_in_threads
+from suite.tiers import pair_cover
 from training_cases import STEPS, Case, make_case, own_part, train
 
 FILE = """
@@ -100,32 +100,10 @@ FACTORS: Mapping[str, Sequence[Any]] = {
 
 
 def pairwise_cover() -> list[Variant]:
-    """Return variants in which every two values of two factors meet; of what cannot be, none.
-
-    Each takes a pair that has not met, and then the values that make most pairs meet which have not.
-    """
-    names = list(FACTORS)
-    open_pairs = {
-        frozenset([(first, a), (second, b)]): None
-        for first, second in combinations(names, 2)
-        for a, b in product(FACTORS[first], FACTORS[second])
-        if is_possible({first: a, second: b})
-    }
-    found = []
-    while open_pairs:
-        chosen = dict(next(iter(open_pairs)))
-        for name in names:
-            if name not in chosen:
-                values = [each for each in FACTORS[name] if is_possible({**chosen, name: each})]
-                chosen[name] = max(values, key=lambda each: _met(chosen, name, each, open_pairs))
-        found.append(Variant(**chosen))
-        for pair in combinations(chosen.items(), 2):
-            open_pairs.pop(frozenset(pair), None)
-    return found
-
-
-def _met(chosen: Mapping[str, Any], name: str, value: Any, open_pairs: Iterable[object]) -> int:  # noqa: ANN401
-    return sum(frozenset([(name, value), other]) in open_pairs for other in chosen.items())  # type: ignore[operator]
+    """Return variants in which every two values of two factors meet that may."""
+    every = [dict(zip(FACTORS, values, strict=True)) for values in product(*FACTORS.values())]
+    possible = [each for each in every if is_possible(each)]
+    return [Variant(**possible[at]) for at in pair_cover(possible)]
 
 
 def is_possible(chosen: Mapping[str, Any]) -> bool:
@@ -139,15 +117,14 @@ def is_possible(chosen: Mapping[str, Any]) -> bool:
 def family_case(name: str, attention: str, folder: Path) -> Case:
     """Write a model file, and capture the model."""
     file = folder / f"{name.replace('-', '_')}_{attention}.py"
-    file.write_text(FILE.format(name=name, attention=attention))
-    return make_case(file)
+    return make_case(file, FILE.format(name=name, attention=attention))
 
 
 def plan_of(case: Case, variant: Variant, *, teams: bool = True) -> Plan:
     """Return a variant's plan, or the same with one rank for each replica."""
     schedule, chunks = variant.schedule
     more = {"recompute": variant.recompute, "shard": variant.shard} if teams else {}
-    alone = dictate(case.graph, case.model, variant.layout.widths, 2, 3, schedule, chunks=chunks, **more)  # type: ignore[arg-type]
+    alone = case.plan(variant.layout.widths, 2, 3, schedule, chunks=chunks, **more)
     if not teams:
         return alone
     groups = (next(at for at, each in enumerate(alone.groups) if stage in each) for stage in range(len(alone.stages)))
@@ -156,21 +133,12 @@ def plan_of(case: Case, variant: Variant, *, teams: bool = True) -> Plan:
 
 def train_threads(case: Case, plan: Plan, folder: Path, settings: TrainSettings = DEFAULTS) -> list[float]:
     """Train with ranks as threads, and keep what they end with."""
-    folder.mkdir()
-    module = case.model.build(0)
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    state = {name: each.detach().clone() for name, each in state.items()}
-    return train_in_threads(plan, case.graph, case.model, state, folder, STEPS, settings)
+    return case.train(plan, folder, STEPS, settings)
 
 
 def train_processes(pool: RankPool) -> Callable[[Case, Plan, Path], list[float]]:
     """Return what trains with rank processes, and keeps what they end with."""
-
-    def trained(case: Case, plan: Plan, folder: Path) -> list[float]:
-        folder.mkdir()
-        return train(pool, case, plan, folder)
-
-    return trained
+    return partial(train, pool)
 
 
 def largest_difference(plan: Plan, folder: Path, alone: Plan, truth: Path, what: str) -> float:
@@ -203,14 +171,7 @@ class Differences(NamedTuple):
 def differences(
     case: Case, variant: Variant, folder: Path, trained: Callable[[Case, Plan, Path], list[float]] = train_threads
 ) -> Differences:
-    """Train a variant, and what it is held against, and compare them.
-
-    Args:
-        case: the variant's model.
-        variant: what is trained.
-        folder: has no files yet.
-        trained: trains teams, and keeps what they end with.
-    """
+    """Train a variant, and what it is held against, in a folder that has no files yet, and compare them."""
     alone, plan = plan_of(case, variant, teams=False), plan_of(case, variant)
     assert any(stage.cuts for stage in plan.stages)
     truth, found = folder / "alone", folder / "teams"

@@ -141,6 +141,7 @@ def dropout(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 def train(pool: RankPool, case: Case, plan: Plan, folder: Path, steps: int = STEPS, **settings: Any) -> list[float]:  # noqa: ANN401
     """Train with rank processes; return the losses' parts summed over them."""
+    folder.mkdir(exist_ok=True)
     paths = {"model": str(case.file), "workspace": str(case.workspace), "folder": str(folder)}
     arguments = {"plan": plan.dumps(), "steps": steps, "settings": settings, **paths}
     parts = pool.run("rank_jobs:train_and_keep", arguments, ranks=len(plan.devices))
