@@ -25,8 +25,7 @@ from policy_cases import planned
 from threads import act_in_threads
 
 
-@pytest.mark.slow
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans("everything"))
 @pytest.mark.reliability(38, 39, 40)
 def test_skips_ties_masks_integers_and_token_counts_survive_any_plan(plan: Plan) -> None:
@@ -51,7 +50,7 @@ def test_a_parameter_of_several_recomputed_layers_is_reduced_when_all_of_them_ha
 @pytest.mark.reliability(41, 42)
 def test_dropout_and_batch_statistics_survive_any_plan(name: str) -> None:
     # Two rows or more for batch statistics; blocks draw random numbers, by a generator that threads take in turn.
-    @settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow])
     @given(plan=plans(name, most_ranks=6, most_rows=7, least_share=2))
     def trains_alike(plan: Plan) -> None:
         equals_plain(name, plan)

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ for name, value in {narrow!r}.items():
 model, dataset, loss, optimizer = base.model, base.dataset, base.loss, base.optimizer
 """
 EXAMPLES: dict[str, dict[str, Any]] = {
-    "gpt": {"WIDTH": 32, "CONTEXT": 16, "BLOCKS": 4},
+    "gpt": {"WIDTH": 32, "CONTEXT": 16, "BLOCKS": 3},
     "resnet": {"WIDTHS": (4, 8, 8)},
     "mlp": {"WIDTHS": (64, 48, 96, 24, 64)},
 }
@@ -60,6 +60,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # With the dropout that the library has it have.
     "gpt2": {"model_type": "gpt2", "vocab_size": 40, "n_positions": 9, "n_embd": 16, "n_layer": 3, "n_head": 2},
 }
+Command = Callable[..., tuple[int, str, str]]
 WIDTHS, SHARDS = (1, 3, 2), ("none", "parameters", "optimizer")
 
 
@@ -75,36 +76,31 @@ def verified(plan: Plan, pool: RankPool, steps: int = 2) -> Verification:
     return verify(plan, plan.model.source, None, steps, 60.0, pool=pool)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_the_examples_are_trained_equally_sharded_on_stages_of_unequal_widths(
-    example: str, tmp_path: Path, pool: RankPool
+def source_of(folder: Path, name: str, more: str = "", **narrow: Any) -> str:  # noqa: ANN401
+    """Write an example or a configuration of the library, and return where it is."""
+    if name in CONFIGS:
+        pytest.importorskip("transformers", reason="needs the extra autopar[hf]")
+        (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+        return f"hf:{folder / 'config.json'}"
+    path = str(ROOT / "examples" / f"{name}.py")
+    (folder / "model.py").write_text(NARROW.format(path=path, narrow={**EXAMPLES[name], **narrow}) + more)
+    return str(folder / "model.py")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "mlp" else pytest.mark.slow) for name in (*EXAMPLES, *CONFIGS)]
+)
+def test_models_are_trained_equally_sharded_on_stages_of_unequal_widths(
+    name: str, tmp_path: Path, pool: RankPool
 ) -> None:
-    file = tmp_path / "model.py"
-    file.write_text(NARROW.format(path=str(ROOT / "examples" / f"{example}.py"), narrow=EXAMPLES[example]))
-    found = verified(planned(tmp_path, str(file), shard=SHARDS), pool)
+    found = verified(planned(tmp_path, source_of(tmp_path, name), shard=SHARDS), pool)
     assert found.equal, found
     assert found.computed == "float64"
     assert {each.what: each.compared > 0 for each in found.differences}["gradients"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
-def test_models_of_the_library_are_trained_equally_sharded_on_stages_of_unequal_widths(
-    name: str, tmp_path: Path, pool: RankPool
-) -> None:
-    pytest.importorskip("transformers", reason="needs the extra autopar[hf]")
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
-    found = verified(planned(tmp_path, f"hf:{tmp_path / 'config.json'}", shard=SHARDS), pool)
-    assert found.equal, found
-
-
-def _command(folder: Path, tree: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    command = [sys.executable, "-m", "autopar", "verify", "plan.json", "--steps", "2", "--json"]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-
-
+VERIFY = ("verify", "plan.json", "--steps", "2", "--json")
+SUMMED = ("ctx.sums.sum(gradient, ctx.parts)", "gradient")
 SENSITIVE: dict[str, Any] = {"shares": [[2, 4], [6], [4, 2]], "recompute": True}
 
 
@@ -117,43 +113,49 @@ def _sensitive(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_compares_a_plan_for_gpus_on_cpus_in_float64(tmp_path: Path) -> None:
+def test_the_command_compares_a_plan_for_gpus_on_cpus_in_float64(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _sensitive(tmp_path)
-    done = _command(tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    monkeypatch.chdir(tmp_path)
+    code, out, said = command(*VERIFY)
+    assert code == 0, said
+    found = json.loads(out)
     assert found["equal"]
     assert [each["what"] for each in found["differences"]] == ["losses", "gradients", "parameters", "buffers"]
     assert all(each["equal"] and each["largest"] <= each["allowed"] for each in found["differences"])
     assert [note.partition(";")[0] for note in found["notes"]] == ["the plan is for GPUs", "the plan computes in bf16"]
-    assert "gradients" in done.stderr
-
-
-BUGS = {
-    "zero in place of none": ("gradients.py", "if not reached:", "if not reached and False:"),
-    "a share's weight": (
-        "execute.py",
-        "return self._rows /",
-        "return plan.stages[max(self._stages)].rows[0] /",
-    ),
-}
+    assert "gradients" in said
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", BUGS)
-def test_the_command_fails_on_a_runtime_with_a_fault(bug: str, tmp_path: Path) -> None:
-    _sensitive(tmp_path)
-    name, right, wrong = BUGS[bug]
-    _fails_with_a_fault(tmp_path, f"runtime/{name}", right, wrong)
-
-
-def _fails_with_a_fault(folder: Path, name: str, right: str, wrong: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("runtime/execute.py", "return self._rows /", "return plan.stages[max(self._stages)].rows[0] /"),
+        ("autopar/capture/split/sums.py", *("return " + each + ", None, None" for each in SUMMED)),
+    ],
+    ids=["a share's weight", "parts"],
+)
+def test_the_command_fails_on_a_runtime_with_a_fault(name: str, right: str, wrong: str, tmp_path: Path) -> None:
+    if "split" in name:
+        _of_teams(tmp_path, (1,), (2,))
+    else:
+        _sensitive(tmp_path)
     for each in ("autopar", "runtime", "planner", "profiler", "examples"):
-        shutil.copytree(ROOT / each, folder / each, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    file = folder / name
+        shutil.copytree(ROOT / each, tmp_path / each, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    file = tmp_path / name
     assert file.read_text().count(right) == 1
     file.write_text(file.read_text().replace(right, wrong))
-    done = _command(folder, folder)
+    # Started anew: what is warm has imported the tree without a fault.
+    done = subprocess.run(
+        [sys.executable, "-m", "autopar", *VERIFY],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 5, done.stderr
     assert not json.loads(done.stdout)["equal"]
     assert "the ranks did not train what plain training does" in done.stderr.splitlines()[-1]
@@ -161,10 +163,9 @@ def _fails_with_a_fault(folder: Path, name: str, right: str, wrong: str) -> None
 
 def _of_teams(folder: Path, widths: Sequence[int], sizes: Sequence[int], **options: Any) -> Plan:  # noqa: ANN401
     """Plan the narrow GPT in teams, and write it beside the plan."""
-    narrow = {**EXAMPLES["gpt"], "BLOCKS": 2}
-    (folder / "model.py").write_text(NARROW.format(path=str(ROOT / "examples" / "gpt.py"), narrow=narrow))
-    model = load(str(folder / "model.py"))
-    plan = in_teams(capture(model, model.build(0)), planned(folder, str(folder / "model.py"), widths, **options), sizes)
+    source = source_of(folder, "gpt", BLOCKS=2)
+    model = load(source)
+    plan = in_teams(capture(model, model.build(0)), planned(folder, source, widths, **options), sizes)
     relative = plan.model.model_copy(update={"source": "model.py"})
     plan.model_copy(update={"model": relative}).save(folder / "plan.json")
     return plan
@@ -188,14 +189,6 @@ def test_what_every_rank_of_a_team_has_is_compared(
     compared = {each.what: each.compared for each in found.differences}
     held = sum(len(plan.stages[index].cuts) for rank in range(found.ranks) for index in stages_of(plan, rank)[0])
     assert compared["parameters"] >= held > 0
-
-
-@pytest.mark.slow
-def test_the_command_finds_a_fault_in_parts(tmp_path: Path) -> None:
-    _of_teams(tmp_path, (1,), (2,))
-    assert _command(tmp_path).returncode == 0
-    fault = "return ctx.sums.sum(gradient, ctx.parts), None, None", "return gradient, None, None"
-    _fails_with_a_fault(tmp_path, "autopar/capture/split/sums.py", *fault)
 
 
 @pytest.mark.parametrize(("off", "equal"), [(0.0, True), (1e-6, False)])
@@ -314,6 +307,7 @@ UNFLUSHED: list[tuple[str, str, Sequence[int], Sequence[int], dict[str, Any]]] =
 
 
 @pytest.mark.slow
+@pytest.mark.some(5)
 @pytest.mark.parametrize(("name", "policy", "widths", "depths", "options"), UNFLUSHED)
 def test_without_flushes_the_rule_is_trained(
     name: str,
@@ -324,38 +318,25 @@ def test_without_flushes_the_rule_is_trained(
     tmp_path: Path,
     pool: RankPool,
 ) -> None:
-    source = str(tmp_path / "model.py")
-    if name in EXAMPLES:
-        text = NARROW.format(path=str(ROOT / "examples" / f"{name}.py"), narrow=EXAMPLES[name])
-        Path(source).write_text(text)
-    else:
-        pytest.importorskip("transformers", reason="needs the extra autopar[hf]")
-        (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
-        source = f"hf:{tmp_path / 'config.json'}"
-    plan = unflushed(planned(tmp_path, source, widths, warmup=[1] * len(widths), **options), policy, depths)
+    plan = unflushed(
+        planned(tmp_path, source_of(tmp_path, name), widths, warmup=[1] * len(widths), **options), policy, depths
+    )
     found = verified(plan, pool, steps=4)
     assert found.equal, found
     assert found.computed == "float64"
 
 
-def told(folder: Path, example: str) -> str:
-    """Write an example whose rates go by the stage."""
-    text = NARROW.format(path=str(ROOT / "examples" / f"{example}.py"), narrow=EXAMPLES[example])
-    (folder / "model.py").write_text(text + TOLD)
-    return str(folder / "model.py")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["stash", "pipemare", "sync"])
 def test_an_optimizer_is_told_of_its_stage_on_both_sides(policy: str, tmp_path: Path, pool: RankPool) -> None:
-    plan = planned(tmp_path, told(tmp_path, "mlp"), (2, 1, 3), warmup=[1, 1, 1])
+    plan = planned(tmp_path, source_of(tmp_path, "mlp", TOLD), (2, 1, 3), warmup=[1, 1, 1])
     found = verified(plan if policy == "sync" else unflushed(plan, policy, (3, 2, 1)), pool, steps=4)
     assert found.equal, found
 
 
 @pytest.mark.parametrize(("policy", "asked"), [("2bw", "delay"), ("sync", "replicas")])
 def test_copies_of_a_parameter_are_not_told_apart(policy: str, asked: str, tmp_path: Path, pool: RankPool) -> None:
-    plan = planned(tmp_path, told(tmp_path, "gpt"), (1, 2), warmup=[1, 1])
+    plan = planned(tmp_path, source_of(tmp_path, "gpt", TOLD), (1, 2), warmup=[1, 1])
     plan = plan if policy == "sync" else unflushed(plan, policy, (2, 1))
     with pytest.raises(
         UsageError, match=rf"optimizer\(\) asks for {asked}, which is .* that share .*wte.weight, whose"
@@ -370,12 +351,9 @@ def unflushed(plan: Plan, policy: str, depths: Sequence[int]) -> Plan:
 
 
 def test_what_one_process_does_not_see_is_refused_by_name(tmp_path: Path, pool: RankPool) -> None:
-    file = tmp_path / "model.py"
-    file.write_text(NARROW.format(path=str(ROOT / "examples" / "gpt.py"), narrow=EXAMPLES["gpt"]))
-    plan = unflushed(planned(tmp_path, str(file), (1, 1), warmup=[1, 1]), "stash", (2, 1))
+    plan = planned(tmp_path, source_of(tmp_path, "gpt", BLOCKS=2), (1, 1), warmup=[1, 1])
     with pytest.raises(UsageError, match=r"wte.weight is shared between stages .*`policy='2bw'`"):
-        verified(plan, pool)
-    file.write_text(NARROW.format(path=str(ROOT / "examples" / "resnet.py"), narrow=EXAMPLES["resnet"]))
-    plan = unflushed(planned(tmp_path, str(file), (1, 1), warmup=[1, 1], recompute=True), "predict", (2, 1))
+        verified(unflushed(plan, "stash", (2, 1)), pool)
+    plan = planned(tmp_path, source_of(tmp_path, "resnet"), (1, 1), warmup=[1, 1], recompute=True)
     with pytest.raises(UsageError, match=r"numbers depend on what is recomputed.*`recompute='none'`"):
-        verified(plan, pool)
+        verified(unflushed(plan, "predict", (2, 1)), pool)
