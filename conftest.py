@@ -1,13 +1,19 @@
-"""Examples in docstrings of the library run in a folder that holds the files which they name."""
+"""The suite's plugins and threads; examples in docstrings run in a folder that holds the files which they name."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Set before anything imports numpy or torch: threads of two tests that wait for each other spin, for up to ten times
+# the processor seconds.
+for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
 
 pytest_plugins = ["pytester", "suite.costs", "suite.stacks", "suite.tiers"]
 
