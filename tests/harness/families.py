@@ -24,41 +24,27 @@ def _keys(heads: int, **others: object) -> dict[str, object]:
     return {**_SIZES, "num_key_value_heads": heads, "attention_dropout": DROP, **others}
 
 
+_DROPS = {"hidden_dropout": DROP, "attention_dropout": DROP}
 _RESIDUAL = {"resid_pdrop": DROP, "embd_pdrop": DROP}
 _BART = {
     f"{part}_{name}": value
     for part in ("encoder", "decoder")
     for name, value in (("layers", 2), ("attention_heads", HEADS), ("ffn_dim", 2 * WIDTH))
 }
+_DISTILBERT = {"dim": WIDTH, "hidden_dim": 2 * WIDTH, "n_layers": 2, "n_heads": HEADS}
+_FALCON = {**_SIZES, "new_decoder_architecture": True, "num_kv_heads": 4, "alibi": False, **_DROPS}
+_OPT = {**_SIZES, "ffn_dim": 2 * WIDTH, "word_embed_proj_dim": WIDTH, "attention_dropout": DROP}
+_T5 = {"d_model": WIDTH, "d_kv": 8, "d_ff": 2 * WIDTH, "num_layers": 2, "num_heads": HEADS, "decoder_start_token_id": 0}
 
 FAMILIES: dict[str, tuple[str, str, Mapping[str, object]]] = {
     "bart": ("Bart", "ForConditionalGeneration", {"d_model": WIDTH, "decoder_start_token_id": 0, **_BART}),
     "bert": ("Bert", "ForMaskedLM", _BERT),
     "bigcode": ("GPTBigCode", "ForCausalLM", {**_GPT2, "multi_query": True}),
-    "bloom": (
-        "Bloom",
-        "ForCausalLM",
-        {"hidden_size": WIDTH, "n_layer": 2, "n_head": HEADS, "hidden_dropout": DROP, "attention_dropout": DROP},
-    ),
+    "bloom": ("Bloom", "ForCausalLM", {"hidden_size": WIDTH, "n_layer": 2, "n_head": HEADS, **_DROPS}),
     "clip": ("CLIP", "TextModelWithProjection", {**_SIZES, "projection_dim": WIDTH, "attention_dropout": DROP}),
     "codegen": ("CodeGen", "ForCausalLM", {**_GPT2, "rotary_dim": 4}),
-    "distilbert": (
-        "DistilBert",
-        "ForMaskedLM",
-        {"dim": WIDTH, "hidden_dim": 2 * WIDTH, "n_layers": 2, "n_heads": HEADS},
-    ),
-    "falcon": (
-        "Falcon",
-        "ForCausalLM",
-        {
-            **_SIZES,
-            "new_decoder_architecture": True,
-            "num_kv_heads": 4,
-            "alibi": False,
-            "hidden_dropout": DROP,
-            "attention_dropout": DROP,
-        },
-    ),
+    "distilbert": ("DistilBert", "ForMaskedLM", _DISTILBERT),
+    "falcon": ("Falcon", "ForCausalLM", _FALCON),
     "gemma": ("Gemma", "ForCausalLM", _keys(1, head_dim=8)),
     "gemma2": ("Gemma2", "ForCausalLM", _keys(4, head_dim=8)),
     "glm": ("Glm", "ForCausalLM", _keys(2, head_dim=8)),
@@ -68,12 +54,8 @@ FAMILIES: dict[str, tuple[str, str, Mapping[str, object]]] = {
     "llama-2": ("Llama", "ForCausalLM", _keys(2)),
     "llama-4": ("Llama", "ForCausalLM", _keys(4)),
     "mistral": ("Mistral", "ForCausalLM", _keys(4)),
-    "neox": ("GPTNeoX", "ForCausalLM", {**_SIZES, "attention_dropout": DROP, "hidden_dropout": DROP}),
-    "opt": (
-        "OPT",
-        "ForCausalLM",
-        {**_SIZES, "ffn_dim": 2 * WIDTH, "word_embed_proj_dim": WIDTH, "attention_dropout": DROP},
-    ),
+    "neox": ("GPTNeoX", "ForCausalLM", {**_SIZES, **_DROPS}),
+    "opt": ("OPT", "ForCausalLM", _OPT),
     "phi": ("Phi", "ForCausalLM", _keys(HEADS, **_RESIDUAL)),
     "phi3": ("Phi3", "ForCausalLM", _keys(HEADS, **_RESIDUAL)),
     "phi3-2": ("Phi3", "ForCausalLM", _keys(2, **_RESIDUAL)),
@@ -82,18 +64,7 @@ FAMILIES: dict[str, tuple[str, str, Mapping[str, object]]] = {
     "qwen3": ("Qwen3", "ForCausalLM", _keys(4, head_dim=8)),
     "roberta": ("Roberta", "ForMaskedLM", _BERT),
     "starcoder2": ("Starcoder2", "ForCausalLM", _keys(2, residual_dropout=DROP, embedding_dropout=DROP)),
-    "t5": (
-        "T5",
-        "ForConditionalGeneration",
-        {
-            "d_model": WIDTH,
-            "d_kv": 8,
-            "d_ff": 2 * WIDTH,
-            "num_layers": 2,
-            "num_heads": HEADS,
-            "decoder_start_token_id": 0,
-        },
-    ),
+    "t5": ("T5", "ForConditionalGeneration", _T5),
     "vit": ("ViT", "ForImageClassification", {**_BERT, "image_size": 8, "patch_size": 4, "num_labels": 7}),
 }
 """By a short name; what follows it is the number of heads of keys."""
