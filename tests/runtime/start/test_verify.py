@@ -307,7 +307,7 @@ UNFLUSHED: list[tuple[str, str, Sequence[int], Sequence[int], dict[str, Any]]] =
 
 
 @pytest.mark.slow
-@pytest.mark.some(5)
+@pytest.mark.some(4)
 @pytest.mark.parametrize(("name", "policy", "widths", "depths", "options"), UNFLUSHED)
 def test_without_flushes_the_rule_is_trained(
     name: str,
