@@ -47,9 +47,7 @@ def tensor(*pieces: Piece, shape: tuple[int, ...] = (4, 6)) -> StoredTensor:
 
 
 def piece(at: int, *ranges: tuple[int, int, int]) -> Piece:
-    return Piece(
-        file=FILES[at].name, ranges=tuple(IndexRange(dim=dim, start=start, stop=stop) for dim, start, stop in ranges)
-    )
+    return Piece(file=FILES[at].name, ranges=tuple(IndexRange(dim=dim, start=a, stop=b) for dim, a, b in ranges))
 
 
 def manifest() -> Checkpoint:

@@ -120,9 +120,7 @@ def test_a_file_of_a_gigabyte_and_what_may_never_end_are_not_read(tmp_path: Path
 
 
 @pytest.mark.reliability(57)
-def test_a_failed_write_leaves_neither_a_half_file_nor_a_temporary_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_no_half_or_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "c.json"
     path.write_text("old")
 

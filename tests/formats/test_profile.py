@@ -71,11 +71,7 @@ def test_what_crosses_each_cut_and_what_hangs_together_agree_with_a_count_over_a
     ("old", "new", "message"),
     [
         ('"producer": "b"', '"producer": "d"', r"\$\.tensors\[2\]\.producer: no layer is called 'd'"),
-        (
-            '"producer": "b"',
-            '"producer": "c"',
-            r"\$\.tensors\[2\]\.consumers: 'c' does not come after the producer 'c'",
-        ),
+        ('"producer": "b"', '"producer": "c"', r"\$\.tensors\[2\]\.consumers: 'c' does not come after the producer"),
         ('"name": "y"', '"name": "x"', r"\$\.tensors\[2\]\.name: tensor 'x' is given twice"),
         ('"name": "b"', '"name": "a"', r"\$\.layers\[.\]\.name: layer 'a' is given twice"),
         ('"micro_batch": 4', '"micro_batch": 1', r"\$\.layers\[0\]\.costs: micro-batch sizes must ascend .* \[1, 1\]"),

@@ -40,10 +40,7 @@ def test_ranks_trained_what_the_plain_loop_trained_where_nothing_differs_by_more
         ({"samples_per_s": -1.0}, r"\$\.samples_per_s: "),
         ({"peak_kind": "guessed"}, r"\$\.peak_kind: "),
         ({"gradient_norm": [-1.0]}, r"\$\.gradient_norm\[0\]: "),
-        (
-            {"kinds": [{"kind": "Q", "actions": 1, "measured_s": 1, "predicted_s": 1, "ratio": 1}]},
-            r"\$\.kinds\[0\]\.kind",
-        ),
+        ({"kinds": [{"kind": "Q", "actions": 1, "measured_s": 1, "predicted_s": 1, "ratio": 1}]}, r"kinds\[0\]\.kind"),
         ({"rank_times": [{"rank": 0, "stages": []}]}, r"\$\.rank_times\[0\]\.stages: "),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,

@@ -97,9 +97,7 @@ def test_a_network_that_is_not_stated_is_assumed_and_one_between_racks_to_be_as_
 
 
 def test_a_described_cluster_may_have_racks(tmp_path: Path) -> None:
-    nodes = "".join(
-        f'[[nodes]]\nrack = {rack}\ncount = {count}\ngpus = 2\ngpu = "V100"\n' for rack, count in ((0, 2), (7, 1))
-    )
+    nodes = "".join(f'[[nodes]]\nrack={rack}\ncount={count}\ngpus=2\ngpu="V100"\n' for rack, count in ((0, 2), (7, 1)))
     networks = '[rack]\nbandwidth = "100Gbps"\n[network]\nbandwidth = "10Gbps"\nlatency_s = 1e-4\n'
     path = tmp_path / "racks.toml"
     path.write_text(nodes + networks)
@@ -112,7 +110,7 @@ def test_a_described_cluster_may_have_racks(tmp_path: Path) -> None:
         (nodes + networks[: networks.index("[network]")], "$.network: several racks need a [network]"),
         (nodes + networks[networks.index("[network]") :], "$.rack: nodes in several racks need a [rack]"),
         (nodes + networks.replace("100Gbps", "fast"), "$.rack.bandwidth: "),
-        (nodes.replace("rack = 7", "rack = -1") + networks, "$.nodes[1].rack: "),
+        (nodes.replace("rack=7", "rack=-1") + networks, "$.nodes[1].rack: "),
     ):
         path.write_text(text)
         with pytest.raises(FileError) as caught:
@@ -250,9 +248,7 @@ def test_one_node_takes_the_bandwidth_of_each_device_for_its_own_links() -> None
 
 def test_a_described_network_may_be_that_of_each_device(tmp_path: Path) -> None:
     path = tmp_path / "lab.toml"
-    path.write_text(
-        '[[nodes]]\ncount = 2\ngpus = 8\ngpu = "H100"\n[network]\nbandwidth = "400Gbps/gpu"\nlatency_s = 1e-5\n'
-    )
+    path.write_text('[[nodes]]\ncount=2\ngpus=8\ngpu="H100"\n[network]\nbandwidth="400Gbps/gpu"\nlatency_s = 1e-5\n')
     link = read_cluster(path).links[1]
     assert (link.bytes_per_s, link.shared_by) == (pytest.approx(50e9 * NETWORK_SHARE), 1)
     assert link.latency_s > cluster_named("2x8xH100:400Gbps/gpu").links[1].latency_s

@@ -151,11 +151,7 @@ def test_older_configurations_and_saved_ones_are_read(tmp_path: Path) -> None:
         (TOML.replace('"layers.1"', "1"), FileError, "module_fqns_per_model_part: expected lists of names"),
         (TOML.replace("layers.1", "layers.7"), UsageError, "module 'layers.7' is none of the profile's layers"),
         (TOML.replace('"layers.1", ', ""), UsageError, "does not have all layers"),
-        (
-            TOML.replace("degree = 2\npipeline_parallel_micro", "degree = 3\npipeline_parallel_micro"),
-            UsageError,
-            "does not divide",
-        ),
+        (TOML.replace("degree = 2\npipeline", "degree = 3\npipeline"), UsageError, "does not divide"),
         (TOML + 'pipeline_parallel_schedule = "Looped"', UsageError, "no schedule 'Looped'"),
         (TOML + "data_parallel_replicate_degree = 2", UsageError, "all sharded, or none is"),
         (TOML.replace("size = 8", 'size = "8"'), FileError, "local_batch_size: expected a number"),

@@ -40,9 +40,7 @@ def _pools() -> list[tuple[list[DeviceGroup], list[DeviceGroup], Pool]]:
     for first, second in NODES:
         groups = _groups(first)
         start = sum(first)
-        others = [
-            DeviceGroup(tuple(start + device for device in group.devices), group.alike) for group in _groups(second)
-        ]
+        others = [DeviceGroup(tuple(start + at for at in group.devices), group.alike) for group in _groups(second)]
         kinds = {0: groups, 1: others} if others else {0: groups}
         found += [(groups, others, Pool(kinds, most)) for most in (0, 5, 60, 10_000)]
     return found
@@ -194,9 +192,7 @@ def _uneven(profile: Profile, cluster: Cluster, options: PlanOptions, seed: int)
     peak = max(CostModel(profile, cluster, options).peak_bytes(best.fastest.candidate))
     rng = random.Random(seed)
     sizes = [int(peak * rng.choice([0.7, 0.95, 1.0, 2.0])) for _ in cluster.devices]
-    devices = [
-        each.model_copy(update={"memory_bytes": size}) for each, size in zip(cluster.devices, sizes, strict=True)
-    ]
+    devices = [one.model_copy(update={"memory_bytes": size}) for one, size in zip(cluster.devices, sizes, strict=True)]
     return cluster.model_copy(update={"devices": tuple(devices)})
 
 

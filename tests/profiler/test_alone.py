@@ -113,9 +113,7 @@ def test_a_hollow_models_profile_has_the_sizes_and_names_of_the_real_ones(
     assert all(min(cost.forward_s, cost.backward_s, cost.repeats) > 0 for cost in every)
 
 
-def test_a_size_that_one_kind_of_layer_is_too_slow_for_is_left_out_of_all(
-    prepared: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_size_too_slow_for_one_layer_is_left_out_of_all(prepared: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         _ModelMeasurement, "_enough", lambda self, sizes, forward_s: sizes >= 3 and len(self._costs.timings) > 5
     )

@@ -147,9 +147,7 @@ def test_runs_are_read_with_the_columns_defaults_for_empty_cells(tmp_path: Path)
         (("batch,step_s", "8,1,9"), "row 2: has more cells than the header has columns"),
     ],
 )
-def test_a_broken_runs_file_is_refused_with_row_and_column(
-    tmp_path: Path, lines: tuple[str, ...], message: str
-) -> None:
+def test_a_broken_runs_file_is_refused_by_row_and_column(tmp_path: Path, lines: tuple[str, ...], message: str) -> None:
     with pytest.raises(FileError, match=message.replace("'", ".")):
         read_runs(_written(tmp_path, *lines))
     with pytest.raises(FileError, match=r"none\.csv: no such file; docs/howto/other_gpus\.md"):

@@ -42,9 +42,7 @@ def _costs(graph: LayerGraph) -> Costs:
         costs.recordings[size] = Recording({}, {name: {"x": size} for name in names}, dict.fromkeys(names, size), made)
         for kind in kinds:
             backward = [Time(2.0 * size, 0.5)] * 3
-            costs.timings[kind, size] = Timing(
-                [Time(9.0), Time(size + 1.0), Time(0.5)], backward, recompute=[Time(1.0)]
-            )
+            costs.timings[kind, size] = Timing([Time(9.0), Time(size + 1.0), Time(0.5)], backward, recompute=[Time(1)])
             costs.peaks[kind, size] = 100 * size
     return costs
 

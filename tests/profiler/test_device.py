@@ -49,9 +49,7 @@ def test_a_clock_returns_one_time_a_call_in_order() -> None:
     assert all(time.seconds >= 0 and time.launch_s is None for time in clock.times())
 
 
-def test_autocast_is_by_the_precision_and_a_type_that_it_does_not_take_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_autocast_is_by_the_precision_and_one_that_it_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     made = torch.ones(2, 2)
     for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         with computing(precision, CPU)():  # type: ignore[arg-type]
@@ -84,9 +82,7 @@ def test_without_the_drivers_tool_a_gpus_conditions_are_empty(monkeypatch: pytes
     assert found.clock_hz is None or 1e8 < found.clock_hz < 1e10
 
 
-def test_a_gpu_that_is_there_reserves_what_an_estimated_one_with_that_context_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gpu_that_is_there_reserves_what_an_estimated_one_with_that_context(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = 3 * GIB
     properties = SimpleNamespace(name="GPU", total_memory=80 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

@@ -63,9 +63,7 @@ def test_every_way_of_running_the_layers_gives_the_plain_models_gradients(name: 
 def test_of_many_alike_the_first_sixteen_run_and_what_is_missing_is_given() -> None:
     layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(20)]
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), *layers, torch.nn.Linear(4, 1))
-    graph = capture_module(
-        model, (torch.ones(2, 4), torch.ones(2, 1)), lambda out, batch: (out - batch[1]).square().mean()
-    )
+    graph = capture_module(model, (torch.ones(2, 4), torch.ones(2, 1)), lambda out, to: (out - to[1]).square().mean())
     chosen = representatives(graph.layers)
     counts = [layer.fingerprint for layer in chosen]
     assert max(counts.count(kind) for kind in counts) == 16

@@ -21,9 +21,7 @@ CPU = torch.device("cpu")
     ("sizes", "seconds", "fixed", "slope"),
     [((1, 2, 4), (3.0, 5.0, 9.0), 1.0, 2.0), ((1, 2), (1.0, 4.0), 0.0, 1.2), ((1, 2), (2.0, 1.0), 1.2, 0.0)],
 )
-def test_a_fit_has_no_negative_part(
-    sizes: tuple[int, ...], seconds: tuple[float, ...], fixed: float, slope: float
-) -> None:
+def test_no_part_is_negative(sizes: tuple[int, ...], seconds: tuple[float, ...], fixed: float, slope: float) -> None:
     line = fit_line(sizes, seconds)
     assert line is not None
     assert (line.fixed_s, line.per_sample_s) == (pytest.approx(fixed), pytest.approx(slope))

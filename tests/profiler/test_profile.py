@@ -49,9 +49,7 @@ def model_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_profile_validates_and_comes_back_from_its_file(
-    model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_comes_back_from_its_file(model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.profiler.costs.spread", lambda times: 0.0)
     measured = profile(load(str(model_file)), ProfileOptions(batch=32, device="cpu", budget_s=0.05))
     measured.save(tmp_path / "profile.json")
@@ -94,9 +92,7 @@ def test_a_loss_that_does_not_add_up_is_refused_unless_accepted(model_file: Path
 
 
 @pytest.mark.reliability(48)
-def test_times_that_spread_are_noted_with_the_layer_that_did_most(
-    model_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_that_spread_are_noted_with_the_layer_of_most(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.profiler.costs.spread", lambda times: 0.5)
     measured = profile(load(str(model_file)), ProfileOptions(batch=2, device="cpu", budget_s=0.05))
     assert (measured.noise.median_spread, measured.noise.max_spread) == (0.5, 0.5)

@@ -22,13 +22,7 @@ from played import play, small_plan
 from random_problems import gpt_profile, local_cluster, random_profile
 from shown import shown
 
-SHAPES = [
-    ((1,), 1, "gpipe"),
-    ((2, 1), 4, "1f1b"),
-    ((1, 2, 1), 8, "gpipe"),
-    ((2,) * 8, 64, "1f1b"),
-    ((1, 2, 1), 6, "zb-v"),
-]
+SHAPES = [((1,), 1, "gpipe"), ((2, 1), 4, "1f1b"), ((2, 1), 8, "gpipe"), ((2,) * 8, 64, "1f1b"), ((1, 2, 1), 6, "zb-v")]
 
 
 def _bars(figure: Figure) -> int:

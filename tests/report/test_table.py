@@ -17,9 +17,7 @@ from autopar.report.table import LEAST_FOLDED, MOST_ROWS, Table, fill, fold, say
 WIDTHS = (80, 100, 120)
 MEASURES = ("ns", "us", "ms", "s", "B", "KiB", "MiB", "GiB", "TiB", "GB/s", "%", "x")
 
-numbers = st.builds(
-    "{}{:.4g} {}".format, st.sampled_from(("", "+", "-")), st.floats(0.001, 9e5), st.sampled_from(MEASURES)
-)
+numbers = st.builds("{}{:.4g} {}".format, st.sampled_from(("", *"+-")), st.floats(1e-3, 9e5), st.sampled_from(MEASURES))
 paths = st.lists(
     st.sampled_from(("model", "layers", "0", "17", "self_attn", "q_proj", "transformer")), min_size=1, max_size=7
 ).map(".".join)

@@ -22,13 +22,8 @@ NODE, NETWORK = 7e9, 2e9
 
 
 def _cluster(nodes: int, per_node: int, node: float = NODE, network: float = NETWORK) -> Cluster:
-    devices = [
-        Device(type="V100", memory_bytes=16 * 10**9, node=each) for each in range(nodes) for _ in range(per_node)
-    ]
-    links = (
-        Link(level="node", latency_s=0.0, bytes_per_s=node),
-        Link(level="network", latency_s=0.0, bytes_per_s=network),
-    )
+    devices = [Device(type="V100", memory_bytes=16 * 10**9, node=at) for at in range(nodes) for _ in range(per_node)]
+    links = (Link(level="node", latency_s=0, bytes_per_s=node), Link(level="network", latency_s=0, bytes_per_s=network))
     return Cluster(devices=tuple(devices), links=links)
 
 

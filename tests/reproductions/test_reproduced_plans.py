@@ -122,9 +122,7 @@ def test_a_plan_whose_replicas_are_groups_of_devices_keeps_them_and_is_neither_s
     assert any(stage.tensor_parallel > 1 for stage in own.stages)
     assert Plan.parse(made.dumps(), Path("plan.json")) == made
     assert [stage.tensor_parallel for stage in made.stages] == [stage.tensor_parallel for stage in own.stages]
-    assert [len(stage.devices) for stage in made.stages] == [
-        stage.replicas * stage.tensor_parallel for stage in own.stages
-    ]
+    assert [len(one.devices) for one in made.stages] == [stage.replicas * stage.tensor_parallel for stage in own.stages]
     assert made.predicted.step_s == pytest.approx(12 * own.bottleneck_s)
     assert made.predicted.peak_bytes == tuple(stage.memory_bytes for stage in own.stages)
     assert any("devices each, options" in note for note in made.notes)

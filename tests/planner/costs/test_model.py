@@ -113,9 +113,7 @@ def test_a_parameter_tied_within_a_stage_is_reduced_once_and_between_stages_apar
     assert costs.tied_between((CandidateStage(0, 3, (0,), (1,), 1),)) == []
     apart = Cluster(
         devices=tuple(Device(type="cpu", memory_bytes=1, node=node) for node in (0, 0, 1)),
-        links=tuple(
-            Link(level=level, latency_s=1e-3, bytes_per_s=rate) for level, rate in (("node", 1e6), ("network", 1e3))
-        ),
+        links=tuple(Link(level=at, latency_s=1e-3, bytes_per_s=rate) for at, rate in (("node", 1e6), ("network", 1e3))),
     )
     between = CostModel(profile_of(layers, [], 1, tied), apart, PlanOptions())
     assert between.tied_s(0, (0, 1, 2)) == pytest.approx(2 * ring + 2 * 2 / 3 * 1000 / 1e3)

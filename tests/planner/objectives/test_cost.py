@@ -145,10 +145,8 @@ def test_with_a_gap_plans_meet_the_deadline_and_bounds_hold() -> None:
 
 def test_of_equal_devices_the_cheaper_are_used() -> None:
     cluster = local_cluster(2)
-    devices = [cluster.devices[0].model_copy(update={"price_per_hour": price}) for price in (3.0, 1.0)]
-    made = plan(
-        gpt_profile(), cluster.model_copy(update={"devices": tuple(devices)}), PlanOptions(objective="cost", batch=8)
-    )
+    devices = tuple(cluster.devices[0].model_copy(update={"price_per_hour": price}) for price in (3.0, 1.0))
+    made = plan(gpt_profile(), cluster.model_copy(update={"devices": devices}), PlanOptions(objective="cost", batch=8))
     assert made.devices == (1,)
     assert made.objective == "cost"
     price = made.predicted.price

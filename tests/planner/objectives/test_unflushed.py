@@ -185,9 +185,7 @@ def test_predictions_of_forwards_and_backwards_are_charged(micro_batches: int) -
     profile, cluster = random_profile(10, batches=(4,)), local_cluster(4)
     options = PlanOptions(policy="predict", stages="0:1,1-2:1,3-4:1", micro_batches=micro_batches, recompute="none")
     plans = {each: plan(profile, cluster, replace(options, ahead=each)) for each in ("counted", "xpipe")}  # type: ignore[arg-type]
-    trained = [
-        sum(each.trainable_bytes for each in profile.layers[own]) for own in (slice(1), slice(1, 3), slice(3, 5))
-    ]
+    trained = [sum(one.trainable_bytes for one in profile.layers[own]) for own in (slice(1), slice(1, 3), slice(3, 5))]
     counted, xpipe = (plans[each].predicted.peak_bytes for each in ("counted", "xpipe"))
     stages = [[stage.warmup for stage in each.stages] for each in plans.values()]
     assert stages[0] == stages[1]
@@ -208,9 +206,7 @@ def asked(seed: int) -> tuple[PolicyJudge, Family, tuple[int, ...]]:
     return judge, Family(micro_batches, profile.batch // micro_batches, "1f1b"), orders[seed % len(orders)]
 
 
-def busiest_of_all(
-    judge: PolicyJudge, family: Family, table: PartitionTable, devices: int, most: int
-) -> Iterator[float]:
+def busiest_of(judge: PolicyJudge, family: Family, table: PartitionTable, devices: int, most: int) -> Iterator[float]:
     """Yield what the busiest stage of every partition does, whose replicas have had equal turns after ``most``."""
     layers = judge.costs.layer_count
     ways = [StageWay(width, each) for width in range(1, devices + 1) for each in judge.divisions(family, width)]
@@ -230,7 +226,7 @@ def test_all_partitions_come_those_of_the_least_busy_first(seed: int) -> None:
     divisions, busy_s = partial(judge.divisions, family), partial(judge.busy_s, family)
     table, most = PartitionTable(judge.costs, family, devices, divisions, busy_s), (2, 64)[seed % 2]
     found = list(table.in_order(None, most))
-    assert [each.busiest_s for each in found] == sorted(busiest_of_all(judge, family, table, len(devices), most))
+    assert [each.busiest_s for each in found] == sorted(busiest_of(judge, family, table, len(devices), most))
     for each in found:
         stages = table.stages(each)
         assert each.busiest_s == max(judge.busy_s(family, stage) for stage in stages)

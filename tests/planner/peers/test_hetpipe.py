@@ -152,9 +152,7 @@ def test_what_is_described_is_what_was_partitioned() -> None:
         ((2, 2), {"micro_batches": 1}, "than the 3 layers, be more than the 1 micro-batches, or take too long"),
     ],
 )
-def test_where_there_are_no_virtual_workers_the_row_says_why(
-    nodes: tuple[int, ...], options: dict[str, int], reason: str
-) -> None:
+def test_without_virtual_workers_the_row_says_why(nodes: tuple[int, ...], options: dict[str, int], reason: str) -> None:
     asked = PlanOptions(**options)
     costs = CostModel(gpt_profile(blocks=1), nodes_of(random_cluster(1, sum(nodes)), nodes), asked)
     found = {each.name: each for each in peers(Simulator(costs), asked)}["HetPipe"]
@@ -204,9 +202,7 @@ def test_devices_of_a_sort_are_those_that_no_other_device_tells_apart() -> None:
     assert several > 40
 
 
-def orders(
-    costs: CostModel, devices: list[int], rows: int, pipelined: PipelineCounts
-) -> Iterator[tuple[float, Worker]]:
+def ways(costs: CostModel, devices: list[int], rows: int, pipelined: PipelineCounts) -> Iterator[tuple[float, Worker]]:
     """Every order of the devices and every cut that fits, with its slowest stage."""
     deep = hetpipe.depths(len(devices), pipelined)
     for cuts in combinations(range(1, costs.layer_count), len(devices) - 1):
@@ -248,7 +244,7 @@ def test_a_partition_has_the_quickest_slowest_stage_of_all_orders_and_cuts_that_
         devices = list(range(len(costs.devices)))
         makeup, sorts = hetpipe.makeup_of(costs, devices)
         partition = partitioner.partition(makeup, pipelined)
-        fitting = list(orders(costs, devices, costs.batch // count, pipelined))
+        fitting = list(ways(costs, devices, costs.batch // count, pipelined))
         assert (partition.slowest_s == float("inf")) == (not fitting), f"seed {seed}"
         if not fitting:
             none += 1
@@ -261,7 +257,7 @@ def test_a_partition_has_the_quickest_slowest_stage_of_all_orders_and_cuts_that_
         # Devices of a sort may change places: one of the orders is this one.
         same = [slowest_s for slowest_s, worker in fitting if worker == own]
         assert same == [pytest.approx(partition.slowest_s, rel=1e-9, abs=1e-15)], f"seed {seed}"
-        free = [each for each, _ in orders(_unlimited(costs), devices, costs.batch // count, pipelined)]
+        free = [each for each, _ in ways(_unlimited(costs), devices, costs.batch // count, pipelined)]
         binding += min(free) < least_s * (1 - 1e-9)
         differing += len(set(makeup.kinds)) > 1
     assert found >= 30

@@ -19,14 +19,7 @@ from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
 from drawn import random_candidate
 from oracles.exhaustive import everything, exhaust
-from random_problems import (
-    gpt_profile,
-    local_cluster,
-    problem,
-    random_cluster,
-    random_profile,
-    small_question,
-)
+from random_problems import gpt_profile, local_cluster, problem, random_cluster, random_profile, small_question
 from searched import exhausted, searched
 
 

@@ -17,9 +17,7 @@ from random_problems import random_cluster, random_profile
 def test_of_the_layers_that_a_stage_may_recompute_every_number_is_in_exactly_one_range() -> None:
     for parts in range(1, 8):
         for layers in range(20):
-            ranges = [
-                Choice("split", "none", part, parts).recompute_range(np.array([layers])) for part in range(parts + 1)
-            ]
+            ranges = [Choice("split", "none", at, parts).recompute_range(np.array([layers])) for at in range(parts + 1)]
             numbers = [number for low, high in ranges for number in range(int(low[0]), int(high[0]) + 1)]
             assert numbers == list(range(layers + 1))
 

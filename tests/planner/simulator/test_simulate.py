@@ -78,9 +78,7 @@ def _free_cluster(devices: int) -> Cluster:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (1, 5), (3, 1), (4, 8), (8, 3)])
-def test_an_even_pipeline_without_transfers_takes_the_textbook_time(
-    schedule: str, stages: int, micro_batches: int
-) -> None:
+def test_an_even_pipeline_without_transfers_takes_textbook_time(schedule: str, stages: int, micro_batches: int) -> None:
     costs = CostModel(_chain(stages, micro_batches, 1.0, 2.0), _free_cluster(stages), PlanOptions())
     for depths in SCHEDULES[schedule].warmups(stages, 1, micro_batches).values():
         family = Family(micro_batches, 1, schedule)
@@ -243,10 +241,7 @@ def test_updates_end_when_the_order_says(seed: int) -> None:
         policy, micro_batches = "2bw", max(micro_batches, depths[0] + 1)
         # As late as can be, and no later than the mini-batch's sums and all micro-batches of the next.
         begins = [micro_batches - depths[0] + (depths[0] - depth) // 2 for depth in depths]
-        lags = [
-            min(micro_batches - depth + 1, micro_batches - 1 + begun)
-            for depth, begun in zip(depths, begins, strict=True)
-        ]
+        lags = [micro_batches + min(1 - depth, begun - 1) for depth, begun in zip(depths, begins, strict=True)]
     flows = [(at, at + 1, True) for at in range(last)]
     plan = simulating.skeleton(_line(micro_batches, depths), flows, [shared] if shared else [])
     plan = plan.model_copy(update={"weight_policy": policy})
