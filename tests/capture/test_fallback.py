@@ -2,7 +2,7 @@
 
 State that changes is told, and starts where plain training does.
 """
-# ruff: noqa: ANN001, ANN201, ANN202, ANN204, ANN205
+# ruff: noqa: ANN001, ANN201, ANN204
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from autopar.capture.check import check_gradients
 from autopar.capture.evaluation import capture_evaluation, capture_prediction
 from autopar.errors import CaptureError
 from capture_zoo import Chain, mean_square, regression
-from stage_runs import assert_equal_to_plain
-from state_models import Between, Late, counting_loss
+from refused_models import Doubled
+from stage_runs import assert_equal_to_plain, assert_same_layers
+from state_models import Late, counting_loss, listed
 
 TABLE = {"n": 0}
 
@@ -42,25 +43,19 @@ class Own(nn.Module):
         return torch.tanh(self.step(x)) * (2 if self.state["n"] > 40 else 1) - self.mean
 
 
-class Owning(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.steps = nn.ModuleList(Own(nn.Linear(8, 8), count) for count in (0, 1, 0))
-
-
 def test_a_listed_module_says_which_state_it_changes_keeps_its_first_and_is_not_evaluated():
-    model = Owning().double()
-    graph = capture_module(model, regression(), mean_square, lambda model: list(model.steps))
+    model = nn.Sequential(*(Own(nn.Linear(8, 8), count) for count in (0, 1, 0))).double()
+    graph = capture_module(model, regression(), mean_square, list)
     assert [set(layer.stateful) for layer in graph.layers] == [
         set(),
-        {"Owning.steps.1.state['n']", "Owning.steps.1.mean", "Owning.steps.1.draws"},
+        {"Sequential.1.state['n']", "Sequential.1.mean", "Sequential.1.draws"},
         set(),
     ]
-    own = model.steps[1]
+    own = model[1]
     assert own.state == {"n": 0}
     assert not own.mean.any()
     assert torch.equal(own.draws.get_state(), torch.Generator().manual_seed(0).get_state())
-    with pytest.raises(CaptureError, match=r"Owning\.steps\.1\.\S+ changes with every forward, and a copy"):
+    with pytest.raises(CaptureError, match=r"Sequential\.1\.\S+ changes with every forward, and a copy"):
         capture_evaluation(model, regression(), mean_square, graph)
 
 
@@ -71,32 +66,33 @@ def test_state_of_the_loss_is_the_last_listed_modules():
     assert loss.__closure__[0].cell_contents == 0
 
 
-class Global(nn.Module):
-    def __init__(self, step):
+class Doing(nn.Module):
+    """A step of a chain, and something that is done before it."""
+
+    def __init__(self, step, act):
         super().__init__()
-        self.step = step
+        self.step, self.act = step, act
 
     def forward(self, x):
-        TABLE["n"] += 1
+        self.act()
         return self.step(x)
+
+
+def count():
+    TABLE["n"] += 1
 
 
 def test_the_state_of_one_listed_module_may_be_global():
     before = TABLE["n"]
     model, batch = Chain().double(), regression()
-    graph = capture_module(model, batch, mean_square, lambda model: [Global(model.steps[0]), *list(model.steps)[1:]])
+    graph = capture_module(model, batch, mean_square, lambda model: [Doing(model.steps[0], count), *model.steps[1:]])
     assert graph.layers[0].stateful == ("global TABLE['n'] of test_fallback.py",)
     assert TABLE["n"] == before
-    both = lambda model: [Global(step) for step in model.steps]  # noqa: E731
+    both = lambda model: [Doing(step, count) for step in model.steps]  # noqa: E731
     with pytest.raises(CaptureError, match=r"layers\(\): global TABLE\['n'\] of .* belongs to no single module"):
         capture_module(model, batch, mean_square, both)
     graph = capture_module(model, batch, mean_square, both, ignored_state=("TABLE",))
     assert not any(layer.stateful for layer in graph.layers)
-
-
-class Random(Global):
-    def forward(self, x):
-        return self.step(x) * random.random()
 
 
 def shared_generator(model):
@@ -109,22 +105,16 @@ def shared_generator(model):
 
 def counts_before(model):
     places = itertools.count()
-
-    class Stepping(Global):
-        def forward(self, x):
-            next(places)
-            return self.step(x)
-
-    return [Stepping(model.steps[0]), *list(model.steps)[1:]]
+    return [Doing(model.steps[0], lambda: next(places)), *model.steps[1:]]
 
 
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        (lambda model: [Between(model, step) for step in model.steps], r"\.state\['n'\] changes"),
+        (listed, r"\.state\['n'\] changes"),
         (lambda model: [Own(model.steps[0])] * 2, "belongs to no single module"),
         (shared_generator, "draws changes"),
-        (lambda model: [Random(step) for step in model.steps], "the generator of Python's random"),
+        (lambda model: [Doing(step, lambda: random.random()) for step in model.steps], "generator of Python's random"),
         (counts_before, "cannot be put back"),
     ],
 )
@@ -163,21 +153,19 @@ GEMMA = {"model_type": "gemma3_text", **TINY, "sliding_window": 4, "architecture
 LLAMA = {"model_type": "llama", **TINY, "attention_dropout": 0.1, "architectures": ["LlamaForCausalLM"]}
 
 
-class Tripled(torch.autograd.Function):
-    @staticmethod
-    def forward(context, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(context, gradient):
-        return gradient * 3
+def own_activation(x):
+    """Activate with a backward that is not the forward's derivative, which no capture keeps."""
+    return Doubled.apply(torch.tanh(x))
 
 
-class OwnActivation(nn.Module):
-    """An activation whose backward is not its forward's derivative, which no capture keeps."""
+def decide(x):
+    return torch.tanh(x) if x.sum() < 1e9 else x
 
-    def forward(self, x):
-        return Tripled.apply(torch.tanh(x))
+
+def activate(model, activation):
+    for layer in model.model.layers:
+        del layer.mlp.act_fn
+        layer.mlp.act_fn = activation
 
 
 def models(folder, content):
@@ -185,8 +173,7 @@ def models(folder, content):
     (folder / "config.json").write_text(json.dumps(content))
     user = load(f"hf:{folder}")
     model = user.build(1).train()
-    for layer in model.model.layers:
-        layer.mlp.act_fn = OwnActivation()
+    activate(model, own_activation)
     return user, model
 
 
@@ -225,11 +212,11 @@ def test_the_declared_plan_evaluates_as_the_plain_model(tmp_path):
 def test_a_model_that_declares_no_plan_or_one_that_leaves_parameters_out_is_refused_as_before(tmp_path):
     user, model = models(tmp_path, LLAMA)
     model.model.rotary_emb.scale = nn.Parameter(torch.ones(()))
-    with pytest.raises(CaptureError, match=r"autograd\.Function Tripled"):
+    with pytest.raises(CaptureError, match=r"autograd\.Function Doubled"):
         capture(user, model)
     del model.model.rotary_emb.scale
     model._pp_plan, model.config.base_model_pp_plan = {}, None
-    with pytest.raises(CaptureError, match=r"autograd\.Function Tripled"):
+    with pytest.raises(CaptureError, match=r"autograd\.Function Doubled"):
         capture(user, model)
 
 
@@ -240,7 +227,7 @@ class Named(nn.Module):
 
     class Second(nn.Linear):
         def forward(self, signal):
-            return super().forward(Tripled.apply(signal))
+            return super().forward(Doubled.apply(signal))
 
     def __init__(self):
         super().__init__()
@@ -251,29 +238,19 @@ class Named(nn.Module):
 
 
 def test_a_plan_that_the_forward_does_not_follow_does_not_hold():
-    with pytest.raises(CaptureError, match=r"autograd\.Function Tripled"):
+    with pytest.raises(CaptureError, match=r"autograd\.Function Doubled"):
         capture_module(Named(), torch.ones(3, 4), lambda output, batch: output.mean())
 
 
-class Deciding(nn.Module):
-    """An activation that values choose."""
-
-    def forward(self, x):
-        return torch.tanh(x) if x.sum() < 1e9 else x
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("activation", [OwnActivation, Deciding])
+@pytest.mark.parametrize("activation", [own_activation, decide])
 def test_the_declared_plan_of_a_hollow_model_is_that_of_the_real_one(activation, tmp_path):
     user, model = models(tmp_path, {**LLAMA, "tie_word_embeddings": True})
     shapes = user.build(1, hollow=True)
-    for layer in (*model.model.layers, *shapes.model.layers):
-        layer.mlp.act_fn = activation()
+    for each in (model, shapes):
+        activate(each, activation)
     real, hollow = capture(user, model), capture(user, shapes)
     assert (real.hollow, hollow.hollow, hollow.notes) == (False, True, real.notes)
-    for one, other in zip(real.layers, hollow.layers, strict=True):
-        assert (one.name, one.inputs, one.outputs, one.parameters, one.buffers, one.random) == (
-            (other.name, other.inputs, other.outputs, other.parameters, other.buffers, other.random)
-        )
-    assert (real.tensors, real.tied_parameters()) == (hollow.tensors, hollow.tied_parameters())
+    assert_same_layers(real, hollow)
+    assert real.tied_parameters() == hollow.tied_parameters()
     assert all(parameter.device.type == "meta" for parameter in shapes.parameters())

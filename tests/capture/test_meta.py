@@ -14,12 +14,11 @@ from autopar.capture import capture, capture_module, load, materialize_random, r
 from autopar.capture.meta import hollow_parameters, hollow_runner, is_hollow
 from autopar.capture.store import load_graph, save_graph
 from autopar.errors import CaptureError, ModelError
-from capture_zoo import DEAR, MODELS, Dropout, build, captured, mean_square, regression
+from capture_zoo import DEAR, MODELS, build, captured, mean_square, regression
 from refused_models import Branching, Checkpointed, OwnFunction
-from stage_runs import assert_equal_to_plain
-from state_models import Between
+from stage_runs import assert_equal_to_plain, assert_same_layers
+from state_models import Between, listed
 
-ATTRIBUTES = ("name", "modules", "inputs", "outputs", "parameters", "buffers", "random", "fingerprint")
 # Their constructors or forwards need values of parameters.
 NEED_VALUES = {"parametrized"}
 
@@ -27,9 +26,7 @@ NEED_VALUES = {"parametrized"}
 def check_alike(real, hollow, shapes):
     """Check that a graph is that of a hollow model, and but for its values that of the real one."""
     assert (real.hollow, hollow.hollow) == (False, True)
-    for one, other in zip(real.layers, hollow.layers, strict=True):
-        assert [getattr(one, a) for a in ATTRIBUTES] == [getattr(other, a) for a in ATTRIBUTES]
-    assert (real.tensors, real.inputs, real.outputs) == (hollow.tensors, hollow.inputs, hollow.outputs)
+    assert_same_layers(real, hollow)
     assert all(parameter.device.type == "meta" for parameter in shapes.parameters())
     own = {id(parameter) for parameter in shapes.parameters()}
     assert all(id(parameter) in own for layer in hollow.layers for parameter in layer.module.parameters())
@@ -128,11 +125,8 @@ def test_one_layer_at_a_time_is_given_values_and_made_hollow_again(tmp_path):
     assert not torch.equal(layer.module.get_parameter("parameter_first_weight"), first["parameter_first_weight"])
 
 
-@pytest.mark.parametrize("kind", [Branching, OwnFunction, Checkpointed, Dropout])
+@pytest.mark.parametrize("kind", [Branching, OwnFunction, Checkpointed, MODELS["dropout"][0]])
 def test_the_listed_layers_of_a_hollow_model_are_those_of_the_real_one(kind):
-    def listed(model):
-        return [Between(model, step) for step in model.steps]
-
     with hollow_parameters():
         shapes = kind().double()
     batch, state = regression(), torch.get_rng_state()
@@ -141,7 +135,7 @@ def test_the_listed_layers_of_a_hollow_model_are_those_of_the_real_one(kind):
     real = capture_module(kind().double(), batch, mean_square, listed)
     check_alike(real, hollow, shapes)
     assert not hollow.portable
-    assert [layer.random for layer in hollow.layers] == [kind is Dropout] * 4
+    assert [layer.random for layer in hollow.layers] == [kind in MODELS["dropout"]] * 4
 
 
 def test_no_two_listed_layers_of_a_hollow_model_have_values_at_once():

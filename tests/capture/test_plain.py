@@ -39,7 +39,7 @@ def _captured(name: str) -> tuple[UserModel, LayerGraph, dict[str, torch.Tensor]
 @pytest.mark.some(1)
 @pytest.mark.parametrize("widths", [(3, 1), (2,)])
 def test_it_gives_what_the_loop_of_the_tests_gives(widths: Sequence[int]) -> None:
-    user, graph, _ = _captured("normed")
+    user, graph, _ = _captured("batch_normed")
     shares = [{1: [6], 2: [2, 4], 3: [2, 2, 2]}[width] for width in widths]
     plan = dictate(graph, user, widths, 3, 6, shares=shares)
 
@@ -50,7 +50,7 @@ def test_it_gives_what_the_loop_of_the_tests_gives(widths: Sequence[int]) -> Non
             if any(name == layer or name.startswith(f"{layer}.") for layer in stage.layers)
         )
 
-    truth = plain.train(MODELS / "normed.py", 3, 6, shares_of, steps=STEPS)
+    truth = plain.train(MODELS / "batch_normed.py", 3, 6, shares_of, steps=STEPS)
     _check_alike(train_plainly(user, plan, STEPS), truth)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from autopar.capture import capture_module
-from capture_zoo import Chain, build, captured, mean_square, regression
+from capture_zoo import By, Chain, build, captured, mean_square, regression
 
 
 def layers_of(name):
@@ -78,13 +79,9 @@ def test_the_batch_dimension_of_a_crossing_tensor_is_known():
 
 
 def test_layers_that_draw_random_numbers_are_marked():
-    class Zero(Chain):
-        """Dropout of zero and in evaluation draws nothing."""
-
-        def between(self, x):
-            return nn.functional.dropout(nn.functional.dropout(x, 0.0, True), 0.5, False)
-
-    graphs = layers_of("dropout"), layers_of("chain"), capture_module(Zero().double(), regression(), mean_square)
+    # Dropout of zero and in evaluation draws nothing.
+    zero = By(lambda _, x: F.dropout(F.dropout(x, 0.0, True), 0.5, False)).double()
+    graphs = layers_of("dropout"), layers_of("chain"), capture_module(zero, regression(), mean_square)
     assert [{layer.random for layer in graph.layers[:-1]} for graph in graphs] == [{True}, {False}, {False}]
 
 
@@ -108,23 +105,14 @@ def test_sum_and_count_are_two_loss_outputs():
     assert float(graph.layers[-1].module(5, *known.values())[1]) == 10
 
 
-def test_the_models_own_loss_is_used_without_a_loss_function():
-    class Own(Chain):
-        def forward(self, x):
-            return {"loss": super().forward(x).square().mean(), "extra": x}
-
-    graph = capture_module(Own().double(), regression()[0])
-    assert (graph.loss, graph.inputs) == ("mean", ("batch",))
-
-
-def test_a_forward_that_takes_any_keyword_is_given_all_keys():
+def test_a_forward_that_takes_any_keyword_is_given_all_keys_and_its_own_loss_is_used_without_a_loss_function():
     class Keywords(Chain):
         def forward(self, **batch):
-            return {"loss": (super().forward(batch["x"]) - batch["y"]).square().mean()}
+            return {"loss": (super().forward(batch["x"]) - batch["y"]).square().mean(), "extra": batch["x"]}
 
     x, y = regression()
     graph = capture_module(Keywords().double(), {"x": x, "y": y})
-    assert graph.inputs == ("batch.x", "batch.y")
+    assert (graph.loss, graph.inputs) == ("mean", ("batch.x", "batch.y"))
     assert len(graph.layers) == 4
 
 
@@ -143,41 +131,39 @@ class Named(nn.Module):
         return x
 
 
-def norm(width=8):
-    return nn.LayerNorm(width)
+def norm():
+    return nn.LayerNorm(8)
+
+
+def linear(size=8):
+    return nn.Linear(8, size)
+
+
+def layers_by_name(modules):
+    batch = [torch.ones(3, 8), torch.ones(3, 1)]
+    return capture_module(Named(**modules), batch, lambda output, _: output.square().mean()).layers
 
 
 @pytest.mark.parametrize(
     ("modules", "expected"),
     [
         # To the layer before: no other is like that one.
-        (
-            {"stem": nn.Linear(8, 8), "drop": nn.Dropout(0.5), "norm": norm(), "head": nn.Linear(8, 4)},
-            [("stem", "drop", "norm"), ("head",)],
-        ),
+        ({"stem": linear(), "drop": nn.Dropout(0.5), "norm": norm(), "head": linear(4)}, ["stem drop norm", "head"]),
         # Nowhere, for one of two equal layers would no longer be like the other.
-        ({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "norm": norm()}, [("a",), ("b",), ("norm",)]),
-        (
-            {"norm": norm(), "a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "head": nn.Linear(8, 4)},
-            [("norm",), ("a",), ("b",), ("head",)],
-        ),
+        ({"a": linear(), "b": linear(), "norm": norm()}, ["a", "b", "norm"]),
+        ({"norm": norm(), "a": linear(), "b": linear(), "head": linear(4)}, ["norm", "a", "b", "head"]),
         # Every one of two equal layers has its own normalisation, and all keep it.
-        (
-            {"n0": norm(), "a": nn.Linear(8, 8), "n1": norm(), "b": nn.Linear(8, 8), "n2": norm()},
-            [("n0", "a"), ("n1", "b"), ("n2",)],
-        ),
+        ({"n0": norm(), "a": linear(), "n1": norm(), "b": linear(), "n2": norm()}, ["n0 a", "n1 b", "n2"]),
         # The boundary that is kept is the one that fewer bytes cross.
-        ({"a": nn.Linear(8, 6), "pad": nn.ZeroPad1d(3), "b": nn.Linear(12, 2)}, [("a",), ("pad", "b")]),
-        ({"a": nn.Linear(8, 6), "pool": nn.ZeroPad1d(-2), "b": nn.Linear(2, 4)}, [("a", "pool"), ("b",)]),
+        ({"a": linear(6), "pad": nn.ZeroPad1d(3), "b": nn.Linear(12, 2)}, ["a", "pad b"]),
+        ({"a": linear(6), "pool": nn.ZeroPad1d(-2), "b": nn.Linear(2, 4)}, ["a pool", "b"]),
         # Whoever wrote a list has cut there.
-        ({"all": nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8))}, [("all.0",), ("all.1",), ("all.2",)]),
-        ({"only": norm()}, [("only",)]),
+        ({"all": nn.Sequential(linear(4), nn.Tanh(), nn.Linear(4, 8))}, ["all.0", "all.1", "all.2"]),
+        ({"only": norm()}, ["only"]),
     ],
 )
 def test_modules_that_multiply_nothing_are_joined_to_a_neighbour(modules, expected):
-    model, batch = Named(**modules), [torch.ones(3, 8), torch.ones(3, 1)]
-    graph = capture_module(model, batch, lambda output, _: output.square().mean())
-    assert [layer.modules for layer in graph.layers] == expected
+    assert [" ".join(layer.modules) for layer in layers_by_name(modules)] == expected
 
 
 @pytest.mark.parametrize(
@@ -191,19 +177,13 @@ def test_modules_that_multiply_nothing_are_joined_to_a_neighbour(modules, expect
     ],
 )
 def test_a_layer_that_joins_modules_is_named_after_those_that_hold_parameters(modules, expected):
-    made = {"drop": nn.Dropout(0.5), "head": nn.Linear(8, 4), "stem": norm()}
-    model = Named(**{name: made.get(name, norm()) for name in modules})
-    batch = [torch.ones(3, 8), torch.ones(3, 1)]
-    graph = capture_module(model, batch, lambda output, _: output.square().mean())
-    assert [layer.name for layer in graph.layers] == expected
+    made = {"drop": nn.Dropout(0.5), "head": linear(4), "stem": norm()}
+    layers = layers_by_name({name: made.get(name, norm()) for name in modules})
+    assert [layer.name for layer in layers] == expected
 
 
 def test_a_draw_that_nobody_reads_is_made_in_its_layer():
-    class Drawing(Chain):
-        def between(self, x):
-            torch.rand_like(x)
-            return x * torch.rand_like(x)
-
-    graph = capture_module(Drawing(count=2).double(), regression(), mean_square)
+    model = By(lambda _, x: x * [torch.rand_like(x), torch.rand_like(x)][1])
+    graph = capture_module(model.double(), regression(), mean_square)
     nodes = [node for layer in graph.layers for node in layer.module.graph.nodes]
-    assert sum("rand_like" in str(node.target) for node in nodes) == 4
+    assert sum("rand_like" in str(node.target) for node in nodes) == 8

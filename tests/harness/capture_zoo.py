@@ -1,10 +1,11 @@
 """Small models, each with one difficulty of capturing, and a batch for each."""
-# ruff: noqa: ANN001, ANN201, ANN204
+# ruff: noqa: ANN001, ANN003, ANN201, ANN204
 
 from __future__ import annotations
 
 import functools
 import warnings
+from collections import OrderedDict
 
 import torch
 import torch.nn.functional as F
@@ -68,11 +69,6 @@ class By(Chain):
         return self.function(self, x)
 
 
-class InPlace(Chain):
-    def between(self, x):
-        return F.relu(x, inplace=True)
-
-
 class Views(Chain):
     """A view is read after its base was written through another view."""
 
@@ -80,11 +76,6 @@ class Views(Chain):
         left, right = x[:, :4], x[:, 4:]
         left.mul_(2)
         return torch.cat((right, x[:, :4]), 1)
-
-
-class Dropout(Chain):
-    def between(self, x):
-        return F.dropout(torch.tanh(x), 0.3, self.training)
 
 
 class Skips(nn.Module):
@@ -266,20 +257,6 @@ class Flattened(Chain):
         return self.steps[3](self.steps[2](x) + torch.zeros(rows, 8, dtype=x.dtype))
 
 
-class Wrapped(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Flatten(), nn.Linear(8, 8)))
-
-    def forward(self, x):
-        return self.net(x)
-
-
-class StochasticDepth(Chain):
-    def between(self, x):
-        return x * (torch.rand(x.shape[0], 1, dtype=x.dtype) > 0.3) * torch.rand(())
-
-
 class PipelineTimes(Chain):
     """A tensor is made empty and written piece by piece."""
 
@@ -302,14 +279,9 @@ class MaskInPlace(Chain):
         return x
 
 
-class Parametrized(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = weight_norm(nn.Linear(8, 8)), spectral_norm(nn.Linear(8, 8))
-        self.third = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.third(self.second(self.first(x)))
+def parametrized():
+    first, second = weight_norm(nn.Linear(8, 8)), spectral_norm(nn.Linear(8, 8))
+    return nn.Sequential(OrderedDict(first=first, second=second, third=nn.Linear(8, 8)))
 
 
 class Queries(nn.Module):
@@ -348,31 +320,34 @@ class Autocast(Chain):
         return torch.tanh(x + y.to(x.dtype))
 
 
-class Settled(Chain):
-    """A number that the first forward sets, and every later one to the same."""
+def settled(model, x):
+    """Set a number that the first forward sets, and every later one to the same."""
+    model.half = x.shape[1] // 2
+    return torch.tanh(x[:, : model.half].repeat(1, 2))
 
-    def __init__(self):
-        super().__init__()
-        self.half = 0
 
-    def between(self, x):
-        self.half = x.shape[1] // 2
-        return torch.tanh(x[:, : self.half].repeat(1, 2))
+def stochastic_depth(_, x):
+    return x * (torch.rand(x.shape[0], 1, dtype=x.dtype) > 0.3) * torch.rand(())
+
+
+def wrapped():
+    inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Flatten(), nn.Linear(8, 8))
+    return nn.Sequential(OrderedDict(net=nn.Sequential(inner)))
 
 
 MODELS = {
-    "settled": (Settled, regression, mean_square),
-    "stochastic depth": (StochasticDepth, regression, mean_square),
+    "settled": (lambda: By(settled, half=0), regression, mean_square),
+    "stochastic depth": (lambda: By(stochastic_depth), regression, mean_square),
     "filled": (PipelineTimes, regression, mean_square),
     "mask in place": (MaskInPlace, regression, mean_square),
-    "parametrized": (Parametrized, regression, mean_square),
+    "parametrized": (parametrized, regression, mean_square),
     "queries": (Queries, text, cross_entropy),
     "norm twice": (NormTwice, images, mean_square),
     "autocast": (Autocast, regression, mean_square),
     "chain": (Chain, regression, mean_square),
-    "in place": (InPlace, regression, mean_square),
+    "in place": (lambda: By(lambda _, x: F.relu(x, inplace=True)), regression, mean_square),
     "views": (Views, regression, mean_square),
-    "dropout": (Dropout, regression, mean_square),
+    "dropout": (lambda: By(lambda model, x: F.dropout(torch.tanh(x), 0.3, model.training)), regression, mean_square),
     "skips": (Skips, regression, mean_square),
     "language": (Language, text, cross_entropy),
     "language with dropout": (lambda: Language(0.2), text, cross_entropy),
@@ -385,7 +360,7 @@ MODELS = {
     "integers": (Integers, regression, mean_square),
     "shared bias": (SharedBias, regression, mean_square),
     "flattened": (Flattened, regression, mean_square),
-    "wrapped": (Wrapped, regression, mean_square),
+    "wrapped": (wrapped, regression, mean_square),
     "one layer": (lambda: Chain(1), regression, mean_square),
 }
 
