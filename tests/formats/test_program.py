@@ -86,7 +86,6 @@ TRACE = '{"otherData": {"format": "autopar.trace", "version": 1, "origin"'
         (Program, HEAD + ', "shift": true, "ranks": []}', r"\$\.shift: expected a number"),
         (Program, HEAD + ', "ranks": ["F0@0 Q"]}', r"\$\.ranks\[0\], position 1: not an action: 'Q'"),
         (Program, HEAD + ', "ranks": [1]}', r"\$\.ranks: expected a list of texts"),
-        (Program, '{"format": "autopar.program", "version": 2, "ranks": []}', r"\$\.format"),
         (Program, "[]", r"\$\.format"),
         (Timeline, "[]", r"\$: expected an object"),
         (Timeline, TRACE + ': "dreamt"}}', r"\$\.otherData\.origin"),
@@ -122,15 +121,12 @@ def test_a_timeline_survives_its_trace_to_the_nanosecond(tmp_path: Path) -> None
     ("change", "message"),
     [
         ({"pid": True}, r"\$\.traceEvents\[0\]\.pid: expected a rank"),
-        ({"pid": -1}, r"\.pid: expected a rank"),
         ({"pid": 10**9}, r"\.pid: expected a rank"),
         ({"pid": 60_000}, r"\$\.traceEvents: 1 events are too few for 60001 ranks"),
         ({"ts": "1"}, r"\.ts: expected microseconds"),
-        ({"ts": -1.0}, r"\.ts: expected microseconds"),
         ({"dur": 1e300}, r"\.dur: expected microseconds"),
         ({"dur": None}, r"\.dur: expected microseconds"),
         ({"name": "dance"}, r"\.name: not an action: 'dance'"),
-        ({"name": 3}, r"\.name: not an action: '3'"),
         ({"ph": "B"}, r"\.ph: expected a complete event"),
     ],
 )

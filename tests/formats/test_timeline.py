@@ -26,7 +26,7 @@ from autopar.planner.assemble import assemble
 from autopar.planner.costs.model import CostModel
 from autopar.runtime.rehearsal.steps import rehearse_steps
 from drawn import random_candidate
-from drawn_timelines import timeline
+from played import timeline
 from random_problems import random_cluster, random_profile
 
 # Rank 1 waits from 0 until the send begins at 3, and then for the transfer until 5; what follows is told likewise.

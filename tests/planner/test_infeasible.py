@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from autopar.errors import InfeasibleError, UsageError
+from autopar.errors import InfeasibleError
 from autopar.formats.cluster import Cluster
 from autopar.formats.document import parse_bytes
 from autopar.formats.profile import Profile, Writes
@@ -130,13 +130,6 @@ def test_a_layer_larger_than_any_device_is_named_and_no_number_of_devices_offere
     changes = _options(str(caught.value).rpartition("a plan fits with ")[2])
     assert changes["memory_bytes"] > 2**40
     assert plan(profile, local_cluster(2), PlanOptions(gpus=2, **changes)).predicted.step_s > 0
-
-
-def test_options_that_contradict_others_are_no_remedies() -> None:
-    options = PlanOptions(gpus=2, memory_bytes=30 * MIB, micro_batches=16)
-    assert all("batch" not in changes for changes in _remedies(gpt_profile(), local_cluster(2), options))
-    with pytest.raises(UsageError):
-        plan(gpt_profile(), local_cluster(2), replace(options, batch=8))
 
 
 def test_a_limit_below_what_the_process_takes_is_told_from_one_that_layers_exceed() -> None:

@@ -24,7 +24,6 @@ from autopar.planner.plan import compare
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 from autopar.schedules.order import in_flight
-from chunked import halved
 from oracles.exhaustive import everything, fastest_s
 from paths import HARNESS
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
@@ -195,15 +194,6 @@ def test_a_reference_that_an_option_excludes_is_marked(asked: dict[str, Any], ro
         assert {(each.schedule, each.excluded) for each in made.alternatives} == {("1f1b", marks)}
 
 
-def test_devices_of_another_type_than_measured_are_mentioned() -> None:
-    cluster = local_cluster(2)
-    other = cluster.devices[0].model_copy(update={"type": "cuda"})
-    profile = gpt_profile()
-    made = plan(profile, cluster.model_copy(update={"devices": (other, other)}), PlanOptions(gpus=2))
-    name = profile.device.name
-    assert made.notes[0] == f"the profile is of {name}, but the cluster has cuda: times are {name}'s"
-
-
 _SCRIPT = """
 import sys
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
@@ -261,14 +251,6 @@ def test_plan_and_compare_give_the_same_plan_and_no_peer_is_faster() -> None:
         found = compare(profile, cluster, options)
         assert found.plan == plan(profile, cluster, options)
         assert all(row.step_s is None or row.step_s >= found.plan.predicted.step_s for row in found.rows)
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v", "dualpipe-v"])
-def test_a_schedule_that_is_asked_for_stands_beside_the_usual_plans(schedule: str) -> None:
-    found = compare(halved(gpt_profile(4), 0), random_cluster(0, 3), PlanOptions(schedule=schedule))
-    assert found.plan.schedule == schedule
-    assert next(row for row in found.rows if row.name == "pure data parallelism").schedule == "1f1b"
 
 
 def test_a_plan_of_1f1b_is_called_so_where_it_is_asked_for_and_does_what_gpipe_does_with_all_in_flight() -> None:

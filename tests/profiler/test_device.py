@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autopar.errors import UsageError
-from autopar.profiler.device import Conditions, clock_of, computing, describe, observe, parse, pin_threads
+from autopar.profiler.device import Conditions, computing, describe, observe, parse, pin_threads
 from autopar.profiler.estimate import CONTEXT_BYTES, RESERVED_BYTES, WORKSPACE_BYTES
 from autopar.profiler.layer_runs import compiling
 
@@ -37,16 +37,6 @@ def test_threads_are_pinned_in_the_block_and_freed_after_it() -> None:
         assert len(os.sched_getaffinity(0)) == 1
         assert torch.get_num_threads() == 1
     assert (os.sched_getaffinity(0), torch.get_num_threads()) == (cores, threads)
-
-
-def test_a_clock_returns_one_time_a_call_in_order() -> None:
-    clock = clock_of(CPU)
-    calls: list[int] = []
-    for number in range(3):
-        clock.time(lambda number=number: calls.append(number))  # type: ignore[misc]
-    assert calls == [0, 1, 2]
-    assert len(clock.times()) == 3
-    assert all(time.seconds >= 0 and time.launch_s is None for time in clock.times())
 
 
 def test_autocast_is_by_the_precision_and_one_that_it_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

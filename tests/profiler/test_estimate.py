@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,11 +21,10 @@ from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
 from autopar.planner import plan
 from autopar.profiler.device import peak_bytes
-from autopar.profiler.estimate import RESERVED_BYTES, estimate, graph_work, layer_seconds, workload
+from autopar.profiler.estimate import RESERVED_BYTES, estimate, graph_work, workload
 from autopar.profiler.layer_runs import LayerPass, record
 from autopar.profiler.optimizer import moved_per_number
 from autopar.profiler.profile import measure_layers
-from autopar.profiler.roofline import Constants, default_constants
 from autopar.profiler.subject import ProfileOptions, Subject, prepare
 from capture_zoo import build
 from paths import EXAMPLES
@@ -191,14 +189,6 @@ def test_a_declared_plan_is_estimated_with_and_without_values(tmp_path: Path) ->
     assert works[0] == works[1]
 
 
-def test_layers_that_compute_the_same_are_run_once() -> None:
-    graph = gpt_subject(4).graph
-    layers = graph_work(graph, 2, A100, "bf16").layers
-    blocks = [work for layer, work in zip(graph.layers, layers, strict=True) if layer.name.startswith("blocks.")]
-    assert len(blocks) > 2
-    assert all(block is blocks[0] for block in blocks)
-
-
 @pytest.fixture(scope="module")
 def mlp() -> Subject:
     return prepare(load(str(EXAMPLES / "mlp.py")), ProfileOptions(batch=8))
@@ -275,13 +265,6 @@ def test_a_precision_that_the_gpu_lacks_is_refused(mlp: Subject) -> None:
         estimate(replace(mlp, precision="bf16"), find("V100"), ProfileOptions(batch=8))
     with pytest.raises(UsageError, match="are float64, and no rate of A100-SXM-80G in float64 is known"):
         estimate(replace(mlp, precision="fp64"), A100, ProfileOptions(batch=8))
-
-
-def test_better_constants_shorten_every_layer(mlp: Subject) -> None:
-    load_ = workload(mlp, A100, 8)
-    usual, faster = Constants(), Constants(kernel_s=1e-6, forward_launch_s=1e-6, backward_launch_s=1e-6)
-    assert np.all(layer_seconds(load_, faster).forward_s < layer_seconds(load_, usual).forward_s)
-    assert default_constants(find("H100")).matmul_share < default_constants(A100).matmul_share
 
 
 def test_what_an_optimizer_moves_is_counted_over_its_kernels(mlp: Subject) -> None:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import pytest
 
-from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Profile
 from autopar.interop.pipedream import pipedream_profile
@@ -160,24 +159,6 @@ def test_stages_of_a_node_lie_at_the_same_places_of_all_nodes_that_share_the_lay
     assert [stage.devices for stage in plan.stages] == [(0, 1, 3, 4), (2, 5)]
     assert plan.bottleneck_s == pytest.approx((0.008 + 4 * 1e6 / (2 * 1e9) / 3) / 2)
     assert plan.one_device_s == pytest.approx(0.024)
-
-
-def test_nodes_of_unequal_size_are_refused_with_what_would_do() -> None:
-    profile = _random_profile(1)
-    with pytest.raises(UsageError, match=r"on nodes of 4, 2; use `gpus=4`"):
-        pipedream_plan(profile, _cluster(2, 4), gpus=6)
-    with pytest.raises(InfeasibleError, match=r"`gpus=9`: .* has 8 devices"):
-        pipedream_plan(profile, _cluster(2, 4), gpus=9)
-
-
-def test_an_assumed_bandwidth_replaces_that_of_every_link_and_devices_that_do_not_help_stay_idle() -> None:
-    profile = _random_profile(3)
-    assumed = pipedream_plan(profile, _cluster(2, 2), bytes_per_s=3e9)
-    assert assumed == pipedream_plan(profile, _cluster(2, 2, 3e9, 3e9))
-    # Devices that do not help stay idle.
-    line = "node0 -- a -- forward_compute_time=1, backward_compute_time=1, activation_size=1, parameter_size=1e10"
-    plan = pipedream_plan(pipedream_profile(line, Path("one.txt")), _cluster(1, 4))
-    assert [stage.devices for stage in plan.stages] == [(0,)]
 
 
 CLUSTERS = {

@@ -159,36 +159,6 @@ def test_no_plan_has_a_lower_bottleneck_and_none_is_missed() -> None:
     assert (found >= 80, infeasible >= 4, bound_by_memory >= 24) == (True, True, True)
 
 
-def test_memory_bandwidth_and_batch_can_be_given_in_place_of_the_clusters_and_the_profiles() -> None:
-    content = _random_file(5)
-    profile = piper_profile(json.dumps(content), Path("random.json"))
-    given = piper_plan(profile, _cluster(4, 1), 3, memory_bytes=500, bytes_per_s=2e3, batch=6)
-    assert given == piper_plan(profile.model_copy(update={"batch": 6}), _cluster(3, 500, 2e3))
-    with pytest.raises(InfeasibleError, match=r"`gpus=5`: cluster 'local' has 4 devices; use `gpus=4`"):
-        piper_plan(profile, _cluster(4, 1), 5)
-
-
-def _advice(profile: Profile, memory_bytes: int) -> list[tuple[str, int]]:
-    """What is said to help where two devices of so much memory are not enough."""
-    try:
-        piper_plan(profile, _cluster(6, memory_bytes), 2)
-    except InfeasibleError as error:
-        return [(name, int(value)) for name, value in re.findall(r"with `(gpus|memory_bytes)=(\d+)`", str(error))]
-    return []
-
-
-def test_what_does_not_fit_names_devices_or_memory_with_which_a_plan_does() -> None:
-    advised = set()
-    for seed in range(12):
-        profile = piper_profile(json.dumps(_random_file(seed)), Path("random.json"))
-        for memory_bytes in (1, 40, 150, 400):
-            for name, value in _advice(profile, memory_bytes):
-                advised.add(name)
-                gpus, memory = (value, None) if name == "gpus" else (2, value)
-                assert piper_plan(profile, _cluster(6, memory_bytes), gpus, memory_bytes=memory).stages
-    assert advised == {"gpus", "memory_bytes"}
-
-
 def _rows() -> Iterator[dict[str, str]]:
     with (Path(os.environ["AUTOPAR_DATA"]) / "reference_numbers.csv").open() as file:
         yield from (row for row in csv.DictReader(file) if row["planner"] == "piper")

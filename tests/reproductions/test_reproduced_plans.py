@@ -23,8 +23,8 @@ from autopar.report.plan import plan_text
 from autopar.runtime.settings import check_scope
 from random_problems import gpt_profile, local_cluster
 from reproductions.pipedream import pipedream_plan
-from reproductions.piper import PiperPlan, PiperStage, piper_plan
-from reproductions.plans import _candidate, _shallower, planned_by_pipedream, planned_by_piper
+from reproductions.piper import piper_plan
+from reproductions.plans import planned_by_pipedream, planned_by_piper
 from reproductions.stash import StashCosts
 
 
@@ -129,25 +129,3 @@ def test_a_plan_whose_replicas_are_groups_of_devices_keeps_them_and_is_neither_s
     for refuse in (lambda: simulate(made, profile, cluster), lambda: check_scope(made)):
         with pytest.raises(UsageError, match=r"runs each replica on 2 devices.*plan with `objective='step'`"):
             refuse()
-
-
-def test_pipers_micro_batches_and_memory_can_be_given() -> None:
-    profile, cluster = _options(1, (1,)), _cluster(4, 1000, 1e3)
-    made = planned_by_piper(profile, cluster, PlanOptions(batch=6, memory_bytes=150, bytes_per_s=2e3))
-    own = piper_plan(profile, cluster, memory_bytes=150, bytes_per_s=2e3, batch=6)
-    assert (made.batch, made.predicted.objective_s) == (6, own.bottleneck_s)
-    with pytest.raises(UsageError, match="needs options of every layer"):
-        planned_by_piper(gpt_profile(), local_cluster(2), PlanOptions())
-
-
-def test_a_stage_has_no_more_in_flight_than_the_one_before() -> None:
-    def stage(first: int, stop: int, replicas: int, in_flight: int) -> PiperStage:
-        return PiperStage(first, stop, replicas, 1, ("vanilla",), (False,), in_flight, 1.0, 1)
-
-    # Behind the last two replicas, four of the first stages' take turns; one replica before them has 7 in flight.
-    found = PiperPlan((stage(0, 1, 1, 7), stage(1, 2, 4, 2), stage(2, 3, 2, 1)), 1.0)
-    costs = CostModel(_options(1, (1,), 3), _cluster(7, 10**6, 1e3), PlanOptions())
-    assert [placed.warmup for placed in _candidate(costs, found).stages] == [7, 1, 1]
-    assert list(_shallower(found, _candidate(costs, found))) == [
-        "stage 1: 1 in flight on each replica, and not Piper's 2: no stage may have more than the one before"
-    ]

@@ -37,14 +37,3 @@ def test_pipedreams_micro_batches_in_flight_keep_all_replicas_busy() -> None:
     assert shallow_depths([15, 1]) == [2, 1]
     assert shallow_depths([1, 1, 1, 1]) == [4, 3, 2, 1]
     assert shallow_depths([3, 1, 2]) == [2, 3, 1]
-
-
-def test_reductions_are_those_of_the_cost_models_buckets() -> None:
-    for seed in range(12):
-        profile = random_profile(seed)
-        costs = CostModel(profile, random_cluster(seed, 2), PlanOptions(gpus=2))
-        prices = StashCosts(costs)
-        for first in range(costs.layer_count):
-            for stop in range(first + 1, costs.layer_count + 1):
-                buckets = sum(size for _, size in costs.reductions.buckets(first, stop))
-                assert prices.reduced_bytes[first, stop] == buckets, seed

@@ -82,6 +82,8 @@ RING = "; rank 0 waits for rank 1 at RG0@0<1@1; rank 1 waits for rank 0 at R0@1<
         (1, lambda actions: [*actions[:2], "Q"], r"\$\.ranks\[1\], position 2: not an action: 'Q'"),
         (0, _moved("S0@0>1@1", "S1@0>1@1"), r"rank 1 expects R0@1<0@0, but rank 0 sends S1@0>1@1 first"),
         (1, _moved("F0@1", "B0@1"), r"rank 1 \(stage 1\), position 1: B0@1 stands before F0@1, which it needs"),
+        (0, _moved("F0@0", "S0@0>1@1"), r"S0@0>1@1 stands before F0@0, which it needs"),
+        (1, _moved("B0@1", "SG0@1>0@0"), r"SG0@1>0@0 stands before B0@1, which it needs"),
         (0, _moved("F2@0", "RG0@0<1@1"), r"rank 0 \(stage 0\) keeps 3 micro-batches in flight, allowed 2"),
         (1, _moved("R2@1<0@0", "R1@1<0@0"), r"rank 1 \(stage 1\) holds 2 messages that are not yet computed with"),
         (1, _moved("SG0@1>0@0", "B1@1"), r"rank 1 \(stage 1\) holds 2 messages that are not yet sent"),

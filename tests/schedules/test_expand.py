@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 from hypothesis import example, given, settings
@@ -78,28 +77,6 @@ def test_a_program_with_an_action_missing_repeated_or_renamed_is_refused(change:
     broken = RankProgram.of(change(actions, data.draw(st.integers(0, len(actions) - 1))))
     with pytest.raises(ProgramError, match=f"rank {rank} "):
         check(Program((*program.ranks[:rank], broken, *program.ranks[rank + 1 :])), plan)
-
-
-@settings(max_examples=60)
-@given(data=st.data())
-def test_a_computation_before_its_receive_or_after_its_send_is_refused(data: st.DataObject) -> None:
-    plan = data.draw(plans(most_groups=4, most_micro_batches=4, most_replicas=3))
-    program = expand(plan)
-    needed = {("R", "F"), ("RG", "B"), ("RG", "I"), ("F", "S"), ("B", "SG"), ("I", "SG")}
-    pairs = [
-        (rank, at)
-        for rank, actions in enumerate(program.ranks)
-        for at, (before, after) in enumerate(pairwise(actions))
-        if before[1:3] == after[1:3] and (before.kind, after.kind) in needed
-    ]
-    if not pairs:
-        return
-    rank, at = data.draw(st.sampled_from(pairs))
-    actions = list(program.ranks[rank])
-    actions[at], actions[at + 1] = actions[at + 1], actions[at]
-    broken = (*program.ranks[:rank], RankProgram.of(actions), *program.ranks[rank + 1 :])
-    with pytest.raises(ProgramError, match=r"stands before .*, which it needs"):
-        check(Program(broken), plan)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3, 8])

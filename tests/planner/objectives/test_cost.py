@@ -202,18 +202,6 @@ def test_alternatives_have_their_cost_and_only_where_it_is_the_objective() -> No
     assert "cost of" not in plan_text(fastest)
 
 
-def test_a_remedy_for_memory_meets_the_deadline_too() -> None:
-    cluster = _priced(local_cluster(2), 0)
-    free = plan(gpt_profile(), cluster, PlanOptions())
-    options = PlanOptions(objective="cost", memory_bytes=30 * 2**20, deadline_s=1.1 * free.predicted.step_s)
-    with pytest.raises(InfeasibleError) as caught:
-        plan(gpt_profile(), cluster, options)
-    found = re.search(r"with `memory_bytes='(\d+)MiB'`", str(caught.value))
-    if found is not None:
-        made = plan(gpt_profile(), cluster, replace(options, memory_bytes=int(found[1]) * 2**20))
-        assert made.predicted.step_s <= 1.1 * free.predicted.step_s
-
-
 def test_a_million_samples_cost_what_their_steps_do_whatever_batch_was_profiled() -> None:
     options = PlanOptions(gpus=2, batch=8, schedule="1f1b", objective="cost")
     price = plan(gpt_profile(blocks=2, batch=16), _priced(local_cluster(2), 0), options).predicted.price
