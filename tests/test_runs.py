@@ -12,14 +12,13 @@ from autopar.planner import PlanOptions, plan, simulate
 from autopar.runs import ESTIMATED, compare_with_prediction, planned_times, recalibrate_inputs
 from autopar.runtime.outcome import outcome_of
 from autopar.schedules.expand import expand
-from played import play
+from played import plan_of, play, results_of
 from profiled import times_as_long
 from random_problems import gpt_profile, local_cluster
-from rank_results import plan_of, results_of
 
 
 def test_without_a_profile_a_stages_slowest_replica_is_compared_with_the_plans_own_times() -> None:
-    plan = plan_of("1f1b", ((0, 1), (2,)))
+    plan = plan_of("1f1b", (2, 1))
     speeds = {("F", 0): 0.25, ("F", 1): 1.0, ("F", 2): 1.0, ("B", 0): 3.0, ("B", 1): 1.0, ("B", 2): 3.0}
     results = results_of(plan, 4, lambda step, rank, action: speeds.get((action.kind, rank), 0.125))
     outcome = outcome_of(plan, expand(plan), results, "drawn")
@@ -28,7 +27,7 @@ def test_without_a_profile_a_stages_slowest_replica_is_compared_with_the_plans_o
 
 
 def test_a_run_is_held_against_what_was_predicted_of_it_kind_by_kind() -> None:
-    plan = plan_of("1f1b", ((0,), (1,)))
+    plan = plan_of("1f1b", (1, 1))
     times_as_long = {"F": 2.0, "B": 0.5, "U": 3.0}
     predicted = play(plan)
     units = own_times(predicted)
@@ -52,7 +51,7 @@ def test_where_nothing_can_be_predicted_the_plan_s_own_times_are_taken_and_a_not
     def fail() -> Timeline:
         raise FileError("plan.json: $.profile: the plan records no profile")
 
-    plan = plan_of("1f1b", ((0,), (1,)))
+    plan = plan_of("1f1b", (1, 1))
     outcome = outcome_of(plan, expand(plan), results_of(plan, 4, lambda step, rank, action: 1.0), "drawn")
     report = compare_with_prediction(outcome, plan, fail).report
     assert {each.kind: each.ratio for each in report.kinds} == pytest.approx({"F": 1 / 0.5, "B": 1 / 2.0})
@@ -71,7 +70,7 @@ def test_recalibrated_inputs_predict_the_step_that_was_run() -> None:
     slow = cluster.model_copy(update={"links": (link,), "curves": ()})
     run = plan(profile, cluster, PlanOptions(stages="0-3:1,4-7:1", micro_batches=4, schedule="1f1b"))
     truth = simulate(run, times_as_long(profile, 3.0), slow)
-    drawn = plan_of("1f1b", ((0,), (1,)))
+    drawn = plan_of("1f1b", (1, 1))
     outcome = outcome_of(drawn, expand(drawn), results_of(drawn, 2, lambda step, rank, action: 1.0), "drawn")
     measured = replace(outcome, own_times=own_times(truth), overhead_s=3 * profile.step_overhead_s, layers_s=())
     known, links = recalibrate_inputs(run, profile, cluster, measured)

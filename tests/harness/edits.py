@@ -1,4 +1,4 @@
-"""Programs edited at random, as a user may edit them: still sound, and within what was planned for."""
+"""Programs edited at random, as a user may edit them: still sound, and within what was planned for; or in halves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from autopar.formats.plan import Plan
-from autopar.formats.program import Program, RankProgram
+from autopar.formats.program import BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Program, RankProgram
 from autopar.schedules.check import ProgramError, check, check_bounds
 from autopar.schedules.expand import expand
 
@@ -27,3 +27,25 @@ def edited(plan: Plan, seed: int, attempts: int = 40) -> Program:
             continue
         program = changed
     return program
+
+
+def split(program: Program, seed: int, share: float = 1.0) -> Program:
+    """Split some backwards of a program; their second halves follow anywhere later, in order, before the reductions."""
+    draw = random.Random(seed)
+    ranks = []
+    for actions in program.ranks:
+        halved, waiting = [], []
+        for action in actions:
+            if action.kind == BACKWARD and draw.random() < share:
+                halved.append(action._replace(kind=INPUT_BACKWARD))
+                waiting.append(action._replace(kind=WEIGHT_BACKWARD))
+                continue
+            # Sums are taken in the order of the micro-batches, in which whole backwards stand.
+            if action.kind == BACKWARD or action.micro_batch < 0 or action.kind == "T":
+                halved += waiting
+                waiting.clear()
+            while waiting and draw.random() < 0.2:
+                halved.append(waiting.pop(0))
+            halved.append(action)
+        ranks.append(RankProgram.of(halved))
+    return Program(tuple(ranks))

@@ -1,87 +1,47 @@
-"""Small plans, and timelines made by playing their programs with given durations (a stand-in for the simulator)."""
+"""Small plans, and runs of them without a simulator or ranks: timelines, and what ranks would bring back."""
 
 from __future__ import annotations
 
 import random
+from collections import deque
+from collections.abc import Callable
 
-from autopar.formats.plan import Crossing, Plan, Stage, group_of, layout_of
+from autopar.formats.plan import Plan, layout_of
 from autopar.formats.prediction import Prediction
-from autopar.formats.profile import ModelSource
-from autopar.formats.program import (
-    BACKWARD,
-    FORWARD,
-    INPUT_BACKWARD,
-    RECEIVE,
-    RECEIVE_GRADIENT,
-    SEND,
-    SEND_GRADIENT,
-    WEIGHT_BACKWARD,
-    Action,
-)
+from autopar.formats.program import Action
 from autopar.formats.timeline import Origin, Timeline
+from autopar.runtime.outcome import RankResult
 from autopar.schedules import SCHEDULES
-from autopar.schedules.expand import expand
+from autopar.schedules.expand import expand, stages_of
 from autopar.schedules.route import even_shares
+from drawn_plans import chain, make
 
-_SENT = {RECEIVE: SEND, RECEIVE_GRADIENT: SEND_GRADIENT}
+_SENT = {"R": "S", "RG": "SG"}
+_UNITS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
-def small_plan(widths: tuple[int, ...], micro_batches: int, schedule: str = "1f1b") -> Plan:
+def small_plan(widths: tuple[int, ...], micro_batches: int, schedule: str = "1f1b", chunks: int = 1) -> Plan:
     """Return a plan of groups of the given widths, with stages of one layer each; a vee has two stages per group."""
-    groups, layout = len(widths), layout_of(schedule)
-    count = groups * (2 if layout == "vee" else 1)
-    depths = next(iter(SCHEDULES[schedule].warmups(groups, count // groups, micro_batches).values()))
-    held = [group_of(layout, stage, groups) for stage in range(count)]
-    first = [sum(widths[:group]) for group in held]
-    widths = tuple(widths[group] for group in held)
-    stages = tuple(
-        Stage(
-            layers=(f"layer{stage}",),
-            devices=tuple(range(first[stage], first[stage] + width)),
-            shares=tuple(even_shares(8, width)),
-            warmup=depths[stage],
-        )
-        for stage, width in enumerate(widths)
-    )
-    tensors = tuple(
-        Crossing(name=f"t{i}", producer=i, consumers=(i + 1,), bytes_per_sample=64, dtype="float32", gradient=True)
-        for i in range(len(widths) - 1)
-    )
-    return Plan.model_validate(
-        {
-            "model": ModelSource(source="model.py", sha256="0" * 64),
-            "batch": 8 * micro_batches,
-            "precision": "fp32",
-            "schedule": schedule,
-            "micro_batches": micro_batches,
-            "micro_batch_size": 8,
-            "stages": stages,
-            "tensors": tensors,
-            "predicted": Prediction(step_s=1.0, lower_bound_s=0.9, bubble=0.25, peak_bytes=(2**20,) * len(widths)),
-        }
-    )
+    chunks = 2 if layout_of(schedule) == "vee" else chunks
+    depths = next(iter(SCHEDULES[schedule].warmups(len(widths), chunks, micro_batches).values()))
+    plan = make(schedule, micro_batches, [even_shares(8, width) for width in widths], depths, chain(len(depths)))
+    predicted = Prediction(step_s=1.0, lower_bound_s=0.9, bubble=0.25, peak_bytes=(2**20,) * len(depths))
+    return plan.model_copy(update={"predicted": predicted})
 
 
-def play(
-    plan: Plan, origin: Origin = "simulated", jitter: float = 0.0, seed: int = 0, unit_s: float = 0.01
-) -> Timeline:
+def play(plan: Plan, origin: Origin = "simulated", jitter: float = 0.0, unit_s: float = 0.01) -> Timeline:
     """Play a plan's program: a forward takes one unit, a backward two, everything else a fifth of one."""
-    noise = random.Random(seed)
-    timeline = Timeline(origin)
-    programs = [list(rank) for rank in expand(plan).ranks]
-    position, clock = [0] * len(programs), [0.0] * len(programs)
-    arrival: dict[Action, float] = {}
-    moved = True
-    while moved:
-        moved = False
+    noise, timeline = random.Random(0), Timeline(origin)
+    programs = [deque(rank) for rank in expand(plan).ranks]
+    clock, arrival = [0.0] * len(programs), dict[Action, float]()
+    left = 0
+    while left != (left := sum(map(len, programs))):
         for rank, program in enumerate(programs):
-            while position[rank] < len(program):
-                action = program[position[rank]]
-                length = {FORWARD: 1.0, BACKWARD: 2.0, INPUT_BACKWARD: 1.0, WEIGHT_BACKWARD: 1.0}.get(
-                    action.kind, 0.2
-                ) * unit_s
-                length *= 1 + jitter * noise.random()
+            while program:
+                action = program[0]
+                length = _UNITS.get(action.kind, 0.2) * unit_s * (1 + jitter * noise.random())
                 start = clock[rank]
+                end = start + length
                 if action.kind in _SENT:
                     back = (action.micro_batch, rank, action.stage)
                     sent = arrival.get(Action(_SENT[action.kind], action.peer_stage, *back))
@@ -89,13 +49,70 @@ def play(
                         break
                     start, end = sent - length, sent
                     clock[rank] = max(clock[rank], sent)
+                elif action.kind in _SENT.values():
+                    arrival[action] = end
                 else:
-                    end = start + length
-                    if action.kind in _SENT.values():
-                        arrival[action] = end
-                    else:
-                        clock[rank] = end
+                    clock[rank] = end
                 timeline.add(rank, action, max(start, 0.0), max(end, 0.0))
-                position[rank] += 1
-                moved = True
+                program.popleft()
     return timeline
+
+
+def timeline(origin: Origin, *rows: str) -> Timeline:
+    """Return a timeline from rows of ``action start end``, one row per rank."""
+    made = Timeline(origin)
+    for rank, row in enumerate(rows):
+        words = row.split()
+        for text, start, end in zip(words[::3], words[1::3], words[2::3], strict=True):
+            made.add(rank, Action.parse(text), float(start), float(end))
+    return made
+
+
+def plan_of(schedule: str, widths: tuple[int, ...], chunks: int = 1) -> Plan:
+    """Return a small plan of four micro-batches, for whose stages other times are predicted than of a played one."""
+    plan = small_plan(widths, 4, schedule, chunks)
+    count = len(plan.stages)
+    times = {"step_s": 10.0, "bubble": 0.0, "forward_s": (0.5,) * count, "backward_s": (2.0,) * count}
+    predicted = plan.predicted.model_copy(update={**times, "peak_bytes": tuple(range(100, 100 + count))})
+    return plan.model_copy(update={"predicted": predicted})
+
+
+def results_of(plan: Plan, steps: int, length: Callable[[int, int, Action], float]) -> list[RankResult]:
+    """Return what ranks would bring back that do one action after the other without waiting, a second between steps."""
+    program, found = expand(plan), []
+    for rank, actions in enumerate(program.ranks):
+        stages, replica = stages_of(plan, rank)
+        starts, ends, times, now = [], [], {}, 0.0
+        for step in range(steps):
+            starts.append(now)
+            now, spans = now + 1.0, []
+            for action in actions:
+                spans.append((now, now + length(step, rank, action)))
+                now = spans[-1][1]
+            times[str(step)] = spans
+            ends.append(now)
+        found.append(
+            RankResult(
+                rank=rank,
+                stages=list(stages),
+                replica=replica,
+                loss=[1.0] * steps,
+                count=[0.0] * steps,
+                starts_s=starts,
+                ends_s=ends,
+                times_s=times,
+                backend="gloo",
+                peak_bytes=7,
+                peak_kind="resident",
+                gradient_norm=[None] * steps,
+                overflow=[False] * steps,
+                layers_s={},
+                forward_flops=10**12,
+                peak_flops_per_s=None,
+                samples=16,
+                checkpoints=[],
+                buffers_bytes=0,
+                saved_files={},
+            )
+        )
+    return found

@@ -14,8 +14,7 @@ from autopar.schedules import SCHEDULES
 from autopar.schedules.check import ProgramError, check_reductions
 from autopar.schedules.expand import expand
 from drawn_models import equals_plain, model_case, plans
-from edits import edited
-from split_programs import split
+from edits import edited, split
 
 
 @pytest.mark.some(14)
@@ -65,7 +64,7 @@ def test_skips_ties_integers_and_counts_survive_halves_and_recomputation(
 @pytest.mark.parametrize("widths", [(1, 1, 1), (1, 2)])
 @pytest.mark.parametrize("recomputed", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("halved", [False, True])
-@pytest.mark.parametrize("name", ["dropout", "normed", "detached"])
+@pytest.mark.parametrize("name", ["dropout", "batch_normed", "detached"])
 def test_random_numbers_and_batch_statistics_survive_halves_and_recomputation(
     name: str, halved: bool, recomputed: float, widths: tuple[int, ...]
 ) -> None:

@@ -8,17 +8,15 @@ import pytest
 
 from autopar.runtime.outcome import outcome_of
 from autopar.schedules.expand import expand
-from rank_results import plan_of, results_of
+from played import plan_of, results_of
 
 
 @pytest.mark.parametrize(
-    ("schedule", "groups", "chunks"),
-    [("1f1b", ((0, 1), (2,)), 1), ("interleaved", ((0,), (1,)), 2), ("zb-h1", ((0,), (1,), (2,)), 1)],
+    ("schedule", "widths", "chunks"),
+    [("1f1b", (2, 1), 1), ("interleaved", (1, 1), 2), ("zb-h1", (1, 1, 1), 1)],
 )
-def test_every_ranks_times_sum_to_the_step_they_are_of(
-    schedule: str, groups: tuple[tuple[int, ...], ...], chunks: int
-) -> None:
-    plan, draw = plan_of(schedule, groups, chunks), random.Random(0)
+def test_every_ranks_times_sum_to_the_step_they_are_of(schedule: str, widths: tuple[int, ...], chunks: int) -> None:
+    plan, draw = plan_of(schedule, widths, chunks), random.Random(0)
     results = results_of(plan, 5, lambda step, rank, action: draw.uniform(0.1, 1.0))
     outcome = outcome_of(plan, expand(plan), results, "drawn")
     ends = [max(result["ends_s"][step] for result in results) for step in range(5)]
@@ -32,7 +30,7 @@ def test_every_ranks_times_sum_to_the_step_they_are_of(
 
 
 def test_the_first_step_counts_for_nothing_and_an_outlier_moves_no_median() -> None:
-    plan = plan_of("1f1b", ((0,), (1,)))
+    plan = plan_of("1f1b", (1, 1))
     slow = {0: 100.0, 7: 10.0}
     results = results_of(plan, 10, lambda step, rank, action: slow.get(step, 1.0))
     outcome = outcome_of(plan, expand(plan), results, "drawn")
@@ -45,7 +43,7 @@ def test_the_first_step_counts_for_nothing_and_an_outlier_moves_no_median() -> N
 
 
 def test_operations_are_held_against_the_devices_peak_where_that_is_known() -> None:
-    plan = plan_of("1f1b", ((0,), (1,)))
+    plan = plan_of("1f1b", (1, 1))
     results = results_of(plan, 3, lambda step, rank, action: 1.0)
     report = outcome_of(plan, expand(plan), results, "drawn").report
     assert report.model_flops is report.flops_utilisation is None

@@ -51,10 +51,8 @@ def layers(model):
 
 def dataset():
     draw = torch.Generator().manual_seed(5)
-    return torch.utils.data.TensorDataset(
-        torch.randn(SAMPLES, WIDTH, generator=draw, dtype=torch.float64),
-        torch.randn(SAMPLES, WIDTH, generator=draw, dtype=torch.float64),
-    )
+    values = (torch.randn(SAMPLES, WIDTH, generator=draw, dtype=torch.float64) for _ in range(2))
+    return torch.utils.data.TensorDataset(*values)
 
 
 def loss(output, batch):

@@ -8,14 +8,6 @@ WORDS, WIDTH, SAMPLES = 23, 12, 96
 STEP_SIZE = 3
 
 
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
-        return SAMPLES
-
-    def __getitem__(self, index):
-        return torch.tensor([index % WORDS, (7 * index + 3) % WORDS]), torch.tensor((5 * index) % WORDS)
-
-
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -50,7 +42,9 @@ def model():
 
 
 def dataset():
-    return Data()
+    index = torch.arange(SAMPLES)
+    words = torch.stack([index % WORDS, (7 * index + 3) % WORDS], 1)
+    return torch.utils.data.TensorDataset(words, 5 * index % WORDS)
 
 
 def loss(output, batch):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from labelled import loss, samples  # noqa: F401
+from labelled import sgd as optimizer  # noqa: F401
 
 DTYPE = torch.float64
 
@@ -14,14 +16,4 @@ def model() -> nn.Module:
 
 
 def dataset() -> torch.utils.data.Dataset:
-    generator = torch.Generator().manual_seed(1)
-    x = 3 + torch.randn(64, 4, dtype=DTYPE, generator=generator)
-    return torch.utils.data.TensorDataset(x, torch.randint(0, 3, (64,), generator=generator))
-
-
-def loss(output: torch.Tensor, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return F.cross_entropy(output, batch[1])
-
-
-def optimizer(parameters) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    return samples(64, 4, mean=3.0, dtype=DTYPE)

@@ -7,19 +7,6 @@ from torch import nn
 STEEPNESS = 30.0
 
 
-class Points(torch.utils.data.Dataset):
-    def __init__(self):
-        generator = torch.Generator().manual_seed(5)
-        self.points = torch.randn(64, 6, generator=generator)
-        self.kinds = torch.randint(0, 3, (64,), generator=generator)
-
-    def __len__(self):
-        return len(self.points)
-
-    def __getitem__(self, index):
-        return self.points[index], self.kinds[index]
-
-
 class Steep(nn.Module):
     def __init__(self):
         super().__init__()
@@ -41,7 +28,9 @@ def model():
 
 
 def dataset():
-    return Points()
+    generator = torch.Generator().manual_seed(5)
+    points = torch.randn(64, 6, generator=generator)
+    return torch.utils.data.TensorDataset(points, torch.randint(0, 3, (64,), generator=generator))
 
 
 def loss(output, batch):

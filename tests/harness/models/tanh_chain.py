@@ -19,20 +19,6 @@ COUNTS = False  # whether the loss is a sum and a count
 SPOILED = ()  # samples of which gradients are not finite
 
 
-class Points(torch.utils.data.Dataset):
-    def __init__(self):
-        draw = torch.Generator().manual_seed(5)
-        self.inputs = torch.randn(SAMPLES, WIDTH, generator=draw, dtype=torch.float64)
-        self.targets = torch.randn(SAMPLES, WIDTH, generator=draw, dtype=torch.float64)
-
-    def __len__(self):
-        return SAMPLES
-
-    def __getitem__(self, index):
-        spoiled = float("inf") if index in SPOILED else 1.0
-        return self.inputs[index], self.targets[index] * spoiled
-
-
 def model():
     drops = [nn.Dropout(DROPS)] if DROPS else []
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), *drops) for _ in range(5)]
@@ -44,7 +30,10 @@ def model():
 
 
 def dataset():
-    return Points()
+    draw = torch.Generator().manual_seed(5)
+    inputs, targets = (torch.randn(SAMPLES, WIDTH, generator=draw, dtype=torch.float64) for _ in range(2))
+    targets[list(SPOILED)] *= float("inf")
+    return torch.utils.data.TensorDataset(inputs, targets)
 
 
 def loss(output, batch):

@@ -27,7 +27,7 @@ from threads import in_ranks
 CPU = torch.device("cpu")
 
 
-def _captured(name: str = "normed") -> tuple[UserModel, LayerGraph]:
+def _captured(name: str = "batch_normed") -> tuple[UserModel, LayerGraph]:
     user = load(str(MODELS / f"{name}.py"))
     return user, capture(user, user.build(0))
 

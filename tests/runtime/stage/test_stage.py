@@ -16,7 +16,7 @@ from autopar.runtime.stage.stage import Pass, Segment, WrittenTensors
 from autopar.schedules.expand import expand
 from dictated import dictate
 from drawn_models import captured
-from split_programs import split
+from edits import split
 from threads import train_in_threads
 
 
