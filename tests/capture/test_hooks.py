@@ -57,10 +57,7 @@ def loss(output, batch):
         ("import sys\nsys.exit(3)\n", "model.py:2: importing it raised SystemExit(3)"),
         ("x = 1\n", "model.py: defines no model()"),
         ("def model():\n    return 3\n", "model() returned a int"),
-        (
-            "from torch import nn\n\ndef model():\n    return nn.LazyLinear(3)\n",
-            "model.py: the shape of weight is not known before a forward; give its module all sizes, or run",
-        ),
+        ("import torch\ndef model(): return torch.nn.LazyLinear(3)", "model.py: the shape of weight is not known"),
         ("def model():\n    raise KeyError('a')\n", "model.py:2: model raised KeyError"),
         ("def model():\n    return None\nloss = 3\n", "loss is a int"),
         (GOOD.replace("(output - batch[1]).square().mean()", "output"), "it must be a scalar"),
@@ -121,16 +118,13 @@ BOTH, ONE, HALF = {"delay": 0.5, "replicas": 4}, {"delay": 0, "replicas": 4}, {"
     ("text", "told"),
     [
         ("def optimizer(parameters): return make(parameters)", {}),
-        ("def optimizer(parameters, delay): return make(parameters, delay=delay)", {"delay": 0.5}),
+        ("def optimizer(parameters, delay): return make(parameters, delay=delay)", HALF),
         ("def optimizer(parameters, *, replicas, delay=9): return make(parameters, delay, replicas)", BOTH),
         ("def optimizer(named_parameters, replicas=3): return make(dict(named_parameters).values(), 0, replicas)", ONE),
         ("def optimizer(parameters, **more): return make(parameters, **more)", {}),
         ("def optimizer(delay): return make(delay)", {}),
         ("import functools; optimizer = functools.partial(make, delay=7)", {"delay": 7, "replicas": 4}),
-        (
-            "class optimizer(Told):\n    def __init__(self, parameters, delay): super().__init__(parameters, delay)",
-            HALF,
-        ),
+        ("class optimizer(Told):\n    def __init__(s, parameters, delay): super().__init__(parameters, delay)", HALF),
     ],
 )
 def test_an_optimizer_is_told_of_its_stage_what_it_asks_for(write, text, told):
@@ -176,24 +170,15 @@ END = HOOKED.count("\n") + 1
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (
-            "model = Net()",
-            "model is a module, a Net, and not a function that builds one; write `def model(): return Net",
-        ),
+        ("model = Net()", "model is a module, a Net, and not a function that builds one; write `def model(): return N"),
         ("model = nn.Sequential(Net(), nn.ReLU())", "write `def model(): return nn.Sequential(Net(), nn.ReLU())`"),
         ("if True:\n    model = Net()", "write `def model(): return Net()`"),
         ("model = Wide", "missing a required argument: 'width'; write `def model(): return Wide(width=...)`"),
-        (
-            "def model(width): ...",
-            "model(width) is called as model(): missing a required argument: 'width'; give width a",
-        ),
+        ("def model(width): ...", "model(width) is called as model(): missing a required argument: 'width'; give widt"),
         ("def model(*, width: int): ...", "model(*, width) is called as model(): missing a required"),
         ("model = 'gpt2'", "model is a str; it must be a function: write `def model(): return Net()`"),
         ("async def model(): return Net()", "model is an async function; write `def model():` without async"),
-        (
-            "def loss(output): ...",
-            "loss(output) is called as loss(output, batch): too many positional arguments; write `",
-        ),
+        ("def loss(output): ...", "loss(output) is called as loss(output, batch): too many positional arguments; writ"),
         ("def loss(output, x, y): ...", "loss(output, batch): missing a required argument: 'y'; write `def loss"),
         ("def loss(*, output, batch): ...", "loss(*, output, batch) is called as loss(output, batch): too many"),
         ("loss = nn.CrossEntropyLoss", "loss is the class CrossEntropyLoss, which takes no outputs; write `def loss"),
@@ -234,10 +219,7 @@ def test_whatever_can_be_called_so_is_as_good_as_a_function(text, write):
     ("text", "said"),
     [
         ("del loss", "there is no loss(), so forward(self, x) is given all 2 items of a sample: too many positional"),
-        (
-            "def loss(output, target): return nn.functional.cross_entropy(output, target)",
-            "its target is batch[1]: `def",
-        ),
+        ("def loss(a, target): return nn.functional.cross_entropy(a, target)", "its target is batch[1]: `def"),
         ("def loss(output, batch): return nowhere(output)", "model.py:19: loss() raised NameError: name 'nowhere' is"),
         ("loss = nn.CrossEntropyLoss()", "loss(output, batch) is given the whole batch; its target is batch[1]"),
         ("def dataset(): return TensorDataset(*[torch.ones(4, 2)] * 3)", "items of a sample but the last, the target"),
@@ -245,46 +227,26 @@ def test_whatever_can_be_called_so_is_as_good_as_a_function(text, write):
             "def dataset(): return [{'y': torch.ones(2), 'x1': torch.ones(2)}] * 4\nNet.forward = lambda s, x1, x2: x1",
             "missing a required argument: 'x2', and the batch has the keys y, x1; let dataset() or collate() give it",
         ),
-        (
-            "def loss(output, batch): return nn.functional.cross_entropy(output, batch)\n"
-            "def dataset(): return [{'x': torch.ones(2), 'y': torch.tensor(1)}] * 4",
-            "the whole batch, a dict of x, y",
-        ),
+        ("loss = nn.CrossEntropyLoss()\ndef dataset(): return [{'x': torch.ones(2), 'y': 1}] * 4", "a dict of x, y"),
+        ("del model", "defines no model(); add a function that returns a torch.nn"),
+        ("del model\ndef build_model(): return Net()", "write `model = build_model`"),
         ("def model(): Net()", "model() returned None; it must return a torch.nn.Module: write `return Net()`"),
-        (
-            "def model(): return Wide",
-            "model() returned the class Wide; it must return a torch.nn.Module: write `return W",
-        ),
+        ("def model(): return Wide", "model() returned the class Wide; it must return a torch.nn.Module: write `retur"),
     ],
 )
-def test_what_does_not_fit_together_is_told_with_what_to_write(text, said, write):
+def test_what_does_not_fit_together_or_is_not_there_is_told_with_what_to_write(text, said, write):
     assert said.replace("(self, x)", "(x)") in _told(_captured, write(f"{HOOKED}{text}\n"))
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (HOOKED.replace("def model(): return Net()", ""), "defines no model(); add a function that returns a torch.nn"),
-        (HOOKED.replace("def model()", "def build_model()"), "write `model = build_model`"),
-    ],
-)
-def test_a_file_without_a_model_is_told_what_it_could_use(text, said, write):
-    assert said in _told(load, write(text))
 
 
 def test_an_optimizer_that_wants_the_model_is_told_what_it_is_given(write):
     user = load(write(f"{HOOKED}def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.1)\n"))
-    with pytest.raises(
-        ModelError, match=r"optimizer raised AttributeError: .*; optimizer\(parameters\) is given a list"
-    ):
+    with pytest.raises(ModelError, match=r"raised AttributeError: .*; optimizer\(parameters\) is given a list"):
         user.make_optimizer(user.build().named_parameters())
 
 
 def test_from_python_a_class_and_a_wrong_loss_are_told():
     batch = (torch.ones(4, 2), torch.ones(4, 1))
-    with pytest.raises(
-        ModelError, match=r"model is the class Linear, where a torch.nn.Module is needed: pass Linear\("
-    ):
+    with pytest.raises(ModelError, match=r"is the class Linear, where a torch.nn.Module is needed: pass Linear\("):
         autopar.profile(torch.nn.Linear, batch)
     with pytest.raises(ModelError, match=r"called as loss\(output, batch\): too many positional"):
         autopar.profile(torch.nn.Linear(2, 1), batch, loss=lambda output: output)

@@ -16,12 +16,14 @@ from autopar.capture.source import UserModel
 
 Parameters = Iterable[nn.Parameter]
 Make = Callable[[Any], optim.Optimizer]
+Named = list[tuple[str, nn.Parameter]]
+Change = Callable[[dict[str, Any]], None]
 
 
 class Stepping(optim.Optimizer):
     """Its step is a function of a group."""
 
-    def __init__(self, parameters: Parameters, change: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, parameters: Parameters, change: Change) -> None:
         super().__init__(parameters, {"size": 1e-3})
         self.change = change
 
@@ -87,7 +89,7 @@ TORCHS |= {
 
 
 @pytest.fixture(scope="module")
-def named() -> list[tuple[str, nn.Parameter]]:
+def named() -> Named:
     model = nn.Sequential(nn.Linear(50, 8), nn.Conv2d(3, 4, 3), nn.LayerNorm(8), nn.Linear(8, 1), nn.Linear(30, 20))
     model.gain = nn.Parameter(torch.tensor(1.0))
     model.nothing = nn.Parameter(torch.zeros(0, 3))
@@ -108,9 +110,7 @@ def _user(make: Make) -> UserModel:
 
 @pytest.mark.some(6)
 @pytest.mark.parametrize("name", TORCHS)
-def test_most_of_torchs_optimizers_take_parameters_one_by_one_and_in_parts(
-    name: str, named: list[tuple[str, nn.Parameter]]
-) -> None:
+def test_most_of_torchs_optimizers_take_parameters_one_by_one_and_in_parts(name: str, named: Named) -> None:
     assert needs_all(_user(TORCHS[name]), named) is None
     real = [(name, each) for name, each in named if not each.is_complex()] if name == "fused" else named
     assert try_sharding(_user(TORCHS[name]), real) is None
@@ -119,7 +119,7 @@ def test_most_of_torchs_optimizers_take_parameters_one_by_one_and_in_parts(
 
 @pytest.mark.parametrize(("name", "alone"), [("Adafactor", False), ("Rprop", True), ("Muon", False)])
 def test_those_that_look_at_a_whole_matrix_cannot_step_parts_if_one_of_them_alone(
-    name: str, alone: bool, named: list[tuple[str, nn.Parameter]]
+    name: str, alone: bool, named: Named
 ) -> None:
     make = getattr(optim, name)
     user = _user(lambda parameters: make([each for each in parameters if each.dim() == 2 and not each.is_complex()]))
@@ -145,11 +145,7 @@ SHARDED, PARTS = (
     ],
 )
 def test_a_statistic_over_parameters_or_over_rows_is_found(
-    change: Callable[[dict[str, Any]], None],
-    together: object,
-    sharded: object,
-    alone: object,
-    named: list[tuple[str, nn.Parameter]],
+    change: Change, together: object, sharded: object, alone: object, named: Named
 ) -> None:
     real = [(name, each) for name, each in named if not each.is_complex()]
     user = _user(lambda parameters: Stepping(parameters, change))
@@ -159,18 +155,12 @@ def test_a_statistic_over_parameters_or_over_rows_is_found(
     assert alone is ... or splitting_problem(user, real) == alone
 
 
-def test_an_optimizer_that_cannot_be_tried_is_left_to_what_else_finds_it(
-    named: list[tuple[str, nn.Parameter]],
-) -> None:
+def test_groups_that_go_by_place_are_no_statistic_and_what_cannot_be_tried_is_left_to_others(named: Named) -> None:
     def fails(parameters: Parameters) -> optim.Optimizer:
         raise ValueError("these are too small")
 
-    assert needs_all(_user(fails), named) is None
-    assert try_sharding(_user(fails), named) is None
-    assert splitting_problem(_user(fails), named) is None
+    assert [ask(_user(fails), named) for ask in (needs_all, try_sharding, splitting_problem)] == [None] * 3
 
-
-def test_groups_that_go_by_place_are_no_statistic(named: list[tuple[str, nn.Parameter]]) -> None:
     def by_place(parameters: Parameters) -> optim.Optimizer:
         first, *others = parameters
         return optim.SGD([{"params": [first], "lr": 1.0}, {"params": others}], lr=0.1)

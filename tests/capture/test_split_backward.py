@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -42,16 +43,6 @@ def several(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return [shared.exp(), m.two(shared) * x[1], m.three(x[1]), shared]
 
 
-def weight_of_weights(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    mixed = m.one.weight @ m.two.weight
-    return [x[0] @ mixed, (x[0] * m.scale) @ mixed.t() @ m.one.weight]
-
-
-def twice_the_same(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    y, z = m.one(x[0]), m.scale.exp()
-    return [y, y, z, z]
-
-
 def many_kinds(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     y = m.conv(m.batch(x[0])[:, None]).sum(1)
     z, _ = m.cell(y[None])
@@ -79,26 +70,23 @@ class Doubled(torch.autograd.Function):
         return 2 * gradients[0].to(weight) @ weight.t(), 2 * x.t() @ gradients[0].to(x)
 
 
-def own(m: Parts, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return [Doubled.apply(torch.tanh(Doubled.apply(x[0], m.one.weight)), m.two.weight)]  # type: ignore[no-untyped-call]
-
-
+double: Callable[..., torch.Tensor] = Doubled.apply
 RUNS: dict[str, Run] = {
     "a chain": lambda m, x: [m.two(F.gelu(m.one(m.norm(x[0])))) + x[0]],
     "a tied matrix": lambda m, x: [m.one(torch.tanh(m.one(torch.tanh(m.one(x[0])))))],
     "a tied embedding": lambda m, x: [F.linear(torch.tanh(m.two(x[0] + m.words.weight[2])), m.words.weight)],
     "scaled again and again": lambda m, x: [((x[0] * m.scale).sin() * m.scale).cos() * m.scale * m.scale],
-    "a weight of weights": weight_of_weights,
+    "a weight of weights": lambda m, x: [x[0] @ (w := m.one.weight @ m.two.weight), (x[0] * m.scale) @ w.t() @ w],
     "several outputs": several,
     "parameters alone": lambda m, x: [m.one(x[0]), m.scale.square() * m.frozen, m.one.bias * 2, m.one.bias],
-    "twice the same": twice_the_same,
+    "twice the same": lambda m, x: [y := m.one(x[0]), y, z := m.scale.exp(), z],
     "inputs that go through": lambda m, x: [x[0], x[0].view(-1), m.one(x[1])],
     "nothing of the leaf": lambda m, x: [m.one(x[0].detach()) + m.words(torch.tensor([1, 2, 1]))],
     "no parameters": lambda m, x: [torch.softmax(x[0], -1) * x[1]],
     "frozen ones": lambda m, x: [x[0] * m.frozen, m.two((x[1] * m.frozen).relu())],
     "many kinds": many_kinds,
     "a hook": hooked,
-    "an operator of one's own": own,
+    "an operator of one's own": lambda m, x: [double(torch.tanh(double(x[0], m.one.weight)), m.two.weight)],
 }
 
 
@@ -227,11 +215,6 @@ def test_the_first_half_lets_go_as_it_runs_of_what_it_alone_reads() -> None:
     halves.weight()
     assert found is not None
     for leaf, gradient in ((x, found), *((layer.weight, layer.weight.grad) for layer in layers)):
-        (expected,) = torch.autograd.grad(_squares(x, layers).sum(), leaf)
+        squares = reduce(lambda y, layer: ReadTwice.apply(layer(y)), layers, x)
+        (expected,) = torch.autograd.grad(squares.sum(), leaf)
         assert torch.equal(gradient, expected)
-
-
-def _squares(x: torch.Tensor, layers: list[nn.Linear]) -> torch.Tensor:
-    for layer in layers:
-        x = ReadTwice.apply(layer(x))
-    return x
