@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -28,17 +29,8 @@ from autopar.formats.checkpoint import (
 )
 
 RUN = SavedRun(model="model.py", batch=8, seed=0, samples=64)
-PLAN = SavedPlan(
-    sha256="a" * 64,
-    ranks=2,
-    stages=1,
-    schedule="1f1b",
-    micro_batches=2,
-    division=((2, 2),),
-    sharded=True,
-    precision="fp32",
-    torch="2.13.0",
-)
+SHAPE: dict[str, Any] = {"ranks": 2, "stages": 1, "schedule": "1f1b", "micro_batches": 2, "division": ((2, 2),)}
+PLAN = SavedPlan(sha256="a" * 64, sharded=True, precision="fp32", torch="2.13.0", **SHAPE)
 FILES = [PieceFile(name=f"stage-00000-replica-0000{at}.safetensors", bytes=10, sha256="b" * 64) for at in range(2)]
 
 

@@ -27,15 +27,12 @@ from random_problems import gpt_profile, local_cluster, random_profile
 
 def slowed(profile: Profile, times_as_long: float) -> tuple[Layer, ...]:
     """Return a profile's layers with all of their times longer."""
-    names = ("forward_s", "backward_s")
-    costs = [
-        [each.model_copy(update={name: times_as_long * getattr(each, name) for name in names}) for each in layer.costs]
-        for layer in profile.layers
-    ]
-    return tuple(
-        layer.model_copy(update={"update_s": times_as_long * layer.update_s, "costs": tuple(own)})
-        for layer, own in zip(profile.layers, costs, strict=True)
-    )
+    layers, names = [], ("forward_s", "backward_s")
+    for layer in profile.layers:
+        times = [{name: times_as_long * getattr(each, name) for name in names} for each in layer.costs]
+        costs = tuple(each.model_copy(update=own) for each, own in zip(layer.costs, times, strict=True))
+        layers.append(layer.model_copy(update={"update_s": times_as_long * layer.update_s, "costs": costs}))
+    return tuple(layers)
 
 
 def on(*names: str) -> Profile:

@@ -50,7 +50,6 @@ def test_nodes_become_layers_that_keep_their_tensors_and_edges_tensors() -> None
     # A skip: node2 is read by the next layer and by the one behind it.
     assert (tensors["node2"].consumers, tensors["node2"].bytes_per_sample) == (("node3", "node5"), 80)
     assert profile.crossing_bytes() == [80, 80 + 64, 0]
-    profile = _read(LINES)
     for layer in profile.layers:
         (saved,) = layer.costs[0].saved
         assert (saved.storage, saved.bytes) == (layer.name, layer.costs[0].output_bytes)

@@ -19,22 +19,13 @@ PATH = Path("some/bert.json")
 
 
 def way(name: str, time: float, forth: dict[str, float], back: dict[str, float], memory: float = 100) -> dict[str, Any]:
-    return {
-        "id": name,
-        "timePerSample": time,
-        "parameterSize": 40.0,
-        "memoryUsageA": memory,
-        "memoryUsageB": 90,
-        "syncTimeFw": forth,
-        "syncTimeBw": back,
-    }
+    found = {"id": name, "timePerSample": time, "parameterSize": 40.0, "memoryUsageA": memory, "memoryUsageB": 90}
+    return {**found, "syncTimeFw": forth, "syncTimeBw": back}
 
 
+LIMITS = {"maxDevices": 8, "maxMemoryPerDevice": 1e9, "bandwidth": 25e9, "mbsInBatch": 12}
 FILE: dict[str, Any] = {
-    "maxDevices": 8,
-    "maxMemoryPerDevice": 1e9,
-    "bandwidth": 25e9,
-    "mbsInBatch": 12,
+    **LIMITS,
     "comment": "other keys are allowed",
     "nodes": [
         {"id": 7, "name": "head", "TMPCs": {"1": [way("vanilla", 0.3, {"3": 0}, {})]}},
@@ -67,12 +58,10 @@ def test_layers_keep_all_their_options_and_cost_what_one_device_takes_that_keeps
     assert [each.time_s for each in first.options] == [0.6, 0.8, 0.4]
     assert [each.memory_per_flight_bytes for each in first.options] == [100, 26, 100]
     assert [[(one.tensor, one.bytes) for one in each.resharded] for each in first.options] == [[], [], [("3>7", 17)]]
-    profile = _read(FILE)
     (cost,) = profile.layers[0].costs
     assert cost.forward_s + cost.backward_s == pytest.approx(0.6)
     assert (cost.micro_batch, cost.saved_bytes, cost.provenance) == (1, 100, "estimated")
-    layer = profile.layers[0]
-    assert (layer.parameters_bytes, layer.gradient_bytes, layer.buffers_bytes) == (40, 40, 10)
+    assert (first.parameters_bytes, first.gradient_bytes, first.buffers_bytes) == (40, 40, 10)
     assert profile.batch == 12
     assert [(each.name, each.bytes_per_sample, each.gradient) for each in profile.tensors] == [("3>7", 64, True)]
 

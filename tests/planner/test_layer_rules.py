@@ -208,10 +208,8 @@ def test_replicas_that_are_asked_for_are_planned_and_recorded_but_never_of_param
     found = plan(written(gpt_profile(), {3: BUFFER}), cluster, replace(stages, replicate_state="average"))
     assert found.replicate_state == "average"
     assert any("the mean of the replicas'" in caveat for caveat in found.caveats)
-    assert (
-        plan(written(gpt_profile(), {9: BUFFER}), cluster, replace(stages, replicate_state="first")).replicate_state
-        is None
-    )
+    other = plan(written(gpt_profile(), {9: BUFFER}), cluster, replace(stages, replicate_state="first"))
+    assert other.replicate_state is None
     for kind in (PARAMETER, STATE):
         with pytest.raises(UsageError, match="has one replica"):
             plan(written(gpt_profile(), {3: kind}), cluster, replace(stages, replicate_state="first"))

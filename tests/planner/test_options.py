@@ -12,31 +12,11 @@ from autopar.errors import UsageError
 from autopar.planner.options import Objective, PlanOptions, admissible_options, check_flags
 from random_problems import gpt_profile
 
-ASKED: dict[str, object] = {
-    "gpus": 2,
-    "bytes_per_s": 1e9,
-    "gap": 0.1,
-    "seed": 3,
-    "batch": 8,
-    "memory_bytes": 2**30,
-    "use_all": True,
-    "divisible": True,
-    "recompute": "full",
-    "schedule": "gpipe",
-    "micro_batches": 4,
-    "min_stages": 2,
-    "max_stages": 3,
-    "forbid_cut": ("0",),
-    "pin": ("0 on test",),
-    "shard": "none",
-    "stages": "0-13:1",
-    "effort": 2,
-    "exact": True,
-    "equal_widths": True,
-    "solver": "milp",
-    "solver_seconds": 5.0,
-    "deadline_s": 1.0,
-}
+ASKED: dict[str, object] = {"gpus": 2, "bytes_per_s": 1e9, "gap": 0.1, "seed": 3, "batch": 8, "memory_bytes": 2**30}
+ASKED |= {"use_all": True, "divisible": True, "recompute": "full", "schedule": "gpipe", "micro_batches": 4}
+ASKED |= {"min_stages": 2, "max_stages": 3, "forbid_cut": ("0",), "pin": ("0 on test",), "shard": "none"}
+ASKED |= {"stages": "0-13:1", "effort": 2, "exact": True, "equal_widths": True, "solver": "milp"}
+ASKED |= {"solver_seconds": 5.0, "deadline_s": 1.0}
 """One value of each that is not the usual one."""
 NOT_STEP = ["deadline_s"]
 NOT_COST = ["stages", "effort", "exact", "equal_widths", "solver", "solver_seconds"]

@@ -40,9 +40,7 @@ def test_a_plan_is_sound_and_never_slower_than_its_alternatives() -> None:
         profile, cluster = random_profile(seed), random_cluster(seed, devices)
         if len(profile.layers) < 5 and devices < 4 and schedule == "1f1b":
             made = plan(profile, cluster, replace(options, gap=0.0, exact=False))
-            assert made.predicted.step_s == pytest.approx(fastest_s(profile, cluster, options), rel=1e-9), (
-                f"seed {seed}"
-            )
+            assert made.predicted.step_s == pytest.approx(fastest_s(profile, cluster, options), rel=1e-9), seed
         made = plan(profile, cluster, options)
         assert Plan.parse(made.dumps(), Path("plan.json")) == made
         program = expand(made)
@@ -85,16 +83,13 @@ def test_when_nothing_fits_the_error_names_the_stage_and_the_least_shortfall() -
     assert checked >= 5
 
 
-def test_an_alternative_that_does_not_fit_says_which_stage_and_by_how_much() -> None:
+def test_an_alternative_that_does_not_fit_or_has_too_small_a_batch_says_so() -> None:
     options = PlanOptions(gpus=2, memory_bytes=60 * MIB, shard="none", schedule="1f1b")
     made = plan(gpt_profile(), local_cluster(2), options)
     data_parallel = made.alternatives[0]
     assert data_parallel.infeasible is not None
     assert data_parallel.infeasible.startswith("stage 0 (layers wte..head) needs 24.66 MiB more than 60.00 MiB")
     assert len(made.stages) == 2
-
-
-def test_a_batch_too_small_for_data_parallelism_says_so() -> None:
     made = plan(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, batch=3))
     assert made.alternatives[0].infeasible == "no micro-batch of a batch of 3 has a sample for each of 4"
 
@@ -105,9 +100,6 @@ def test_devices_that_stay_idle_are_mentioned_and_use_all_forbids_them() -> None
     assert len(slow.devices) == 1
     assert slow.notes[0].startswith("1 of 2 devices stay idle")
     assert len(plan(profile, cluster, PlanOptions(gpus=2, bytes_per_s=1e4, use_all=True)).devices) == 2
-
-
-def test_more_devices_than_any_plan_can_use_are_infeasible_with_use_all() -> None:
     with pytest.raises(InfeasibleError, match=r"no plan uses all 20 devices"):
         plan(gpt_profile(blocks=1), local_cluster(2), PlanOptions(gpus=20, use_all=True, batch=1))
 

@@ -101,9 +101,7 @@ def test_recomputed_layers_run_their_forward_again(setting: Setting) -> None:
     plain, again = setting.observed(1, 1, 64), setting.observed(1, 1, 64, recompute=True)
     without_s, with_s = predict([plain, again], TRUTH)
     profile = profile_of(setting.subject, setting.load, 256, TRUTH)
-    forwards_s = sum(
-        cost.recompute_s or 0 for layer in profile.layers for cost in layer.costs if cost.micro_batch == 64
-    )
+    forwards_s = sum(one.recompute_s or 0 for layer in profile.layers for one in layer.costs if one.micro_batch == 64)
     assert with_s - without_s == pytest.approx(4 * forwards_s)
 
 

@@ -20,10 +20,8 @@ GIB = 2**30
 
 def test_reasons_of_either_moment_are_told_and_what_a_driver_does_not_tell_stays_empty() -> None:
     assert parse("[N/A], [N/A], Not Active, [N/A], Not Active, Not Active") == Conditions()
-    assert parse("1410, Not Active, Not Active, Active, Not Active, Active").throttle_reasons == (
-        "temperature (software)",
-        "power brake",
-    )
+    found = parse("1410, Not Active, Not Active, Active, Not Active, Active")
+    assert found.throttle_reasons == ("temperature (software)", "power brake")
     before, after = Conditions(1e9, ("power limit",), 3), Conditions(1e9, ("power brake",), 4)
     assert after.throttled_since(before) == "power limit, power brake, temperature"
     assert Conditions().throttled_since(Conditions()) is None
@@ -54,10 +52,8 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("\n  no g++\n more")
 
     monkeypatch.setattr(torch, "compile", lambda *_, **__: missing)
-    with (
-        pytest.raises(UsageError, match=r"`compile`: torch.compile does not work here \(no g\+\+\); install"),
-        compiling(CPU),
-    ):
+    said = r"`compile`: torch.compile does not work here \(no g\+\+\); install"
+    with pytest.raises(UsageError, match=said), compiling(CPU):
         pass
 
 

@@ -90,11 +90,8 @@ def test_two_local_ranks_are_probed_and_make_a_cluster() -> None:
     assert (overlap.level, overlap.provenance) == ("node", "measured")
     assert len(four.devices) == 4
     assert "estimated" in four.notes[0]
-    names = ["p2p", "all-reduce", "all-gather", "reduce-scatter"]
-    assert [what for what, _ in said] == [
-        *(f"{name} among 2 ranks in a node" for name in names),
-        "computing while communicating",
-    ]
+    names = [f"{name} among 2 ranks in a node" for name in ("p2p", "all-reduce", "all-gather", "reduce-scatter")]
+    assert [what for what, _ in said] == [*names, "computing while communicating"]
     assert [share for _, share in said] == sorted(share for _, share in said)
 
 
@@ -132,11 +129,8 @@ def test_the_drivers_table_is_told_in_words_and_nothing_of_a_single_gpu_or_of_ot
         "GPUs and network cards are connected by several PCIe switches (PXB): 4 pairs, "
         "by the link between NUMA nodes (SYS): 4 pairs",
     ]
-    for code, words in (
-        ("PIX", "one PCIe switch"),
-        ("PHB", "the host's PCIe bridge"),
-        ("NODE", "PCIe bridges of one NUMA node"),
-    ):
+    ways = {"PIX": "one PCIe switch", "PHB": "the host's PCIe bridge", "NODE": "PCIe bridges of one NUMA node"}
+    for code, words in ways.items():
         text = f"\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \t{code}\t0-11\nGPU1\t{code}\t X \t0-11\n"
         assert topology_notes(text) == [f"GPUs are connected by {words} ({code}): 1 pair"]
     failed = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."

@@ -36,18 +36,11 @@ def _profile(count: int, provenance: Provenance = "measured", halves: bool = Fal
     layers = []
     for index, name in enumerate(names):
         own = cost(4, (index + 1) * 1e-3, (index + 1) * 2e-3, {f"{name}:0": 3 * MIB}, 5 * MIB, MIB)
-        layer = Layer(
-            name=name,
-            modules=(name,),
-            parameters_bytes=(index + 1) * MIB,
-            trainable_bytes=MIB,
-            gradient_bytes=MIB,
-            optimizer_bytes=2 * MIB,
-            update_s=2.5e-4,
-            costs=(own.model_copy(update=known),),
-            forward_fit=Line(fixed_s=1e-4, per_sample_s=2e-4, residual=0.01 * index),
-        )
-        layers.append(layer)
+        sizes = {"trainable_bytes": MIB, "gradient_bytes": MIB, "optimizer_bytes": 2 * MIB}
+        times = {"update_s": 2.5e-4, "costs": (own.model_copy(update=known),)}
+        fit = Line(fixed_s=1e-4, per_sample_s=2e-4, residual=0.01 * index)
+        fields: dict[str, Any] = {**sizes, **times, "parameters_bytes": (index + 1) * MIB, "forward_fit": fit}
+        layers.append(Layer(name=name, modules=(name,), **fields))
     shape: dict[str, Any] = {"bytes_per_sample": MIB, "dtype": "float32", "gradient": True}
     pairs = enumerate(pairwise(names))
     tensors = [Tensor(name=f"t{at}", producer=one, consumers=(two,), **shape) for at, (one, two) in pairs]

@@ -92,15 +92,9 @@ def test_a_part_of_a_stage_that_is_not_there_is_refused_with_its_path() -> None:
 
 
 def test_stages_and_alternatives_hold_what_the_plan_says() -> None:
-    plan = small_plan((2, 1), 4).model_copy(
-        update={
-            "alternatives": (
-                Alternative(name="equal split", infeasible="stage 1 needs more"),
-                Alternative(name="slow", step_s=2.0),
-                Alternative(name="best", step_s=1.0),
-            )
-        }
-    )
+    timed = [Alternative(name=name, step_s=step_s) for name, step_s in (("slow", 2.0), ("best", 1.0))]
+    others = (Alternative(name="equal split", infeasible="stage 1 needs more"), *timed)
+    plan = small_plan((2, 1), 4).model_copy(update={"alternatives": others})
     assert stages_frame(plan)["devices"].tolist() == [[0, 1], [2]]
     assert alternatives_frame(plan)["name"].tolist() == ["best", "slow", "equal split"]
     assert alternatives_frame(small_plan((1,), 1)).empty

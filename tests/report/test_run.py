@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,21 +17,10 @@ KEPT = Path(__file__).parents[1] / "formats" / "kept" / "report.json"
 
 
 def _report() -> Report:
+    same: dict[str, Any] = {"update_s": 0.02, "reduce_s": 0.03, "waiting_s": 0.04, "transfer_s": 0.05, "idle_s": 0.06}
+    same |= {"replica": 0, "in_flight": (4, 5), "predicted_in_flight": (6, 7)}
     ranks = tuple(
-        RankTimes(
-            rank=rank,
-            stages=(rank, 3 - rank),
-            replica=0,
-            compute_s=0.1 * (rank + 1),
-            update_s=0.02,
-            reduce_s=0.03,
-            waiting_s=0.04,
-            transfer_s=0.05,
-            idle_s=0.06,
-            in_flight=(4, 5),
-            predicted_in_flight=(6, 7),
-        )
-        for rank in range(2)
+        RankTimes(rank=rank, stages=(rank, 3 - rank), compute_s=0.1 * (rank + 1), **same) for rank in range(2)
     )
     kinds = (KindTimes(kind="SG", actions=12, measured_s=0.003, predicted_s=0.002, ratio=1.5),)
     changes = {

@@ -36,7 +36,7 @@ def _all_reduce(ranks: int, *seconds: float) -> Curve:
     return Curve(kind="all_reduce", ranks=ranks, level="node", sizes=(1000, 2000), seconds=seconds)
 
 
-def test_an_all_reduce_is_the_curve_where_measured_and_a_rings_scaling_elsewhere() -> None:
+def test_an_all_reduce_is_the_curve_where_measured_or_a_rings_scaling_or_of_the_bandwidth_that_is_given() -> None:
     cluster = _cluster(_all_reduce(2, 0.010, 0.012))
     links = LinkModel(cluster, cluster.devices)
     assert links.collective_s("all_reduce", 1500, 2, "node") == pytest.approx(0.011)
@@ -48,6 +48,9 @@ def test_an_all_reduce_is_the_curve_where_measured_and_a_rings_scaling_elsewhere
     assert bare.collective_s("all_reduce", 2000, 4, "node") == pytest.approx(2 * 3 / 4 * 2000 / 1e6 + 6e-3)
     assert bare.message_s(2000, "node") == pytest.approx(3e-3)
     assert bare.collective_s("all_reduce", 0, 4, "node") == bare.collective_s("all_reduce", 2000, 1, "node") == 0.0
+    links = LinkModel(cluster, cluster.devices, bytes_per_s=1e9)
+    assert links.message_s(10**9, "node") == pytest.approx(1.001)
+    assert links.collective_s("all_reduce", 10**9, 2, "node") == pytest.approx(1.002)
 
 
 def test_a_longer_message_never_takes_less_time_though_it_was_measured_so() -> None:
@@ -56,13 +59,6 @@ def test_a_longer_message_never_takes_less_time_though_it_was_measured_so() -> N
     times = [links.message_s(size, "node") for size in range(60)]
     assert times == sorted(times)
     assert links.message_s(40, "node") == pytest.approx(4.0 + 10 * 0.1)
-
-
-def test_a_bandwidth_that_is_given_replaces_curves_and_links() -> None:
-    cluster = _cluster(_all_reduce(2, 0.010, 0.012))
-    links = LinkModel(cluster, cluster.devices, bytes_per_s=1e9)
-    assert links.message_s(10**9, "node") == pytest.approx(1.001)
-    assert links.collective_s("all_reduce", 10**9, 2, "node") == pytest.approx(1.002)
 
 
 def test_devices_on_two_nodes_talk_over_the_network_and_assumed_ones_are_on_the_same_node() -> None:
@@ -77,16 +73,12 @@ def test_devices_on_two_nodes_talk_over_the_network_and_assumed_ones_are_on_the_
 
 
 def _layer(name: str, backward_s: float, trainable: int) -> Layer:
-    return Layer(
-        name=name,
-        modules=(name,),
-        parameters_bytes=trainable,
-        trainable_bytes=trainable,
-        gradient_bytes=trainable,
-        optimizer_bytes=2 * trainable,
-        buffers_bytes=10,
-        costs=(cost(1, 1.0, backward_s, {f"{name}/s": 100, "x": 8}, 150, 30),),
-    )
+    sizes = dict.fromkeys(("parameters_bytes", "trainable_bytes", "gradient_bytes"), trainable)
+    costs = (cost(1, 1.0, backward_s, {f"{name}/s": 100, "x": 8}, 150, 30),)
+    return Layer(name=name, modules=(name,), costs=costs, **sizes, optimizer_bytes=2 * trainable, buffers_bytes=10)
+
+
+LAYERS = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 0)]
 
 
 def test_a_reduction_is_exposed_by_what_the_backward_does_not_hide() -> None:
@@ -134,13 +126,12 @@ def test_a_copy_of_a_shared_parameter_is_updated_at_the_time_that_its_first_laye
 
 
 def test_memory_is_the_sum_the_docstring_says() -> None:
-    layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 0)]
     tensors = [
         Tensor(name="x", producer=None, consumers=("a",), bytes_per_sample=8, dtype="i64", gradient=False),
         Tensor(name="ab", producer="a", consumers=("b", "c"), bytes_per_sample=40, dtype="f32", gradient=True),
         Tensor(name="bc", producer="b", consumers=("c",), bytes_per_sample=24, dtype="f32", gradient=True),
     ]
-    costs = CostModel(profile_of(layers, tensors, 12), _cluster(), PlanOptions(gpus=3))
+    costs = CostModel(profile_of(LAYERS, tensors, 12), _cluster(), PlanOptions(gpus=3))
     stages = tuple(CandidateStage(index, index + 1, (index,), (3,), 3 - index) for index in range(3))
     peaks = costs.peak_bytes(Candidate(4, 3, "1f1b", stages))
     # Stage 0 saves 100 a row and keeps `ab` for both readers; x is an input. Of the 50 that its layer holds for a
@@ -186,7 +177,7 @@ def test_every_time_says_where_it_comes_from_and_a_plan_repeats_it() -> None:
     assert alone.predicted.communication is None
 
 
-def test_sizes_beyond_the_measured_ones_follow_the_profiles_own_fit() -> None:
+def test_the_profiles_own_fit_and_what_a_process_takes_for_itself_are_reckoned_with() -> None:
     profile = gpt_profile()
     fit = Line(fixed_s=1.0, per_sample_s=0.5, residual=0.0)
     layers = tuple(layer.model_copy(update={"forward_fit": fit}) for layer in profile.layers)
@@ -194,10 +185,6 @@ def test_sizes_beyond_the_measured_ones_follow_the_profiles_own_fit() -> None:
     assert costs.forward_s(CandidateStage(0, 1, (0,), (32,), 1), 0) == pytest.approx(17.0)
     measured_s = profile.layers[0].costs[3].forward_s
     assert costs.forward_s(CandidateStage(0, 1, (0,), (8,), 1), 0) == pytest.approx(measured_s)
-
-
-def test_what_a_process_takes_for_itself_is_not_there_for_training() -> None:
-    profile = gpt_profile()
     device = profile.device.model_copy(update={"reserved_bytes": 2**30})
     costs = CostModel(profile.model_copy(update={"device": device}), local_cluster(1), PlanOptions(gpus=1))
     assert costs.limits_bytes == [7 * 2**30]
@@ -208,12 +195,11 @@ def _replicas(shard: str, recompute: tuple[int, ...] = ()) -> CandidateStage:
 
 
 def test_recomputation_keeps_inputs_only_and_adds_its_forwards() -> None:
-    layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 0)]
     tensors = [
         Tensor(name="ab", producer="a", consumers=("b",), bytes_per_sample=40, dtype="f32", gradient=True),
         Tensor(name="bc", producer="b", consumers=("c",), bytes_per_sample=24, dtype="f32", gradient=True),
     ]
-    costs = CostModel(profile_of(layers, tensors, 4), _cluster(), PlanOptions())
+    costs = CostModel(profile_of(LAYERS, tensors, 4), _cluster(), PlanOptions())
     plain, again = CandidateStage(0, 3, (0,), (1,), 1), CandidateStage(0, 3, (0,), (1,), 1, (0, 1, 2))
     assert costs.backward_s(again, 0, 4) == pytest.approx(costs.backward_s(plain, 0, 4) + 3 * 1.0)
     # Nothing of a layer's own is kept: 100 + x's 8 each; what they hand on is, and x is no tensor of this profile.
@@ -226,8 +212,7 @@ def test_recomputation_keeps_inputs_only_and_adds_its_forwards() -> None:
 
 
 def test_sharding_divides_what_it_names_and_communicates_for_it() -> None:
-    layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 0)]
-    costs = CostModel(profile_of(layers, [], 4), _cluster(), PlanOptions())
+    costs = CostModel(profile_of(LAYERS, [], 4), _cluster(), PlanOptions())
     alone = [Candidate(4, 1, "1f1b", (_replicas(shard),)) for shard in ("none", "optimizer")]
     held = [costs.memory[0].peak(0, 3, stage_terms(each.stages[0], each.micro_batches, 0, 1)) for each in alone]
     # Every replica also has its half of the parameters, from which they are gathered.
@@ -243,20 +228,19 @@ def test_sharding_divides_what_it_names_and_communicates_for_it() -> None:
     # In every backward they are reduced, and none is left after the last one.
     assert [costs.replica_exposed_s(by_shard[shard], 0) for shard in ("gradients", "parameters")] == [0.0, 0.0]
     # Half of 1000 and of 500 bytes are gathered, at 100 bytes a second: on a CPU, in turn with a second of computing.
-    slow = CostModel(profile_of(layers, [], 4), _cluster(), PlanOptions(bytes_per_s=100.0))
+    slow = CostModel(profile_of(LAYERS, [], 4), _cluster(), PlanOptions(bytes_per_s=100.0))
     assert slow.forward_s(by_shard["parameters"], 0) == pytest.approx(3 + 5.001 + 2.501)
     assert slow.backward_s(by_shard["gradients"], 0, 4) == pytest.approx(3 + 5.001 + 2.501)
     assert slow.backward_s(by_shard["parameters"], 0, 4) == pytest.approx(3 + 10.002 + 5.002)
     # Whatever overlaps, fully_shard waits for gloo.
     overlap = Overlap(level="node", compute=1.25, communication=2.0)
     shared = _cluster().model_copy(update={"overlaps": (overlap,)})
-    waiting = CostModel(profile_of(layers, [], 4), shared, PlanOptions(bytes_per_s=100.0))
+    waiting = CostModel(profile_of(LAYERS, [], 4), shared, PlanOptions(bytes_per_s=100.0))
     assert waiting.forward_s(by_shard["parameters"], 0) == slow.forward_s(by_shard["parameters"], 0)
 
 
 def test_a_gpu_gathers_and_scatters_beside_computing() -> None:
-    layers = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 0)]
-    known = _gpu(profile_of(layers, [], 4))
+    known = _gpu(profile_of(LAYERS, [], 4))
     by_shard = {shard: _replicas(shard) for shard in ("optimizer", "gradients", "parameters")}
     # Where both slow each other to 0.8 and 0.5 of their speeds, a second of computing lasts 1.25 with the gathering.
     overlap = Overlap(level="node", compute=1.25, communication=2.0)
@@ -312,7 +296,7 @@ def _naive_s(plan: Plan, costs: CostModel, candidate: Candidate) -> float:
     for message in messages(plan):
         flow, rows = sizes[message.producer, message.consumer], message.stop - message.start
         ends = (message.sender, message.producer), (message.receiver, message.consumer)
-        devices = [stages[stage].devices[_replica(plan, rank)] for rank, stage in ends]
+        devices = [stages[stage].devices[stages_of(plan, rank)[1]] for rank, stage in ends]
         routes["S", *ends] = costs.message_s(rows * flow.bytes_per_sample, *devices)
         routes["SG", *ends[::-1]] = costs.message_s(rows * flow.gradient_bytes_per_sample, *devices[::-1])
     overhead_s = costs.profile.step_overhead_s
@@ -321,7 +305,7 @@ def _naive_s(plan: Plan, costs: CostModel, candidate: Candidate) -> float:
     while moved:
         moved = False
         for rank, actions in enumerate(expand(plan).ranks):
-            clock, replica, reduced = overhead_s, _replica(plan, rank), 0.0
+            clock, replica, reduced = overhead_s, stages_of(plan, rank)[1], 0.0
             queue: dict[int, float] = defaultdict(float)
             for action in actions:
                 kind, stage, index, peer, peer_stage, _ = action
@@ -360,10 +344,6 @@ def _put(done: dict[object, float], key: object, seconds: float) -> bool:
     moved = key not in done or done[key] != seconds
     done[key] = seconds
     return moved
-
-
-def _replica(plan: Plan, rank: int) -> int:
-    return stages_of(plan, rank)[1]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", *OTHERS])

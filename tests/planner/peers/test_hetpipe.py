@@ -56,9 +56,7 @@ def test_workers_that_cut_alike_are_priced_as_the_plan_that_they_are_where_links
         found = Workers("ED", count, costs.batch // count, pipelined, workers)
         plan = hetpipe.candidate_of(found)
         assert plan is not None
-        assert hetpipe.step_s(costs, found) == pytest.approx(Simulator(costs).step_s(plan), rel=1e-6, abs=1e-9), (
-            f"seed {seed}"
-        )
+        assert hetpipe.step_s(costs, found) == pytest.approx(Simulator(costs).step_s(plan), rel=1e-6, abs=1e-9), seed
         compared += 1
     assert compared >= 24
 

@@ -57,12 +57,10 @@ def test_a_plan_is_found_with_the_least_memory_that_any_plan_needs(shard: str) -
 
 def _problem(seed: int, most_layers: int = 6) -> tuple[CostModel, Family, PlanOptions]:
     rng = random.Random(seed)
-    options = PlanOptions(
-        gpus=3, memory_bytes=int(10 ** rng.uniform(5.5, 8.0)), schedule="gpipe" if seed % 4 == 0 else "1f1b"
-    )
-    costs = CostModel(
-        random_profile(seed, most_layers=most_layers, batches=(4, 6, 12)), random_cluster(seed, 3), options
-    )
+    memory_bytes, schedule = int(10 ** rng.uniform(5.5, 8.0)), "gpipe" if seed % 4 == 0 else "1f1b"
+    options = PlanOptions(gpus=3, memory_bytes=memory_bytes, schedule=schedule)
+    profile = random_profile(seed, most_layers=most_layers, batches=(4, 6, 12))
+    costs = CostModel(profile, random_cluster(seed, 3), options)
     return costs, rng.choice(families(costs.batch, options)), options
 
 

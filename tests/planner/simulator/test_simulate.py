@@ -268,12 +268,10 @@ def test_nobody_waits_for_the_sum_of_a_shared_parameter(policy: str, count: int,
     micro_batches = depths[0] if policy == "2bw" else 1
     period_s = {}
     for shared in ([], [[0, count - 1]]):
-        plan = simulating.skeleton(
-            _line(micro_batches, depths), [(at, at + 1, True) for at in range(count - 1)], shared
-        )
+        flows = [(at, at + 1, True) for at in range(count - 1)]
+        plan = simulating.skeleton(_line(micro_batches, depths), flows, shared)
         plan = plan.model_copy(update={"weight_policy": policy})
         times = _durations(0.0, [StageTimes(1.0, 1.0, 0.0, 0.0, 0.0)] * count, [0.0] * len(shared))
-        period_s[bool(shared)] = simulating.pipeline_times(
-            simulating.trace_unflushed(plan, expand(plan), times), plan
-        ).period_s
+        timeline = simulating.trace_unflushed(plan, expand(plan), times)
+        period_s[bool(shared)] = simulating.pipeline_times(timeline, plan).period_s
     assert period_s[True] == pytest.approx(period_s[False])
