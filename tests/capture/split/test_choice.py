@@ -83,10 +83,8 @@ class Two(nn.Module):
 
 
 def test_what_saves_the_most_comes_first_and_only_even_parts_of_many_or_uneven_ones_of_a_plain_name_are_taken() -> None:
-    assert [split.names[0].size for split in splits(Two(), 2)] == [6, 4]
-    assert [split.names[0].size for split in splits(Two(), 4)] == [6, 4]
-    assert [split.names[0].size for split in splits(Two(), 5)] == [6]
-    assert splits(Two(), 7) == ()
+    for count, sizes in ((2, [6, 4]), (4, [6, 4]), (5, [6]), (7, [])):
+        assert [split.names[0].size for split in splits(Two(), count)] == sizes
     saved = [split.numbers_saved for split in splits(Two(), 2)]
     assert saved == [(8 * 6 + 6 + 6 * 8) / 2, (8 * 4 + 4 + 4 * 8) / 2]
     assert [split.numbers_summed for split in splits(Two(), 2)] == [3 * 8, 3 * 8]
@@ -117,15 +115,9 @@ def test_a_part_has_ranges_of_queries_keys_and_values_and_uneven_ones_of_a_plain
     )
     assert "held_down_bias" not in cuts
     # Of two key heads, two parts have the same one.
-    assert cuts["held_qkv_weight"] == AttributeCut(
-        0,
-        (
-            ((0, 2), (8, 10), (12, 14)),
-            ((2, 4), (8, 10), (12, 14)),
-            ((4, 6), (10, 12), (14, 16)),
-            ((6, 8), (10, 12), (14, 16)),
-        ),
-    )
+    keys, others = ((8, 10), (12, 14)), ((10, 12), (14, 16))
+    expected = (((0, 2), *keys), ((2, 4), *keys), ((4, 6), *others), ((6, 8), *others))
+    assert cuts["held_qkv_weight"] == AttributeCut(0, expected)
 
 
 @pytest.mark.some(4)
@@ -205,8 +197,8 @@ class Heads(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-def analysis_of(module: nn.Module, *sizes: int) -> Analysis:
-    return analyse(layer_of(module, torch.zeros(2, 3, *sizes)))
+def analysis_of(module: nn.Module, size: int) -> Analysis:
+    return analyse(layer_of(module, torch.zeros(2, 3, size)))
 
 
 def test_a_block_splits_in_the_numbers_that_its_heads_allow() -> None:
@@ -218,12 +210,9 @@ def test_a_block_splits_in_the_numbers_that_its_heads_allow() -> None:
     assert explain(analysis_of(Heads(12), 24), 12) is None
 
 
-def test_what_splits_in_no_number_of_parts_says_what_keeps_it_whole() -> None:
-    assert explain(analysis_of(nn.LayerNorm(6), 6), 2) == ("splits in no number of parts: it is normalised as a whole")
+def test_what_splits_in_no_number_of_parts_says_what_keeps_it_whole_or_which_buffer_it_writes() -> None:
+    assert explain(analysis_of(nn.LayerNorm(6), 6), 2) == "splits in no number of parts: it is normalised as a whole"
     assert explain(analysis_of(nn.GELU(), 6), 2) == "splits in no number of parts: it has no parameters"
-
-
-def test_a_layer_that_writes_a_buffer_says_which() -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
     analysis = analyse(layer_of(module, torch.zeros(2, 6)))
     assert explain(analysis, 2) == "splits in no number of parts: it writes into held_1_num_batches_tracked"
