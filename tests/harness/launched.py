@@ -19,6 +19,12 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+def torchrun(count: int) -> list[str]:
+    """Return the command of an agent that starts a script's ranks, at a port of their own: the usual one is one."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--master-port", f"{free_port()}"]
+    return [*start, "--nproc-per-node", f"{count}"]
+
+
 def launch(
     count: int, arguments: Sequence[str], hosts: int = 1, interface: str | None = "lo", **environment: str
 ) -> list[warm.Popen]:

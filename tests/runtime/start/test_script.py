@@ -24,7 +24,7 @@ from autopar.errors import CaptureError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime import weights
-from launched import ended, launch
+from launched import ended, launch, torchrun
 from oracles.turns import train_in_turns
 from oracles.unflushed import Asked, train
 from paths import EXAMPLES, HARNESS
@@ -192,8 +192,7 @@ def test_the_example_script_plans_and_trains_under_torchrun(tmp_path: Path) -> N
     options: dict[str, Any] = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
     planned = warm.run([sys.executable, script], timeout=200, **options)
     assert planned.returncode == 0, planned.stderr
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, "--epochs", "1"]
-    done = subprocess.run(command, check=False, timeout=200, **options)
+    done = subprocess.run([*torchrun(2), script, "--epochs", "1"], check=False, timeout=400, **options)
     assert done.returncode == 0, done.stderr
     example = plain.load_file(EXAMPLES / "mlp.py")
     torch.manual_seed(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from autopar.ranks.board import FINISHED, HISTORY, Board, Note
 from autopar.runtime.checkpoint.folder import CheckpointFolder
 from autopar.runtime.start.supervision import black_box_of, describe, slowness
 from autopar.schedules.expand import expand
-from launched import ended, launch, processes_in, until
+from launched import ended, launch, processes_in, torchrun, until
 from suite import warm
 from words_plans import copy_model, save_plan
 
@@ -170,10 +169,11 @@ def ended_where_saved(folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.reliability(36)
 def test_under_torchrun_a_run_that_is_told_to_end_ends_behind_its_step_and_saves(plan: Plan, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *WORKER, *LONG]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     # The agent is forked; its workers are started.
-    with warm.Popen(command, stderr=-1, text=True, env=environment, start_new_session=True) as running:
+    with warm.Popen(
+        [*torchrun(2), *WORKER, *LONG], stderr=-1, text=True, env=environment, start_new_session=True
+    ) as running:
         until(lambda: is_training(tmp_path))
         running.send_signal(signal.SIGTERM)
         _, error = running.communicate(timeout=200)
