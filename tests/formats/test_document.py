@@ -14,12 +14,8 @@ from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.document import MAX_DEPTH, write_text
 
-GOOD = {
-    "format": "autopar.cluster",
-    "version": 1,
-    "devices": [{"type": "cpu", "memory_bytes": 1024}],
-    "links": [{"level": "node", "latency_s": 0.0, "bytes_per_s": 1e9}],
-}
+DEVICES, LINKS = [{"type": "cpu", "memory_bytes": 1024}], [{"level": "node", "latency_s": 0.0, "bytes_per_s": 1e9}]
+GOOD = {"format": "autopar.cluster", "version": 1, "devices": DEVICES, "links": LINKS}
 
 
 def _text(**changes: object) -> str:

@@ -49,12 +49,8 @@ def _comparison(path: Path) -> str:
     over = [row.pop("over") for row in found]
     rows = TypeAdapter(list[ComparisonRow]).validate_python(found)
     workers = [None if row.virtual_workers is None else asdict(row.virtual_workers) for row in rows]
-    return json.dumps(
-        [
-            {**row._asdict(), "virtual_workers": own, "over": each}
-            for row, own, each in zip(rows, workers, over, strict=True)
-        ]
-    )
+    every = zip(rows, workers, over, strict=True)
+    return json.dumps([{**row._asdict(), "virtual_workers": own, "over": each} for row, own, each in every])
 
 
 def _verification(path: Path) -> str:

@@ -19,13 +19,8 @@ def text_of(folder: Path, architecture: str, groups: int = 1, device: str = "cud
 
 def test_replicas_that_divide_nothing_are_ddp(tmp_path: Path) -> None:
     text = text_of(tmp_path, "LlamaForCausalLM")
-    assert yaml.safe_load(text) == {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "MULTI_GPU",
-        "num_machines": 1,
-        "num_processes": 4,
-        "mixed_precision": "bf16",
-    }
+    machine = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_machines": 1}
+    assert yaml.safe_load(text) == {**machine, "num_processes": 4, "mixed_precision": "bf16"}
     assert "num_steps=2, sync_each_batch=False" in text.replace("\n#  ", "")
     assert yaml.safe_load(text_of(tmp_path, "LlamaForCausalLM", device="cpu"))["distributed_type"] == "MULTI_CPU"
 

@@ -17,18 +17,6 @@ from capture_zoo import build
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("sizes", "seconds", "fixed", "slope"),
-    [((1, 2, 4), (3.0, 5.0, 9.0), 1.0, 2.0), ((1, 2), (1.0, 4.0), 0.0, 1.2), ((1, 2), (2.0, 1.0), 1.2, 0.0)],
-)
-def test_no_part_is_negative(sizes: tuple[int, ...], seconds: tuple[float, ...], fixed: float, slope: float) -> None:
-    line = fit_line(sizes, seconds)
-    assert line is not None
-    assert (line.fixed_s, line.per_sample_s) == (pytest.approx(fixed), pytest.approx(slope))
-    errors = [abs(line.at(size) / second - 1) for size, second in zip(sizes, seconds, strict=True)]
-    assert line.residual == pytest.approx(max(errors))
-
-
 def counting(graph: LayerGraph) -> tuple[LayerChain, list[tuple[str, int]]]:
     calls: list[tuple[str, int]] = []
     chain = LayerChain(graph.layers, graph.outputs, as_it_is, CPU)
@@ -74,6 +62,12 @@ def test_no_other_line_without_a_negative_part_has_less_relative_error() -> None
         own = sum((line.at(size) / second - 1) ** 2 for size, second in zip(sizes, seconds, strict=True))
         assert min(line.fixed_s, line.per_sample_s) >= 0
         assert own <= others.sum(-1).min() + 1e-9
+        errors = [abs(line.at(size) / second - 1) for size, second in zip(sizes, seconds, strict=True)]
+        assert line.residual == pytest.approx(max(errors))
+    for falling, expected in (((1.0, 4.0), (0.0, 1.2)), ((2.0, 1.0), (1.2, 0.0))):
+        line = fit_line((1, 2), falling)
+        assert line is not None
+        assert (line.fixed_s, line.per_sample_s) == pytest.approx(expected)
 
 
 @pytest.mark.reliability(48)

@@ -27,13 +27,9 @@ from shown import shown
 
 def _plan(*parts: BoundPart) -> Plan:
     plan = small_plan((1, 1), 2)
-    update = {
-        "step_s": 1.1,
-        "lower_bound_s": 1.0,
-        "bounds": Bounds(work_s=0.5, contiguous_s=0.7, linked_s=0.75),
-        "binding": parts,
-        "shares": Shares(computing=0.7, messages=0.1, reduction=0.05, idle=0.15),
-    }
+    bounds = Bounds(work_s=0.5, contiguous_s=0.7, linked_s=0.75)
+    shares = Shares(computing=0.7, messages=0.1, reduction=0.05, idle=0.15)
+    update = {"step_s": 1.1, "lower_bound_s": 1.0, "bounds": bounds, "binding": parts, "shares": shares}
     return plan.model_copy(update={"predicted": plan.predicted.model_copy(update=update)})
 
 

@@ -24,10 +24,8 @@ BANDWIDTH = 1e3
 
 
 def _cluster(devices: int, memory_bytes: int, bytes_per_s: float = BANDWIDTH) -> Cluster:
-    return Cluster(
-        devices=(Device(type="A100", memory_bytes=memory_bytes),) * devices,
-        links=(Link(level="node", latency_s=0.0, bytes_per_s=bytes_per_s),),
-    )
+    link = Link(level="node", latency_s=0.0, bytes_per_s=bytes_per_s)
+    return Cluster(devices=(Device(type="A100", memory_bytes=memory_bytes),) * devices, links=(link,))
 
 
 def _random_file(seed: int) -> dict[str, Any]:

@@ -29,10 +29,8 @@ from reproductions.stash import StashCosts
 
 
 def _cluster(devices: int, memory_bytes: int, bytes_per_s: float) -> Cluster:
-    return Cluster(
-        devices=(Device(type="V100", memory_bytes=memory_bytes),) * devices,
-        links=(Link(level="node", latency_s=0.0, bytes_per_s=bytes_per_s),),
-    )
+    link = Link(level="node", latency_s=0.0, bytes_per_s=bytes_per_s)
+    return Cluster(devices=(Device(type="V100", memory_bytes=memory_bytes),) * devices, links=(link,))
 
 
 def _chain(seed: int, count: int = 7) -> Profile:
