@@ -18,28 +18,37 @@ LENGTH, WIDTH = 3, 8
 Step = Callable[["Drawn", random.Random, torch.Tensor], torch.Tensor]
 
 
-class Drawn(nn.Module):
-    """From ``(rows, 3, 8)`` to the same: some drawn steps, and a projection back."""
+class Drawing(nn.Module):
+    """Does the same drawn steps in every call, with parameters that are made in the first."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.seed = seed
         self.weights = nn.ParameterList()
         self._drawn, self._next = False, 0
-        self(torch.zeros(2, LENGTH, WIDTH, dtype=torch.float64))
+
+    def begin(self, *inputs: torch.Tensor) -> None:
+        """Make the first call."""
+        self(*inputs)
         self._drawn = True
 
     def weight(self, *sizes: int) -> torch.Tensor:
         """Return the next parameter."""
         if not self._drawn:
             generator = torch.Generator().manual_seed(self.seed + len(self.weights))
-            value = torch.randn(sizes, generator=generator, dtype=torch.float64) / 2
-            self.weights.append(nn.Parameter(value))
+            self.weights.append(nn.Parameter(torch.randn(sizes, generator=generator, dtype=torch.float64) / 2))
         self._next += 1
         return self.weights[self._next - 1]
 
+
+class Drawn(Drawing):
+    """From ``(rows, 3, 8)`` to the same: some drawn steps, and a projection back."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.begin(torch.zeros(2, LENGTH, WIDTH, dtype=torch.float64))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Do the same steps as at the first call."""
         draw, self._next = random.Random(self.seed), 0
         found = up(self, draw, x)
         for _ in range(draw.randint(2, 6)):
@@ -55,11 +64,8 @@ def up(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
     bias = module.weight(width) if draw.random() < 0.5 else None
     if draw.random() < 0.3:
         rows = x.reshape(-1, x.shape[-1])
-        found = rows @ module.weight(x.shape[-1], width) if bias is None else None
-        found = (
-            torch.addmm(bias, rows, module.weight(x.shape[-1], width)) if found is None and bias is not None else found
-        )
-        assert found is not None
+        weight = module.weight(x.shape[-1], width)
+        found = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
         return found.view(-1, LENGTH, width)
     return F.linear(x, module.weight(width, x.shape[-1]), bias)
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from autopar.capture.graph import Layer
+from drawn_split import Drawing
 from single_layers import layer_of
 
 TOKENS, WIDTH = 8, 6
@@ -18,29 +18,15 @@ TOKENS, WIDTH = 8, 6
 Step = Callable[["Stream", random.Random, torch.Tensor], torch.Tensor]
 
 
-class Stream(nn.Module):
+class Stream(Drawing):
     """From ``(rows, 8, 6)`` and another tensor of that size to the same, by some drawn steps."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.seed = seed
-        self.weights = nn.ParameterList()
+        super().__init__(seed)
         self.register_buffer("table", torch.arange(TOKENS * WIDTH, dtype=torch.float64).view(TOKENS, WIDTH).cos())
-        self._drawn, self._next = False, 0
-        start = torch.ones(2, TOKENS, WIDTH, dtype=torch.float64)
-        self(start, start)
-        self._drawn = True
-
-    def weight(self, *sizes: int) -> torch.Tensor:
-        """Return the next parameter."""
-        if not self._drawn:
-            generator = torch.Generator().manual_seed(self.seed + len(self.weights))
-            self.weights.append(nn.Parameter(torch.randn(sizes, generator=generator, dtype=torch.float64) / 2))
-        self._next += 1
-        return self.weights[self._next - 1]
+        self.begin(*(torch.ones(2, TOKENS, WIDTH, dtype=torch.float64) for _ in range(2)))
 
     def forward(self, x: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do the same steps as at the first call."""
         draw, self._next = random.Random(self.seed), 0
         streams = [x * self.weight(1), other]
         for _ in range(draw.randint(3, 7)):

@@ -18,21 +18,28 @@ from autopar.capture.split.rewrite import LayerPart, rewrite
 
 Result = TypeVar("Result")
 Slice = TypeVar("Slice", bound=torch.Tensor | None)
-
+Pairs = list[tuple[torch.Tensor | None, torch.Tensor | None]]
 
 SEED = 7
 """What a layer's random numbers are drawn from, whole and in parts."""
 
 
-class Turns:
-    """Threads take turns, and each finds the one generator of random numbers that they share as it left it."""
+class Table:
+    """Where threads lay their summands; each takes the sum of all, in the order of parts.
+
+    They take turns, and each finds the one generator of random numbers that they share as it left it.
+    """
 
     def __init__(self) -> None:
-        self._lock, self._states = threading.Lock(), dict[int, torch.Tensor]()
+        self._turn, self._states = threading.Lock(), dict[int, torch.Tensor]()
+        self._barriers: dict[tuple[int, ...], threading.Barrier] = {}
+        self._lock, self._broken = threading.Lock(), False
+        self.summands: dict[int, torch.Tensor] = {}
+        """By part: one sums one tensor at a time."""
 
     def begin(self, index: int) -> None:
         """Wait until no other thread computes."""
-        self._lock.acquire()
+        self._turn.acquire()
         if index in self._states:
             torch.set_rng_state(self._states[index])
         else:
@@ -41,25 +48,19 @@ class Turns:
     def end(self, index: int) -> None:
         """Let others compute."""
         self._states[index] = torch.get_rng_state()
-        self._lock.release()
+        self._turn.release()
 
-
-class Table:
-    """Where threads lay their summands; each takes the sum of all, in the order of parts."""
-
-    def __init__(self) -> None:
-        self.turns = Turns()
-        self._barriers: dict[tuple[int, ...], threading.Barrier] = {}
-        self._lock, self._broken = threading.Lock(), False
-        self.summands: dict[int, torch.Tensor] = {}
-        """By part: one sums one tensor at a time."""
-
-    def barrier(self, parts: tuple[int, ...]) -> threading.Barrier:
-        """Return where these parts wait for each other."""
+    def wait(self, index: int, parts: tuple[int, ...]) -> None:
+        """Wait for these parts, which compute meanwhile."""
         with self._lock:
             if self._broken:
                 raise threading.BrokenBarrierError
-            return self._barriers.setdefault(parts, threading.Barrier(len(parts), timeout=30))
+            barrier = self._barriers.setdefault(parts, threading.Barrier(len(parts), timeout=30))
+        self.end(index)
+        try:
+            barrier.wait()
+        finally:
+            self.begin(index)
 
     def abort(self) -> None:
         """Let all who wait fail."""
@@ -103,20 +104,11 @@ class ThreadSums:
     def _exchange(self, tensor: torch.Tensor, parts: tuple[int, ...]) -> list[torch.Tensor]:
         """Return what these parts lay down."""
         self._table.summands[self._index] = tensor.detach()
-        barrier = self._table.barrier(parts)
-        self._wait(barrier)
+        self._table.wait(self._index, parts)
         found = [self._table.summands[part] for part in parts]
         assert len({each.shape for each in found}) == 1, "parts sum tensors of different sizes"
-        self._wait(barrier)
+        self._table.wait(self._index, parts)
         return found
-
-    def _wait(self, barrier: threading.Barrier) -> None:
-        """Wait for others, who compute meanwhile."""
-        self._table.turns.end(self._index)
-        try:
-            barrier.wait()
-        finally:
-            self._table.turns.begin(self._index)
 
 
 def run_parts(count: int, act: Callable[[ThreadSums, int], Result]) -> list[Result]:
@@ -128,14 +120,14 @@ def run_parts(count: int, act: Callable[[ThreadSums, int], Result]) -> list[Resu
     results: dict[int, Result] = {}
 
     def work(index: int) -> None:
-        table.turns.begin(index)
+        table.begin(index)
         try:
             results[index] = act(ThreadSums(table, index), index)
         except BaseException as error:
             errors.append(error)
             table.abort()
         finally:
-            table.turns.end(index)
+            table.end(index)
 
     threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(count)]
     for thread in threads:
@@ -182,20 +174,20 @@ def compare(
     analysis = analyse(layer)
     splits = choose(analysis, count)
     torch.manual_seed(SEED)
-    whole, wanted = _run(layer.module, rows, inputs)
+    whole, wanted, _ = _run(layer.module, rows, inputs)
     state = torch.get_rng_state()
     drawn = _gradients(whole)
     expected = {name: each.grad for name, each in layer.module.named_parameters() if name in layer.parameters}
     edges = find_edges(analysis.module, layer, sequence or {}, count)
-    slices = _Slices(layer, sequence or {}, count)
+    entering, leaving = ([(sequence or {}).get(name) for name in names] for names in (layer.inputs, layer.outputs))
 
     table: list[ThreadSums] = [None] * count  # type: ignore[list-item]
 
     def act(sums: ThreadSums, index: int) -> tuple[LayerPart, list[torch.Tensor], list[torch.Tensor | None], int]:
         table[index] = sums
         part = rewrite(analysis, splits, sums, index, count, edges, list(layer.parameters) if deferred else [])
-        own, drawn_slices = slices.inputs(inputs, index), slices.outputs(drawn, index)
-        outputs, gradients, forward = _run_counted(part.module, rows, own, sums, drawn_slices)
+        own, drawn_slices = _slices(inputs, entering, count, index), _slices(drawn, leaving, count, index)
+        outputs, gradients, forward = _run(part.module, rows, own, sums, drawn_slices)
         assert deferred or not part.summands
         _add_up(part, sums)
         assert torch.equal(torch.get_rng_state(), state), "a part draws more or less than the whole layer"
@@ -203,17 +195,11 @@ def compare(
 
     runs = run_parts(count, act)
     assert len({tuple(sums.shapes) for sums in table}) == 1, "parts sum other tensors, or in another order"
-    pairs = [
-        pair
-        for index, (_, outputs, _, _) in enumerate(runs)
-        for pair in zip(outputs, slices.outputs(whole, index), strict=True)
-    ]
-    gradient_pairs: list[tuple[torch.Tensor | None, torch.Tensor | None]] = [
-        pair
-        for index, (_, _, gradients, _) in enumerate(runs)
-        for pair in zip(gradients, slices.inputs(wanted, index), strict=True)
-    ]
-    gradient_pairs += _parameter_pairs([run[0] for run in runs], expected)
+    pairs: Pairs = []
+    gradient_pairs = _parameter_pairs([run[0] for run in runs], expected)
+    for index, (_, outputs, gradients, _) in enumerate(runs):
+        pairs += zip(outputs, _slices(whole, leaving, count, index), strict=True)
+        gradient_pairs += zip(gradients, _slices(wanted, entering, count, index), strict=True)
     cuts, first = runs[0][0].cuts, runs[0][3]
     sizes = {name: layer.module.get_parameter(name).numel() for name in layer.parameters}
     return Comparison(
@@ -240,55 +226,30 @@ def _add_up(part: LayerPart, sums: ThreadSums) -> None:
             gradient.index_copy_(summand.dim, index, total)
 
 
-class _Slices:
-    """Take a part's slices of what crosses a layer's edge."""
-
-    def __init__(self, layer: Layer, sequence: Mapping[str, int], count: int) -> None:
-        self._count = count
-        self._inputs = [sequence.get(name) for name in layer.inputs]
-        self._outputs = [sequence.get(name) for name in layer.outputs]
-
-    def inputs(self, tensors: Sequence[Slice], index: int) -> list[Slice]:
-        """Return a part's slices of inputs, or of their gradients."""
-        return [self._take(each, dim, index) for each, dim in zip(tensors, self._inputs, strict=True)]
-
-    def outputs(self, tensors: Sequence[Slice], index: int) -> list[Slice]:
-        """Return a part's slices of outputs, or of their gradients."""
-        return [self._take(each, dim, index) for each, dim in zip(tensors, self._outputs, strict=True)]
-
-    def _take(self, tensor: Slice, dim: int | None, index: int) -> Slice:
-        if tensor is None or dim is None:
-            return tensor
-        return tensor.chunk(self._count, dim)[index]  # type: ignore[return-value]
+def _slices(tensors: Sequence[Slice], dims: Sequence[int | None], count: int, index: int) -> list[Slice]:
+    """Return a part's slices of what crosses a layer's edge, or of its gradients, in the dimensions that are cut."""
+    both = zip(tensors, dims, strict=True)
+    return [each if each is None or dim is None else each.chunk(count, dim)[index] for each, dim in both]  # type: ignore[misc]
 
 
 def _run(
-    module: nn.Module, rows: int, inputs: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    outputs, leaves = _forward(module, rows, inputs)
-    _backward(outputs, _gradients(outputs))
-    return [each.detach() for each in outputs], [leaf.grad for leaf in leaves]
-
-
-def _run_counted(
     module: nn.Module,
     rows: int,
     inputs: Sequence[torch.Tensor],
-    sums: ThreadSums,
-    gradients: Sequence[torch.Tensor | None],
+    sums: ThreadSums | None = None,
+    given: Sequence[torch.Tensor | None] | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None], int]:
-    """Run as :func:`_run`, and return how many sums the forward made."""
-    outputs, leaves = _forward(module, rows, inputs)
-    forward = len(sums.shapes)
-    _backward(outputs, gradients)
-    return [each.detach() for each in outputs], [leaf.grad for leaf in leaves], forward
+    """Run forwards, and backwards from gradients that are given or drawn.
 
-
-def _forward(
-    module: nn.Module, rows: int, inputs: Sequence[torch.Tensor]
-) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+    Returns outputs, gradients of inputs, and how many sums the forward made.
+    """
     leaves = [each.detach().clone().requires_grad_(each.is_floating_point()) for each in inputs]
-    return module(rows, *leaves), leaves
+    outputs = module(rows, *leaves)
+    forward = len(sums.shapes) if sums is not None else 0
+    gradients = _gradients(outputs) if given is None else given
+    pairs = [(each, gradient) for each, gradient in zip(outputs, gradients, strict=True) if each.requires_grad]
+    torch.autograd.backward([each for each, _ in pairs], [gradient for _, gradient in pairs])
+    return [each.detach() for each in outputs], [leaf.grad for leaf in leaves], forward
 
 
 def _gradients(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -297,16 +258,9 @@ def _gradients(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each.dtype) for each in outputs]
 
 
-def _backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-    pairs = [(each, gradient) for each, gradient in zip(outputs, gradients, strict=True) if each.requires_grad]
-    torch.autograd.backward([each for each, _ in pairs], [gradient for _, gradient in pairs])
-
-
-def _parameter_pairs(
-    parts: Sequence[LayerPart], expected: Mapping[str, torch.Tensor | None]
-) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
+def _parameter_pairs(parts: Sequence[LayerPart], expected: Mapping[str, torch.Tensor | None]) -> Pairs:
     """Return the gradients of parameters beside the whole layer's: of every part, of cuts what it has."""
-    pairs: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
+    pairs: Pairs = []
     for name, whole in expected.items():
         own = [part.module.get_parameter(name).grad for part in parts]
         if name not in parts[0].cuts or whole is None:
@@ -320,7 +274,7 @@ def _parameter_pairs(
     return pairs
 
 
-def _difference(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> float:
+def _difference(pairs: Pairs) -> float:
     """Return the largest difference over the largest number; without a bound where a gradient is missing, or NaN."""
     largest, worst = 0.0, 0.0
     for found, wanted in pairs:

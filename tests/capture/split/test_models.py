@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from math import prod
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.capture.graph import Layer
+from autopar.capture.batch import named_tensors
+from autopar.capture.export import capture_module
+from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.split.edges import sequence_dims
 from autopar.capture.split.rewrite import split_layer
-from families import EAGER, HEADS, LENGTH, VOCABULARY, WIDTH
-from model_layers import CASES, LENGTHS, is_block, layers_of
-from part_threads import Comparison, compare
+from autopar.examples import gpt
+from families import EAGER, FAMILIES, HEADS, LENGTH, VOCABULARY, WIDTH, example_of, family
+from part_threads import SEED, Comparison, compare
 
 CLOSE = 1e-12
 SINGLE = {"gemma": 1e-7, "gemma2": 1e-7}
@@ -25,6 +29,52 @@ BLOCKS = {"bart": 2, "t5": 4, "gemma2": 2}
 """How many different ones a model has."""
 FEW_KEYS = {"gemma": 1, "bigcode": 1, "llama-2": 2, "phi3-2": 2, "qwen2": 2, "starcoder2": 2, "glm": 2}
 """How many heads of keys models have that have fewer than four."""
+
+
+def example() -> nn.Module:
+    with patch.multiple(gpt, BLOCKS=2, WIDTH=WIDTH, HEADS=HEADS, CONTEXT=LENGTH, BYTES=VOCABULARY):
+        return gpt.model()
+
+
+@functools.cache
+def graph_of(name: str, attention: str) -> tuple[LayerGraph, dict[str, tuple[torch.Tensor, ...]]]:
+    """Capture a model, and return with it what every layer is given of a batch."""
+    torch.manual_seed(0)
+    if name == "example":
+        ids = torch.randint(VOCABULARY, (3, LENGTH))
+        model, batch, loss = example(), {"tokens": ids, "targets": ids.flip(1)}, gpt.loss
+    else:
+        model, (batch, loss) = family(name, attention), example_of(name)
+    graph = capture_module(model.double(), batch, loss)
+    tensors, inputs = dict(named_tensors(batch)), dict[str, tuple[torch.Tensor, ...]]()
+    for layer in graph.layers:
+        inputs[layer.name] = tuple(tensors[name] for name in layer.inputs)
+        torch.manual_seed(SEED)
+        with torch.no_grad():
+            tensors |= dict(zip(layer.outputs, layer.module(3, *inputs[layer.name]), strict=True))
+    return graph, inputs
+
+
+def layers_of(name: str, attention: str) -> list[tuple[Layer, tuple[torch.Tensor, ...]]]:
+    graph, inputs = graph_of(name, attention)
+    different = {layer.fingerprint: layer for layer in graph.layers if layer.parameters}
+    return [(layer, inputs[layer.name]) for layer in different.values()]
+
+
+def shapes(layer: Layer) -> list[torch.Size]:
+    return [layer.parameter(name).shape for name in layer.parameters]
+
+
+def is_block(layer: Layer) -> bool:
+    """Tell whether a layer has several matrices, and none for every token or label."""
+    matrices = [shape for shape in shapes(layer) if len(shape) == 2 and shape.numel() >= WIDTH * WIDTH // HEADS]
+    return len(matrices) > 3 and all(len(shape) <= 2 and VOCABULARY not in shape for shape in shapes(layer))
+
+
+KINDS = {name: ("eager",) if name in EAGER else ("sdpa", "eager") for name in FAMILIES}
+CASES = [("example", "sdpa"), *((name, kind) for name, kinds in KINDS.items() for kind in kinds)]
+LENGTHS = {"vit": 5}
+"""Of what goes between blocks, where it is not that of the tokens."""
 
 
 @pytest.mark.some(4)
