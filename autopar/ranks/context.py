@@ -253,6 +253,9 @@ def join_ranks(
         )
     context = RankContext(rank, size, rank, size, device, timeout_s, board=board, report=report)
     try:
+        if device.type == "cpu":
+            # To a rank that still connects, one that has left looks as if it had died. GPUs are asked for below.
+            context.barrier()
         yield context.detect_nccl(share_gpus=share_gpus)
     finally:
         _leave(context)
