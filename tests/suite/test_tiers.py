@@ -65,7 +65,7 @@ SUITE = """
 import pytest
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("a", [1, 2, 3])
+@pytest.mark.parametrize("a", [(1, 2), lambda: 0, 3])
 @pytest.mark.parametrize("b", ["x", "y"])
 @pytest.mark.parametrize("c", [True, False])
 def test_product(a, b, c):

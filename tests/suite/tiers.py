@@ -96,12 +96,15 @@ def choose(
 
 
 def _values(item: pytest.Item) -> dict[str, object]:
-    """Return what tells a case's parameters from others: their values if they are plain, else their places in lists."""
+    """Return what tells a case's parameters from others: values if they are plain, else the objects they are."""
     spec = getattr(item, "callspec", None)
-    if spec is None:
-        return {}
-    plain = {name: isinstance(value, str | int | float | bool | None) for name, value in spec.params.items()}
-    return {name: repr(spec.params[name]) if plain[name] else spec.indices[name] for name in spec.params}
+    return {} if spec is None else {name: _told(value) for name, value in spec.params.items()}
+
+
+def _told(value: object) -> object:
+    if isinstance(value, tuple | list):
+        return tuple(map(_told, value))
+    return repr(value) if isinstance(value, str | int | float | bool | None) else id(value)
 
 
 def _first(items: Sequence[pytest.Item]) -> list[int]:
