@@ -12,7 +12,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +28,6 @@ from profiled import RECORDED, write_profiled
 
 _LAUNCHERS = ("torchrun", "srun", "mpirun", "python", "python3")
 _SEPARATORS = ("|", "||", "&", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&>")
-
 
 # What a shell would have to see: a line that changes it, and characters that mean something to it.
 _OF_SHELLS = re.compile(r"^\s*(cd|export|source|set) |<<", re.MULTILINE)
@@ -47,14 +46,10 @@ class MarkedRun(NamedTuple):
 def run_page(
     page: Page, folder: Path, reasons: tuple[str, ...] = (), processes: ModuleType = subprocess, recorded: bool = False
 ) -> list[MarkedRun]:
-    """Run a page's blocks in a folder; return those that are marked for one of the reasons, which run, too.
+    """Run a page's blocks in a folder of its own; return those that are marked for one of the reasons, which run, too.
 
-    Args:
-        page: it.
-        folder: its own.
-        reasons: of marks.
-        processes: starts Python: :mod:`subprocess`, or what does the same in less time.
-        recorded: whether a profile that a page asks for without a word is one that was recorded.
+    Python is started by ``processes``: :mod:`subprocess`, or what does the same in less time. If ``recorded``, a
+    profile that a page asks for without a word is one that was recorded.
 
     Raises:
         PageError: a block fails, or prints something else than the page shows.
@@ -63,7 +58,7 @@ def run_page(
         for file in sorted((ROOT / page.folder).glob("*.py")):
             shutil.copy(file, folder)
     marked = []
-    with PageRun(page, folder, processes, recorded) as run:
+    with closing(PageRun(page, folder, processes, recorded)) as run:
         for block in page.blocks:
             is_asked = block.mark == "not run" and block.value in reasons
             begin = time.monotonic()
@@ -76,17 +71,11 @@ def run_page(
 class PageRun:
     """A page's folder, and the process of its Python blocks, which is started for the first of them."""
 
-    def __init__(self, page: Page, folder: Path, processes: ModuleType = subprocess, recorded: bool = False) -> None:
-        """Run a page in a folder."""
+    def __init__(self, page: Page, folder: Path, processes: ModuleType, recorded: bool) -> None:
         self.path, self.folder, self.processes, self.recorded = page.path, folder, processes, recorded
         self.process: subprocess.Popen[str] | None = None
 
-    def __enter__(self) -> PageRun:
-        """Begin."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End the process."""
+    def close(self) -> None:
         if self.process is not None:
             self.process.kill()
             self.process.communicate()
