@@ -8,6 +8,8 @@ from itertools import groupby
 _TIMES, _SIZES = r"(?:us|ms|s|min|h)", r"(?:[kKMGTP]i?B|B|bytes)"
 _NUMBER = re.compile(rf"(?<!\w)[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?(?: ?(?:({_TIMES})|({_SIZES}))(?:/s)?(?!\w))?")
 _COLOURS = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
+_BUSY = re.compile(r"(?m)^autopar: rank \d+ \(stage \d+\) computes .* times as long as planned, .*\n?")
+"""What a run may say on a machine that has other work."""
 _LEFT_OUT = "..."
 
 
@@ -17,10 +19,15 @@ def difference(shown: str, printed: str) -> tuple[int, str] | None:
     >>> difference("step 1.5 ms\\n...\\ndone", "step 900 us\\nmore\\nand more\\ndone")
     >>> difference("step 1.5 ms\\ndone", "step 900 us\\nfailed")
     (1, "the page shows 'done', and the block prints 'failed'")
+
+    A line that a busy machine adds is passed over:
+
+    >>> difference("done", "autopar: rank 1 (stage 1) computes 1.4 times as long as planned, the others 0.5\\ndone")
     """
     lines = shown.splitlines()
     expected = [(number, _pattern(line)) for number, line in enumerate(lines) if line.strip()]
-    found = [line for line in _COLOURS.sub("", printed).replace("\r", "\n").splitlines() if line.strip()]
+    plain = _BUSY.sub("", _COLOURS.sub("", printed).replace("\r", "\n"))
+    found = [line for line in plain.splitlines() if line.strip()]
     patterns = [_pattern(line) for line in found]
     at, is_free = 0, False
     parts = [list(group) for _, group in groupby(expected, key=lambda each: each[1] == _LEFT_OUT)]

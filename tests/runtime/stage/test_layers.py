@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ from autopar.runtime.start.launch import RunOptions, run
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand
 from drawn_models import model_case
-from paths import MODELS
+from paths import HARNESS, MODELS
 from threads import own
 from training_cases import Case, make_case, train
 
@@ -221,7 +222,10 @@ def test_what_a_job_does_not_compile_is_refused(how: dict[str, Any], said: str) 
 
 @pytest.mark.slow
 @needs_a_compiler
-def test_compiled_replicas_with_synchronised_statistics_train_as_the_whole_model(tmp_path: Path) -> None:
+def test_compiled_replicas_with_synchronised_statistics_train_as_the_whole_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
     case = model_case("small_normed")
     plan = case.plan((2,), MICRO_BATCHES, ROWS, shares=[[3, 1]])
     settings = TrainSettings(sync_batch_norm=True, compile=True)
