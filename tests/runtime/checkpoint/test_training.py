@@ -72,7 +72,7 @@ HOW: dict[str, tuple[list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("how", HOW)
 def test_a_run_that_is_gone_on_with_is_bit_for_bit_one_that_was_not_interrupted(
     how: str, tmp_path: Path, pool: RankPool
@@ -114,7 +114,7 @@ KEPT = {
 """Optimizers, and schedulers if there are any."""
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", KEPT)
 def test_whatever_an_optimizer_keeps_and_a_scheduler_does_goes_on(name: str, tmp_path: Path, pool: RankPool) -> None:
     optimizer, scheduler = KEPT[name]
