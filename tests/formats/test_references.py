@@ -15,15 +15,15 @@ from autopar.formats.references import allow_any_path, named_file, rebase_paths
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A plan in a folder of its own, below the working folder, beside which there is something else."""
-    for folder in ("work", "work/plans", "work/plans/parts", "outside"):
+    for folder in ("here", "here/plans", "here/plans/parts", "outside"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "model.py").touch()
-    (tmp_path / "work/plans/link.py").symlink_to(tmp_path / "outside/model.py")
-    (tmp_path / "work/plans/near.py").symlink_to(tmp_path / "work/model.py")
-    (tmp_path / "work/plans/folder").symlink_to(tmp_path / "outside")
-    (tmp_path / "work/plans/loop.py").symlink_to("loop.py")
-    os.mkfifo(tmp_path / "work/plans/pipe.py")
-    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "here/plans/link.py").symlink_to(tmp_path / "outside/model.py")
+    (tmp_path / "here/plans/near.py").symlink_to(tmp_path / "here/model.py")
+    (tmp_path / "here/plans/folder").symlink_to(tmp_path / "outside")
+    (tmp_path / "here/plans/loop.py").symlink_to("loop.py")
+    os.mkfifo(tmp_path / "here/plans/pipe.py")
+    monkeypatch.chdir(tmp_path / "here")
     return Path("plans/plan.json")
 
 
@@ -76,4 +76,4 @@ def test_whoever_trusts_the_paths_has_them_all_but_those_that_are_no_files(plan:
 def test_what_a_file_names_is_named_from_another_folder_too(plan: Path) -> None:
     model = ModelSource(source="model.py", sha256="0" * 64, data="parts/model.py")
     found = rebase_paths(model, plan, Path("../outside/other.json"))
-    assert (found.source, found.data) == ("../work/plans/model.py", "../work/plans/parts/model.py")
+    assert (found.source, found.data) == ("../here/plans/model.py", "../here/plans/parts/model.py")
