@@ -19,6 +19,17 @@ _GPT2 = {"n_embd": WIDTH, "n_layer": 2, "n_head": HEADS, "n_positions": 16}
 _GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), DROP)
 
 
+def tiny_config(name: str, layers: int, positions: int = 9, **others: object) -> dict[str, object]:
+    """Return what config.json has of a tiny ``llama`` or ``gpt2``."""
+    if name == "gpt2":
+        sizes = {"n_positions": positions, "n_embd": 16, "n_layer": layers, "n_head": 2}
+    else:
+        # Rotary positions, grouped keys and values, an untied head; gpt2's are learned, and its head the embedding.
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": layers}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": positions}
+    return {"model_type": name, "vocab_size": 40, **sizes, **others}
+
+
 def _keys(heads: int, **others: object) -> dict[str, object]:
     """Return the sizes of a Llama with that many heads of keys."""
     return {**_SIZES, "num_key_value_heads": heads, "attention_dropout": DROP, **others}

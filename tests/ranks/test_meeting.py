@@ -17,11 +17,11 @@ from autopar.ranks.environment import LaunchedRank
 from autopar.ranks.failure import SaidElsewhereError
 from autopar.ranks.meeting import Arrival, disagreement, late_connections_dropped, listens_everywhere, meet
 from autopar.ranks.pool import RankPool
+from launched import free_port
 
 
 def ranks_of(size: int, address: str = "127.0.0.1") -> list[LaunchedRank]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     return [LaunchedRank(rank, size, rank, size, address, port, "torchrun") for rank in range(size)]
 
 

@@ -19,6 +19,7 @@ from autopar.errors import UsageError
 from autopar.runtime.data import sample_order
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage.parameters import check_split_seeds
+from families import tiny_config
 from family_cases import (
     Layout,
     Variant,
@@ -74,30 +75,9 @@ def test_seeds_are_not_split_where_no_part_draws(name: str, attention: str, size
 MICRO_BATCHES, ROWS, STEPS = 2, 4, 2
 POSITIONS = 9
 """The library's loss is float32 whatever the model: with 8 labels each, dividing by their number rounds nothing."""
-CONFIGS: dict[str, dict[str, Any]] = {
-    # Rotary positions, grouped keys and values, an untied head.
-    "llama": {
-        "model_type": "llama",
-        "vocab_size": 40,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": POSITIONS,
-    },
-    # Learned positions; the head shares the embedding's weight.
-    "gpt2": {
-        "model_type": "gpt2",
-        "vocab_size": 40,
-        "n_positions": POSITIONS,
-        "n_embd": 16,
-        "n_layer": 5,
-        "n_head": 2,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    },
+CONFIGS = {
+    "llama": tiny_config("llama", 5, POSITIONS),
+    "gpt2": tiny_config("gpt2", 5, POSITIONS, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
 }
 CUTS = [1, 3, 4]
 

@@ -27,6 +27,7 @@ from autopar.runtime.start import verify as room
 from autopar.runtime.start.verify import PROMISED, Holder, compare, verify
 from autopar.schedules.expand import stages_of
 from dictated import dictate
+from families import tiny_config
 from in_teams import in_teams
 from paths import MODELS, ROOT
 from policy_cases import TOLD
@@ -46,20 +47,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "resnet": {"WIDTHS": (4, 8, 8)},
     "mlp": {"WIDTHS": (64, 48, 96, 24, 64)},
 }
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "model_type": "llama",
-        "vocab_size": 40,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 9,
-    },
-    # With the dropout that the library has it have.
-    "gpt2": {"model_type": "gpt2", "vocab_size": 40, "n_positions": 9, "n_embd": 16, "n_layer": 3, "n_head": 2},
-}
+# With the dropout that the library has it have.
+CONFIGS = {name: tiny_config(name, 3) for name in ("llama", "gpt2")}
 Command = Callable[..., tuple[int, str, str]]
 WIDTHS, SHARDS = (1, 3, 2), ("none", "parameters", "optimizer")
 
