@@ -1,7 +1,5 @@
 """The library: a function for every command, from measuring to planning again, and refusals in its words."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tree of errors is as its picture says, and a message is one line that any terminal shows."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import re

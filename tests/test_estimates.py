@@ -1,7 +1,5 @@
 """Profiles of GPUs that are not there: one kind or several, beside a measured one, and fitted to measured runs."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Exports of plans: what every target's files say, and what is refused, in one line."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

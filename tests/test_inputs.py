@@ -1,7 +1,5 @@
 """Inputs: what a plan's file says it was made of is found from anywhere, unless something has changed or is missing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Planning from Python is the planner's, with what a reader wants to know attached."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 constants.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from fractions import Fraction

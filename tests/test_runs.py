@@ -1,7 +1,5 @@
 """A run beside its prediction, and inputs that predict what the run would have taken."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A command that is asked to end while a model is captured, measured or rehearsed ends at once, and leaves nothing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """What is seen of any of autopar's files: its content again, its tables, two timelines in either order, and a page."""
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 from pathlib import Path

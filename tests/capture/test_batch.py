@@ -1,7 +1,5 @@
 """What ``collate`` gives, as named tensors, and as arguments of the model's call; data that reading changes."""
 
-from __future__ import annotations
-
 import random
 from collections import namedtuple
 from pathlib import Path

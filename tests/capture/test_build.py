@@ -1,7 +1,5 @@
 """How many samples a layer takes at once: what torch names, what a model does with one, batch normalisation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

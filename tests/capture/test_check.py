@@ -1,8 +1,6 @@
 """Layers give the plain model's loss, gradients and buffers, run one after another; what they would lose is refused."""
 # ruff: noqa: ANN001, ANN201, ANN204
 
-from __future__ import annotations
-
 import random
 import warnings
 

@@ -1,7 +1,5 @@
 """How a whole model's forward is run so that every stage sees its own shares of rows."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from itertools import pairwise

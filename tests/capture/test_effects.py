@@ -1,8 +1,6 @@
 """Models that cannot be used are refused in one line: what, where, and what to do; and bytes that are alive."""
 # ruff: noqa: ANN001, ANN201
 
-from __future__ import annotations
-
 import inspect
 import random
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """A model captured in evaluation mode computes what the plain one does, in layers that are cut as in training."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Mapping
 

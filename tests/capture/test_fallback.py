@@ -4,8 +4,6 @@ State that changes is told, and starts where plain training does.
 """
 # ruff: noqa: ANN001, ANN201, ANN204
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

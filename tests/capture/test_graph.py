@@ -1,7 +1,5 @@
 """The chain of layers: what one says of its tensors and parameters, against the model that it was captured from."""
 
-from __future__ import annotations
-
 import random
 
 import torch

@@ -1,8 +1,6 @@
 """Model files: what is found in them, and what a broken one is told, with its line."""
 # ruff: noqa: ANN001, ANN201, ANN202
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,8 +1,6 @@
 """Models of the Transformers library come from a configuration, with synthetic inputs and no network."""
 # ruff: noqa: ANN001, ANN201
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,8 +1,6 @@
 """A loss that is not that of its micro-batches, put together, is refused with what to write, or what is exact."""
 # ruff: noqa: ANN001, ANN003, ANN201, ANN202
 
-from __future__ import annotations
-
 import re
 import threading
 from dataclasses import replace

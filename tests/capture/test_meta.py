@@ -1,8 +1,6 @@
 """Models larger than memory are built and captured with shapes for parameters, and give the same graph."""
 # ruff: noqa: ANN001, ANN201, ANN202
 
-from __future__ import annotations
-
 import resource
 
 import pytest

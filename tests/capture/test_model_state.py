@@ -1,7 +1,5 @@
 """A model is left as it was, whatever its forward writes."""
 
-from __future__ import annotations
-
 import random
 import warnings
 

@@ -1,7 +1,5 @@
 """Which optimizers need all parameters at once, and which can step parts of them, found by trying."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The plain loop that `autopar verify` compares with: it is what tests train plainly, and what ranks train."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Python state that a forward changes is refused by its path; what only looks like it is captured."""
 # ruff: noqa: ANN001, ANN201, ANN202, ANN204
 
-from __future__ import annotations
-
 import collections
 import functools
 import itertools

@@ -1,8 +1,6 @@
 """Where layers begin, what crosses, and what does not."""
 # ruff: noqa: ANN001, ANN003, ANN201, ANN202, ANN204
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -3,8 +3,6 @@
 What an optimizer is told of its stage is counted update by update, and is nothing where stages would part.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import sys

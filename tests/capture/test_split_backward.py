@@ -1,7 +1,5 @@
 """A backward in two halves is the whole one: bit for bit, each gradient made once, each parameter added to once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import reduce

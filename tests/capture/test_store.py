@@ -1,7 +1,5 @@
 """Models of nested blocks train as plainly, by plans of their blocks and by plans that an earlier autopar made."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

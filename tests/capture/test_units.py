@@ -1,7 +1,5 @@
 """Blocks in nested and named lists are layers, each where a cut is legal; plans of an earlier autopar keep theirs."""
 
-from __future__ import annotations
-
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

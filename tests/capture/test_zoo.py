@@ -1,8 +1,6 @@
 """Transformers models from tiny configurations, cut into 2, 4 and 8 stages, equal the plain model."""
 # ruff: noqa: ANN001, ANN201
 
-from __future__ import annotations
-
 import copy
 import json
 

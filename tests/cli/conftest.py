@@ -1,7 +1,5 @@
 """What tests of commands share: a folder that holds a profile and a cluster."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

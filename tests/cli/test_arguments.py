@@ -1,7 +1,5 @@
 """Arguments in texts become flags on the command line, and there only; a shell is offered what options take."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

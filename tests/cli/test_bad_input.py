@@ -1,7 +1,5 @@
 """Bad files and contradictory flags: one line that says where, the right exit code, no file made or changed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """``--cluster`` with a built-in name or a description: planned for, recorded, simulated alike, and echoed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

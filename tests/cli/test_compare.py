@@ -1,7 +1,5 @@
 """``autopar compare``: a table for people, rows for programs."""
 
-from __future__ import annotations
-
 import json
 
 from autopar.formats.plan import Plan

@@ -1,7 +1,5 @@
 """``autopar demo``: the whole journey on the bundled GPT."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``autopar export`` and ``autopar import``: the files that they write."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

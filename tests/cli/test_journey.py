@@ -1,7 +1,5 @@
 """The whole journey by commands, each a process of its own: profile, plan, run, compare, verify, export."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

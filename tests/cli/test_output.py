@@ -1,7 +1,5 @@
 """Standard output holds a command's result, and nothing that other code prints; progress is a bar, lines or none."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select

@@ -1,7 +1,5 @@
 """``autopar plan``: what it writes and says; what it predicts is what ``autopar simulate`` does."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``autopar plan --policy``: planned, simulated, rehearsed, verified and run; what does not go with it is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``autopar rehearse --steps``: a plan in virtual time, and its trace over the prediction."""
 
-from __future__ import annotations
-
 import json
 import re
 

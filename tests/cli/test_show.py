@@ -1,7 +1,5 @@
 """``autopar show``: every kind of file, pictures and pages, and two timelines over each other."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

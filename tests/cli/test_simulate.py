@@ -1,7 +1,5 @@
 """``autopar simulate``: the program of a plan, and other inputs than those that it records."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

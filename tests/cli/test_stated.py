@@ -1,7 +1,5 @@
 """What has to be accepted is refused first, then stated by profile, plan and report: a loss, state that is logged."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Stages whose replicas several ranks run: planned, rehearsed, verified, run, gone on with, exported; or refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

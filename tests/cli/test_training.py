@@ -1,7 +1,5 @@
 """``autopar run --update-profile``: what a run measured, planned with again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

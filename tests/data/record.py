@@ -7,8 +7,6 @@ They are what `autopar profile` writes. They have to be recorded again where a m
 has changed; `tests/data/test_record.py` says so. Tests of measuring itself (`tests/profiler`) measure.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

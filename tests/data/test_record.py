@@ -1,7 +1,5 @@
 """Recorded profiles are of the files that are in the tree, in today's format; else it is said how to renew them."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

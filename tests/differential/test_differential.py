@@ -1,7 +1,5 @@
 """The fuzzer in benchmarks/fuzzing finds nothing in the tree; `benchmarks/differential.py --bugs` has it find bugs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

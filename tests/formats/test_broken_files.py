@@ -1,7 +1,5 @@
 """Whatever a file holds, its reader gives an object or one clean line: some cases of benchmarks/broken_files.py."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from functools import cache

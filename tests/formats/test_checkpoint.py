@@ -1,7 +1,5 @@
 """Manifests: every letter of one counts, and pieces make up tensors."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

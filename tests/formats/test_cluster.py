@@ -1,7 +1,5 @@
 """Clusters: which links their devices need, and files whose parts do not agree."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The file border: strict reading, atomic writing, byte-equal text."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

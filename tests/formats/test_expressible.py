@@ -1,7 +1,5 @@
 """What another trainer can express: a reason, in a line, for everything that it cannot."""
 
-from __future__ import annotations
-
 import pytest
 
 from autopar.formats.expressible import Expressible, Grid, first_blocks, grid_of, recomputation_of

@@ -1,7 +1,5 @@
 """Files that earlier versions wrote, of every kind: today's code reads them, and writes the same again."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import pkgutil

@@ -1,7 +1,5 @@
 """Plans survive their files, and those that contradict themselves are refused; stages' groups and turns by hand."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

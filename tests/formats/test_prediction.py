@@ -1,7 +1,5 @@
 """Predictions of plans: what an alternative is, and shares and bounds that cannot be."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import ValidationError
 

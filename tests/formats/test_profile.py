@@ -1,7 +1,5 @@
 """Profiles: what they say of layers and boundaries; and cuts of parameters between the ranks of a team."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 from pathlib import Path

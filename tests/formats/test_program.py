@@ -1,7 +1,5 @@
 """Programs as JSON and as text; prices of actions, that of the simulator's own durations; faults as texts."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

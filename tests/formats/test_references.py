@@ -1,7 +1,5 @@
 """What files may name: regular files in their own folder or the working folder."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

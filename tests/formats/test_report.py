@@ -1,7 +1,5 @@
 """Reports: what a verification says of its differences, and files that no run can have written."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

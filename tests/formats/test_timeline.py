@@ -1,7 +1,5 @@
 """Where ranks' time went, what steps were spent on, and what actions take by themselves, by hand and slower counts."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

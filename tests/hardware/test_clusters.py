@@ -1,7 +1,5 @@
 """Built-in clusters by name, own ones by TOML: what they hold, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Estimated collectives against published measurements, and what must hold of them anywhere."""
 
-from __future__ import annotations
-
 import csv
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The table of known GPUs: names, units, and what is said of unknown ones."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

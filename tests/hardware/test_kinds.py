@@ -1,7 +1,5 @@
 """Profiles of several kinds of devices, joined or estimated; and those of one kind on clusters of another."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Levels of nodes and racks against those of every pair of devices."""
 
-from __future__ import annotations
-
 import random
 from itertools import combinations
 

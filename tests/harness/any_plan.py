@@ -1,7 +1,5 @@
 """Any plan of a captured model: what the properties of training are drawn over."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calls of autopar's commands in the process of a test: what has to end well, and what has to be refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

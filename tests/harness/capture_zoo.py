@@ -1,8 +1,6 @@
 """Small models, each with one difficulty of capturing, and a batch for each."""
 # ruff: noqa: ANN001, ANN003, ANN201, ANN204
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections import OrderedDict

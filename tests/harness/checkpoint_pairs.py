@@ -1,7 +1,5 @@
 """Pairs of plans: what one saves, the other goes on with, as one process that trains without a stop."""
 
-from __future__ import annotations
-
 import operator
 import random
 import tempfile

@@ -1,7 +1,5 @@
 """Random candidates of schedules whose ranks run several stages, or whose backwards are in halves."""
 
-from __future__ import annotations
-
 import random
 
 from autopar.formats.plan import group_of, layout_of

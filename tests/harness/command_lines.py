@@ -1,7 +1,5 @@
 """Command lines, parsed as autopar parses them and not run."""
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 import typer

@@ -1,7 +1,5 @@
 """The closest plans of so many stages: what is found, and the least shortfall of all plans."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Plans dictated by tests, made from a captured graph without any measurement."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """What rank processes gather and scatter of a layer that they divide."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

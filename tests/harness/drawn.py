@@ -1,7 +1,5 @@
 """Random candidates of a cost model, of any cuts, widths, shares, devices and depths; and random layouts."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Models and plans that are drawn at random, trained in threads beside plain training."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import cache
 from pathlib import Path

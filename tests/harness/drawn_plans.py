@@ -1,7 +1,5 @@
 """Plans for programs: any schedule, widths, skips and ties, without models or costs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 

@@ -1,7 +1,5 @@
 """Drawn skips: models of few parameters and many activations, whose tensors pass stages by."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Draw layers of the operators that have rules, in every order that fits."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Callable

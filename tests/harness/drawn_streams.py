@@ -1,7 +1,5 @@
 """Draw layers of a stream of tokens: what keeps them apart, what mixes them, and regions between."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Callable

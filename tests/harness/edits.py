@@ -1,7 +1,5 @@
 """Programs edited at random, as a user may edit them: still sound, and within what was planned for; or in halves."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Plans whose stages are equally wide, of a model with the names of Transformers' Llama: what others can express."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Files that examples in docstrings read: profiles of a GPT, and files of other systems."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """System calls that fail, or at which the process is killed: each in its turn."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

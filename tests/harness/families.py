@@ -1,7 +1,5 @@
 """Small Transformers models of many families, with random weights and dropout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

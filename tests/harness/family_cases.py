@@ -5,8 +5,6 @@
 What one rank a replica ends with is the truth: that it trains as a plain loop does is shown elsewhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product

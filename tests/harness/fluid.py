@@ -1,7 +1,5 @@
 """A slow simulator of contention: after every event, all that is under way is looked at anew."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Random clusters of uneven nodes in racks, with several links per level."""
 
-from __future__ import annotations
-
 import random
 
 from autopar.formats.cluster import LEVELS, Cluster, Device, Level, Link

@@ -1,7 +1,5 @@
 """Plans of several ranks for each replica, made of plans of one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from autopar.capture.graph import LayerGraph

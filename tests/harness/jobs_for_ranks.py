@@ -1,7 +1,5 @@
 """What the rank processes of the tests run."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

@@ -1,7 +1,5 @@
 """Labelled samples, and the loss of what says how likely the labels are: what most of the small model files have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """Launched: processes that a test starts as a launcher does, each told by its environment which rank it is."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

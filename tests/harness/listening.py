@@ -1,7 +1,5 @@
 """What processes there are and where they listen, by the kernel's tables."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

@@ -1,7 +1,5 @@
 """Outputs that pages show, compared with real ones: any number stands for any other, ``...`` for lines left out."""
 
-from __future__ import annotations
-
 import re
 from itertools import groupby
 

@@ -3,8 +3,6 @@
 Names live on from block to block, as in a session of Python.
 """
 
-from __future__ import annotations
-
 import json
 import linecache
 import os

@@ -1,7 +1,5 @@
 """Pages run: every block in order, in a folder of the page's own; a fault is told with the page's file and line."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Run the parts of a layer as threads of this process, and hold their gradients against the whole layer's."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Where tests find the repository's folders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 HARNESS = Path(__file__).resolve().parent

@@ -1,7 +1,5 @@
 """The truth that training is held against: one process, one model, an ordinary loop. Imports nothing of autopar."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 from collections.abc import Callable, Collection, Sequence

@@ -1,7 +1,5 @@
 """Small plans, and runs of them without a simulator or ranks: timelines, and what ranks would bring back."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable

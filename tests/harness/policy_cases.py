@@ -1,7 +1,5 @@
 """Cases of training without flushes: a chain of layers under some policy, and how far it is from the policy's rule."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial

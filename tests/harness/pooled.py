@@ -1,7 +1,5 @@
 """Pooled: the processes of a pool of ranks, and a pool of eight."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Prices of random problems, in small or in two nodes."""
 
-from __future__ import annotations
-
 import random
 
 from autopar.formats.cluster import Cluster, Device

@@ -1,7 +1,5 @@
 """A folder with a model and its recorded profile (tests/data/record.py): what it takes to plan and to run."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random and GPT-like profiles and clusters."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 from typing import Any

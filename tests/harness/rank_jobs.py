@@ -1,7 +1,5 @@
 """What rank processes of the training tests run: some steps, keeping gradients and parameters."""
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import asdict, replace

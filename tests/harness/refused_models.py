@@ -2,8 +2,6 @@
 
 # ruff: noqa: ANN001, ANN201, ANN205
 
-from __future__ import annotations
-
 import torch
 import torch.utils.checkpoint
 

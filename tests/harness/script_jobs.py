@@ -1,7 +1,5 @@
 """The model of the tests of scripts, and what their ranks run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the search finds, and what the oracle."""
 
-from __future__ import annotations
-
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions

@@ -1,7 +1,5 @@
 """Make one layer of a module, as capture does, however many layers capture would cut it into; and a module for it."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 

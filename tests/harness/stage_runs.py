@@ -2,8 +2,6 @@
 
 # ruff: noqa: ANN001, ANN201
 
-from __future__ import annotations
-
 import copy
 import itertools
 

@@ -2,8 +2,6 @@
 
 # ruff: noqa: ANN001, ANN201, ANN202, ANN204
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """The captured model of the tests of estimates: capturing it takes longer than they do."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 from functools import cache

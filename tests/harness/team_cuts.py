@@ -1,7 +1,5 @@
 """A stage that three ranks run, whose parameter `w` is cut in any way."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from autopar.formats.plan import Plan

@@ -1,7 +1,5 @@
 """Plans of several ranks for each replica, without a model: nothing says how they divide it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from autopar.formats.plan import Plan, Stage

@@ -1,7 +1,5 @@
 """Run every rank of a plan as a thread of this process."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import threading

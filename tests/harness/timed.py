@@ -1,7 +1,5 @@
 """A tiny simulation: when every computation of a schedule runs, messages being free."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from autopar.formats.plan import layout_of

@@ -1,7 +1,5 @@
 """Examples trained by rank processes and by a plain loop."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

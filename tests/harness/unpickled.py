@@ -1,7 +1,5 @@
 """What runs code as it is unpickled."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

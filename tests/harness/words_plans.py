@@ -1,7 +1,5 @@
 """Plans of a small model in a working folder, as users have them: the model's file and plan.json beside each other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from autopar.capture.export import capture

@@ -1,7 +1,5 @@
 """Benchmarks that name what is in the tree name what is there."""
 
-from __future__ import annotations
-
 import importlib
 
 import constants

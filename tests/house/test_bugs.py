@@ -1,7 +1,5 @@
 """Bugs that are kept are as they say: each still applies, and names a test that there is."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from functools import cache

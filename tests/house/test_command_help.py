@@ -1,7 +1,5 @@
 """What every command has: an example in its help that can be typed, and `--quiet`; and completion by its name."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The face of autopar: help is quick and light, and errors have their exit codes."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

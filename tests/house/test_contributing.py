@@ -1,7 +1,5 @@
 """The recipes of CONTRIBUTING.md: one more of each, added as they say, is planned, simulated, listed and priced."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

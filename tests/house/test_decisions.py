@@ -1,7 +1,5 @@
 """docs/design/decisions.md: entries that code names are there, and entries are short."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

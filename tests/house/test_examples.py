@@ -1,7 +1,5 @@
 """The examples are ordinary PyTorch: they train in a plain loop, and know nothing of autopar."""
 
-from __future__ import annotations
-
 import ast
 import runpy
 from typing import Any

@@ -1,7 +1,5 @@
 """docs/howto/export.md: the commands on Llama 3 write the files that it shows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Links between pages lead to pages and headings that are there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

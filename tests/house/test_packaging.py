@@ -1,7 +1,5 @@
 """What is installed is what the tree holds, under the names that the house fixes."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

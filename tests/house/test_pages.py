@@ -1,7 +1,5 @@
 """Every block of the pages runs in order, and prints what the page shows; faults are found with their file and line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

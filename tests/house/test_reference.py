@@ -1,7 +1,5 @@
 """docs/reference/: every page is what `benchmarks/reference.py` writes, and every public name is on one."""
 
-from __future__ import annotations
-
 import doctest
 
 import pytest

@@ -1,7 +1,5 @@
 """Every fault and bad input that is promised to be tried has tests that bear its number; no test bears another."""
 
-from __future__ import annotations
-
 from reference_pages.faults import CASES, files_of_cases
 
 

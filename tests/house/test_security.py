@@ -1,7 +1,5 @@
 """SECURITY.md: what it names is there, and nothing of autopar can unpickle but the reader of captured graphs."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

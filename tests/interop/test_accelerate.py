@@ -1,7 +1,5 @@
 """accelerate's YAML: DDP or FSDP2 of a single stage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

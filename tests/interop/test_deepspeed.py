@@ -1,7 +1,5 @@
 """DeepSpeed's JSON and the parts of its pipelines."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Launches of autopar's own ranks: scripts that shells take, a manifest, machines in the order of ranks."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Megatron-LM's arguments; and its layouts: their texts against a plain reading, and plans there and back."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Cycles of imported graphs: of any graph a cycle, and found as soon where much stands behind one."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 

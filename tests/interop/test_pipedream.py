@@ -1,7 +1,5 @@
 """PipeDream's text graphs: what becomes of every line, and what is refused where."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Piper's input files: layers with all their options, and what is refused where."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

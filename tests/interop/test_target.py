@@ -1,7 +1,5 @@
 """What all exports share: blocks and their names, heads, comments, stages' modules, machines in the order of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """The schedule file: loaded by torch, and the same as torch's own lowering of what is computed."""
 
-from __future__ import annotations
-
 import csv
 import re
 from pathlib import Path

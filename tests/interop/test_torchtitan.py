@@ -1,7 +1,5 @@
 """torchtitan's configurations: what a plan is there, and back; names, schedules and files of both kinds."""
 
-from __future__ import annotations
-
 import ast
 import json
 import tomllib

@@ -3,8 +3,6 @@
 That is what a rule promises of every name that it does not block (``autopar/capture/split/rules/rule.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ that share a parameter wait, before their updates, for the sum of its gradients,
 their last backwards on. Nothing else holds anybody up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple

@@ -5,8 +5,6 @@ in its forward and in its backward. An update is by the mean of the gradients of
 are behind the last whole n; a scheduler goes on by as many. Nothing here knows of programs, ranks or time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch

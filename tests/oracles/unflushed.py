@@ -6,8 +6,6 @@ back, as PipeDream's code does. A parameter that stages share is as many paramet
 gradients are added up; an update that comes some micro-batches late makes all that a stage sees older.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction

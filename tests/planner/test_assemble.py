@@ -1,7 +1,5 @@
 """Plans without their programs, against those that are played; dictated runs; shares of time, moment by moment."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 

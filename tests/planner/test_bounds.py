@@ -1,7 +1,5 @@
 """The lower bound against simulation, and the parts of a bound against the bound."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Families, stages that are placed, and what schedules do with them, against all that there is."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Constraints of stages, obeyed by every solver, against all plans filtered by what each says; stages as written."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

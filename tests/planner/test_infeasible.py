@@ -1,7 +1,5 @@
 """What an error names as a remedy, carried out and typed; and the least shortfall of memory, against all plans."""
 
-from __future__ import annotations
-
 import ast
 import random
 import re

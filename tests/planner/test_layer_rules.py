@@ -1,7 +1,5 @@
 """What layers allow, and plans obey: shares of so many samples, one replica each, and to be run once."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import re

@@ -1,7 +1,5 @@
 """More memory, bandwidth or devices: no plan gets slower, and no row is below the bound of all plans."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

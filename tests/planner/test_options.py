@@ -1,7 +1,5 @@
 """Options that contradict each other, and those that an objective does not know, are refused by name."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import get_args

@@ -1,7 +1,5 @@
 """Pools against plain bookkeeping, policies on pictures, and the search against an oracle of all ways to take them."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Whole plans and comparisons: what they record, and that the same question has the same answer."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

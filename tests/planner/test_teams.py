@@ -1,7 +1,5 @@
 """Stages that are dictated with several devices for each replica."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model that is larger than memory is measured one layer at a time."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from pathlib import Path

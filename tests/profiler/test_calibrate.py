@@ -1,7 +1,5 @@
 """Constants fitted to runs: recovered where runs tell, kept where they do not; and how runs are read."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path

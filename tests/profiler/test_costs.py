@@ -1,7 +1,5 @@
 """From measurements to the records of a profile, against counting by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What a profile records of the device that it was measured on, and of the circumstances."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Kernels and saved bytes of layers on fake tensors; profiles of GPUs that are not there."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache

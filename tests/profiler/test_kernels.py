@@ -1,7 +1,5 @@
 """Kernels that a layer launches, against counting by hand."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode

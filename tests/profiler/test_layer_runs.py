@@ -1,7 +1,5 @@
 """Layers one after another, whole, in halves, again and compiled: gradients and saved bytes are the plain model's."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

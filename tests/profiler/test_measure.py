@@ -1,7 +1,5 @@
 """Times of layers in rounds, and the line that fits them."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

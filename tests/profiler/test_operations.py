@@ -1,7 +1,5 @@
 """What two real ranks are timed at, between CPUs, is a layer that they divide as training does it."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """What optimizers keep, and hold for a while, on tensors without data and on real ones; and what a step takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Which operations a probe measures among which ranks, what connects them, and how that becomes a cluster."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from typing import Any

@@ -1,7 +1,5 @@
 """A whole profile, of a small model."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Profiles and clusters corrected by what a run measured: planning with them predicts what the run would take."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Seconds of kernels on a GPU that is not there, against closed forms."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """A model that is prepared to be measured or estimated, what is refused before that, and how its layers split."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

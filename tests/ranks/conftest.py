@@ -1,7 +1,5 @@
 """What tests of ranks share: jobs that rank processes find."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

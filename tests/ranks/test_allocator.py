@@ -1,7 +1,5 @@
 """Memory that is freed is kept where asked for."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -3,8 +3,6 @@
 Hosts that are told to end agree on the step behind which they do, whichever of them is told, and whenever.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import threading

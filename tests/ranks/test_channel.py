@@ -1,7 +1,5 @@
 """Channels: what is sent arrives, in order and unchanged, whatever waits on the way; a lost end is noticed."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from pathlib import Path

@@ -3,8 +3,6 @@
 Ranks of a script: one by itself, or those of the script's own group, which stays and must carry what is asked.
 """
 
-from __future__ import annotations
-
 import random
 import socket
 import sys

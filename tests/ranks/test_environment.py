@@ -1,7 +1,5 @@
 """What a launcher's environment makes of a process: environments as launchers set them, and what they may not say."""
 
-from __future__ import annotations
-
 import pytest
 
 from autopar.errors import UsageError

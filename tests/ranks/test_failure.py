@@ -1,7 +1,5 @@
 """Failures of ranks: causes are told from consequences, and cross to another process as what they were."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The server that ranks are forked from, and each rank's loop: jobs, answers, and the end with who started them."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Ranks of a host open the channels they ask for; those of several hosts do without."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

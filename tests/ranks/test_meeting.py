@@ -3,8 +3,6 @@
 Who may connect to ranks, once they are connected.
 """
 
-from __future__ import annotations
-
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What a monitor makes of what ranks say and note: results, the one to blame, slow ranks, and the last step."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence

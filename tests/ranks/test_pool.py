@@ -1,7 +1,5 @@
 """Rank processes: they run jobs, and when one goes wrong, the right one is named and none is left."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Scratch folders: gone when closed, and by the next one where their owner was killed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Supervisors of a host's ranks: the board that they share, and that one of them says what failed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

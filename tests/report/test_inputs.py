@@ -1,7 +1,5 @@
 """Tables of profiles, also as bars, and of clusters; of reports and programs, and quantities in them."""
 
-from __future__ import annotations
-
 import io
 from itertools import pairwise
 from pathlib import Path

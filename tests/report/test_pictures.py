@@ -1,7 +1,5 @@
 """Pictures of timelines, every block where it says, and of plans, every device in the colour of its stage."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """A plan's bounds in words, its stages and alternatives as frames, its memory as a picture; compared plans."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run's report, a verification and a program as tables: every figure in its row, and what is left out is said."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tables show every cell whole, at every width."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """PipeDream's objective: the dynamic program against all plans, and against what its own optimizer found."""
 
-from __future__ import annotations
-
 import csv
 import os
 import random

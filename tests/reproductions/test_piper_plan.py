@@ -1,7 +1,5 @@
 """Piper's objective: the search against all plans, and against what its own planner found."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """PipeDream's and Piper's plans as plan files: their numbers, and autopar's beside them."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

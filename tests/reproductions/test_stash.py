@@ -1,7 +1,5 @@
 """What planners in papers price an asynchronous pipeline at, beside the same pipeline simulated action by action."""
 
-from __future__ import annotations
-
 import pytest
 
 from autopar.errors import AutoparError

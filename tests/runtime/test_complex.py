@@ -1,7 +1,5 @@
 """Complex numbers are profiled, sent, reduced, clipped, saved and evaluated as the plain model has them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """On a GPU, training gives what the plain loop gives there; several ranks may share it."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The samples of a rank's share of every mini-batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations

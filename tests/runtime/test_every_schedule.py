@@ -1,7 +1,5 @@
 """Plans of every schedule, any plan, and programs that are edited and halved, train as the plain loop."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

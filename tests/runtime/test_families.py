@@ -1,7 +1,5 @@
 """Models of the Transformers library, trained by teams as one rank trains them, and in unequal stages as in one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What forwards write, and gradients that do not exist, are as in plain training: recomputed, cut and in flight."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradients in buckets, of replicas, and of stages that share parameters, against plain sums over the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal

@@ -1,7 +1,5 @@
 """Gradients that are not finite are not applied, end the run, and leave nothing behind."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What ranks bring back becomes a report: where time went, and measured over predicted, of results made by hand."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """How ranks train, apart from the plan, and what of it is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Each rank's optimizer does what one for the whole model would do, or is refused by name before the first step."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path

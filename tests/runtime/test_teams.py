@@ -1,7 +1,5 @@
 """Replicas that several ranks run together train as one process would."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Two hosts, as network namespaces with an address each and a slow link between them."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

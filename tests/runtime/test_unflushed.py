@@ -1,7 +1,5 @@
 """Training without flushes equals its policy's rule, carried out in one process with every version kept."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Clipping, scaled losses and schedules that watch the loss do what they do in a plain loop."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights on disk."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Programs from files in place of a plan's own: read back, checked, and refused by one clear line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pipelines that are never flushed, written out, against a plain loop over their backwards."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Programs of any schedule, at any number of stages, micro-batches and replicas; and broken ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """1F1B, interleaved, against the closed form of its paper, and its depths against its order."""
 
-from __future__ import annotations
-
 import pytest
 
 from autopar.schedules import SCHEDULES

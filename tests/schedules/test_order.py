@@ -1,7 +1,5 @@
 """Orders: what they hold, in which order gradients add up; sound by torch's checks, and no longer than torch's own."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, product

@@ -1,7 +1,5 @@
 """Routes against every row of every micro-batch, and buckets against their limit."""
 
-from __future__ import annotations
-
 import random
 from itertools import accumulate
 

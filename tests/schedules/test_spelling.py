@@ -1,7 +1,5 @@
 """Schedules by autopar's names and torch's, however they are spelled."""
 
-from __future__ import annotations
-
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 

@@ -1,7 +1,5 @@
 """Programs of plans whose replicas several ranks run together."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

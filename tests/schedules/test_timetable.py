@@ -1,7 +1,5 @@
 """Timetables against a simulation of equal times."""
 
-from __future__ import annotations
-
 import pytest
 
 from autopar.formats.plan import group_of, layout_of

@@ -1,7 +1,5 @@
 """ZB-H1, ZB-H2 and ZB-V against the closed forms of their paper."""
 
-from __future__ import annotations
-
 import pytest
 
 from autopar.schedules.order import holdings, in_flight

@@ -9,8 +9,6 @@ the tests fail where all they used is more than that by a fifth, scaled by how l
 throughout, and took on the machine that recorded `benchmarks/results/tests.json`.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

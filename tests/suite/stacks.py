@@ -5,8 +5,6 @@ error of the test. Then pytest-timeout prints this process's and fails the test;
 closed, and the next test that asks for one gets another.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Tests of costs: a test is charged with its processes, tiers are kept side by side, and a budget holds."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

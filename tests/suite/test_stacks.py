@@ -1,7 +1,5 @@
 """Test of stacks: a rank that stands says where, and the next test has ranks."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of tiers: every pair of values is there, every case is run within a week, and no tier takes another's."""
 
-from __future__ import annotations
-
 import datetime
 from itertools import combinations, product
 

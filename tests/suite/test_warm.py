@@ -1,7 +1,5 @@
 """Tests of warm: what is forked behaves as what is started, down to its end; and nothing outlives who asked for it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -11,8 +11,6 @@ are all that are slow, and of the cases that those marks leave out a seventh tha
 run every case.
 """
 
-from __future__ import annotations
-
 import datetime
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -6,8 +6,6 @@ Where starting itself is what is tested (what an import loads, how a launcher fi
 Rank processes of the suite come from there, too: a pool costs its ranks, and no import.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -5,8 +5,6 @@ processes that do what Python started with that line would do, without the secon
 process of its own beside it, for the processes that it starts itself (`tests/suite/warm.py` is the other side).
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import fcntl

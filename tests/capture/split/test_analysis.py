@@ -1,7 +1,5 @@
 """What is found of a layer's dimensions, and what forbids to split them; and graphs without their writes."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Callable

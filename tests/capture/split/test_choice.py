@@ -1,7 +1,5 @@
 """Which names are chosen, in which order; how that divides parameters; and what is said of layers that do not split."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Which tensors cross a layer's edge in slices, and what is refused, or not worth it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

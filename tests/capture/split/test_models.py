@@ -1,7 +1,5 @@
 """Layers of models, captured as they are, with dropout: nothing here was written for any of them."""
 
-from __future__ import annotations
-
 import functools
 from math import prod
 from unittest.mock import patch

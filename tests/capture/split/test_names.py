@@ -1,7 +1,5 @@
 """Names against a plain list of every index's labels."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers in parts, as threads, against the whole layer: outputs and the gradients of all that has one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Layers in parts whose inputs and outputs come and go in slices of the sequence, against the whole layers."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from math import prod

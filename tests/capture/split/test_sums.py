@@ -3,8 +3,6 @@
 The first half makes the sums that others wait for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Links, curves and ports; and what travels between stages and their replicas, against counting row by row."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

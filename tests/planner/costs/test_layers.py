@@ -1,7 +1,5 @@
 """Times of layers at any number of rows, and their sums against one layer after the other."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Bytes of stages, all at once and of huge models; and peaks of ranks against a rehearsal on fake tensors."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

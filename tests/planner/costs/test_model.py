@@ -1,7 +1,5 @@
 """Costs against hand-made and step-by-step ones; steps of several stages a rank, or halves, against naive solutions."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Networks of arcs and their programs against the bounds of all paths, one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 

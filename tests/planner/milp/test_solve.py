@@ -1,7 +1,5 @@
 """The mixed-integer program against search and oracle, and solvers that are missing, crash, dawdle or lie."""
 
-from __future__ import annotations
-
 import math
 import random
 import sys

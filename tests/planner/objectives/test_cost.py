@@ -1,7 +1,5 @@
 """The cheapest plan against the cheapest of all plans."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace

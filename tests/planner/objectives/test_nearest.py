@@ -1,7 +1,5 @@
 """The nearest plan that another trainer can express: accepted, and never slower than an equal split that it accepts."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import product

@@ -1,7 +1,5 @@
 """Plans of weight policies have the least period of all cuts, widths and depths, and keep to the memory."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

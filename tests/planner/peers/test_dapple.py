@@ -1,7 +1,5 @@
 """DAPPLE's latency against cases worked by hand, and its planner against its recursion in plain dictionaries."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """GPipe's cells, and torchgpipe's blocks, against the theorem and every way to cut the sequence."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """HetPipe's virtual workers, their partitions and price, against all policies, orders, cuts and depths."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import combinations, pairwise, permutations

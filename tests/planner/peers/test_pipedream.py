@@ -1,7 +1,5 @@
 """PipeDream's dynamic program against the enumeration of all its pipelines, priced by its formulas."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 

@@ -1,7 +1,5 @@
 """What peers' formulas are given, what is tried of their plans, why one has none, and that autopar is never slower."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

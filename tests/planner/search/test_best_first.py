@@ -1,7 +1,5 @@
 """The search, its stack of bounds and its prefixes of stages, against the oracle that simulates every plan."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Depths that do not deadlock and that fit, against the cost model asked stage by stage and depth by depth."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The best of what is judged, and of what is about as fast, against a list of everything that was."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The climb from layout to layout: what is met is sound, and never slower than the start."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import combinations, product

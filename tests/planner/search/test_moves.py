@@ -1,7 +1,5 @@
 """Moves against all layouts beside one, and balanced shapes against all cuts."""
 
-from __future__ import annotations
-
 import random
 from itertools import combinations, pairwise
 

@@ -1,7 +1,5 @@
 """Plans of schedules that are found by trying: sound, within their bounds, and close to the best of all."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Families that are too large to tell every stage apart, on small instances: against the oracle."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tables of stages against the cost model, and suffix tables and round trips against bounds of all candidates."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

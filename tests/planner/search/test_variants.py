@@ -1,7 +1,5 @@
 """Ways to run a stage against all that there are: ranges, widths, lengths and queues leave none out."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Contention against a simulator that looks at everything after every event, and against the plain simulation."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Literal

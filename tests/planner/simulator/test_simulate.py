@@ -1,7 +1,5 @@
 """Simulations against closed forms and each other; of never-flushed pipelines, against what their order says."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Iterator, Sequence

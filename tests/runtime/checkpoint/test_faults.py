@@ -1,7 +1,5 @@
 """Faults of every kind: said by name, and nothing is lost but the steps since the last checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

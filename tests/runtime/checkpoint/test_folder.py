@@ -1,7 +1,5 @@
 """Tensors of every type and shape, cut anyhow among files, come back in any part."""
 
-from __future__ import annotations
-
 import random
 from math import prod
 from pathlib import Path

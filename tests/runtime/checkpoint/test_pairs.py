@@ -1,7 +1,5 @@
 """Random pairs of plans: what one saves, the other goes on with."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """What is kept of a job: every element is written once, and read where it is; plain values come back equal."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

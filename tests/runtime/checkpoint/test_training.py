@@ -1,7 +1,5 @@
 """Runs, and scripts, that are gone on with, beside those that were never interrupted."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path

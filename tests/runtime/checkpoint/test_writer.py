@@ -1,7 +1,5 @@
 """When checkpoints are due; and saving, with every system call failing in its turn, or the process killed there."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import pickle

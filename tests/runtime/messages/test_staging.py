@@ -3,8 +3,6 @@
 Communicators are made before the first step, all that it uses, and in an order that no ranks wait in a ring for.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from threading import Event
 

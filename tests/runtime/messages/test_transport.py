@@ -2,8 +2,6 @@
 that are threads of one process tell each other what processes would.
 """
 
-from __future__ import annotations
-
 import tempfile
 import weakref
 from collections import Counter

@@ -1,7 +1,5 @@
 """A rehearsal on fake tensors counts the bytes that training processes hold."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Sequence

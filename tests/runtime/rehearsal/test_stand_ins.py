@@ -1,7 +1,5 @@
 """Stand-ins read and make what a profile's layers do, and have gradients where these have; messages take their time."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -3,8 +3,6 @@
 What faults cost there is held against the simulated timeline.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Batch normalisation, deferred or synchronised, gives what torch gives of whole mini-batches, or micro-batches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers train under autocast as the plain loop does there, compiled or not, within what the precision resolves."""
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The parameters and buffers of one rank, put in place by the model's own names, and its team's parts of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stages whose replicas divide what they hold train as the plain loop does: docs/howto/verify.md, in float64."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache

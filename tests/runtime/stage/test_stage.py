@@ -1,7 +1,5 @@
 """What is recomputed runs once more, as late as memory asks or as early as waiting allows, and is held no longer."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Versions of weights take the memory that is planned for them; what would see another version is refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Evaluating and predicting with a plan's stages gives what the plain model gives in evaluation mode."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

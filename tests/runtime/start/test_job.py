@@ -3,8 +3,6 @@
 A job that is given one mini-batch at a time ends each once, in their order, and trains what a run of all trains.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

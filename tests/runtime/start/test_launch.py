@@ -1,7 +1,5 @@
 """``autopar run`` and ``autopar worker``, as a user meets them: outcome, files, exit codes, and nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What does not fit its plan is refused before a job is there, or held to what the plan says of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Where ranks listen while they train, and what they take from each other."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A rank that runs out of memory: what was held and what was planned, and the plan that would fit."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

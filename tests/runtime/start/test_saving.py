@@ -1,7 +1,5 @@
 """Whatever fails while weights are saved, the folder has the set before or the new one, whole."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

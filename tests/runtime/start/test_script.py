@@ -1,7 +1,5 @@
 """A job that a script steps: against a plain loop, in one process, on several ranks and under torchrun."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """The folder that all hosts must see."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

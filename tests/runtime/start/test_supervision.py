@@ -1,7 +1,5 @@
 """Supervision: what is said of ranks that fail, and the last actions of all; under launchers as under `autopar run`."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

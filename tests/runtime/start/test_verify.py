@@ -1,7 +1,5 @@
 """``autopar verify``: ranks that train what the plain loop trains are found equal, and no others."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

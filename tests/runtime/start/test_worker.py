@@ -1,7 +1,5 @@
 """Training as a plan says gives what plain training gives: the first of docs/howto/verify.md, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Initial weights: from files, module by module or of model(), and how much of them anybody holds at once."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Operators, whole and in parts: every one that has a rule is tried; those that draw or write have none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
