@@ -18,15 +18,7 @@ from autopar.runtime.data import sample_order
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage.parameters import check_split_seeds
 from families import tiny_config
-from family_cases import (
-    Layout,
-    Variant,
-    differences,
-    family_case,
-    plan_of,
-    thread_variants,
-    train_threads,
-)
+from family_cases import Layout, Variant, differences, family_case, plan_of, thread_variants, train_threads
 from training_cases import Case
 
 pytest.importorskip("transformers")

@@ -183,9 +183,7 @@ def test_no_gradient_stays_none_across_cuts_and_replicas(cut: int, schedule: str
     check(case(tmp_path, detaching, listed=listed), tmp_path, widths, 3, 4, schedule, cuts=[cut])
 
 
-def test_modules_that_decide_while_they_run_leave_parameters_without_gradient_only_where_all_do(
-    tmp_path: Path,
-) -> None:
+def test_modules_that_decide_while_they_run_leave_parameters_without_gradient_only_where_all_do(tmp_path: Path) -> None:
     deciding = block(
         "self.lin = nn.Linear(6, 6)",
         "x = x.detach() if float(x.detach().sum()) > THRESHOLD else x; return self.lin(x).tanh()",

@@ -10,8 +10,7 @@ from played import plan_of, results_of
 
 
 @pytest.mark.parametrize(
-    ("schedule", "widths", "chunks"),
-    [("1f1b", (2, 1), 1), ("interleaved", (1, 1), 2), ("zb-h1", (1, 1, 1), 1)],
+    ("schedule", "widths", "chunks"), [("1f1b", (2, 1), 1), ("interleaved", (1, 1), 2), ("zb-h1", (1, 1, 1), 1)]
 )
 def test_every_ranks_times_sum_to_the_step_they_are_of(schedule: str, widths: tuple[int, ...], chunks: int) -> None:
     plan, draw = plan_of(schedule, widths, chunks), random.Random(0)

@@ -107,13 +107,7 @@ def test_replicas_that_take_turns_are_updated_by_the_mean_of_their_mini_batches(
 
 @pytest.mark.parametrize(
     ("special", "clipping"),
-    [
-        ({"COUNTS": True}, {}),
-        ({"DROPS": 0.3}, {}),
-        ({"FROZEN": (0, 4)}, {}),
-        ({"FROZEN": (0, 1)}, {}),
-        ({}, CLIPPED),
-    ],
+    [({"COUNTS": True}, {}), ({"DROPS": 0.3}, {}), ({"FROZEN": (0, 4)}, {}), ({"FROZEN": (0, 1)}, {}), ({}, CLIPPED)],
 )
 def test_replicas_that_take_turns_count_draw_freeze_and_clip_as_one_would(
     tmp_path: Path, special: dict[str, object], clipping: dict[str, Any]

@@ -32,11 +32,7 @@ from training_cases import Case, make_case
 
 __all__ = ["eight_ranks"]
 
-MODELS = {
-    "gpt": EXAMPLES / "gpt.py",
-    "resnet": EXAMPLES / "resnet.py",
-    "everything": MODELS / "everything.py",
-}
+MODELS = {"gpt": EXAMPLES / "gpt.py", "resnet": EXAMPLES / "resnet.py", "everything": MODELS / "everything.py"}
 
 
 @pytest.fixture(scope="module")

@@ -321,8 +321,7 @@ def test_replicas_that_disagree_end_the_run_and_name_a_parameter(
 
 
 @pytest.mark.parametrize(
-    ("level", "kind", "turns"),
-    [("optimizer", "other", [0]), ("gradients", "other", []), ("parameters", "layer", [])],
+    ("level", "kind", "turns"), [("optimizer", "other", [0]), ("gradients", "other", []), ("parameters", "layer", [])]
 )
 def test_replicas_that_agree_train_as_the_plain_loop(
     level: Shard, turns: list[int], kind: str, pool: RankPool, tmp_path: Path

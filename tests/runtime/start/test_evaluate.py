@@ -152,11 +152,7 @@ def without_dropout(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
     [((1,), (4,), 1), ((1, 1), (2, 2), 12), ((1, 1), (2, 4), 7), ((2, 1), (2, 1), 33), ((1, 2), (1, 2), 15)],
 )
 def test_teams_evaluate_batches_of_any_size_once(
-    name: str,
-    widths: tuple[int, ...],
-    sizes: tuple[int, ...],
-    rows: int,
-    without_dropout: Callable[[str], Case],
+    name: str, widths: tuple[int, ...], sizes: tuple[int, ...], rows: int, without_dropout: Callable[[str], Case]
 ) -> None:
     known = without_dropout(name)
     plan = in_teams(known.graph, dictate(known.graph, known.user, widths, 2, 6), sizes)

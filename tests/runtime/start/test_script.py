@@ -153,12 +153,7 @@ def test_a_loader_that_forks_gives_a_job_what_one_without_processes_does() -> No
 
 @pytest.mark.parametrize(
     ("widths", "shard", "sizes"),
-    [
-        ([1, 1, 1], "none", ()),
-        ([2, 1], "parameters", ()),
-        ([1, 1], "none", (2, 1)),
-        ([2, 1], "parameters", (2, 1)),
-    ],
+    [([1, 1, 1], "none", ()), ([2, 1], "parameters", ()), ([1, 1], "none", (2, 1)), ([2, 1], "parameters", (2, 1))],
 )
 @pytest.mark.some(3)
 def test_ranks_train_evaluate_and_refuse_together(

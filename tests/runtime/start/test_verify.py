@@ -164,11 +164,7 @@ def _of_teams(folder: Path, widths: Sequence[int], sizes: Sequence[int], **optio
     [((1, 1), (2, 4), "none"), ((2,), (2,), "parameters"), ((2, 1), (2, 2), ("optimizer", "none"))],
 )
 def test_what_every_rank_of_a_team_has_is_compared(
-    widths: Sequence[int],
-    sizes: Sequence[int],
-    shard: Shard | Sequence[Shard],
-    tmp_path: Path,
-    pool: RankPool,
+    widths: Sequence[int], sizes: Sequence[int], shard: Shard | Sequence[Shard], tmp_path: Path, pool: RankPool
 ) -> None:
     plan = _of_teams(tmp_path, widths, sizes, shard=shard)
     found = verified(plan, pool)
