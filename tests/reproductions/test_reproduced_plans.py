@@ -1,4 +1,4 @@
-"""PipeDream's and Piper's plans as plan files: their numbers, and autopar's beside them."""
+"""PipeDream's and Piper's plans as plan files, and the prices of stashing: their numbers, and autopar's beside them."""
 
 import json
 import random
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autopar.errors import UsageError
+from autopar.errors import AutoparError, UsageError
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
@@ -19,7 +19,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.simulator.simulate import Simulator
 from autopar.report.plan import plan_text
 from autopar.runtime.settings import check_scope
-from random_problems import gpt_profile, local_cluster
+from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
 from reproductions.pipedream import pipedream_plan
 from reproductions.piper import piper_plan
 from reproductions.plans import planned_by_pipedream, planned_by_piper
@@ -125,3 +125,23 @@ def test_a_plan_whose_replicas_are_groups_of_devices_keeps_them_and_is_neither_s
     for refuse in (lambda: simulate(made, profile, cluster), lambda: check_scope(made)):
         with pytest.raises(UsageError, match=r"runs each replica on 2 devices.*plan with `objective='step'`"):
             refuse()
+
+
+def test_no_pipeline_runs_quicker_than_its_stages_compute_and_with_free_links_none_slower() -> None:
+    equal = turns = 0
+    for seed in range(30):
+        profile = random_profile(seed).model_copy(update={"tied": ()})
+        options = PlanOptions(policy="stash", micro_batches=1, bytes_per_s=1e18, recompute="none")
+        cluster = random_cluster(seed, 4)
+        links = [each.model_copy(update={"latency_s": 0.0}) for each in cluster.links]
+        cluster = cluster.model_copy(update={"links": tuple(links), "curves": ()})
+        try:
+            made = plan(profile, cluster, options)
+        except AutoparError:
+            continue
+        candidate, prices = candidate_of(made, profile), StashCosts(CostModel(profile, cluster, options))
+        busiest_s = max(prices.busy(candidate).values())
+        assert made.predicted.step_s >= busiest_s * (1 - 1e-6), seed
+        equal += made.predicted.step_s == pytest.approx(busiest_s, rel=1e-6)
+        turns += made.span > 1
+    assert min(equal, turns) >= 6

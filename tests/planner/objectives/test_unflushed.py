@@ -16,7 +16,14 @@ from autopar.formats.plan import Division, Plan
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.candidate import Candidate, CandidateStage, Family
 from autopar.planner.costs.model import CostModel
-from autopar.planner.objectives.unflushed import PartitionTable, PipelinePartition, PolicyJudge, StageWay, device_orders
+from autopar.planner.objectives.unflushed import (
+    PartitionTable,
+    PipelinePartition,
+    PolicyJudge,
+    StageWay,
+    device_orders,
+    shallow_depths,
+)
 from autopar.planner.simulator.simulate import Simulator, pipeline_times
 from autopar.policies import xpipe_constants
 from random_problems import gpt_profile, local_cluster, problem, random_cluster, random_profile, two_kinds
@@ -230,3 +237,9 @@ def test_all_partitions_come_those_of_the_least_busy_first(seed: int) -> None:
         assert each.busiest_s == max(judge.busy_s(family, stage) for stage in stages)
         assert [device for stage in stages for device in stage.devices] == list(devices[: each.width])
     assert {len(each.stops) for each in table.in_order(1, 64)} == {1}
+
+
+def test_pipedreams_micro_batches_in_flight_keep_all_replicas_busy() -> None:
+    assert shallow_depths([15, 1]) == [2, 1]
+    assert shallow_depths([1, 1, 1, 1]) == [4, 3, 2, 1]
+    assert shallow_depths([3, 1, 2]) == [2, 3, 1]
