@@ -2,10 +2,12 @@
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from math import ceil
+from typing import NamedTuple
 
 import pytest
 
@@ -22,7 +24,6 @@ from autopar.planner.simulator.simulate import CYCLE, Simulator, run
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand
 from drawn import long_candidate, random_candidate
-from oracles.timetable import StageTimes, update_ends
 from random_problems import cost, gpt_profile, local_cluster, profile_of, random_cluster, random_profile
 
 # The package's function of the same name hides the module.
@@ -130,7 +131,82 @@ def _line(micro_batches: int, depths: Sequence[int]) -> Candidate:
     return Candidate(micro_batches, 1, "1f1b", stages)
 
 
-def _durations(overhead_s: float, stages: Sequence[StageTimes], tied_s: Sequence[float] = ()) -> Durations:
+class _StageTimes(NamedTuple):
+    forward_s: float
+    backward_s: float
+    update_s: float
+    forth_s: float
+    """Of a message to the stage behind."""
+    back_s: float
+    """Of a gradient to the stage before; its way is the stage's own queue to it."""
+
+
+def _update_ends(
+    stages: Sequence[_StageTimes],
+    depths: Sequence[int],
+    micro_batches: int,
+    count: int,
+    lags: Sequence[int],
+    shared: Sequence[int] = (),
+    sum_s: float = 0.0,
+) -> list[list[float]]:
+    """When every stage's updates end, by the order's rule alone; stages have one replica each.
+
+    A message takes its link from the end of what made it, in the order of making. Stages that share a parameter wait,
+    before their updates, for the sum of its gradients, which takes its time from the last of their backwards on.
+    """
+    total = count * micro_batches
+
+    def order(stage: int) -> list[tuple[str, int]]:
+        found = [("F", number) for number in range(min(depths[stage], total))]
+        for number in range(total + lags[stage]):
+            if number < total:
+                found.append(("B", number))
+            late = number - lags[stage]
+            if late >= 0 and late % micro_batches == micro_batches - 1:
+                found.append(("U", late // micro_batches))
+            if number + depths[stage] < total:
+                found.append(("F", number + depths[stage]))
+        return found
+
+    orders = [order(stage) for stage in range(len(stages))]
+    place = [{action: at for at, action in enumerate(each)} for each in orders]
+
+    @cache
+    def end(stage: int, at: int) -> float:
+        kind, number = orders[stage][at]
+        times = stages[stage]
+        ready = end(stage, at - 1) if at else 0.0
+        if kind == "F" and stage:
+            ready = max(ready, arrived(stage - 1, stage, "F", number))
+        if kind == "B" and stage + 1 < len(stages):
+            ready = max(ready, arrived(stage + 1, stage, "B", number))
+        if kind == "U" and stage in shared:
+            ready = max(ready, summed(number))
+        return ready + {"F": times.forward_s, "B": times.backward_s, "U": times.update_s}[kind]
+
+    @cache
+    def arrived(sender: int, receiver: int, kind: str, number: int) -> float:
+        takes_s = stages[sender].forth_s if kind == "F" else stages[sender].back_s
+        begins = end(sender, place[sender][kind, number])
+        return takes_s + (max(begins, arrived(sender, receiver, kind, number - 1)) if number else begins)
+
+    @cache
+    def summed(step: int) -> float:
+        last = (step + 1) * micro_batches - 1
+        begins = max(end(stage, place[stage]["B", last]) for stage in shared)
+        return sum_s + (max(begins, summed(step - 1)) if step else begins)
+
+    # Each action is asked for in turn, so that recursion stays shallow.
+    for number in range(total):
+        for stage in range(len(stages)):
+            for kind in ("F", "B"):
+                if place[stage].get((kind, number), 0) <= 2 * number:
+                    end(stage, place[stage][kind, number])
+    return [[end(stage, place[stage]["U", step]) for step in range(count)] for stage in range(len(stages))]
+
+
+def _durations(overhead_s: float, stages: Sequence[_StageTimes], tied_s: Sequence[float] = ()) -> Durations:
     """What such stages take, with messages between neighbours."""
     count = len(stages)
     messages = {(at, at + 1): stages[at].forth_s for at in range(count - 1)}
@@ -202,35 +278,21 @@ def test_a_message_stays_where_it_may_come_last_or_has_to_queue() -> None:
     assert (0, 2) in simulating.drop_covered_messages(candidate, replace(times, message_s=broken)).message_s
 
 
-@pytest.fixture(autouse=True)
-def _deep_recursion() -> Iterator[None]:
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(100_000)
-    yield
-    sys.setrecursionlimit(before)
-
-
-def drawn(seed: int) -> tuple[list[StageTimes], list[int], int]:
-    draw = random.Random(seed)
-    count = draw.randint(1, 4)
-    stages = [
-        StageTimes(
-            *(draw.uniform(0.5, 2.0), draw.uniform(0.5, 4.0), draw.choice([0.0, 0.3])),
-            *(draw.choice([0.0, 0.1, 1.5]), draw.choice([0.0, 0.1, 1.5])),
-        )
-        for _ in range(count)
-    ]
-    depths = [1]
-    for _ in range(count - 1):
-        depths.insert(0, depths[0] + draw.randint(0, 2))
-    return stages, depths, draw.randint(1, 4)
-
-
 @pytest.mark.some(24)
 @pytest.mark.parametrize("seed", range(60))
 def test_updates_end_when_the_order_says(seed: int) -> None:
-    stages, depths, micro_batches = drawn(seed)
-    last = len(stages) - 1
+    draw = random.Random(seed)
+    stages = [
+        _StageTimes(
+            *(draw.uniform(0.5, 2.0), draw.uniform(0.5, 4.0), draw.choice([0.0, 0.3])),
+            *(draw.choice([0.0, 0.1, 1.5]), draw.choice([0.0, 0.1, 1.5])),
+        )
+        for _ in range(draw.randint(1, 4))
+    ]
+    last, depths = len(stages) - 1, [1]
+    for _ in range(last):
+        depths.insert(0, depths[0] + draw.randint(0, 2))
+    micro_batches = draw.randint(1, 4)
     policy, lags, shared = "stash", [0] * len(stages), []
     if seed % 3 == 1 and last:
         shared = sorted(random.Random(seed).sample(range(len(stages)), 2))
@@ -246,7 +308,7 @@ def test_updates_end_when_the_order_says(seed: int) -> None:
     times = _durations(0.25, stages, [0.7] if shared else [])
     timeline = simulating.trace_unflushed(plan, expand(plan), times)
     own = [each._replace(update_s=each.update_s + 0.25) for each in stages]
-    expected = update_ends(own, depths, micro_batches, simulating.mini_batches(plan), lags, shared, 0.7)
+    expected = _update_ends(own, depths, micro_batches, simulating.mini_batches(plan), lags, shared, 0.7)
     for stage, ends in enumerate(expected):
         found = [each.end_s for each in timeline if each.rank == stage and each.action.kind == UPDATE]
         assert found == pytest.approx(ends, rel=1e-12)
@@ -269,7 +331,7 @@ def test_nobody_waits_for_the_sum_of_a_shared_parameter(policy: str, count: int,
         flows = [(at, at + 1, True) for at in range(count - 1)]
         plan = simulating.skeleton(_line(micro_batches, depths), flows, shared)
         plan = plan.model_copy(update={"weight_policy": policy})
-        times = _durations(0.0, [StageTimes(1.0, 1.0, 0.0, 0.0, 0.0)] * count, [0.0] * len(shared))
+        times = _durations(0.0, [_StageTimes(1.0, 1.0, 0.0, 0.0, 0.0)] * count, [0.0] * len(shared))
         timeline = simulating.trace_unflushed(plan, expand(plan), times)
         period_s[bool(shared)] = simulating.pipeline_times(timeline, plan).period_s
     assert period_s[True] == pytest.approx(period_s[False])
