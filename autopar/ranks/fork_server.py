@@ -22,11 +22,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO
 
-from autopar.ranks.monitor import RankProcess
+from autopar.ranks.monitor import AnswerPipe, RankProcess
 
 END_S = 5.0
 """How long a server may take to end its ranks when it is told to; one that is stopped does not."""
@@ -171,12 +172,12 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     ends = list(zip(settings["jobs"], settings["answers"], strict=True))
-    with os.fdopen(int(settings["reports"]), "w", encoding="utf-8", buffering=1) as reports:
+    with closing(AnswerPipe(int(settings["reports"]))) as reports:
         if rank_ends := _fork_ranks(ends, reports):
             _serve_jobs(*rank_ends, int(settings["threads"]))
 
 
-def _fork_ranks(ends: Sequence[tuple[int, int]], reports: TextIO) -> tuple[int, int] | None:
+def _fork_ranks(ends: Sequence[tuple[int, int]], reports: AnswerPipe) -> tuple[int, int] | None:
     """Fork a rank for every pair of pipes; return its own in a rank, and None behind the end of all in the server."""
     server, children = os.getpid(), dict[int, int]()
 
@@ -195,14 +196,14 @@ def _fork_ranks(ends: Sequence[tuple[int, int]], reports: TextIO) -> tuple[int, 
             _become_rank(rank, server, own, ends)
             return own
         children[pid] = rank
-        _send(reports, {"rank": rank, "pid": pid})
+        reports.send({"rank": rank, "pid": pid})
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     for each in ends:
         for descriptor in each:
             os.close(descriptor)
     while children:
         pid, status = os.wait()
-        _send(reports, {"rank": children.pop(pid), "code": os.waitstatus_to_exitcode(status)})
+        reports.send({"rank": children.pop(pid), "code": os.waitstatus_to_exitcode(status)})
     return None
 
 
@@ -227,15 +228,15 @@ def _serve_jobs(jobs: int, answers: int, threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
-    with os.fdopen(jobs, encoding="utf-8") as lines, os.fdopen(answers, "w", encoding="utf-8", buffering=1) as pipe:
-        _send(pipe, {"ready": True})
+    with os.fdopen(jobs, encoding="utf-8") as lines, closing(AnswerPipe(answers)) as pipe:
+        pipe.send({"ready": True})
         for line in lines:
             _serve(json.loads(line), pipe)
             # What a job leaves behind in cycles holds its groups of ranks, each with threads and sockets.
             gc.collect()
 
 
-def _serve(job: dict[str, object], pipe: TextIO) -> None:
+def _serve(job: dict[str, object], pipe: AnswerPipe) -> None:
     from autopar.ranks.board import FINISHED, SETTING_UP, Board
     from autopar.ranks.context import join_ranks
     from autopar.ranks.failure import Failure
@@ -245,7 +246,7 @@ def _serve(job: dict[str, object], pipe: TextIO) -> None:
         board.write(rank, SETTING_UP)
 
         def report(message: dict[str, object]) -> None:
-            _send(pipe, {"message": message})
+            pipe.send({"message": message})
 
         try:
             module, _, function = str(job["target"]).partition(":")
@@ -256,16 +257,12 @@ def _serve(job: dict[str, object], pipe: TextIO) -> None:
                     result = target(context, job["arguments"])
                 except Exception as error:
                     # Said before the group is left: leaving it may take as long as the peers let it.
-                    _send(pipe, {"failure": Failure.of(error).as_dict()})
+                    pipe.send({"failure": Failure.of(error).as_dict()})
                     raise
             board.write(rank, FINISHED)
-            _send(pipe, {"result": result})
+            pipe.send({"result": result})
         except Exception as error:
-            _send(pipe, {"failure": Failure.of(error).as_dict()})
-
-
-def _send(pipe: TextIO, message: Mapping[str, object]) -> None:
-    pipe.write(json.dumps(message) + "\n")
+            pipe.send({"failure": Failure.of(error).as_dict()})
 
 
 def die_with(parent: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import selectors
 import signal
 import time
@@ -101,6 +102,22 @@ class RankProcess:
             with suppress(BrokenPipeError):
                 self.process.stdin.close()
         self.pipe.close()
+
+
+class AnswerPipe:
+    """What a process answers on, a line of JSON for each message; in vain where who reads it is gone."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._pipe = os.fdopen(descriptor, "w", encoding="utf-8", buffering=1)
+
+    def send(self, message: Mapping[str, object]) -> None:
+        with suppress(BrokenPipeError):
+            self._pipe.write(json.dumps(message) + "\n")
+
+    def close(self) -> None:
+        # What was sent in vain is still in the buffer, and is tried once more.
+        with suppress(BrokenPipeError):
+            self._pipe.close()
 
 
 class RankMonitor:

@@ -22,14 +22,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from autopar.errors import FileError
 from autopar.ranks.board import SETTING_UP, Board
 from autopar.ranks.environment import SUPERVISED, LaunchedRank
 from autopar.ranks.failure import Failure, SaidElsewhereError
 from autopar.ranks.fork_server import die_with
-from autopar.ranks.monitor import RankMonitor, RankProcess, Watch
+from autopar.ranks.monitor import AnswerPipe, RankMonitor, RankProcess, Watch
 from autopar.ranks.scratch import LOCK, PREFIX
 from autopar.signals import stopping
 
@@ -138,31 +138,27 @@ class SupervisedRank:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         os.set_inheritable(settings["pipe"], False)
-        self._pipe = os.fdopen(settings["pipe"], "w", encoding="utf-8", buffering=1)
+        self._pipe = AnswerPipe(settings["pipe"])
         self.board = Board(Path(settings["board"]), launch.size)
         self.board.write(launch.rank, SETTING_UP)
         self._said = False
 
     def report(self, message: dict[str, object]) -> None:
         """Send a message to the supervisor."""
-        self._send({"message": message})
+        self._pipe.send({"message": message})
 
     def fail(self, error: Exception) -> None:
         """Have the supervisor say what failed, unless another rank does; said once, as early as it is known."""
         if not self._said:
             self._said = True
             if isinstance(error, SaidElsewhereError):
-                self._send({"elsewhere": error.exit_code})
+                self._pipe.send({"elsewhere": error.exit_code})
             else:
-                self._send({"failure": Failure.of(error).as_dict()})
+                self._pipe.send({"failure": Failure.of(error).as_dict()})
 
     def finish(self) -> None:
         """Say that the rank has done all."""
-        self._send({"result": None})
-
-    def _send(self, message: dict[str, Any]) -> None:
-        with suppress(BrokenPipeError):
-            self._pipe.write(json.dumps(message) + "\n")
+        self._pipe.send({"result": None})
 
     def __enter__(self) -> Self:
         return self

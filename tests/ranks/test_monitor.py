@@ -12,7 +12,7 @@ from autopar.errors import TrainingError
 from autopar.ranks import monitor as monitors
 from autopar.ranks.board import FINISHED, SETTING_UP, STEPPING, Board
 from autopar.ranks.failure import Failure, PeerLostError
-from autopar.ranks.monitor import Doing, RankMonitor, RankProcess, Watch
+from autopar.ranks.monitor import AnswerPipe, Doing, RankMonitor, RankProcess, Watch
 
 
 class Played:
@@ -62,14 +62,13 @@ def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
 
 
 def _monitor(ranks: list[Played], board: Board, watch: Watch | None = None) -> RankMonitor:
-    return RankMonitor(
-        {rank: each.link for rank, each in enumerate(ranks)}, board, watch or Watch(60.0, on_message=None)
-    )
+    return RankMonitor({rank: each.link for rank, each in enumerate(ranks)}, board, watch or Watch(60.0))
 
 
 def test_results_are_by_rank_whoever_is_first_and_messages_are_passed_on(ranks: list[Played], board: Board) -> None:
     heard: list[tuple[int, object]] = []
     watch = Watch(60.0, on_message=lambda rank, message: heard.append((rank, message)))
+    board.write(0, FINISHED)
     for rank in (2, 0, 1):
         ranks[rank].say(message={"of": rank})
         ranks[rank].say(result=[rank, "done"])
@@ -104,18 +103,17 @@ def _play(
     ranks: list[Played], board: Board, ratios: Sequence[Sequence[float]], on_slow: Callable[[int, float, float], None]
 ) -> None:
     """Have all ranks note how slow they were, step by step."""
-    steps = iter(enumerate(ratios))
+    steps = enumerate(ratios)
 
     def step(rank: int, message: object) -> None:
-        found = next(steps, None)
-        if found is None:
-            for each in ranks:
-                each.say(result=None)
+        for number, slowness in steps:
+            for each in range(3):
+                board.write(each, STEPPING, number)
+                board.write_slowness(each, slowness[each])
+            ranks[0].say(message={})
             return
-        for each in range(3):
-            board.write(each, STEPPING, found[0])
-            board.write_slowness(each, found[1][each])
-        ranks[0].say(message={})
+        for played in ranks:
+            played.say(result=None)
 
     ranks[0].say(message={})
     _monitor(ranks, board, Watch(60.0, on_message=step, on_slow=on_slow)).until_done()
@@ -149,13 +147,9 @@ def test_the_last_step_is_the_latest_that_any_has_begun(ranks: list[Played], boa
     said = iter((False, True))
 
     def look(rank: int, message: object) -> None:
-        if board.last_step is None:
-            ranks[0].say(message={})
-        elif next(said):
-            for each in ranks:
-                each.say(result=None)
-        else:
-            ranks[0].say(message={})
+        going = board.last_step is None or not next(said)
+        for each in ranks[:1] if going else ranks:
+            each.say(**{"message" if going else "result": {}})
 
     watched = _monitor(ranks, board, Watch(60.0, on_message=look))
     assert watched.ask_to_stop()
@@ -164,8 +158,11 @@ def test_the_last_step_is_the_latest_that_any_has_begun(ranks: list[Played], boa
     assert (board.stop_requested, board.last_step) == (True, 7)
 
 
-def test_a_rank_that_finished_has_trained_all(ranks: list[Played], board: Board) -> None:
-    board.write(0, FINISHED)
-    for each in ranks:
-        each.say(result=None)
-    assert _monitor(ranks, board).until_done() == [None] * 3
+def test_who_answers_to_nobody_ends_without_a_word() -> None:
+    reader, writer = os.pipe()
+    pipe = AnswerPipe(writer)
+    pipe.send({"result": 1})
+    assert os.read(reader, 99) == b'{"result": 1}\n'
+    os.close(reader)
+    pipe.send({"result": 2})
+    pipe.close()
