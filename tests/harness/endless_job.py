@@ -3,24 +3,11 @@
 import sys
 from pathlib import Path
 
-import torch
-
 import autopar
-from script_jobs import LEARNING_RATE, batches, loss, make_model
+from labelled import loss, sgd
+from script_jobs import batches, make_model
 
-
-def main() -> None:
-    with autopar.materialize(
-        make_model(),
-        autopar.Plan.load(Path(sys.argv[1])),
-        loss=loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE),
-    ) as job:
-        (batch,) = batches(1)
-        while True:
-            job.step(batch)
-            Path("stepping").touch()
-
-
-if __name__ == "__main__":
-    main()
+with autopar.materialize(make_model(), autopar.Plan.load(Path(sys.argv[1])), loss=loss, optimizer=sgd) as job:
+    while True:
+        job.step(batches(1)[0])
+        Path("stepping").touch()

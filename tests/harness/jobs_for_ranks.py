@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -20,7 +21,6 @@ from autopar.ranks.board import STEPPING
 from autopar.ranks.channel import open_channels
 from autopar.ranks.context import RankContext
 from autopar.ranks.meeting import late_connections_dropped
-from listening import listening_places
 
 CLONE_NEWNET = 0x40000000
 
@@ -92,6 +92,12 @@ def misbehave(context: RankContext, arguments: dict[str, object]) -> None:
                 threading.Event().wait()
     # The others wait in a collective that the bad rank never enters.
     dist.barrier()
+
+
+def listening_places(process: int) -> list[tuple[str, int]]:
+    """Return the addresses and ports on which a process listens for connections."""
+    every = (each for each in psutil.net_connections("tcp") if each.pid == process)
+    return [(each.laddr.ip, each.laddr.port) for each in every if each.status == psutil.CONN_LISTEN]
 
 
 def listening(context: RankContext, arguments: object) -> list[str]:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
@@ -18,6 +17,7 @@ from autopar.formats.plan import Shard
 from autopar.ranks.context import RankContext
 from dictated import dictate
 from in_teams import in_teams
+from labelled import loss, sgd
 
 LEARNING_RATE = 0.1
 BATCH = 12
@@ -29,19 +29,14 @@ def make_model() -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
-def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:  # noqa: ANN401
-    return F.cross_entropy(output, batch[-1])
-
-
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    return [
-        (
-            torch.randn(BATCH, 5, dtype=torch.float64, generator=generator),
-            torch.randint(0, 3, (BATCH,), generator=generator),
-        )
-        for _ in range(count)
-    ]
+
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.randn(BATCH, 5, dtype=torch.float64, generator=generator)
+        return inputs, torch.randint(0, 3, (BATCH,), generator=generator)
+
+    return [batch() for _ in range(count)]
 
 
 def described() -> UserModel:
@@ -67,13 +62,7 @@ def train_and_refuse(context: RankContext, arguments: dict[str, Any]) -> dict[st
         model = model.to("meta")
     folder, said = Path(arguments["folder"]), []
     steps = batches(arguments["steps"])
-    job = autopar.materialize(
-        model,
-        plan,
-        steps[0],
-        loss=loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9),
-    )
+    job = autopar.materialize(model, plan, steps[0], loss=loss, optimizer=sgd)
     inputs, targets = steps[0]
     reads = context.rank in (*plan.stages[0].devices, *plan.stages[-1].devices)
     wrong = (inputs[:5], targets[:5]) if context.rank == 0 else (inputs, targets)
@@ -100,13 +89,10 @@ def train_between(context: RankContext, arguments: dict[str, Any]) -> dict[str, 
     plan, folder = autopar.Plan.parse(arguments["plan"], Path("plan.json")), Path(arguments["folder"])
     steps = batches(arguments["until"])
 
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:  # noqa: ANN401
-        return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
-
     def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
 
-    with autopar.materialize(make_model(), plan, steps[0], loss=loss, optimizer=optimizer, scheduler=scheduler) as job:
+    with autopar.materialize(make_model(), plan, steps[0], loss=loss, optimizer=sgd, scheduler=scheduler) as job:
         begun = job.load(folder)
         losses, drawn = [], float(torch.rand(()))
         for step in range(begun, arguments["until"]):

@@ -12,15 +12,14 @@ import torch
 
 import autopar
 from autopar.errors import AutoparError
-from script_jobs import LEARNING_RATE, batches, loss, make_model
-
-THREADS_OF_A_GROUP = 2
+from labelled import loss, sgd
+from script_jobs import batches, make_model
 
 
 def main() -> None:
     if os.environ.get("OWN_GROUP"):
         torch.distributed.init_process_group("gloo")
-    own_threads = THREADS_OF_A_GROUP if torch.distributed.is_initialized() else 0
+    own_threads = 2 if torch.distributed.is_initialized() else 0
     for index, path in enumerate(sys.argv[1:]):
         try:
             losses = _train(path, fails=index == 1)
@@ -35,13 +34,8 @@ def main() -> None:
 
 
 def _train(path: str, *, fails: bool) -> list[float]:
-    with autopar.materialize(
-        make_model(),
-        autopar.Plan.load(Path(path)),
-        loss=loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9),
-        timeout_s=4,
-    ) as job:
+    plan = autopar.Plan.load(Path(path))
+    with autopar.materialize(make_model(), plan, loss=loss, optimizer=sgd, timeout_s=4) as job:
         losses = []
         for inputs, targets in batches(3):
             if fails and losses and job.rank == 2:
@@ -57,5 +51,4 @@ def _gloo_threads() -> int:
     return names.count("pt_gloo_runloop\n")
 
 
-if __name__ == "__main__":
-    main()
+main()

@@ -21,8 +21,9 @@ from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.update import check_settings, left_out, whole_settings
 from autopar.runtime.weights import names, read
 from dictated import dictate
+from labelled import loss
 from paths import MODELS
-from script_jobs import batches, described, loss, make_model
+from script_jobs import batches, described, make_model
 from training_cases import Case, make_case
 
 FILE = MODELS / "grouped.py"

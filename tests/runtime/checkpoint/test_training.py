@@ -23,8 +23,9 @@ from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.start.script import ScriptJob
 from checkpoint_pairs import largest_difference, saved
 from drawn_models import model_case
+from labelled import loss
 from paths import MODELS
-from script_jobs import batches, loss, make_model, script_plan
+from script_jobs import batches, make_model, script_plan
 from training_cases import Case, make_case
 
 SOURCE = (MODELS / "resumed.py").read_text()

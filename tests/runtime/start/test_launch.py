@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -23,7 +24,6 @@ from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.weights import read
 from autopar.schedules.expand import expand
 from launched import ended, launch, processes_in, until
-from listening import ranks_of
 from pooled import process_ids
 from suite import warm
 from words_plans import copy_model, save_plan
@@ -172,7 +172,9 @@ def in_steps(here: Path, *arguments: str) -> tuple[warm.Popen, list[int]]:
     run = warm.Popen([*RUN, "1000000", *arguments], stderr=-1, text=True)
     assert run.stderr is not None
     assert any(line.startswith("step ") for line in run.stderr), run.wait()
-    return run, ranks_of(run.pid)
+    every = [each for each in psutil.Process(run.pid).children(recursive=True) if each.status() != "zombie"]
+    # A rank is what descends from the run and has started nothing.
+    return run, sorted({each.pid for each in every} - {each.ppid() for each in every})
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ import torch
 
 import autopar
 from autopar.errors import FileError, ModelError, UsageError
-from script_jobs import batches, loss, make_model, script_plan
+from labelled import loss
+from script_jobs import batches, make_model, script_plan
 
 
 def contrastive(output: torch.Tensor, batch: object) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from autopar.capture.export import capture
@@ -11,8 +12,8 @@ from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.workspace import Workspace
 from dictated import dictate
+from jobs_for_ranks import listening_places
 from launched import launch, processes_in, until
-from listening import descendants, listening_places
 from paths import HARNESS
 from script_jobs import script_plan
 from suite import warm
@@ -46,8 +47,9 @@ def test_ranks_of_one_host_listen_on_loopback_only(
         started = launch(3, script if start == "a script" else ["-m", "autopar", "worker", *long], interface=None)
     try:
         until(lambda: Path("stepping").exists() or [*Path("saved").glob("step-*[0-9]")])
-        every = set().union(*(descendants(each.pid) for each in started))
-        places = {process: found for process in every if (found := listening_places(process))}
+        every = [psutil.Process(each.pid) for each in started]
+        every += [process for each in every for process in each.children(recursive=True)]
+        places = {each.pid: found for each in every if (found := listening_places(each.pid))}
         assert len(places) == 3
         assert {address for each in places.values() for address, _ in each} <= LOOPBACK, places
     finally:

@@ -22,11 +22,12 @@ from autopar.errors import CaptureError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime import weights
+from labelled import loss, sgd
 from launched import ended, launch, torchrun
 from oracles.turns import train_in_turns
 from oracles.unflushed import Asked, train
 from paths import EXAMPLES, HARNESS
-from script_jobs import LEARNING_RATE, batches, described, loss, make_model, script_plan
+from script_jobs import LEARNING_RATE, batches, described, make_model, script_plan
 from suite import warm
 
 STEPS = 3
@@ -35,7 +36,7 @@ STEPS = 3
 def trained_plainly() -> tuple[list[float], torch.nn.Module]:
     """Train mini-batches of two micro-batches, without division: there is no batch normalisation in the model."""
     model = make_model().train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    optimizer = sgd(model.parameters())
     losses = []
     for inputs, targets in batches(STEPS):
         optimizer.zero_grad()
@@ -46,15 +47,11 @@ def trained_plainly() -> tuple[list[float], torch.nn.Module]:
     return losses, model
 
 
-def make_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
-
-
 def test_one_process_trains_as_a_plain_loop_and_leaves_the_scripts_model_alone(tmp_path: Path) -> None:
     expected, truth = trained_plainly()
     model = make_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with autopar.materialize(model, script_plan([1]), loss=loss, optimizer=make_optimizer) as job:
+    with autopar.materialize(model, script_plan([1]), loss=loss, optimizer=sgd) as job:
         assert [job.step(batch).loss for batch in batches(STEPS)] == pytest.approx(expected, rel=1e-12)
         state = job.state_dict()
         job.save_weights(tmp_path)
@@ -83,7 +80,7 @@ def test_one_process_trains_as_a_plain_loop_and_leaves_the_scripts_model_alone(t
 def test_a_script_clips_stages_and_has_its_optimizer_told_of_them() -> None:
     def told(parameters: list[torch.nn.Parameter], delay: float, replicas: int) -> torch.optim.Optimizer:
         assert (delay, replicas) == (0.0, 1)
-        return make_optimizer(parameters)
+        return sgd(parameters)
 
     found: dict[str, list[float]] = {}
     for clip in ("model", "stage"):
@@ -109,7 +106,7 @@ def test_a_model_that_changes_python_state_is_held_to_what_the_plan_ignores() ->
     with pytest.raises(CaptureError, match=message):
         autopar.profile(model, (inputs, targets), loss=loss, budget_s=0.1)
     ignoring = script_plan([1]).model_copy(update={"ignored_state": ("seen",)})
-    with autopar.materialize(model, ignoring, (inputs, targets), loss=loss, optimizer=make_optimizer) as job:
+    with autopar.materialize(model, ignoring, (inputs, targets), loss=loss, optimizer=sgd) as job:
         assert job.step((inputs, targets)).loss == pytest.approx(trained_plainly()[0][0], rel=1e-12)
     measured = autopar.profile(model, (inputs, targets), loss=loss, ignored_state=["seen"], budget_s=0.1)
     assert autopar.plan(measured, gpus=1).ignored_state == ("seen",)
@@ -117,7 +114,7 @@ def test_a_model_that_changes_python_state_is_held_to_what_the_plan_ignores() ->
 
 @pytest.mark.reliability(37)
 def test_a_batch_that_is_not_as_planned_is_refused_and_training_goes_on() -> None:
-    with autopar.materialize(make_model(), script_plan([1]), loss=loss, optimizer=make_optimizer) as job:
+    with autopar.materialize(make_model(), script_plan([1]), loss=loss, optimizer=sgd) as job:
         with pytest.raises(UsageError, match="the job has seen no batch yet"):
             job.state_dict()
         (first, second, _) = batches(3)
@@ -146,7 +143,7 @@ def test_a_loader_that_forks_gives_a_job_what_one_without_processes_does() -> No
     losses = []
     for workers in (0, 1):
         loader = DataLoader(data, 12, num_workers=workers, multiprocessing_context="fork" if workers else None)
-        with autopar.materialize(make_model(), script_plan([1]), loss=loss, optimizer=make_optimizer) as job:
+        with autopar.materialize(make_model(), script_plan([1]), loss=loss, optimizer=sgd) as job:
             losses.append([job.step(tuple(batch)).loss for batch in loader])
     assert losses[0] == losses[1] == pytest.approx(trained_plainly()[0], rel=1e-12)
 
@@ -250,11 +247,11 @@ def test_a_transformers_model_counts_its_labels_as_a_plain_loop_over_whole_mini_
     for row in range(4):
         padded[1][row, 12 - 3 * row :], padded[2][row, 2 + 3 * row :] = -100, -100
     steps = [{"input_ids": inputs, "labels": labels} for inputs, labels in zip(tokens, padded, strict=True)]
-    measured = autopar.profile(model, steps[0], optimizer=make_optimizer, budget_s=0.1)
+    measured = autopar.profile(model, steps[0], optimizer=sgd, budget_s=0.1)
     plan = autopar.plan(measured, gpus=1, micro_batches=2)
     assert (measured.counts_labels, plan.counts_labels, plan.loss_difference) == (True, True, None)
-    optimizer = make_optimizer(list(truth.parameters()))
-    with autopar.materialize(model, plan, optimizer=make_optimizer) as job:
+    optimizer = sgd(list(truth.parameters()))
+    with autopar.materialize(model, plan, optimizer=sgd) as job:
         for batch in steps:
             expected = truth.train()(**batch).loss
             expected.backward()
