@@ -1,29 +1,20 @@
 """A model captured in evaluation mode computes what the plain one does, in layers that are cut as in training."""
 
 import copy
-from collections.abc import Iterable, Mapping
 
 import pytest
 import torch
 from torch import nn
 
-from autopar.capture.batch import model_arguments, named_tensors, row_count
+from autopar.capture.batch import model_arguments, named_tensors
 from autopar.capture.evaluation import capture_evaluation, capture_prediction
 from autopar.capture.export import capture_module
-from autopar.capture.graph import Layer
 from autopar.capture.segment import LayerNodes, segment_like
 from autopar.errors import CaptureError, ModelError
-from capture_zoo import captured
+from capture_zoo import Made, captured
+from stage_runs import run
 
 NAMES = ["dropout", "norms", "recurrent", "norm twice", "integers", "flattened", "skips"]
-
-
-def run(layers: Iterable[Layer], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    known, rows = dict(values), row_count(values)
-    with torch.no_grad():
-        for layer in layers:
-            known.update(zip(layer.outputs, layer.module(rows, *(known[name] for name in layer.inputs)), strict=True))
-    return known
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -50,13 +41,8 @@ def test_the_loss_and_the_outputs_are_those_of_the_plain_model(name: str) -> Non
         assert set(layer.parameters.values()) <= held[layer.name]
 
 
-class Scalar(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).square().mean()
-
-
 def test_a_model_that_returns_nothing_but_a_loss_predicts_nothing() -> None:
-    model, batch = Scalar(3, 3), torch.randn(4, 3)
+    model, batch = Made(lambda m, x: m.linear(x).square().mean(), linear=nn.Linear(3, 3)), torch.randn(4, 3)
     graph = capture_module(model, batch)
     with pytest.raises(ModelError, match="returns no tensor that has the samples as one dimension"):
         capture_prediction(model, batch, None, graph)
@@ -76,11 +62,7 @@ class Changing(nn.Sequential):
 
 @pytest.mark.parametrize("key", ["second", "third"])
 def test_listed_layers_whose_outputs_change_in_evaluation_are_named(key: str) -> None:
-    class First(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-    model = nn.Sequential(First(), Changing(key))
+    model = nn.Sequential(nn.Identity(), Changing(key))
     batch = (torch.randn(4, 3), torch.randn(4, 1))
 
     def loss(output: dict[str, torch.Tensor], batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -17,10 +17,9 @@ from autopar.capture.batch import rebuild
 from autopar.capture.check import check_gradients
 from autopar.capture.evaluation import capture_evaluation, capture_prediction
 from autopar.errors import CaptureError
-from capture_zoo import Chain, mean_square, regression
-from refused_models import Doubled
-from stage_runs import assert_equal_to_plain, assert_same_layers
-from state_models import Late, counting_loss, listed
+from capture_zoo import Chain, Doubled, Late, Made, counting_loss, listed, mean_square, regression
+from families import tiny_config
+from stage_runs import assert_equal_to_plain, assert_same_layers, run
 
 TABLE = {"n": 0}
 
@@ -55,13 +54,6 @@ def test_a_listed_module_says_which_state_it_changes_keeps_its_first_and_is_not_
     assert torch.equal(own.draws.get_state(), torch.Generator().manual_seed(0).get_state())
     with pytest.raises(CaptureError, match=r"Sequential\.1\.\S+ changes with every forward, and a copy"):
         capture_evaluation(model, regression(), mean_square, graph)
-
-
-def test_state_of_the_loss_is_the_last_listed_modules():
-    loss = counting_loss()
-    graph = capture_module(Chain().double(), regression(), loss, lambda model: list(model.steps))
-    assert [layer.stateful for layer in graph.layers] == [(), (), (), ("closure variable n of loss",)]
-    assert loss.__closure__[0].cell_contents == 0
 
 
 class Doing(nn.Module):
@@ -106,6 +98,13 @@ def counts_before(model):
     return [Doing(model.steps[0], lambda: next(places)), *model.steps[1:]]
 
 
+def test_state_of_the_loss_is_the_last_listed_modules():
+    loss = counting_loss()
+    graph = capture_module(Chain().double(), regression(), loss, lambda model: list(model.steps))
+    assert [layer.stateful for layer in graph.layers] == [(), (), (), ("closure variable n of loss",)]
+    assert loss.__closure__[0].cell_contents == 0
+
+
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
@@ -144,11 +143,8 @@ def test_state_that_changes_once_is_found_and_buffers_are_none():
     assert [layer.stateful for layer in graph.layers] == [(f"Sequential.{index}.calls",) for index in range(3)]
 
 
-TINY = {"vocab_size": 61, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-TINY |= {"num_hidden_layers": 3, "intermediate_size": 16, "max_position_embeddings": 10, "pad_token_id": 0}
-TINY |= {"bos_token_id": 1, "eos_token_id": 2}
-GEMMA = {"model_type": "gemma3_text", **TINY, "sliding_window": 4, "architectures": ["Gemma3ForCausalLM"]}
-LLAMA = {"model_type": "llama", **TINY, "attention_dropout": 0.1, "architectures": ["LlamaForCausalLM"]}
+LLAMA = tiny_config("llama", 3, 10, attention_dropout=0.1, architectures=["LlamaForCausalLM"])
+GEMMA = tiny_config("gemma3_text", 3, 10, head_dim=8, sliding_window=4, architectures=["Gemma3ForCausalLM"])
 
 
 def own_activation(x):
@@ -176,7 +172,7 @@ def models(folder, content):
 
 
 @pytest.mark.parametrize("content", [LLAMA, pytest.param(GEMMA, marks=pytest.mark.slow)], ids=["llama", "gemma3"])
-def test_the_declared_plan_gives_the_gradients_of_the_plain_model(content, tmp_path):
+def test_the_declared_plan_trains_and_evaluates_as_the_plain_model(content, tmp_path):
     user, model = models(tmp_path, content)
     graph = capture(user, model)
     assert not graph.portable
@@ -185,26 +181,22 @@ def test_the_declared_plan_gives_the_gradients_of_the_plain_model(content, tmp_p
     assert [layer.name for layer in graph.layers] == ["model.embed_tokens", *blocks, "model.norm", "lm_head"]
     batch = user.load_batch(user.dataset(), range(4))
     check_gradients(model, graph, batch, user.loss)
-    for rows, cuts in ((4, (1, 2, 3, 4, 5)), (3, (2,)), (1, (3,))):
-        part = rebuild(batch, slice_rows(named_tensors(batch), 0, rows))
-        assert_equal_to_plain(model, graph, part, user.loss, cuts, tolerance=1e-6)
-
-
-def test_the_declared_plan_evaluates_as_the_plain_model(tmp_path):
-    user, model = models(tmp_path, LLAMA)
-    graph, batch = capture(user, model), user.load_batch(user.dataset(), range(3))
     model.eval()
     with torch.no_grad():
         output = model(**batch)
-        expected = {"loss_sum": user.loss(output, batch)[0], "logits": output.logits}
         # It is copies that are in evaluation mode.
         model.train()
-        for captured, name in ((capture_evaluation, "loss_sum"), (capture_prediction, "logits")):
-            found, known = captured(model, batch, user.loss, graph), named_tensors(batch)
-            for layer in found.layers:
-                inputs = [known[each] for each in layer.inputs]
-                known.update(zip(layer.outputs, layer.module(3, *inputs), strict=True))
-            assert torch.equal(known[name], expected[name])
+        known = named_tensors(batch)
+        for captured, *expected in (
+            (capture_evaluation, *user.loss(output, batch)),
+            (capture_prediction, output.logits),
+        ):
+            found = captured(model, batch, user.loss, graph)
+            values = run(found.layers, known)
+            assert all(torch.equal(values[name], each) for name, each in zip(found.results, expected, strict=True))
+    for rows, cuts in ((4, (1, 2, 3, 4, 5)), (3, (2,)), (1, (3,))):
+        part = rebuild(batch, slice_rows(named_tensors(batch), 0, rows))
+        assert_equal_to_plain(model, graph, part, user.loss, cuts, tolerance=1e-6)
 
 
 def test_a_model_that_declares_no_plan_or_one_that_leaves_parameters_out_is_refused_as_before(tmp_path):
@@ -218,26 +210,16 @@ def test_a_model_that_declares_no_plan_or_one_that_leaves_parameters_out_is_refu
         capture(user, model)
 
 
-class Named(nn.Module):
-    """A plan whose second module is not called as the library calls its layers: with an argument of its own name."""
-
-    _pp_plan = {"first": (), "second": ()}  # noqa: RUF012
-
-    class Second(nn.Linear):
-        def forward(self, signal):
-            return super().forward(Doubled.apply(signal))
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), Named.Second(4, 4)
-
-    def forward(self, x):
-        return self.second(signal=self.first(x))
+class Second(nn.Linear):
+    def forward(self, signal):
+        return super().forward(Doubled.apply(signal))
 
 
-def test_a_plan_that_the_forward_does_not_follow_does_not_hold():
+def test_a_plan_whose_second_module_is_called_with_an_argument_of_its_own_name_does_not_hold():
+    model = Made(lambda m, x: m.second(signal=m.first(x)), first=nn.Linear(4, 4), second=Second(4, 4))
+    model._pp_plan = {"first": (), "second": ()}
     with pytest.raises(CaptureError, match=r"autograd\.Function Doubled"):
-        capture_module(Named(), torch.ones(3, 4), lambda output, batch: output.mean())
+        capture_module(model, torch.ones(3, 4), lambda output, batch: output.mean())
 
 
 @pytest.mark.slow

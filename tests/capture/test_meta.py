@@ -9,13 +9,24 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.capture import capture, capture_module, load, materialize_random, release
-from autopar.capture.meta import hollow_parameters, hollow_runner, is_hollow
+from autopar.capture.check import check_gradients
+from autopar.capture.meta import hollow_parameters, is_hollow
 from autopar.capture.store import load_graph, save_graph
 from autopar.errors import CaptureError, ModelError
-from capture_zoo import DEAR, MODELS, build, captured, mean_square, regression
-from refused_models import Branching, Checkpointed, OwnFunction
+from capture_zoo import (
+    DEAR,
+    MODELS,
+    Between,
+    Branching,
+    Checkpointed,
+    OwnFunction,
+    build,
+    captured,
+    listed,
+    mean_square,
+    regression,
+)
 from stage_runs import assert_equal_to_plain, assert_same_layers
-from state_models import Between, listed
 
 # Their constructors or forwards need values of parameters.
 NEED_VALUES = {"parametrized"}
@@ -124,15 +135,20 @@ def test_one_layer_at_a_time_is_given_values_and_made_hollow_again(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Branching, OwnFunction, Checkpointed, MODELS["dropout"][0]])
-def test_the_listed_layers_of_a_hollow_model_are_those_of_the_real_one(kind):
+def test_the_layers_fallback_runs_what_cannot_be_captured_and_is_the_same_of_a_hollow_model(kind):
     with hollow_parameters():
         shapes = kind().double()
     batch, state = regression(), torch.get_rng_state()
     hollow = capture_module(shapes, batch, mean_square, listed)
     assert torch.equal(state, torch.get_rng_state())
-    real = capture_module(kind().double(), batch, mean_square, listed)
+    model = kind().double()
+    real = capture_module(model, batch, mean_square, listed)
     check_alike(real, hollow, shapes)
+    assert not real.portable
     assert not hollow.portable
+    check_gradients(model, real, batch, mean_square)
+    assert [tensor.sizes for tensor in real.tensors] == [(8,)] * 5
+    assert real.tensors[2].gradient
     assert [layer.random for layer in hollow.layers] == [kind in MODELS["dropout"]] * 4
 
 
@@ -150,21 +166,6 @@ def test_no_two_listed_layers_of_a_hollow_model_have_values_at_once():
     layers = lambda model: [Counting(model, step) for step in model.steps]  # noqa: E731
     capture_module(model, regression(), mean_square, layers, ignored_state=("alive",))
     assert set(alive) == {0, 2}  # of a step, its weight and its bias
-
-
-@pytest.mark.parametrize(("module", "draws"), [(nn.Linear(4, 4), False), (nn.Dropout(), True)])
-def test_a_hollow_module_runs_once_on_shapes_and_tells_whether_it_draws(module, draws):
-    with hollow_parameters():
-        model = nn.Sequential(nn.Linear(4, 4), module)
-    met: list[type] = []
-
-    def compute(inputs):
-        met.append(type(inputs[0]))
-        return module(*inputs)
-
-    with hollow_runner(model) as runner:
-        assert runner.run(module, compute, [torch.ones(2, 4)])[1] is draws
-    assert met == [FakeTensor]
 
 
 def test_a_mistake_in_the_listed_layers_of_a_hollow_model_is_the_users():

@@ -15,8 +15,7 @@ import torch
 
 from autopar.capture import capture_module, load
 from autopar.errors import CaptureError, ModelError
-from capture_zoo import Chain, mean_square, regression
-from state_models import counting_loss, listed
+from capture_zoo import Chain, counting_loss, listed, mean_square, regression
 
 COUNT = 0
 TABLE = {"n": 0}

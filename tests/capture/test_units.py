@@ -2,11 +2,10 @@
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from autopar.capture import segment as cutting
@@ -15,17 +14,13 @@ from autopar.capture.export import capture_module
 from autopar.capture.graph import LayerGraph
 from autopar.capture.store import merge_layers
 from autopar.capture.units import Units
+from capture_zoo import Made, mean_square, regression
 
 WIDTH = 6
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.linear(self.norm(x)).relu()
+def block() -> nn.Module:
+    return Made(lambda m, x: x + m.linear(m.norm(x)).relu(), norm=nn.LayerNorm(WIDTH), linear=nn.Linear(WIDTH, WIDTH))
 
 
 class Stage(nn.Module):
@@ -33,7 +28,7 @@ class Stage(nn.Module):
 
     def __init__(self, blocks: int, entry: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
         self.downsample = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
         self.entry = entry
 
@@ -49,7 +44,7 @@ class Dense(nn.ModuleDict):
     """Of torchvision's DenseNet: every block reads what all before it made."""
 
     def __init__(self, blocks: int) -> None:
-        super().__init__({f"denselayer{at + 1}": Reader(WIDTH * (at + 1)) for at in range(blocks)})
+        super().__init__({f"denselayer{at + 1}": reader(WIDTH * (at + 1)) for at in range(blocks)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found = [x]
@@ -58,38 +53,23 @@ class Dense(nn.ModuleDict):
         return torch.stack(found).mean(0)
 
 
-class Reader(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, WIDTH)
-
-    def forward(self, given: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self.linear(self.norm(torch.cat(tuple(given), -1)).relu())
-
-
-class Joined(nn.Module):
-    """Blocks that are no sequence by themselves."""
-
-    def __init__(self, blocks: nn.Module, join: Callable[[torch.Tensor, nn.Module], torch.Tensor]) -> None:
-        super().__init__()
-        self.blocks, self.join = blocks, join
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.join(x, self.blocks)
+def reader(width: int) -> nn.Module:
+    held = {"norm": nn.LayerNorm(width), "linear": nn.Linear(width, WIDTH)}
+    return Made(lambda m, given: m.linear(m.norm(torch.cat(tuple(given), -1)).relu()), **held)
 
 
 def beside() -> nn.Module:
     """Make a residual connection around a list of blocks."""
-    return Joined(nn.Sequential(Block(), Block()), lambda x, blocks: x + blocks(x))
+    return Made(lambda m, x: x + m.blocks(x), blocks=nn.Sequential(block(), block()))
 
 
 def heads() -> nn.Module:
-    return Joined(nn.ModuleList([Block(), Block(), Block()]), lambda x, blocks: sum(block(x) for block in blocks))
+    return Made(lambda m, x: sum(each(x) for each in m.blocks), blocks=nn.ModuleList([block(), block(), block()]))
 
 
 class Branches(nn.ModuleDict):
     def __init__(self) -> None:
-        super().__init__({"near": Block(), "far": Block()})
+        super().__init__({"near": block(), "far": block()})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self["near"](x) + self["far"](x)
@@ -97,13 +77,14 @@ class Branches(nn.ModuleDict):
 
 def residual() -> nn.Module:
     """Put a list of plain modules into a block."""
-    return Joined(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)), lambda x, mlp: x + mlp(x))
+    mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    return Made(lambda m, x: x + m.mlp(x), mlp=mlp)
 
 
 class Net(nn.Module):
     def __init__(self, *stages: nn.Module) -> None:
         super().__init__()
-        self.stages, self.head = nn.ModuleList(stages), nn.Linear(WIDTH, 3)
+        self.stages, self.head = nn.ModuleList(stages), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for stage in self.stages:
@@ -111,17 +92,8 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def loss(output: torch.Tensor, batch: Sequence[torch.Tensor]) -> torch.Tensor:
-    return F.cross_entropy(output, batch[-1])
-
-
-def batch() -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    return [torch.randn(4, WIDTH), torch.randint(0, 3, (4,))]
-
-
 def captured(model: nn.Module) -> LayerGraph:
-    return capture_module(model, batch(), loss)
+    return capture_module(model.double(), regression(4, WIDTH), mean_square)
 
 
 def names(model: nn.Module) -> list[str]:
@@ -135,12 +107,12 @@ LATER = ["stages.1.blocks.0", "stages.1.blocks.1"]
 @pytest.mark.parametrize(
     ("stages", "expected"),
     [
-        ([nn.Sequential(Block(), Block()), Block()], ["stages.0.0", "stages.0.1", "stages.1", "head"]),
+        ([nn.Sequential(block(), block()), block()], ["stages.0.0", "stages.0.1", "stages.1", "head"]),
         # What follows a stage's blocks is a layer, and what comes before them begins with the stage.
-        ([Stage(3), Block()], [*BLOCKS, "stages.0.downsample", "stages.1", "head"]),
-        ([Block(), Stage(2, entry=True)], ["stages.0", "stages.1", *LATER, "stages.1.downsample", "head"]),
+        ([Stage(3), block()], [*BLOCKS, "stages.0.downsample", "stages.1", "head"]),
+        ([block(), Stage(2, entry=True)], ["stages.0", "stages.1", *LATER, "stages.1.downsample", "head"]),
         # No sequence by themselves, or plain modules in a block.
-        *(([Block(), inner()], ["stages.0", "stages.1", "head"]) for inner in (beside, heads, Branches)),
+        *(([block(), inner()], ["stages.0", "stages.1", "head"]) for inner in (beside, heads, Branches)),
         ([residual(), residual()], ["stages.0", "stages.1", "head"]),
     ],
 )
@@ -151,7 +123,7 @@ def test_blocks_of_a_stage_that_are_a_sequence_are_layers(stages: list[nn.Module
 def test_named_blocks_that_read_all_before_them_are_layers() -> None:
     transition = nn.Sequential(OrderedDict(norm=nn.LayerNorm(WIDTH), conv=nn.Linear(WIDTH, WIDTH)))
     features = nn.Sequential(OrderedDict(conv0=nn.Linear(WIDTH, WIDTH), denseblock1=Dense(3), transition1=transition))
-    model = nn.Sequential(OrderedDict(features=features, relu=nn.ReLU(), classifier=nn.Linear(WIDTH, 3)))
+    model = nn.Sequential(OrderedDict(features=features, relu=nn.ReLU(), classifier=nn.Linear(WIDTH, WIDTH)))
     dense = [f"features.denseblock1.denselayer{at}" for at in (1, 2, 3)]
     assert names(model) == ["features.conv0", *dense, "features.transition1", "classifier"]
 
@@ -165,7 +137,7 @@ def as_before(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> LayerGraph:
 
 def random_model(rng: random.Random) -> nn.Module:
     def any_stage(depth: int) -> nn.Module:
-        made: list[Callable[[], nn.Module]] = [Block, beside, heads, Branches, nn.ReLU]
+        made: list[Callable[[], nn.Module]] = [block, beside, heads, Branches, nn.ReLU]
         made += [lambda: Stage(rng.randint(1, 3), entry=rng.random() < 0.5), lambda: Dense(rng.randint(1, 3))]
         if depth:
             made += [lambda: nn.Sequential(*(any_stage(depth - 1) for _ in range(rng.randint(1, 3))))] * 3
@@ -185,17 +157,17 @@ def test_finer_layers_cut_every_layer_of_before_and_join_again_to_the_same(
     model = random_model(random.Random(seed))
     before, graph = as_before(model, monkeypatch), captured(model)
     assert len(graph.layers) >= len(before.layers)
-    check_gradients(model, graph, batch(), loss)
+    check_gradients(model, graph, regression(4, WIDTH), mean_square)
     joined = merge_layers(graph, [layer.name for layer in before.layers])
     for one, other in zip(joined.layers, before.layers, strict=True):
         assert (one.name, one.inputs, one.outputs) == (other.name, other.inputs, other.outputs)
         assert set(one.parameters.values()) == set(other.parameters.values())
         assert one.fingerprint == other.fingerprint
     assert joined.tensors == before.tensors
-    check_gradients(model, joined, batch(), loss)
+    check_gradients(model, joined, regression(4, WIDTH), mean_square)
 
 
 def test_layers_of_no_such_names_are_not_joined() -> None:
-    graph = captured(Net(Stage(2), Block()))
+    graph = captured(Net(Stage(2), block()))
     assert merge_layers(graph, ["stages.0", "other", "head"]) is graph
     assert merge_layers(graph, ["stages.1", "head"]) is graph

@@ -1,5 +1,5 @@
-"""Small models, each with one difficulty of capturing, and a batch for each."""
-# ruff: noqa: ANN001, ANN003, ANN201, ANN204
+"""Small models, each with one difficulty of capturing, and a batch for each; and such as cannot be captured."""
+# ruff: noqa: ANN001, ANN003, ANN201, ANN202, ANN204, ANN205
 
 import functools
 import warnings
@@ -7,6 +7,7 @@ from collections import OrderedDict
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
@@ -67,29 +68,63 @@ class By(Chain):
         return self.function(self, x)
 
 
-class Views(Chain):
+def views(_, x):
     """A view is read after its base was written through another view."""
-
-    def between(self, x):
-        left, right = x[:, :4], x[:, 4:]
-        left.mul_(2)
-        return torch.cat((right, x[:, :4]), 1)
+    left, right = x[:, :4], x[:, 4:]
+    left.mul_(2)
+    return torch.cat((right, x[:, :4]), 1)
 
 
-class Skips(nn.Module):
-    """A U-Net's shape: what goes down is read again on the way up."""
+def autocast(model, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        y = F.linear(x.float(), model.steps[0].weight.float())
+    return torch.tanh(x + y.to(x.dtype))
 
-    def __init__(self):
+
+def settled(model, x):
+    """Set a number that the first forward sets, and every later one to the same."""
+    model.half = x.shape[1] // 2
+    return torch.tanh(x[:, : model.half].repeat(1, 2))
+
+
+def stochastic_depth(_, x):
+    return x * (torch.rand(x.shape[0], 1, dtype=x.dtype) > 0.3) * torch.rand(())
+
+
+class Made(nn.Module):
+    """What it computes is a function of the model, which holds modules, parameters and buffers, and of its input."""
+
+    def __init__(self, function, **held):
         super().__init__()
-        self.down1, self.down2 = nn.Linear(8, 6), nn.Linear(6, 4)
-        self.middle = nn.Linear(4, 4)
-        self.up2, self.up1 = nn.Linear(8, 6), nn.Linear(12, 8)
+        self.function = function
+        for name, value in held.items():
+            if type(value) is torch.Tensor:
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
 
-    def forward(self, x):
-        one = torch.tanh(self.down1(x))
-        two = torch.tanh(self.down2(one))
-        x = torch.cat((two, torch.tanh(self.middle(two))), 1)
-        return self.up1(torch.cat((one, self.up2(x)), 1)) + x.new_ones(()) * 0.5
+    def forward(self, tokens):
+        return self.function(self, tokens)
+
+
+def linear(inputs=8, outputs=8):
+    return nn.Linear(inputs, outputs)
+
+
+def steps(count=4):
+    return nn.ModuleList(linear() for _ in range(count))
+
+
+def words(**options):
+    return {"embed": nn.Embedding(11, 8, **options), "head": linear(8, 11)}
+
+
+def skips(model, x):
+    """A U-Made's shape: what goes down is read again on the way up."""
+    one = torch.tanh(model.down1(x))
+    two = torch.tanh(model.down2(one))
+    x = torch.cat((two, torch.tanh(model.middle(two))), 1)
+    return model.up1(torch.cat((one, model.up2(x)), 1)) + x.new_ones(()) * 0.5
 
 
 class Block(nn.Module):
@@ -105,264 +140,177 @@ class Block(nn.Module):
         return x + self.drop(self.mix(scores.softmax(-1) @ h))
 
 
-class Language(nn.Module):
-    """Tied embeddings, positions, a mask made in forward from the tokens, a mask held as a buffer."""
-
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.transformer = nn.ModuleDict(
-            {
-                "wpe": nn.Embedding(8, 16),
-                "wte": nn.Embedding(11, 16),
-                "h": nn.ModuleList(Block(16, dropout) for _ in range(4)),
-            }
-        )
-        self.head = nn.Linear(16, 11, bias=False)
-        self.head.weight = self.transformer.wte.weight
-
-    def forward(self, tokens):
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        mask = (tokens != 0)[:, None, :].expand(-1, tokens.shape[1], -1).clone()
-        mask[:, :, 0] = True
-        x = self.transformer.wpe(positions) + self.transformer.wte(tokens)
-        for block in self.transformer.h:
-            x = block(x, mask)
-        return self.head(x)
+def read(model, tokens):
+    """Make a mask of the tokens, beside one that blocks hold as a buffer."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    mask = (tokens != 0)[:, None, :].expand(-1, tokens.shape[1], -1).clone()
+    mask[:, :, 0] = True
+    x = model.transformer.wpe(positions) + model.transformer.wte(tokens)
+    for block in model.transformer.h:
+        x = block(x, mask)
+    return model.head(x)
 
 
-class Norms(nn.Module):
-    """Batch normalisation, in-place ReLU and a residual connection."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)) for _ in range(3))
-        self.head = nn.Conv2d(4, 2, 1)
-
-    def forward(self, x):
-        x = self.stem(x)
-        for block in self.blocks:
-            y = block(x)
-            y += x
-            x = F.relu_(y)
-        return self.head(x)
+def language(dropout=0.0):
+    """Tied embeddings, and positions."""
+    embeddings = {"wpe": nn.Embedding(8, 16), "wte": nn.Embedding(11, 16)}
+    blocks = nn.ModuleList(Block(16, dropout) for _ in range(4))
+    made = Made(read, transformer=nn.ModuleDict({**embeddings, "h": blocks}), head=nn.Linear(16, 11, bias=False))
+    made.head.weight = made.transformer.wte.weight
+    return made
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.recurrent = nn.LSTM(8, 8, 2, batch_first=True)
-        self.head = nn.Linear(8, 11)
+def residual(model, x):
+    """In-place ReLU and a residual connection."""
+    x = model.stem(x)
+    for block in model.blocks:
+        y = block(x)
+        y += x
+        x = F.relu_(y)
+    return model.head(x)
 
-    def forward(self, tokens):
-        return self.head(self.recurrent(self.embed(tokens))[0])
+
+def norms():
+    stem = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+    blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)) for _ in range(3))
+    return Made(residual, stem=stem, blocks=blocks, head=nn.Conv2d(4, 2, 1))
 
 
-class Sequence(nn.Module):
+def sequence(model, tokens):
+    x = model.embed(tokens).transpose(0, 1)
+    mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=x.dtype)
+    return model.head(model.body(x, x, tgt_mask=mask, tgt_is_causal=True)).transpose(0, 1)
+
+
+def transformer():
     """``nn.Transformer``, whose batch is the second dimension inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of nested tensors, which only inference uses
-            self.body = nn.Transformer(8, 2, 2, 2, 16, dropout=0.0)
-        self.head = nn.Linear(8, 11)
-
-    def forward(self, tokens):
-        x = self.embed(tokens).transpose(0, 1)
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=x.dtype)
-        return self.head(self.body(x, x, tgt_mask=mask, tgt_is_causal=True)).transpose(0, 1)
+    with warnings.catch_warnings(action="ignore"):  # of nested tensors, which only inference uses
+        return Made(sequence, body=nn.Transformer(8, 2, 2, 2, 16, dropout=0.0), **words())
 
 
-class Masked(nn.Module):
+def masked():
     """A mask that torch's layers compare with a causal one, to choose a kernel."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.body = nn.TransformerEncoder(layer, 3)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(5))
-        self.head = nn.Linear(8, 11)
-
-    def forward(self, tokens):
-        return self.head(self.body(self.embed(tokens), self.mask))
+    body = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 3)
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    return Made(lambda m, tokens: m.head(m.body(m.embed(tokens), m.mask)), body=body, mask=mask, **words())
 
 
-class NoGrad(Chain):
+def no_grad(model, x):
     """A region without gradients writes a buffer, its result scales what follows."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("average", torch.zeros(8))
-
-    def forward(self, x):
-        x = self.steps[1](torch.tanh(self.steps[0](x)))
-        with torch.no_grad():
-            self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
-            scale = x.abs().amax(1, keepdim=True) + x.new_ones(x.shape[0], 1)
-        return self.steps[3](self.steps[2](x / scale) - self.average)
+    x = model.steps[1](torch.tanh(model.steps[0](x)))
+    with torch.no_grad():
+        model.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        scale = x.abs().amax(1, keepdim=True) + x.new_ones(x.shape[0], 1)
+    return model.steps[3](model.steps[2](x / scale) - model.average)
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.first(torch.tanh(self.second(torch.tanh(self.first(x)))))
-
-
-class Integers(nn.Module):
+def integers(model, x):
     """What crosses is partly not floating point."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        x = self.first(x)
-        best = x.argmax(1)
-        x = torch.tanh(self.second(x))
-        return self.third(x) + F.one_hot(best, 8).to(x.dtype)
+    x = model.first(x)
+    best = x.argmax(1)
+    x = torch.tanh(model.second(x))
+    return model.third(x) + F.one_hot(best, 8).to(x.dtype)
 
 
-class SharedBias(Chain):
+def shared_bias(model, x):
     """A table of biases without a batch dimension is computed once and read by every layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(4, 8)
-        self.temperature = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x):
-        bias = self.table(torch.arange(8) % 4).mean(0)
-        scale = self.temperature.exp()
-        for step in self.steps:
-            x = torch.tanh(step(x) + bias) * scale
-        return x
+    bias = model.table(torch.arange(8) % 4).mean(0)
+    scale = model.temperature.exp()
+    for step in model.steps:
+        x = torch.tanh(step(x) + bias) * scale
+    return x
 
 
-class Flattened(Chain):
+def flattened(model, x):
     """Sizes that are expressions of the batch size."""
-
-    def forward(self, x):
-        rows = x.shape[0]
-        x = self.steps[0](x).reshape(rows * 2, 4)
-        x = self.steps[1](x.reshape(rows, 8)) / rows
-        return self.steps[3](self.steps[2](x) + torch.zeros(rows, 8, dtype=x.dtype))
+    rows = x.shape[0]
+    x = model.steps[0](x).reshape(rows * 2, 4)
+    x = model.steps[1](x.reshape(rows, 8)) / rows
+    return model.steps[3](model.steps[2](x) + torch.zeros(rows, 8, dtype=x.dtype))
 
 
-class PipelineTimes(Chain):
+def filled(model, x):
     """A tensor is made empty and written piece by piece."""
-
-    def forward(self, x):
-        both = torch.zeros(x.shape[0], 2, 8, dtype=x.dtype)
-        both[:, 0] = self.steps[0](x)
-        both[:, 1] = self.steps[1](x)
-        return self.steps[3](self.steps[2](both.sum(1)))
+    both = torch.zeros(x.shape[0], 2, 8, dtype=x.dtype)
+    both[:, 0] = model.steps[0](x)
+    both[:, 1] = model.steps[1](x)
+    return model.steps[3](model.steps[2](both.sum(1)))
 
 
-class MaskInPlace(Chain):
+def mask_in_place(model, x):
     """A mask is written in place, then read by every layer."""
-
-    def forward(self, x):
-        mask = torch.ones(8, 8, dtype=x.dtype)
-        mask[2:, 3] = 0
-        mask.tril_()
-        for step in self.steps:
-            x = torch.tanh(step(x)) @ mask
-        return x
+    mask = torch.ones(8, 8, dtype=x.dtype)
+    mask[2:, 3] = 0
+    mask.tril_()
+    for step in model.steps:
+        x = torch.tanh(step(x)) @ mask
+    return x
 
 
 def parametrized():
-    first, second = weight_norm(nn.Linear(8, 8)), spectral_norm(nn.Linear(8, 8))
-    return nn.Sequential(OrderedDict(first=first, second=second, third=nn.Linear(8, 8)))
+    return nn.Sequential(OrderedDict(first=weight_norm(linear()), second=spectral_norm(linear()), third=linear()))
 
 
-class Queries(nn.Module):
+def queries(model, tokens):
     """Learned tokens are expanded over the batch and read by every layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.queries = nn.Parameter(torch.randn(3, 8))
-        self.embed, self.head = nn.Embedding(11, 8, max_norm=1.0), nn.Linear(8, 11)
-        self.steps = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, tokens):
-        queries = self.queries.expand(tokens.shape[0], -1, -1)
-        x = torch.cat((queries, self.embed(tokens)), 1)
-        for step in self.steps:
-            x = torch.tanh(step(x)) + F.pad(queries, (0, 0, 0, tokens.shape[1]))
-        return self.head(x[:, 3:])
+    queries = model.queries.expand(tokens.shape[0], -1, -1)
+    x = torch.cat((queries, model.embed(tokens)), 1)
+    for step in model.steps:
+        x = torch.tanh(step(x)) + F.pad(queries, (0, 0, 0, tokens.shape[1]))
+    return model.head(x[:, 3:])
 
 
-class NormTwice(nn.Module):
+def norm_twice():
     """A module with buffers is called twice: what updates them stays together."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm2d(4)
-        self.first, self.second, self.third = nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1)
-
-    def forward(self, x):
-        return self.third(self.norm(self.second(self.norm(self.first(x)))))
-
-
-class Autocast(Chain):
-    def between(self, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            y = F.linear(x.float(), self.steps[0].weight.float())
-        return torch.tanh(x + y.to(x.dtype))
-
-
-def settled(model, x):
-    """Set a number that the first forward sets, and every later one to the same."""
-    model.half = x.shape[1] // 2
-    return torch.tanh(x[:, : model.half].repeat(1, 2))
-
-
-def stochastic_depth(_, x):
-    return x * (torch.rand(x.shape[0], 1, dtype=x.dtype) > 0.3) * torch.rand(())
+    held = {"norm": nn.BatchNorm2d(4), "first": nn.Conv2d(2, 4, 1), "second": nn.Conv2d(4, 4, 1)}
+    return Made(lambda m, x: m.third(m.norm(m.second(m.norm(m.first(x))))), **held, third=nn.Conv2d(4, 2, 1))
 
 
 def wrapped():
-    inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Flatten(), nn.Linear(8, 8))
-    return nn.Sequential(OrderedDict(net=nn.Sequential(inner)))
+    return nn.Sequential(OrderedDict(net=nn.Sequential(nn.Sequential(linear(), nn.Tanh(), nn.Flatten(), linear()))))
 
 
-MODELS = {
-    "settled": (lambda: By(settled, half=0), regression, mean_square),
-    "stochastic depth": (lambda: By(stochastic_depth), regression, mean_square),
-    "filled": (PipelineTimes, regression, mean_square),
-    "mask in place": (MaskInPlace, regression, mean_square),
-    "parametrized": (parametrized, regression, mean_square),
-    "queries": (Queries, text, cross_entropy),
-    "norm twice": (NormTwice, images, mean_square),
-    "autocast": (Autocast, regression, mean_square),
-    "chain": (Chain, regression, mean_square),
-    "in place": (lambda: By(lambda _, x: F.relu(x, inplace=True)), regression, mean_square),
-    "views": (Views, regression, mean_square),
-    "dropout": (lambda: By(lambda model, x: F.dropout(torch.tanh(x), 0.3, model.training)), regression, mean_square),
-    "skips": (Skips, regression, mean_square),
-    "language": (Language, text, cross_entropy),
-    "language with dropout": (lambda: Language(0.2), text, cross_entropy),
-    "norms": (Norms, images, mean_square),
-    "recurrent": (Recurrent, text, cross_entropy),
-    "transformer": (Sequence, text, cross_entropy),
-    "masked": (Masked, text, cross_entropy),
-    "no grad": (NoGrad, regression, mean_square),
-    "twice": (Twice, regression, mean_square),
-    "integers": (Integers, regression, mean_square),
-    "shared bias": (SharedBias, regression, mean_square),
-    "flattened": (Flattened, regression, mean_square),
-    "wrapped": (wrapped, regression, mean_square),
-    "one layer": (lambda: Chain(1), regression, mean_square),
+def twice(model, x):
+    return model.first(torch.tanh(model.second(torch.tanh(model.first(x)))))
+
+
+OF_NUMBERS = {
+    "settled": lambda: By(settled, half=0),
+    "stochastic depth": lambda: By(stochastic_depth),
+    "filled": lambda: Made(filled, steps=steps()),
+    "mask in place": lambda: Made(mask_in_place, steps=steps()),
+    "parametrized": parametrized,
+    "autocast": lambda: By(autocast),
+    "chain": Chain,
+    "in place": lambda: By(lambda _, x: F.relu(x, inplace=True)),
+    "views": lambda: By(views),
+    "dropout": lambda: By(lambda model, x: F.dropout(torch.tanh(x), 0.3, model.training)),
+    "skips": lambda: Made(
+        skips, down1=linear(8, 6), down2=linear(6, 4), middle=linear(4, 4), up2=linear(8, 6), up1=linear(12, 8)
+    ),
+    "no grad": lambda: Made(no_grad, steps=steps(), average=torch.zeros(8)),
+    "twice": lambda: Made(twice, first=linear(), second=linear()),
+    "integers": lambda: Made(integers, first=linear(), second=linear(), third=linear()),
+    "shared bias": lambda: Made(
+        shared_bias, steps=steps(), table=nn.Embedding(4, 8), temperature=nn.Parameter(torch.tensor(0.5))
+    ),
+    "flattened": lambda: Made(flattened, steps=steps()),
+    "wrapped": wrapped,
+    "one layer": lambda: Chain(1),
 }
-
-
+OF_TEXT = {
+    "queries": lambda: Made(queries, queries=nn.Parameter(torch.randn(3, 8)), steps=steps(3), **words(max_norm=1.0)),
+    "language": language,
+    "language with dropout": lambda: language(0.2),
+    "recurrent": lambda: Made(
+        lambda m, x: m.head(m.body(m.embed(x))[0]), body=nn.LSTM(8, 8, 2, batch_first=True), **words()
+    ),
+    "transformer": transformer,
+    "masked": masked,
+}
+MODELS = {name: (make, regression, mean_square) for name, make in OF_NUMBERS.items()}
+MODELS |= {name: (make, text, cross_entropy) for name, make in OF_TEXT.items()}
+MODELS |= {"norms": (norms, images, mean_square), "norm twice": (norm_twice, images, mean_square)}
 DEAR = {"language with dropout", "masked", "transformer"}
 """Those that take seconds to capture."""
 
@@ -382,3 +330,67 @@ def captured(name):
     """
     model, batch, loss = build(name)
     return model, batch, loss, capture_module(model, rebuild(batch, slice_rows(named_tensors(batch), 0, 2)), loss)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x * 2
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * 3
+
+
+class OwnFunction(Chain):
+    def between(self, x):
+        return Doubled.apply(x)
+
+
+class Checkpointed(Chain):
+    reentrant = False
+
+    def between(self, x):
+        return torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=self.reentrant)
+
+
+class Branching(Chain):
+    def between(self, x):
+        return x * 2 if x.sum() > 0 else x
+
+
+class Late(Chain):
+    """Another model after forty forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.state = {"n": 0}
+
+    def between(self, x):
+        self.state["n"] += 1
+        return torch.tanh(x) * (2 if self.state["n"] > 40 else 1)
+
+
+def counting_loss():
+    n = 0
+
+    def loss(output, batch):
+        nonlocal n
+        n += 1
+        return mean_square(output, batch) * min(n, 40)
+
+    return loss
+
+
+class Between(nn.Module):
+    def __init__(self, model, step):
+        super().__init__()
+        self.model, self.step = [model], step
+
+    def forward(self, x):
+        return self.model[0].between(self.step(x))
+
+
+def listed(model):
+    """List the layers of a chain, what stands between them included."""
+    return [Between(model, step) for step in model.steps]

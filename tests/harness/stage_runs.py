@@ -21,6 +21,14 @@ def plain(model, batch, loss):
     return outputs, gradients, dict(model.named_buffers())
 
 
+def run(layers, values, rows=None):
+    """Return what layers make of tensors, beside these; of so many rows, or of those that the first one has."""
+    values, rows = dict(values), rows or len(next(iter(values.values())))
+    for layer in layers:
+        values.update(zip(layer.outputs, layer.module(rows, *(values[n] for n in layer.inputs)), strict=True))
+    return values
+
+
 def run_stages(graph, batch, cuts):
     """Run layers in stages, each on its own tape, as a pipeline does; gradients by the parameters' names."""
     known = {name: tensor.clone() for name, tensor in named_tensors(batch).items()}
@@ -33,9 +41,7 @@ def run_stages(graph, batch, cuts):
         made = {name for layer in layers for name in layer.outputs}
         read = {name for layer in layers for name in layer.inputs if name not in made}
         entered = {name: known[name].detach().requires_grad_(known[name].requires_grad) for name in sorted(read)}
-        values = dict(entered)
-        for layer in layers:
-            values.update(zip(layer.outputs, layer.module(rows, *(values[n] for n in layer.inputs)), strict=True))
+        values = run(layers, entered, rows)
         known.update({name: values[name] for name in made})
         stages.append((entered, {name: values[name] for name in made}))
     outputs = tuple(known[name] for name in graph.outputs)
@@ -49,16 +55,11 @@ def run_stages(graph, batch, cuts):
     return outputs
 
 
-def clones(model):
-    """Fresh parameters and buffers by name."""
-    values = {n: torch.nn.Parameter(p.detach().clone(), p.requires_grad) for n, p in model.named_parameters()}
-    return values, {n: b.detach().clone() for n, b in model.named_buffers()}
-
-
 def assert_equal_to_plain(model, graph, batch, loss, cuts, tolerance=1e-12, of_loss=0.0):
     """Outputs and buffers are equal, gradients up to rounding: relative to the largest."""
     expected, gradients, buffers = plain(model, batch, loss)
-    parameters, own_buffers = clones(model)
+    parameters = {n: torch.nn.Parameter(p.detach().clone(), p.requires_grad) for n, p in model.named_parameters()}
+    own_buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
     for layer in graph.layers:
         materialize(layer, {**parameters, **own_buffers})
     outputs = run_stages(graph, batch, cuts)
