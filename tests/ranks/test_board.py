@@ -7,8 +7,10 @@ import random
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch.distributed as dist
@@ -17,20 +19,21 @@ from autopar.ranks.board import FINISHED, SETTING_UP, STEPPING, STOP, Board, Hos
 from launched import until
 from suite import warm
 
+WRITER = """
+import sys
+from pathlib import Path
+from autopar.ranks.board import Board
+with Board(Path(sys.argv[1]), 1) as board:
+    note = board.stepping(0)
+    while True:
+        for position in range(1000):
+            note(1 + position % 2 * 2**40, position)
+"""
+
 
 def test_a_board_that_is_read_while_a_rank_writes_never_goes_back(tmp_path: Path) -> None:
-    script = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from autopar.ranks.board import Board\n"
-        "with Board(Path(sys.argv[1]), 1) as board:\n"
-        "    note = board.stepping(0)\n"
-        "    while True:\n"
-        "        for position in range(1000):\n"
-        "            note(1 + position % 2 * 2**40, position)\n"
-    )
     path = tmp_path / "board"
-    with Board(path, 1) as board, warm.Popen([sys.executable, "-c", script, str(path)]) as writer:
+    with Board(path, 1) as board, warm.Popen([sys.executable, "-c", WRITER, str(path)]) as writer:
         until(lambda: board.read(0).time_s)
         before, seen = board.read(0), set()
         while len(seen) < 1000:
@@ -62,74 +65,60 @@ def test_a_note_says_what_its_rank_does_and_when_and_outlives_who_wrote_it(tmp_p
 @pytest.mark.some(5)
 @pytest.mark.parametrize("seed", range(20))
 def test_ranks_that_are_asked_to_stop_end_behind_the_same_step(seed: int, tmp_path: Path) -> None:
-    rng, done = random.Random(seed), [0, 0, 0]
+    rng = random.Random(seed)
+    with Board(tmp_path / "board", 3) as board, ThreadPoolExecutor(3) as threads:
 
-    def train(rank: int, board: Board) -> None:
-        for step in range(10_000):
-            if board.ends_before(rank, step):
-                return
-            done[rank] = step + 1
-            if rng.random() < 0.05:
-                time.sleep(0.0005)
+        def train(rank: int) -> int:
+            for step in range(10_000):
+                if board.ends_before(rank, step):
+                    return step
+                if rng.random() < 0.05:
+                    time.sleep(0.0005)
+            return 10_000
 
-    with Board(tmp_path / "board", 3) as board:
-        threads = [threading.Thread(target=train, args=(rank, board)) for rank in range(3)]
-        for thread in threads:
-            thread.start()
+        done = [threads.submit(train, rank) for rank in range(3)]
         time.sleep(rng.uniform(0.0, 0.02))
         board.request_stop()
         time.sleep(0.05)
         board.announce_last(max(board.read(rank).step for rank in range(3)))
-        for thread in threads:
-            thread.join()
-    assert len(set(done)) == 1
-    assert done[0] >= 1
+        (step,) = {each.result() for each in done}
+    assert step >= 1
 
 
 HOSTS = ((0, 1), (2,), (3, 4, 5))
-RANKS = 6
 
 
 @pytest.mark.some(4)
 @pytest.mark.parametrize("seed", range(8))
 def test_ranks_of_all_hosts_end_behind_the_same_step(seed: int, tmp_path: Path) -> None:
-    rng, done = random.Random(seed), [0] * RANKS
-    store = dist.HashStore()
-    boards = [Board(tmp_path / f"board-{host}", RANKS) for host in range(len(HOSTS))]
+    rng, store = random.Random(seed), dist.HashStore()
+    boards = [Board(tmp_path / f"board-{host}", 6) for host in range(len(HOSTS))]
     # Ranks are a step apart at most, as those that send each other something are.
-    steps_s = [rng.choice([0.0005, 0.004]) for _ in range(RANKS)]
-    lock, begun = threading.Condition(), [0] * RANKS
+    steps_s = [rng.choice([0.0005, 0.004]) for _ in range(6)]
+    lock, begun = threading.Condition(), [0] * 6
 
-    def train(rank: int, board: Board) -> None:
-        for step in range(100_000):
+    def train(rank: int, board: Board) -> int:
+        for step in range(10_000):
             if board.ends_before(rank, step):
-                return
+                return step
             with lock:
                 begun[rank] = step
                 lock.notify_all()
                 assert lock.wait_for(lambda step=step: min(begun) >= step - 1, 30.0)
             time.sleep(steps_s[rank])
-            done[rank] = step + 1
+        return 10_000
 
-    threads = [
-        threading.Thread(target=train, args=(rank, boards[host])) for host, own in enumerate(HOSTS) for rank in own
-    ]
     links = [HostsLink(store, boards[host], own, [own[0] for own in HOSTS]) for host, own in enumerate(HOSTS)]
-    for thread in threads:
-        thread.start()
-    time.sleep(rng.uniform(0.05, 0.3))
-    # One host is told, or several are, by a launcher.
-    for host in rng.sample(range(len(HOSTS)), rng.randint(1, len(HOSTS))):
-        boards[host].request_stop()
-        time.sleep(rng.choice([0.0, 0.02]))
-    for thread in threads:
-        thread.join(60.0)
-    assert not any(thread.is_alive() for thread in threads)
-    assert len(set(done)) == 1
-    for link in links:
-        link.close()
-    for board in boards:
-        board.close()
+    with ThreadPoolExecutor(6) as threads:
+        done = [threads.submit(train, rank, boards[host]) for host, own in enumerate(HOSTS) for rank in own]
+        time.sleep(rng.uniform(0.05, 0.3))
+        # One host is told, or several are, by a launcher.
+        for host in rng.sample(range(len(HOSTS)), rng.randint(1, len(HOSTS))):
+            boards[host].request_stop()
+            time.sleep(rng.choice([0.0, 0.02]))
+        assert len({each.result(60.0) for each in done}) == 1
+    for each in (*links, *boards):
+        each.close()
 
 
 def test_a_host_whose_ranks_have_finished_has_all_train_to_the_end(tmp_path: Path) -> None:
@@ -139,9 +128,7 @@ def test_a_host_whose_ranks_have_finished_has_all_train_to_the_end(tmp_path: Pat
         two.write(1, STEPPING, 7)
         links = [HostsLink(store, board, (rank,), (0, 1)) for rank, board in enumerate((one, two))]
         two.request_stop()
-        until(lambda: two.last_step is not None)
-        assert two.last_step is not None
-        assert two.last_step > 1_000_000
+        until(lambda: (two.last_step or 0) > 1_000_000)
         for link in links:
             link.close()
 
@@ -150,21 +137,16 @@ def test_a_host_that_is_told_while_it_looks_passes_it_on(tmp_path: Path) -> None
     store, told = dist.HashStore(), threading.Event()
     with Board(tmp_path / "one", 2) as one, Board(tmp_path / "two", 2) as two:
 
-        class Looking:
-            """Has the host told between its two looks."""
+        def look(keys: list[str]) -> bool:
+            """Have the host told between its two looks."""
+            found = store.check(keys)
+            if keys == [STOP] and not told.is_set():
+                told.set()
+                one.request_stop()
+            return bool(found)
 
-            def __getattr__(self, name: str) -> object:
-                return getattr(store, name)
-
-            def check(self, keys: list[str]) -> bool:
-                found = store.check(keys)
-                if keys == [STOP] and not told.is_set():
-                    told.set()
-                    one.request_stop()
-                return bool(found)
-
-        stores = (Looking(), store)
-        links = [HostsLink(stores[at], board, (at,), (0, 1)) for at, board in enumerate((one, two))]  # type: ignore[arg-type]
+        stores = (MagicMock(wraps=store, check=look), store)
+        links = [HostsLink(stores[at], board, (at,), (0, 1)) for at, board in enumerate((one, two))]
         until(lambda: one.last_step is not None and two.last_step is not None)
         for link in links:
             link.close()

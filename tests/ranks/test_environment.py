@@ -5,60 +5,27 @@ import pytest
 from autopar.errors import UsageError
 from autopar.ranks.environment import rank_from_environment
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "MASTER_ADDR": "node-a",
-    "MASTER_PORT": "29400",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    # Started inside an allocation: the agent's own place is not the rank's.
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "0",
-}
-SRUN = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "2",
-    "SLURM_PROCID": "9",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "2",
-    "SLURM_NTASKS": "11",
-    "SLURM_STEP_NUM_TASKS": "11",
-    "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
-    "SLURM_STEP_NODELIST": "gpu[007-008,012]",
-    "SLURM_JOB_NODELIST": "gpu[001-012]",
-    "PMI_RANK": "9",
-    "PMI_SIZE": "11",
-}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "MASTER_ADDR": "10.0.0.4",
-}
-INTEL_MPI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-PYTORCH_JOB = {
-    "MASTER_ADDR": "job-master-0",
-    "MASTER_PORT": "23456",
-    "WORLD_SIZE": "3",
-    "RANK": "2",
-    "PET_NPROC_PER_NODE": "1",
-    "PET_NODE_RANK": "2",
-    "PET_NNODES": "3",
-    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
-}
-TRAIN_JOB = {
-    "PET_NNODES": "2",
-    "PET_NPROC_PER_NODE": "1",
-    "PET_NODE_RANK": "1",
-    "PET_MASTER_ADDR": "job-node-0-0.job",
-    "PET_MASTER_PORT": "29400",
-}
-INDEXED = {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0.job"}
-PLAIN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+def told(text: str) -> dict[str, str]:
+    return dict(each.split("=") for each in text.split())
+
+
+# Started inside an allocation: the agent's own place is not the rank's.
+TORCHRUN = told("""RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 MASTER_ADDR=node-a MASTER_PORT=29400
+    TORCHELASTIC_USE_AGENT_STORE=True SLURM_PROCID=1 SLURM_LOCALID=0""")
+SRUN = told("""SLURM_JOB_ID=4711 SLURM_STEP_ID=2 SLURM_PROCID=9 SLURM_LOCALID=1 SLURM_NODEID=2 SLURM_NTASKS=11
+    SLURM_STEP_NUM_TASKS=11 SLURM_STEP_TASKS_PER_NODE=4(x2),3 SLURM_STEP_NODELIST=gpu[007-008,012]
+    SLURM_JOB_NODELIST=gpu[001-012] PMI_RANK=9 PMI_SIZE=11""")
+OPEN_MPI = told("""OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1
+    OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_ADDR=10.0.0.4""")
+IN_SLURM = {**OPEN_MPI, **SRUN, "OMPI_COMM_WORLD_RANK": "2"}
+INTEL_MPI = told("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2")
+PYTORCH_JOB = told("""MASTER_ADDR=job-master-0 MASTER_PORT=23456 WORLD_SIZE=3 RANK=2 PET_NPROC_PER_NODE=1
+    PET_NODE_RANK=2 PET_NNODES=3 KUBERNETES_SERVICE_HOST=10.96.0.1""")
+TRAIN_JOB = told("""PET_NNODES=2 PET_NPROC_PER_NODE=1 PET_NODE_RANK=1 PET_MASTER_ADDR=job-node-0-0.job
+    PET_MASTER_PORT=29400""")
+INDEXED = told("JOB_COMPLETION_INDEX=1 WORLD_SIZE=2 MASTER_ADDR=job-0.job")
+PLAIN = told("RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500")
 
 
 @pytest.mark.parametrize(
@@ -68,9 +35,7 @@ PLAIN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
         pytest.param(SRUN, (9, 11, 1, 3, "gpu007", 15000 + (16 * 4711 + 2) % 15000), id="srun"),
         pytest.param({**SRUN, "MASTER_ADDR": "ib-007", "MASTER_PORT": "7"}, (9, 11, 1, 3, "ib-007", 7), id="srun-told"),
         pytest.param(OPEN_MPI, (3, 4, 1, 2, "10.0.0.4", 29500), id="openmpi"),
-        pytest.param(
-            {**OPEN_MPI, **SRUN, "OMPI_COMM_WORLD_RANK": "2"}, (2, 4, 1, 2, "10.0.0.4", 29500), id="openmpi-in-slurm"
-        ),
+        pytest.param(IN_SLURM, (2, 4, 1, 2, "10.0.0.4", 29500), id="openmpi-in-slurm"),
         pytest.param(INTEL_MPI, (1, 2, 1, 2, "127.0.0.1", 29500), id="intel"),
         pytest.param(PYTORCH_JOB, (2, 3, 0, 1, "job-master-0", 23456), id="pytorchjob"),
         pytest.param(TRAIN_JOB, (1, 2, 0, 1, "job-node-0-0.job", 29400), id="trainjob"),

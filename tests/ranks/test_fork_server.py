@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -62,9 +61,7 @@ def test_a_server_that_cannot_import_says_so(capfd: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_ranks_end_with_a_server_that_is_killed_or_stopped(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_end_with_a_server_that_is_killed_or_stopped(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.ranks.fork_server.END_S", 0.5)
     pool = RankPool(2)
     ranks = process_ids(pool)
@@ -76,10 +73,9 @@ def test_ranks_end_with_a_server_that_is_killed_or_stopped(
 
 def test_servers_are_closed_while_they_start() -> None:
     """At every moment between a start and the ranks' first answer."""
-    draw = random.Random(0)
-    for _ in range(6):
+    for tenth in range(5):
         server = ForkServer(2, 1)
-        time.sleep(draw.uniform(0.0, 0.4))
+        time.sleep(tenth / 10)
         pids = [each for rank in range(2) if (each := server.pid_of(rank))]
         server.close()
         assert not any(map(alive, pids))
@@ -93,13 +89,10 @@ def serve(jobs: list[dict[str, Any]], parent: int) -> tuple[int, list[dict[str, 
     ends = {"reports": reports, "jobs": [job_reader], "answers": [write]}
     settings = json.dumps({"parent": parent, "threads": 1, "imports": [], **ends})
     command = [sys.executable, "-m", "autopar.ranks.fork_server", settings]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     with os.fdopen(job_writer, "w", encoding="utf-8") as lines:
         lines.writelines(json.dumps(job) + "\n" for job in jobs)
-    inherited = [job_reader, write, reports]
-    done = subprocess.run(
-        command, pass_fds=inherited, env=environment, capture_output=True, text=True, check=False, timeout=60
-    )
+    inherited, given = [job_reader, write, reports], {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, pass_fds=inherited, env=given, capture_output=True, text=True, timeout=60)
     for each in (*inherited, reports_reader):
         os.close(each)
     with os.fdopen(read, encoding="utf-8") as answers:
@@ -107,26 +100,16 @@ def serve(jobs: list[dict[str, Any]], parent: int) -> tuple[int, list[dict[str, 
 
 
 def job(folder: Path, number: int, target: str, **arguments: object) -> dict[str, Any]:
-    return {
-        "rank": 0,
-        "size": 1,
-        "board": str(folder / f"board{number}"),
-        "target": target,
-        "rendezvous": str(folder / f"rendezvous{number}"),
-        "device": "cpu",
-        "timeout_s": 10.0,
-        "share_gpus": False,
-        "arguments": arguments,
-    }
+    places = {name: str(folder / f"{name}{number}") for name in ("board", "rendezvous")}
+    common = {"rank": 0, "size": 1, "device": "cpu", "timeout_s": 10.0, "share_gpus": False}
+    return {**places, **common, "target": target, "arguments": arguments}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends processes with their parents on Linux")
 def test_jobs_are_answered_in_turn_whatever_becomes_of_the_ones_before(tmp_path: Path) -> None:
-    targets = ("add_up", "misbehave", "no_such_function", "tell")
-    jobs = [
-        job(tmp_path, number, f"jobs_for_ranks:{target}", rank=0, how="raise") for number, target in enumerate(targets)
-    ]
+    targets = enumerate(f"jobs_for_ranks:{name}" for name in ("add_up", "misbehave", "no_such_function", "tell"))
+    jobs = [job(tmp_path, number, target, rank=0, how="raise") for number, target in targets]
     code, answers, printed = serve(jobs, os.getpid())
     assert (code, printed) == (0, "")
     ready, added, *failed = answers

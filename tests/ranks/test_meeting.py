@@ -6,6 +6,7 @@ Who may connect to ranks, once they are connected.
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
@@ -24,15 +25,13 @@ def ranks_of(size: int, address: str = "127.0.0.1") -> list[LaunchedRank]:
 
 
 def meetings(ranks: list[LaunchedRank], files: list[dict[str, str]], timeout_s: float) -> list[AutoparError | None]:
-    stores = []
+    stores = []  # Kept, as by a process group: rank 0's store serves the others.
 
     def one(rank: LaunchedRank, brought: dict[str, str]) -> AutoparError | None:
         try:
-            # Kept, as by a process group: rank 0's store serves the others.
-            stores.append(meet(rank, brought, timeout_s))
+            return stores.append(meet(rank, brought, timeout_s))
         except AutoparError as error:
             return error
-        return None
 
     with ThreadPoolExecutor(len(ranks)) as threads:
         return list(threads.map(one, ranks, files))
@@ -102,46 +101,38 @@ def test_a_listener_that_answers_nothing_is_not_waited_for() -> None:
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's tables of sockets")
 
 
-def connects(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=0.2).close()
-    except TimeoutError:
-        return False
-    return True
+def connects(server: socket.socket) -> bool:
+    with suppress(TimeoutError):
+        socket.create_connection(server.getsockname(), timeout=0.2).close()
+        return True
+    return False
 
 
 def test_nobody_connects_to_ranks_that_are_connected_and_new_groups_are_made_all_the_same() -> None:
     with RankPool(3) as pool:
         for found in pool.run("jobs_for_ranks:listen_to_strangers"):
-            assert isinstance(found, dict)
             # The default group and two others; one is made after strangers have come.
-            assert found["listeners"] == 3
-            assert found["connected"] == 0
-            assert found["descriptors"] == 0
-            assert found["sums"] == [3.0] * 4
+            assert found == {"listeners": 3, "connected": 0, "descriptors": 0, "sums": [3.0] * 4}
 
 
-def test_what_was_listened_on_before_is_left_alone() -> None:
+def test_what_was_listened_on_before_is_left_alone_and_where_ranks_connect_later_they_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as before:
         with late_connections_dropped():
             new = socket.create_server(("127.0.0.1", 0))
         with new, socket.create_server(("127.0.0.1", 0)) as after:
-            found = [connects(each.getsockname()[1]) for each in (before, new, after)]
+            found = [connects(each) for each in (before, new, after)]
     assert found == [True, False, True]
-
-
-def test_where_ranks_connect_later_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
     with late_connections_dropped():
         new = socket.create_server(("127.0.0.1", 0))
     with new:
-        assert connects(new.getsockname()[1])
+        assert connects(new)
 
 
-@pytest.mark.parametrize(
-    ("address", "everywhere"), [("127.0.0.1", False), ("0.0.0.0", True), ("::1", False), ("::", True)]
-)
-def test_who_listens_on_all_interfaces_is_found(address: str, everywhere: bool) -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::1", "::"])
+def test_who_listens_on_all_interfaces_is_found(address: str) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as server:
-        assert listens_everywhere(server.getsockname()[1]) is everywhere
+        assert listens_everywhere(server.getsockname()[1]) is (address in ("0.0.0.0", "::"))

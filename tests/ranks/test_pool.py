@@ -103,13 +103,8 @@ def test_ranks_have_the_threads_that_are_asked_for_whatever_the_environment_says
 
 def test_processes_outlive_the_thread_that_asked_for_them() -> None:
     pools: list[RankPool] = []
-
-    def ask() -> None:
-        pools.append(RankPool(2))
-        # By then, they have asked the kernel to end with who started them.
-        pools[0].run("jobs_for_ranks:add_up")
-
-    thread = threading.Thread(target=ask)
+    # Once a job has run, they have asked the kernel to end with who started them.
+    thread = threading.Thread(target=lambda: [pools.append(RankPool(2)), pools[0].run("jobs_for_ranks:add_up")])
     thread.start()
     thread.join()
     while Path(f"/proc/self/task/{thread.native_id}").exists():
@@ -140,17 +135,15 @@ def test_processes_end_with_their_parent_however_it_ends(end: str) -> None:
         "import os, signal, sys, threading\n"
         "from autopar.ranks.pool import RankPool\n"
         "from pooled import process_ids\n"
-        "def ask():\n"
-        "    global pool\n"
-        "    pool = RankPool(2)\n"
-        "    pool.run('jobs_for_ranks:add_up')\n"
+        "pools = []\n"
+        "ask = lambda: [pools.append(RankPool(2)), pools[0].run('jobs_for_ranks:add_up')]\n"
         "thread = threading.Thread(target=ask)\n"
         "thread.start()\n"
         "thread.join()\n"
-        "print(*process_ids(pool), flush=True)\n"
+        "print(*process_ids(pools[0]), flush=True)\n"
         f"{end}\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     processes = [int(word) for word in done.stdout.split()]
     assert len(processes) == 2
     until(lambda: not any(map(alive, processes)))

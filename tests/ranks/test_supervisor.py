@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -46,28 +46,22 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-def launched(rank: int, size: int = 2) -> LaunchedRank:
-    return LaunchedRank(rank, size, rank, size, "127.0.0.1", 1, "a test")
+def launched(rank: int) -> LaunchedRank:
+    return LaunchedRank(rank, 2, rank, 2, "127.0.0.1", 1, "a test")
 
 
-def run(acts: list[str], steps: int = 6, timeout_s: float = 5.0) -> list[object]:
-    """Supervise a rank for each act, in threads; return their exit codes, or what they raise."""
-    outcomes: list[object] = [None] * len(acts)
+def run(acts: list[str], timeout_s: float = 5.0) -> list[object]:
+    """Supervise a rank for each of two acts, in threads; return their exit codes, or what they raise."""
     watch = Watch(timeout_s, lambda rank, note: Doing(f"step {note.step}", waiting=note.phase != STEPPING))
 
-    def watching(rank: int) -> None:
-        command = [sys.executable, "-c", RANK, str(rank), str(len(acts)), acts[rank], str(steps)]
+    def watching(rank: int) -> object:
         try:
-            outcomes[rank] = supervise(launched(rank, len(acts)), watch, command)
+            return supervise(launched(rank), watch, [sys.executable, "-c", RANK, str(rank), "2", acts[rank], "6"])
         except AutoparError as error:
-            outcomes[rank] = error
+            return error
 
-    threads = [threading.Thread(target=watching, args=(rank,)) for rank in range(len(acts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(watching, range(2)))
 
 
 @pytest.mark.reliability(31)
@@ -133,15 +127,12 @@ def test_one_supervisor_says_what_failed(act: str, said: str) -> None:
         raise second  # type: ignore[misc]
 
 
-def test_who_says_what_depends_on_whether_a_cause_shows() -> None:
+def test_who_says_what_depends_on_whether_a_cause_shows_and_memory_to_plan_with_passes_the_pipe() -> None:
     assert run(["pass", "pass"]) == [0, 0]
     outcomes = run(["raise PeerLostError('lost')"] * 2)
     assert sorted(type(each).__name__ for each in outcomes) == ["SaidElsewhereError", "TrainingError"]
     # Mistakes that all ranks find blame none.
     assert [type(each) for each in run(["raise UsageError('typed')"] * 2)] == [UsageError] * 2
-
-
-def test_memory_to_plan_with_passes_the_pipe() -> None:
     first, second = run(["time.sleep(60)", "raise OutOfMemoryError('none left', 5 << 20)"])
     assert isinstance(first, SaidElsewhereError)
     assert isinstance(second, OutOfMemoryError)
