@@ -11,14 +11,8 @@ from random_problems import local_cluster
 LINE = "forward_compute_time=1, backward_compute_time=2, activation_size=64, parameter_size=8"
 TEXT = f"node1 -- Linear -- {LINE}\nnode2 -- Linear -- {LINE}\n\tnode1 -- node2\n"
 WAY = {"id": "vanilla", "timePerSample": 0.5, "parameterSize": 8, "memoryUsageA": 4, "memoryUsageB": 16}
-PIPER = {
-    "maxDevices": 2,
-    "maxMemoryPerDevice": 1000,
-    "bandwidth": 1e9,
-    "mbsInBatch": 4,
-    "nodes": [{"id": 0, "TMPCs": {"1": [{**WAY, "syncTimeFw": {}, "syncTimeBw": {}}]}}],
-    "edges": [],
-}
+NODES = [{"id": 0, "TMPCs": {"1": [{**WAY, "syncTimeFw": {}, "syncTimeBw": {}}]}}]
+PIPER = {"maxDevices": 2, "maxMemoryPerDevice": 1000, "bandwidth": 1e9, "mbsInBatch": 4, "nodes": NODES, "edges": []}
 
 
 def test_exports_are_written_beside_each_other_and_not_over_others(run: Run) -> None:
@@ -35,7 +29,7 @@ def test_exports_are_written_beside_each_other_and_not_over_others(run: Run) -> 
     refused(run, 4, "the plan records no profile", "export", "torch")
 
 
-def test_a_text_graph_becomes_a_profile_that_can_be_planned_for(run: Run) -> None:
+def test_a_text_graph_becomes_a_profile_that_can_be_planned_for_and_pipers_file_one_with_options(run: Run) -> None:
     Path("cluster.json").unlink()
     Path("graph.txt").write_text(TEXT)
     Path("old.json").write_text("{}")
@@ -49,9 +43,6 @@ def test_a_text_graph_becomes_a_profile_that_can_be_planned_for(run: Run) -> Non
     well(run, *asked, "-o", "old.json", "--overwrite")
     assert Profile.load("old.json") == profile
     assert "it can be looked at, but not run" in well(run, "plan", "--gpus", "2")[1]
-
-
-def test_pipers_file_becomes_a_profile_with_options(run: Run) -> None:
     Path("piper.json").write_text(json.dumps(PIPER))
     well(run, "import", "piper", "piper.json", "-o", "bert.json")
     assert [len(layer.options) for layer in Profile.load("bert.json").layers] == [1]

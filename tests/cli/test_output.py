@@ -47,9 +47,8 @@ def _on_a_terminal(script: str) -> str:
     """Return what a script writes to a terminal of its own."""
     leader, follower = pty.openpty()
     try:
-        running = subprocess.Popen(
-            [sys.executable, "-c", script], cwd=ROOT, stdin=follower, stdout=follower, stderr=follower
-        )
+        command = [sys.executable, "-c", script]
+        running = subprocess.Popen(command, cwd=ROOT, stdin=follower, stdout=follower, stderr=follower)
         os.close(follower)
         found, deadline = b"", time.monotonic() + 60
         while time.monotonic() < deadline and select.select([leader], [], [], 60)[0]:
@@ -80,7 +79,7 @@ def test_a_quiet_bar_is_none(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-def test_elsewhere_a_line_comes_every_two_seconds_and_with_the_last_step(
+def test_elsewhere_a_line_comes_every_two_seconds_and_with_the_last_step_and_for_every_phase(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now_s = 100.0
@@ -91,9 +90,6 @@ def test_elsewhere_a_line_comes_every_two_seconds_and_with_the_last_step(
             step(index, 1 / (index + 1))
     lines = [f"step {done}/40: loss {1 / done:.4f}" for done in (1, 9, 17, 25, 33, 40)]
     assert capsys.readouterr().err.splitlines() == ["starting ranks", *lines]
-
-
-def test_elsewhere_every_phase_has_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with output.phases() as say:
         for what, share in (("measuring", 0.1), ("measuring", 0.6), ("linking", 0.9), ("measuring", 1.0)):
             say(what, share)

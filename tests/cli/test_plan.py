@@ -1,4 +1,4 @@
-"""``autopar plan``: what it writes and says; what it predicts is what ``autopar simulate`` does."""
+"""``autopar plan``, what it writes and says, also of named clusters; ``compare``, a table and rows for programs."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,15 @@ from autopar.errors import UsageError
 from autopar.formats.document import parse_bandwidth, parse_bytes
 from autopar.formats.plan import Plan
 from autopar.formats.timeline import Timeline
-from calls import Run, files, well
-from random_problems import local_cluster
+from calls import Run, files, refused, well
+from random_problems import gpt_profile, local_cluster
 
 TWO = ("plan", "--gpus", "2", "--min-stages", "2")
+TOML = '[[nodes]]\ncount = 2\ngpus = 2\ngpu = "A100"\n[network]\nbandwidth = "10Gbps"\n'
+
+
+def _simulated(run: Run, *words: str) -> float:
+    return float(json.loads(well(run, "simulate", *words, "--json")[0])["step_s"])
 
 
 def test_plan_writes_a_plan_that_simulate_predicts_and_show_says_alike(run: Run) -> None:
@@ -41,15 +46,6 @@ def test_files_are_recorded_relative_to_the_plan(run: Run) -> None:
     well(run, "simulate", "out/deep/p.json")
 
 
-def test_without_a_cluster_file_links_are_estimated_and_said_so(run: Run) -> None:
-    Path("cluster.json").unlink()
-    well(run, "plan", "--gpus", "4")
-    plan = Plan.load("plan.json")
-    assert plan.cluster is None
-    assert "estimated" in plan.notes[0]
-    assert well(run, "simulate", "--json")[0] != ""
-
-
 def test_constraints_of_stages_are_obeyed(run: Run) -> None:
     whole = (*TWO, "--schedule", "1f1b")
     well(run, *whole)
@@ -69,12 +65,18 @@ def test_a_plan_is_made_by_a_mixed_integer_program(run: Run) -> None:
     assert not any("--solver milp" in note for note in plan.notes)
 
 
-@pytest.mark.parametrize("options", [("--bandwidth", "20MB/s"), ("--divisible", "--bandwidth", "1MB/s")])
-def test_what_is_assumed_is_recorded_and_simulated(run: Run, options: tuple[str, ...]) -> None:
-    well(run, *TWO, *options)
+def test_what_is_assumed_is_recorded_and_simulated(run: Run) -> None:
+    for bytes_per_s, options in ((20e6, ("--bandwidth", "20MB/s")), (1e6, ("--divisible", "--bandwidth", "1MB/s"))):
+        well(run, *TWO, *options)
+        plan = Plan.load("plan.json")
+        assert plan.bytes_per_s == bytes_per_s
+        assert _simulated(run) == plan.predicted.step_s
+    Path("cluster.json").unlink()
+    well(run, "plan", "--gpus", "4")
     plan = Plan.load("plan.json")
-    assert plan.bytes_per_s == (20e6 if len(options) == 2 else 1e6)
-    assert json.loads(well(run, "simulate", "--json")[0])["step_s"] == plan.predicted.step_s
+    assert plan.cluster is None
+    assert "estimated" in plan.notes[0]
+    assert _simulated(run) == plan.predicted.step_s
 
 
 @pytest.mark.reliability(57)
@@ -122,3 +124,78 @@ def test_sizes_and_bandwidths_read_as_typed() -> None:
     for text in ("", "GiB", "-1GiB", "1e9", "nan", "inf", "5 parsec", "1__0", "9" * 18 + "TiB"):
         with pytest.raises(UsageError):
             parse_bytes(text, "--memory")
+
+
+def test_a_plan_for_a_named_cluster_records_the_name_and_is_simulated_with_it(run: Run) -> None:
+    well(run, "plan", "--cluster", "2x2xV100:1Gbps", "--times-of", "cpu", "--stages", "0-6:2,7-13:2")
+    plan = Plan.load("plan.json")
+    assert (plan.cluster, plan.cluster_name) == (None, "2x2xV100:1Gbps")
+    assert any("estimated from what is published of V100-SXM2-32G" in note for note in plan.notes)
+    assert plan.predicted.limit_bytes == (32 * 10**9,) * 2
+    assert _simulated(run) == plan.predicted.step_s
+    assert _simulated(run, "--cluster", "2x2xV100:400Gbps") < plan.predicted.step_s
+    well(run, "show", "plan.json", "--png", "step.png")
+
+
+def test_a_plan_for_a_described_cluster_records_the_file(run: Run) -> None:
+    Path("lab.toml").write_text(TOML)
+    well(run, "plan", "--cluster", "lab.toml", "--times-of", "cpu", "--stages", "0-6:2,7-13:2")
+    plan = Plan.load("plan.json")
+    assert plan.cluster is not None
+    assert (plan.cluster.path, plan.cluster_name) == ("lab.toml", None)
+    assert _simulated(run) == plan.predicted.step_s
+    refused(run, 2, "is read by this command", "simulate", "--trace", "lab.toml", "--overwrite")
+    Path("lab.toml").write_text(TOML.replace("10Gbps", "20Gbps"))
+    refused(run, 4, "lab.toml has changed since the plan was made", "simulate")
+
+
+V100S = "4 devices (V100-SXM2-32G) in 2 nodes of 2; within a node 22.3 GB/s per device; between nodes 400 Gbit/s per "
+
+
+@pytest.mark.parametrize(
+    ("cluster", "said"),
+    [
+        ("2x2xV100:400Gbps", f"{V100S}node, shared by 2 devices (200 Gbit/s each), of which 80% are counted on"),
+        ("2x2xV100:400Gbps/gpu", f"{V100S}device (800 Gbit/s per node), of which 80% are counted on"),
+        ("2xH100:400Gbps/gpu", "2 devices (H100-SXM) in 1 node; within a node 38.2 GB/s per device"),
+        ("lab.toml", "4 devices (A100-SXM-80G) in 2 nodes of 2; within a node 229 GB/s per device; between nodes 10 G"),
+    ],
+)
+def test_what_was_understood_of_a_cluster_is_echoed_in_a_line(run: Run, cluster: str, said: str) -> None:
+    Path("lab.toml").write_text(TOML)
+    gpt_profile(blocks=2).save("profile.json")
+    assert "cluster estimated: " not in run("plan", "--gpus", "1")[2]
+    for command in ("compare", "simulate", "plan"):
+        code, _, err = run(command, "--cluster", cluster, "--times-of", "cpu")
+        assert code == 0, err
+        (line,) = (line for line in err.splitlines() if line.startswith(f"cluster {cluster}: "))
+        assert line.startswith(f"cluster {cluster}: {said}")
+
+
+def test_compare_shows_every_planner_writes_nothing_and_rows_on_stdout_hold_what_plan_finds(run: Run) -> None:
+    gpt_profile(blocks=8).save("profile.json")
+    before = files()
+    asked = ("--gpus", "4", "--bandwidth", "300MB/s", "--memory", "45MiB", "--batch", "8")
+    out, err = well(run, "compare", *asked, "--json")
+    assert files() == before
+    for name in ("autopar", "data parallelism", "equal split", "GPipe", "by time", "by size", "PipeDream", "DAPPLE"):
+        assert name in err
+    assert "planning for 4 assumes 2 more like them" in err
+    rows = json.loads(out)
+    keys = ["name", "stages", "micro_batches", "schedule", "step_s", "peak_bytes", "infeasible", "virtual_workers"]
+    assert all(list(row) == [*keys, "over"] for row in rows)
+    well(run, "plan", *asked)
+    plan = Plan.load("plan.json")
+    own = next(row for row in rows if row["name"] == "autopar")
+    assert (own["step_s"], own["over"], own["micro_batches"]) == (plan.predicted.step_s, 0, plan.micro_batches)
+    for row in rows:
+        assert (row["step_s"] is None) == (row["over"] is None) == (row["infeasible"] is not None)
+        assert row["peak_bytes"] is None or (row["peak_bytes"] <= 45 * 2**20) == (row["step_s"] is not None)
+    assert any(row["infeasible"] is not None for row in rows)
+
+
+def test_a_named_cluster_with_several_nodes_and_asked_micro_batches_are_planned_for(run: Run) -> None:
+    asked = ("--cluster", "2x2xA100-80G:100Gbps", "--times-of", "cpu", "--micro-batches", "4", "--json")
+    out, err = well(run, "compare", *asked)
+    assert {row["micro_batches"] for row in json.loads(out) if row["micro_batches"]} == {4}
+    assert "times of test stand for A100-SXM-80G" in err

@@ -68,25 +68,6 @@ def test_two_traces_are_laid_over_each_other_in_either_order(run: Run) -> None:
     refused(run, 2, said, "show", "measured.json", "--over", "measured.json")
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ("{", "file.json:1:2: not JSON"),
-        ("[]", "$.format: expected one of"),
-        ('{"format": "autopar.dream", "version": 1}', 'found "autopar.dream"'),
-        ('{"traceEvents": []}', "$.otherData.format"),
-        ('{"format": "autopar.cluster", "version": 1, "format": "x"}', "$.format: key is given twice"),
-        ('{"format": "autopar.cluster", "version": 2}', "$.version"),
-    ],
-)
-def test_what_is_no_file_of_autopar_gets_one_line_and_exit_code_4(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run, content: str, expected: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("file.json").write_text(content)
-    refused(command, 4, expected, "show", "file.json")
-
-
 def test_a_plan_is_drawn_and_a_measured_trace_laid_over_it(run: Run) -> None:
     out, _ = well(run, "show", "plan.json", "--json", "--png", "step.png")
     assert json.loads(out)["format"] == "autopar.plan"
