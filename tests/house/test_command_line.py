@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -14,15 +15,15 @@ from random_problems import gpt_profile, local_cluster
 from suite import warm
 
 
-def _python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True)
+def _python(script: str, *options: str, cwd: Path = ROOT, **more: Any) -> subprocess.CompletedProcess[str]:  # noqa: ANN401
+    return subprocess.run([sys.executable, *options, "-c", script], cwd=cwd, capture_output=True, text=True, **more)
 
 
 def test_help_lists_every_command_from_an_uninstalled_checkout() -> None:
     # -S leaves site-packages' .pth files, and with them the editable install, out; the libraries are put back by path.
     libraries = [path for path in sys.path if path.endswith("site-packages")]
     script = f"import sys; sys.path += {libraries!r}; import runpy; sys.argv = ['autopar', '--help']"
-    found = _python("-S", "-c", f"{script}; runpy.run_module('autopar', run_name='__main__')")
+    found = _python(f"{script}; runpy.run_module('autopar', run_name='__main__')", "-S")
     assert found.returncode == 0, found.stderr
     for name in typer.main.get_command(app).commands:  # type: ignore[attr-defined]
         assert f" {name} " in found.stdout
@@ -64,9 +65,7 @@ def test_commands_that_read_files_import_nothing_heavy(tmp_path: Path) -> None:
     local_cluster(2).save(tmp_path / "cluster.json")
     line = "forward_compute_time=1, backward_compute_time=1, activation_size=1, parameter_size=1"
     (tmp_path / "graph.txt").write_text(f"node1 -- x -- {line}\n")
-    done = subprocess.run(
-        [sys.executable, "-c", LIGHTLY], cwd=tmp_path, input=LIGHT, capture_output=True, text=True, timeout=120
-    )
+    done = _python(LIGHTLY, cwd=tmp_path, input=LIGHT, timeout=120)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^autopar 0\.\S*, .*torch 2\.", done.stdout, re.MULTILINE)
 
@@ -105,9 +104,7 @@ def test_whatever_ends_a_command_is_one_line_without_a_traceback(raised: str, co
 
 
 def test_the_modules_names_are_listed_without_importing_anything_heavy() -> None:
-    script = (
-        "import autopar, sys; print(dir(autopar) == sorted(autopar.__all__), 'torch' in sys.modules, len(sys.modules))"
-    )
-    same, torch, count = _python("-c", script).stdout.split()
+    script = "print(dir(autopar) == sorted(autopar.__all__), 'torch' in sys.modules, len(sys.modules))"
+    same, torch, count = _python(f"import autopar, sys; {script}").stdout.split()
     assert (same, torch) == ("True", "False")
     assert int(count) < 100

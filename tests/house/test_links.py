@@ -21,23 +21,9 @@ def _anchors(page: Path) -> set[str]:
     return set(found)
 
 
-def _broken(page: Path) -> list[str]:
-    """Return the links of a page that lead nowhere."""
-    found = []
-    for path, anchor in _LINK.findall(_CODE.sub("", page.read_text())):
-        target = (page.parent / path).resolve() if path else page
-        if path.startswith("http"):
-            continue
-        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in _anchors(target)):
-            found.append(f"{path}#{anchor}" if anchor else path)
-    return found
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
-    assert _broken(page) == []
-
-
-def test_a_broken_link_is_found(tmp_path: Path) -> None:
-    (tmp_path / "a.md").write_text("# A `b`, c: D\n\n[x](b.md) [y](#a-b-c-d) [z](#e) [w](a.md#a-b-c-d)\n")
-    assert _broken(tmp_path / "a.md") == ["b.md", "#e"]
+    for path, anchor in _LINK.findall(_CODE.sub("", page.read_text())):
+        target = (page.parent / path).resolve() if path else page
+        is_there = target.exists() and (not anchor or target.suffix != ".md" or anchor in _anchors(target))
+        assert is_there or path.startswith("http"), f"{path}#{anchor}"

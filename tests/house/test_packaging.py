@@ -8,6 +8,7 @@ import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -57,14 +58,6 @@ def _build(tree: Path, kind: str, folder: Path) -> Path:
     return folder / built.stdout.splitlines()[-1]
 
 
-def _without_links(tree: Path) -> None:
-    for path in (tree / "autopar").iterdir():
-        if path.is_symlink():
-            target = str(path.readlink())
-            path.unlink()
-            path.write_text(target)
-
-
 @pytest.mark.parametrize("source", ["a checkout", "a checkout without symlinks", "an sdist"])
 def test_the_wheel_of_any_source_holds_exactly_the_modules_of_the_tree(tree: Path, tmp_path: Path, source: str) -> None:
     copy = tmp_path / "tree"
@@ -74,8 +67,10 @@ def test_the_wheel_of_any_source_holds_exactly_the_modules_of_the_tree(tree: Pat
         (copy,) = copy.iterdir()
     else:
         shutil.copytree(tree, copy, symlinks=True)
-        if "without" in source:
-            _without_links(copy)
+        for path in [each for each in (copy / "autopar").iterdir() if each.is_symlink()] if "without" in source else ():
+            target = str(path.readlink())
+            path.unlink()
+            path.write_text(target)
     with zipfile.ZipFile(_build(copy, "wheel", tmp_path)) as wheel:
         names = [name for name in wheel.namelist() if ".dist-info/" not in name]
     assert sorted(names) == sorted(_modules())
@@ -87,10 +82,8 @@ def test_what_the_wheel_installs_can_be_imported_without_the_checkout(tree: Path
         wheel.extractall(tmp_path / "installed")
     # -S leaves out the .pth files of site-packages, and with them the editable install; the libraries come by path.
     libraries = [str(tmp_path / "installed"), *(path for path in sys.path if path.endswith("site-packages"))]
-    names = sorted(package for package in _setuptools()["packages"])
-    script = (
-        f"import sys; sys.path += {libraries!r}; import autopar, {', '.join(names)}; print(autopar.planner.__file__)"
-    )
+    names = ", ".join(sorted(_setuptools()["packages"]))
+    script = f"import sys; sys.path += {libraries!r}; import autopar, {names}; print(autopar.planner.__file__)"
     found = subprocess.run([sys.executable, "-S", "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert Path(found.stdout.strip()) == tmp_path / "installed" / "autopar" / "planner" / "__init__.py"
@@ -111,18 +104,14 @@ def test_every_package_of_another_folder_is_mapped_and_linked() -> None:
 
 @pytest.mark.parametrize("folder", ["planner", "profiler", "runtime"])
 def test_a_code_folder_refuses_to_be_imported_under_its_short_name(folder: str) -> None:
-    script = f"import {folder}"
-    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    found = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True)
     assert f"import this package as autopar.{folder}" in found.stderr
 
 
 def test_what_is_pinned_satisfies_what_is_declared() -> None:
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = [
-        *project["dependencies"],
-        *(need for extra in project["optional-dependencies"].values() for need in extra),
-    ]
+    declared = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
     names = {name.lower() for name in pins}
     bare = [re.split(r"[\[>]", need)[0] for need in declared]
     assert not [name for name in bare if name != "autopar" and name not in names]

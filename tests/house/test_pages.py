@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from page_blocks import Block, PageError, pages, read_page
-from page_runs import command_lines, commands_of, run_page
+from page_runs import commands_of, run_page
 from paths import ROOT
 from suite import warm
 
@@ -59,35 +59,26 @@ def test_the_blocks_of_a_page_run_and_print_what_it_shows(path: Path, tmp_path: 
 
 def _run(tmp_path: Path, text: str) -> None:
     (tmp_path / "page.md").write_text(text)
-    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder").mkdir(exist_ok=True)
     run_page(read_page(tmp_path / "page.md"), tmp_path / "folder", processes=warm)
 
 
 def test_a_sound_page_passes(tmp_path: Path) -> None:
     _run(tmp_path, SOUND)
-    assert (tmp_path / "folder" / "gpt.py").is_file()
 
 
 @pytest.mark.parametrize(
     ("old", "new", "line", "said"),
     [
-        (
-            "ms in all",
-            "ms in part",
-            16,
-            "the page shows 'it took 900 ms in part', and the block prints 'it took 5.5 s in",
-        ),
+        ("ms in all", "ms in part", 16, "the page shows 'it took 900 ms in part', and the block prints 'it took 5.5"),
         ("value 7\n", "value seven\n", 29, "prints 'value 3'"),
-        ("value 7\n", "value 7\n7\n", 30, "prints nothing more"),
         ("all\n...\n", "all\n", 16, "the block prints another line: 'gpt.py'"),
         ("ls gpt.py", "ls gtp.py", 12, "fails: exit code 2"),
         ('print("value", value)', 'print("value",\n    missing)', 26, "NameError: name 'missing' is not defined"),
-        ('print("value", value)', "raise SystemExit(3)", 25, "SystemExit: 3"),
         ('print("value", value)', "import os; os._exit(3)", 25, "ends the process: exit code 3"),
         ("import value\n", "import value\nvalue +\n", 22, "SyntaxError"),
         ("plan.json  # a", "--no-such-option 3  # a", 34, "No such option: --no-such-option"),
         ("plan --gpus 8", "plan --gpus eight", 36, "Invalid value for '--gpus'"),
-        ("autopar plan", "autopar plant", 36, "No such command 'plant'"),
         ("```text\nvalue", "It prints\n\n```text\nvalue", 31, "this text is the output of no block"),
         ("> plan.txt\n```\n", "> plan.txt\n", 33, "the block does not end"),
         ("```python\nfrom", "```\nfrom", 21, "is of no known language: ''"),
@@ -106,19 +97,8 @@ def test_an_error_may_be_expected_and_is_compared(tmp_path: Path) -> None:
     printed = "ValueError: invalid literal for int() with base 10: 'x'"
     page = f"<!-- fails -->\n```python\nint('x')\n```\n```text\n{printed}\n```\n"
     _run(tmp_path, page)
-    (tmp_path / "folder").rmdir()
     with pytest.raises(PageError, match=r"page\.md:6: .* 'y'\", and the block prints .* 'x'\""):
         _run(tmp_path, page.replace("'x'\n```\n", "'y'\n```\n"))
-
-
-def test_commands_are_found_behind_launchers_and_settings() -> None:
-    text = (
-        "cd autopar\nX=1 autopar run \\\n  --steps 2 && ls\npip install autopar\nsrun python -m autopar worker p.json\n"
-    )
-    assert list(command_lines(Block(10, "bash", text))) == [
-        (11, ["run", "--steps", "2"]),
-        (14, ["worker", "p.json"]),
-    ]
 
 
 def test_calls_of_autopar_that_need_no_shell_are_told_from_what_does() -> None:
@@ -130,14 +110,3 @@ def test_calls_of_autopar_that_need_no_shell_are_told_from_what_does() -> None:
         (16, "autopar run\n", ["run"]),
     ]
     assert list(commands_of(Block(10, "bash", "cd x\nautopar run\n"))) == [(10, "cd x\nautopar run\n", None)]
-
-
-def test_blocks_that_are_marked_run_where_their_reason_is_named(tmp_path: Path) -> None:
-    (tmp_path / "page.md").write_text("<!-- not run: takes minutes -->\n```bash\necho 1 > made\n```\n")
-    (tmp_path / "folder").mkdir()
-    page = read_page(tmp_path / "page.md")
-    assert run_page(page, tmp_path / "folder", ("needs a GPU",)) == []
-    assert not (tmp_path / "folder" / "made").exists()
-    (found,) = run_page(page, tmp_path / "folder", ("takes minutes",))
-    assert (found.line, found.reason) == (3, "takes minutes")
-    assert (tmp_path / "folder" / "made").is_file()

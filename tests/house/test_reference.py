@@ -34,10 +34,8 @@ def test_every_option_of_every_command_is_on_the_page_with_its_help() -> None:
     for words, command in _leaves(group, ()):
         section = text.split(f"\n## autopar {' '.join(words)}\n")[1].split("\n## ")[0]
         for parameter in command.params:
-            assert all(f"`{each}`" in section for each in parameter.opts if each.startswith("-")), (
-                words,
-                parameter.opts,
-            )
+            missing = [each for each in parameter.opts if each.startswith("-") and f"`{each}`" not in section]
+            assert not missing, words
 
 
 @pytest.mark.parametrize("name", [name for name in autopar.__all__ if name.islower()])

@@ -1,8 +1,5 @@
 """Costs: the processor seconds of every test, its processes included; written as JSON, and the dearest printed.
 
-    python -m pytest tests/formats --costs build/tests.json
-    python -m pytest --tier core --costs build/tests.json --budget 900
-
 A test is charged what this process and all that descend from it have used meanwhile, user and system: what it starts
 for later tests, too (a pool of ranks, a fixture of the session). The file keeps one part for every tier. With a budget,
 the tests fail where all they used is more than that by a fifth, scaled by how long a loop takes, which is timed
@@ -49,7 +46,6 @@ class Meter:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Iterator[None]:
-        """Begin with a test's set-up."""
         self._before_s = tree_s()
         return (yield)
 
@@ -86,7 +82,6 @@ class Ledger:
         self._found: dict[str, Any] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep a test's cost."""
         if report.when == "teardown":
             found: dict[str, Any] = dict(report.user_properties)
             self._by_test[report.nodeid] = found[_COST]
@@ -94,7 +89,6 @@ class Ledger:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:  # noqa: ANN401
-        """Keep what one of xdist's workers has used."""
         self._workers_s += getattr(node, "workeroutput", {}).get(_COST, 0.0)
 
     @pytest.hookimpl(trylast=True)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from paths import BENCHMARKS, HARNESS
-from suite.costs import summarize
 from suite.warm import TESTS
 
 SUITE = """
@@ -52,18 +51,8 @@ def test_what_a_test_and_its_processes_use_is_charged_to_it(workers: int, pytest
     assert 0.05 < found["loop_s"] < 20
 
 
-@pytest.mark.parametrize(("budget", "code"), [("0.001", pytest.ExitCode.TESTS_FAILED), ("100000", pytest.ExitCode.OK)])
-def test_tests_that_cost_more_than_their_budget_fail(
-    budget: str, code: pytest.ExitCode, pytester: pytest.Pytester
-) -> None:
+@pytest.mark.parametrize(("budget", "code"), [("0.001", 1), ("100000", 0)])
+def test_tests_that_cost_more_than_their_budget_fail(budget: str, code: int, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SUITE)
     ran = pytester.runpytest_subprocess("-p", "suite.costs", "-p", "suite.tiers", "--budget", budget)
-    assert ran.ret == code
-    assert ("tests cost too much" in ran.stdout.str()) == (code != pytest.ExitCode.OK)
-
-
-def test_sums_are_by_file_and_the_dearest_come_first() -> None:
-    found = summarize({"a.py::x": 1.0, "b.py::y": 1.5, "a.py::z": 1.0}, 9.0, 5.0, [0.3, 0.5, 0.4])
-    assert list(found["by_file"].items()) == [("a.py", 2.0), ("b.py", 1.5)]
-    assert list(found["by_test"]) == ["b.py::y", "a.py::x", "a.py::z"]
-    assert (found["loop_s"], found["processor_s"], found["wall_s"], found["tests"]) == (0.4, 9.0, 5.0, 3)
+    assert (ran.ret, "tests cost too much" in ran.stdout.str()) == (code, code == 1)

@@ -1,15 +1,13 @@
 """Tests of tiers: every pair of values is there, every case is run within a week, and no tier takes another's."""
 
 import datetime
-from itertools import combinations, product
+from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from suite.tiers import choose, due, evenly, pair_cover
-
-DAY = datetime.date(2026, 11, 28)
+from suite.tiers import choose, evenly, pair_cover
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 3)] * 4), min_size=1, max_size=60, unique=True))
@@ -18,22 +16,6 @@ def test_every_pair_of_values_that_any_case_has_is_in_a_case_that_is_chosen(rows
     chosen = [cases[index] for index in pair_cover(cases)]
     for first, second in combinations("abcd", 2):
         assert {(case[first], case[second]) for case in chosen} == {(case[first], case[second]) for case in cases}
-
-
-def test_a_product_is_covered_by_hardly_more_cases_than_its_two_largest_parameters_have_pairs() -> None:
-    cases = [dict(zip("abcd", row, strict=True)) for row in product(range(6), range(5), range(3), range(2))]
-    assert len(cases) == 180
-    assert 30 <= len(pair_cover(cases)) <= 34
-
-
-@pytest.mark.parametrize("values", [["a"], ["a", "b", "c"]])
-def test_of_one_parameter_every_value_is_there(values: list[str]) -> None:
-    assert pair_cover([{"only": value} for value in values]) == list(range(len(values)))
-
-
-def test_evenly_spaced_cases_begin_with_the_first_and_are_all_where_there_are_few() -> None:
-    assert evenly(3, 8) == [0, 1, 2]
-    assert evenly(200, 4) == [0, 50, 100, 150]
 
 
 @given(st.integers(0, 60), st.dates(), st.integers(0, 9), st.integers(2, 5))
@@ -52,11 +34,6 @@ def test_core_and_rest_have_no_case_in_common_and_a_week_has_all(
     assert chosen("check", 3) == sorted(core + week[3])
     assert chosen("all") == cases
     assert not any(case % slow == 0 for case in core)
-
-
-def test_a_case_that_no_mark_chooses_is_due_on_one_day_of_seven() -> None:
-    days = [DAY + datetime.timedelta(days) for days in range(14)]
-    assert [index for index, day in enumerate(days) if 3 in due(10, day)] in [[at, at + 7] for at in range(7)]
 
 
 SUITE = """

@@ -26,24 +26,16 @@ def test_a_command_sees_and_says_what_it_does_under_subprocess(form: str, tmp_pa
     (tmp_path / "says.py").write_text(SAYS)
     start = {"-c": ["-c", SAYS], "a file": ["says.py"], "-m": ["-m", "says"]}[form]
     command = [sys.executable, *start, "3", "x"]
-    options = {
-        "cwd": tmp_path,
-        "env": {**os.environ, "WORD": "w", "PYTHONPATH": "/nowhere"},
-        "input": "typed\n",
-        "capture_output": True,
-        "text": True,
-    }
+    environment = {**os.environ, "WORD": "w", "PYTHONPATH": "/nowhere"}
+    options = {"cwd": tmp_path, "env": environment, "input": "typed\n", "capture_output": True, "text": True}
     forked, begun = warm.run(command, **options), subprocess.run(command, check=False, **options)  # type: ignore[call-overload]
     assert (forked.returncode, forked.stdout, forked.stderr) == (3, begun.stdout, begun.stderr)
     assert forked.stdout.endswith("at the end\n")
 
 
 def test_torch_is_there_already_and_what_was_changed_in_one_process_is_not_in_the_next() -> None:
-    command = [
-        sys.executable,
-        "-c",
-        "import sys, torch; print('autopar.cli' in sys.modules, torch.initial_seed(), end=' ')",
-    ]
+    says = "import sys, torch; print('autopar.cli' in sys.modules, torch.initial_seed(), end=' ')"
+    command = [sys.executable, "-c", says]
     changed = [sys.executable, "-c", "import os, torch; torch.manual_seed(1); os.environ['WORD'] = '1'"]
     first = warm.run(command, capture_output=True, text=True).stdout
     warm.run(changed, check=True)
@@ -60,9 +52,8 @@ def test_an_error_has_its_traceback_and_code_and_check_raises_it() -> None:
 
 def test_a_signal_ends_a_process_and_waiting_may_take_too_long() -> None:
     waits = "import signal; print('there', flush=True); signal.pause()"
-    with warm.Popen(
-        [sys.executable, "-c", waits], stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
+    command = [sys.executable, "-c", waits]
+    with warm.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
         assert os.getpgid(process.pid) == process.pid
@@ -71,14 +62,6 @@ def test_a_signal_ends_a_process_and_waiting_may_take_too_long() -> None:
             process.wait(0.01)
         os.killpg(process.pid, signal.SIGTERM)
         assert process.wait() == process.poll() == -signal.SIGTERM
-
-
-def test_descriptors_keep_their_numbers() -> None:
-    reader, writer = os.pipe()
-    warm.run([sys.executable, "-c", f"import os; os.write({writer}, b'passed')"], pass_fds=[writer], check=True)
-    assert os.read(reader, 9) == b"passed"
-    for each in (reader, writer):
-        os.close(each)
 
 
 RANKS = """
@@ -93,10 +76,8 @@ time.sleep(600)
 
 def test_ranks_of_a_command_compute_and_end_with_it_whatever_ends_it() -> None:
     harness = str(warm.TESTS / "harness")
-    environment = {**os.environ, "PYTHONPATH": harness}
-    with warm.Popen(
-        [sys.executable, "-c", RANKS, harness], stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    command, environment = [sys.executable, "-c", RANKS, harness], {**os.environ, "PYTHONPATH": harness}
+    with warm.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         *sums, first, second = process.stdout.readline().rsplit(maxsplit=2)
         ranks = [psutil.Process(int(each)) for each in (first, second)]

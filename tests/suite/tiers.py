@@ -1,10 +1,5 @@
 """Tiers: which tests are run. `make test` runs the core, `make check` the core and then the rest.
 
-    python -m pytest tests/formats                          every case
-    python -m pytest tests/formats --tier core              what `make test` runs of it
-    python -m pytest tests/formats --tier rest              what `make check` runs beside it, today
-    python -m pytest tests/formats --tier rest --date 2026-12-24    and on that day
-
 The core has what is not marked `slow`, and what is marked `core`. Of a function that is marked `pairs` it has the cases
 in which every pair of two parameters' values occurs; of one that is marked `some(n)`, n cases evenly spaced. The rest
 are all that are slow, and of the cases that those marks leave out a seventh that goes by the date: seven days in a row
@@ -74,15 +69,7 @@ def choose(
     slow: Callable[[Case], bool],
     first: Callable[[Sequence[Case]], list[int]],
 ) -> list[Case]:
-    """Return the cases of one test function that a tier runs on a date.
-
-    Args:
-        cases: all of them.
-        tier: as in the options.
-        date: of the day.
-        slow: whether a case is no part of the core.
-        first: which cases marks choose, of those that are given.
-    """
+    """Return the cases of one test function that a tier runs on a date: ``first`` are those that its marks choose."""
     if tier == "all":
         return list(cases)
     chosen = [cases[index] for index in first(cases)]
@@ -94,19 +81,18 @@ def choose(
 
 
 def _values(item: pytest.Item) -> dict[str, object]:
-    """Return what tells a case's parameters from others: values if they are plain, else the objects they are."""
     spec = getattr(item, "callspec", None)
     return {} if spec is None else {name: _told(value) for name, value in spec.params.items()}
 
 
 def _told(value: object) -> object:
+    """Return what tells a parameter's value from others: the value if it is plain, else the object that it is."""
     if isinstance(value, tuple | list):
         return tuple(map(_told, value))
     return repr(value) if isinstance(value, str | int | float | bool | None) else id(value)
 
 
 def _first(items: Sequence[pytest.Item]) -> list[int]:
-    """Return the cases of a function that its marks choose."""
     if (some := items[0].get_closest_marker("some")) is not None:
         return evenly(len(items), some.args[0])
     if items[0].get_closest_marker("pairs") is not None:

@@ -1,7 +1,5 @@
 """Warm: start Python commands as `subprocess` does, forked from a process that has imported autopar and torch already.
 
-    done = warm.run([sys.executable, "-m", "autopar", "plan"], cwd=folder, capture_output=True, text=True)
-
 Where starting itself is what is tested (what an import loads, how a launcher finds its processes), use `subprocess`.
 Rank processes of the suite come from there, too: a pool costs its ranks, and no import.
 """
@@ -19,9 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
-_START = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from suite import warm_server; warm_server.main(int(sys.argv[2]))"
-)
+_START = "import sys; sys.path.insert(0, sys.argv[1]); from suite.warm_server import main; main(int(sys.argv[2]))"
 
 _lock = threading.Lock()
 _channels: dict[int, socket.socket] = {}
@@ -41,9 +37,8 @@ class Popen(subprocess.Popen[Any]):
         assert executable is None, "no other executable"
         assert not shell, "no shell"
         ends = {0: reading, 1: writing, 2: error_writing}
-        given = {number: number if end == -1 else end for number, end in ends.items()} | {
-            each: each for each in pass_fds
-        }
+        given = {number: number if end == -1 else end for number, end in ends.items()}
+        given |= {each: each for each in pass_fds}
         self._report, report = os.pipe()
         request = {
             "arguments": [os.fspath(each) for each in args[1:]],
@@ -145,10 +140,7 @@ def _ask(request: Mapping[str, object], descriptors: Sequence[int]) -> None:
 def _start() -> socket.socket:
     mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-c", _START, str(TESTS), str(other.fileno())]
-    _started.append(
-        subprocess.Popen(
-            command, cwd=TESTS, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-        )
-    )
+    options = {"pass_fds": [other.fileno()], "stdin": subprocess.DEVNULL, "start_new_session": True}
+    _started.append(subprocess.Popen(command, cwd=TESTS, **options))  # type: ignore[call-overload]
     other.close()
     return mine
