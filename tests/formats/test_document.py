@@ -46,7 +46,6 @@ def test_a_document_written_and_read_is_the_same_to_the_byte(tmp_path: Path) -> 
         (_text(extra=1), ": $.extra: Extra inputs are not permitted"),
         (_text(devices=[{"type": "cpu", "memory_bytes": 1, "colour": 2}]), ": $.devices[0].colour: Extra"),
         (_text(devices=[{"type": "cpu", "memory_bytes": True}]), ": $.devices[0].memory_bytes: "),
-        (_text(devices=[{"type": "cpu", "memory_bytes": -1}]), ": $.devices[0].memory_bytes: "),
         (_text(devices=[{"type": "cpu", "memory_bytes": 2**63}]), ": $.devices[0].memory_bytes: "),
         (_text(devices=[{"type": "a\nb", "memory_bytes": 1}]), ": $.devices[0].type: holds control characters"),
         (_text(devices=[{"memory_bytes": 1}]), ": $.devices[0].type: Field required"),
@@ -84,28 +83,23 @@ def test_nesting_ends_no_process_whose_limit_of_recursion_somebody_has_raised(tm
         sys.setrecursionlimit(before)
 
 
-@pytest.mark.reliability(57)
-def test_missing_unreadable_and_binary_files_are_file_errors(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match="no such cluster file"):
-        Cluster.load(tmp_path / "none.json")
-    with pytest.raises(FileError, match="cannot read"):
-        Cluster.load(tmp_path)
-    (tmp_path / "b.json").write_bytes(b"{}\xff")
-    with pytest.raises(FileError, match="not UTF-8 at byte 2"):
-        Cluster.load(tmp_path / "b.json")
-
-
 @pytest.mark.timeout(10)
-@pytest.mark.reliability(53)
-def test_a_file_of_a_gigabyte_and_what_may_never_end_are_not_read(tmp_path: Path) -> None:
-    (tmp_path / "c.json").touch()
-    os.truncate(tmp_path / "c.json", 2**30)
-    with pytest.raises(FileError, match=r"1073741824 bytes is too large for a cluster \(at most 268435456\)"):
-        Cluster.load(tmp_path / "c.json")
-    os.mkfifo(tmp_path / "pipe.json")
-    for path in (tmp_path / "pipe.json", Path("/dev/zero")):
-        with pytest.raises(FileError, match="not a regular file"):
-            Cluster.load(path)
+@pytest.mark.reliability(53, 57)
+def test_missing_and_binary_files_those_of_a_gigabyte_and_what_may_never_end_are_file_errors(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"{}\xff")
+    (tmp_path / "long").touch()
+    os.truncate(tmp_path / "long", 2**30)
+    os.mkfifo(tmp_path / "pipe")
+    for name, said in {
+        "none": "no such cluster file",
+        "": "cannot read",
+        "binary": "not UTF-8 at byte 2",
+        "long": r"1073741824 bytes is too large for a cluster \(at most 268435456\)",
+        "pipe": "not a regular file",
+        "/dev/zero": "not a regular file",
+    }.items():
+        with pytest.raises(FileError, match=said):
+            Cluster.load(tmp_path / name)
 
 
 @pytest.mark.reliability(57)
@@ -145,10 +139,8 @@ def test_an_existing_file_is_replaced_only_when_asked(tmp_path: Path) -> None:
     ("content", "said"),
     [
         ("[" + "[]," * 300_000 + "1]", "more lists, objects or values than a file of autopar has"),
-        ("[" + "1," * 900_000 + "1]", "more lists, objects or values than a file of autopar has"),
         ("{" + ", ".join(f'"key {index}": 1' for index in range(30_000)) + "}", "more than 20,000 keys of an object"),
         ("[" + "9" * 5000 + ", }", "not JSON"),
-        ("[" + "9" * 5000 + "]", "number is too large"),
     ],
 )
 def test_what_takes_long_to_refuse_is_refused_first(content: str, said: str) -> None:
@@ -159,9 +151,8 @@ def test_what_takes_long_to_refuse_is_refused_first(content: str, said: str) -> 
 
 
 def test_lists_are_refused_at_their_first_fault() -> None:
-    broken = {**GOOD, "links": [1] * 1000, "devices": ["x"] * 1000}
     with pytest.raises(FileError) as caught:
-        Cluster.parse(json.dumps(broken), Path("cluster.json"))
+        Cluster.parse(_text(links=[1] * 1000, devices=["x"] * 1000), Path("cluster.json"))
     cause = caught.value.__cause__
     assert isinstance(cause, ValidationError)
     assert cause.error_count() < 5

@@ -29,14 +29,9 @@ def _profile() -> Profile:
     """Three layers a, b, c with a skip from a to c."""
     tensors = (("input", None, "ac", 1000), ("x", "a", "bc", 100), ("y", "b", "c", 10))
     shape: dict[str, Any] = {"dtype": "float32", "gradient": True}
-    return profile_of(
-        [_layer("a", 1.0), _layer("b", 2.0), _layer("c", 3.0)],
-        [
-            Tensor(name=name, producer=made, consumers=tuple(read), bytes_per_sample=count, **shape)
-            for name, made, read, count in tensors
-        ],
-        4,
-    )
+    layers = [_layer("a", 1.0), _layer("b", 2.0), _layer("c", 3.0)]
+    made = [Tensor(name=a, producer=b, consumers=tuple(c), bytes_per_sample=d, **shape) for a, b, c, d in tensors]
+    return profile_of(layers, made, 4)
 
 
 def test_a_frame_has_a_row_per_size_and_charges_a_cut_with_every_tensor_that_crosses_it_but_inputs() -> None:
@@ -85,18 +80,19 @@ def test_a_profile_whose_parts_do_not_agree_is_refused_with_its_path(old: str, n
 
 FUSED = ParameterCut(parameter="qkv", dim=0, parts=(((0, 4), (8, 12)), ((4, 8), (12, 16))))
 SHARED = ParameterCut(parameter="keys", dim=1, parts=(((0, 3),), ((0, 3),), ((3, 6),), ((3, 6),)))
-
-
+# Queries of each, and keys of both.
 KEYS = ParameterCut(parameter="qkv", dim=0, parts=(((0, 2), (4, 6)), ((2, 6),)))
-"""Queries of each, and keys of both."""
 
 
-def test_a_cut_says_what_parts_have_and_with_whom() -> None:
+def test_a_cut_says_what_parts_have_and_with_whom_and_a_split_has_as_many_parts_as_it_says() -> None:
     assert FUSED.size == 16
     assert list(FUSED.pieces(1)) == [(4, 0, 4, (1,)), (12, 4, 4, (1,))]
     assert [piece.parts for part in range(4) for piece in SHARED.pieces(part)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert list(KEYS.pieces(0)) == [(0, 0, 2, (0,)), (4, 2, 2, (0, 1))]
     assert list(KEYS.pieces(1)) == [(2, 0, 2, (1,)), (4, 2, 2, (0, 1))]
+    assert LayerSplit(count=2, cuts=(FUSED,)).cuts == (FUSED,)
+    with pytest.raises(ValidationError, match="4 parts of 'keys', for 2"):
+        LayerSplit(count=2, cuts=(FUSED, SHARED))
 
 
 @pytest.mark.parametrize(
@@ -113,12 +109,6 @@ def test_a_cut_says_what_parts_have_and_with_whom() -> None:
 def test_parts_that_make_up_no_dimension_are_refused(parts: Any, said: str) -> None:  # noqa: ANN401
     with pytest.raises(ValidationError, match=said):
         ParameterCut(parameter="w", dim=0, parts=parts)
-
-
-def test_a_split_has_as_many_parts_as_it_says() -> None:
-    assert LayerSplit(count=2, cuts=(FUSED,)).cuts == (FUSED,)
-    with pytest.raises(ValidationError, match="4 parts of 'keys', for 2"):
-        LayerSplit(count=2, cuts=(FUSED, SHARED))
 
 
 @given(st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=4, max_size=24))
@@ -138,10 +128,5 @@ def test_any_division_of_indices_is_told_back(holders: list[set[int]]) -> None:
 
 
 def _intervals(indices: list[int]) -> tuple[tuple[int, int], ...]:
-    found: list[tuple[int, int]] = []
-    for index in indices:
-        if found and found[-1][1] == index:
-            found[-1] = (found[-1][0], index + 1)
-        else:
-            found.append((index, index + 1))
-    return tuple(found)
+    starts, ends = (index for index in indices if index - 1 not in indices), (each + 1 for each in indices)
+    return tuple(zip(starts, (end for end in ends if end not in indices), strict=True))

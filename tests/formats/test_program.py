@@ -27,14 +27,12 @@ from autopar.planner.assemble import action_prices, assemble
 from autopar.planner.costs.model import CostModel, durations
 from autopar.schedules.expand import expand
 from drawn import random_candidate
+from played import timeline
 from random_problems import random_cluster, random_profile
 
-numbers = st.integers(0, 10**6)
-nobody = st.just(-1)
-computations = st.tuples(
-    st.sampled_from(["F", "B", "I", "W", "T"]), numbers, numbers, nobody, nobody, st.integers(0, 3)
-)
-messages = st.tuples(st.sampled_from(["S", "R", "SG", "RG"]), numbers, numbers, numbers, numbers, st.integers(0, 3))
+numbers, nobody, versions = st.integers(0, 10**6), st.just(-1), st.integers(0, 3)
+computations = st.tuples(st.sampled_from([*"FBIWT"]), numbers, numbers, nobody, nobody, versions)
+messages = st.tuples(st.sampled_from(["S", "R", "SG", "RG"]), numbers, numbers, numbers, numbers, versions)
 closings = st.tuples(st.sampled_from(["A", "U"]), numbers, nobody, nobody, nobody, st.just(0))
 actions = st.one_of(computations, messages, closings).map(lambda fields: Action(*fields))
 
@@ -58,11 +56,10 @@ def test_what_is_not_an_actions_canonical_text_is_refused(text: str) -> None:
 def test_a_program_survives_its_file(ranks: list[list[Action]]) -> None:
     program = Program(tuple(RankProgram.of(rank) for rank in ranks))
     assert [list(rank) for rank in program.ranks] == ranks
+    assert [[rank[index] for index in range(len(rank))] for rank in program.ranks] == ranks
     read = Program.parse(program.dumps(), Path("p.json"))
     assert read == program
     assert read.dumps() == program.dumps()
-    for rank, row in zip(program.ranks, ranks, strict=True):
-        assert [rank[index] for index in range(len(rank))] == row
 
 
 def test_a_program_that_repeats_says_by_how_many_micro_batches() -> None:
@@ -100,16 +97,12 @@ def test_a_malformed_program_or_trace_is_refused_with_its_path(
 
 
 def test_a_timeline_survives_its_trace_to_the_nanosecond(tmp_path: Path) -> None:
-    timeline = Timeline("simulated")
-    timeline.add(1, Action("F", 1, 0), 0.5, 1.25)
-    timeline.add(0, Action("S", 0, 0, 1, 1), 0.123456789, 0.5)
-    timeline.add(0, Action("A", 0), 1.25, 1.5)
-    timeline.save(tmp_path / "t.json")
+    made = timeline("simulated", "S0@0>1@1 0.123456789 0.5  A@0 1.25 1.5", "F0@1 0.5 1.25")
+    made.save(tmp_path / "t.json")
     again = Timeline.load(tmp_path / "t.json")
     assert again.origin == "simulated"
-    assert {(e.rank, e.action) for e in again} == {(e.rank, e.action) for e in timeline}
-    for event in timeline:
-        read = next(other for other in again if other.action == event.action)
+    for read, event in zip(*(sorted(each, key=lambda event: event[:2]) for each in (again, made)), strict=True):
+        assert (read.rank, read.action) == (event.rank, event.action)
         assert (read.start_s, read.end_s) == pytest.approx((event.start_s, event.end_s), abs=1.1e-9)
     again.save(tmp_path / "u.json")
     assert (tmp_path / "u.json").read_bytes() == (tmp_path / "t.json").read_bytes()
@@ -138,9 +131,7 @@ def test_an_edited_event_is_refused_with_its_path(tmp_path: Path, change: dict[s
 def test_actions_that_differ_in_their_micro_batch_have_one_price() -> None:
     texts = ["F0@0", "F1@0", "F0@1", "S0@0>1@1", "S1@0>1@1", "S0@0>2@1", "S0@0>1@2", "T0@0", "T1@0", "A@0", "U@0"]
     keys = [price_key(Action.parse(text)) for text in texts]
-    assert len(set(keys)) == 9
-    assert keys[0] == keys[1]
-    assert keys[3] == keys[4]
+    assert (len(set(keys)), keys[0], keys[3]) == (9, keys[1], keys[4])
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -168,10 +159,9 @@ def test_prices_are_the_durations_of_the_rank_that_acts(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_fault_is_written_and_read_and_comes_at_the_first_action_that_it_names(seed: int) -> None:
     draw = random.Random(seed)
-    kinds = get_args(FaultKind)
     actions = [Action.parse(text) for text in ("F0@0", "S0@0>1@1", "F1@0", "I0@0", "W0@0", "B1@0", "A@0", "U@0")]
     for _ in range(30):
-        kind, micro = draw.choice(kinds), draw.choice((None, 0, 1))
+        kind, micro = draw.choice(get_args(FaultKind)), draw.choice((None, 0, 1))
         action = None if micro is None and draw.random() < 0.5 else draw.choice("FBIWS")
         fault = Fault(kind, draw.randrange(9), draw.randrange(99), action, micro)
         assert parse_faults(str(fault)) == (fault,)
@@ -180,13 +170,9 @@ def test_a_fault_is_written_and_read_and_comes_at_the_first_action_that_it_names
             assert actions[at].kind == "U"
             continue
         names = {"B": "BI"}.get(action or "", action)
-        matching = [
-            position
-            for position, each in enumerate(actions)
-            if action is None or (each.kind in str(names) and micro in (None, each.micro_batch))
-        ]
+        fits = [action is None or (each.kind in str(names) and micro in (None, each.micro_batch)) for each in actions]
         # Of a send, what follows is the first that is noticed.
-        first = matching[0] if matching else 0
+        first = fits.index(True) if any(fits) else 0
         assert at == first + (actions[first].kind == "S")
 
 

@@ -25,40 +25,27 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("plans/plan.json")
 
 
-@pytest.mark.parametrize("name", ["model.py", "../model.py", "parts/model.py", "parts/../model.py", "near.py"])
-def test_files_of_the_folder_and_of_the_working_folder_are_named(name: str, plan: Path) -> None:
-    assert named_file(plan, name, "model.source") == plan.parent / name
-
-
-@pytest.mark.parametrize("name", ["../../outside/model.py", "/etc/passwd", "link.py", "folder/model.py", "/dev/zero"])
-@pytest.mark.reliability(22)
-def test_what_leads_out_is_refused_with_the_flag_that_allows_it(name: str, plan: Path) -> None:
-    with pytest.raises(FileError, match=r"plan\.json: \$\.model\.source: .* leads out of .*--trust-paths"):
-        named_file(plan, name, "model.source")
+def test_files_of_the_folder_and_of_the_working_folder_are_named_and_folders_where_they_are_read(plan: Path) -> None:
+    for name in ("model.py", "../model.py", "parts/model.py", "parts/../model.py", "near.py"):
+        assert named_file(plan, name, "model.source") == plan.parent / name
+    assert named_file(plan, "parts", "model.source", folders=True) == Path("plans/parts")
 
 
 @pytest.mark.reliability(22)
-def test_absolute_paths_are_refused_even_within(plan: Path) -> None:
+def test_what_leads_out_is_refused_with_the_flag_that_allows_it_and_absolute_paths_even_within(plan: Path) -> None:
+    for name in ("../../outside/model.py", "/etc/passwd", "link.py", "folder/model.py", "/dev/zero"):
+        with pytest.raises(FileError, match=r"plan\.json: \$\.model\.source: .* leads out of .*--trust-paths"):
+            named_file(plan, name, "model.source")
     with pytest.raises(FileError, match=r"is an absolute path.*--trust-paths"):
         named_file(plan, str(Path("model.py").resolve()), "model.source")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("pipe.py", "not a regular file"),
-        ("parts", "not a regular file"),
-        ("none.py", "no such file"),
-        ("loop.py", "levels of symbolic links"),
-    ],
-)
-def test_what_is_no_file_is_refused_without_being_opened(name: str, said: str, plan: Path) -> None:
-    with pytest.raises(FileError, match=said):
-        named_file(plan, name, "model.source")
-
-
-def test_a_folder_is_named_where_folders_are_read(plan: Path) -> None:
-    assert named_file(plan, "parts", "model.source", folders=True) == Path("plans/parts")
+def test_what_is_no_file_is_refused_without_being_opened(plan: Path) -> None:
+    irregular = "not a regular file"
+    said = {"pipe.py": irregular, "parts": irregular, "none.py": "no such file", "loop.py": "levels of symbolic links"}
+    for name, words in said.items():
+        with pytest.raises(FileError, match=words):
+            named_file(plan, name, "model.source")
 
 
 def test_whoever_trusts_the_paths_has_them_all_but_those_that_are_no_files(plan: Path) -> None:

@@ -1,6 +1,7 @@
 """Where ranks' time went, what steps were spent on, and what actions take by themselves, by hand and slower counts."""
 
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -85,37 +86,26 @@ def test_measured_over_predicted_is_the_median_of_the_actions_that_both_know() -
 @pytest.mark.parametrize("seed", range(20))
 def test_parts_sum_to_the_step_and_agree_with_a_count_instant_by_instant(seed: int) -> None:
     draw = random.Random(seed)
-    made = Timeline("measured")
-    texts = ("F0@0", "B0@0", "W0@0", "U@0", "A@0", "S0@0>1@1", "RG0@0<1@1", "SG0@1>0@0", "R0@1<0@0")
-    spans = []
-    for text in texts:
-        action = Action.parse(text)
-        start = draw.randrange(40)
-        spans.append((action.stage, action, start, start + draw.randrange(20)))
-        made.add(*spans[-1])
+    made, spans = Timeline("measured"), {}
+    for text in ("F0@0", "B0@0", "W0@0", "U@0", "A@0", "S0@0>1@1", "RG0@0<1@1", "SG0@1>0@0", "R0@1<0@0"):
+        action, start = Action.parse(text), draw.randrange(40)
+        spans[action.kind] = action.stage, start, start + draw.randrange(20)
+        made.add(action.stage, action, *spans[action.kind][1:])
     where = time_use_between([made], 0, 70)
-    sent = {Action.parse("S0@0>1@1"): 0, Action.parse("SG0@1>0@0"): 0}
-    sent |= {action: start for _, action, start, _ in spans if action in sent}
-    begun = {Action.parse("R0@1<0@0"): sent[Action.parse("S0@0>1@1")]}
-    begun |= {Action.parse("RG0@0<1@1"): sent[Action.parse("SG0@1>0@0")]}
+    begun = {"R": spans["S"][1], "RG": spans["SG"][1]}
     for rank in range(2):
-        counted = dict.fromkeys(TimeUse._fields, 0)
+        counted = Counter[str]()
         for instant in range(70):
-            here = [each for each in spans if each[0] == rank and each[2] <= instant < each[3]]
-            kinds = {each[1].kind for each in here}
-            waits = any(each[1] in begun and instant < begun[each[1]] for each in here)
-            if kinds & set("FBW"):
-                counted["compute_s"] += 1
-            elif "U" in kinds:
-                counted["update_s"] += 1
-            elif "A" in kinds:
-                counted["reduce_s"] += 1
-            elif waits:
-                counted["waiting_s"] += 1
-            elif kinds:
-                counted["transfer_s"] += 1
-            else:
-                counted["idle_s"] += 1
+            kinds = {kind for kind, (at, start, end) in spans.items() if at == rank and start <= instant < end}
+            causes = {
+                "compute_s": kinds & set("FBW"),
+                "update_s": "U" in kinds,
+                "reduce_s": "A" in kinds,
+                "waiting_s": any(instant < begun.get(kind, 0) for kind in kinds),
+                "transfer_s": kinds,
+                "idle_s": True,
+            }
+            counted[next(cause for cause, holds in causes.items() if holds)] += 1
         assert where[rank] == TimeUse(**counted)
         assert sum(where[rank]) == pytest.approx(70)
 
