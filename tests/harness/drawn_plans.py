@@ -1,4 +1,4 @@
-"""Plans for programs: any schedule, widths, skips and ties, without models or costs."""
+"""Plans for programs: any schedule, widths, skips, ties and teams, without models or costs."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from autopar.formats.plan import Crossing, Plan, SharedParameter, Stage, group_of, layout_of
 from autopar.formats.prediction import Prediction
-from autopar.formats.profile import ModelSource
+from autopar.formats.profile import ModelSource, ParameterCut
 from autopar.schedules import SCHEDULES
 from autopar.schedules.route import even_shares
 
@@ -90,3 +90,38 @@ def plans(draw: st.DrawFn, most_groups: int = 8, most_micro_batches: int = 32, m
         holders = draw(st.sets(st.integers(0, count - 1), min_size=2, max_size=3))
         tied = (SharedParameter(parameter="w", stages=tuple(sorted(holders)), bytes=4),)
     return make(schedule, micro_batches, shares, depths, tuple(tensors), tied)
+
+
+def resized(plan: Plan, sizes: Sequence[int]) -> Plan:
+    """Return a plan whose replicas are run by so many ranks each, by stage; nothing says how they divide it."""
+    devices, count = {}, 0
+    for chunks in plan.groups:
+        width = plan.stages[chunks[0]].replicas * sizes[chunks[0]]
+        devices |= dict.fromkeys(chunks, tuple(range(count, count + width)))
+        count += width
+    stages = [
+        Stage(**(stage.model_dump() | {"devices": devices[index], "tensor_parallel": sizes[index]}))
+        for index, stage in enumerate(plan.stages)
+    ]
+    return Plan(**(dict(plan) | {"stages": tuple(stages)}))
+
+
+PARTS = 3
+DIVISIONS = st.lists(st.sets(st.integers(0, PARTS - 1), min_size=1), min_size=1, max_size=12)
+"""Which parts have an index of a parameter, by index."""
+
+
+def team_plan(holders: list[set[int]], dim: int = 0) -> Plan:
+    """Return a plan of one stage that three ranks run, whose parameter ``w`` is cut in any way."""
+    parts = []
+    for part in range(PARTS):
+        found: list[tuple[int, int]] = []
+        for index, having in enumerate(holders):
+            if part in having and found and found[-1][1] == index:
+                found[-1] = (found[-1][0], index + 1)
+            elif part in having:
+                found.append((index, index + 1))
+        parts.append(tuple(found))
+    cut = ParameterCut(parameter="w", dim=dim, parts=tuple(parts))
+    plan = resized(make("gpipe", 1, [(4,)], [1], ()), [PARTS])
+    return plan.model_copy(update={"stages": (plan.stages[0].model_copy(update={"cuts": (cut,)}),)})

@@ -32,9 +32,13 @@ def fresh_numbers(context: RankContext, arguments: object) -> list[float]:
 
 def add_up(context: RankContext, arguments: object) -> list[float]:
     """Sum ranks over all ranks."""
+    return [context.rank, _sum(context)]
+
+
+def _sum(context: RankContext, group: dist.ProcessGroup | None = None) -> float:
     total = torch.tensor([float(context.rank)])
-    dist.all_reduce(total)
-    return [context.rank, float(total)]
+    dist.all_reduce(total, group=group)
+    return float(total)
 
 
 def tell(context: RankContext, arguments: object) -> list[str]:
@@ -118,11 +122,7 @@ def listen_to_strangers(context: RankContext, arguments: object) -> dict[str, An
     connected = select.select([], strangers, [], 0.5)[1]
     open_ends = len(os.listdir("/proc/self/fd")) - before - len(strangers)
     groups.append(dist.new_group(everyone))
-    sums = []
-    for group in groups:
-        total = torch.tensor([float(context.rank)])
-        dist.all_reduce(total, group=group)
-        sums.append(float(total))
+    sums = [_sum(context, group) for group in groups]
     for stranger in strangers:
         stranger.close()
     return {"listeners": len(places), "connected": len(connected), "descriptors": open_ends, "sums": sums}
@@ -139,8 +139,9 @@ def pass_around(context: RankContext, arguments: dict[str, Any]) -> dict[str, fl
     """Open channels between pairs of ranks, as one of ``hosts`` hosts; return what arrived by the rank it is from."""
     size = context.size // arguments["hosts"]
     context = replace(context, local_rank=context.rank % size, local_size=size)
-    if context.rank == arguments.get("apart"):
-        enter_network_of_its_own()
+    if context.rank == arguments.get("apart") and ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
+        # Names that others listen under are not known there, as in a container.
+        raise OSError(ctypes.get_errno(), "unshare")
     channels = open_channels(context, [(first, second) for first, second in arguments["pairs"]])
     for channel in channels.values():
         channel.send(torch.tensor([float(context.rank)]))
@@ -152,16 +153,6 @@ def pass_around(context: RankContext, arguments: dict[str, Any]) -> dict[str, fl
     return found
 
 
-def enter_network_of_its_own() -> None:
-    """Be where names that others listen under are not known, as a container is.
-
-    Raises:
-        OSError: this process may not.
-    """
-    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), "unshare")
-
-
 def lose_while_receiving(context: RankContext, arguments: object) -> None:
     """Wait for a message of a rank that is killed meanwhile."""
     channels = open_channels(context, [(0, 1)])
@@ -169,3 +160,34 @@ def lose_while_receiving(context: RankContext, arguments: object) -> None:
     if context.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     channels[1].receive(torch.empty(1)).wait()
+
+
+def moved(context: RankContext, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of what is gathered and scattered by one call of each, their seconds, and those of rounds."""
+    from autopar.profiler.operations import Operation, Pace, gathering, scattering, time_operation
+
+    seen: list[tuple[str, int]] = []
+    for name in ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor"):
+        if hasattr(dist, name):
+            setattr(dist, name, _noting(name.rsplit("_", 1)[0], getattr(dist, name), seen))
+    group = dist.new_group(list(range(context.size)))
+    gather, scatter = (make(arguments["bytes"], group) for make in (gathering, scattering))
+    scatter()
+    calls: dict[str, Any] = {}
+    for name, call in {"gather": gather, "scatter": scatter}.items():
+        seen.clear()
+        calls[name] = {"seconds": [call(), call()], "seen": list(seen)}
+    ranks = tuple(range(context.size))
+    pace = Pace(warm_up=1, iterations=2, budget_s=0.0, least=2)
+    for kind in ("all_gather", "reduce_scatter"):
+        calls[kind] = time_operation(Operation(context, kind, ranks, group), [64, arguments["bytes"]], pace)
+    return calls
+
+
+def _noting(name: str, call: Any, seen: list[tuple[str, int]]) -> Any:  # noqa: ANN401
+    def noting(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+        tensors = [each for each in (*arguments, *options.values()) if isinstance(each, torch.Tensor)]
+        seen.append((name, max(tensor.numel() for tensor in tensors)))
+        return call(*arguments, **options)
+
+    return noting

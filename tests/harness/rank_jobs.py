@@ -38,32 +38,38 @@ from fake_copies import FakeCopies
 
 def train_and_keep(context: RankContext, arguments: dict[str, Any]) -> list[float]:
     """Train, and write ``gradients-R``, ``parameters-R`` and ``buffers-R`` files; return this rank's losses."""
-    plan = Plan.parse(arguments["plan"], Path("plan.json"))
-    model, graph = _loaded(arguments["model"], arguments["workspace"])
-    settings = TrainSettings(**arguments.get("settings", {}))
-    job = build(context, plan, model, graph, Workspace(Path(arguments["workspace"])), settings)
+    job = _built(context, arguments)
     return [record.loss for record in keep(job, context.rank, arguments["steps"], Path(arguments["folder"]))]
 
 
 def train_and_stage(context: RankContext, arguments: dict[str, Any]) -> list[float]:
     """Do as :func:`train_and_keep`, with messages that are copied once more at both ends."""
-    with patch("autopar.runtime.start.worker.connect", _staged):
+    with patch("autopar.runtime.start.worker.connect", lambda *how: StagedTransport(connect(*how), FakeCopies())):
         return train_and_keep(context, arguments)
 
 
-def _staged(context: RankContext, plan: Plan, settings: TrainSettings) -> StagedTransport:
-    return StagedTransport(connect(context, plan, settings), FakeCopies())
+@cache
+def _loaded(model: str, workspace: Path) -> tuple[UserModel, LayerGraph]:
+    """Load a model and its graph once a process; every job puts its own weights into the layers."""
+    return load(model), load_graph(workspace / GRAPH)
+
+
+def _built(context: RankContext, arguments: dict[str, Any], **functions: Any) -> Job:  # noqa: ANN401
+    """Build a rank's job, with some functions of the model replaced."""
+    plan, workspace = Plan.parse(arguments["plan"], Path("plan.json")), Path(arguments["workspace"])
+    model, graph = _loaded(arguments["model"], workspace)
+    model = replace(model, functions={**model.functions, **functions})
+    return build(context, plan, model, graph, Workspace(workspace), TrainSettings(**arguments.get("settings", {})))
 
 
 def train_and_weigh(context: RankContext, arguments: dict[str, Any]) -> int:
     """Train two steps; return the most bytes of tensors that were alive in the second."""
-    plan = Plan.parse(arguments["plan"], Path("plan.json"))
-    model, graph = _loaded(arguments["model"], arguments["workspace"])
     # A rank also keeps the order of the samples, eight bytes each.
-    samples = torch.utils.data.Subset(model.dataset(), range(plan.batch))
-    model = replace(model, functions={**model.functions, "dataset": lambda: samples})
+    model, _ = _loaded(arguments["model"], Path(arguments["workspace"]))
+    rows = Plan.parse(arguments["plan"], Path("plan.json")).batch
+    samples = torch.utils.data.Subset(model.dataset(), range(rows))
     with StorageTracker() as tracker:
-        job = build(context, plan, model, graph, Workspace(Path(arguments["workspace"])))
+        job = _built(context, arguments, dataset=lambda: samples)
         job.step(0)
         tracker.peak_bytes = tracker.alive_bytes
         job.step(1)
@@ -73,23 +79,19 @@ def train_and_weigh(context: RankContext, arguments: dict[str, Any]) -> int:
 
 def build_and_save(context: RankContext, arguments: dict[str, Any]) -> list[int]:
     """Build and save; return the most bytes of tensors that were alive in doing either, and those between."""
-    plan, folder = Plan.parse(arguments["plan"], Path("plan.json")), Path(arguments["folder"])
-    model, graph = _loaded(arguments["model"], arguments["workspace"])
+    _, graph = _loaded(arguments["model"], Path(arguments["workspace"]))
     with StorageTracker() as tracker:
-        job = build(context, plan, model, graph, Workspace(Path(arguments["workspace"])))
+        job = _built(context, arguments)
         peak_bytes, between = int(tracker.peak_bytes), int(tracker.alive_bytes)
         tracker.peak_bytes = tracker.alive_bytes
-        write_stages(job, graph, lambda read: {}, folder, "0")
+        write_stages(job, graph, lambda read: {}, Path(arguments["folder"]), "0")
         job.finish()
     return [peak_bytes, between, int(tracker.peak_bytes)]
 
 
 def train_and_clip(context: RankContext, arguments: dict[str, Any]) -> float:
     """Train one step; return the norm of all gradients."""
-    plan = Plan.parse(arguments["plan"], Path("plan.json"))
-    model, graph = _loaded(arguments["model"], arguments["workspace"])
-    settings = TrainSettings(clip_norm=arguments["clip_norm"])
-    job = build(context, plan, model, graph, Workspace(Path(arguments["workspace"])), settings)
+    job = _built(context, {**arguments, "settings": {"clip_norm": arguments["clip_norm"]}})
     record = job.step(0)
     job.finish()
     return float(record.gradient_norm or 0.0)
@@ -170,16 +172,8 @@ def train_and_evaluate(context: RankContext, arguments: dict[str, Any]) -> list[
     return list(parts)
 
 
-@cache
-def _loaded(model: str, workspace: str) -> tuple[UserModel, LayerGraph]:
-    """Load a model and its graph once a process; every job puts its own weights into the layers."""
-    loaded = load(model)
-    return loaded, load_graph(Path(workspace) / GRAPH)
-
-
 def keep(job: Job, rank: int, steps: int, folder: Path) -> list[StepRecord]:
-    records = []
-    first = job.plan.synchronous_steps
+    records, first = [], job.plan.synchronous_steps
     optimizer, gradients = job.update.optimizer, dict[str, torch.Tensor]()
 
     def note(*_: object) -> None:
@@ -188,8 +182,7 @@ def keep(job: Job, rank: int, steps: int, folder: Path) -> list[StepRecord]:
 
     if optimizer is not None:
         optimizer.register_step_pre_hook(note)
-    windows = [*((step, step + 1) for step in range(first)), (first, steps)]
-    for start, stop in windows:
+    for start, stop in [*((step, step + 1) for step in range(first)), (first, steps)]:
         for step in range(start - lead(job.plan), stop, job.plan.span):
             record = job.step(step, stop, start)
             if step >= start:

@@ -14,7 +14,7 @@ def test_a_layer_is_gathered_and_scattered_once_in_every_call(monkeypatch: pytes
     # Parts of four parameters are rounded up; a layer that is scattered again and again is gathered no more.
     sizes = {64: 16, 100_000: 25_000, 100_004: 25_008}
     with RankPool(2) as pool:
-        found = {size: pool.run("divided_jobs:moved", {"bytes": size}) for size in sizes}
+        found = {size: pool.run("jobs_for_ranks:moved", {"bytes": size}) for size in sizes}
     for size, ranks in found.items():
         for name, word in (("gather", "all"), ("scatter", "reduce")):
             for rank in ranks:

@@ -13,8 +13,7 @@ from autopar.formats.profile import ParameterCut, Writes
 from autopar.runtime.gradients import Bucket, Reducer, SharedGradient, WholeBucket, fill_buckets
 from autopar.runtime.messages.transport import Exchange, InProcessTransport, Transport
 from autopar.runtime.stage.parameters import LocalParameters, ReplicatedBuffers, Team
-from drawn_plans import chain, make
-from teams import resized
+from drawn_plans import chain, make, resized
 from threads import in_ranks
 
 

@@ -10,8 +10,7 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, Program, RankProgram
 from autopar.schedules.check import ProgramError, check
 from autopar.schedules.expand import action_count, expand, messages, part_of, rank_of, stages_of, team_of
-from drawn_plans import chain, make, plans
-from teams import resized
+from drawn_plans import chain, make, plans, resized
 
 
 @st.composite

@@ -21,7 +21,7 @@ from autopar.runtime.checkpoint.state import (
 )
 from autopar.runtime.messages.transport import Exchange, InProcessTransport
 from autopar.runtime.stage.parameters import Team
-from team_cuts import DIVISIONS, PARTS, cut_by, team_plan
+from drawn_plans import DIVISIONS, PARTS, team_plan
 
 
 @settings(max_examples=40, deadline=None)
@@ -30,7 +30,7 @@ def test_pieces_that_ranks_answer_for_make_up_the_whole_and_all_are_read_back(
     holders: list[set[int]], dim: int
 ) -> None:
     holders = [*holders, set(range(PARTS))]
-    plan = team_plan(cut_by(holders, dim))
+    plan = team_plan(holders, dim)
     shape = (len(holders), 2) if dim == 0 else (2, len(holders))
     whole, written = torch.arange(2.0 * len(holders)).view(shape), torch.zeros(shape)
     for part in range(PARTS):
@@ -55,7 +55,7 @@ def test_pieces_that_ranks_answer_for_make_up_the_whole_and_all_are_read_back(
 
 
 def test_what_is_alike_on_all_of_a_team_is_the_first_ones() -> None:
-    plan = team_plan(cut_by([{0}, {1}, {2}]))
+    plan = team_plan([{0}, {1}, {2}])
     teams = [Team(plan, part, InProcessTransport(Exchange(), part)) for part in range(PARTS)]
     pieces = [held_pieces("buffer", "b", torch.ones(2), None, team) for team in teams]
     assert [[piece.answers for piece in each] for each in pieces] == [[True], [False], [False]]

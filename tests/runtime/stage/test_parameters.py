@@ -17,9 +17,8 @@ from autopar.formats.plan import Plan, Shard
 from autopar.runtime.messages.transport import Exchange, InProcessTransport
 from autopar.runtime.stage.parameters import LocalParameters, OptimizerParameters, Team, hold, sharded_parameter_names
 from dictated import dictate
-from drawn_plans import make
+from drawn_plans import DIVISIONS, PARTS, make, team_plan
 from paths import MODELS
-from team_cuts import DIVISIONS, PARTS, cut_by, team_plan
 from threads import in_ranks
 
 CPU = torch.device("cpu")
@@ -113,7 +112,7 @@ def test_what_ranks_take_of_a_tensor_joins_to_it_bit_for_bit(
     whole = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
     if dtype is torch.float64:
         whole[0, 0], whole[-1, -1] = -0.0, float("nan")
-    plan = team_plan(cut_by(holders, dim))
+    plan = team_plan(holders, dim)
     for found in together(plan, lambda team: team.whole("w", team.take("w", whole))):
         assert found.dtype == dtype
         assert torch.equal(found.view(torch.uint8), whole.view(torch.uint8))
@@ -123,7 +122,7 @@ def test_what_ranks_take_of_a_tensor_joins_to_it_bit_for_bit(
 @given(DIVISIONS)
 def test_every_element_is_answered_for_once(holders: list[set[int]]) -> None:
     holders = [*holders, set(range(PARTS))]
-    plan, whole = team_plan(cut_by(holders)), torch.arange(len(holders), dtype=torch.float64)[:, None]
+    plan, whole = team_plan(holders), torch.arange(len(holders), dtype=torch.float64)[:, None]
     found = together(plan, lambda team: team.owned_views("w", team.take("w", whole), team.take("w", whole)))
     rows = [float(value) for views in found for view in views for value in view.flatten()]
     assert sorted(rows) == list(range(len(holders)))
@@ -132,7 +131,7 @@ def test_every_element_is_answered_for_once(holders: list[set[int]]) -> None:
 
 
 def test_parts_sum_and_gather_what_they_have() -> None:
-    plan = team_plan(cut_by([{0}, {1}, {2}]))
+    plan = team_plan([{0}, {1}, {2}])
     mine = [torch.full((2, 3), float(part)) for part in range(PARTS)]
     everyone = (0, 1, 2)
     assert all(each.eq(3).all() for each in together(plan, lambda team: team.sum(mine[team.part], everyone)))
@@ -153,7 +152,7 @@ def test_a_rank_alone_has_everything() -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_shapes_of_parts_are_those_of_the_whole_but_for_the_cut(dim: int) -> None:
-    plan = team_plan(cut_by([{0}, {0}, {1}, {2}], dim))
+    plan = team_plan([{0}, {0}, {1}, {2}], dim)
     whole = torch.ones((4, 5) if dim == 0 else (5, 4))
     for part, size in enumerate((2, 1, 1)):
         team = Team(plan, part, InProcessTransport(Exchange(), part))

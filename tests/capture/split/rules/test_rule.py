@@ -1,19 +1,113 @@
 """Operators, whole and in parts: every one that has a rule is tried; those that draw or write have none."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.capture.split.names import MismatchError
-from autopar.capture.split.rules import FAMILIES, find_rule, ranges
+from autopar.capture.split.names import MismatchError, Name, carries, is_partial, leaves
+from autopar.capture.split.rules import FAMILIES, Axis, Dims, LocalCall, OperatorCall, Part, find_rule, ranges
 from autopar.capture.split.rules.attention import attend_part
-from autopar.capture.split.rules.rule import RULES
+from autopar.capture.split.rules.rule import RULES, new_dims
 from autopar.errors import UsageError
-from oracles.operator_parts import OperatorParts
+
+
+class OperatorParts:
+    """An operator with real tensors, run on the parts of what it is given, and held against the whole.
+
+    That is what a rule promises of every name that it does not block (``autopar/capture/split/rules/rule.py``).
+    """
+
+    def __init__(self, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        graph, self._values = fx.Graph(), dict[fx.Node, Any]()
+
+        def node_of(value: object) -> object:
+            if isinstance(value, list) and any(isinstance(each, torch.Tensor) for each in value):
+                return [node_of(each) for each in value]
+            if not isinstance(value, torch.Tensor):
+                return value
+            node = graph.placeholder(f"x{len(self._values)}")
+            self._values[node] = value
+            return node
+
+        nodes = [node_of(each) for each in args]
+        options = {name: node_of(each) for name, each in kwargs.items()}
+        self._tensors = dict(self._values)
+        self._node = graph.call_function(target, tuple(nodes), options)  # type: ignore[arg-type]
+        torch.manual_seed(0)
+        self.whole = target(*args, **kwargs)
+        self._values[self._node] = self.whole
+        self.dims: dict[fx.Node, tuple[Dims, ...]] = {node: (new_dims(value),) for node, value in self._tensors.items()}
+        rule = find_rule(target)
+        assert rule is not None, f"{target} has no rule"
+        self._rule, self._call = rule, OperatorCall(self._node, self.dims, self._values)
+        found = rule.names(self._call)
+        self.dims[self._node] = tuple(found) if isinstance(found, list) else (found,)
+
+    def names(self) -> list[Name]:
+        """Return all names that the rule leaves to be split, and that it does not both keep and sum over."""
+        every = [dim for outputs in self.dims.values() for dims in outputs for dim in dims]
+        names = dict.fromkeys(name for dim in every for name in leaves(dim) if name.obstacle is None)
+        return [name for name in names if self._is_legal(name)]
+
+    def _is_legal(self, name: Name) -> bool:
+        try:
+            dims = self.dims.items()
+            per_tensor = {node: [sum([carries(dim, name) for dim in each]) for each in every] for node, every in dims}
+            sums = any([carries(dim, name) for dim in self._call.summed])  # noqa: C419 - each may refuse
+            is_summand = any(is_partial(dim, name) for dim in self._call.summed)
+        except MismatchError:
+            return False
+        most = max(count for counts in per_tensor.values() for count in counts)
+        return not is_summand and most <= 1 and not (sums and any(per_tensor[self._node]))
+
+    def error(self, name: Name, count: int) -> float:
+        """Return the largest difference between what parts give together and the whole."""
+        parts = [Part((Axis(name, index, count),)) for index in range(count)]
+        results = [self._run(part) for part in parts]
+        if any(carries(dim, name) for dim in self._call.summed):
+            total = torch.stack([result for result, _ in results]).sum(0)
+            local = results[0][1]
+            if local.then is not None:
+                total = local.then(total, *fx.map_arg(local.then_args, self._tensors.__getitem__))
+            return _difference(total, self.whole)
+        return max(self._outputs_error(result, part) for (result, _), part in zip(results, parts, strict=True))
+
+    def _run(self, part: Part) -> tuple[Any, LocalCall]:
+        node = self._node
+        whole = LocalCall(node.target, node.args, node.kwargs)
+        local = self._rule.local(self._call, part) if self._rule.local else whole
+        given = {node: take(value, self.dims[node][0], part) for node, value in self._tensors.items()}
+        args, kwargs = fx.map_arg((local.args, dict(local.kwargs)), given.__getitem__)
+        torch.manual_seed(0)
+        return local.target(*args, **kwargs), local
+
+    def _outputs_error(self, result: object, part: Part) -> float:
+        found, whole = (list(each) if isinstance(each, tuple | list) else [each] for each in (result, self.whole))
+        wanted = [take(each, dims, part) for each, dims in zip(whole, self.dims[self._node], strict=True)]
+        return max(_difference(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def take(value: torch.Tensor, dims: Dims, part: Part) -> torch.Tensor:
+    """Return what a part has of a tensor."""
+    for place, dim in enumerate(dims):
+        if part.splits(dim):
+            # In the whole's order of memory, as operators on parts give them.
+            order = sorted(range(value.dim()), key=value.stride, reverse=True)
+            value = value.index_select(place, part.positions(dim)).permute(order).contiguous()
+            value = value.permute([order.index(each) for each in range(len(order))])
+    return value
+
+
+def _difference(one: Any, other: Any) -> float:  # noqa: ANN401
+    if one.shape != other.shape:
+        return float("inf")
+    return float((one.double() - other.double()).abs().nan_to_num(float("inf")).max()) if one.numel() else 0.0
+
 
 aten = torch.ops.aten
 Case = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]
