@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
+from itertools import groupby, takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -20,7 +21,6 @@ from typer.exceptions import TyperException
 
 from command_lines import parse
 from page_blocks import Block, Page, PageError
-from page_output import difference
 from paths import EXAMPLES, HARNESS, ROOT
 from profiled import RECORDED, write_profiled
 
@@ -31,6 +31,14 @@ _SEPARATORS = ("|", "||", "&", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&>")
 _OF_SHELLS = re.compile(r"^\s*(cd|export|source|set) |<<", re.MULTILINE)
 _SPECIAL = re.compile(r"[|&;<>$`*?(){}]")
 _QUOTED = re.compile(r"'[^']*'|\"[^\"$`\\]*\"")
+
+# Of outputs that pages show: any number stands for any other, ``...`` for lines left out.
+_TIMES, _SIZES = r"(?:us|ms|s|min|h)", r"(?:[kKMGTP]i?B|B|bytes)"
+_NUMBER = re.compile(rf"(?<!\w)[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?(?: ?(?:({_TIMES})|({_SIZES}))(?:/s)?(?!\w))?")
+_COLOURS = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
+_BUSY = re.compile(r"(?m)^autopar: rank \d+ \(stage \d+\) computes .* times as long as planned, .*\n?")
+"""What a run may say on a machine that has other work."""
+_LEFT_OUT = "..."
 
 
 class MarkedRun(NamedTuple):
@@ -91,19 +99,13 @@ class PageRun:
             self._parse(block)
         elif block.language in ("bash", "python"):
             printed = self._bash(block) if block.language == "bash" else self._python(block)
-            self._compare(block, printed)
+            if block.output is not None and (found := difference(block.output.text, printed)) is not None:
+                raise self._fault(block.output.line + found[0], f"{found[1]}\n--- all that it prints:\n{printed}")
         else:
             self._read(block)
 
     def _fault(self, line: int, message: str) -> PageError:
         return PageError(self.path, line, message)
-
-    def _compare(self, block: Block, printed: str) -> None:
-        if block.output is None:
-            return
-        found = difference(block.output.text, printed)
-        if found is not None:
-            raise self._fault(block.output.line + found[0], f"{found[1]}\n--- all that it prints:\n{printed}")
 
     def _bash(self, block: Block) -> str:
         """Run commands up to the first that fails; return all that they print."""
@@ -111,7 +113,10 @@ class PageRun:
         for line, text, words in commands_of(block):
             if words is not None and self.recorded and _write_recorded(words, self.folder):
                 continue
-            failed_at, done = (line, self._autopar(words)) if words is not None else self._shell(line, text)
+            if words is None:
+                failed_at, done = self._shell(line, text)
+            else:
+                failed_at, done = line, self.processes.run([sys.executable, "-m", "autopar", *words], **self._options())
             printed += done.stdout
             if words is not None and not done.returncode and not done.stdout:
                 _remember(words, self.folder)
@@ -120,9 +125,6 @@ class PageRun:
                 return printed
         self._check_ending(block, block.line, False, "")
         return printed
-
-    def _autopar(self, words: list[str]) -> Any:  # noqa: ANN401
-        return self.processes.run([sys.executable, "-m", "autopar", *words], **self._options())
 
     def _shell(self, first: int, text: str) -> tuple[int, Any]:
         """Run lines by one shell, which ends at the first that fails; return that one's line, and how it ended."""
@@ -262,3 +264,59 @@ def environment() -> dict[str, str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), found.get("PATH", "")])
     modules = os.pathsep.join(filter(None, [str(ROOT), found.get("PYTHONPATH")]))
     return {**found, "PATH": path, "PYTHONPATH": modules, "COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+
+
+def difference(shown: str, printed: str) -> tuple[int, str] | None:
+    """Return the first line of what is shown that was not printed, counted from 0, and why; None if there is none.
+
+    >>> difference("step 1.5 ms\\n...\\ndone", "step 900 us\\nmore\\nand more\\ndone")
+    >>> difference("step 1.5 ms\\ndone", "step 900 us\\nfailed")
+    (1, "the page shows 'done', and the block prints 'failed'")
+
+    A line that a busy machine adds is passed over:
+
+    >>> difference("done", "autopar: rank 1 (stage 1) computes 1.4 times as long as planned, the others 0.5\\ndone")
+    """
+    lines = shown.splitlines()
+    expected = [(number, _pattern(line)) for number, line in enumerate(lines) if line.strip()]
+    plain = _BUSY.sub("", _COLOURS.sub("", printed).replace("\r", "\n"))
+    found = [line for line in plain.splitlines() if line.strip()]
+    patterns = [_pattern(line) for line in found]
+    at, is_free = 0, False
+    parts = [list(group) for _, group in groupby(expected, key=lambda each: each[1] == _LEFT_OUT)]
+    for part in parts:
+        if part[0][1] == _LEFT_OUT:
+            is_free = True
+            continue
+        start, agreed = _place(part, patterns, at, is_free, is_last=part is parts[-1])
+        if agreed < len(part):
+            number, at = part[agreed][0], start + agreed
+            instead = repr(found[at].strip()) if at < len(found) else "nothing more"
+            return number, f"the page shows {lines[number].strip()!r}, and the block prints {instead}"
+        at, is_free = start + agreed, False
+    if at < len(found) and not is_free:
+        return max(len(lines) - 1, 0), f"the block prints another line: {found[at]!r}"
+    return None
+
+
+def _place(part: list[tuple[int, str]], lines: list[str], at: int, is_free: bool, is_last: bool) -> tuple[int, int]:
+    """Find the lines of a part from a place on, or, where lines before it are left out, anywhere behind that.
+
+    Returns where most of them agree, and how many do.
+    """
+    last = max(at, len(lines) - len(part))
+    starts = range(last if is_last else at, last + 1) if is_free else [at]
+    pairs = {start: zip(part, lines[start:], strict=False) for start in starts}
+    agree = {start: sum(1 for _ in takewhile(lambda pair: pair[0][1] == pair[1], own)) for start, own in pairs.items()}
+    start = max(agree, key=lambda each: (agree[each], -each))
+    return start, agree[start]
+
+
+def _pattern(line: str) -> str:
+    """Return a line in which numbers, spaces and rules are alike, whatever their size.
+
+    >>> _pattern("  3 x   17.5 ms, 2 GiB ────")
+    '# x #s, #B ─'
+    """
+    plain = re.sub(r"─+|━+", "─", " ".join(line.split()))
+    return _NUMBER.sub(lambda found: "#s" if found[1] else "#B" if found[2] else "#", plain)
