@@ -4,7 +4,7 @@ import random
 from itertools import pairwise
 from typing import Any
 
-from autopar.formats.cluster import Cluster, Curve, Device, Link
+from autopar.formats.cluster import LEVELS, Cluster, Curve, Device, Link
 from autopar.formats.profile import (
     Cost,
     DeviceCosts,
@@ -53,6 +53,16 @@ def profile_of(
     )
 
 
+def _tensor(name: str, producer: str | None, consumers: tuple[str, ...], size: int, gradient: bool = True) -> Tensor:
+    ends = {"producer": producer, "consumers": consumers, "dtype": "i64" if producer is None else "f32"}
+    return Tensor(name=name, bytes_per_sample=size, gradient=gradient, **ends)
+
+
+def _curve(kind: str, sizes: tuple[int, ...], latency_s: float, bytes_per_s: float) -> Curve:
+    seconds = tuple(latency_s + size / bytes_per_s for size in sizes)
+    return Curve(kind=kind, ranks=2, level="node", sizes=sizes, seconds=seconds)  # type: ignore[arg-type]
+
+
 def random_profile(
     seed: int, most_layers: int = 7, batches: tuple[int, ...] = (1, 2, 3, 4, 6), skips: float = 0.12
 ) -> Profile:
@@ -61,23 +71,14 @@ def random_profile(
     count = rng.randint(1, most_layers)
     batch = rng.choice(batches)
     names = [f"layer.{index}" for index in range(count)]
-    tensors = [Tensor(name="x", producer=None, consumers=(names[0],), bytes_per_sample=64, dtype="i64", gradient=False)]
+    tensors = [_tensor("x", None, (names[0],), 64, False)]
     for index in range(count - 1):
         readers = {index + 1} if rng.random() < 0.93 else set()
         readers |= {reader for reader in range(index + 2, count) if rng.random() < skips}
         if readers:
             consumers = tuple(names[reader] for reader in sorted(readers))
             size, gradient = rng.choice([0, 1000, 40_000, 100_000]), rng.random() < 0.93
-            tensors.append(
-                Tensor(
-                    name=f"t{index}",
-                    producer=names[index],
-                    consumers=consumers,
-                    bytes_per_sample=size,
-                    dtype="f32",
-                    gradient=gradient,
-                )
-            )
+            tensors.append(_tensor(f"t{index}", names[index], consumers, size, gradient))
     layers = [_random_layer(rng, names, index, tensors, batch) for index in range(count)]
     tied: tuple[TiedParameter, ...] = ()
     if count > 1 and rng.random() < 0.3:
@@ -86,14 +87,10 @@ def random_profile(
         tied = (TiedParameter(parameter="w", layers=tuple(names[holder] for holder in holders), bytes=size),)
         for holder in holders:
             layer = layers[holder]
-            layers[holder] = layer.model_copy(
-                update={
-                    "parameters_bytes": layer.parameters_bytes + size,
-                    "trainable_bytes": layer.trainable_bytes + size,
-                    "gradient_bytes": layer.gradient_bytes + size,
-                    "optimizer_bytes": layer.optimizer_bytes + 2 * size,
-                }
-            )
+            added = {f"{kind}_bytes": size for kind in ("parameters", "trainable", "gradient")}
+            added["optimizer_bytes"] = 2 * size
+            update = {name: getattr(layer, name) + more for name, more in added.items()}
+            layers[holder] = layer.model_copy(update=update)
     return profile_of(layers, tensors, batch, tied, rng.choice([0.0, 0.004]))
 
 
@@ -115,16 +112,13 @@ def _random_layer(rng: random.Random, names: list[str], index: int, tensors: lis
         )
         for rows in sizes
     )
-    return Layer(
-        name=names[index],
-        modules=(names[index],),
-        parameters_bytes=parameters,
-        trainable_bytes=parameters,
-        gradient_bytes=parameters,
-        optimizer_bytes=2 * parameters,
-        update_s=parameters * 1e-10,
-        costs=costs,
-    )
+    return _layer(names[index], parameters, parameters * 1e-10, costs)
+
+
+def _layer(name: str, parameters: int, update_s: float, costs: tuple[Cost, ...]) -> Layer:
+    sizes = {f"{kind}_bytes": parameters for kind in ("parameters", "trainable", "gradient")}
+    sizes["optimizer_bytes"] = 2 * parameters
+    return Layer(name=name, modules=(name,), **sizes, update_s=update_s, costs=costs)
 
 
 def random_cluster(seed: int, devices: int) -> Cluster:
@@ -141,13 +135,31 @@ def random_cluster(seed: int, devices: int) -> Cluster:
     curves: tuple[Curve, ...] = ()
     if rng.random() < 0.5:
         sizes = (1024, 65536, 1 << 20)
-        seconds = tuple(latency + size / bandwidth for size in sizes)
-        curves = (
-            Curve(kind="p2p", ranks=2, level="node", sizes=sizes, seconds=seconds),
-            Curve(kind="all_reduce", ranks=2, level="node", sizes=sizes, seconds=tuple(2 * s for s in seconds)),
-        )
+        curves = _curve("p2p", sizes, latency, bandwidth), _curve("all_reduce", sizes, 2 * latency, bandwidth / 2)
     kinds = tuple(Device(type="cpu", memory_bytes=2**34, node=node) for node in nodes)
     return Cluster(devices=kinds, links=links, curves=curves)
+
+
+def hierarchy(seed: int, sizes: list[int], *, racks: int = 1, more_links: bool = False) -> Cluster:
+    """Uneven nodes of so many devices, in so many racks; each level is mostly slower than the one below it.
+
+    With ``more_links``, a level may have a second link of less latency and less bandwidth.
+    """
+    rng = random.Random(seed + 5_000_000)
+    levels = [level for level in LEVELS if level != "rack" or racks > 1 or rng.random() < 0.3]
+    rack_of = [rng.randrange(racks) if "rack" in levels else 0 for _ in sizes]
+    rate, latency = 10 ** rng.uniform(7.5, 10.5), rng.choice([0.0, 2e-5, 3e-4])
+    links: list[Link] = []
+    for level in levels:
+        links.append(Link(level=level, latency_s=latency, bytes_per_s=rate))
+        if more_links and rng.random() < 0.7:
+            second_rate, shared_by = rate / rng.choice([2, 5]), rng.choice([1, 2])
+            second = Link(level=level, latency_s=latency / 10, bytes_per_s=second_rate, shared_by=shared_by)
+            links.insert(0, second)
+        rate, latency = rate / rng.choice([1.0, 3.0, 10.0]), latency * rng.choice([1.0, 3.0])
+    nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    devices = [Device(type="cpu", memory_bytes=2**34, node=node, rack=rack_of[node]) for node in nodes]
+    return Cluster(devices=tuple(devices), links=tuple(links))
 
 
 def two_kinds(profile: Profile, cluster: Cluster, seed: int) -> tuple[Profile, Cluster]:
@@ -202,13 +214,8 @@ def gpt_profile(blocks: int = 12, width: int = 192, context: int = 128, batch: i
     """An embedding, blocks, and a head tied to the embedding, with a CPU's times."""
     names = ["wte", *(f"h.{index}" for index in range(blocks)), "head"]
     stream = context * width * 4
-    tensors = [
-        Tensor(name="tokens", producer=None, consumers=("wte",), bytes_per_sample=1024, dtype="i64", gradient=False)
-    ]
-    tensors += [
-        Tensor(name=f"h{index}", producer=made, consumers=(read,), bytes_per_sample=stream, dtype="f32", gradient=True)
-        for index, (made, read) in enumerate(pairwise(names))
-    ]
+    tensors = [_tensor("tokens", None, ("wte",), 1024, False)]
+    tensors += [_tensor(f"h{at}", made, (read,), stream) for at, (made, read) in enumerate(pairwise(names))]
     layers = []
     for index, name in enumerate(names):
         scale = {"wte": 0.1, "head": 0.8}.get(name, 1.0)
@@ -220,13 +227,7 @@ def gpt_profile(blocks: int = 12, width: int = 192, context: int = 128, batch: i
                 saved[f"h{index - 1}"] = stream * rows
             time = scale * (2e-4 + 1.6e-3 * rows)
             costs.append(cost(rows, time, 2.1 * time, saved, 18 * stream * rows, stream * rows))
-        sizes = {f"{kind}_bytes": parameters for kind in ("parameters", "trainable", "gradient")}
-        update = parameters * 2e-10
-        layers.append(
-            Layer(
-                name=name, modules=(name,), **sizes, optimizer_bytes=2 * parameters, update_s=update, costs=tuple(costs)
-            )
-        )
+        layers.append(_layer(name, parameters, parameters * 2e-10, tuple(costs)))
     tied = (TiedParameter(parameter="wte.weight", layers=("wte", "head"), bytes=4 * 256 * width),)
     return profile_of(layers, tensors, batch, tied, 0.001)
 
@@ -234,11 +235,6 @@ def gpt_profile(blocks: int = 12, width: int = 192, context: int = 128, batch: i
 def local_cluster(devices: int = 2, memory_bytes: int = 8 * 2**30) -> Cluster:
     """Processes of one host over loopback, measured among two."""
     sizes = tuple(1024 << (2 * step) for step in range(8))
-    curves = (
-        Curve(kind="p2p", ranks=2, level="node", sizes=sizes, seconds=tuple(6e-5 + size / 2e9 for size in sizes)),
-        Curve(
-            kind="all_reduce", ranks=2, level="node", sizes=sizes, seconds=tuple(2e-4 + size / 8e8 for size in sizes)
-        ),
-    )
+    curves = (_curve("p2p", sizes, 6e-5, 2e9), _curve("all_reduce", sizes, 2e-4, 8e8))
     link = Link(level="node", latency_s=6e-5, bytes_per_s=2e9, provenance="measured")
     return Cluster(devices=(Device(type="cpu", memory_bytes=memory_bytes),) * devices, links=(link,), curves=curves)
