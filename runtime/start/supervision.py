@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
 
-from autopar.errors import AutoparError, FileError
+from autopar.errors import AutoparError
 from autopar.formats.plan import Plan
 from autopar.formats.program import (
     BACKWARD,
@@ -144,6 +144,6 @@ def write_black_box(path: Path, program: Program, ranks: Sequence[int], board: B
     date = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         BlackBox(message=str(error), date=date, ranks=tuple(found)).save(path)
-    except FileError as reason:
+    except AutoparError as reason:
         return f"the last actions of every rank are lost: {reason}"
     return f"`autopar show {path}` shows the last actions of every rank"

@@ -1,11 +1,8 @@
-"""``autopar profile``: what it writes, and how it refuses; ``autopar cluster``: probing under torchrun and by itself,
-listing.
-"""
+"""``autopar profile``, what it writes and how it refuses; ``cluster``, probing alone and under torchrun, listing."""
 
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,17 +11,11 @@ from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Profile
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import GPUS
-from calls import Run, ended, files, refused, well
+from calls import MODEL, Run, ended, files, refused, well
+from launched import torchrun
 
-MODEL = """
-import torch
-def model():
-    return torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
-def dataset():
-    return torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
-def loss(output, batch):
-    return (output - batch[1]).square().mean()
-"""
+BF16 = ("--precision", "bf16")
+MASKED = "(output.masked_fill(output > 0, torch.finfo(output.dtype).min) - batch[1])"
 
 
 @pytest.fixture
@@ -51,34 +42,16 @@ def test_profile_and_cluster_are_written_and_the_source_is_relative(run: Run) ->
     ("replaced", "by", "options", "code", "message"),
     [
         ("def model():", "def model(:", (), 4, "model.py:3: invalid syntax"),
-        (
-            "import torch",
-            "import torch\nraise ValueError('no')",
-            (),
-            4,
-            "model.py:3: importing it raised ValueError: no",
-        ),
+        ("import torch", "import torch\nraise ValueError('no')", (), 4, "model.py:3: importing it raised ValueError"),
         ("ones(8", "ones(3", ("--batch", "4"), 2, "the dataset has 3 samples"),
         ("ones(8", "ones(1", ("--batch", "1"), 4, "at least 2 samples"),
         ("ones(8", "ones(0", ("--batch", "4"), 4, "dataset() is empty"),
-        (
-            "torch.nn.Linear(4, 1))",
-            "torch.nn.Linear(4, 1)).double()",
-            ("--precision", "bf16"),
-            2,
-            "are fp64; leave the option out, or build them in",
-        ),
-        ("Linear(4, 1))", "Linear(4, 1)).double()", ("--precision", "bf16", "--device", "A100"), 2, "are fp64; leave"),
+        ("Linear(4, 1))", "Linear(4, 1)).double()", BF16, 2, "are fp64; leave the option out, or build them in"),
+        ("Linear(4, 1))", "Linear(4, 1)).double()", (*BF16, "--device", "A100"), 2, "are fp64; leave"),
         ("(output - batch[1])", "(output.detach() - batch[1])", (), 4, "nothing to train"),
         ("    return torch.nn.Sequential", "    return torch.nn.ReLU() or torch.nn.Sequential", (), 4, "no parameter"),
         ("torch.nn.Linear(4, 1))", "torch.nn.Linear(4, 1)).half()", (), 4, "must be float32"),
-        (
-            "(output - batch[1])",
-            "(output.masked_fill(output > 0, torch.finfo(output.dtype).min) - batch[1])",
-            ("--precision", "bf16"),
-            4,
-            "does not run",
-        ),
+        ("(output - batch[1])", MASKED, BF16, 4, "does not run"),
         ("", "", ("--device", "tpu"), 2, "no GPU called 'tpu' is known"),
         ("", "", ("--ranks", "1"), 2, "at least 2 ranks"),
         ("", "", ("-o", "none/p.json"), 4, "no such folder"),
@@ -105,43 +78,32 @@ ESTIMATED = ("profile", "model.py", "--batch", "2", "--device", "A100")
 MEASURED = ("profile", "model.py", "--batch", "2", "--device", "cpu")
 
 
-@pytest.mark.parametrize(
-    ("device", "asked", "said"),
-    [
+@pytest.mark.usefixtures("quick")
+def test_links_that_were_probed_are_kept_which_is_said_and_replaced_where_that_is_asked(run: Run) -> None:
+    for device, asked, said in (
         ("cpu", MEASURED, "wrote; --overwrite"),
         ("cpu", ESTIMATED, "whose devices are cpu, not cuda"),
         ("cuda", ESTIMATED, "wrote; -"),
-    ],
-)
-@pytest.mark.usefixtures("quick")
-def test_links_that_were_probed_are_kept_and_that_is_said(
-    run: Run, device: str, asked: tuple[str, ...], said: str
-) -> None:
-    before = links("probed", device)
-    Path("cluster.json").write_text(before)
-    _, err = well(run, *asked)
-    assert Path("cluster.json").read_text() == before
-    for expected in ("Kept: cluster.json, which `autopar cluster probe`", said, "Written: profile.json;"):
-        assert expected in err
-
-
-def test_links_that_were_probed_are_replaced_where_that_is_asked(run: Run) -> None:
-    Path("cluster.json").write_text(links("probed"))
+    ):
+        before = links("probed", device)
+        Path("cluster.json").write_text(before)
+        Path("profile.json").unlink(missing_ok=True)
+        _, err = well(run, *asked)
+        assert Path("cluster.json").read_text() == before
+        for expected in ("Kept: cluster.json, which `autopar cluster probe`", said, "Written: profile.json;"):
+            assert expected in err
     asked = (*ESTIMATED, "--ranks", "4")
     refused(run, 2, "--ranks 4: cluster.json holds links that `autopar cluster probe` measured", *asked)
     well(run, *asked, "--overwrite")
     assert len(Cluster.load("cluster.json").devices) == 4
 
 
-def test_links_of_an_earlier_profile_are_replaced(run: Run) -> None:
+@pytest.mark.usefixtures("quick")
+def test_links_of_an_earlier_profile_are_replaced_and_those_that_one_gpu_leaves_are_mentioned(run: Run) -> None:
     for text in (links("local"), "not a cluster"):
         Path("cluster.json").write_text(text)
         assert "profile.json and cluster.json" in well(run, *ESTIMATED)[1]
         assert Cluster.load("cluster.json").devices[0].type == "A100-SXM-80G"
-
-
-@pytest.mark.usefixtures("quick")
-def test_links_that_one_gpu_leaves_as_they_were_are_mentioned(run: Run) -> None:
     Path("cluster.json").write_text(links("local"))
     assert "note: cluster.json was there before and is not of this profile" in well(run, *MEASURED)[1]
     assert Path("cluster.json").read_text() == links("local")
@@ -175,7 +137,7 @@ def test_a_quick_probe_writes_a_cluster_and_prints_both_bandwidths(run: Run) -> 
 
 @pytest.mark.slow
 def test_under_torchrun_all_ranks_join_and_one_writes(tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "autopar"]
+    launch = [*torchrun(2), "-m", "autopar"]
     asked = ["cluster", "probe", "--quick", "--device", "cpu", "--largest", "64KiB", "-o", "mine.json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*launch, *asked], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
@@ -206,15 +168,14 @@ def test_a_launcher_that_does_not_fit_is_refused_and_one_rank_says_so(
         assert run("cluster", "probe", *others) == (2, "", "")
 
 
-def test_known_gpus_are_listed_with_their_sources(run: Run) -> None:
+def test_gpus_are_listed_with_their_sources_and_a_named_cluster_shown(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, err = well(run, "cluster", "list", "--json")
     assert [gpu["name"] for gpu in json.loads(out)] == [gpu.name for gpu in GPUS]
     for gpu in GPUS:
         assert f"{gpu.name}: {gpu.source}" in err
     assert "4x8xA100-80G:200Gbps" in err
-
-
-def test_a_named_cluster_is_shown_and_given_as_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     code, out, err = run("cluster", "list", "4x8xA100-80G:200Gbps", "--json")
     assert code == 0
