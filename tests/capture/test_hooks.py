@@ -14,8 +14,6 @@ from autopar.errors import AutoparError, ModelError, UsageError
 
 @pytest.fixture
 def write(tmp_path):
-    """Write a model file, and return its path."""
-
     def to_file(text):
         (tmp_path / "model.py").write_text(text)
         return str(tmp_path / "model.py")
@@ -29,7 +27,6 @@ def _captured(path):
 
 
 def _told(raising, path):
-    """Return what an error says, in one line."""
     with pytest.raises(ModelError) as caught:
         raising(path)
     assert "\n" not in str(caught.value)
@@ -173,12 +170,10 @@ END = HOOKED.count("\n") + 1
         ("if True:\n    model = Net()", "write `def model(): return Net()`"),
         ("model = Wide", "missing a required argument: 'width'; write `def model(): return Wide(width=...)`"),
         ("def model(width): ...", "model(width) is called as model(): missing a required argument: 'width'; give widt"),
-        ("def model(*, width: int): ...", "model(*, width) is called as model(): missing a required"),
         ("model = 'gpt2'", "model is a str; it must be a function: write `def model(): return Net()`"),
         ("async def model(): return Net()", "model is an async function; write `def model():` without async"),
         ("def loss(output): ...", "loss(output) is called as loss(output, batch): too many positional arguments; writ"),
         ("def loss(output, x, y): ...", "loss(output, batch): missing a required argument: 'y'; write `def loss"),
-        ("def loss(*, output, batch): ...", "loss(*, output, batch) is called as loss(output, batch): too many"),
         ("loss = nn.CrossEntropyLoss", "loss is the class CrossEntropyLoss, which takes no outputs; write `def loss"),
         ("def dataset(split): ...", "called as dataset(): missing a required argument: 'split'; give split"),
         ("dataset = TensorDataset(torch.ones(4, 2))", "a function: write `def dataset(): return TensorDataset("),

@@ -1,17 +1,22 @@
 """Models of the Transformers library come from a configuration, with synthetic inputs and no network."""
 # ruff: noqa: ANN001, ANN201
 
+import copy
 import json
 import sys
 
 import pytest
 import torch
 
-from autopar.capture import capture, load, named_tensors
+from autopar.capture import capture, load, named_tensors, slice_rows
+from autopar.capture.batch import rebuild
+from autopar.capture.check import check_gradients
 from autopar.capture.losses import separation
 from autopar.errors import FileError, ModelError, UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
+from families import tiny_config
+from stage_runs import assert_equal_to_plain
 
 pytest.importorskip("transformers", reason="autopar[hf] is not installed")
 
@@ -249,3 +254,35 @@ def test_code_that_lies_beside_a_configuration_is_not_run(tmp_path):
     user = load(f"hf:{tmp_path}")
     assert type(user.build(0)).__name__ == "GPT2LMHeadModel"
     assert not (tmp_path / "ran").exists()
+
+
+FOUR = {
+    "GPT2LMHeadModel": GPT | {"n_layer": 4},
+    "AlbertForMaskedLM": {**BERT, "model_type": "albert", "num_hidden_layers": 4, "embedding_size": 8},
+    "MixtralForCausalLM": tiny_config("mixtral", 4, 12, num_local_experts=4),
+    "ResNetForImageClassification": {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 8, 8]}
+    | {"depths": [1, 1, 1, 1], "layer_type": "basic", "image_size": 64, "num_labels": 4},
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name[:3] != "GPT")) for name in FOUR])
+def test_stages_of_a_configured_model_equal_the_plain_model(name, tmp_path):
+    user = loaded(tmp_path, FOUR[name] | {"architectures": [name]})
+    model = user.build(1).train()
+    before = copy.deepcopy(model.state_dict())
+    graph = capture(user, model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    batch, count = batch_of(user, 4), len(graph.layers)
+    check_gradients(model, graph, batch, user.loss)
+    # In others the order of a sum differs.
+    tolerance = 0 if name[0] in "GR" else 1e-6
+    for rows, stages in ((3, 2), (1, 4), (4, 8)):
+        part = rebuild(batch, slice_rows(named_tensors(batch), 0, rows))
+        cuts = {round(count * at / stages) for at in range(1, stages)} - {0, count}
+        assert_equal_to_plain(model, graph, part, user.loss, sorted(cuts), tolerance, tolerance)
+    if name[:3] == "GPT":
+        blocks = [f"transformer.h.{index}" for index in range(4)]
+        assert [layer.name for layer in graph.layers] == ["transformer.wte", *blocks, "transformer.ln_f+lm_head"]
+        assert len({layer.fingerprint for layer in graph.layers if layer.name in blocks}) == 1
+        assert graph.tied_parameters() == {"transformer.wte.weight": ("transformer.wte", "transformer.ln_f+lm_head")}
+        assert graph.loss == "sum_count"

@@ -1,5 +1,7 @@
 """Where layers begin, what crosses, and what does not."""
-# ruff: noqa: ANN001, ANN003, ANN201, ANN202, ANN204
+# ruff: noqa: ANN001, ANN003, ANN201, ANN202
+
+from functools import reduce
 
 import pytest
 import torch
@@ -7,12 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.capture import capture_module
-from capture_zoo import By, Chain, build, captured, mean_square, regression
-
-
-def layers_of(name):
-    return captured(name)[-1]
-
+from capture_zoo import By, Chain, Made, build, captured, linear, mean_square, regression
 
 STEPS = tuple(f"steps.{i}" for i in range(4))
 BLOCKS = tuple(f"transformer.h.{i}" for i in range(4))
@@ -40,7 +37,7 @@ TIED = {"transformer.wte.weight": ("transformer.wte", "head")}
     ],
 )
 def test_layers_begin_and_end_where_they_may(name, expected, tied):
-    graph = layers_of(name)
+    *_, graph = captured(name)
     modules = [each if isinstance(each, tuple) else (each,) for each in expected]
     assert [layer.modules for layer in graph.layers] == modules
     assert [layer.name for layer in graph.layers] == [
@@ -50,7 +47,7 @@ def test_layers_begin_and_end_where_they_may(name, expected, tied):
 
 
 def test_a_mask_made_of_inputs_is_computed_where_it_is_read_and_does_not_cross():
-    graph = layers_of("language")
+    *_, graph = captured("language")
     assert all("batch.tokens" in layer.inputs for layer in graph.layers[:-1])
     assert [tensor.name for tensor in graph.tensors if tensor.producer] == [
         layer.outputs[0] for layer in graph.layers[:-1]
@@ -61,17 +58,17 @@ def test_a_mask_made_of_inputs_is_computed_where_it_is_read_and_does_not_cross()
 
 
 def test_what_crosses_is_known_by_its_readers_size_type_and_batch_dimension():
-    first = next(tensor for tensor in layers_of("skips").tensors if tensor.producer == "down1")
+    first = next(tensor for tensor in captured("skips")[-1].tensors if tensor.producer == "down1")
     assert first.consumers == ("down2", "up2")  # what joins it runs behind up2 and ahead of up1
     assert first.bytes_per_sample == 6 * 8
     # An integer crosses without gradient.
-    crossing = {tensor.dtype: tensor.gradient for tensor in layers_of("integers").tensors if tensor.producer}
+    crossing = {tensor.dtype: tensor.gradient for tensor in captured("integers")[-1].tensors if tensor.producer}
     assert crossing == {torch.float64: True, torch.int64: False}
 
 
 @pytest.mark.slow
 def test_the_batch_dimension_of_a_crossing_tensor_is_known():
-    specs = [tensor for tensor in layers_of("transformer").tensors if tensor.producer]
+    specs = [tensor for tensor in captured("transformer")[-1].tensors if tensor.producer]
     assert {tensor.batch_dim for tensor in specs} == {1}
     assert specs[0].shape(7) == (5, 7, 8)
 
@@ -79,7 +76,7 @@ def test_the_batch_dimension_of_a_crossing_tensor_is_known():
 def test_layers_that_draw_random_numbers_are_marked():
     # Dropout of zero and in evaluation draws nothing.
     zero = By(lambda _, x: F.dropout(F.dropout(x, 0.0, True), 0.5, False)).double()
-    graphs = layers_of("dropout"), layers_of("chain"), capture_module(zero, regression(), mean_square)
+    graphs = captured("dropout")[-1], captured("chain")[-1], capture_module(zero, regression(), mean_square)
     assert [{layer.random for layer in graph.layers[:-1]} for graph in graphs] == [{True}, {False}, {False}]
 
 
@@ -114,49 +111,31 @@ def test_a_forward_that_takes_any_keyword_is_given_all_keys_and_its_own_loss_is_
     assert len(graph.layers) == 4
 
 
-class Named(nn.Module):
-    """Modules that are called one after another under the names they are given."""
-
-    def __init__(self, **modules):
-        super().__init__()
-        self.order = list(modules)
-        for name, module in modules.items():
-            setattr(self, name, module)
-
-    def forward(self, x):
-        for name in self.order:
-            x = getattr(self, name)(x)
-        return x
-
-
 def norm():
     return nn.LayerNorm(8)
 
 
-def linear(size=8):
-    return nn.Linear(8, size)
-
-
 def layers_by_name(modules):
+    model = Made(lambda m, x: reduce(lambda x, name: getattr(m, name)(x), modules, x), **modules)
     batch = [torch.ones(3, 8), torch.ones(3, 1)]
-    return capture_module(Named(**modules), batch, lambda output, _: output.square().mean()).layers
+    return capture_module(model, batch, lambda output, _: output.square().mean()).layers
 
 
 @pytest.mark.parametrize(
     ("modules", "expected"),
     [
         # To the layer before: no other is like that one.
-        ({"stem": linear(), "drop": nn.Dropout(0.5), "norm": norm(), "head": linear(4)}, ["stem drop norm", "head"]),
+        ({"stem": linear(), "drop": nn.Dropout(0.5), "norm": norm(), "head": linear(8, 4)}, ["stem drop norm", "head"]),
         # Nowhere, for one of two equal layers would no longer be like the other.
         ({"a": linear(), "b": linear(), "norm": norm()}, ["a", "b", "norm"]),
-        ({"norm": norm(), "a": linear(), "b": linear(), "head": linear(4)}, ["norm", "a", "b", "head"]),
+        ({"norm": norm(), "a": linear(), "b": linear(), "head": linear(8, 4)}, ["norm", "a", "b", "head"]),
         # Every one of two equal layers has its own normalisation, and all keep it.
         ({"n0": norm(), "a": linear(), "n1": norm(), "b": linear(), "n2": norm()}, ["n0 a", "n1 b", "n2"]),
         # The boundary that is kept is the one that fewer bytes cross.
-        ({"a": linear(6), "pad": nn.ZeroPad1d(3), "b": nn.Linear(12, 2)}, ["a", "pad b"]),
-        ({"a": linear(6), "pool": nn.ZeroPad1d(-2), "b": nn.Linear(2, 4)}, ["a pool", "b"]),
+        ({"a": linear(8, 6), "pad": nn.ZeroPad1d(3), "b": nn.Linear(12, 2)}, ["a", "pad b"]),
+        ({"a": linear(8, 6), "pool": nn.ZeroPad1d(-2), "b": nn.Linear(2, 4)}, ["a pool", "b"]),
         # Whoever wrote a list has cut there.
-        ({"all": nn.Sequential(linear(4), nn.Tanh(), nn.Linear(4, 8))}, ["all.0", "all.1", "all.2"]),
+        ({"all": nn.Sequential(linear(8, 4), nn.Tanh(), nn.Linear(4, 8))}, ["all.0", "all.1", "all.2"]),
         ({"only": norm()}, ["only"]),
     ],
 )
@@ -175,7 +154,7 @@ def test_modules_that_multiply_nothing_are_joined_to_a_neighbour(modules, expect
     ],
 )
 def test_a_layer_that_joins_modules_is_named_after_those_that_hold_parameters(modules, expected):
-    made = {"drop": nn.Dropout(0.5), "head": linear(4), "stem": norm()}
+    made = {"drop": nn.Dropout(0.5), "head": linear(8, 4), "stem": norm()}
     layers = layers_by_name({name: made.get(name, norm()) for name in modules})
     assert [layer.name for layer in layers] == expected
 

@@ -25,57 +25,38 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-
 class Block(nn.Module):
     def __init__(self, rate=0.2):
         super().__init__()
         self.norm, self.linear, self.rate = nn.LayerNorm(6), nn.Linear(6, 6), rate
-
     def forward(self, x):
         return x + F.dropout(self.linear(self.norm(x)), self.rate, self.training)
-
 
 class Stage(nn.Module):
     def __init__(self, entry):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(rate) for rate in (0.0, 0.2, 0.2))
-        self.entry = entry
-
+        self.blocks, self.entry = nn.ModuleList(Block(rate) for rate in (0.0, 0.2, 0.2)), entry
     def forward(self, x):
-        if self.entry:
-            x = F.dropout(x, 0.1)
+        x = F.dropout(x, 0.1) if self.entry else x
         for block in self.blocks:
             x = block(x)
         return x
 
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.stem = nn.Linear(6, 6)
+        self.stem, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
         self.stages = nn.Sequential(Stage(False), nn.Sequential(Block(), Block()), Stage(True))
-        self.head = nn.Linear(6, 3)
-
     def forward(self, x):
         return self.head(self.stages(self.stem(x)))
 
-
-def model():
-    return Net().double()
-
-
+def model(): return Net().double()
 def dataset():
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(90, 6, generator=generator, dtype=torch.float64)
     return torch.utils.data.TensorDataset(x, torch.randint(0, 3, (90,), generator=generator))
-
-
-def loss(output, batch):
-    return F.cross_entropy(output, batch[-1])
-
-
-def optimizer(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2)
+def loss(output, batch): return F.cross_entropy(output, batch[-1])
+def optimizer(parameters): return torch.optim.AdamW(parameters, lr=1e-2)
 """
 
 
@@ -126,7 +107,7 @@ def test_a_plan_of_whole_stages_runs_as_it_did(user: UserModel, cut: int, tmp_pa
 
 @pytest.mark.slow
 def test_a_plan_that_names_joined_modules_after_the_first_runs_as_it_did(tmp_path: Path) -> None:
-    text = FILE.replace("self.head =", "self.norm = nn.LayerNorm(6)\n        self.head =")
+    text = FILE.replace("self.stages =", "self.norm = nn.LayerNorm(6)\n        self.stages =")
     (tmp_path / "model.py").write_text(text.replace("self.stem(x)", "F.dropout(self.norm(self.stem(x)), 0.3)"))
     user = load(str(tmp_path / "model.py"))
     after = capture(user, user.build(0))
@@ -138,17 +119,11 @@ def test_a_plan_that_names_joined_modules_after_the_first_runs_as_it_did(tmp_pat
 
 
 WITH_PLUS = """
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.parts = nn.ModuleDict({"a+b": nn.Linear(6, 6), "c": nn.Linear(6, 6)})
         self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
-
     def forward(self, x):
         x = self.norm(F.dropout(x, 0.1))
         x = F.dropout(self.parts["c"](x), 0.2)
@@ -158,7 +133,7 @@ class Net(nn.Module):
 
 
 def test_modules_whose_names_have_a_plus_and_joined_second_calls_train_as_plainly(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(WITH_PLUS + FILE[FILE.index("\n\ndef model()") :])
+    (tmp_path / "model.py").write_text(FILE.replace("class Net", "class Before") + WITH_PLUS)
     user = load(str(tmp_path / "model.py"))
     graph = capture(user, user.build(0))
     names = [layer.name for layer in graph.layers]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.capture.batch import named_tensors
+from autopar.capture.check import check_gradients
 from autopar.capture.export import capture_module
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.split.edges import sequence_dims
@@ -44,6 +45,7 @@ def graph_of(name: str, attention: str) -> tuple[LayerGraph, dict[str, tuple[tor
     else:
         model, (batch, loss) = family(name, attention), example_of(name)
     graph = capture_module(model.double(), batch, loss)
+    check_gradients(model, graph, batch, loss)
     tensors, inputs = dict(named_tensors(batch)), dict[str, tuple[torch.Tensor, ...]]()
     for layer in graph.layers:
         inputs[layer.name] = tuple(tensors[name] for name in layer.inputs)
