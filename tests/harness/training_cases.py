@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import plain
 from any_plan import truth_of
+from autopar.capture.batch import model_arguments, named_outputs
 from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel, load
@@ -105,6 +106,17 @@ class Case:
     def truth(self, plan: Plan, steps: int = STEPS, **more: Any) -> plain.Trained:  # noqa: ANN401
         """Train plainly what a plan trains."""
         return truth_of(self.file, self.graph, plan, steps, **more)
+
+    def evaluate(self, state: dict[str, torch.Tensor], rows: range) -> tuple[float, dict[str, torch.Tensor]]:
+        """Return the plain model's loss and outputs of some samples, with these weights."""
+        model, batch = plain.load_file(self.file).model(), self.model.load_batch(self.model.dataset(), rows)
+        model.load_state_dict(state, strict=False)
+        with torch.no_grad():
+            positional, named = model_arguments(model.eval(), batch, has_loss=True)
+            output = model(*positional, **named)
+            loss = self.model.loss(output, batch)  # type: ignore[misc]
+        outputs = {name: value for name, value in named_outputs(output).items() if value.dim()}
+        return float(loss[0] / loss[1] if isinstance(loss, tuple) else loss), outputs
 
 
 _CAPTURED: dict[str, tuple[LayerGraph, dict[str, torch.Tensor]]] = {}

@@ -38,8 +38,8 @@ def test_shares_of_a_mini_batch_are_its_rows_in_order_and_epochs_reshuffle() -> 
     assert ShareLoader(model, plan, 3, (), CPU).load(3) == [{}, {}]
 
 
-@pytest.mark.reliability(36)
-def test_an_incomplete_mini_batch_is_filled_up_with_the_first_samples_of_the_epoch() -> None:
+@pytest.mark.reliability(35, 36)
+def test_an_incomplete_mini_batch_is_filled_up_with_the_first_samples_of_the_epoch_or_refused() -> None:
     case = model_case("dropout")
     data, inputs = case.model.dataset(), case.graph.tensor("batch.0")
     for rows, steps in ((7, 8), (60, 1)):
@@ -51,14 +51,9 @@ def test_an_incomplete_mini_batch_is_filled_up_with_the_first_samples_of_the_epo
             loaded = [loader.load(epoch * steps + step) for step in range(steps)]
             found = torch.cat([part["batch.0"] for parts in loaded for part in parts])
             assert torch.equal(found, torch.stack([data[index][0] for index in taken]))
-
-
-@pytest.mark.reliability(35)
-def test_a_dataset_smaller_than_a_mini_batch_is_refused() -> None:
-    case = model_case("dropout")
     said = r"dropout.py: the dataset has 100 samples, a mini-batch takes 102; plan with .* or pass `last='pad'`"
     with pytest.raises(FileError, match=said):
-        ShareLoader(case.model, case.plan([1], 2, 51), 0, [case.graph.tensor("batch.0")], CPU)
+        ShareLoader(case.model, case.plan([1], 2, 51), 0, [inputs], CPU)
 
 
 BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
@@ -94,40 +89,18 @@ def test_outputs_of_another_shape_than_the_plan_sends_are_refused_by_name() -> N
 
 
 DRAWN = """
-import random
-
-import numpy as np
-import torch
-from torch import nn
-
-
+import random, numpy as np, torch
 class Drawn(torch.utils.data.Dataset):
-    def __init__(self):
-        self.scale = np.random.rand()
-
-    def __len__(self):
-        return 30
-
+    def __init__(self): self.scale = np.random.rand()
+    def __len__(self): return 30
     def __getitem__(self, index):
         x = torch.rand(4) + random.random() + np.random.rand() * self.scale
         return x, x.sum(0, keepdim=True)
-
-
-def model():
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-
-
-def dataset():
-    return Drawn()
-
-
-def loss(output, batch):
-    return (output - batch[1]).square().mean()
+def model(): return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+def dataset(): return Drawn()
+def loss(output, batch): return (output - batch[1]).square().mean()
 """
-
-
 COLLATE = """
-
 def collate(samples):
     x = torch.stack([x for x, _ in samples])
     x = x - x.mean(0) + torch.rand(len(samples), 1)

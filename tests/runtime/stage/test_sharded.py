@@ -1,6 +1,7 @@
 """Stages whose replicas divide what they hold train as the plain loop does: docs/howto/verify.md, in float64."""
 
 import tempfile
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -12,9 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-import plain
 from any_plan import plans_of
-from autopar.capture.batch import model_arguments, named_outputs
 from autopar.capture.export import capture
 from autopar.capture.plain import train_plainly
 from autopar.capture.source import load
@@ -142,24 +141,15 @@ def test_sharded_stages_evaluate_as_the_plain_model(
     name: str, level: Shard, widths: tuple[int, ...], options: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:
     case = model_case(name)
-    user, plan = case.model, case.plan(widths, 2, 6, shard=level, **options)
+    plan = case.plan(widths, 2, 6, shard=level, **options)
     # A mini-batch, a micro-batch, and a few.
     arguments = {"plan": plan.dumps(), "model": str(MODELS / f"{name}.py"), "samples": [40, 63]}
     parts = pool.run("rank_jobs:train_and_evaluate", {**arguments, "folder": str(tmp_path)}, ranks=len(plan.devices))
     total, count = (sum(each) for each in zip(*parts, strict=True))  # type: ignore[call-overload]
-    model = plain.load_file(MODELS / f"{name}.py").model()
-    for stage in plan.stages:
-        model.load_state_dict(load_file(tmp_path / f"state-{stage.devices[0]}"), strict=False)
-    batch = user.load_batch(user.dataset(), range(40, 63))
-    with torch.no_grad():
-        arguments, named = model_arguments(model.eval(), batch, has_loss=True)
-        output = model(*arguments, **named)
-        loss = user.loss(output, batch)  # type: ignore[misc]
-    assert total / count == pytest.approx(float(loss[0] / loss[1] if isinstance(loss, tuple) else loss), rel=1e-12)
-    predicted, outputs = load_file(tmp_path / "predicted"), named_outputs(output)
-    assert predicted.keys() == {name for name, value in outputs.items() if value.dim()}
-    for name, value in predicted.items():
-        torch.testing.assert_close(value, outputs[name], rtol=1e-12, atol=1e-12)
+    states = [load_file(tmp_path / f"state-{stage.devices[0]}") for stage in plan.stages]
+    loss, outputs = case.evaluate(dict(ChainMap(*states)), range(40, 63))
+    assert total / count == pytest.approx(loss, rel=1e-12)
+    torch.testing.assert_close(load_file(tmp_path / "predicted"), outputs, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.slow

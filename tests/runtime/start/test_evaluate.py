@@ -1,114 +1,58 @@
 """Evaluating and predicting with a plan's stages gives what the plain model gives in evaluation mode."""
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import plain
-from autopar.capture.batch import model_arguments, named_tensors
+from autopar.capture.batch import named_tensors
 from autopar.capture.evaluation import EvaluationGraph, capture_evaluation, capture_prediction
-from autopar.capture.export import capture
-from autopar.capture.graph import LayerGraph
-from autopar.capture.source import UserModel, load
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.start.evaluate import Evaluation, rounds
 from autopar.runtime.start.job import Job
-from dictated import dictate
+from drawn_models import model_case
 from in_teams import in_teams
 from paths import MODELS
 from threads import act_in_threads, own
+from training_cases import Case, make_case
 
-CPU = torch.device("cpu")
-
-
-class Case(NamedTuple):
-    user: UserModel
-    module: nn.Module
-    graph: LayerGraph
-    loss: EvaluationGraph
-    outputs: EvaluationGraph
+GRAPHS: dict[str, tuple[EvaluationGraph, EvaluationGraph]] = {}
+"""Of the loss and of outputs, by the text of a model."""
 
 
-@cache
-def case(name: str) -> Case:
-    return case_of(MODELS / f"{name}.py")
-
-
-def case_of(file: Path) -> Case:
-    user = load(str(file))
-    module = user.build(0)
-    graph = capture(user, module)
-    batch = user.load_batch(user.dataset(), range(2))
-    cut = (module, batch, user.loss, graph)
-    return Case(user, module, graph, capture_evaluation(*cut), capture_prediction(*cut))
-
-
-def found_by_ranks(
-    known: Case, plan: Plan, batch: object, rows: int, steps: int
-) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Train, evaluate and predict; return the loss, rank 0's predictions and the state of first replicas."""
+def holds(case: Case, plan: Plan, rows: int) -> None:
+    """Train, evaluate and predict so many rows with ranks, and hold it against the plain model with their weights."""
     parts: dict[int, tuple[float, float]] = {}
     predicted: dict[str, torch.Tensor] = {}
     state: dict[str, torch.Tensor] = {}
-    values = named_tensors(batch)
+    text, samples, data = case.file.read_text(), range(40, 40 + rows), case.model.dataset()
+    values = named_tensors(case.model.load_batch(data, samples))
+    if text not in GRAPHS:
+        cut = (case.model.build(0), case.model.load_batch(data, range(2)), case.model.loss, case.graph)
+        GRAPHS[text] = capture_evaluation(*cut), capture_prediction(*cut)
 
     def act(job: Job, transport: Transport) -> None:
-        for step in range(steps):
+        loss, outputs = (Evaluation(job, own(each), transport, torch.device("cpu")) for each in GRAPHS[text])
+        for step in range(3):
+            # Training goes on as before behind an evaluation.
             job.step(step)
-        loss = Evaluation(job, own(known.loss), transport, CPU)
-        outputs = Evaluation(job, own(known.outputs), transport, CPU)
-        parts[job.rank] = loss.loss(0, rows, values)
-        found = outputs.predict(0, rows, values)
-        assert (found is None) == (job.rank > 0)
-        predicted.update(found or {})
-        # Training goes on as before.
-        job.step(steps)
-        parts[job.rank] = loss.loss(0, rows, values)
-        predicted.update(outputs.predict(0, rows, values) or {})
+            if step:
+                parts[job.rank], found = loss.loss(0, rows, values), outputs.predict(0, rows, values)
+                assert (found is None) == (job.rank > 0)
+                predicted.update(found or {})
         job.finish()
         whole = {name: job.whole(name) for name in job.state()}
         if job.replica == 0:
             state.update(whole)
 
-    held = {**dict(known.module.named_parameters()), **dict(known.module.named_buffers())}
-    act_in_threads(plan, known.graph, known.user, held, act)
+    act_in_threads(plan, case.graph, case.model, case.state, act)
     total, count = (sum(each) for each in zip(*parts.values(), strict=True))
-    return total / count, predicted, state
-
-
-def plainly(known: Case, state: dict[str, torch.Tensor], batch: object) -> tuple[float, dict[str, torch.Tensor]]:
-    model = plain.load_file(known.user.path).model()
-    model.load_state_dict(state, strict=False)
-    model.eval()
-    assert known.user.loss is not None
-    with torch.no_grad():
-        positional, named = model_arguments(model, batch, has_loss=True)
-        output = model(*positional, **named)
-        loss = known.user.loss(output, batch)
-    value = float(loss[0] / loss[1]) if isinstance(loss, tuple) else float(loss)
-    if isinstance(output, torch.Tensor):
-        return value, {"output": output}
-    if isinstance(output, tuple):
-        return value, {"0": output[0]}
-    return value, {"logits": output["logits"], **{f"hidden.{i}": each for i, each in enumerate(output["hidden"])}}
-
-
-def holds(known: Case, plan: Plan, rows: int) -> None:
-    """Hold what ranks find of so many rows against the plain model that has their weights."""
-    batch = known.user.load_batch(known.user.dataset(), range(40, 40 + rows))
-    loss, predicted, state = found_by_ranks(known, plan, batch, rows, steps=2)
-    expected, outputs = plainly(known, state, batch)
-    assert loss == pytest.approx(expected, rel=1e-12)
-    assert predicted.keys() == outputs.keys()
-    for key, output in outputs.items():
-        torch.testing.assert_close(predicted[key], output, rtol=1e-12, atol=1e-12)
+    expected, outputs = case.evaluate(state, samples)
+    assert total / count == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(predicted, outputs, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.some(5)
@@ -126,23 +70,8 @@ def holds(known: Case, plan: Plan, rows: int) -> None:
 def test_batches_of_any_size_on_any_plan_give_the_plain_models_loss_and_outputs(
     name: str, widths: tuple[int, ...], options: dict[str, Any], rows: int
 ) -> None:
-    known = case(name)
     # Of 12 samples in a mini-batch, 6 in a micro-batch: batch normalisation needs two in a share.
-    holds(known, dictate(known.graph, known.user, widths, 2, 6, **options), rows)
-
-
-@pytest.fixture(scope="module")
-def without_dropout(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
-    """Give models whose ranks never wait for each other to draw, as threads do."""
-    folder = tmp_path_factory.mktemp("models")
-
-    @cache
-    def made(name: str) -> Case:
-        text = (MODELS / f"{name}.py").read_text().replace("nn.Dropout(", "nn.Threshold(-1e9, ")
-        (folder / f"{name}.py").write_text(text)
-        return case_of(folder / f"{name}.py")
-
-    return made
+    holds(model_case(name), model_case(name).plan(widths, 2, 6, **options), rows)
 
 
 @pytest.mark.some(5)
@@ -152,17 +81,18 @@ def without_dropout(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
     [((1,), (4,), 1), ((1, 1), (2, 2), 12), ((1, 1), (2, 4), 7), ((2, 1), (2, 1), 33), ((1, 2), (1, 2), 15)],
 )
 def test_teams_evaluate_batches_of_any_size_once(
-    name: str, widths: tuple[int, ...], sizes: tuple[int, ...], rows: int, without_dropout: Callable[[str], Case]
+    name: str, widths: tuple[int, ...], sizes: tuple[int, ...], rows: int, tmp_path: Path
 ) -> None:
-    known = without_dropout(name)
-    plan = in_teams(known.graph, dictate(known.graph, known.user, widths, 2, 6), sizes)
+    # Without dropout: threads wait for each other to draw.
+    text = (MODELS / f"{name}.py").read_text().replace("nn.Dropout(", "nn.Threshold(-1e9, ")
+    case = make_case(tmp_path / f"{name}.py", text)
+    plan = in_teams(case.graph, case.plan(widths, 2, 6), sizes)
     assert any(stage.cuts for stage in plan.stages)
-    holds(known, plan, rows)
+    holds(case, plan, rows)
 
 
 def test_rounds_are_the_plans_and_what_is_left() -> None:
-    known = case("otherwise")
-    plan = dictate(known.graph, known.user, [3, 1], 2, 4)
+    plan = model_case("otherwise").plan([3, 1], 2, 4)
     assert rounds(plan, 31) == [(2, 4)] * 3 + [(1, 4), (1, 3)]
     assert rounds(plan, 8) == [(2, 4)]
     with pytest.raises(UsageError, match=r"leaves 2 samples .* the 3 replicas of stage 0 cannot split; .* of 4"):
