@@ -3,6 +3,15 @@
 from collections.abc import Callable
 from pathlib import Path
 
+MODEL = """
+import torch
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+def dataset():
+    return torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+def loss(output, batch):
+    return (output - batch[1]).square().mean()
+"""
 Run = Callable[..., tuple[int, str, str]]
 """Runs autopar with arguments; returns (exit code, stdout, stderr)."""
 
