@@ -14,16 +14,16 @@ from equal_plans import equal_plan, llama_profile, random_equal
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
 
-def folder_with_llama(folder: Path, **content: object) -> Path:
+def folder_with_llama(folder: Path) -> Path:
     (folder / "llama").mkdir()
-    (folder / "llama" / "config.json").write_text(json.dumps({**LLAMA, **content}))
+    (folder / "llama" / "config.json").write_text(json.dumps(LLAMA))
     return folder / "plan.json"
 
 
 def planned(schedule: str = "1f1b", groups: int = 2, **options: object):  # noqa: ANN201
     profile = llama_profile()
-    source = profile.model.model_copy(update={"source": "hf:llama", "sequence": 128})
-    profile = profile.model_copy(update={"model": source})
+    model = profile.model.model_copy(update={"source": "hf:llama", "sequence": 128})
+    profile = profile.model_copy(update={"model": model})
     plan, cluster = equal_plan(profile, schedule, groups, **options)  # type: ignore[arg-type]
     return plan, profile, cluster
 
@@ -38,17 +38,20 @@ def test_every_head_says_version_prediction_memory_and_bubble(tmp_path: Path) ->
             assert words in text, (name, words)
 
 
-def test_stages_of_torch_are_python_with_the_plans_cuts(tmp_path: Path) -> None:
-    main, stages = export_plan("torch", planned("zb-v"), folder_with_llama(tmp_path)).files
+def test_stages_of_torch_are_python_with_the_plans_cuts_and_name_files_from_where_they_are(tmp_path: Path) -> None:
+    path = folder_with_llama(tmp_path)
+    main, stages = export_plan("torch", planned("zb-v"), path).files
     assert (main.name, stages.name) == ("schedule.csv", "stages.py")
-    values = {
-        node.targets[0].id: node.value  # type: ignore[attr-defined]
-        for node in ast.parse(stages.text).body
-        if isinstance(node, ast.Assign)
-    }
+    found = (node for node in ast.parse(stages.text).body if isinstance(node, ast.Assign))
+    values = {node.targets[0].id: node.value for node in found}  # type: ignore[attr-defined]
     assert ast.literal_eval(values["CUTS"]) == [0, 3, 7, 10, 14]
     assert ast.literal_eval(values["STAGES"]) == [[0, 3], [1, 2]]
     assert 'load("hf:" + str(FOLDER / "llama"), sequence=128)' in stages.text
+    (tmp_path / "there").mkdir()
+    made = export_plan("torch", planned(), path, tmp_path / "there" / "own.csv")
+    assert 'FOLDER / "../llama"' in made.files[1].text
+    assert 'FOLDER / "own.csv"' in made.files[1].text
+    assert made.files[0].name == "own.csv"
 
 
 @pytest.mark.parametrize("nearest", [False, True])
@@ -57,19 +60,6 @@ def test_of_a_pipeline_without_flushes_the_remedy_is_one_that_helps(tmp_path: Pa
     inputs = (plan.model_copy(update={"weight_policy": "stash"}), *others)
     with pytest.raises(UsageError, match=r"never flushed \(policy stash\).*; plan with `policy='sync'`$"):
         export_plan("torch", inputs, folder_with_llama(tmp_path), nearest=nearest)  # type: ignore[arg-type]
-
-
-def test_what_a_plan_names_is_relative_to_the_file_that_is_written(tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    made = export_plan("torch", planned(), folder_with_llama(tmp_path), tmp_path / "there" / "own.csv")
-    assert 'FOLDER / "../llama"' in made.files[1].text
-    assert 'FOLDER / "own.csv"' in made.files[1].text
-    assert made.files[0].name == "own.csv"
-
-
-def test_a_part_of_a_stage_that_runs_again_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="recomputes 1 of 7 layers"):
-        export_plan("torch", planned(recompute=(1,)), folder_with_llama(tmp_path))
 
 
 def test_the_configuration_of_a_model_is_read_where_there_is_one(tmp_path: Path) -> None:
@@ -94,7 +84,7 @@ def test_a_script_exports_what_it_has_planned(tmp_path: Path, monkeypatch: pytes
     assert made.plan.predicted == plan.predicted
 
 
-def test_what_is_refused_is_exported_as_the_nearest_that_can_be_and_says_what_that_costs(tmp_path: Path) -> None:
+def test_the_nearest_of_what_is_refused_says_what_it_costs_and_of_what_is_not_is_that_itself(tmp_path: Path) -> None:
     path, refused = tmp_path / "plan.json", 0
     for seed in range(5):
         plan, profile, cluster = random_equal(seed)
@@ -113,10 +103,6 @@ def test_what_is_refused_is_exported_as_the_nearest_that_can_be_and_says_what_th
             assert note[:40] in made.files[-1].text or note[:40] in made.text
             refused += 1
     assert refused == 25
-
-
-def test_a_plan_that_can_be_exported_is_exported_as_it_is(tmp_path: Path) -> None:
-    path = folder_with_llama(tmp_path)
-    made = export_plan("megatron", planned(), path, nearest=True)
+    made = export_plan("megatron", planned(), folder_with_llama(tmp_path), nearest=True)
     assert made.notes == ()
     assert made.plan.stages == planned()[0].stages

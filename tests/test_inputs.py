@@ -67,11 +67,10 @@ def test_model_and_data_are_found_from_the_plan_s_folder(folder: Path) -> None:
     (folder / "tokens").mkdir()
     update = {"source": "hf:../tokens", "data": "../model.py"}
     plan = plan.model_copy(update={"model": plan.model.model_copy(update=update)})
-    model, data = model_of(plan, path), data_of(plan, path)
-    assert model.startswith("hf:")
-    assert Path(model.removeprefix("hf:")).samefile(folder / "tokens")
-    assert data is not None
-    assert data.samefile(folder / "model.py")
+    kind, _, model = model_of(plan, path).partition(":")
+    assert kind == "hf"
+    assert Path(model).samefile(folder / "tokens")
+    assert (data_of(plan, path) or Path()).samefile(folder / "model.py")
     source = plan.model.model_copy(update={"source": "graph.txt"})
     with pytest.raises(FileError, match=r"expected a \.py file, hf: and a configuration, .* found 'graph\.txt'"):
         model_of(plan.model_copy(update={"model": source}), path)
@@ -82,10 +81,8 @@ def test_the_cluster_is_the_one_named_else_the_one_beside_the_profile_else_estim
     beside = cluster_file(None, folder / "profile.json")
     assert beside == folder / "cluster.json"
     assert machines(None, beside, profile, 5) == (local_cluster(2), beside.read_text())
-    assert machines("2xH100", cluster_file("2xH100", folder / "profile.json"), profile, 5) == (
-        cluster_named("2xH100"),
-        None,
-    )
+    named = cluster_file("2xH100", folder / "profile.json")
+    assert machines("2xH100", named, profile, 5) == (cluster_named("2xH100"), None)
     beside.unlink()
     estimated, text = machines(None, beside, profile, 5)
     assert (len(estimated.devices), text) == (5, None)
@@ -94,16 +91,12 @@ def test_the_cluster_is_the_one_named_else_the_one_beside_the_profile_else_estim
         cluster_file("", folder / "profile.json")
 
 
-def _twice_on_two() -> Plan:
-    """Return a plan of two stages, both on the same two replicas."""
-    costs = CostModel(gpt_profile(blocks=2), local_cluster(2), PlanOptions(gpus=2))
-    stages = (CandidateStage(0, 2, (0, 1), (2, 2), 4), CandidateStage(2, 4, (0, 1), (2, 2), 4))
-    return assemble(costs, Candidate(4, 4, "interleaved", stages), PlanOptions(), 0.0, (), ())
-
-
 def test_programs_whose_reductions_stand_elsewhere_are_run_but_not_simulated(tmp_path: Path) -> None:
-    plan, path = _twice_on_two(), tmp_path / "program.json"
-    ranks = []
+    costs = CostModel(gpt_profile(blocks=2), local_cluster(2), PlanOptions(gpus=2))
+    # Both are on the same two replicas.
+    stages = (CandidateStage(0, 2, (0, 1), (2, 2), 4), CandidateStage(2, 4, (0, 1), (2, 2), 4))
+    plan = assemble(costs, Candidate(4, 4, "interleaved", stages), PlanOptions(), 0.0, (), ())
+    path, ranks = tmp_path / "program.json", []
     for actions in expand(plan).ranks:
         moved = list(actions)
         at = next(at for at, action in enumerate(moved) if action.kind == REDUCE and action.stage == 1)

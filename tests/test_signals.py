@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,40 +23,28 @@ from suite import warm
 FILE = """
 import os
 import signal
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
+class Net(nn.Sequential):
     def forward(self, x):
         try:
             if os.environ.get("ENDS") and (os.environ["ENDS"] == "0" or torch.compiler.is_compiling()):
                 os.kill(os.getpid(), int(os.environ["SIGNAL"]))
-            for block in self.blocks:
-                x = block(x)
-            return x
+            return super().forward(x)
         except BaseException:
             # Where C++ code has called this, it may let nothing through.
             os._exit(66)
 
-
 def model():
-    return Net()
-
+    return Net(*(nn.Linear(4, 4) for _ in range(3)))
 
 def dataset():
     return torch.utils.data.TensorDataset(torch.zeros(16, 4), torch.zeros(16, dtype=torch.int64))
 
-
 def loss(output, batch):
     return F.cross_entropy(output, batch[-1])
-
 
 def optimizer(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
@@ -109,30 +98,22 @@ def test_a_signal_ends_a_command_at_once(
 
 def test_what_ends_by_itself_is_asked_first_and_the_second_signal_unwinds(capfd: pytest.CaptureFixture[str]) -> None:
     came: list[int] = []
-    asked: list[str] = []
-
-    def ask() -> bool:
-        asked.append("to stop")
-        return True
-
+    ask = Mock(return_value=True)
     with unwind_on_termination(came), stopping(ask):
         os.kill(os.getpid(), signal.SIGTERM)
-        assert (came, asked) == ([signal.SIGTERM], ["to stop"])
+        assert (came, ask.call_count) == ([signal.SIGTERM], 1)
         with pytest.raises(Termination, match="ended by SIGTERM"):
             os.kill(os.getpid(), signal.SIGTERM)
-    assert (came, asked) == ([signal.SIGTERM] * 2, ["to stop"])
+    assert (came, ask.call_count) == ([signal.SIGTERM] * 2, 1)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert capfd.readouterr().err == "autopar: ended by SIGTERM: ending behind this step; once more ends at once\n"
 
 
 def test_an_interrupt_is_noted_even_if_it_turns_into_something_else() -> None:
     came: list[int] = []
-    with record_interrupts(came):
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-        except KeyboardInterrupt:
-            swallowed = True
-    assert (came, swallowed) == ([signal.SIGINT], True)
+    with record_interrupts(came), pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert came == [signal.SIGINT]
     assert [ended_by(each) for each in (signal.SIGINT, signal.SIGHUP)] == ["interrupted", "ended by SIGHUP"]
 
 
