@@ -26,16 +26,14 @@ def test_without_a_profile_a_stages_slowest_replica_is_compared_with_the_plans_o
 
 def test_a_run_is_held_against_what_was_predicted_of_it_kind_by_kind() -> None:
     plan = plan_of("1f1b", (1, 1))
-    times_as_long = {"F": 2.0, "B": 0.5, "U": 3.0}
+    factors = {"F": 2.0, "B": 0.5, "U": 3.0}
     predicted = play(plan)
     units = own_times(predicted)
     # Alone, an action of a run takes what it is said to; messages depend on both ends, and are left out here.
-    results = results_of(
-        plan, 4, lambda step, rank, action: times_as_long.get(action.kind, 1.0) * units.get((rank, action), 0.01)
-    )
-    outcome = compare_with_prediction(outcome_of(plan, expand(plan), results, "drawn"), plan, lambda: predicted)
-    ratios = {each.kind: each.ratio for each in outcome.report.kinds if each.kind in times_as_long}
-    assert ratios == pytest.approx(times_as_long)
+    found = results_of(plan, 4, lambda _, rank, action: factors.get(action.kind, 1.0) * units.get((rank, action), 0.01))
+    outcome = compare_with_prediction(outcome_of(plan, expand(plan), found, "drawn"), plan, lambda: predicted)
+    ratios = {each.kind: each.ratio for each in outcome.report.kinds if each.kind in factors}
+    assert ratios == pytest.approx(factors)
     assert outcome.report.notes == ()
     report = outcome.report
     assert sum(each.measured_s for each in report.causes) == pytest.approx(report.step_s.median)
@@ -55,10 +53,8 @@ def test_where_nothing_can_be_predicted_the_plan_s_own_times_are_taken_and_a_not
     assert {each.kind: each.ratio for each in report.kinds} == pytest.approx({"F": 1 / 0.5, "B": 1 / 2.0})
     (note,) = report.notes
     assert note.endswith("the plan records no profile")
-    silent = plan.model_copy(
-        update={"predicted": plan.predicted.model_copy(update={"forward_s": (), "backward_s": ()})}
-    )
-    report = compare_with_prediction(outcome, silent, fail).report
+    mute = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"forward_s": (), "backward_s": ()})})
+    report = compare_with_prediction(outcome, mute, fail).report
     assert (report.kinds, report.causes, report.notes) == ((), (), ())
 
 

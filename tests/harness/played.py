@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from autopar.formats.plan import Plan, layout_of
 from autopar.formats.prediction import Prediction
@@ -89,28 +90,9 @@ def results_of(plan: Plan, steps: int, length: Callable[[int, int, Action], floa
                 now = spans[-1][1]
             times[str(step)] = spans
             ends.append(now)
-        found.append(
-            RankResult(
-                rank=rank,
-                stages=list(stages),
-                replica=replica,
-                loss=[1.0] * steps,
-                count=[0.0] * steps,
-                starts_s=starts,
-                ends_s=ends,
-                times_s=times,
-                backend="gloo",
-                peak_bytes=7,
-                peak_kind="resident",
-                gradient_norm=[None] * steps,
-                overflow=[False] * steps,
-                layers_s={},
-                forward_flops=10**12,
-                peak_flops_per_s=None,
-                samples=16,
-                checkpoints=[],
-                buffers_bytes=0,
-                saved_files={},
-            )
-        )
+        own: dict[str, Any] = {"rank": rank, "stages": list(stages), "replica": replica, "samples": 16}
+        own |= {"loss": [1.0] * steps, "count": [0.0] * steps, "starts_s": starts, "ends_s": ends, "times_s": times}
+        own |= {"gradient_norm": [None] * steps, "overflow": [False] * steps, "layers_s": {}, "forward_flops": 10**12}
+        own |= {"backend": "gloo", "peak_bytes": 7, "peak_kind": "resident", "peak_flops_per_s": None}
+        found.append(RankResult(**own, checkpoints=[], buffers_bytes=0, saved_files={}))
     return found
