@@ -23,9 +23,7 @@ from autopar.ranks.pool import RankPool
 PLAIN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-def test_another_number_of_ranks_than_the_plan_s_is_refused_before_anyone_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_number_of_ranks_than_the_plan_s_is_refused_before_any_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"^the number of ranks started is 2, fewer than the 3 that the plan needs"):
         join_from_environment(rank_from_environment(PLAIN), "cpu", 1.0, 3).__enter__()
     for name, value in PLAIN.items():

@@ -43,9 +43,7 @@ PLAIN = told("RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500")
         pytest.param(PLAIN, (1, 2, 1, 2, "127.0.0.1", 29500), id="one-host"),
     ],
 )
-def test_a_launcher_s_environment_says_which_rank_this_is(
-    environment: dict[str, str], expected: tuple[object, ...]
-) -> None:
+def test_a_launcher_s_environment_says_which_rank_this_is(environment: dict[str, str], expected: object) -> None:
     found = rank_from_environment(environment)
     assert found[:6] == expected
     assert found.one_host == (found.local_size == found.size)

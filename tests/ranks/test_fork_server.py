@@ -83,9 +83,7 @@ def test_servers_are_closed_while_they_start() -> None:
 
 def serve(jobs: list[dict[str, Any]], parent: int) -> tuple[int, list[dict[str, Any]], str]:
     """Run a rank's process until it has served the jobs; return its exit code, its answers and its standard output."""
-    read, write = os.pipe()
-    job_reader, job_writer = os.pipe()
-    reports_reader, reports = os.pipe()
+    (read, write), (job_reader, job_writer), (reports_reader, reports) = os.pipe(), os.pipe(), os.pipe()
     ends = {"reports": reports, "jobs": [job_reader], "answers": [write]}
     settings = json.dumps({"parent": parent, "threads": 1, "imports": [], **ends})
     command = [sys.executable, "-m", "autopar.ranks.fork_server", settings]

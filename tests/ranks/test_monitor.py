@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
@@ -99,9 +99,7 @@ def test_of_ranks_that_stand_still_the_one_that_does_not_wait_is_named(ranks: li
         _monitor(ranks, board, watch).until_done()
 
 
-def _play(
-    ranks: list[Played], board: Board, ratios: Sequence[Sequence[float]], on_slow: Callable[[int, float, float], None]
-) -> None:
+def _play(ranks: list[Played], board: Board, ratios: Sequence[Sequence[float]], on_slow: Callable[..., Any]) -> None:
     """Have all ranks note how slow they were, step by step."""
     steps = enumerate(ratios)
 
@@ -119,9 +117,7 @@ def _play(
     _monitor(ranks, board, Watch(60.0, on_message=step, on_slow=on_slow)).until_done()
 
 
-def test_a_rank_is_called_slow_after_three_steps_and_no_longer_once_it_is_quick(
-    ranks: list[Played], board: Board
-) -> None:
+def test_a_rank_is_called_slow_after_three_steps_and_not_once_it_is_quick(ranks: list[Played], board: Board) -> None:
     said: list[tuple[int, float, float]] = []
     # Two slow steps, a quick one, four slow ones, one that is neither, and a quick one.
     ratios = [2.0, 2.0, 1.0, 2.0, 2.0, 2.0, 2.0, 1.4, 1.1]
@@ -130,9 +126,7 @@ def test_a_rank_is_called_slow_after_three_steps_and_no_longer_once_it_is_quick(
 
 
 @pytest.mark.parametrize("ratios", [(2.0, 2.0, 2.1), (0.0, 3.0, 1.0), (1.0, 1.4, 1.0)])
-def test_ranks_that_are_slow_alike_or_whose_plan_has_no_times_are_not_said(
-    ratios: tuple[float, ...], ranks: list[Played], board: Board
-) -> None:
+def test_ranks_slow_alike_or_without_time_go_unsaid(ratios: Sequence[float], ranks: list[Played], board: Board) -> None:
     said: list[object] = []
     _play(ranks, board, [ratios] * 20, lambda *each: said.append(each))
     assert not said

@@ -8,9 +8,7 @@ import pytest
 
 from autopar.ranks.scratch import Scratch
 
-OWNER = (
-    "import sys; from autopar.ranks.scratch import Scratch; print(Scratch('run').path, flush=True); sys.stdin.read()"
-)
+OWNER = "from autopar.ranks.scratch import Scratch; print(Scratch('run').path, flush=True); input()"
 
 
 @pytest.fixture(autouse=True)
