@@ -123,17 +123,14 @@ def test_a_described_cluster_may_have_racks(tmp_path: Path) -> None:
         ("0xH100", "has no devices"),
         ("99999x99999xH100", "has 9999800001 devices; at most 65536"),
         ("H100", "a name is [[RACKSx]NODESx]GPUSxGPU[:BANDWIDTH[:BANDWIDTH]]"),
-        ("0x2x8xH100", "has no devices"),
         ("2x8xH100:200Gbps:100Gbps", "has no racks for :100Gbps to connect; write RACKSxNODESxGPUSxGPU"),
         ("2x2x8xH100:200Gbps:slow", "bandwidth between racks"),
         ("-1xH100", "no cluster is called '-1xH100'"),
-        ("8xH100:200Gbps", "is one node, which needs no network; leave out :200Gbps"),
         ("2x8xH100:fast", "write bytes or bits per second, such as 25GB/s or 200Gbps"),
         ("2x8xH100:0Gbps", "must be at least 1"),
         ("", "no cluster is called ''"),
         ("8xH100:1Gbps+8xA100", "no cluster is called '8xH100:1Gbps+8xA100'"),
         ("8xH100+0xA100", "cluster '8xH100+0xA100' has no devices in 0xA100"),
-        ("8xH100+8xA1000", "no GPU called 'A1000' is known; the nearest are A100"),
         ("65536xH100+1xA100", "has 65537 devices; at most 65536"),
         ("8xH100:400Gbps", "leave out :400Gbps, or write 400Gbps/gpu for links within the node"),
         ("1xH100:400Gbps/gpu", "is one node, which needs no network; leave out :400Gbps/gpu"),
@@ -192,13 +189,8 @@ def test_a_broken_description_is_refused_with_its_key(lab: Path, old: str, new: 
 
 def test_files_and_names_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert is_file("none.json")
-    assert is_file("deep/cluster")
-    assert not is_file("8xH100")
-    assert not is_file("4x8xA100-80G:25GB/s")
-    assert not is_file("8xH100+8xA100-80G:25GB/s")
-    assert is_file("4x8xA100/lab")
-    assert is_file("C:\\lab")
+    assert all(map(is_file, ("none.json", "deep/cluster", "4x8xA100/lab", "C:\\lab")))
+    assert not any(map(is_file, ("8xH100", "4x8xA100-80G:25GB/s", "8xH100+8xA100-80G:25GB/s")))
     Path("8xH100").write_text("")
     assert is_file("8xH100")
 

@@ -8,28 +8,21 @@ from autopar.schedules.order import Computation, places
 
 
 class Times(NamedTuple):
-    """Seconds of a stage's forward, and of the halves of its backward."""
-
     forward_s: float
     input_s: float
     weight_s: float
 
 
 class Timed(NamedTuple):
-    """What a step of a schedule comes to."""
-
     step_s: float
     idle_s: list[float]
     """By group, between its first computation and its last."""
 
 
-def orders(
-    schedule: str, groups: int, chunks: int, micro_batches: int, warmup: str | None = None
-) -> list[list[Computation]]:
-    """Return every group's computations; ``warmup`` is by default the first that is named."""
+def orders(schedule: str, groups: int, chunks: int, micro_batches: int) -> list[list[Computation]]:
+    """Return every group's computations, with the first depths that are named."""
     chosen = SCHEDULES[schedule]
-    named = chosen.warmups(groups, chunks, micro_batches)
-    depths = named[warmup] if warmup else next(iter(named.values()))
+    depths = next(iter(chosen.warmups(groups, chunks, micro_batches).values()))
     return [list(chosen.order(place)) for place in places(layout_of(schedule), groups, chunks, micro_batches, depths)]
 
 

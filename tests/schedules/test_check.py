@@ -72,46 +72,59 @@ def _moved(action: str, behind: str) -> Edit:
 RING = "; rank 0 waits for rank 1 at RG0@0<1@1; rank 1 waits for rank 0 at R0@1<0@0$"
 
 
-@pytest.mark.parametrize(
-    ("rank", "edit", "message"),
-    [
-        (0, lambda actions: actions[1:], r"rank 0 \(stage 0\): F0@0 is missing"),
-        (0, lambda actions: [*actions, "F9@0"], r"rank 0 \(stage 0\): F9@0 is not part of the plan"),
-        (1, lambda actions: [*actions[:2], "Q"], r"\$\.ranks\[1\], position 2: not an action: 'Q'"),
-        (0, _moved("S0@0>1@1", "S1@0>1@1"), r"rank 1 expects R0@1<0@0, but rank 0 sends S1@0>1@1 first"),
-        (1, _moved("F0@1", "B0@1"), r"rank 1 \(stage 1\), position 1: B0@1 stands before F0@1, which it needs"),
-        (0, _moved("F0@0", "S0@0>1@1"), r"S0@0>1@1 stands before F0@0, which it needs"),
-        (1, _moved("B0@1", "SG0@1>0@0"), r"SG0@1>0@0 stands before B0@1, which it needs"),
-        (0, _moved("F2@0", "RG0@0<1@1"), r"rank 0 \(stage 0\) keeps 3 micro-batches in flight, allowed 2"),
-        (1, _moved("R2@1<0@0", "R1@1<0@0"), r"rank 1 \(stage 1\) holds 2 messages that are not yet computed with"),
-        (1, _moved("SG0@1>0@0", "B1@1"), r"rank 1 \(stage 1\) holds 2 messages that are not yet sent"),
-        (0, _moved("RG0@0<1@1", "F0@0"), r"deadlock: rank 0 \(stage 0\) waits forever at RG0@0<1@1.*" + RING),
-    ],
-)
-def test_a_broken_program_is_refused_by_rank_and_action(tmp_path: Path, rank: int, edit: Edit, message: str) -> None:
-    _refused(tmp_path, make("1f1b", 4, [(1,), (1,)], [2, 1], chain(2)), rank, edit, message)
-
-
-def test_a_weight_half_that_comes_later_than_planned_is_refused(tmp_path: Path) -> None:
-    plan = make("zb-h1", 4, [(1,), (1,)], [2, 1], chain(2))
-    message = r"rank 1 \(stage 1\) holds 3 micro-batches whose backward is not complete, and memory was planned for 2"
-    _refused(tmp_path, plan, 1, _moved("W0@1", "F2@1"), message)
+_TWO = make("1f1b", 2, [(1,), (1,)], [2, 1], chain(2))
+_STAGES = tuple(stage.model_copy(update={"warmup": depth}) for stage, depth in zip(_TWO.stages, (3, 1), strict=True))
+PLANS = {
+    "1f1b": make("1f1b", 4, [(1,), (1,)], [2, 1], chain(2)),
+    "zb-h1": make("zb-h1", 4, [(1,), (1,)], [2, 1], chain(2)),
+    "zb-v": make("zb-v", 2, [(1, 1)], [2, 1], chain(2)),
+    "stash": _TWO.model_copy(update={"weight_policy": "stash", "stages": _STAGES}),
+}
 
 
 @pytest.mark.parametrize(
-    ("rank", "edit", "message"),
+    ("plan", "rank", "edit", "message"),
     [
-        (0, _moved("F4@0", "B1@0v1"), r"F4@0, counted through .* stands where it would not see version 1"),
-        (0, _moved("B0@0v1", "U@0"), r"N3@0 stands where the plan's own program has B0@0v1; without flushes, only"),
-        (1, lambda actions: [each for each in actions if each != "F1@1"], r"rank 1 \(stage 1\): F\d@1 is missing"),
-        (1, _moved("R1@1<0@0", "F2@1"), r"F\d@1 stands before R\d@1<0@0, which it needs"),
-        (0, lambda actions: [actions[-2], actions[-1], *actions[:-2]], r"would not see version|keeps 4 micro-batches"),
+        ("1f1b", 0, lambda actions: actions[1:], r"rank 0 \(stage 0\): F0@0 is missing"),
+        ("1f1b", 0, lambda actions: [*actions, "F9@0"], r"rank 0 \(stage 0\): F9@0 is not part of the plan"),
+        ("1f1b", 1, lambda actions: [*actions[:2], "Q"], r"\$\.ranks\[1\], position 2: not an action: 'Q'"),
+        ("1f1b", 0, _moved("S0@0>1@1", "S1@0>1@1"), r"rank 1 expects R0@1<0@0, but rank 0 sends S1@0>1@1 first"),
+        ("1f1b", 1, _moved("F0@1", "B0@1"), r"rank 1 \(stage 1\), position 1: B0@1 stands before F0@1, which it needs"),
+        ("1f1b", 0, _moved("F0@0", "S0@0>1@1"), r"S0@0>1@1 stands before F0@0, which it needs"),
+        ("1f1b", 1, _moved("B0@1", "SG0@1>0@0"), r"SG0@1>0@0 stands before B0@1, which it needs"),
+        ("1f1b", 0, _moved("F2@0", "RG0@0<1@1"), r"rank 0 \(stage 0\) keeps 3 micro-batches in flight, allowed 2"),
+        (
+            "1f1b",
+            1,
+            _moved("R2@1<0@0", "R1@1<0@0"),
+            r"rank 1 \(stage 1\) holds 2 messages that are not yet computed with",
+        ),
+        ("1f1b", 1, _moved("SG0@1>0@0", "B1@1"), r"rank 1 \(stage 1\) holds 2 messages that are not yet sent"),
+        ("1f1b", 0, _moved("RG0@0<1@1", "F0@0"), r"deadlock: rank 0 \(stage 0\) waits forever at RG0@0<1@1.*" + RING),
+        ("zb-h1", 1, _moved("W0@1", "F2@1"), r"3 micro-batches whose backward is not complete, and .* planned for 2"),
+        (
+            "zb-v",
+            1,
+            _moved("W1@1", "B1@0"),
+            "rank 1 begins to reduce stage 0 where .* with stage 1; they must keep one",
+        ),
+        ("stash", 0, _moved("F4@0", "B1@0v1"), r"F4@0, counted through .* stands where it would not see version 1"),
+        ("stash", 0, _moved("B0@0v1", "U@0"), r"N3@0 stands where the plan's own program has B0@0v1; without flushes"),
+        ("stash", 1, lambda actions: [each for each in actions if each != "F1@1"], r"rank 1 .*: F\d@1 is missing"),
+        ("stash", 1, _moved("R1@1<0@0", "F2@1"), r"F\d@1 stands before R\d@1<0@0, which it needs"),
+        ("stash", 0, lambda actions: [*actions[-2:], *actions[:-2]], "would not see version|keeps 4 micro-batches"),
     ],
 )
-def test_an_edit_that_breaks_a_policys_rule_is_refused(tmp_path: Path, rank: int, edit: Edit, message: str) -> None:
-    plan = make("1f1b", 2, [(1,), (1,)], [2, 1], chain(2))
-    stages = (stage.model_copy(update={"warmup": depth}) for stage, depth in zip(plan.stages, (3, 1), strict=True))
-    _refused(tmp_path, plan.model_copy(update={"weight_policy": "stash", "stages": tuple(stages)}), rank, edit, message)
+def test_a_broken_program_is_refused_by_rank_and_action(
+    tmp_path: Path, plan: str, rank: int, edit: Edit, message: str
+) -> None:
+    content = json.loads(expand(PLANS[plan]).dumps())
+    content["ranks"][rank] = " ".join(edit(content["ranks"][rank].split()))
+    (tmp_path / "p.json").write_text(json.dumps(content))
+    with pytest.raises(FileError, match=message) as refused:
+        read_program(tmp_path / "p.json", PLANS[plan])
+    assert str(refused.value).startswith(f"{tmp_path / 'p.json'}: ")
+    assert "\n" not in str(refused.value)
 
 
 def test_a_repetition_of_another_length_is_refused(tmp_path: Path) -> None:
@@ -122,20 +135,7 @@ def test_a_repetition_of_another_length_is_refused(tmp_path: Path) -> None:
         read_program(tmp_path / "p.json", plan)
 
 
-def test_replicas_that_complete_their_stages_in_different_orders_are_refused(tmp_path: Path) -> None:
-    plan = make("zb-v", 2, [(1, 1)], [2, 1], chain(2))
-    message = r"rank 1 begins to reduce stage 0 where rank 0 begins with stage 1; they must keep one order"
-    _refused(tmp_path, plan, 1, _moved("W1@1", "B1@0"), message)
+def test_replicas_may_sum_a_shared_parameter_after_their_stages() -> None:
     tied = (SharedParameter(parameter="w", stages=(0, 1), bytes=4),)
     plan = make("1f1b", 1, [(1, 1), (1, 1)], [1, 1], chain(2), tied)
     check_bounds(expand(plan), plan)
-
-
-def _refused(folder: Path, plan: Plan, rank: int, edit: Edit, message: str) -> None:
-    content = json.loads(expand(plan).dumps())
-    content["ranks"][rank] = " ".join(edit(content["ranks"][rank].split()))
-    (folder / "p.json").write_text(json.dumps(content))
-    with pytest.raises(FileError, match=message) as refused:
-        read_program(folder / "p.json", plan)
-    assert str(refused.value).startswith(f"{folder / 'p.json'}: ")
-    assert "\n" not in str(refused.value)

@@ -24,12 +24,8 @@ def test_a_vee_holds_what_its_stages_place_says(schedule: str) -> None:
             for stage, depth in in_flight(order).items():
                 assert depth == min(2 * groups - stage, micro_batches)
             # Of half a stage each: the memory of 1F1B's first stage, and of DualPipe's one micro-batch more.
-            assert _together(order) <= 2 * groups + (schedule == "dualpipe-v")
-
-
-def _together(order: list[tuple[str, int, int]]) -> int:
-    """Return the most micro-batches of all stages that a group keeps something of."""
-    return holdings([(kind, 0, 2 * micro_batch + stage) for kind, stage, micro_batch in order])[0].micro_batches
+            together = holdings([(kind, 0, 2 * micro_batch + stage) for kind, stage, micro_batch in order])[0]
+            assert together.micro_batches <= 2 * groups + (schedule == "dualpipe-v")
 
 
 @pytest.mark.parametrize("schedule", HALVED)
@@ -92,12 +88,9 @@ def theirs(schedule: str, groups: int, chunks: int, micro_batches: int) -> dict[
         number_of_rounds=max(1, micro_batches // groups),
         microbatches_per_round=micro_batches // max(1, micro_batches // groups),
     )
-    return {rank: _plain(kind._calculate_single_rank_operations(asked, rank)) for rank in range(groups)}
-
-
-def _plain(order: Sequence[Any]) -> list[Any]:
-    """Lay what torch would run side by side one after the other."""
-    return [each for action in order if action for each in (action.sub_actions or (action,))]
+    ranks = [filter(None, kind._calculate_single_rank_operations(asked, rank)) for rank in range(groups)]
+    # What torch would run side by side comes one after the other.
+    return {at: [each for one in order for each in (one.sub_actions or (one,))] for at, order in enumerate(ranks)}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"])

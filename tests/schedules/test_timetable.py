@@ -16,11 +16,10 @@ def test_a_timetable_takes_the_slots_that_a_simulation_of_equal_times_says(sched
         stages = groups * CHUNKS.get(schedule, 1)
         ordered = orders(schedule, groups, CHUNKS.get(schedule, 1), micro_batches)
         rows = timetable(schedule, stages, micro_batches, groups=groups)
-        if not any(kind == "W" for order in ordered for kind, *_ in order):
-            # Whole backwards are drawn in one slot where there are no halves.
-            assert len(rows[0]) == timed(ordered, stages, Times(1, 0.5, 0.5)).step_s
-        else:
-            assert len(rows[0]) == timed(ordered, stages, Times(1, 1, 1)).step_s
+        halves = any(kind == "W" for order in ordered for kind, *_ in order)
+        # Whole backwards are drawn in one slot where there are no halves.
+        half_s = 1 if halves else 0.5
+        assert len(rows[0]) == timed(ordered, stages, Times(1, half_s, half_s)).step_s
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
