@@ -14,8 +14,6 @@ from autopar.formats.plan import Plan, Shard, Stage, chunks_of, group_of, layout
 from autopar.schedules import SCHEDULES
 from dictated import dictate
 
-__all__ = ["plans_of", "truth_of"]
-
 
 @st.composite
 def plans_of(
@@ -53,26 +51,13 @@ def plans_of(
         allowed = shards_of("round-robin" if group in turning else "split", shards)
         takes_part = group not in turning or widths[group] <= micro_batches
         divided.append(draw(st.sampled_from(allowed)) if widths[group] > 1 and takes_part else "none")
-    return dictate(
-        graph,
-        model,
-        widths,
-        micro_batches,
-        rows,
-        schedule,
-        depths,
-        cuts,
-        shares,
-        turns=sorted(turning),
-        recompute={graph.layers[index].name for index in recompute},
-        chunks=chunks,
-        shard=divided,
-    )
+    how = {"turns": sorted(turning), "recompute": {graph.layers[index].name for index in recompute}}
+    what = graph, model, widths, micro_batches, rows, schedule, depths, cuts, shares
+    return dictate(*what, chunks=chunks, shard=divided, **how)  # type: ignore[arg-type]
 
 
 @st.composite
 def _widths(draw: st.DrawFn, groups: int, most_ranks: int) -> list[int]:
-    """Draw up to three replicas of every group, and no more in all than there are ranks."""
     widths: list[int] = []
     for group in range(groups):
         left = most_ranks - sum(widths) - (groups - group - 1)
@@ -88,11 +73,9 @@ def _depths(
 
     None of the latter where the schedule says itself. No stage may let more in flight than the one before it.
     """
-    turning: set[int] = set()
-    depths: list[int] = []
     if layout_of(schedule) != "line":
-        return turning, None
-    limit = micro_batches
+        return set(), None
+    turning, depths, limit = set[int](), list[int](), micro_batches
     for stage, width in enumerate(widths):
         takes = 1
         if width > 1 and min(width, micro_batches) <= limit and draw(st.booleans()):
@@ -107,7 +90,6 @@ def _depths(
 
 @st.composite
 def _shares(draw: st.DrawFn, rows: int, width: int, least: int) -> list[int]:
-    """Draw shares of a micro-batch, each of ``least`` rows or more."""
     spare = rows - width * least
     inner = sorted(draw(st.lists(st.integers(0, spare), min_size=width - 1, max_size=width - 1)))
     return [least + after - before for before, after in pairwise([0, *inner, spare])]

@@ -52,8 +52,7 @@ def dictate(
         mine = tuple(names[edges[index] : edges[index + 1]])
         stage_of.update(dict.fromkeys(mine, index))
         devices = tuple(range(starts[group], starts[group + 1]))
-        share = tuple(shares[group]) if shares else even_shares(rows, width)
-        depth = warmup[index]
+        share, depth = tuple(shares[group]) if shares else even_shares(rows, width), warmup[index]
         if index in turns:
             share, depth = (rows,) * width, depth if given else -(-depth // width)
         placed.append(
@@ -63,7 +62,7 @@ def dictate(
                 shares=share,
                 warmup=depth,
                 division="round-robin" if index in turns else "split",
-                recompute=_recomputed(mine, recompute),
+                recompute=tuple(name for name in mine if recompute is True or (recompute and name in recompute)),
                 shard="none" if width == 1 else shard if isinstance(shard, str) else shard[index],
             )
         )
@@ -80,12 +79,6 @@ def dictate(
         tied=tuple(_tied(graph, stage_of)),
         predicted=Prediction(step_s=0.0, lower_bound_s=0.0, bubble=0.0, peak_bytes=(0,) * stages),
     )
-
-
-def _recomputed(layers: tuple[str, ...], recompute: bool | Collection[str]) -> tuple[str, ...]:
-    if isinstance(recompute, bool):
-        return layers if recompute else ()
-    return tuple(name for name in layers if name in recompute)
 
 
 def _tied(graph: LayerGraph, stage_of: dict[str, int]) -> list[SharedParameter]:

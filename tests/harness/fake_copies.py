@@ -1,10 +1,10 @@
 """Copies of a device that is the CPU: they are made by a thread of their own, when the test lets it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from threading import Event
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -17,20 +17,19 @@ class FakeCopies:
     def __init__(self) -> None:
         self.going = Event()
         self.going.set()
-        self.threads = 0
-        self.landed = self.brought = self.admitted = 0
-        self._moments = 0
+        self.threads = self.landed = self.brought = self.admitted = self._moments = 0
         self._hosts: set[int] = set()
         self._engine = ThreadPoolExecutor(1)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata not in self._hosts and tensor.device.type == "cpu"
 
-    def to_host(self, tensor: torch.Tensor) -> FakeHostCopy:
+    def to_host(self, tensor: torch.Tensor) -> Any:  # noqa: ANN401
         host = self.buffer(tensor)
         # Until it is made, the copy has values that nobody sent.
         host.view(-1).view(torch.uint8).fill_(113)
-        return FakeHostCopy(host, self._engine.submit(self._copy, host, tensor))
+        made = self._engine.submit(self._copy, host, tensor)
+        return SimpleNamespace(tensor=host, wait=lambda: made.result(TIMEOUT_S))
 
     def buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         assert tensor.is_contiguous()
@@ -60,11 +59,3 @@ class FakeCopies:
     def _copy(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
         assert self.going.wait(TIMEOUT_S)
         host.copy_(tensor)
-
-
-class FakeHostCopy:
-    def __init__(self, tensor: torch.Tensor, made: Future[None]) -> None:
-        self.tensor, self._made = tensor, made
-
-    def wait(self) -> None:
-        self._made.result(TIMEOUT_S)

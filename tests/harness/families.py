@@ -29,17 +29,13 @@ def tiny_config(name: str, layers: int, positions: int = 9, **others: object) ->
 
 
 def _keys(heads: int, **others: object) -> dict[str, object]:
-    """Return the sizes of a Llama with that many heads of keys."""
     return {**_SIZES, "num_key_value_heads": heads, "attention_dropout": DROP, **others}
 
 
 _DROPS = {"hidden_dropout": DROP, "attention_dropout": DROP}
 _RESIDUAL = {"resid_pdrop": DROP, "embd_pdrop": DROP}
-_BART = {
-    f"{part}_{name}": value
-    for part in ("encoder", "decoder")
-    for name, value in (("layers", 2), ("attention_heads", HEADS), ("ffn_dim", 2 * WIDTH))
-}
+_HALF = {"layers": 2, "attention_heads": HEADS, "ffn_dim": 2 * WIDTH}
+_BART = {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in _HALF.items()}
 _DISTILBERT = {"dim": WIDTH, "hidden_dim": 2 * WIDTH, "n_layers": 2, "n_heads": HEADS}
 _FALCON = {**_SIZES, "new_decoder_architecture": True, "num_kv_heads": 4, "alibi": False, **_DROPS}
 _OPT = {**_SIZES, "ffn_dim": 2 * WIDTH, "word_embed_proj_dim": WIDTH, "attention_dropout": DROP}
@@ -101,20 +97,13 @@ def example_of(name: str) -> tuple[dict[str, torch.Tensor], Callable[..., torch.
     batch = {"input_ids": ids}
     if name == "vit":
         pixels = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        return {"pixel_values": pixels, "labels": torch.tensor([1, 0, 6])}, _label
+        labels = {"labels": torch.tensor([1, 0, 6])}
+        return {"pixel_values": pixels, **labels}, lambda made, batch: F.cross_entropy(made.logits, batch["labels"])
     if name == "clip":
-        return batch, _distance
+        return batch, lambda made, batch: F.mse_loss(made.text_embeds, torch.ones_like(made.text_embeds))
     if FAMILIES[name][1] == "ForConditionalGeneration":
         return {**batch, "decoder_input_ids": ids.flip(1)}, _same_token
     return batch, _same_token if FAMILIES[name][1] == "ForMaskedLM" else _next_token
-
-
-def _label(output: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:  # noqa: ANN401
-    return F.cross_entropy(output.logits, batch["labels"])
-
-
-def _distance(output: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:  # noqa: ANN401
-    return F.mse_loss(output.text_embeds, torch.ones_like(output.text_embeds))
 
 
 def _next_token(output: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:  # noqa: ANN401

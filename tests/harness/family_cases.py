@@ -141,9 +141,8 @@ def train_processes(pool: RankPool) -> Callable[[Case, Plan, Path], list[float]]
 
 def largest_difference(plan: Plan, folder: Path, alone: Plan, truth: Path, what: str) -> float:
     """Return how far what ranks end with is from what single ranks do, relative to the largest of all."""
-    whole = {
-        name: each for rank in range(len(alone.devices)) for name, each in load_file(truth / f"{what}-{rank}").items()
-    }
+    files = [load_file(truth / f"{what}-{rank}") for rank in range(len(alone.devices))]
+    whole = {name: each for file in files for name, each in file.items()}
     seen, apart = set[str](), 0.0
     for rank in range(len(plan.devices)):
         for name, each in load_file(folder / f"{what}-{rank}").items():

@@ -38,13 +38,9 @@ class Table:
     def begin(self, index: int) -> None:
         """Wait until no other thread computes."""
         self._turn.acquire()
-        if index in self._states:
-            torch.set_rng_state(self._states[index])
-        else:
-            torch.manual_seed(SEED)
+        torch.set_rng_state(self._states.get(index, torch.Generator().manual_seed(SEED).get_state()))
 
     def end(self, index: int) -> None:
-        """Let others compute."""
         self._states[index] = torch.get_rng_state()
         self._turn.release()
 
@@ -61,7 +57,6 @@ class Table:
             self.begin(index)
 
     def abort(self) -> None:
-        """Let all who wait fail."""
         with self._lock:
             self._broken = True
             for barrier in self._barriers.values():
@@ -69,28 +64,23 @@ class Table:
 
 
 class ThreadSums:
-    """The sums of one part, with the shape of each."""
+    """The sums of one part (:class:`autopar.capture.split.sums.Sums`), with the shape of each."""
 
     def __init__(self, table: Table, index: int) -> None:
         self._table, self._index = table, index
-        self.shapes: list[tuple[int, ...]] = []
-        """Of all that was summed, gathered or scattered: of the whole, where parts have slices."""
-        self.kinds: list[str] = []
-        """What was done with each."""
+        self.shapes, self.kinds = list[tuple[int, ...]](), list[str]()
+        """Of all that was summed, gathered or scattered (of the whole, where parts have slices), and what it was."""
 
     def sum(self, tensor: torch.Tensor, parts: tuple[int, ...]) -> torch.Tensor:
-        """See :class:`autopar.capture.split.sums.Sums`."""
         self._note("sum", tensor.shape)
         return torch.stack(self._exchange(tensor, parts)).sum(0)
 
     def gather(self, tensor: torch.Tensor, dim: int, parts: tuple[int, ...]) -> torch.Tensor:
-        """See :class:`autopar.capture.split.sums.Sums`."""
         found = torch.cat(self._exchange(tensor, parts), dim)
         self._note("gather", found.shape)
         return found
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int, parts: tuple[int, ...]) -> torch.Tensor:
-        """See :class:`autopar.capture.split.sums.Sums`."""
         self._note("reduce_scatter", tensor.shape)
         assert tensor.shape[dim] % len(parts) == 0, "slices would not be even"
         return torch.stack(self._exchange(tensor, parts)).sum(0).chunk(len(parts), dim)[parts.index(self._index)]
@@ -100,7 +90,6 @@ class ThreadSums:
         self.shapes.append(tuple(shape))
 
     def _exchange(self, tensor: torch.Tensor, parts: tuple[int, ...]) -> list[torch.Tensor]:
-        """Return what these parts lay down."""
         self._table.summands[self._index] = tensor.detach()
         self._table.wait(self._index, parts)
         found = [self._table.summands[part] for part in parts]
@@ -144,7 +133,7 @@ class Comparison:
     error: float
     """The largest difference of outputs and gradients, in largest gradients or outputs."""
     split_share: float
-    """Which share of the parameters' numbers is cut."""
+    """Of the parameters' numbers."""
     forward: list[tuple[int, ...]]
     """The shapes of forward sums."""
     backward: list[tuple[int, ...]]
@@ -193,26 +182,19 @@ def compare(
 
     runs = run_parts(count, act)
     assert len({tuple(sums.shapes) for sums in table}) == 1, "parts sum other tensors, or in another order"
-    pairs: Pairs = []
-    gradient_pairs = _parameter_pairs([run[0] for run in runs], expected)
+    pairs, gradient_pairs = Pairs(), _parameter_pairs([run[0] for run in runs], expected)
     for index, (_, outputs, gradients, _) in enumerate(runs):
         pairs += zip(outputs, _slices(whole, leaving, count, index), strict=True)
         gradient_pairs += zip(gradients, _slices(wanted, entering, count, index), strict=True)
     cuts, first = runs[0][0].cuts, runs[0][3]
     sizes = {name: layer.module.get_parameter(name).numel() for name in layer.parameters}
-    return Comparison(
-        max(_difference(pairs), _difference(gradient_pairs)),
-        sum(sizes[name] for name in cuts) / sum(sizes.values()),
-        table[0].shapes[:first],
-        table[0].shapes[first:],
-        {name: name in cuts for name in layer.parameters},
-        splits,
-        (table[0].kinds[:first], table[0].kinds[first:]),
-    )
+    apart, share = max(map(_difference, (pairs, gradient_pairs))), sum(sizes[name] for name in cuts)
+    halves = [(each[:first], each[first:]) for each in (table[0].shapes, table[0].kinds)]
+    are_cut = {name: name in cuts for name in layer.parameters}
+    return Comparison(apart, share / sum(sizes.values()), *halves[0], are_cut, splits, halves[1])  # type: ignore[arg-type]
 
 
 def _add_up(part: LayerPart, sums: ThreadSums) -> None:
-    """Complete the gradients that are summands."""
     for name, summands in part.summands.items():
         gradient = part.module.get_parameter(name).grad
         for summand in summands if gradient is not None else ():
@@ -245,26 +227,25 @@ def _run(
     outputs = module(rows, *leaves)
     forward = len(sums.shapes) if sums is not None else 0
     gradients = _gradients(outputs) if given is None else given
-    pairs = [(each, gradient) for each, gradient in zip(outputs, gradients, strict=True) if each.requires_grad]
-    torch.autograd.backward([each for each, _ in pairs], [gradient for _, gradient in pairs])
+    pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+    torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
     return [each.detach() for each in outputs], [leaf.grad for leaf in leaves], forward
 
 
 def _gradients(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Draw gradients of whole outputs."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each.dtype) for each in outputs]
 
 
 def _parameter_pairs(parts: Sequence[LayerPart], expected: Mapping[str, torch.Tensor | None]) -> Pairs:
     """Return the gradients of parameters beside the whole layer's: of every part, of cuts what it has."""
-    pairs: Pairs = []
+    pairs = Pairs()
     for name, whole in expected.items():
         own = [part.module.get_parameter(name).grad for part in parts]
-        if name not in parts[0].cuts or whole is None:
+        cut = parts[0].cuts.get(name)
+        if cut is None or whole is None:
             pairs += [(gradient, whole) for gradient in own]
             continue
-        cut = parts[0].cuts[name]
         indices = [cut.indices(part) for part in range(len(parts))]
         pairs += [(gradient, whole.index_select(cut.dim, rows)) for rows, gradient in zip(indices, own, strict=True)]
         every = torch.cat(indices).unique().tolist()
@@ -276,10 +257,9 @@ def _difference(pairs: Pairs) -> float:
     """Return the largest difference over the largest number; without a bound where a gradient is missing, or NaN."""
     largest, worst = 0.0, 0.0
     for found, wanted in pairs:
-        if found is None or wanted is None:
-            worst = worst if found is wanted else float("inf")
-            continue
-        difference = (found - wanted).abs().nan_to_num(float("inf"))
-        worst = max(worst, float(difference.max()))
-        largest = max(largest, float(wanted.abs().max()))
+        if found is not None and wanted is not None:
+            worst = max(worst, float((found - wanted).abs().nan_to_num(float("inf")).max()))
+            largest = max(largest, float(wanted.abs().max()))
+        elif found is not wanted:
+            worst = float("inf")
     return worst / (largest or 1.0)

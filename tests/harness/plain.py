@@ -79,13 +79,16 @@ def train(
     scaler = torch.amp.GradScaler(device, enabled=precision == "fp16")
     data = source.dataset()
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    context = torch.autocast(device, dtype) if dtype else nullcontext()
     losses, norms, first = [], list[float | None](), {}
     for step in range(steps):
         optimizer.zero_grad()
         moment["step"] = step
         picked = order[step * micro_batches * rows : (step + 1) * micro_batches * rows].split(rows)
-        batches = [_to(torch.utils.data.default_collate([data[i] for i in part.tolist()]), device) for part in picked]
-        total = _accumulate(model, source, batches, moment, _context(precision, device), scaler)
+        batches = [torch.utils.data.default_collate([data[i] for i in part.tolist()]) for part in picked]
+        batches = torch.utils._pytree.tree_map_only(torch.Tensor, lambda value: value.to(device), batches)
+        total = _accumulate(model, source, batches, moment, context, scaler)
         scaler.unscale_(optimizer)
         total = _counted(model, *total)
         for track in seen:
@@ -103,26 +106,12 @@ def train(
 
 
 def _clip(model: nn.Module, clip_norm: float | None, clipped: Sequence[Collection[str]]) -> float | None:
-    """Clip gradients if that is asked for; return the norm of all before."""
     parameters = {name: each for name, each in model.named_parameters() if each.grad is not None}
     norm = nn.utils.get_total_norm([each.grad for each in parameters.values()])
     if clip_norm is not None:
         for names in clipped or [parameters]:
             nn.utils.clip_grad_norm_([each for name, each in parameters.items() if name in names], clip_norm)
     return norm.item() if norm.isfinite() else None
-
-
-def _to(batch: object, device: str) -> object:
-    if isinstance(batch, dict):
-        return {key: value.to(device) for key, value in batch.items()}
-    assert isinstance(batch, list | tuple)
-    return [value.to(device) for value in batch]
-
-
-def _context(precision: str, device: str) -> AbstractContextManager[object]:
-    """Return what forwards run in; it is entered once a micro-batch."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    return torch.autocast(device, dtype) if dtype else nullcontext()
 
 
 def _accumulate(
@@ -134,7 +123,7 @@ def _accumulate(
     scaler: torch.amp.GradScaler,
 ) -> tuple[float, float]:
     """Run every micro-batch forth and back; return the loss, and what it counted."""
-    total, counted = 0.0, 0.0
+    total = counted = 0.0
     for moment["micro_batch"], batch in enumerate(batches):
         with context:
             if isinstance(batch, dict):
@@ -142,11 +131,8 @@ def _accumulate(
             else:
                 output = model(*batch[:-1])
             loss = source.loss(output, batch)
-        if isinstance(loss, tuple):
-            loss, count = loss
-            counted += float(count)
-        else:
-            loss = loss / len(batches)
+        loss, count = loss if isinstance(loss, tuple) else (loss / len(batches), 0.0)
+        counted += float(count)
         scaler.scale(loss).backward()
         total += loss.item()
     return total, counted

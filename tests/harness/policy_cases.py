@@ -25,7 +25,6 @@ from training_cases import bits, make_case, own_part, train
 
 ROWS, STEPS = 2, 20
 
-
 TOLD = """
 
 untold = optimizer

@@ -6,31 +6,27 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim
 from torch.export.graph_signature import InputKind
 
 from autopar.capture.graph import Layer
+from capture_zoo import Made
 
 
 def layer_of(module: nn.Module, *inputs: torch.Tensor) -> Layer:
-    """Export a module, of tensors whose first dimension counts rows, as one layer."""
+    """Export a module, of tensors whose first dimension counts rows, as one layer with the module's own parameters."""
     batch = Dim("batch", min=1)
     shapes = tuple({0: batch} for _ in inputs)
     program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
-    return layer_of_program(program, module)
-
-
-def layer_of_program(program: ExportedProgram, module: nn.Module) -> Layer:
-    """Return the layer that a program of one module makes, with the module's own parameters."""
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
-    attributes, parameters, inputs = dict[str, torch.Tensor](), dict[str, str](), list[str]()
+    attributes, parameters, names = dict[str, torch.Tensor](), dict[str, str](), list[str]()
     graph.placeholder("rows")
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     for node in program.graph.nodes:
         spec = specs.get(node.name)
         if node.op != "placeholder" or spec is None or spec.kind == InputKind.USER_INPUT:
             made[node] = graph.node_copy(node, made.__getitem__)
-            inputs += [node.name] if node.op == "placeholder" else []
+            names += [node.name] if node.op == "placeholder" else []
             continue
         assert spec.target is not None
         attribute = "held_" + spec.target.replace(".", "_")
@@ -40,8 +36,12 @@ def layer_of_program(program: ExportedProgram, module: nn.Module) -> Layer:
         if spec.kind == InputKind.PARAMETER:
             parameters[attribute] = spec.target
     outputs = tuple(output.arg.name for output in program.graph_signature.output_specs)
-    names = ("layer", ("layer",), tuple(inputs), outputs)
-    return Layer(*names, parameters, {}, False, "", fx.GraphModule(attributes, graph))
+    known = ("layer", ("layer",), tuple(names), outputs)
+    return Layer(*known, parameters, {}, False, "", fx.GraphModule(attributes, graph))
+
+
+def numbers(*sizes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 class AttentionBlock(nn.Module):
@@ -63,15 +63,9 @@ class AttentionBlock(nn.Module):
         return x + F.dropout(self.down(F.gelu(self.up(self.second(x)))), 0.1)
 
 
-class Between(nn.Module):
-    """Two matrices, and a function between them."""
-
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.up, self.function, self.down = nn.Linear(4, 6), function, nn.Linear(6, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.function(self.up(x)))
+def between(function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Make two matrices, and a function between them."""
+    return Made(lambda m, x: m.down(function(m.up(x))), up=nn.Linear(4, 6), down=nn.Linear(6, 4))
 
 
 class FewKeys(nn.Module):

@@ -4,13 +4,12 @@ import copy
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
 from unittest.mock import patch
 
 import torch
 
-from autopar.capture.evaluation import EvaluationGraph
 from autopar.capture.graph import LayerGraph
 from autopar.capture.source import UserModel
 from autopar.formats.plan import Plan
@@ -26,8 +25,6 @@ from autopar.runtime.update import Update
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
 from rank_jobs import keep
-
-Graph = TypeVar("Graph", LayerGraph, EvaluationGraph)
 
 
 def train_in_threads(
@@ -87,17 +84,12 @@ def act_in_threads(
 
     # Layers that draw nothing may meet in a reduction.
     random = any(layer.random for layer in graph.layers)
-    run = _one_at_a_time(Segment.run, drawing) if random else Segment.run
-    load = _one_at_a_time(ShareLoader.load, drawing)
-    apply = _one_at_a_time(Update._apply, drawing)
-    with (
-        patch.object(Team, "sum", _leaving(Team.sum, drawing)),
-        patch.object(Team, "gather", _leaving(Team.gather, drawing)),
-        patch.object(Team, "reduce_scatter", _leaving(Team.reduce_scatter, drawing)),
-        patch.object(Segment, "run", run),
-        patch.object(ShareLoader, "load", load),
-        patch.object(Update, "_apply", apply),
-    ):
+    alone = [(ShareLoader, "load"), (Update, "_apply"), *([(Segment, "run")] if random else [])]
+    with ExitStack() as stack:
+        for name in ("sum", "gather", "reduce_scatter"):
+            stack.enter_context(patch.object(Team, name, _leaving(getattr(Team, name), drawing)))
+        for kind, name in alone:
+            stack.enter_context(patch.object(kind, name, _one_at_a_time(getattr(kind, name), drawing)))
         in_ranks(len(plan.devices), work)
 
 

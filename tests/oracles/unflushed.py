@@ -39,16 +39,6 @@ def stash(depths: Sequence[int], micro_batches: int) -> Rule:
     return rule
 
 
-def vertical_sync(depths: Sequence[int], micro_batches: int) -> Rule:
-    """The same with the first stage's depth, on every stage."""
-    return stash([depths[0]] * len(depths), micro_batches)
-
-
-def two_buffers(depths: Sequence[int], micro_batches: int) -> Rule:
-    """PipeDream-2BW: max(0, t - 1)."""
-    return lambda asked: max(0, asked.mini_batch - 1)
-
-
 def first_of_mini_batch(depths: Sequence[int], micro_batches: int) -> Rule:
     """XPipe: what is the newest when the mini-batch's first forward comes, from which all T are predicted."""
     newest = stash(depths, micro_batches)
@@ -57,8 +47,10 @@ def first_of_mini_batch(depths: Sequence[int], micro_batches: int) -> Rule:
 
 RULES: dict[str, Callable[[Sequence[int], int], Rule]] = {
     "stash": stash,
-    "vertical-sync": vertical_sync,
-    "2bw": two_buffers,
+    # The same with the first stage's depth, on every stage.
+    "vertical-sync": lambda depths, micro_batches: stash([depths[0]] * len(depths), micro_batches),
+    # PipeDream-2BW.
+    "2bw": lambda depths, micro_batches: lambda asked: max(0, asked.mini_batch - 1),
     "predict": first_of_mini_batch,
     "pipemare": stash,
 }
@@ -137,14 +129,11 @@ class _Histories:
     def add(self, parameters: Mapping[str, nn.Parameter], steppers: Mapping[int, torch.optim.Optimizer]) -> None:
         """Take in the weights after another update."""
         self.weights.append(_copies(parameters))
-        ahead = {name: _ahead(self._asked, self._asked.stage_of[name]) for name in parameters}
-        forward, backward = (
-            {
-                name: each.detach() - ahead[name][at] * _move(self._asked, each, name, steppers)
-                for name, each in parameters.items()
-            }
-            for at in range(2)
-        )
+        forward, backward = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        for name, each in parameters.items():
+            move = _move(self._asked, each, name, steppers)
+            ahead = _ahead(self._asked, self._asked.stage_of[name])
+            forward[name], backward[name] = (each.detach() - count * move for count in ahead)
         self._predicted.append(forward)
         self._corrected.append(backward if self._asked.xpipe else self._correct(len(self.weights) - 2))
 
@@ -180,11 +169,10 @@ def train(
         for group in stepper.param_groups:
             group["lr"] *= asked.rate_factors[stage]
     schedulers = [scheduler(each) for each in steppers.values()]
-    histories, losses = _Histories(parameters, asked), []
-    moment = seeded(module, asked.seed)
+    histories, losses, moment = _Histories(parameters, asked), [], seeded(module, asked.seed)
     for step, parts in enumerate(batches):
-        total, mean_loss = {name: torch.zeros_like(each) for name, each in parameters.items()}, 0.0
-        counted = 0.0
+        total = {name: torch.zeros_like(each) for name, each in parameters.items()}
+        mean_loss = counted = 0.0
         for micro_batch, batch in enumerate(parts):
             moment[:] = [step, micro_batch]
             questions = {name: Question(step, micro_batch, stage) for name, stage in asked.stage_of.items()}
@@ -238,10 +226,7 @@ def _forward(
     *,
     apart: bool,
 ) -> tuple[list[torch.Tensor], torch.Tensor, float]:
-    """Return the inputs of all layers, if they are run apart, and of the loss; the part of its mean, or sum and count.
-
-    Of a mean there is no count: it has its part of the mini-batch's.
-    """
+    """Return the inputs of all layers, if they are run apart, and of the loss; its part of a mean, or sum and count."""
     if not apart:
         return [], *_counted(loss(module(batch[0]), batch), micro_batches)
     assert isinstance(module, nn.Sequential)
@@ -262,18 +247,15 @@ def _loss_part(
 
 
 def _share(parameters: Mapping[str, nn.Parameter], asked: Asked) -> None:
-    """Give parameters that are one the sum of their gradients."""
     for one, other in asked.shared:
         total = parameters[one].grad + parameters[other].grad
         parameters[one].grad, parameters[other].grad = total, total.clone()
 
 
 def _clip(parameters: Mapping[str, nn.Parameter], asked: Asked) -> None:
-    if asked.clip_norm is None:
-        return
     again = {other for _, other in asked.shared}
     stages = sorted(set(asked.stage_of.values())) if asked.clips_stages else [None]
-    for stage in stages:
+    for stage in stages if asked.clip_norm is not None else ():
         own = {name: each for name, each in parameters.items() if stage in (None, asked.stage_of[name])}
         squares = sum(float((each.grad**2).sum()) for name, each in own.items() if name not in again)
         factor = min(1.0, asked.clip_norm / (squares**0.5 + 1e-6))
@@ -295,8 +277,7 @@ def _gradients(
     if not inputs:
         return torch.autograd.grad(value, parameters)
     assert isinstance(module, nn.Sequential)
-    found: list[torch.Tensor] = []
-    gradient: torch.Tensor | None = None
+    found, gradient = list[torch.Tensor](), None
     for layer, given in zip(reversed(module), reversed(inputs[:-1]), strict=True):
         own, leaf = list(layer.parameters()), given.detach().requires_grad_()
         made = layer(leaf) if found else of_output(layer(leaf))
