@@ -157,9 +157,7 @@ GENERATORS = (random.getstate, lambda: torch.get_rng_state().tolist(), lambda: n
         ("return self.values[index]", "collate.n = getattr(collate, 'n', 0) + 1; return [collate.n]", "collate"),
     ],
 )
-def test_data_that_depends_on_what_was_read_is_refused(
-    item: str, collate: str, said: str | None, tmp_path: Path
-) -> None:
+def test_data_that_depends_on_reads_is_refused(item: str, collate: str, said: str | None, tmp_path: Path) -> None:
     path, before = tmp_path / "model.py", [state() for state in GENERATORS]
     path.write_text(FILE.replace("ITEM", item).replace("COLLATE", collate))
     with pytest.raises(ModelError, match=said) if said else nullcontext():

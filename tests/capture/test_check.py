@@ -1,5 +1,5 @@
 """Layers give the plain model's loss, gradients and buffers, run one after another; what they would lose is refused."""
-# ruff: noqa: ANN001, ANN201, ANN204
+# ruff: noqa: ANN001, ANN201
 
 import random
 import warnings
@@ -14,22 +14,20 @@ from autopar.capture.batch import rebuild
 from autopar.capture.check import check_gradients
 from autopar.capture.store import load_graph, save_graph
 from autopar.errors import CaptureError
-from capture_zoo import DEAR, MODELS, By, Chain, build, captured, mean_square, regression
+from capture_zoo import DEAR, MODELS, By, Chain, Made, build, captured, mean_square, regression
 from stage_runs import assert_equal_to_plain, assert_same_layers
 
 
-class CarriedHidden(Chain):
-    """A recurrent state that is kept from batch to batch, as in training by truncated backpropagation."""
+def carried_hidden(model, x):
+    model.hidden = None if model.fresh else model.hidden
+    output, hidden = model.cell(x.unsqueeze(1).expand(-1, 4, -1), model.hidden)
+    model.hidden = hidden.detach()
+    return model.last(output[:, -1])
 
-    def __init__(self, fresh=False):
-        super().__init__()
-        self.cell, self.hidden, self.fresh = nn.GRU(8, 8, batch_first=True), None, fresh
 
-    def forward(self, x):
-        self.hidden = None if self.fresh else self.hidden
-        output, hidden = self.cell(x.unsqueeze(1).expand(-1, 4, -1), self.hidden)
-        self.hidden = hidden.detach()
-        return super().forward(output[:, -1])
+def carrying(fresh=False):
+    """Keep a recurrent state from batch to batch, as in training by truncated backpropagation."""
+    return Made(carried_hidden, cell=nn.GRU(8, 8, batch_first=True), last=nn.Linear(8, 8), hidden=None, fresh=fresh)
 
 
 def carried_mean(model, x):
@@ -47,7 +45,7 @@ def ctc(output, batch):
 @pytest.mark.parametrize(
     ("make", "loss", "said"),
     [
-        (CarriedHidden, mean_square, r"CarriedHidden\.hidden carries .* begin every forward"),
+        (carrying, mean_square, r"Made\.hidden carries .* begin every forward"),
         (lambda: By(carried_mean, mean=None), mean_square, r"By\.mean is replaced .* as a buffer and write into"),
         (Chain, ctc, r"ctc_loss makes a tensor .*; give layers\(model\)"),
     ],
@@ -58,7 +56,7 @@ def test_a_refusal_names_what_is_wrong_and_its_remedy(make, loss, said):
 
 
 def test_remedies_work():
-    model, batch = CarriedHidden(fresh=True).double(), regression()
+    model, batch = carrying(fresh=True).double(), regression()
     check_gradients(model, capture_module(model, batch, mean_square), batch, mean_square)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
     check_gradients(model, capture_module(model, batch, ctc, list), batch, ctc)

@@ -1,6 +1,7 @@
 """A model captured in evaluation mode computes what the plain one does, in layers that are cut as in training."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -48,21 +49,15 @@ def test_a_model_that_returns_nothing_but_a_loss_predicts_nothing() -> None:
         capture_prediction(model, batch, None, graph)
 
 
-class Changing(nn.Sequential):
-    """Returns tensors of another size, or fewer of them, once it is evaluated."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__(nn.Linear(3, 3))
-        self.key = key
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        found = super().forward(x)
-        return {"first": found, "second": found} if self.training else {"first": found, self.key: found[:, :2]}
+def changing(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:  # noqa: ANN401
+    """Return tensors of another size, or fewer of them, once it is evaluated."""
+    found = model.linear(x)
+    return {"first": found, "second": found} if model.training else {"first": found, model.key: found[:, :2]}
 
 
 @pytest.mark.parametrize("key", ["second", "third"])
 def test_listed_layers_whose_outputs_change_in_evaluation_are_named(key: str) -> None:
-    model = nn.Sequential(nn.Identity(), Changing(key))
+    model = nn.Sequential(nn.Identity(), Made(changing, linear=nn.Linear(3, 3), key=key))
     batch = (torch.randn(4, 3), torch.randn(4, 1))
 
     def loss(output: dict[str, torch.Tensor], batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -39,11 +39,8 @@ def _loss(output: torch.Tensor, batch: tuple[torch.Tensor, ...]) -> torch.Tensor
         (lambda model: model[0][1].eval(), "0.1 was in evaluation mode"),
         (lambda model: model.eval(), "the model was in evaluation mode"),
     ],
-    ids=["none", "a part with one that stays", "two", "inner", "all"],
 )
-def test_what_training_puts_back_into_training_mode_is_named(
-    change: Callable[[nn.Sequential], object], said: str | None
-) -> None:
+def test_what_is_put_back_into_training_is_named(change: Callable[[nn.Sequential], object], said: str | None) -> None:
     model = _model()
     model[3][1].eval()
     change(model)

@@ -1,7 +1,4 @@
-"""Listed modules may change Python state that is theirs alone; a declared plan gives layers where capture fails.
-
-State that changes is told, and starts where plain training does.
-"""
+"""Listed modules may change Python state that is theirs alone; a declared plan gives layers where capture fails."""
 # ruff: noqa: ANN001, ANN201, ANN204
 
 import itertools

@@ -23,19 +23,18 @@ def cross_entropy(output, batch):
     return F.cross_entropy(output.flatten(0, -2), batch["targets"].flatten())
 
 
-def regression(rows=6, width=8, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(rows, width, generator=generator, dtype=torch.float64) for _ in range(2)]
-
-
-def text(rows=6, length=5, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randint(0, 11, (rows, length), generator=generator) for name in ("tokens", "targets")}
-
-
-def images(rows=6):
+def regression(rows=6, sizes=(8,)):
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(rows, 2, 4, 4, generator=generator, dtype=torch.float64) for _ in range(2)]
+    return [torch.randn(rows, *sizes, generator=generator, dtype=torch.float64) for _ in range(2)]
+
+
+def text():
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randint(0, 11, (6, 5), generator=generator) for name in ("tokens", "targets")}
+
+
+def images():
+    return regression(6, (2, 4, 4))
 
 
 class Chain(nn.Module):
