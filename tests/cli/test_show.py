@@ -6,15 +6,14 @@ from pathlib import Path
 import pytest
 
 from autopar import inputs
-from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
-from autopar.formats.program import Action, Program, RankProgram
-from autopar.formats.timeline import Origin, Timeline
+from autopar.formats.timeline import Timeline
 from autopar.inputs import predict
 from autopar.schedules.expand import action_count
 from calls import Run, refused, well
-from random_problems import gpt_profile, local_cluster
+from played import timeline
+from random_problems import gpt_profile
 
 PNG = b"\x89PNG"
 
@@ -24,28 +23,14 @@ def run(run: Run) -> Run:
     """Run autopar in a folder with a small profile, a cluster, a plan of two stages, and timelines."""
     gpt_profile(blocks=2).save("profile.json")
     well(run, "plan", "--gpus", "2", "--stages", "0-1:1,2-3:1", "--micro-batches", "2")
-    _trace("measured.json", "measured", factor=2.0)
-    _trace("simulated.json", "simulated")
+    timeline("measured", "F0@0 0 0.2  F1@0 0.2 0.4").save("measured.json")
+    timeline("simulated", "F0@0 0 0.1  F1@0 0.1 0.2").save("simulated.json")
     return run
 
 
-def _trace(path: str, origin: Origin, factor: float = 1.0) -> None:
-    timeline = Timeline(origin)
-    for micro_batch in range(2):
-        timeline.add(0, Action("F", 0, micro_batch), micro_batch * 0.1 * factor, (micro_batch + 1) * 0.1 * factor)
-    timeline.save(path)
-
-
-def test_a_cluster_and_a_program_are_shown(run: Run) -> None:
-    out, err = well(run, "show", "cluster.json", "--json")
-    assert Cluster.parse(out, Path("stdout")) == local_cluster(2)
-    assert "8 GiB" in err
-    Program((RankProgram.of([Action("F", 0, 0), Action("B", 0, 0), Action("U", 0)]),)).save("program.json")
-    out, err = well(run, "show", "program.json")
-    assert (out, "F0@0 B0@0 U@0" in err) == ("", True)
-
-
 def test_a_trace_is_drawn_where_asked_and_replaces_nothing_unasked(run: Run) -> None:
+    out, err = well(run, "show", "cluster.json")
+    assert (out, "8 GiB" in err) == ("", True)
     out, _ = well(run, "show", "measured.json", "--png", "picture.png", "--json")
     assert json.loads(out)["step_s"] == pytest.approx(0.4)
     assert Path("picture.png").read_bytes().startswith(PNG)
@@ -56,7 +41,7 @@ def test_a_trace_is_drawn_where_asked_and_replaces_nothing_unasked(run: Run) -> 
     assert Path("mine.png").read_bytes().startswith(PNG)
 
 
-def test_two_traces_are_laid_over_each_other_in_either_order(run: Run) -> None:
+def test_two_traces_are_laid_over_each_other_and_a_measured_one_over_a_plan_that_is_drawn(run: Run) -> None:
     for one, other in (("measured", "simulated"), ("simulated", "measured")):  # the default picture is replaced
         out, _ = well(run, "show", f"{one}.json", "--over", f"{other}.json", "--json")
         assert json.loads(out)["error"] == pytest.approx(-0.5)
@@ -66,9 +51,6 @@ def test_two_traces_are_laid_over_each_other_in_either_order(run: Run) -> None:
         "run --trace`, `autopar rehearse --steps 1 --trace`) and a simulated one (`autopar simulate --trace`)\n"
     )
     refused(run, 2, said, "show", "measured.json", "--over", "measured.json")
-
-
-def test_a_plan_is_drawn_and_a_measured_trace_laid_over_it(run: Run) -> None:
     out, _ = well(run, "show", "plan.json", "--json", "--png", "step.png")
     assert json.loads(out)["format"] == "autopar.plan"
     assert Path("step.png").read_bytes().startswith(PNG)
@@ -80,9 +62,7 @@ def test_a_plan_is_drawn_and_a_measured_trace_laid_over_it(run: Run) -> None:
     assert json.loads(out)["error"] == pytest.approx(-0.5, abs=1e-6)
 
 
-def test_a_step_of_too_many_actions_is_not_drawn_and_a_long_one_is_announced(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_of_too_many_actions_is_not_drawn_and_a_long_one_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     count = action_count(Plan.load("plan.json"))
     monkeypatch.setattr(inputs, "MANY_ACTIONS", count - 1)
     assert f"Simulating {count:,} actions of" in well(run, "show", "plan.json", "--png", "step.png")[1]

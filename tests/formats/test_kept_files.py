@@ -52,9 +52,8 @@ def _comparison(path: Path) -> str:
     found = json.loads(path.read_text())
     over = [row.pop("over") for row in found]
     rows = TypeAdapter(list[ComparisonRow]).validate_python(found)
-    workers = [None if row.virtual_workers is None else asdict(row.virtual_workers) for row in rows]
-    every = zip(rows, workers, over, strict=True)
-    return json.dumps([{**row._asdict(), "virtual_workers": own, "over": each} for row, own, each in every])
+    written = (row._asdict() | {"virtual_workers": row.virtual_workers and asdict(row.virtual_workers)} for row in rows)
+    return json.dumps([{**row, "over": each} for row, each in zip(written, over, strict=True)])
 
 
 def _verification(path: Path) -> str:

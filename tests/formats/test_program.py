@@ -176,18 +176,15 @@ def test_a_fault_is_written_and_read_and_comes_at_the_first_action_that_it_names
         assert at == first + (actions[first].kind == "S")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("kill", r"a fault is KIND@RANK:STEP\[:ACTION\[MICRO-BATCH\]\], such as kill@1:7:B0; found 'kill'"),
-        ("kill@1:7:", "a fault is KIND"),
-        ("melt@1:7", "a fault is one of kill, stop, .*; found 'melt'"),
-        ("kill@1:7:ZZ", "an action of a program is one of F, B, .*; found 'ZZ'"),
-    ],
-)
-def test_what_is_no_fault_is_refused(text: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        parse_faults(["kill@0:0", text])
+def test_what_is_no_fault_is_refused() -> None:
+    for text, message in {
+        "kill": r"a fault is KIND@RANK:STEP\[:ACTION\[MICRO-BATCH\]\], such as kill@1:7:B0; found 'kill'",
+        "kill@1:7:": "a fault is KIND",
+        "melt@1:7": "a fault is one of kill, stop, .*; found 'melt'",
+        "kill@1:7:ZZ": "an action of a program is one of F, B, .*; found 'ZZ'",
+    }.items():
+        with pytest.raises(UsageError, match=message):
+            parse_faults(["kill@0:0", text])
 
 
 def test_micro_batches_are_shown_within_a_repetition_and_shared_parameters_are_not() -> None:

@@ -75,7 +75,7 @@ def test_a_message_counts_where_its_receiver_waited_for_it_alone_and_a_reduction
 def test_measured_over_predicted_is_the_median_of_the_actions_that_both_know() -> None:
     actions = [Action("F", 0, index) for index in range(3)]
     measured = medians(
-        {(0, action): (step + 1.0) * (index + 1) for index, action in enumerate(actions)} for step in (0, 1, 2)
+        {(0, action): step * (index + 1.0) for index, action in enumerate(actions)} for step in (1, 2, 3)
     )
     assert [measured[0, action] for action in actions] == [2, 4, 6]
     predicted = {(0, action): 2.0 for action in actions} | {(0, Action("U", 0)): 0.0, (0, Action("B", 0, 0)): 1.0}

@@ -28,7 +28,6 @@ def caught(error: Exception) -> Failure:
         (TrainingError("lost"), TrainingError, False),
         (PeerLostError("rank 1 said nothing"), TrainingError, True),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
 def test_an_error_of_autopar_is_raised_again_of_its_kind_with_its_words_and_its_trace(
     error: AutoparError, kind: type[AutoparError], consequence: bool
