@@ -151,6 +151,8 @@ _LAUNCHERS: tuple[tuple[str, Callable[[Environment], LaunchedRank]], ...] = (
     ("PET_NODE_RANK", _pod),
     ("JOB_COMPLETION_INDEX", _indexed_job),
 )
+MARKERS = tuple(marker for marker, _ in _LAUNCHERS)
+"""Variables by which launchers are known."""
 
 
 def _check_rank(own: LaunchedRank) -> LaunchedRank:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from autopar.ranks.context import RankContext, join_from_environment
 from autopar.ranks.environment import LaunchedRank
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
+from autopar.ranks.siblings import refuse_siblings
 from autopar.ranks.supervisor import SupervisedRank
 from autopar.runtime.checkpoint.training import Attempt, CheckpointArguments, attempt_in
 from autopar.runtime.checkpoint.writer import Every, known_every
@@ -174,6 +176,7 @@ def run(
     Raises:
         AutoparError: the model does not fit the plan, or a rank failed; no process is left.
     """
+    refuse_siblings(os.environ)
     program = _program(plan, options)
     _check_devices(plan, options.share_gpus)
     user_model = load_for(options.settings, model, options.data, plan)

@@ -1,0 +1,77 @@
+"""Siblings: whether a launcher that is at work has started this process beside others of the same job.
+
+A launcher's variables alone do not say so: shells keep them, and batch scripts have them, too. What says so is another
+process of this host with the variables of another rank of the same job, or, where every host has a single rank, that
+somebody listens where the job's ranks meet.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from autopar.errors import UsageError
+from autopar.ranks.environment import MARKERS, Environment, LaunchedRank, rank_from_environment
+
+_CONNECT_S = 1.0
+
+
+def rank_among_siblings(environment: Environment) -> LaunchedRank | None:
+    """Return which rank this process is of a job of several that is at work; None where it is alone."""
+    own = _rank_of(environment)
+    if own is None or own.size == 1:
+        return None
+    siblings = any(_are_siblings(own, _rank_of(each)) for each in _environments_of_others())
+    return own if siblings or _is_listened_to(own) else None
+
+
+def refuse_siblings(environment: Environment) -> None:
+    """Check that this process, which is to start ranks, is not one of several that a launcher has started alike.
+
+    Raises:
+        UsageError: it is; names ``worker``.
+    """
+    own = rank_among_siblings(environment)
+    if own is not None:
+        unset = " ".join(f"-u {name}" for name in MARKERS if name in environment)
+        raise UsageError(
+            f"`autopar run` starts all ranks itself, and {own.starter} has started it {own.size} times (here as "
+            f"rank {own.rank}): each would train alone, and write the same files; have {own.starter} start "
+            f"`autopar worker`, or put `env {unset}` before `autopar run` if it is to be alone"
+        )
+
+
+def _rank_of(environment: Environment) -> LaunchedRank | None:
+    try:
+        return rank_from_environment(environment)
+    except UsageError:
+        # A batch script has some of srun's variables.
+        return None
+
+
+def _are_siblings(own: LaunchedRank, other: LaunchedRank | None) -> bool:
+    return (
+        other is not None and other.rank != own.rank and other._replace(rank=own.rank, local_rank=own.local_rank) == own
+    )
+
+
+def _environments_of_others() -> Iterator[Environment]:
+    """Yield the environments that this user's other processes were started with; none where the system has no /proc."""
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        # Others' are not to be read, and processes end.
+        with suppress(OSError):
+            if file.parent.name != str(os.getpid()):
+                lines = file.read_bytes().decode(errors="replace").split("\0")
+                yield dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+def _is_listened_to(own: LaunchedRank) -> bool:
+    """Whether torchrun's agent waits where ranks meet; others open that port only when ranks ask for it."""
+    if own.starter != "torchrun":
+        return False
+    with suppress(OSError), socket.create_connection((own.address, own.port), _CONNECT_S):
+        return True
+    return False
