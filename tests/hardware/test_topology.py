@@ -5,7 +5,7 @@ from itertools import combinations
 
 from autopar.formats.cluster import LEVELS, Cluster, Level
 from autopar.hardware.topology import Topology, devices_of
-from hierarchies import hierarchy
+from random_problems import hierarchy
 
 
 def _plain_level(cluster: Cluster, devices: tuple[int, ...]) -> Level:

@@ -6,29 +6,13 @@ from autopar.formats.cluster import Cluster, Device
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.planner.peers.prices import Prices
-from hierarchies import hierarchy
-from random_problems import cost, gpt_profile, local_cluster, profile_of, random_cluster, random_profile, two_kinds
-
-__all__ = [
-    "cost",
-    "gpt_profile",
-    "hierarchy",
-    "local_cluster",
-    "mixed",
-    "nodes_of",
-    "prices_of",
-    "profile_of",
-    "random_cluster",
-    "random_profile",
-    "two_kinds",
-]
+from random_problems import random_cluster, random_profile, two_kinds
 
 
 def nodes_of(cluster: Cluster, sizes: tuple[int, ...]) -> Cluster:
     """Return a cluster with so many devices in its nodes."""
-    devices = [
-        Device(type="cpu", memory_bytes=2**34, node=node) for node, size in enumerate(sizes) for _ in range(size)
-    ]
+    nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    devices = [Device(type="cpu", memory_bytes=2**34, node=node) for node in nodes]
     return cluster.model_copy(update={"devices": tuple(devices)})
 
 
@@ -48,12 +32,9 @@ def mixed(seed: int, devices: int, limited: bool = True) -> CostModel:
     profile, cluster = two_kinds(profile, random_cluster(seed, devices), seed)
     if seed % 2 and devices % 2 == 0:
         # A node of each kind: of such, workers mostly cut differently.
-        of = [(2 * at // devices, ("test", "other")[2 * at // devices]) for at in range(devices)]
-        halves = tuple(
-            each.model_copy(update={"node": node, "type": kind})
-            for each, (node, kind) in zip(cluster.devices, of, strict=True)
-        )
-        cluster = cluster.model_copy(update={"devices": halves})
+        nodes = enumerate([(0, "test")] * (devices // 2) + [(1, "other")] * (devices // 2))
+        halves = [cluster.devices[at].model_copy(update={"node": node, "type": kind}) for at, (node, kind) in nodes]
+        cluster = cluster.model_copy(update={"devices": tuple(halves)})
     if limited:
         whole = sum(4 * layer.parameters_bytes + layer.costs[-1].saved_bytes for layer in profile.layers)
         sizes = {kind: max(1, int(whole * rng.choice([0.3, 0.6, 1.0, 2.0]))) for kind in ("test", "other")}

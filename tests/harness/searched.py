@@ -1,14 +1,20 @@
 """What the search finds, and what the oracle."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions
+from autopar.planner.candidate import Candidate, Family
 from autopar.planner.constraints import runnable
 from autopar.planner.costs.model import CostModel
+from autopar.planner.infeasible import closest
 from autopar.planner.search.best_first import SearchResult, search
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
-from oracles.exhaustive import Exhausted, exhaust
+from oracles.exhaustive import Exhausted, everything, exhaust
 
 
 def searched(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple[Best, SearchResult]:
@@ -21,3 +27,24 @@ def exhausted(profile: Profile, cluster: Cluster, options: PlanOptions) -> tuple
     """Return the best of all plans, each simulated."""
     best = Best()
     return best, exhaust(Simulator(CostModel(profile, cluster, options)), options, best)
+
+
+def closest_of(
+    costs: CostModel, families: Sequence[Family], options: PlanOptions, stages: int | None
+) -> tuple[int, Candidate] | None:
+    """Return the closest plan of exactly so many stages, or of any number; none where no stages obey all options."""
+    asked = options if stages is None else replace(options, min_stages=stages, max_stages=stages)
+    try:
+        return closest(costs, families, asked)
+    except UsageError:
+        return None
+
+
+def least_by_stages(costs: CostModel, options: PlanOptions) -> dict[int | None, int]:
+    """Return the least shortfall of all plans with so many stages, and, for None, with any number."""
+    least: dict[int | None, int] = {}
+    for candidate in everything(costs, options):
+        short = max(costs.shortfalls(candidate))
+        for count in (None, len(candidate.stages)):
+            least[count] = min(least.get(count, short), short)
+    return least

@@ -5,16 +5,13 @@ Shares with the search its costs and its simulator only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
 
-from autopar.formats.cluster import Cluster
-from autopar.formats.plan import Division, Shard, shards_of
-from autopar.formats.profile import Profile
+from autopar.formats.plan import Division, shards_of
 from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import Candidate, CandidateStage, divisors, within
 from autopar.planner.constraints import Constraints
@@ -23,8 +20,6 @@ from autopar.planner.options import PLANNED, PlanOptions
 from autopar.planner.placement import DeviceGroup, groups_of
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
-
-__all__ = ["Exhausted", "everything", "exhaust", "fastest_s"]
 
 
 class Exhausted(NamedTuple):
@@ -91,12 +86,6 @@ def exhaust(simulator: Simulator, options: PlanOptions, best: Best) -> Exhausted
     return Exhausted(best.step_s, least_s)
 
 
-def fastest_s(profile: Profile, cluster: Cluster, options: PlanOptions) -> float:
-    """Return the step of the fastest plan that fits; infinite if none does."""
-    options = replace(options, gpus=options.gpus or len(cluster.devices))
-    return exhaust(Simulator(CostModel(profile, cluster, options)), options, Best()).step_s
-
-
 def everything(costs: CostModel, options: PlanOptions) -> Iterator[Candidate]:
     """Yield every candidate: all micro-batch counts, cuts, devices, divisions, shards, recomputations and depths."""
     for frame in _frames(costs, options):
@@ -142,7 +131,7 @@ def _placed(
         shares = costs.shares(frame.rows, width, division)
         if not frame.constraints.allows(first, stop, costs.kind_of[devices[0]], shares):
             continue
-        for shard in shards_of(division, _shards(options, width)):
+        for shard in shards_of(division, options.shards if width > 1 else ("none",)):
             for recompute in _recomputed(costs, options, frame, costs.kind_of[devices[0]], first, stop):
                 yield CandidateStage(first, stop, devices, shares, 1, recompute, shard, division)
 
@@ -152,12 +141,6 @@ def _divisions(costs: CostModel, frame: _Frame, width: int) -> Iterator[Division
         yield "split"
     if 1 < width <= frame.micro_batches and not costs.divisible:
         yield "round-robin"
-
-
-def _shards(options: PlanOptions, width: int) -> Sequence[Shard]:
-    if width == 1:
-        return ("none",)
-    return options.shards
 
 
 def _recomputed(

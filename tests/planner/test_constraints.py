@@ -3,17 +3,14 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
-from autopar.planner.candidate import Candidate, Family, families, place
+from autopar.planner.candidate import Candidate, families
 from autopar.planner.constraints import Constraints, parse
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import closest
@@ -22,9 +19,9 @@ from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best, neighbours
 from autopar.planner.search.local import judge_even_splits, search_locally
 from autopar.planner.simulator.simulate import Simulator
-from counted_stages import closest_of, least_by_stages
 from oracles.exhaustive import everything, exhaust
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile, two_kinds
+from searched import closest_of, least_by_stages
 
 
 def _drawn(rng: random.Random, layers: int) -> dict[str, object]:
@@ -58,10 +55,8 @@ def _obeys(candidate: Candidate, cluster: Cluster, options: PlanOptions) -> bool
     def holds(pin: str) -> bool:
         names, _, rest = pin.partition(" ")
         stages = [stage_of[index(name)] for name in names.split(",")]
-        if rest == "same stage":
-            return len(set(stages)) == 1
-        if rest == "different stages":
-            return len(set(stages)) == len(stages)
+        if not rest.startswith("on "):
+            return len(set(stages)) == (1 if rest == "same stage" else len(stages))
         devices = [device for at in stages for device in candidate.stages[at].devices]
         return {cluster.devices[device].type for device in devices} == {rest.removeprefix("on ")}
 
@@ -72,13 +67,8 @@ def _obeys(candidate: Candidate, cluster: Cluster, options: PlanOptions) -> bool
     )
 
 
-class _Asked(NamedTuple):
-    profile: Profile
-    cluster: Cluster
-    free: PlanOptions
-    options: PlanOptions
-    costs: CostModel
-    refused: str | None = None
+_Asked = tuple[Profile, Cluster, PlanOptions, PlanOptions, CostModel, str | None]
+"""A question without and with statements, the costs, and why the statements are refused."""
 
 
 def _asked(seeds: range, most_layers: int, *, skips: float = 0.12, limited: bool = True) -> Iterator[_Asked]:
@@ -97,7 +87,7 @@ def _asked(seeds: range, most_layers: int, *, skips: float = 0.12, limited: bool
                 replace(free, **asked)  # type: ignore[arg-type]
             continue
         options, costs = replace(free, **asked), CostModel(profile, cluster, free)  # type: ignore[arg-type]
-        yield _Asked(profile, cluster, free, options, costs, _refused(costs, options))
+        yield profile, cluster, free, options, costs, _refused(costs, options)
 
 
 def _refused(costs: CostModel, options: PlanOptions) -> str | None:
@@ -129,8 +119,7 @@ def test_both_solvers_find_the_best_of_all_plans_that_obey_and_fit(part: int) ->
         assert best.fastest is None or _obeys(best.fastest.candidate, cluster, options)
         compared += least.fastest is not None
         changed += unconstrained.step_s < least.step_s < float("inf")
-    assert compared >= 5
-    assert changed >= 1
+    assert min(compared / 5, changed) >= 1
 
 
 def _statements(options: PlanOptions) -> list[tuple[str, PlanOptions]]:
@@ -181,7 +170,6 @@ def test_neighbours_obey_and_what_comes_closest_is_the_least_of_any_number_of_st
             near += found is not None
         assert _obeys(best.fastest.candidate, cluster, options), options
         predicted = plan(profile, cluster, options).predicted
-        assert predicted.bounds is not None
         assert predicted.bounds.linked_s <= predicted.lower_bound_s <= best.step_s * (1 + 1e-9), options
         least = least_by_stages(costs, options)
         for count in (None, *range(rules.least_stages, rules.most_stages + 1)):
@@ -189,22 +177,17 @@ def test_neighbours_obey_and_what_comes_closest_is_the_least_of_any_number_of_st
             assert (near_by and near_by[0]) == least.get(count), f"{options}: {count}"
             assert near_by is None or _obeys(near_by[1], cluster, options), f"{options}: {count}"
             compared += 1
-    assert near >= 9
-    assert compared >= 11
+    assert min(near, compared) >= 9
 
 
 def test_of_many_layers_those_next_to_what_is_pinned_may_begin_and_end_stages() -> None:
     options = PlanOptions(gpus=4, pin=("96,97 different stages",), forbid_cut=("95", "100"), max_stages=2)
     costs = CostModel(gpt_profile(blocks=148), local_cluster(4), options)
-    rules = Constraints.of(costs, options)
-    edges = rules.edges(64)
-    assert 97 in edges
-    assert not {96, 101} & set(edges)
-    assert (edges[0], edges[-1]) == (0, costs.layer_count)
-    assert len(edges) < 80
-    found = closest(costs, families(costs.batch, options)[-1:], options)
-    assert found is not None
-    assert [stage.stop for stage in found[1].stages] == [97, 150]
+    edges = Constraints.of(costs, options).edges(64)
+    assert {96, 97, 101} & {*edges} == {97}
+    assert (edges[0], edges[-1], len(edges) < 80) == (0, costs.layer_count, True)
+    _, found = closest(costs, families(costs.batch, options)[-1:], options)  # type: ignore[misc]
+    assert found.cuts == (97, 150)
 
 
 def test_a_model_on_devices_too_few_for_its_pins_is_infeasible() -> None:
@@ -217,7 +200,6 @@ def test_a_model_on_devices_too_few_for_its_pins_is_infeasible() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"min_stages": 3, "max_stages": 2}, "`min_stages=3` contradicts `max_stages=2`"),
         ({"min_stages": 2, "pin": ("wte,head same stage",)}, "`pin='wte,head same stage'` and `min_stages=2` at once"),
         ({"pin": ("wte,h.3 same stage", "1,2 different stages", "0 on test")}, "same stage'` and `pin='1,2 different"),
         ({"pin": ("0,1,2 different stages",)}, "obeys `pin='0,1,2 different stages'` and 2 devices at once"),
@@ -286,12 +268,3 @@ def test_gaps_overlaps_and_unknown_layers_are_refused_with_what_to_write(text: s
     with pytest.raises(UsageError) as caught:
         parse(text, NAMES)
     assert message in str(caught.value)
-
-
-@given(st.data())
-def test_the_text_of_a_candidate_reads_back_as_its_stages(data: st.DataObject) -> None:
-    layers = data.draw(st.integers(1, 12))
-    cuts = (*sorted(data.draw(st.sets(st.integers(1, layers - 1)) if layers > 1 else st.just(set()))), layers)
-    widths = tuple(data.draw(st.integers(1, 4)) for _ in cuts)
-    candidate = Candidate(1, 4, "1f1b", place(Family(1, 4, "1f1b"), cuts, widths))
-    assert parse(candidate.text(), [f"l{index}" for index in range(layers)])[:2] == (cuts, widths)

@@ -24,18 +24,13 @@ def splitting(counts: tuple[int, ...] = (2, 4), layers: range = range(1, LAYERS)
     """Return a profile some of whose layers split."""
     profile, found = gpt_profile(blocks=7), []
     for index, layer in enumerate(profile.layers):
-        splits = [
-            LayerSplit(count=count, cuts=(ParameterCut(parameter=f"w{index}", dim=0, parts=even(8, count)),))
-            for count in counts
-        ]
+        parts = {count: tuple(((8 * at // count, 8 * (at + 1) // count),) for at in range(count)) for count in counts}
+        cuts = {count: ParameterCut(parameter=f"w{index}", dim=0, parts=each) for count, each in parts.items()}
+        splits = [LayerSplit(count=count, cuts=(cut,)) for count, cut in cuts.items()]
         obstacles = ("aten.sort.default: it has no rule",)
         fields: dict[str, Any] = {"splits": tuple(splits)} if index in layers else {"split_obstacles": obstacles}
         found.append(layer.model_copy(update=fields))
     return profile.model_copy(update={"layers": tuple(found)})
-
-
-def even(size: int, count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    return tuple(((part * size // count, (part + 1) * size // count),) for part in range(count))
 
 
 def planned(stages: str, devices: int = 8, **options: Any) -> Plan:  # noqa: ANN401

@@ -1,18 +1,11 @@
 """Routes against every row of every micro-batch, and buckets against their limit."""
 
 import random
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from autopar.formats.plan import turns
-from autopar.schedules.route import (
-    FixedStageShares,
-    Routes,
-    bucket_limit_bytes,
-    buckets,
-    even_shares,
-    free_shares,
-    routes,
-)
+from autopar.schedules import route as routing
+from autopar.schedules.route import FixedStageShares, Routes, buckets, even_shares, free_shares, routes
 from drawn import shares_of
 
 MIB = 2**20
@@ -39,19 +32,15 @@ def test_every_row_of_every_micro_batch_takes_the_one_route_between_its_owners()
         sending, receiving = (_stage(rng, rows, micro_batches) for _ in range(2))
         found = routes(sending, receiving)
         assert list(Routes().between(sending, receiving)) == found
-        counts = dict.fromkeys(range(len(found)), 0)
+        counts = [0] * len(found)
         for micro_batch in range(micro_batches):
             carrying = [at for at, route in enumerate(found) if route.carries(micro_batch)]
-            for at in carrying:
-                counts[at] += 1
+            counts = [count + (at in carrying) for at, count in enumerate(counts)]
             for row in range(rows):
-                ends = [
-                    (found[at].sender, found[at].receiver) for at in carrying if found[at].start <= row < found[at].stop
-                ]
-                assert ends == [(_owner(sending, row, micro_batch), _owner(receiving, row, micro_batch))], (
-                    f"seed {seed}"
-                )
-        assert [route.count(micro_batches) for route in found] == list(counts.values()), f"seed {seed}"
+                here = [found[at] for at in carrying if found[at].start <= row < found[at].stop]
+                owners = _owner(sending, row, micro_batch), _owner(receiving, row, micro_batch)
+                assert [(each.sender, each.receiver) for each in here] == [owners], f"seed {seed}"
+        assert [route.count(micro_batches) for route in found] == counts, f"seed {seed}"
         turning += sending.division == receiving.division == "round-robin"
     assert turning > 50
 
@@ -64,20 +53,18 @@ def test_shares_are_whole_and_differ_by_a_row_at_most_or_flow_freely_over_sliver
             assert 1 <= min(shares) <= max(shares) <= min(shares) + 1
             free = routes(FixedStageShares(free_shares(rows, replicas)), FixedStageShares(free_shares(rows, replicas)))
             assert [(route.sender, route.receiver) for route in free] == [(at, at) for at in range(replicas)]
-            taken = sorted(
-                each for replica in range(replicas) for each in turns("round-robin", replicas, replica, rows)
-            )
-            assert taken == list(range(rows))
+            taken = chain.from_iterable(turns("round-robin", replicas, each, rows) for each in range(replicas))
+            assert sorted(taken) == list(range(rows))
 
 
 def test_buckets_close_before_they_exceed_the_limit_and_hold_every_gradient_once() -> None:
     sizes = [10 * MIB, 10 * MIB, 10 * MIB, 0, 300 * MIB, 1, 5]
-    limit = bucket_limit_bytes(sum(sizes))
+    limit = routing.bucket_limit_bytes(sum(sizes))
     found = buckets(sizes)
     assert limit == 25 * MIB
     assert found == [[6, 5], [4], [2, 1], [0]]
     assert all(sum(sizes[index] for index in bucket) <= limit or len(bucket) == 1 for bucket in found)
     small = [MIB] * 16
     assert buckets(small) == [[index, index - 1] for index in range(15, 0, -2)]
-    assert bucket_limit_bytes(100) == MIB
+    assert routing.bucket_limit_bytes(100) == MIB
     assert buckets([]) == buckets([0, 0]) == []

@@ -10,8 +10,7 @@ from autopar.planner import PlanOptions
 from autopar.planner.costs.communication import LinkModel, Sharing
 from autopar.planner.costs.model import CostModel
 from drawn import random_candidate
-from hierarchies import hierarchy
-from random_problems import random_cluster, random_profile
+from random_problems import hierarchy, random_cluster, random_profile
 
 
 def test_of_several_links_the_quickest_counts_and_its_port_is_passed() -> None:

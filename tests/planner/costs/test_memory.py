@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopar.capture import LayerGraph, load
-from autopar.capture.source import UserModel
+from autopar.capture import load
 from autopar.errors import FileError
 from autopar.formats.plan import SHARDS
 from autopar.formats.profile import Profile, SavedStorage, TiedParameter
@@ -21,8 +20,6 @@ from autopar.planner.costs.model import CostModel
 from autopar.profiler.estimate import estimate
 from autopar.profiler.subject import ProfileOptions, prepare
 from autopar.runtime.rehearsal.memory import rehearse
-from drawn_skips import write_skips
-from paths import EXAMPLES
 from random_problems import gpt_profile, local_cluster, random_profile
 
 SIZES = ("parameters_bytes", "trainable_bytes", "gradient_bytes", "optimizer_bytes")
@@ -89,28 +86,35 @@ def test_sizes_that_no_64_bits_hold_are_refused_with_the_layer(field: str) -> No
         plan(profile.model_copy(update={"layers": layers}), local_cluster(4), PlanOptions(gpus=4))
 
 
-Model = tuple[UserModel, LayerGraph, Profile]
+_TEXT = '''"""Layers of these widths, and which add what an earlier one has made."""
+
+import torch
+from torch import nn
+
+WIDTHS, SKIPS = {widths}, {skips}
 
 
-@pytest.fixture(scope="module")
-def perceptron() -> Model:
-    options = ProfileOptions(batch=512)
-    user = load(str(EXAMPLES / "mlp.py"))
-    subject = prepare(user, options)
-    return user, subject.graph, estimate(subject, find("A100"), options)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(8, each), nn.Tanh(), nn.Linear(each, 8)) for each in WIDTHS)
+
+    def forward(self, x):
+        made = []
+        for at, part in enumerate(self.parts):
+            for early, late in SKIPS:
+                if late == at:
+                    x = x + made[early]
+            x = torch.tanh(part(x))
+            made.append(x)
+        return x
 
 
-@pytest.mark.parametrize(
-    ("stages", "micro_batches"),
-    [("0-1,2-3,4-5,6-10", 8), ("0-1:2,2-3,4-5:2,6-10", 4), ("0,1,2-3,4-5,6-7,8-10", 8), ("0-1,2-3,4-5,6-10", 2)],
-)
-def test_a_rank_holds_what_was_predicted_of_all_its_stages(perceptron: Model, stages: str, micro_batches: int) -> None:
-    user, graph, profile = perceptron
-    options = PlanOptions(schedule="interleaved", chunks=2, stages=stages, micro_batches=micro_batches)
-    made = plan(profile, cluster_named("4xA100-80G"), options)
-    # Messages, counted with some to spare, are a large part of so small a model.
-    assert list(made.predicted.peak_bytes) == pytest.approx(rehearse(made, graph, user), rel=0.12)
-
+model = Net
+loss = lambda output, batch: nn.functional.mse_loss(output, batch[1])
+dataset = lambda: torch.utils.data.TensorDataset(torch.zeros(64, 128, 8), torch.zeros(64, 128, 8))
+optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+'''
 
 MOST = {"1f1b": 1.01, "gpipe": 1.01, "zb-h1": 1.12, "zb-h2": 1.12, "zb-v": 1.01, "dualpipe-v": 1.01}
 """What ranks hold at most, of what was predicted: halves of backwards are so small here that all else counts."""
@@ -120,8 +124,13 @@ MOST = {"1f1b": 1.01, "gpipe": 1.01, "zb-h1": 1.12, "zb-h2": 1.12, "zb-v": 1.01,
 @pytest.mark.some(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_no_rank_holds_more_than_was_predicted_of_tensors_that_pass_stages_by(seed: int, tmp_path: Path) -> None:
-    layers, options, draw = write_skips(seed, tmp_path / "skips.py"), ProfileOptions(batch=64), random.Random(seed)
-    user = load(str(tmp_path / "skips.py"))
+    draw, path, options = random.Random(seed), tmp_path / "skips.py", ProfileOptions(batch=64)
+    layers = draw.randint(6, 9)
+    widths = [draw.choice([1, 4, 16]) for _ in range(layers)]
+    early = [draw.randrange(layers - 2) for _ in range(draw.randint(1, 3))]
+    skips = sorted({(first, draw.randrange(first + 2, layers)) for first in early})
+    path.write_text(_TEXT.format(widths=widths, skips=skips))
+    user, draw = load(str(path)), random.Random(seed)
     subject = prepare(user, options)
     profile = estimate(subject, find("A100"), options)
     assert len(profile.layers) == layers
@@ -166,16 +175,10 @@ def test_all_stages_at_once_hold_what_each_does(rows: float) -> None:
 def test_a_storage_named_like_a_later_tensor_is_followed_layer_by_layer() -> None:
     for seed in range(12):
         profile = random_profile(seed, most_layers=6, skips=0.3)
-        made = [tensor.name for tensor in profile.tensors if tensor.producer is not None]
-        if not made:
-            continue
-        layers = list(profile.layers)
-        costs = tuple(
-            cost.model_copy(update={"saved": (*(s for s in cost.saved if s.storage != made[-1]), named)})
-            for cost in layers[0].costs
-            for named in [SavedStorage(storage=made[-1], bytes=12_345)]
-            if cost.saved
-        )
-        if costs:
-            layers[0] = layers[0].model_copy(update={"costs": costs})
-            _compare(profile.model_copy(update={"layers": tuple(layers)}), 2, frozenset({1}), len(layers))
+        made = [tensor.name for tensor in profile.tensors if tensor.producer is not None][-1:]
+        named, first = tuple(SavedStorage(storage=name, bytes=12_345) for name in made), profile.layers[0]
+        kept = [[each for each in cost.saved if each.storage not in made] for cost in first.costs]
+        pairs = zip(first.costs, kept, strict=True)
+        costs = tuple(cost.model_copy(update={"saved": (*saved, *named)}) for cost, saved in pairs)
+        layers = (first.model_copy(update={"costs": costs}), *profile.layers[1:])
+        _compare(profile.model_copy(update={"layers": layers}), 2, frozenset({1}), len(layers))

@@ -30,12 +30,8 @@ def _cluster(*curves: Curve) -> Cluster:
     return Cluster(devices=(Device(type="cpu", memory_bytes=1),) * 2, links=(link,), curves=curves)
 
 
-def _all_reduce(ranks: int, *seconds: float) -> Curve:
-    return Curve(kind="all_reduce", ranks=ranks, level="node", sizes=(1000, 2000), seconds=seconds)
-
-
 def test_an_all_reduce_is_the_curve_where_measured_or_a_rings_scaling_or_of_the_bandwidth_that_is_given() -> None:
-    cluster = _cluster(_all_reduce(2, 0.010, 0.012))
+    cluster = _cluster(Curve(kind="all_reduce", ranks=2, level="node", sizes=(1000, 2000), seconds=(0.010, 0.012)))
     links = LinkModel(cluster, cluster.devices)
     assert links.collective_s("all_reduce", 1500, 2, "node") == pytest.approx(0.011)
     assert links.collective_s("all_reduce", 3000, 2, "node") == pytest.approx(0.014)
@@ -57,17 +53,6 @@ def test_a_longer_message_never_takes_less_time_though_it_was_measured_so() -> N
     times = [links.message_s(size, "node") for size in range(60)]
     assert times == sorted(times)
     assert links.message_s(40, "node") == pytest.approx(4.0 + 10 * 0.1)
-
-
-def test_devices_on_two_nodes_talk_over_the_network_and_assumed_ones_are_on_the_same_node() -> None:
-    devices = tuple(Device(type="cpu", memory_bytes=1, node=node) for node in (0, 0, 1))
-    links = (Link(level="node", latency_s=0, bytes_per_s=1e9), Link(level="network", latency_s=0, bytes_per_s=1e6))
-    model = LinkModel(Cluster(devices=devices, links=links), devices)
-    assert [model.level(pair) for pair in ((0, 1), (1, 2), (2,))] == ["node", "network", "node"]
-    assert CostModel(gpt_profile(), local_cluster(2), PlanOptions(gpus=4)).notes == [
-        "the cluster lists 2 devices; planning for 4 assumes 2 more like them, in the same node "
-        "(`cluster` describes others)"
-    ]
 
 
 def _layer(name: str, backward_s: float, trainable: int) -> Layer:
@@ -371,20 +356,17 @@ def test_contention_slows_these_schedules_by_what_it_says_and_never_shortens_a_s
         candidate = random_chunked(rng, costs, schedule)
         if candidate is None:
             continue
-        times = durations(costs, candidate)
-        devices = tuple(dict.fromkeys(candidate.devices))
-        rows = Simulator(costs).rows_of(candidate)
-        alone_s = run(rows, times)
+        times, rows = durations(costs, candidate), Simulator(costs).rows_of(candidate)
+        devices, alone_s = tuple(dict.fromkeys(candidate.devices)), run(rows, times)
         levels = dict.fromkeys(link.level for link in costs.cluster.links)
+        found = []
         for factor in (1 + 1e-12, 1.5):
             overlaps = tuple(Overlap(level=level, compute=factor, communication=factor) for level in levels)
             cluster = costs.cluster.model_copy(update={"overlaps": overlaps})
-            found = run(rows, times, Sharing.of(cluster, costs.devices).among(devices))
-            if factor < 1.1:
-                # Event by event, with next to nothing slowed: the same rules.
-                assert found == pytest.approx(alone_s, rel=1e-9), seed
-            assert found >= alone_s * (1 - 1e-9), seed
-        slowed += found > alone_s * 1.001
+            found.append(run(rows, times, Sharing.of(cluster, costs.devices).among(devices)))
+        # Event by event, with next to nothing slowed: the same rules.
+        assert found == [pytest.approx(alone_s, rel=1e-9), max(found[1], alone_s * (1 - 1e-9))], seed
+        slowed += found[1] > alone_s * 1.001
         links = tuple(link.model_copy(update={"shared_by": rng.choice([2, 8])}) for link in costs.cluster.links)
         crowded = Sharing.of(costs.cluster.model_copy(update={"links": links}), costs.devices)
         assert run(rows, times, crowded.among(devices)) >= alone_s * (1 - 1e-9), seed

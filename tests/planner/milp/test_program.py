@@ -29,7 +29,6 @@ def _problems(seeds: range) -> Iterator[Problem]:
         rules, pool = Constraints.of(costs, options), pool_of(costs, exact=True, use_all=False)
         (family,) = families(costs.batch, options)
         found = network(costs, pool, family, options, rules)
-        assert found is not None
         if found.arcs:
             yield costs, options, found, linear(found, rules, float("inf"))
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -84,7 +85,7 @@ def _programmed(costs: CostModel, options: PlanOptions, solvers: Sequence[Solver
 @pytest.mark.parametrize("part", range(16))
 @pytest.mark.reliability(52)
 def test_program_search_and_oracle_agree_on_the_best_step_and_the_least_bound(part: int) -> None:
-    compared = bounds = constrained = recomputing = sharding = 0
+    compared = 0
     for seed in range(12 * part, 12 * (part + 1)):
         made = _limited(seed)
         if made is None:
@@ -98,28 +99,12 @@ def test_program_search_and_oracle_agree_on_the_best_step_and_the_least_bound(pa
         if best.fastest is None:
             continue
         compared += 1
-        recomputed = [stage.recompute for stage in best.fastest.candidate.stages]
-        assert options.recompute != "none" or not any(recomputed)
+        assert options.recompute != "none" or not any(stage.recompute for stage in best.fastest.candidate.stages)
         # Where a first candidate is no worse than any bound, no bound is met.
         if found.least_bound_s < best.step_s * (1 - 1e-6):
-            bounds += 1
             assert found.least_bound_s == pytest.approx(oracle.least_bound_s, rel=1e-6), f"seed {seed}"
             assert _searched(costs, options)[1] == pytest.approx(oracle.least_bound_s, rel=1e-6), f"seed {seed}"
-        constrained += bool(options.pin)
-        recomputing += options.recompute == "auto" and any(recomputed)
-        sharding += any(stage.shard != "none" for stage in best.fastest.candidate.stages)
     assert compared >= 3
-    assert bounds + constrained + sharding + recomputing >= 1
-
-
-def test_a_plan_made_by_programs_is_as_fast_and_the_same_each_time() -> None:
-    profile, cluster = gpt_profile(blocks=4), local_cluster(2)
-    asked = PlanOptions(gpus=3, gap=0.0, min_stages=2, max_stages=2, pin=("h.1,h.2 same stage",), schedule="gpipe")
-    steps = plan(profile, cluster, asked).predicted
-    made = plan(profile, cluster, replace(asked, solver="milp"))
-    assert made.predicted.step_s == pytest.approx(steps.step_s, rel=1e-9)
-    assert made.predicted.lower_bound_s == pytest.approx(steps.lower_bound_s, rel=1e-6)
-    assert made.dumps() == plan(profile, cluster, replace(asked, solver="milp")).dumps()
 
 
 def _crashes(linear: Linear, seconds: float) -> Solution:
@@ -221,7 +206,6 @@ def test_a_known_plan_exposes_a_solver_that_denies_it() -> None:
     options = PlanOptions(gpus=2, micro_batches=4, min_stages=2, bytes_per_s=1e8, gap=0.0)
     costs = CostModel(gpt_profile(blocks=4), local_cluster(2), options)
     best, _ = _searched(costs, options)
-    assert best.fastest is not None
     assert candidate_bound_s(costs, best.fastest.candidate) < 0.995 * best.step_s
     found = search_by_milp(Simulator(costs), families(costs.batch, options), options, best, [Solver("Odd", _denies)])
     assert "but a known plan's is" in found.notes[0]
@@ -236,27 +220,25 @@ def test_without_pulp_or_time_a_plan_is_the_searchs_and_says_so(monkeypatch: pyt
     assert "`solver_seconds=1e-09`" in hurried.notes[0]
     monkeypatch.setitem(sys.modules, "pulp", None)
     without = plan(profile, cluster, PlanOptions(gpus=3, solver="milp"))
-    assert without.stages == expected.stages
-    assert without.predicted == expected.predicted
-    assert "HiGHS failed: ModuleNotFoundError" in without.notes[0]
-    assert "CBC failed: ModuleNotFoundError" in without.notes[0]
+    assert (without.stages, without.predicted) == (expected.stages, expected.predicted)
+    assert re.search("HiGHS failed: ModuleNotFoundError.* CBC failed: ModuleNotFoundError", without.notes[0])
 
 
 @pytest.mark.reliability(51)
-def test_a_solver_that_cannot_be_executed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    pulp = pytest.importorskip("pulp")
+def test_solvers_that_cannot_be_executed_are_named_and_more_stages_than_a_program_takes_left_to_the_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def notes() -> tuple[str, ...]:
+        options = PlanOptions(gpus=2, solver="milp", min_stages=2)
+        return plan(gpt_profile(blocks=2), local_cluster(2), options).notes
+
+    pulp, failed = pytest.importorskip("pulp"), "HiGHS failed: it is not installed, or cannot be executed"
     monkeypatch.setattr(pulp, "listSolvers", lambda onlyAvailable: ["PULP_CBC_CMD"])  # noqa: N803
-    made = plan(gpt_profile(blocks=2), local_cluster(2), PlanOptions(gpus=2, solver="milp", min_stages=2))
-    assert "HiGHS failed: it is not installed, or cannot be executed" in made.notes
+    assert failed in notes()
     monkeypatch.setattr(pulp, "listSolvers", lambda onlyAvailable: [])  # noqa: N803
-    made = plan(gpt_profile(blocks=2), local_cluster(2), PlanOptions(gpus=2, solver="milp", min_stages=2))
-    assert made.notes[0].startswith("`solver='milp'`: HiGHS failed: it is not installed, or cannot be executed; CBC")
-
-
-def test_more_stages_than_a_program_takes_are_left_to_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.planner.milp.program.MOST_ARCS", 10)
-    made = plan(gpt_profile(blocks=4), local_cluster(2), PlanOptions(gpus=2, solver="milp", min_stages=2))
-    assert "stages to choose from; the plan is that of `solver='dp'`" in made.notes[0]
+    assert notes()[0].startswith(f"`solver='milp'`: {failed}; CBC")
+    monkeypatch.setattr("autopar.planner.milp.program.MOST_ARCS", 5)
+    assert "stages to choose from; the plan is that of `solver='dp'`" in notes()[0]
 
 
 def test_a_program_proves_no_less_than_the_search_where_memory_binds() -> None:
@@ -266,8 +248,6 @@ def test_a_program_proves_no_less_than_the_search_where_memory_binds() -> None:
     searched = Best()
     proved = search(Simulator(costs), families(costs.batch, options), options, searched)
     assert found.notes == ()
-    assert best.fastest is not None
-    assert searched.fastest is not None
     assert any(stage.recompute for stage in best.fastest.candidate.stages)
     assert proved.lower_bound_s <= found.lower_bound_s * (1 + 1e-6)
     assert found.lower_bound_s <= min(best.step_s, searched.step_s)

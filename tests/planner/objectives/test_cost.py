@@ -10,7 +10,7 @@ from autopar.errors import FileError, InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
-from autopar.planner.candidate import Candidate, families
+from autopar.planner.candidate import families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives.cost import cheapest
 from autopar.planner.simulator.simulate import Simulator
@@ -27,9 +27,9 @@ def _priced(cluster: Cluster, seed: int) -> Cluster:
     return cluster.model_copy(update={"devices": tuple(devices)})
 
 
-def _instance(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
-    rng = random.Random(seed)
-    layers, devices, batches, asked = rng.choice(
+def _asked(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
+    """An instance with a constraint that some devices cannot obey, or little memory for its cheapest plan."""
+    layers, devices, batches, asked = random.Random(seed).choice(
         [
             (4, 3, (1, 2, 3, 4), {"recompute": "none"}),
             (3, 3, (2, 4), {"shard": "auto"}),
@@ -40,14 +40,8 @@ def _instance(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
     profile, cluster = random_profile(seed, most_layers=layers, batches=batches), random_cluster(seed, devices)
     if seed % 2:
         profile, cluster = two_kinds(profile, cluster, seed)
+    cluster, names = _priced(cluster, seed), [layer.name for layer in profile.layers]
     options = PlanOptions(**{"gpus": devices, "gap": 0.0, "objective": "cost", **asked})
-    return profile, _priced(cluster, seed), options
-
-
-def _asked(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
-    """An instance with a constraint that some devices cannot obey, or little memory for its cheapest plan."""
-    profile, cluster, options = _instance(seed)
-    names = [layer.name for layer in profile.layers]
     given = (
         {"pin": (f"{names[0]},{names[-1]} different stages",)},
         {"pin": (f"{names[0]} on {min(device.type for device in cluster.devices)}",)},
@@ -61,22 +55,18 @@ def _asked(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
         return profile, cluster, replace(options, **given[seed // 4 % len(given)])
     costs = CostModel(profile, cluster, options)
     free = cheapest(costs, families(costs.batch, options), options)
-    assert free is not None
     peak = max(costs.peak_bytes(free.simulated_plan.candidate))
     return profile, cluster, replace(options, memory_bytes=max(1, int(peak * (2.0, 0.95, 0.75)[seed % 3])))
-
-
-def _price(cluster: Cluster, candidate: Candidate) -> float:
-    used = [device for stage in candidate.stages for device in stage.devices]
-    return sum(cluster.devices[device].price_per_hour or 0.0 for device in used) / 3600
 
 
 def _steps(profile: Profile, cluster: Cluster, options: PlanOptions) -> list[tuple[float, float]]:
     """The step and the cost of every plan that fits, each simulated."""
     costs = CostModel(profile, cluster, options)
     simulator = Simulator(costs)
+    prices = [device.price_per_hour or 0.0 for device in cluster.devices]
     found = [each for each in everything(costs, options) if max(costs.shortfalls(each)) <= 0]
-    return [(step_s, step_s * _price(cluster, each)) for each in found for step_s in [simulator.step_s(each)]]
+    steps = [(simulator.step_s(each), sum(prices[device] for device in each.devices)) for each in found]
+    return [(step_s, step_s * per_hour / 3600) for step_s, per_hour in steps]
 
 
 def _remedied(asked: PlanOptions, profile: Profile, cluster: Cluster, fastest_s: float) -> None:
@@ -85,8 +75,6 @@ def _remedied(asked: PlanOptions, profile: Profile, cluster: Cluster, fastest_s:
         plan(profile, cluster, asked)
     named = re.search(r"the fastest step that was found takes (\S+) s", str(caught.value))
     typed = re.search(r"; a plan fits with `deadline_s=(\S+)`$", str(caught.value))
-    assert named is not None
-    assert typed is not None
     assert float(named[1]) == pytest.approx(fastest_s, rel=1e-5)
     assert plan(profile, cluster, replace(asked, deadline_s=float(typed[1]))).predicted.price is not None
 
@@ -112,14 +100,12 @@ def test_no_plan_within_the_deadline_is_cheaper(part: int) -> None:
             least = min(cost for step_s, cost in every if deadline_s is None or step_s <= deadline_s)
             made = plan(profile, cluster, replace(options, deadline_s=deadline_s))
             price = made.predicted.price
-            assert price is not None
             assert price.deadline_s == deadline_s
             assert price.per_step == pytest.approx(least, rel=1e-9), seed
             assert price.lower_bound_per_step == pytest.approx(least, rel=1e-9), seed
             compared, dearer = compared + 1, dearer + (least > free * (1 + 1e-6))
             several += len(made.devices) > 1
-    assert compared >= 6
-    assert min(dearer, several) >= 1
+    assert min(compared / 6, dearer, several) >= 1
 
 
 def test_with_a_gap_plans_meet_the_deadline_and_bounds_hold() -> None:
@@ -132,7 +118,6 @@ def test_with_a_gap_plans_meet_the_deadline_and_bounds_hold() -> None:
         for deadline_s in (None, 1.05 * min(every)[0]):
             found = plan(profile, cluster, replace(options, gap=0.1, deadline_s=deadline_s)).predicted
             least = min(cost for step_s, cost in every if deadline_s is None or step_s <= deadline_s)
-            assert found.price is not None
             assert deadline_s is None or found.step_s <= deadline_s * (1 + 1e-9)
             bound, cost = found.price.lower_bound_per_step, found.price.per_step
             assert bound <= least * (1 + 1e-9), seed
@@ -148,7 +133,6 @@ def test_of_equal_devices_the_cheaper_are_used() -> None:
     assert made.devices == (1,)
     assert made.objective == "cost"
     price = made.predicted.price
-    assert price is not None
     assert price.per_hour == 1.0
     assert price.per_step == pytest.approx(made.predicted.step_s / 3600)
     assert price.per_million_samples == pytest.approx(price.per_step / 8 * 1e6)
@@ -168,19 +152,9 @@ def test_a_device_without_a_price_is_named() -> None:
             plan(gpt_profile(), cluster.model_copy(update={"devices": devices}), PlanOptions(objective="cost"))
 
 
-def test_what_does_not_fit_and_what_contradicts_is_said() -> None:
-    cluster = _priced(local_cluster(2), 0)
+def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(InfeasibleError, match=r"nothing fits the memory.* a plan fits with `memory_bytes="):
-        plan(gpt_profile(), cluster, PlanOptions(objective="cost", memory_bytes=1000))
-    with pytest.raises(UsageError, match="`stages` does not go with `objective='cost'`"):
-        plan(gpt_profile(), cluster, PlanOptions(objective="cost", stages="0-13:1"))
-
-
-def test_sixty_four_devices_are_planned_with_a_certificate() -> None:
-    cluster = _priced(local_cluster(64), 1)
-    made = plan(gpt_profile(blocks=10, batch=128), cluster, PlanOptions(objective="cost", memory_bytes=200 * 2**20))
-    assert made.predicted.price is not None
-    assert made.predicted.price.per_step <= 1.03 * made.predicted.price.lower_bound_per_step
+        plan(gpt_profile(), _priced(local_cluster(2), 0), PlanOptions(objective="cost", memory_bytes=1000))
 
 
 def test_alternatives_have_their_cost_and_only_where_it_is_the_objective() -> None:
@@ -189,8 +163,6 @@ def test_alternatives_have_their_cost_and_only_where_it_is_the_objective() -> No
     known = [each for each in made.alternatives if each.step_s is not None]
     assert known
     for each in known:
-        assert each.stages is not None
-        assert each.step_s is not None
         devices = sum(int(stage.rpartition(":")[2]) for stage in each.stages.split(","))
         per_hour = devices * (cluster.devices[0].price_per_hour or 0.0)
         assert each.price_per_step == pytest.approx(each.step_s * per_hour / 3600)
@@ -203,5 +175,4 @@ def test_alternatives_have_their_cost_and_only_where_it_is_the_objective() -> No
 def test_a_million_samples_cost_what_their_steps_do_whatever_batch_was_profiled() -> None:
     options = PlanOptions(gpus=2, batch=8, schedule="1f1b", objective="cost")
     price = plan(gpt_profile(blocks=2, batch=16), _priced(local_cluster(2), 0), options).predicted.price
-    assert price is not None
     assert price.per_million_samples == pytest.approx(price.per_step / 8 * 1e6)

@@ -35,10 +35,6 @@ def question(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
     return profile, local_cluster(devices, memory), PlanOptions(gpus=devices)
 
 
-def subject_of(found: Plan, profile: Profile, cluster: Cluster) -> ExportSubject:
-    return ExportSubject(found, profile, cluster, "plan.json")
-
-
 def equal_splits(profile: Profile, cluster: Cluster, limits: Expressible) -> Iterator[Plan]:
     """Yield the best plan of every equal split of all devices, as the planner finds it for dictated stages."""
     devices, layers = len(cluster.devices), len(profile.layers)
@@ -67,18 +63,17 @@ def test_the_nearest_plan_is_accepted_and_no_slower_than_equal_splits(name: str)
             best = plan(profile, cluster, options)
         except InfeasibleError:
             continue
-        subject = subject_of(best, profile, cluster)
+        subject = ExportSubject(best, profile, cluster, "plan.json")
         limits = target.limits(subject)
-        assert limits is not None
         layers = range(1, len(profile.layers) - 1)
         every = equal_splits(profile, cluster, limits)
-        splits = [each for each in every if target.refusal(subject_of(each, profile, cluster)) is None]
+        splits = [each for each in every if target.refusal(subject._replace(plan=each)) is None]
         try:
             found = nearest_plan(best, profile, cluster, limits, layers, target.edges(subject))
         except InfeasibleError:
             assert not splits
             continue
-        assert target.refusal(subject_of(found, profile, cluster)) is None
+        assert target.refusal(subject._replace(plan=found)) is None
         fits = zip(found.predicted.peak_bytes, found.predicted.limit_bytes, strict=True)
         assert all(peak <= limit for peak, limit in fits)
         for each in splits:
@@ -91,7 +86,6 @@ def test_an_equal_plan_that_is_asked_for_again_is_not_beaten_by_its_own_cuts() -
     profile = llama_profile(10)
     own, cluster = equal_plan(profile, "1f1b", 2, 2, 4, cuts=(5,))
     target = TRAINERS["megatron"]
-    assert target.expressible is not None
     found = nearest_plan(own, profile, cluster, target.expressible, range(1, 11), tuple(range(13)))
     assert found.predicted.step_s <= own.predicted.step_s
 
@@ -99,7 +93,6 @@ def test_an_equal_plan_that_is_asked_for_again_is_not_beaten_by_its_own_cuts() -
 def test_the_memory_that_a_plan_was_made_for_is_the_nearests_too() -> None:
     profile, cluster = llama_profile(8), local_cluster(4, 2**40)
     limits = TRAINERS["torchtitan"].expressible
-    assert limits is not None
     small = plan(profile, cluster, PlanOptions(memory_bytes=60 * 2**20))
     found = nearest_plan(small, profile, cluster, limits, range(1, 9), tuple(range(11)))
     assert max(found.predicted.peak_bytes) <= 60 * 2**20

@@ -16,14 +16,8 @@ from autopar.formats.plan import Division, Plan
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.candidate import Candidate, CandidateStage, Family
 from autopar.planner.costs.model import CostModel
-from autopar.planner.objectives.unflushed import (
-    PartitionTable,
-    PipelinePartition,
-    PolicyJudge,
-    StageWay,
-    device_orders,
-    shallow_depths,
-)
+from autopar.planner.objectives import unflushed
+from autopar.planner.objectives.unflushed import PartitionTable, PipelinePartition, PolicyJudge, StageWay, device_orders
 from autopar.planner.simulator.simulate import Simulator, pipeline_times
 from autopar.policies import xpipe_constants
 from random_problems import gpt_profile, local_cluster, problem, random_cluster, random_profile, two_kinds
@@ -38,9 +32,12 @@ def every(judge: PolicyJudge, devices: int, micro_batches: int) -> Iterator[Cand
     """
     costs, rows = judge.costs, judge.costs.batch // micro_batches
     layers = costs.layer_count
+    possible: list[tuple[int, Division]] = [(width, "split") for width in range(1, min(devices, rows) + 1)]
+    if judge.options.policy == "stash" and micro_batches == 1 and not costs.flows.tied:
+        possible += [(width, "round-robin") for width in range(2, devices + 1)]
     for count in range(1, min(layers, devices) + 1):
         for cuts in combinations(range(1, layers), count - 1):
-            for ways in product(ways_of(judge, devices, micro_batches), repeat=count):
+            for ways in product(possible, repeat=count):
                 if sum(width for width, _ in ways) > devices:
                     continue
                 edges, first, stages = [0, *cuts, layers], 0, []
@@ -58,14 +55,6 @@ def every(judge: PolicyJudge, devices: int, micro_batches: int) -> Iterator[Cand
                         continue
                     deep = tuple(each._replace(warmup=depth) for each, depth in zip(stages, depths, strict=True))
                     yield Candidate(micro_batches, rows, "1f1b", deep)
-
-
-def ways_of(judge: PolicyJudge, devices: int, micro_batches: int) -> list[tuple[int, Division]]:
-    rows = judge.costs.batch // micro_batches
-    ways: list[tuple[int, Division]] = [(width, "split") for width in range(1, min(devices, rows) + 1)]
-    if judge.options.policy == "stash" and micro_batches == 1 and not judge.costs.flows.tied:
-        ways += [(width, "round-robin") for width in range(2, devices + 1)]
-    return ways
 
 
 @pytest.mark.some(4)
@@ -169,17 +158,13 @@ def test_kinds_of_devices_are_taken_in_every_order() -> None:
         assert best_s == pytest.approx(judged, rel=1e-9)
 
 
-THREE = ((0, 1), (1, 3), (3, 5))
-"""First and last layers of three stages."""
-
-
 def test_versions_are_charged() -> None:
     """The last stage keeps one version under stashing, and as many as the first under vertical sync."""
     profile, cluster = random_profile(10), local_cluster(4)
     options = PlanOptions(policy="stash", stages="0:1,1-2:1,3-4:1", micro_batches=1, recompute="none")
     stash, sync = (plan(profile, cluster, replace(options, policy=each)) for each in POLICIES[:2])  # type: ignore[arg-type]
     assert [stage.warmup for stage in stash.stages] == [stage.warmup for stage in sync.stages] == [3, 2, 1]
-    trained = [sum(each.trainable_bytes for each in profile.layers[first:stop]) for first, stop in THREE]
+    trained = [sum(one.trainable_bytes for one in profile.layers[own]) for own in (slice(1), slice(1, 3), slice(3, 5))]
     assert min(trained[1:]) > 0
     more = zip(sync.predicted.peak_bytes, stash.predicted.peak_bytes, strict=True)
     assert [one - other for one, other in more] == [0, trained[1], 2 * trained[2]]
@@ -240,6 +225,6 @@ def test_all_partitions_come_those_of_the_least_busy_first(seed: int) -> None:
 
 
 def test_pipedreams_micro_batches_in_flight_keep_all_replicas_busy() -> None:
-    assert shallow_depths([15, 1]) == [2, 1]
-    assert shallow_depths([1, 1, 1, 1]) == [4, 3, 2, 1]
-    assert shallow_depths([3, 1, 2]) == [2, 3, 1]
+    assert unflushed.shallow_depths([15, 1]) == [2, 1]
+    assert unflushed.shallow_depths([1, 1, 1, 1]) == [4, 3, 2, 1]
+    assert unflushed.shallow_depths([3, 1, 2]) == [2, 3, 1]

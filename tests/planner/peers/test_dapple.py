@@ -40,10 +40,6 @@ def _latency(prices: Prices, stages: Stages) -> float:
     return float(latency_s(forward_s, backward_s, reduce_s, prices.micro_batches)[0])
 
 
-def _less(free: tuple[int, ...], taken: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(one - other for one, other in zip(free, taken, strict=True))
-
-
 def _state(sizes: tuple[int, ...], free: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(zip(sizes, free, strict=True)))
 
@@ -62,7 +58,7 @@ def _plain(prices: Prices, *, splits: int) -> float:
             for stop in range(first + 1, count):
                 for width in range(1, min(prices.rows, sum(free) - 1) + 1):
                     for taken in choices(free, sizes, width):
-                        left = _less(free, taken)
+                        left = tuple(one - other for one, other in zip(free, taken, strict=True))
                         planned = [*stages, (stop, taken)]
                         latency = _latency(prices, [*planned, (count, left)])
                         key = stop, _state(sizes, left)

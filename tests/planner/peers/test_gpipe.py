@@ -61,15 +61,12 @@ def test_blocks_on_a_device_each_differ_by_no_more_than_a_layer(
     assert idle < 40
 
 
-def _drawn(rng: random.Random) -> list[float]:
-    draws = (
-        lambda: float(rng.randint(0, 3)),
-        lambda: rng.uniform(0, 1),
-        lambda: rng.lognormvariate(0, 2),
-        lambda: rng.choice([0.0, 0.1, 1e-9, 1e9]),
-    )
-    count, draw = rng.randint(1, 9), rng.choice(draws)
-    return [draw() for _ in range(count)]
+DRAWS: tuple[Callable[[random.Random], float], ...] = (
+    lambda rng: float(rng.randint(0, 3)),
+    lambda rng: rng.uniform(0, 1),
+    lambda rng: rng.lognormvariate(0, 2),
+    lambda rng: rng.choice([0.0, 0.1, 1e-9, 1e9]),
+)
 
 
 def _sums(values: list[float], ends: tuple[int, ...]) -> list[Fraction]:
@@ -80,7 +77,8 @@ def test_blocks_are_as_the_theorem_and_all_cuts_say() -> None:
     """Sums differ by no more than a number, and the largest exceeds the enumerated least by no more either."""
     for seed in range(400):
         rng = random.Random(seed)
-        values, count = _drawn(rng), rng.randint(1, 5)
+        length, draw = rng.randint(1, 9), rng.choice(DRAWS)
+        values, count = [draw(rng) for _ in range(length)], rng.randint(1, 5)
         ends = blocks(values, count)
         assert (len(ends), ends[-1]) == (count, len(values))
         assert list(ends) == sorted(ends)

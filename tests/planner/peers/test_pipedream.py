@@ -1,5 +1,6 @@
 """PipeDream's dynamic program against the enumeration of all its pipelines, priced by its formulas."""
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 
@@ -7,7 +8,7 @@ import pytest
 
 from autopar.formats.cluster import Level
 from autopar.planner.peers import pipedream
-from autopar.planner.peers.prices import Prices, Proposal
+from autopar.planner.peers.prices import Prices
 from priced import prices_of
 
 Pipeline = list[tuple[int, int, int]]
@@ -23,10 +24,6 @@ def _pipelines(first: int, stop: int, components: int) -> Iterator[Pipeline]:
                 yield [(start, end, width) for (start, end), width in zip(spans, widths, strict=True)]
 
 
-def _alone(prices: Prices, first: int, stop: int) -> float:
-    return float(prices.layer_s[first:stop].sum())
-
-
 def _bottleneck(prices: Prices, pipeline: Pipeline, level: Level, below: dict[tuple[int, int], float]) -> float:
     slowest = [2 * float(prices.forth_s(level)[stop]) for _, stop, _ in pipeline[:-1]]
     for first, stop, width in pipeline:
@@ -36,15 +33,17 @@ def _bottleneck(prices: Prices, pipeline: Pipeline, level: Level, below: dict[tu
     return max(slowest)
 
 
-def _spans(prices: Prices) -> list[tuple[int, int]]:
-    return list(combinations(range(prices.layer_count + 1), 2))
+def _alone(prices: Prices) -> dict[tuple[int, int], float]:
+    """The seconds of every span of layers on one device."""
+    spans = combinations(range(prices.layer_count + 1), 2)
+    return {(first, stop): float(prices.layer_s[first:stop].sum()) for first, stop in spans}
 
 
 def test_a_flat_plan_has_the_least_bottleneck_of_all_pipelines() -> None:
     for seed in range(100):
         prices = prices_of(seed, (seed % 5 + 1,) if seed % 3 else (2, seed % 3 + 1))
         level = prices.costs.links.level(range(prices.device_count))
-        below = {span: _alone(prices, *span) for span in _spans(prices)}
+        below = _alone(prices)
         every = _pipelines(0, prices.layer_count, prices.device_count)
         least = min(_bottleneck(prices, pipeline, level, below) for pipeline in every)
         assert pipedream.flat_splits(prices).slowest_s[-1, 0, -1] == pytest.approx(least, rel=1e-9, abs=1e-15)
@@ -58,24 +57,20 @@ def test_a_plan_by_levels_has_the_least_bottleneck_of_all_nested_pipelines() -> 
     for seed in range(50):
         sizes = ((2, 2), (3, 3), (2, 2, 2))[seed % 3]
         prices = prices_of(seed, sizes)
-        below = {span: _alone(prices, *span) for span in _spans(prices)}
+        below = _alone(prices)
         inner = {
             span: min(_bottleneck(prices, pipeline, "node", below) for pipeline in _pipelines(*span, sizes[0]))
-            for span in _spans(prices)
+            for span in below
         }
         every = _pipelines(0, prices.layer_count, len(sizes))
         least = min(_bottleneck(prices, pipeline, "network", inner) for pipeline in every)
         assert pipedream.splits_by_level(prices)[1].slowest_s[-1, 0, -1] == pytest.approx(least, rel=1e-9, abs=1e-15)
-        _covers(prices, pipedream.hierarchical(prices))
-
-
-def _covers(prices: Prices, proposal: Proposal) -> None:
-    """All layers and all devices, each once; every stage takes the same number of each of its nodes."""
-    assert proposal.cuts[-1] == prices.layer_count
-    assert sorted(device for group in proposal.devices for device in group) == list(range(prices.device_count))
-    for group in proposal.devices:
-        nodes = [prices.costs.devices[device].node for device in group]
-        assert len({nodes.count(node) for node in nodes}) == 1
+        proposal = pipedream.hierarchical(prices)
+        assert proposal.cuts[-1] == prices.layer_count
+        assert sorted(device for group in proposal.devices for device in group) == list(range(prices.device_count))
+        for group in proposal.devices:
+            counts = Counter(prices.costs.devices[device].node for device in group)
+            assert len(set(counts.values())) == 1, "a stage takes the same number of each of its nodes"
 
 
 def test_plans_by_levels_are_proposed_for_nodes_of_equal_sizes_only() -> None:

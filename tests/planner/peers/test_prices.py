@@ -1,6 +1,7 @@
 """What peers' formulas are given, what is tried of their plans, why one has none, and that autopar is never slower."""
 
-import numpy as np
+import re
+
 import pytest
 
 from autopar.errors import UsageError
@@ -14,7 +15,8 @@ from autopar.planner.peers.prices import MOST_WORK, Proposal, candidates_of, in_
 from autopar.planner.search.judge import references
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.route import even_shares
-from priced import gpt_profile, local_cluster, nodes_of, prices_of, random_cluster, random_profile
+from priced import nodes_of, prices_of
+from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
 
 
 def test_times_are_those_of_the_largest_share() -> None:
@@ -64,12 +66,9 @@ def test_reducing_the_whole_model_takes_what_the_cost_model_says() -> None:
 
 def test_a_layers_size_is_what_it_keeps_and_its_states() -> None:
     prices = prices_of(3, (2,))
-    layer = prices.costs.profile.layers[0]
-    states = layer.parameters_bytes + layer.gradient_bytes + layer.optimizer_bytes
-    kept = sum(prices.costs.layers[0].saved_at(0, prices.rows).values())
-    assert prices.layer_bytes[0] == kept + states
-    assert np.all(np.array(prices.layer_bytes) >= 0)
-    assert len(prices.layer_bytes) == prices.layer_count
+    for at, layer in enumerate(prices.costs.profile.layers):
+        states = layer.parameters_bytes + layer.gradient_bytes + layer.optimizer_bytes
+        assert prices.layer_bytes[at] == sum(prices.costs.layers[0].saved_at(at, prices.rows).values()) + states
 
 
 NAMES = ["GPipe", "torchgpipe, by time", "torchgpipe, by size", "PipeDream", "DAPPLE", "HetPipe"]
@@ -121,8 +120,7 @@ def test_autopar_is_never_slower_than_a_peer_that_fits(nodes: tuple[tuple[int, .
             compared += 1
             slower += step_s > own_s * (1 + 1e-6)
             assert own_s <= step_s * (1 + 1e-9), f"seed {seed}: {name}"
-    assert compared > 8
-    assert slower > compared / 4
+    assert slower > compared / 4 > 2
 
 
 def test_a_trial_finds_the_fastest_of_all_counts_and_depths() -> None:
@@ -142,11 +140,10 @@ def test_a_trial_finds_the_fastest_of_all_counts_and_depths() -> None:
         ]
         candidate, reason = trial(simulator, "1f1b", counts, proposals)
         if not every:
-            assert candidate is None
-            assert reason == f"no micro-batch of a batch of {costs.batch} has a sample for each replica of a stage"
+            said = f"no micro-batch of a batch of {costs.batch} has a sample for each replica of a stage"
+            assert (candidate, reason) == (None, said)
             continue
         assert reason is None
-        assert candidate is not None
         assert simulator.step_s(candidate) == pytest.approx(min(every), rel=1e-12), f"seed {seed}"
 
 
@@ -154,11 +151,8 @@ def test_a_peer_that_does_not_fit_says_which_stage_and_by_how_much() -> None:
     options = PlanOptions(gpus=4, memory_bytes=40 * MIB, bytes_per_s=3e8)
     simulator, found = _peers(gpt_profile(), local_cluster(4), options)
     peer = found["GPipe"]
-    assert peer.candidate is not None
     assert max(simulator.costs.peak_bytes(peer.candidate)) > 40 * MIB
-    assert peer.reason is not None
-    assert peer.reason.startswith("stage 0 (layers wte..")
-    assert "more than 40.00 MiB" in peer.reason
+    assert re.match(r"stage 0 \(layers wte\.\..*more than 40\.00 MiB", str(peer.reason))
 
 
 def test_a_planner_that_would_take_too_long_says_so_and_one_that_may_plans_for_some_counts(

@@ -25,7 +25,6 @@ def _limited(seed: int) -> tuple[Profile, Cluster, PlanOptions, float]:
     """An instance whose memory the best plan without a limit mostly does not fit, and that plan's step time."""
     profile, cluster, options = small_question(seed)
     free, _ = searched(profile, cluster, options)
-    assert free.fastest is not None
     if seed % 5 == 0:
         return profile, cluster, options, free.step_s
     peak = max(CostModel(profile, cluster, options).peak_bytes(free.fastest.candidate))
@@ -36,7 +35,7 @@ def _limited(seed: int) -> tuple[Profile, Cluster, PlanOptions, float]:
 @pytest.mark.some(2)
 @pytest.mark.parametrize("part", range(23))
 def test_an_exact_search_finds_the_oracles_step_time_and_least_bound_with_memory_limits_that_bind(part: int) -> None:
-    binding = compared = recomputing = sharding = mixed = 0
+    binding = compared = 0
     for seed in range(20 * part, 20 * (part + 1)):
         profile, cluster, options, free_s = _limited(seed)
         best, result = searched(profile, cluster, options)
@@ -52,27 +51,13 @@ def test_an_exact_search_finds_the_oracles_step_time_and_least_bound_with_memory
         if result.least_bound_s < best.step_s:
             assert result.least_bound_s == pytest.approx(every.least_bound_s, rel=1e-9), f"seed {seed}"
         binding += oracle.step_s > free_s * (1 + 1e-9)
-        recomputing += any(stage.recompute for stage in best.fastest.candidate.stages)
-        sharding += any(stage.shard != "none" for stage in best.fastest.candidate.stages)
-        devices = [device for stage in best.fastest.candidate.stages for device in stage.devices]
-        mixed += len({cluster.devices[device].type for device in devices}) > 1
-    assert compared >= 8
-    assert binding >= compared / 4
-    assert recomputing + sharding + mixed >= 1
+    assert binding >= compared / 4 >= 2
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"use_all": True},
-        {"min_stages": 2},
-        {"schedule": "gpipe"},
-        {"micro_batches": 2},
-        {"bytes_per_s": 3e7},
-        {"divisible": True},
-    ],
-    ids=str,
-)
+ASKED = ({"use_all": True}, {"divisible": True}, {"schedule": "gpipe"}, {"micro_batches": 2}, {"bytes_per_s": 3e7})
+
+
+@pytest.mark.parametrize("asked", [*ASKED, {"min_stages": 2}], ids=str)
 def test_an_exact_search_finds_the_oracles_step_time_under_constraints(asked: dict[str, object]) -> None:
     compared = 0
     for seed in range(1000, 1004):
@@ -166,16 +151,14 @@ def test_folding_a_chain_is_folding() -> None:
             np.testing.assert_allclose(one, other, rtol=1e-12)
 
 
-STACKED = ({}, {"use_all": True}, {"shard": "auto"}, {"recompute": "full"}, {"divisible": True}, {"schedule": "gpipe"})
-
-
 def test_every_bound_of_the_stack_is_below_every_plan_that_fits_and_none_is_below_the_one_before() -> None:
     rising = 0
     for seed in range(18):
         rng = random.Random(seed)
         devices = rng.randint(1, 3)
         profile, cluster = problem(seed, devices, 3, most_layers=4, batches=(1, 2, 4))
-        options = PlanOptions(gpus=devices, gap=0.0, **STACKED[seed % len(STACKED)])  # type: ignore[arg-type]
+        asked = ({}, {"shard": "auto"}, {"recompute": "full"}, *ASKED[:3])[seed % 6]
+        options = PlanOptions(gpus=devices, gap=0.0, **asked)  # type: ignore[arg-type]
         costs = CostModel(profile, cluster, options)
         every = families(costs.batch, options)
         bounds = bounds_of_families(costs, every, least_bound_s(costs, options), float("inf"))

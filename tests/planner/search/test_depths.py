@@ -70,10 +70,9 @@ def _widths(family: Family, choice: Choice) -> range:
 def _deepest(costs: CostModel, family: Family, stage: CandidateStage) -> int:
     """The most in flight with which a stage fits by itself; 0 if it never does."""
     turns = stage.turns(0, family.micro_batches)
-    for depth in range(turns, 0, -1) if family.schedule != "gpipe" else (turns,):
-        if costs.shortfall(Candidate(*family, (stage._replace(warmup=depth),)), 0) <= 0:
-            return depth
-    return 0
+    depths = range(turns, 0, -1) if family.schedule != "gpipe" else (turns,)
+    deep = (Candidate(*family, (stage._replace(warmup=depth),)) for depth in depths)
+    return next((each.stages[0].warmup for each in deep if costs.shortfall(each, 0) <= 0), 0)
 
 
 def _stage(costs: CostModel, family: Family, choice: Choice, width: int, span: tuple[int, int]) -> CandidateStage:
@@ -109,8 +108,7 @@ def test_as_many_are_in_flight_as_fit_and_no_recomputation_of_the_range_lets_mor
                                 exact += 1
                                 some += 0 < truth < stage.turns(0, family.micro_batches)
                             recomputing += choice.recomputes
-    assert min(exact, recomputing) > 700
-    assert some > 14
+    assert min(exact, recomputing, 50 * some) > 700
 
 
 def test_memory_binds_where_a_stage_does_not_fit_with_all_in_flight_and_none_longer_than_the_reach_fits() -> None:

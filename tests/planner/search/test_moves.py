@@ -46,9 +46,8 @@ def test_a_cut_moves_to_every_edge_within_reach_that_leaves_both_stages_a_layer(
         cuts = (*sorted(rng.sample(edges[1:-1], stages - 1)), layers)
         beside = set()
         for other in combinations(edges[1:-1], stages - 1):
-            moved = [
-                abs(edges.index(a) - edges.index(b)) for a, b in zip(cuts, (*other, layers), strict=True) if a != b
-            ]
+            pairs = zip(cuts, (*other, layers), strict=True)
+            moved = [abs(edges.index(a) - edges.index(b)) for a, b in pairs if a != b]
             if len(moved) == 1 and moved[0] <= reach:
                 beside.add((*other, layers))
         found = list(moves.cuts_moved(cuts, edges, range(stages - 1), reach))
@@ -91,5 +90,4 @@ def test_no_cuts_make_the_slowest_stage_quicker_than_a_balanced_shapes(schedule:
         groups = {stage.devices for stage in placed}
         assert sorted(map(len, groups)) == sorted(widths)
         assert sorted(device for group in groups for device in group) == list(range(sum(widths)))
-    assert compared > 20
-    assert quickest > 0.9 * compared
+    assert quickest > 0.9 * compared > 18

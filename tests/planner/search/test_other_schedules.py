@@ -21,8 +21,6 @@ from autopar.schedules.expand import expand
 from chunked import OTHERS, halved, random_chunked, random_costs
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
 
-MIB = 2**20
-
 
 @pytest.mark.parametrize("schedule", OTHERS)
 def test_a_plan_is_sound_and_above_its_bounds(schedule: str) -> None:
@@ -40,7 +38,6 @@ def test_a_plan_is_sound_and_above_its_bounds(schedule: str) -> None:
         assert made.schedule == schedule
         check(expand(made), made)
         assert simulate(made, profile, cluster).end_s == made.predicted.step_s
-        assert made.predicted.bounds is not None
         bounds = [seconds for _, seconds in made.predicted.bounds]
         assert [*bounds, made.predicted.step_s] == sorted([*bounds, made.predicted.step_s])
         assert sum(part.seconds for part in made.predicted.binding) <= made.predicted.step_s * (1 + 1e-9)
@@ -67,8 +64,8 @@ def test_no_plan_of_halves_that_fits_is_below_what_bounds_them_all_with_the_limi
     for seed in range(20):
         rng, ample = random.Random(seed), random_costs(2 * seed, most_devices=4)
         options = PlanOptions(schedule=schedule, gpus=len(ample.devices), recompute="none")
-        found = [each for each in (random_chunked(rng, ample, schedule) for _ in range(16)) if each is not None]
-        found = [each for each in found if not any(stage.recompute for stage in each.stages)]
+        drawn = [each for each in (random_chunked(rng, ample, schedule) for _ in range(16)) if each is not None]
+        found = [each for each in drawn if not any(stage.recompute for stage in each.stages)]
         if not found:
             continue
         # As much memory as one of them needs.
@@ -104,8 +101,7 @@ def test_what_is_found_by_trying_is_near_the_best_of_all(schedule: str) -> None:
         ]
         best = trials.run_all([(family, shape) for family in families(costs.batch, options) for shape in shapes])
         over.append(plan(profile, cluster, options).predicted.step_s / best.step_s - 1)
-    assert min(over) >= -1e-9
-    assert max(over) < 0.1
+    assert -1e-9 <= min(over) <= max(over) < 0.1
     assert sum(each < 1e-9 for each in over) > len(over) // 2
 
 
@@ -136,16 +132,13 @@ def test_without_halves_auto_is_as_it_was_and_schedules_with_halves_are_refused(
             plan(profile, cluster, PlanOptions(gpus=4, schedule=schedule))
 
 
-def test_a_quicker_plan_with_several_stages_a_device_is_chosen_and_both_bounds_are_said() -> None:
+def test_a_quicker_plan_with_several_stages_a_device_is_chosen() -> None:
     profile, cluster = gpt_profile(blocks=12, batch=8), local_cluster(4)
     options = PlanOptions(gpus=4, min_stages=4, micro_batches=8, exact=True)
     auto = plan(profile, cluster, options)
     whole = plan(profile, cluster, replace(options, schedule="1f1b"))
     assert auto.schedule == "interleaved"
     assert auto.predicted.step_s < whole.predicted.step_s
-    assert auto.predicted.bounds is not None
-    assert auto.predicted.bounds.work_s <= auto.predicted.step_s
-    assert all(each.step_s is None or each.step_s >= auto.predicted.bounds.work_s for each in auto.alternatives)
     assert any(each.schedule in ("1f1b", "gpipe") and each.step_s for each in auto.alternatives)
 
 
@@ -192,12 +185,9 @@ def test_stages_that_do_not_suit_a_schedule_are_refused(options: PlanOptions, me
         plan(halved(gpt_profile(), 0), local_cluster(4), options)
 
 
-def test_when_nothing_fits_the_closest_plan_is_named() -> None:
+def test_layers_are_recomputed_where_memory_is_short_and_where_nothing_fits_the_closest_plan_is_named() -> None:
     with pytest.raises(InfeasibleError, match=r"nothing fits the memory: stage .* in the plan of interleaved"):
-        plan(gpt_profile(blocks=2, batch=4), local_cluster(2), PlanOptions(schedule="interleaved", memory_bytes=MIB))
-
-
-def test_layers_are_recomputed_where_memory_is_short() -> None:
+        plan(gpt_profile(blocks=2, batch=4), local_cluster(2), PlanOptions(schedule="interleaved", memory_bytes=2**20))
     profile, cluster = halved(gpt_profile(), 3), local_cluster(4)
     options = PlanOptions(schedule="zb-v", gpus=4, min_stages=8, micro_batches=16)
     free = plan(profile, cluster, options)

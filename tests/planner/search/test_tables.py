@@ -15,9 +15,8 @@ from autopar.planner.search import stages
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.tables import RoundTrips, States, SuffixTables
 from autopar.planner.search.variants import FINE
-from hierarchies import hierarchy
 from oracles.exhaustive import everything
-from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
+from random_problems import gpt_profile, hierarchy, local_cluster, random_cluster, random_profile
 
 Key = tuple[int, int, str, int, str, str]
 
@@ -68,8 +67,7 @@ def test_a_table_never_exceeds_the_bound_of_any_candidate_and_is_mostly_close() 
                 close += values[key] >= least[key] * 0.9
             mine = [value for key, value in least.items() if key[0] == family.micro_batches]
             assert work_s(costs, family) <= min(mine, default=np.inf) * (1 + 1e-9)
-    assert compared >= 110
-    assert close >= 0.5 * compared
+    assert close >= 0.5 * compared >= 55
 
 
 def test_of_unequal_replicas_the_busiest_sets_the_pace() -> None:
@@ -81,19 +79,13 @@ def test_of_unequal_replicas_the_busiest_sets_the_pace() -> None:
     assert candidate_bound_s(costs, slow) >= 2 * busiest
 
 
-def _instance(seed: int) -> tuple[CostModel, PlanOptions]:
-    devices = seed % 2 + 1
-    profile, cluster = random_profile(seed, most_layers=4, batches=(2, 8), skips=0.0), random_cluster(seed, devices)
-    options = PlanOptions(gpus=devices, memory_bytes=3_000_000 if seed % 2 else None)
-    return CostModel(profile, cluster, options), options
-
-
 @pytest.mark.parametrize("apart", [True, False])
 def test_no_plan_has_a_lower_bound_or_a_shorter_round_trip(apart: bool) -> None:
     compared = close = 0
     for seed in range(12):
-        costs, options = _instance(seed)
-        overhead_s = costs.profile.step_overhead_s
+        profile, devices = random_profile(seed, most_layers=4, batches=(2, 8), skips=0.0), seed % 2 + 1
+        options = PlanOptions(gpus=devices, memory_bytes=3_000_000 if seed % 2 else None)
+        costs, overhead_s = CostModel(profile, random_cluster(seed, devices), options), profile.step_overhead_s
         plans: dict[int, list[Candidate]] = {}
         for candidate in everything(costs, options):
             if max(costs.shortfalls(candidate)) <= 0:
@@ -113,58 +105,44 @@ def test_no_plan_has_a_lower_bound_or_a_shorter_round_trip(apart: bool) -> None:
             for step_s, trip_s in [*zip(steps, whole, strict=True)][::5]:
                 assert trips.least_s(step_s - trip_s, step_s) <= trip_s * (1 + 1e-9), f"seed {seed}"
                 compared += 1
-    assert compared >= 30
-    assert close >= 4
-
-
-def _drawn_tables(seed: int) -> StageTables:
-    rng = random.Random(seed)
-    devices = rng.randint(1, 4)
-    memory_bytes = int(10 ** rng.uniform(6, 7.5)) if seed % 2 else None
-    options = PlanOptions(gpus=devices, memory_bytes=memory_bytes, shard="auto")
-    costs = CostModel(random_profile(seed, batches=(4, 6)), random_cluster(seed, devices), options)
-    family = rng.choice(families(costs.batch, options))
-    return StageTables(costs, Places(costs, pool_of(costs, exact=True, use_all=False)), family, options)
+    assert min(compared / 8, close) >= 4
 
 
 def test_every_stage_that_fits_is_there_once_and_no_term_exceeds_the_stages_own() -> None:
     exact = absent = 0
     for seed in range(40):
-        tables = _drawn_tables(seed)
-        costs, family = tables.costs, tables.family
+        rng = random.Random(seed)
+        devices = rng.randint(1, 4)
+        memory_bytes = int(10 ** rng.uniform(6, 7.5)) if seed % 2 else None
+        options = PlanOptions(gpus=devices, memory_bytes=memory_bytes, shard="auto")
+        costs = CostModel(random_profile(seed, batches=(4, 6)), random_cluster(seed, devices), options)
+        family, pool = rng.choice(families(costs.batch, options)), pool_of(costs, exact=True, use_all=False)
+        tables = StageTables(costs, Places(costs, pool), family, options)
         for first in range(tables.layers):
             found = tables.next(first)
             there = list(zip(found.way.tolist(), found.length.tolist(), strict=True))
             assert len(set(there)) == len(there)
             for number, way in enumerate(tables.ways):
-                if way.choice.recomputes or tables.moves[number].after[0] >= tables.pool.states:
+                if way.choice.recomputes or tables.moves[number].after[0] >= pool.states:
                     continue
-                devices = tables.pool.devices(0, way.kind, way.width, way.variant)
+                placed = pool.devices(0, way.kind, way.width, way.variant)
                 shares = costs.shares(family.micro_batch_size, way.width, way.choice.division)
                 for length in range(1, tables.layers - first + 1):
-                    stage = CandidateStage(first, first + length, devices, shares, 1, (), *way.choice[1::-1])
-                    depths = range(1, stage.turns(0, family.micro_batches) + 1)
-                    fitting = [
-                        stage._replace(warmup=depth)
-                        for depth in depths
-                        if costs.shortfall(Candidate(*family, (stage._replace(warmup=depth),)), 0) <= 0
-                    ]
+                    stage = CandidateStage(first, first + length, placed, shares, 1, (), *way.choice[1::-1])
+                    deep = (stage._replace(warmup=at + 1) for at in range(stage.turns(0, family.micro_batches)))
+                    fitting = [each for each in deep if costs.shortfall(Candidate(*family, (each,)), 0) <= 0]
                     assert ((number, length) in there) == bool(fitting), f"seed {seed}: {stage}"
                     absent += not fitting
                     if not fitting:
                         continue
                     own = stage_terms(costs, fitting[-1], family.micro_batches)
-                    at = there.index((number, length))
-                    place = np.array(
-                        [int(move.place[0]) if move.after[0] < tables.pool.states else 0 for move in tables.moves]
-                    )
-                    term = found.stages[:, place[number], at].tolist()
+                    place = int(tables.moves[number].place[0])
+                    term = found.stages[:, place, there.index((number, length))].tolist()
                     pairs = zip(term, own[: len(term)], strict=True)
                     assert all(a <= b * (1 + 1e-9) + 1e-15 for a, b in pairs), f"seed {seed}"
                     assert term[:3] == pytest.approx([float(each) for each in own[:3]], rel=1e-9), f"seed {seed}"
                     exact += 1
-    assert exact > 600
-    assert absent > 30
+    assert min(exact / 20, absent) > 30
 
 
 def test_tables_that_no_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,13 +55,6 @@ def test_every_length_is_told_apart_or_at_most_a_growth_above_one_that_is() -> N
             assert below == length or (length > 20 and length <= 1.3 * below), f"{length} of {longest}"
 
 
-def _behind(family: Family, sender: FixedStageShares, receiver: FixedStageShares) -> list[tuple[int, float]]:
-    """(messages, rows) of all queues that carry the last rows of micro-batches."""
-    last = family.micro_batch_size
-    found = [route for route in routes(sender, receiver) if route.stop == last]
-    return [(route.count(family.micro_batches), route.stop - route.start) for route in found]
-
-
 def test_no_next_stage_has_smaller_messages_or_emptier_queues_than_are_counted_on() -> None:
     tight = 0
     for rows in range(1, 7):
@@ -75,7 +68,9 @@ def test_no_next_stage_has_smaller_messages_or_emptier_queues_than_are_counted_o
                     for behind in DIVISIONS:
                         for other in range(1, min(5, rows if behind == "split" else micro_batches) + 1):
                             receiver = FixedStageShares(shares_of(rows, other, behind, divisible=False), behind)
-                            found = _behind(family, sender, receiver)
+                            # Messages and rows of all queues that carry the last rows of micro-batches.
+                            last = [route for route in routes(sender, receiver) if route.stop == rows]
+                            found = [(route.count(micro_batches), route.stop - route.start) for route in last]
                             assert min(size for _, size in found) >= min(size for _, size in known)
                             fullest = [(c, r) for c, r in found for a, b in known if c >= a and r >= b]
                             assert fullest, f"{family} {division} {width}: {behind} {other}"

@@ -20,8 +20,7 @@ from autopar.planner.simulator.rows import Rows
 from autopar.planner.simulator.simulate import Simulator, compile_rows, run, trace
 from autopar.schedules.expand import expand
 from drawn import random_candidate
-from hierarchies import hierarchy
-from random_problems import random_cluster, random_profile
+from random_problems import hierarchy, random_cluster, random_profile
 
 
 def _shared(rng: random.Random, cluster: Cluster) -> Cluster:

@@ -222,7 +222,6 @@ def test_long_programs_of_any_shape_take_as_long_as_one_action_after_the_other()
     for seed in range(120):
         candidate, times, flows = long_candidate(seed, turns=(0.3, 0.0)[seed % 2], skips=0.15 if seed % 3 else 0.05)
         needed, levels = simulating.drop_covered_messages(candidate, times), simulating.action_levels(candidate)
-        assert levels is not None
         periods.add(levels.period)
         turning += bool(times.turns)
         expected = pytest.approx(run(rows_of(simulating.skeleton(candidate, flows, ())), times), rel=1e-12)
@@ -239,7 +238,6 @@ def test_long_programs_of_any_shape_take_as_long_as_one_action_after_the_other()
 def test_a_step_of_too_many_late_arrivals_is_not_simulated_by_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     candidate, times, _ = long_candidate(3)
     levels = simulating.action_levels(candidate)
-    assert levels is not None
     assert simulating.simulate_levels(candidate, times, (), levels) is not None
     monkeypatch.setattr("autopar.planner.simulator.simulate.MOST_LATE", 1)
     assert simulating.simulate_levels(candidate, times, (), levels) is None
@@ -317,21 +315,3 @@ def test_updates_end_when_the_order_says(seed: int) -> None:
     # What is behind the mean over a cycle is not yet what it will be for ever.
     assert how.period_s >= busiest * (1 - 1e-9)
     assert how.fill_s + how.period_s * (simulating.mini_batches(plan) - CYCLE) <= timeline.end_s
-
-
-@pytest.mark.parametrize("policy", ["stash", "2bw"])
-@pytest.mark.parametrize("count", [2, 3, 4, 5])
-@pytest.mark.parametrize("deep", [False, True])
-def test_nobody_waits_for_the_sum_of_a_shared_parameter(policy: str, count: int, deep: bool) -> None:
-    """Everything takes one slot: with the sums, a mini-batch takes no longer than without."""
-    depths = [2 * (count - at) - 1 if deep else count - at for at in range(count)]
-    micro_batches = depths[0] if policy == "2bw" else 1
-    period_s = {}
-    for shared in ([], [[0, count - 1]]):
-        flows = [(at, at + 1, True) for at in range(count - 1)]
-        plan = simulating.skeleton(_line(micro_batches, depths), flows, shared)
-        plan = plan.model_copy(update={"weight_policy": policy})
-        times = _durations(0.0, [_StageTimes(1.0, 1.0, 0.0, 0.0, 0.0)] * count, [0.0] * len(shared))
-        timeline = simulating.trace_unflushed(plan, expand(plan), times)
-        period_s[bool(shared)] = simulating.pipeline_times(timeline, plan).period_s
-    assert period_s[True] == pytest.approx(period_s[False])
