@@ -1,6 +1,4 @@
-"""Weight policies: programs and replicas in turn see the versions of their rules, papers' formulas hold, XPipe's
-constants.
-"""
+"""Weight policies: programs and replicas in turn see their rules' versions; papers' formulas and XPipe's constants."""
 
 import math
 import random

@@ -40,15 +40,13 @@ def _profile(count: int, provenance: Provenance = "measured", halves: bool = Fal
         fields: dict[str, Any] = {**sizes, **times, "parameters_bytes": (index + 1) * MIB, "forward_fit": fit}
         layers.append(Layer(name=name, modules=(name,), **fields))
     shape: dict[str, Any] = {"bytes_per_sample": MIB, "dtype": "float32", "gradient": True}
-    pairs = enumerate(pairwise(names))
+    pairs, clocks = enumerate(pairwise(names)), (1.98e9, 1.41e9)
     tensors = [Tensor(name=f"t{at}", producer=one, consumers=(two,), **shape) for at, (one, two) in pairs]
     changes = {
         "model": ModelSource(source="<model>.py", sha256="0" * 64),
         "device": DeviceKind(type="cuda", name="H100-SXM", memory_bytes=80 * 10**9),
         "precision": "bf16",
-        "noise": Noise(
-            median_spread=0.01, max_spread=0.02, caches="cold", clock_hz=(1.98e9, 1.41e9), throttled="power"
-        ),
+        "noise": Noise(median_spread=0.01, max_spread=0.02, caches="cold", clock_hz=clocks, throttled="power"),
         "notes": ("a [note]",),
     }
     return profile_of(layers, tensors, 4).model_copy(update=changes)
@@ -60,7 +58,7 @@ def _text(profile: Profile, width: int = 80) -> str:
     return stream.getvalue()
 
 
-def test_tables_state_layers_shares_and_how_times_were_found() -> None:
+def test_tables_state_layers_shares_how_times_were_found_and_the_greatest_kinds_first() -> None:
     text = _text(_profile(3, halves=True), width=120)
     for expected in (
         "profile of <model>.py: bf16 on H100-SXM",
@@ -77,9 +75,6 @@ def test_tables_state_layers_shares_and_how_times_were_found() -> None:
     ):
         assert expected in text
     assert "known" not in text
-
-
-def test_the_greatest_kinds_come_first_and_the_others_together() -> None:
     text = _text(_profile(20), width=120)
     shares = text[text.index("Where time and memory are") :].splitlines()
     assert shares[4].split()[:3] == ["model.transformer.decoder.layers.19", "1", "9.5"]
@@ -98,12 +93,8 @@ def test_what_is_not_known_for_sure_is_marked_layer_by_layer() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 200])
-def test_tables_are_whole_on_a_narrow_terminal(count: int) -> None:
+def test_tables_are_whole_on_a_narrow_terminal_bars_stand_for_every_layer_and_names_stay_apart(count: int) -> None:
     assert all(len(line) <= 80 for line in _text(_profile(count, halves=True)).splitlines())
-
-
-@pytest.mark.parametrize("count", [1, 2, 200])
-def test_bars_stand_for_every_layer_and_names_stay_apart(count: int) -> None:
     figure = draw_profile(_profile(count))
     time, saved, parameters, crossing = figure.axes
     assert [len(axes.patches) for axes in (time, saved, parameters)] == [2 * count, 2 * count, count]
@@ -121,8 +112,7 @@ def test_names_that_look_like_formulas_are_drawn_as_they_are() -> None:
     profile = Profile.parse(text, Path("profile.json"))
     model = profile.model.model_copy(update={"source": "$\\frac{$.py"})
     figure = draw_profile(profile.model_copy(update={"model": model}))
-    content = io.BytesIO()
-    figure.savefig(content, format="png")
+    figure.savefig(io.BytesIO(), format="png")
     (title,) = figure.texts
     assert title.get_text().startswith("profile of $\\frac{$.py")
     assert "$\\frac{$" in [label.get_text() for axes in figure.axes for label in axes.get_xticklabels()]
@@ -149,19 +139,13 @@ def _cluster_lines(cluster: Cluster, *, sizes: bool = False) -> list[str]:
     return shown(lambda console: render_cluster(cluster, console, sizes=sizes), 120)
 
 
-def test_a_cluster_table_groups_equal_devices_and_names_what_was_measured() -> None:
-    cluster = Cluster(
-        devices=(Device(type="[cpu]", memory_bytes=2**33),) * 4,
-        links=(Link(level="node", latency_s=2e-5, bytes_per_s=5e9, provenance="measured"),),
-        curves=(Curve(kind="all_reduce", ranks=2, level="node", sizes=(1024, 2**20), seconds=(1e-4, 2e-3)),),
-        notes=("a [note]",),
-    )
-    text = "\n".join(_cluster_lines(cluster))
+def test_a_cluster_table_groups_equal_devices_and_shows_both_bandwidths_and_every_size_where_asked() -> None:
+    devices = (Device(type="[cpu]", memory_bytes=2**33),) * 4
+    link = Link(level="node", latency_s=2e-5, bytes_per_s=5e9, provenance="measured")
+    curve = Curve(kind="all_reduce", ranks=2, level="node", sizes=(1024, 2**20), seconds=(1e-4, 2e-3))
+    text = "\n".join(_cluster_lines(Cluster(devices=devices, links=(link,), curves=(curve,), notes=("a [note]",))))
     for part in ("4 [cpu] 8 GiB", "20 us", "5 GB/s", "measured", "all-reduce", "1 KiB to 1 MiB", "2 ms", "a [note]"):
         assert part in text
-
-
-def test_a_cluster_table_shows_both_bandwidths_and_every_size_where_asked() -> None:
     cluster = Cluster(
         devices=tuple(Device(type="cuda", memory_bytes=2**33, node=node) for node in (0, 0, 1, 1)),
         links=tuple(Link(level=level, latency_s=2e-5, bytes_per_s=5e9) for level in ("node", "network")),  # type: ignore[arg-type]
@@ -180,10 +164,8 @@ def test_a_cluster_table_tells_racks_apart_where_they_mean_something() -> None:
     devices = tuple(Device(type="cuda", memory_bytes=2**33, node=node, rack=node // 2) for node in (0, 1, 2, 3, 4, 4))
     levels: tuple[Level, ...] = ("node", "network", "rack")
     links = tuple(Link(level=level, latency_s=2e-5, bytes_per_s=5e9) for level in levels)
-    rows = [
-        [line.split()[:3] for line in _cluster_lines(Cluster(devices=devices, links=links[:count])) if "cuda" in line]
-        for count in (3, 2)
-    ]
+    tables = (_cluster_lines(Cluster(devices=devices, links=links[:count])) for count in (3, 2))
+    rows = [[line.split()[:3] for line in table if "cuda" in line] for table in tables]
     # Racks and nodes of each make, devices of a node; without a link of their level, racks are not there.
     assert rows == [[["2", "2", "1"], ["1", "1", "2"]], [["4", "1", "cuda"], ["1", "2", "cuda"]]]
 

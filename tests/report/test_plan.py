@@ -1,6 +1,5 @@
 """A plan's bounds in words, its stages and alternatives as frames, its memory as a picture; compared plans."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -57,21 +56,16 @@ def test_the_stack_of_bounds_ends_with_the_gap_and_shares_are_named() -> None:
     ],
 )
 def test_what_binds_is_named_with_its_part_of_the_bound(term: Term, text: str) -> None:
-    plan = _plan(
-        BoundPart(term=term, stage=0, seconds=0.6, full=term == "round trip"),
-        BoundPart(term="update", stage=1, seconds=0.2),
-    )
+    update = BoundPart(term="update", stage=1, seconds=0.2)
+    plan = _plan(BoundPart(term=term, stage=0, seconds=0.6, full=term == "round trip"), update)
     assert binding_text(plan) == f"{text}: 600 ms of its own bound of 800 ms; then the update of stage 1: 200 ms"
     assert f"what binds: {text}" in plan_text(plan)
 
 
 def test_a_plan_without_these_records_is_read_and_shown_as_before() -> None:
     old = small_plan((1, 1), 2)
-    keys = {"bounds", "binding", "shares"}
-    content = old.model_dump(mode="json")
-    for key in keys:
-        del content["predicted"][key]
-    assert Plan.model_validate_json(json.dumps(content)) == old
+    predicted = {"predicted": {"bounds", "binding", "shares"}}
+    assert Plan.model_validate_json(old.model_dump_json(exclude=predicted)) == old
     text = plan_text(old)
     assert "lower bound" in text
     assert "what binds" not in text
@@ -85,26 +79,20 @@ def test_a_part_of_a_stage_that_is_not_there_is_refused_with_its_path() -> None:
             Plan.parse(text, Path("plan.json"))
 
 
-def test_stages_and_alternatives_hold_what_the_plan_says() -> None:
+def test_stages_and_alternatives_hold_what_the_plan_says_and_memory_is_held_against_the_smallest_device() -> None:
     timed = [Alternative(name=name, step_s=step_s) for name, step_s in (("slow", 2.0), ("best", 1.0))]
     others = (Alternative(name="equal split", infeasible="stage 1 needs more"), *timed)
     plan = small_plan((2, 1), 4).model_copy(update={"alternatives": others})
     assert stages_frame(plan)["devices"].tolist() == [[0, 1], [2]]
     assert alternatives_frame(plan)["name"].tolist() == ["best", "slow", "equal split"]
     assert alternatives_frame(small_plan((1,), 1)).empty
-
-
-def test_the_memory_picture_compares_each_stage_with_its_smallest_device() -> None:
     figure = draw_memory(small_plan((2, 1), 4), [2**22, 2**21, 2**22])
     assert [text.get_text() for text in figure.axes[0].texts] == ["1 MiB of 2 MiB (50.0%)", "1 MiB of 4 MiB (25.0%)"]
 
 
 def worker(devices: tuple[int, int], kinds: tuple[str, str], cut: int) -> VirtualWorker:
-    stages = (
-        VirtualStage(f"0-{cut - 1}", devices[0], kinds[0], 3, 0.002, 2**20),
-        VirtualStage(f"{cut}-9", devices[1], kinds[1], 1, 0.001, 2**21),
-    )
-    return VirtualWorker(stages, 500.0)
+    first = VirtualStage(f"0-{cut - 1}", devices[0], kinds[0], 3, 0.002, 2**20)
+    return VirtualWorker((first, VirtualStage(f"{cut}-9", devices[1], kinds[1], 1, 0.001, 2**21)), 500.0)
 
 
 def test_workers_that_cut_differently_are_told_apart_and_those_alike_share_rows() -> None:

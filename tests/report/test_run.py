@@ -17,9 +17,7 @@ KEPT = Path(__file__).parents[1] / "formats" / "kept" / "report.json"
 def _report() -> Report:
     same: dict[str, Any] = {"update_s": 0.02, "reduce_s": 0.03, "waiting_s": 0.04, "transfer_s": 0.05, "idle_s": 0.06}
     same |= {"replica": 0, "in_flight": (4, 5), "predicted_in_flight": (6, 7)}
-    ranks = tuple(
-        RankTimes(rank=rank, stages=(rank, 3 - rank), compute_s=0.1 * (rank + 1), **same) for rank in range(2)
-    )
+    ranks = tuple(RankTimes(rank=at, stages=(at, 3 - at), compute_s=0.1 * (at + 1), **same) for at in range(2))
     kinds = (KindTimes(kind="SG", actions=12, measured_s=0.003, predicted_s=0.002, ratio=1.5),)
     changes = {
         "ranks": 2,
@@ -96,12 +94,8 @@ def test_a_verification_shows_what_differs_beside_what_may() -> None:
 
 def test_checkpoints_are_rows_of_what_saved_them_and_whether_they_are_sound() -> None:
     manifest = Checkpoint.load(KEPT.with_name("checkpoint.json"))
-    found = [
-        CheckpointView(3, Path("saved/step-3"), manifest, None, verified=True),
-        CheckpointView(6, Path("saved/step-6"), manifest, None),
-        CheckpointView(9, Path("saved/step-9"), manifest, "w.safetensors has other bytes"),
-        CheckpointView(12, Path("saved/step-12"), None, "no manifest.json"),
-    ]
+    read = ((manifest, None), (manifest, None), (manifest, "w.safetensors has other bytes"), (None, "no manifest.json"))
+    found = [CheckpointView(3 * at, Path(f"saved/step-{3 * at}"), *each, at == 1) for at, each in enumerate(read, 1)]
     rows = shown(lambda console: render_checkpoints(found, console))
     assert rows[0] == "Checkpoints in saved"
     ends = [(row.split()[0], row.split()[-1]) for row in rows if row[:1].isdigit()]
