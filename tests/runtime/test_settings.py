@@ -68,17 +68,14 @@ def test_what_a_run_cannot_do_of_a_plan_is_refused() -> None:
         check_offload(whole.model_copy(update=on_gpus))
     check_offload(sharded.model_copy(update=on_gpus))
     check_compiling(whole, expand(whole))
-    with pytest.raises(UsageError, match="`compile`: sharded layers are not compiled"):
-        check_compiling(sharded, expand(sharded))
-    with pytest.raises(UsageError, match=r"`compile`: the program \(schedule zb-v\) runs backwards in halves"):
-        check_compiling(halves, expand(halves))
-    with pytest.raises(UsageError, match=r"`compile`: layers that several devices run together .* `stages` of one"):
-        check_compiling(_in_teams(whole), expand(whole))
-
-
-def _in_teams(plan: Plan) -> Plan:
-    stages = (stage.model_copy(update={"tensor_parallel": 2}) for stage in plan.stages)
-    return plan.model_copy(update={"stages": tuple(stages)})
+    stages = tuple(stage.model_copy(update={"tensor_parallel": 2}) for stage in whole.stages)
+    for plan, said in (
+        (sharded, "sharded layers are not compiled"),
+        (halves, r"the program \(schedule zb-v\) runs backwards in halves"),
+        (whole.model_copy(update={"stages": stages}), r"layers that several devices run together .* `stages` of one"),
+    ):
+        with pytest.raises(UsageError, match=f"`compile`: {said}"):
+            check_compiling(plan, expand(plan))
 
 
 def test_stages_that_share_a_parameter_are_not_clipped_by_norms_of_their_own() -> None:
@@ -91,16 +88,13 @@ def test_stages_that_share_a_parameter_are_not_clipped_by_norms_of_their_own() -
         check_clipping(tied, asked)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_without_flushes_stages_are_clipped_by_norms_of_their_own_alone(policy: str) -> None:
-    plan = _plan((1, 1)).model_copy(update={"weight_policy": policy})
-    check_unflushed(plan, TrainSettings(clip_norm=1.0, clip="stage"))
-    refused = pytest.raises(UsageError, match=r"`clip_norm` takes a flush, .* \(`clip='stage'`\), or .*`policy='2bw'`")
-    with nullcontext() if policy == "2bw" else refused:
-        check_unflushed(plan, TrainSettings(clip_norm=1.0))
-
-
-def test_bf16_is_refused_where_backwards_see_other_weights_than_forwards() -> None:
+def test_without_flushes_stages_are_clipped_by_their_own_norms_and_backwards_in_bf16_see_forwards_weights() -> None:
+    for policy in POLICIES:
+        plan = _plan((1, 1)).model_copy(update={"weight_policy": policy})
+        check_unflushed(plan, TrainSettings(clip_norm=1.0, clip="stage"))
+        said = r"`clip_norm` takes a flush, .* \(`clip='stage'`\), or .*`policy='2bw'`"
+        with nullcontext() if policy == "2bw" else pytest.raises(UsageError, match=said):
+            check_unflushed(plan, TrainSettings(clip_norm=1.0))
     for policy, precision, refused in (("predict", "bf16", True), ("predict", "fp32", False), ("stash", "bf16", False)):
         plan = _plan((1, 1)).model_copy(update={"weight_policy": policy, "precision": precision})
         with pytest.raises(UsageError, match="bf16 keeps weights as forwards have cast") if refused else nullcontext():

@@ -5,6 +5,7 @@ Communicators are made before the first step, all that it uses, and in an order 
 
 from pathlib import Path
 from threading import Event
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -49,17 +50,7 @@ class Said:
         self.said.append((kind, whom, tensor.tolist()))
         if len(self.said) == self._count:
             self.all_there.set()
-        return Gone()
-
-
-class Gone:
-    def wait(self) -> None:
-        return
-
-
-class Broken:
-    def send(self, tensor: torch.Tensor, peer: int) -> Pending:
-        raise PeerLostError("gone")
+        return Mock()
 
 
 def test_what_is_sent_and_reduced_begins_in_order_when_its_copy_is_there_and_nobody_waits_for_it() -> None:
@@ -97,14 +88,11 @@ def test_what_arrives_is_copied_on_in_the_order_in_which_it_was_sent() -> None:
     sent = [torch.arange(3.0), torch.tensor([True, False]), torch.tensor([[7]])]
     received = [torch.zeros_like(tensor) for tensor in sent]
     posted = [other.receive(tensor, 0) for tensor in received]
-    for pending in [*(one.send(tensor, 1) for tensor in sent), *posted]:
-        pending.wait()
-    for tensor, expected in zip(received, sent, strict=True):
-        assert torch.equal(tensor, expected)
     sums = [torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])]
-    reducing = [rank.all_reduce(part, (0, 1)) for rank, part in zip((one, other), sums, strict=True)]
-    for pending in reducing:
+    begun = [*(one.send(tensor, 1) for tensor in sent), *posted]
+    for pending in [*begun, one.all_reduce(sums[0], (0, 1)), other.all_reduce(sums[1], (0, 1))]:
         pending.wait()
+    assert all(map(torch.equal, received, sent))
     assert [part.tolist() for part in sums] == [[11.0, 22.0]] * 2
 
 
@@ -124,7 +112,7 @@ def test_what_is_gathered_and_scattered_is_copied_both_ways() -> None:
 
 
 def test_a_lost_peer_is_found_by_who_waits_and_sharding_is_refused() -> None:
-    transport = StagedTransport(Broken(), FakeCopies())  # type: ignore[arg-type]
+    transport = StagedTransport(Mock(send=Mock(side_effect=PeerLostError("gone"))), FakeCopies())
     with pytest.raises(PeerLostError, match="gone"):
         transport.send(torch.zeros(1), 1).wait()
     with pytest.raises(UsageError, match=r"ranks 0, 1 shard, .*plan with `shard='none'`"):
@@ -162,34 +150,25 @@ def test_processes_train_bit_for_bit_as_without_copies(tmp_path: Path, pool: Ran
 Communicator = tuple[str, tuple[int, ...]]
 
 
-class Noted:
-    """A transport that notes which communicators a rank uses, in order."""
+def used_by(rank: int, plan: Plan, apart: list[tuple[int, ...]]) -> list[Communicator]:
+    """Return which communicators a rank uses, in order."""
+    used: list[Communicator] = []
 
-    def __init__(self, rank: int) -> None:
-        self.used: list[Communicator] = []
-        self._rank = rank
+    def use(kind: str, *ranks: int) -> Mock:
+        used.append((kind, ranks))
+        return Mock()
 
-    def send(self, tensor: torch.Tensor, peer: int) -> Pending:
-        return self._use("message", (self._rank, peer))
-
-    def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
-        return self._use("message", (peer, self._rank))
-
-    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
-        return self._use("apart" if apart else "reduction", ranks)
-
-    def _use(self, kind: str, ranks: tuple[int, ...]) -> Pending:
-        self.used.append((kind, ranks))
-        return Gone()
+    noting = Mock()
+    noting.send = lambda tensor, peer: use("message", rank, peer)
+    noting.receive = lambda tensor, peer: use("message", peer, rank)
+    noting.all_reduce = lambda tensor, ranks, apart=False: use("apart" if apart else "reduction", *ranks)
+    warm_up(noting, plan, rank, torch.device("cpu"), apart)
+    return used
 
 
 def made(plan: Plan, apart: list[tuple[int, ...]]) -> set[Communicator]:
     """Return what ranks make that wait for each other where one is made, until none can go on."""
-    left = []
-    for rank in range(len(plan.devices)):
-        noted = Noted(rank)
-        warm_up(noted, plan, rank, torch.device("cpu"), apart)  # type: ignore[arg-type]
-        left.append(noted.used)
+    left = [used_by(rank, plan, apart) for rank in range(len(plan.devices))]
     found: set[Communicator] = set()
     while any(left):
         heads = {used[0] for used in left if used}
