@@ -1,10 +1,8 @@
-"""Profiles of models that tests of commands plan and run, recorded once, and the links of the machine that ran them.
+"""Record what `autopar profile` writes of the models that tests of commands plan and run, with the machine's links.
 
-    python tests/data/record.py              all of them, a minute
-    python tests/data/record.py mlp-64       one, and the links
+    python tests/data/record.py mlp-64       one, or without a name all of them
 
-They are what `autopar profile` writes. They have to be recorded again where a model's file or the format of profiles
-has changed; `tests/data/test_record.py` says so. Tests of measuring itself (`tests/profiler`) measure.
+`tests/data/test_record.py` says where a model's file or the format of profiles has changed since.
 """
 
 import shutil

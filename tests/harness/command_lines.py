@@ -1,5 +1,6 @@
 """Command lines, parsed as autopar parses them and not run."""
 
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import typer
@@ -8,6 +9,13 @@ from autopar.cli import app
 
 Command: TypeAlias = Any  # typer's own, whose classes it does not export
 GROUP: Command = typer.main.get_command(app)
+
+
+def commands(group: Command = GROUP, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Command]]:
+    """Yield every command and group of commands behind its words."""
+    yield words, group
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, (*words, name))
 
 
 def parse(words: list[str]) -> str:

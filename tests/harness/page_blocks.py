@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -98,23 +97,15 @@ def blocks_of(path: Path) -> list[Block]:
     return found
 
 
-def _with_outputs(path: Path, blocks: list[Block], lines: list[str]) -> Iterator[Block]:
-    """Yield the blocks that are no outputs, each with its own."""
-    held: Block | None = None
+def _with_outputs(path: Path, blocks: list[Block], lines: list[str]) -> list[Block]:
+    """Return the blocks that are no outputs, each with its own."""
+    found = list[Block]()
     for block in blocks:
+        behind = found[-1].line + found[-1].text.count("\n") if found else 0
         if block.language != OUTPUT or block.mark:
-            if held is not None:
-                yield held
-            held = block
-        elif held is not None and held.output is None and _adjoin(held, block, lines):
-            held = replace(held, output=block)
+            found.append(block)
+        elif found and found[-1].output is None and not any(line.strip() for line in lines[behind : block.line - 2]):
+            found[-1] = replace(found[-1], output=block)
         else:
             raise PageError(path, block.line, "this text is the output of no block; put it right after one")
-    if held is not None:
-        yield held
-
-
-def _adjoin(block: Block, output: Block, lines: list[str]) -> bool:
-    """Whether only empty lines stand between the two."""
-    behind = block.line + block.text.count("\n")
-    return not any(line.strip() for line in lines[behind : output.line - 2])
+    return found

@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import groupby, takewhile
 from pathlib import Path
 from types import ModuleType
@@ -79,6 +80,7 @@ class PageRun:
 
     def __init__(self, page: Page, folder: Path, processes: ModuleType, recorded: bool) -> None:
         self.path, self.folder, self.processes, self.recorded = page.path, folder, processes, recorded
+        self._fault = partial(PageError, page.path)
         self.process: subprocess.Popen[str] | None = None
 
     def close(self) -> None:
@@ -104,11 +106,7 @@ class PageRun:
         else:
             self._read(block)
 
-    def _fault(self, line: int, message: str) -> PageError:
-        return PageError(self.path, line, message)
-
     def _bash(self, block: Block) -> str:
-        """Run commands up to the first that fails; return all that they print."""
         printed = ""
         for line, text, words in commands_of(block):
             if words is not None and self.recorded and _write_recorded(words, self.folder):
@@ -149,9 +147,7 @@ class PageRun:
         """Run a block in the page's process; return what it prints, and of an error that is expected its last line."""
         if self.process is None:
             command = [sys.executable, str(HARNESS / "page_process.py")]
-            self.process = self.processes.Popen(
-                command, cwd=self.folder, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
+            self.process = self.processes.Popen(command, **self._options() | {"stdin": subprocess.PIPE, "stderr": None})
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         request = {"text": block.text, "name": f"<{self.path.name}>", "line": block.line}

@@ -1,23 +1,15 @@
 """What every command has: an example in its help that can be typed, and `--quiet`; and completion by its name."""
 
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from calls import Run
-from command_lines import GROUP, Command, parse
+from command_lines import Command, commands, parse
 from random_problems import gpt_profile, local_cluster
 
-
-def _commands(group: Command = GROUP, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Command]]:
-    yield words, group
-    for name, command in getattr(group, "commands", {}).items():
-        yield from _commands(command, (*words, name))
-
-
-COMMANDS = dict(_commands())
+COMMANDS = dict(commands())
 
 
 def _examples(command: Command) -> list[str]:
@@ -51,22 +43,20 @@ def test_every_command_can_be_quiet() -> None:
             assert any("--quiet" in parameter.opts for parameter in each.params), words
 
 
-@pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.mark.parametrize("before", [True, False], ids=["of the tool", "of the command"])
+def test_a_quiet_command_says_only_its_result_and_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run, before: bool
+) -> None:
     monkeypatch.chdir(tmp_path)
     gpt_profile(blocks=2).save("profile.json")
     local_cluster(2).save("cluster.json")
-    return tmp_path
 
-
-@pytest.mark.parametrize("before", [True, False], ids=["of the tool", "of the command"])
-def test_a_quiet_command_says_only_its_result_and_errors(files: Path, command: Run, before: bool) -> None:
     def call(*words: str) -> tuple[int, str, str]:
         return command("--quiet", *words) if before else command(*words, "--quiet")
 
     code, out, err = call("plan", "--gpus", "2", "--json")
     assert (code, err) == (0, "")
-    assert out == (files / "plan.json").read_text()
+    assert out == Path("plan.json").read_text()
     for words in (("compare",), ("simulate",), ("show", "plan.json"), ("show", "profile.json"), ("cluster", "list")):
         assert call(*words) == (0, "", ""), words
     code, out, err = call("plan", "--gpus", "2", "--memory", "1MiB")

@@ -30,24 +30,9 @@ from autopar.schedules.check import read_program
 from autopar.schedules.order import Computation, RankPlace
 from autopar.schedules.timetable import draw
 from calls import Run
-from paths import ROOT
+from paths import EXAMPLES, ROOT
 from random_problems import gpt_profile, local_cluster
 
-MODEL = """
-import torch
-
-def model():
-    return torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 4))
-
-def dataset():
-    return torch.utils.data.TensorDataset(torch.zeros(8, 64), torch.zeros(8, dtype=torch.long))
-
-def loss(output, batch):
-    return torch.nn.functional.cross_entropy(output, batch[1])
-
-def optimizer(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-"""
 RECIPES = (ROOT / "CONTRIBUTING.md").read_text().split("## Where things go")[1].split("\n## ")[0]
 
 
@@ -84,7 +69,7 @@ def _warmups(groups: int, chunks: int, micro_batches: int) -> dict[str, tuple[in
     return {"two": (min(2, micro_batches),) * (groups * chunks)}
 
 
-def test_a_new_schedule_is_planned_checked_and_simulated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_schedule_is_planned_checked_simulated_and_compared(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SCHEDULES, "two-by-two", Schedule(_order, _warmups))
     monkeypatch.setitem(formats_plan.LAYOUTS, "two-by-two", "line")
     assert draw("two-by-two", stages=2, micro_batches=3).splitlines()[1] == "stage 1: .  F0 F1 B0 B1 .  .  F2 B2 ."
@@ -98,13 +83,6 @@ def test_a_new_schedule_is_planned_checked_and_simulated(run: Run, monkeypatch: 
     assert own == "F0@1 F1@1 B0@1 B1@1 F2@1 F3@1 B2@1 B3@1"
     assert Timeline.load("trace.json").end_s == pytest.approx(made.predicted.step_s, abs=1e-5)
     assert made.predicted.lower_bound_s <= made.predicted.step_s
-
-
-def test_a_new_schedule_is_tried_for_any_plan_and_stands_in_comparisons(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(SCHEDULES, "two-by-two", Schedule(_order, _warmups))
-    monkeypatch.setitem(formats_plan.LAYOUTS, "two-by-two", "line")
     code, out, _ = run("compare", "--gpus", "2", "--micro-batches", "8", "--memory", "60MiB", "--json")
     rows = {row["name"]: row for row in json.loads(out)}
     assert code == 0
@@ -130,9 +108,8 @@ def _write(subject: ExportSubject, target: Target) -> Iterator[ExportFile]:
 
 
 def test_a_new_trainer_is_exported_to_within_what_it_can_express(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Target(
-        "Y 1", "it read such files", "y.txt", _write, Expressible("Y", ("gpipe",), tied=True), cuts_layers=True
-    )
+    can = Expressible("Y", ("gpipe",), tied=True)
+    own = Target("Y 1", "it read such files", "y.txt", _write, can, cuts_layers=True)
     monkeypatch.setitem(exports.TARGETS, "y", own)
     assert run("plan", "--stages", "0-6:1,7-13:1", "--micro-batches", "4", "--schedule", "1f1b")[0] == 0
     code, _, err = run("export", "y")
@@ -143,18 +120,12 @@ def test_a_new_trainer_is_exported_to_within_what_it_can_express(run: Run, monke
 
 def test_a_new_gpu_is_listed_estimated_and_planned_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     known = gpus.find("H100")
-    quicker = replace(
-        known,
-        name="X1",
-        aliases=("X1-160G",),
-        fp32_flops_per_s=2 * known.fp32_flops_per_s,
-        memory_bytes=2 * known.memory_bytes,
-        memory_bytes_per_s=2 * known.memory_bytes_per_s,
-    )
+    doubled = {name: 2 * getattr(known, name) for name in ("fp32_flops_per_s", "memory_bytes", "memory_bytes_per_s")}
+    quicker = replace(known, name="X1", aliases=("X1-160G",), **doubled)
     monkeypatch.setattr(gpus, "GPUS", (*gpus.GPUS, quicker))
     assert "X1" in [gpu["name"] for gpu in json.loads(run("cluster", "list", "--json")[1])]
-    Path("model.py").write_text(MODEL)
-    assert run("profile", "model.py", "--device", "H100,x1-160g", "--batch", "8", "--overwrite")[0] == 0
+    model = str(EXAMPLES / "mlp.py")
+    assert run("profile", model, "--device", "H100,x1-160g", "--batch", "8", "--overwrite")[0] == 0
     profile = Profile.load("profile.json")
     assert [profile.device.name, *(other.device.name for other in profile.others)] == ["H100-SXM", "X1"]
     assert sum(layer.update_s for layer in profile.others[0].layers) < sum(layer.update_s for layer in profile.layers)
@@ -165,7 +136,6 @@ def test_a_new_gpu_is_listed_estimated_and_planned_for(run: Run, monkeypatch: py
 
 
 def _propose(prices: Prices) -> list[Proposal]:
-    """Return all layers on one device."""
     return [in_order((prices.layer_count,), (1,))]
 
 

@@ -1,4 +1,4 @@
-"""Links between pages lead to pages and headings that are there."""
+"""Links between pages lead to what is there, and so do decisions that code names; entries of decisions are short."""
 
 import re
 from pathlib import Path
@@ -10,6 +10,9 @@ from paths import ROOT
 _CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+NAMED = re.compile(r'docs/design/decisions\.md, "([^":]+): ([^"]+)"')
+DECISIONS = (ROOT / "docs" / "design" / "decisions.md").read_text()
+ROOMS = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", DECISIONS, re.MULTILINE))
 
 
 def _anchors(page: Path) -> set[str]:
@@ -27,3 +30,24 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         is_there = target.exists() and (not anchor or target.suffix != ".md" or anchor in _anchors(target))
         assert is_there or path.startswith("http"), f"{path}#{anchor}"
+
+
+def entries(text: str) -> dict[str, str]:
+    """Return the text of every entry of a room, by its name."""
+    found = re.findall(r"\*\*(.+?)[.,]?\*\*(.*?)(?=\n\n|\Z)", text, re.DOTALL)
+    return {" ".join(name.split()): " ".join(said.split()) for name, said in found}
+
+
+def test_entries_that_code_names_are_there() -> None:
+    files = [file for room in ("autopar", "planner", "profiler", "runtime") for file in (ROOT / room).rglob("*.py")]
+    named = {found for file in files for found in NAMED.findall(file.read_text())}
+    assert len(named) > 10
+    assert [(room, entry) for room, entry in sorted(named) if entry not in entries(ROOMS.get(room, ""))] == []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_entries_are_a_few_sentences(room: str) -> None:
+    found = entries(ROOMS[room])
+    assert found
+    for name, said in found.items():
+        assert 1 <= len(re.findall(r"[.!?](?= [A-Z`\"(]|$)", said)) <= 4, name

@@ -67,7 +67,8 @@ def test_the_wheel_of_any_source_holds_exactly_the_modules_of_the_tree(tree: Pat
         (copy,) = copy.iterdir()
     else:
         shutil.copytree(tree, copy, symlinks=True)
-        for path in [each for each in (copy / "autopar").iterdir() if each.is_symlink()] if "without" in source else ():
+        links = [each for each in (copy / "autopar").iterdir() if each.is_symlink()]
+        for path in links if "without" in source else ():
             target = str(path.readlink())
             path.unlink()
             path.write_text(target)
@@ -89,12 +90,8 @@ def test_what_the_wheel_installs_can_be_imported_without_the_checkout(tree: Path
     assert Path(found.stdout.strip()) == tmp_path / "installed" / "autopar" / "planner" / "__init__.py"
 
 
-def test_every_folder_with_modules_is_listed_as_a_package() -> None:
-    listed = set(_setuptools()["packages"])
-    assert {".".join(Path(name).parent.parts) for name in _modules()} == listed
-
-
-def test_every_package_of_another_folder_is_mapped_and_linked() -> None:
+def test_every_folder_with_modules_is_listed_as_a_package_and_those_elsewhere_are_mapped_and_linked() -> None:
+    assert {".".join(Path(name).parent.parts) for name in _modules()} == set(_setuptools()["packages"])
     mapping = dict(_setuptools()["package-dir"])
     assert mapping.pop("autopar") == "autopar"
     assert mapping == {name: folder for folder, name in FOLDERS.items()}

@@ -1,14 +1,14 @@
-"""docs/reference/: every page is what `benchmarks/reference.py` writes, and every public name is on one."""
+"""docs/reference/: every page is what `benchmarks/reference.py` writes, with every public name and promised test."""
 
 import doctest
 
 import pytest
-import typer
 
 import autopar
+import command_lines
 import reference
-from autopar.cli import app
 from reference_pages import commands, python_api
+from reference_pages.faults import CASES, files_of_cases
 
 
 @pytest.mark.slow
@@ -30,8 +30,7 @@ def test_every_public_function_is_under_one_heading() -> None:
 
 def test_every_option_of_every_command_is_on_the_page_with_its_help() -> None:
     text = reference.PAGES["commands.md"]()
-    group = typer.main.get_command(app)
-    for words, command in _leaves(group, ()):
+    for words, command in [each for each in command_lines.commands() if not hasattr(each[1], "commands")]:
         section = text.split(f"\n## autopar {' '.join(words)}\n")[1].split("\n## ")[0]
         for parameter in command.params:
             missing = [each for each in parameter.opts if each.startswith("-") and f"`{each}`" not in section]
@@ -53,14 +52,13 @@ def test_an_argument_on_the_page_of_commands_is_one_of_the_function() -> None:
     assert "`train(timeout_s=)`" in reference.PAGES["commands.md"]()
 
 
-def _leaves(group: object, words: tuple[str, ...]) -> list[tuple[tuple[str, ...], typer.core.TyperCommand]]:
-    commands_of = getattr(group, "commands", None)
-    if commands_of is None:
-        return [(words, group)]  # type: ignore[list-item]
-    return [leaf for name, each in commands_of.items() for leaf in _leaves(each, (*words, name))]
-
-
 def test_every_key_of_every_file_has_a_meaning() -> None:
     rows = [line for line in reference.PAGES["files.md"]().split("\n") if line.startswith("| `")]
     assert len(rows) > 300
     assert [row for row in rows if row.endswith("|  |")] == []
+
+
+def test_every_case_has_tests_and_every_mark_a_case() -> None:
+    """Every fault and bad input that is promised to be tried has tests that bear its number; no test bears another."""
+    assert list(CASES) == list(range(1, 59))
+    assert list(files_of_cases()) == list(CASES)

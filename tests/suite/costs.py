@@ -41,8 +41,7 @@ def tree_s() -> float:
 class Meter:
     """Charges the tests that this process runs."""
 
-    def __init__(self) -> None:
-        self._looped_s = -LOOP_EVERY_S
+    _looped_s = -LOOP_EVERY_S
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Iterator[None]:
@@ -161,9 +160,7 @@ def _dearest_first(costs: Mapping[str, float]) -> dict[str, float]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Have --costs and --budget."""
     parser.addoption("--costs", type=Path, metavar="FILE", help="write what every test costs, and print the dearest")
-    parser.addoption(
-        "--budget", type=float, metavar="SECONDS", help="fail where tests use more of processors by a fifth"
-    )
+    parser.addoption("--budget", type=float, metavar="SECONDS", help="fail where tests use more by a fifth")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -119,9 +119,8 @@ def of_tier(items: Iterable[pytest.Item], tier: Tier, date: datetime.date) -> li
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Have --tier and --date."""
     parser.addoption("--tier", choices=TIERS, default="all", help="which tests are run (tests/suite/tiers.py)")
-    parser.addoption(
-        "--date", type=datetime.date.fromisoformat, help="the day by which the rest's cases are chosen (default: today)"
-    )
+    by = "the day by which the rest's cases are chosen (default: today)"
+    parser.addoption("--date", type=datetime.date.fromisoformat, help=by)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -115,17 +115,13 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
-    _look_like_a_child_of(request["parent"])
+    # What dies with its parent looks who that is: here who has asked for it, in what it forks the real one.
+    me, real = os.getpid(), os.getppid
+    os.getppid = lambda: request["parent"] if os.getpid() == me else real()
     if "autopar.ranks.fork_server" not in request["arguments"]:
         _keep_another_beside()
     _settle()
     _run(request["arguments"])
-
-
-def _look_like_a_child_of(parent: int) -> None:
-    """Have this process, and none that it forks, take who asked for its parent: what dies with it looks who that is."""
-    me, real = os.getpid(), os.getppid
-    os.getppid = lambda: parent if os.getpid() == me else real()
 
 
 def _keep_another_beside() -> None:
