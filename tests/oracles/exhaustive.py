@@ -6,12 +6,15 @@ Shares with the search its costs and its simulator only.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
 
+from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Division, shards_of
+from autopar.formats.profile import Profile
 from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import Candidate, CandidateStage, divisors, within
 from autopar.planner.constraints import Constraints
@@ -84,6 +87,12 @@ def exhaust(simulator: Simulator, options: PlanOptions, best: Best) -> Exhausted
         if best.judge(simulator, candidate) is not None:
             least_s = min(least_s, candidate_bound_s(simulator.costs, candidate))
     return Exhausted(best.step_s, least_s)
+
+
+def fastest_s(profile: Profile, cluster: Cluster, options: PlanOptions) -> float:
+    """Return the step of the fastest plan that fits; infinite if none does."""
+    options = replace(options, gpus=options.gpus or len(cluster.devices))
+    return exhaust(Simulator(CostModel(profile, cluster, options)), options, Best()).step_s
 
 
 def everything(costs: CostModel, options: PlanOptions) -> Iterator[Candidate]:
