@@ -14,7 +14,8 @@ from autopar.capture.split.analysis import Analysis, analyse, new_operator, with
 from autopar.capture.split.choice import choose
 from autopar.capture.split.names import Name, leaves
 from autopar.capture.split.rewrite import split_layer
-from single_layers import Between, layer_of
+from capture_zoo import Made
+from single_layers import between, layer_of
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -23,12 +24,12 @@ def split_names(analysis: Analysis) -> set[Name]:
     return {name for split in choose(analysis, 2) for name in split.names}
 
 
-def chain(between: Function) -> Layer:
-    return layer_of(Between(between), torch.zeros(2, 3, 4))
+def chain(function: Function) -> Layer:
+    return layer_of(between(function), torch.zeros(2, 3, 4))
 
 
 @pytest.mark.parametrize(
-    "between",
+    "function",
     [
         F.gelu,
         lambda x: x * x.new_ones([]) * 2 + 1,
@@ -39,12 +40,12 @@ def chain(between: Function) -> Layer:
         lambda x: x.view(-1, 3, 3, 2).flatten(2),
     ],
 )
-def test_what_keeps_numbers_in_their_places_lets_them_be_split(between: Function) -> None:
-    assert choose(analyse(chain(between)), 3)
+def test_what_keeps_numbers_in_their_places_lets_them_be_split(function: Function) -> None:
+    assert choose(analyse(chain(function)), 3)
 
 
 @pytest.mark.parametrize(
-    ("between", "obstacle"),
+    ("function", "obstacle"),
     [
         (lambda x: x.softmax(-1), "softmax reads the whole of it"),
         (lambda x: F.layer_norm(x, (6,)), "it is normalised as a whole"),
@@ -58,8 +59,8 @@ def test_what_keeps_numbers_in_their_places_lets_them_be_split(between: Function
         (lambda x: (x.view(-1, 3, 6), x.relu_())[0], "aten.relu_.default: it has no rule"),
     ],
 )
-def test_what_reads_the_whole_or_is_not_known_is_computed_whole(between: Function, obstacle: str) -> None:
-    analysis = analyse(chain(between))
+def test_what_reads_the_whole_or_is_not_known_is_computed_whole(function: Function, obstacle: str) -> None:
+    analysis = analyse(chain(function))
     hidden = analysis.parameters["held_up_weight"][0]
     assert {name.obstacle for name in leaves(hidden)} == {obstacle}
     assert not split_names(analysis).intersection(leaves(hidden))
@@ -188,23 +189,10 @@ def test_most_writes_that_are_not_seen_are_left_out() -> None:
     assert 0 < after < before / 2
 
 
-class Input(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.add_(1)
-
-
-class Buffer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("total", torch.zeros(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.total.add_(x[0, 0])  # type: ignore[operator]
-
-
 def test_what_others_hold_is_written_into_and_a_graph_that_writes_nothing_is_the_same_one() -> None:
-    for captured in (graph_of(Input()), graph_of(Buffer())):
-        assert writes(without_writes(captured)) == writes(captured) == ["aten.add_.Tensor"]
+    buffer = Made(lambda m, x: x + m.total.add_(x[0, 0]), total=torch.zeros(4))
+    for module in (graph_of(Made(lambda _, x: x.add_(1))), graph_of(buffer)):
+        assert writes(without_writes(module)) == writes(module) == ["aten.add_.Tensor"]
     module = graph_of(nn.Linear(4, 4))
     assert without_writes(module) is module
 

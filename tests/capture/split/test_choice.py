@@ -20,8 +20,9 @@ from autopar.capture.split.choice import (
 )
 from autopar.capture.split.names import MismatchError
 from autopar.capture.split.rewrite import peers, split_layer
+from capture_zoo import Made
 from drawn_split import drawn_layer
-from single_layers import Between, FewKeys, layer_of
+from single_layers import FewKeys, between, layer_of
 
 
 def splits(module: nn.Module, count: int) -> tuple[Split, ...]:
@@ -32,9 +33,7 @@ def splits(module: nn.Module, count: int) -> tuple[Split, ...]:
     ("keys", "group", "count", "counts"),
     [(4, 1, 2, (2,)), (4, 1, 4, (4,)), (2, 2, 2, (2,)), (2, 2, 4, (2, 2)), (2, 4, 8, (2, 4)), (6, 2, 4, (2, 2))],
 )
-def test_heads_are_split_and_where_they_are_too_few_their_queries_too(
-    keys: int, group: int, count: int, counts: tuple[int, ...]
-) -> None:
+def test_heads_are_split_few_with_their_queries(keys: int, group: int, count: int, counts: tuple[int, ...]) -> None:
     (found,) = splits(FewKeys(keys, group), count)
     assert found.counts == counts
     assert [name.size for name in found.names] == [keys, group][: len(counts)]
@@ -60,32 +59,24 @@ class LongAttention(nn.Module):
 
 
 @pytest.mark.parametrize(("nearly", "counts"), [(choice.NEARLY, (2, 2)), (2.0, (4,))])
-def test_what_saves_nearly_as_much_and_sums_much_less_is_preferred(
-    nearly: float, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_smaller_sums_are_preferred(nearly: float, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "NEARLY", nearly)
     (found,) = choose(analyse(layer_of(LongAttention(), torch.zeros(2, 16, 8))), 4)
     assert found.counts == counts
 
 
-class Two(nn.Module):
-    """Two pairs of matrices, the second of more numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(8, 4), nn.GELU(), nn.Linear(4, 8))
-        self.second = nn.Sequential(nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.first(x) + self.second(x)
+def two() -> nn.Module:
+    """Make two pairs of matrices, the second of more numbers."""
+    first, second = (nn.Sequential(nn.Linear(8, size), nn.GELU(), nn.Linear(size, 8)) for size in (4, 6))
+    return Made(lambda m, x: x + m.first(x) + m.second(x), first=first, second=second)
 
 
 def test_what_saves_the_most_comes_first_and_only_even_parts_of_many_or_uneven_ones_of_a_plain_name_are_taken() -> None:
     for count, sizes in ((2, [6, 4]), (4, [6, 4]), (5, [6]), (7, [])):
-        assert [split.names[0].size for split in splits(Two(), count)] == sizes
-    saved = [split.numbers_saved for split in splits(Two(), 2)]
+        assert [split.names[0].size for split in splits(two(), count)] == sizes
+    saved = [split.numbers_saved for split in splits(two(), 2)]
     assert saved == [(8 * 6 + 6 + 6 * 8) / 2, (8 * 4 + 4 + 4 * 8) / 2]
-    assert [split.numbers_summed for split in splits(Two(), 2)] == [3 * 8, 3 * 8]
+    assert [split.numbers_summed for split in splits(two(), 2)] == [3 * 8, 3 * 8]
 
 
 class Grouped(FewKeys):
@@ -181,31 +172,17 @@ def test_a_parameter_that_stays_whole_keeps_those_whole_that_are_cut_with_it() -
     assert cuts_of(analysis, choose(analysis, 2, without, ["held_up_bias"])) == without
 
 
-class Heads(nn.Module):
-    """Attention of some heads, and two matrices that split in any number of parts."""
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.width = 24 // heads
-        self.qkv, self.out, self.up, self.down = (nn.Linear(24, size) for size in (72, 24, 24, 24))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        pieces = (each.unflatten(-1, (-1, self.width)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(*pieces).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(x)))
-
-
 def analysis_of(module: nn.Module, size: int) -> Analysis:
     return analyse(layer_of(module, torch.zeros(2, 3, size)))
 
 
 def test_a_block_splits_in_the_numbers_that_its_heads_allow() -> None:
-    six = analysis_of(Heads(6), 24)
+    six = analysis_of(FewKeys(6, 1), 8)
     assert counts_that_split(six) == (2, 3, 6)
     assert counts_that_split(six, 3) == (2, 3)
     assert explain(six, 3) is None
     assert explain(six, 4) == "does not split in 4 parts; 2, 3, 6 would"
-    assert explain(analysis_of(Heads(12), 24), 12) is None
+    assert explain(analysis_of(FewKeys(12, 1), 8), 12) is None
 
 
 def test_what_splits_in_no_number_of_parts_says_what_keeps_it_whole_or_which_buffer_it_writes() -> None:
@@ -214,9 +191,9 @@ def test_what_splits_in_no_number_of_parts_says_what_keeps_it_whole_or_which_buf
     module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
     analysis = analyse(layer_of(module, torch.zeros(2, 6)))
     assert explain(analysis, 2) == "splits in no number of parts: it writes into held_1_num_batches_tracked"
-    seen = analysis_of(Between(lambda x: (x.view(-1, 3, 6), x.relu_())[0]), 4)
+    seen = analysis_of(between(lambda x: (x.view(-1, 3, 6), x.relu_())[0]), 4)
     assert written_tensor(seen.module) == "tensors that are read again (aten.relu_.default)"
-    assert written_tensor(analysis_of(Between(F.relu_), 4).module) is None
+    assert written_tensor(analysis_of(between(F.relu_), 4).module) is None
 
 
 @pytest.mark.some(6)

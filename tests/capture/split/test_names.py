@@ -75,7 +75,7 @@ def test_uniting_factors_what_is_not_factored_yet() -> None:
     assert resolve((outer, inner)) == resolve((whole,))
 
 
-def test_uniting_what_does_not_fit_is_refused() -> None:
+def test_uniting_what_does_not_fit_is_refused_and_what_splits_twice() -> None:
     with pytest.raises(MismatchError, match="4 and 6"):
         unite((Name(4),), (Name(6),))
     with pytest.raises(MismatchError, match="2 times"):
@@ -87,6 +87,8 @@ def test_uniting_what_does_not_fit_is_refused() -> None:
         unite((one,), (other,))
     with pytest.raises(MismatchError):
         factor(one, 2)
+    with pytest.raises(MismatchError, match="twice"):
+        carries((name := Name(2), name), name)
 
 
 def test_a_cut_goes_through_pieces_and_leaves_inner_names_whole() -> None:
@@ -108,13 +110,3 @@ def test_an_obstacle_goes_with_a_name_wherever_it_was_found_out() -> None:
     block((other,), "second")
     assert {name.obstacle for piece in pieces for name in leaves(piece)} == {"first"}
     assert torch.equal(positions((other,), {}), torch.arange(6))
-
-
-def test_some_pieces_can_be_split_but_none_twice() -> None:
-    name, other = Name(2), Name(2)
-    assert is_partial(join([(name,), (other,)]), name)
-    assert not is_partial(join([(name,), (other, name)]), name)
-    assert not is_partial(join([(other,), (other,)]), name)
-    with pytest.raises(MismatchError, match="twice"):
-        carries((name, name), name)
-    assert carries(join([(name,), (other, name)]), name)

@@ -9,9 +9,10 @@ from autopar.capture.split.analysis import analyse
 from autopar.capture.split.choice import choose
 from autopar.capture.split.rewrite import split_layer
 from autopar.capture.split.rules.attention import attend_alone, draw_alone
+from capture_zoo import Made
 from drawn_split import drawn_layer
 from part_threads import Comparison, compare, run_parts
-from single_layers import FewKeys, layer_of
+from single_layers import FewKeys, layer_of, numbers
 
 CLOSE = 1e-12
 
@@ -36,10 +37,6 @@ class Head(nn.Module):
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.head(x).transpose(1, 2), target, self.weight, **self.options)  # type: ignore[arg-type]
-
-
-def numbers(*sizes: int) -> torch.Tensor:
-    return torch.randn(sizes, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def compared(module: nn.Module, count: int, *inputs: torch.Tensor) -> Comparison:
@@ -79,9 +76,7 @@ def test_a_token_beyond_the_vocabulary_is_refused_as_torch_does() -> None:
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(("classes", "count"), [(8, 2), (7, 2), (9, 4)])
-def test_classes_of_a_loss_are_split(
-    classes: int, count: int, reduction: str, smoothing: float, weighted: bool
-) -> None:
+def test_a_loss_is_split(classes: int, count: int, reduction: str, smoothing: float, weighted: bool) -> None:
     weight = numbers(classes).abs() if weighted else None
     head = Head(classes, reduction=reduction, label_smoothing=smoothing, ignore_index=2, weight=weight)
     target = torch.tensor([[0, 2, 6], [2, 5, 1]])
@@ -126,31 +121,14 @@ def test_a_part_is_taken_of_what_is_there_as_a_whole(count: int) -> None:
     assert sorted(found.backward) == [(2, 3, 8), (2, 4, 3, 3)]
 
 
-class Product(nn.Module):
-    """What a matrix makes with itself: both dimensions of one tensor have the same name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.up(x)
-        return (hidden.transpose(1, 2) @ hidden).tanh().sum((1, 2))
+# What a matrix makes with itself: both dimensions of one tensor have the same name.
+PRODUCT = Made(lambda m, x: (h := m.up(x)).transpose(1, 2).matmul(h).tanh().sum((1, 2)), up=nn.Linear(8, 6))
+# Looks up as many tokens as there are, and compares them with all: rows are kept and summed over.
+IDS = torch.tensor([3, 3, 0, 1, 5, 2])
+LOOKUP = Made(lambda m, x: x + (m.table(m.ids) * m.table.weight).sum(0), table=nn.Embedding(6, 8), ids=IDS)
 
 
-class Lookup(nn.Module):
-    """Looks up as many tokens as there are, and compares them with all: rows are kept and summed over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(6, 8)
-        self.register_buffer("ids", torch.tensor([3, 3, 0, 1, 5, 2]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + (self.table(self.ids) * self.table.weight).sum(0)
-
-
-@pytest.mark.parametrize("module", [Product(), Lookup()])
+@pytest.mark.parametrize("module", [PRODUCT, LOOKUP])
 def test_a_name_that_is_in_two_places_at_once_is_not_split(module: nn.Module) -> None:
     found = compared(module, 2, numbers(2, 3, 8))
     assert found.error < CLOSE

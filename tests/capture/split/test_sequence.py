@@ -13,13 +13,9 @@ from autopar.capture.split.edges import sequence_dims
 from autopar.capture.split.rewrite import split_layer
 from drawn_streams import drawn_stream
 from part_threads import Comparison, compare
-from single_layers import AttentionBlock, layer_of
+from single_layers import AttentionBlock, layer_of, numbers
 
 CLOSE = 1e-12
-
-
-def numbers(*sizes: int) -> torch.Tensor:
-    return torch.randn(sizes, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def moves(found: Comparison, least: int) -> tuple[Counter[str], Counter[str]]:

@@ -1,7 +1,4 @@
-"""What is summed among parts and moved between them, against plain tensors; and in a backward of two halves.
-
-The first half makes the sums that others wait for.
-"""
+"""What is summed among parts and moved between them, against plain tensors; and in a backward of two halves."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -20,7 +17,7 @@ from autopar.capture.split.sums import Enter, Leave, Move
 from autopar.capture.split_backward import SplitBackward
 from drawn_split import drawn_layer
 from part_threads import ThreadSums, run_parts
-from single_layers import AttentionBlock, FewKeys, layer_of
+from single_layers import AttentionBlock, FewKeys, layer_of, numbers
 
 Gradients = dict[str, torch.Tensor | None]
 
@@ -81,10 +78,6 @@ def test_halves_in_slices_make_the_gradients_of_a_whole_backward() -> None:
     check(layer, 2, numbers(2, 8, 16), sequence_dims(layer, 2))
 
 
-def numbers(*sizes: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 @pytest.mark.parametrize("parts", [(0, 1), (0, 2, 3), (0, 1, 2, 3)])
 def test_what_enters_has_the_sum_of_gradients_and_what_leaves_is_the_sum(parts: tuple[int, ...]) -> None:
     factors, weights = numbers(4, 5), numbers(5, seed=1)
@@ -131,9 +124,7 @@ def own(tensor: torch.Tensor, index: int, count: int, period: int | None) -> tor
 @pytest.mark.parametrize("period", [None, 4])
 @pytest.mark.parametrize("scattering", ["reduce_scatter", "take"])
 @pytest.mark.parametrize("count", [2, 4])
-def test_slices_are_gathered_and_wholes_scattered_in_either_direction(
-    count: int, scattering: str, period: int | None
-) -> None:
+def test_slices_are_gathered_and_wholes_scattered(count: int, scattering: str, period: int | None) -> None:
     sizes = (3, 12 if period else 8, 2)
     whole, others = numbers(*sizes), numbers(count, *sizes, seed=1)
     if scattering == "take":
