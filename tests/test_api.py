@@ -46,9 +46,7 @@ def test_every_command_has_its_function_and_every_function_its_command() -> None
 
 @pytest.mark.slow
 @pytest.mark.core
-def test_a_run_from_python_is_predicted_rehearsed_verified_and_planned_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_is_predicted_rehearsed_run_and_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_profiled(tmp_path, "tanh_chain")
     profile = Profile.load("profile.json")

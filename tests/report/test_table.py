@@ -55,8 +55,13 @@ def split(text: str) -> Counter[str]:
 
 
 @given(tables(), st.sampled_from(WIDTHS))
-def test_no_cell_loses_a_character_and_no_word_is_broken(drawn: tuple[Table, list[list[str]]], width: int) -> None:
+def test_no_cell_loses_a_character_no_word_is_broken_and_folded_columns_are_wide_enough_to_be_read(
+    drawn: tuple[Table, list[list[str]]], width: int
+) -> None:
     table, rows = drawn
+    if (layout := table._layout(width)) is not None:
+        for at, wide in layout.widths.items():
+            assert wide >= min(max(cell_len(row[at]) for row in rows), LEAST_FOLDED)
     lines = printed(table, width)
     assert all(cell_len(line) <= width for line in lines)
     shown, wanted = split("\n".join(lines)), split("\n".join(cell for row in rows for cell in row))
@@ -67,15 +72,6 @@ def test_no_cell_loses_a_character_and_no_word_is_broken(drawn: tuple[Table, lis
             for number in re.findall(rf"[\d.e+-]+ (?:{'|'.join(map(re.escape, MEASURES))})(?![\w/])", cell):
                 assert number in text, "a number is apart from its unit"
     assert "…" not in text
-
-
-@given(tables(), st.sampled_from(WIDTHS))
-def test_folded_columns_are_wide_enough_to_be_read(drawn: tuple[Table, list[list[str]]], width: int) -> None:
-    table, rows = drawn
-    layout = table._layout(width)
-    if layout is not None:
-        for at, wide in layout.widths.items():
-            assert wide >= min(max(cell_len(row[at]) for row in rows), LEAST_FOLDED)
 
 
 @given(st.one_of(prose, stages, devices, paths, st.text(max_size=80)), st.integers(1, 60), st.booleans())
@@ -99,7 +95,7 @@ def test_lines_end_where_a_reader_expects_it(text: str, width: int, lines: list[
     assert fold(text, width) == lines
 
 
-def test_long_text_stands_below_its_row_and_short_text_beside() -> None:
+def test_long_text_stands_below_its_row_short_text_beside_and_too_many_columns_become_records() -> None:
     stages = ",".join(f"{at}:1" for at in range(39))
     table = Table("Plans", ("planner", ">step", "stages"))
     table.add_row("equal split", "12.5 ms", stages)
@@ -108,9 +104,6 @@ def test_long_text_stands_below_its_row_and_short_text_beside() -> None:
     assert narrow[5] == "equal split  12.5 ms"
     assert "".join(line.strip() for line in narrow[6:]) == stages
     assert wide[4] == f"equal split  12.5 ms  {stages}"
-
-
-def test_columns_that_cannot_stand_beside_each_other_become_records() -> None:
     table = Table("Numbers", [f">number {at}" for at in range(20)])
     table.add_row(*(f"{at}.5 GiB" for at in range(20)))
     table.add_row(*(f"{at}.25 MiB" for at in range(20)))
