@@ -102,6 +102,11 @@ def _ranks(
 
 
 def test_messages_of_a_pair_follow_each_other_and_are_waited_for() -> None:
+    ((transport, clock),) = _ranks([(1,)], (["F0@0", "A@0", "U@0"], RankPrices()))
+    clock.start()
+    for position in range(3):
+        transport.charge(position)
+    assert clock.now_s == 1.0, "what is not priced takes no time"
     prices = RankPrices({"F@0": 2.0, "S@0>1@1": 5.0})
     (sender, here), (receiver, there) = _ranks(
         [(1,), (1,)],
@@ -145,11 +150,3 @@ def test_a_reduction_ends_with_its_last_part_and_no_sooner_after_the_one_before_
     in_ranks(2, act)
     # The slower one's backward ends at 6, its part at 6.25; the next one ends 4 later, and both update.
     assert [clock.now_s for _, clock in ranks] == [11.25, 11.25]
-
-
-def test_what_is_not_priced_takes_no_time() -> None:
-    ((transport, clock),) = _ranks([(1,)], (["F0@0", "A@0", "U@0"], RankPrices()))
-    clock.start()
-    for position in range(3):
-        transport.charge(position)
-    assert clock.now_s == pytest.approx(1.0)
