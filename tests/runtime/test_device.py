@@ -6,6 +6,7 @@ stand-ins that keep count of what happened before what, by vector clocks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -87,7 +88,7 @@ def test_a_layers_backward_lasts_from_its_outputs_gradients_to_the_next_ones() -
     assert times.medians() == seconds
 
 
-def test_a_recomputed_layers_backward_begins_with_its_recomputation() -> None:
+def test_a_recomputed_layers_backward_begins_with_its_recomputation_and_halves_have_no_time() -> None:
     clock = CountingClock()
     times = LayerTimes(_program("F0@0 F1@0 B1@0 B0@0"), {0: ["a", "b"]}, clock)
     times.begin_step()
@@ -106,9 +107,7 @@ def test_a_recomputed_layers_backward_begins_with_its_recomputation() -> None:
         spans.append((start, clock.now))
     times.end_step(spans)
     assert times.medians() == {"a": (1.0, 3.0), "b": (4.0, 7.0)}
-
-
-def test_layers_whose_backward_goes_in_halves_have_forwards_only() -> None:
+    # Layers whose backward goes in halves have forwards only.
     clock = CountingClock()
     times = LayerTimes(_program("F0@0 I0@0 W0@0 U@0"), {0: ["a"]}, clock)
     times.begin_step()
@@ -124,10 +123,7 @@ def test_the_operations_of_products_are_two_per_weight_and_row(rows: int) -> Non
     (found,) = counted("layer", lambda: (layer(value),), False)
     assert torch.equal(found, layer(value))
     assert counted.total == 2 * rows * (5 * 7 + 7 * 3)
-
-
-def test_no_peak_is_known_of_a_cpu() -> None:
-    assert peak_of(torch.device("cpu"), "fp32") is None
+    assert peak_of(torch.device("cpu"), "fp32") is None, "no peak is known of a CPU"
 
 
 class Stream:
@@ -141,8 +137,8 @@ class Stream:
         return self.record_event()
 
     def wait_event(self, event: Event) -> None:
-        for name, count in event.known.items():
-            self.known = {**self.known, name: max(count, self.known.get(name, 0))}
+        every = {**self.known, **event.known}
+        self.known = {name: max(self.known.get(name, 0), event.known.get(name, 0)) for name in every}
 
     def wait_stream(self, stream: Stream) -> None:
         self.wait_event(stream.record_event())
@@ -199,11 +195,10 @@ class Cuda:
 
     def __init__(self) -> None:
         self.compute = self.current = Stream("compute")
-        self._streams = 0
+        self._numbers = itertools.count(1)
 
     def new_stream(self, device: torch.device) -> Stream:
-        self._streams += 1
-        return Stream(f"stream {self._streams}")
+        return Stream(f"stream {next(self._numbers)}")
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
@@ -215,10 +210,9 @@ class Cuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     found = Cuda()
-    monkeypatch.setattr(torch.cuda, "Stream", found.new_stream)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "stream", found.stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found.current)
+    made = {"Stream": found.new_stream, "Event": Event, "stream": found.stream}
+    for name, stand_in in {**made, "current_stream": lambda device: found.current}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(CudaCopies, "buffer", lambda self, tensor: Tensor(found))
     return found
 

@@ -16,63 +16,35 @@ from training_cases import Case, make_case
 STEPS = 3
 FILE = """
 import torch
-import torch.nn.functional as F
 from torch import nn
-
-BLOCKS = 3
-
-
 {block}
-
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first = {first}
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.first, self.blocks = {first}, nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(6, 3)
-
     def forward(self, x):
         {entry}
         x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
+        for block in self.blocks: x = block(x)
         return self.head(x)
-
-
-def model():
-    return Net().double()
-
-
+def model(): return Net().double()
 def dataset():
     generator = torch.Generator().manual_seed(1)
-    x, y = {data}, torch.randint(0, 3, (90,), generator=generator)
-    return torch.utils.data.TensorDataset(x, y)
-
-
-def loss(output, batch):
-    return F.cross_entropy(output, batch[-1])
-
-
-def optimizer(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+    return torch.utils.data.TensorDataset({data}, torch.randint(0, 3, (90,), generator=generator))
+def loss(output, batch): return nn.functional.cross_entropy(output, batch[-1])
+def optimizer(parameters): return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 {listing}
 """
-LISTING = """
-
-def layers(model):
-    return [model.first, *model.blocks, model.head]
-"""
+LISTING = "def layers(model): return [model.first, *model.blocks, model.head]"
 FLOATS = "torch.randn(90, 6, generator=generator, dtype=torch.float64)"
 INTEGERS = "torch.randint(0, 9, (90,), generator=generator)"
 LINEAR = "nn.Linear(6, 6)"
 
 
 def block(initial: str, forward: str) -> str:
-    lines = [f"        {line}" for line in initial.split("; ")]
-    body = [f"        {line}" for line in forward.split("; ")]
-    start = ["class Block(nn.Module):", "    def __init__(self):", "        super().__init__()"]
-    return "\n".join([*start, *lines, "", "    def forward(self, x):", *body])
+    start = f"class Block(nn.Module):\n    def __init__(self): super().__init__(); {initial}\n"
+    return f"{start}    def forward(self, x): {forward}"
 
 
 MEAN = 'self.lin = nn.Linear(6, 6); self.register_buffer("mean", torch.zeros(6))'
@@ -224,15 +196,14 @@ def test_replicas_that_are_asked_for_have_equal_buffers_after_every_step(
         assert torch.allclose(value, truth.parameters[name], rtol=1e-10, atol=1e-10), name
 
 
-def test_a_listed_module_that_writes_what_another_holds_is_refused(tmp_path: Path) -> None:
+def test_a_write_to_what_another_module_holds_and_a_generator_of_the_models_own_are_refused(
+    tmp_path: Path,
+) -> None:
     shared = block(MEAN, "self.mean.mul_(0.9); return self.lin(x)")
     text = case(tmp_path, shared, listed=True).file.read_text()
-    sharing = "model.blocks[1].mean = model.blocks[0].mean\n    return [model.first"
+    sharing = "\n    model.blocks[1].mean = model.blocks[0].mean\n    return [model.first"
     with pytest.raises(ModelError, match=r"blocks.0 writes blocks.0.mean, which blocks.1 is given too"):
-        make_case(tmp_path / "shared.py", text.replace("return [model.first", sharing))
-
-
-def test_a_generator_of_the_models_own_is_refused_and_a_hidden_write_found(tmp_path: Path) -> None:
+        make_case(tmp_path / "shared.py", text.replace(" return [model.first", sharing))
     drawing = block(
         "self.lin = nn.Linear(6, 6); self.generator = torch.Generator().manual_seed(3)",
         "return self.lin(x) + torch.empty_like(x).normal_(generator=self.generator)",

@@ -121,7 +121,7 @@ def test_written_buffers_are_the_first_replicas_or_the_mean(how: Literal["first"
 CUT = ParameterCut(parameter="w", dim=0, parts=(((0, 1), (3, 4)), ((1, 3),)))
 
 
-def test_gradients_are_views_of_one_buffer_with_marks_of_what_was_reached() -> None:
+def test_gradients_are_views_of_one_buffer_of_each_type_with_marks_of_what_was_reached() -> None:
     first, second = (torch.nn.Parameter(torch.ones(size)) for size in (2, 3))
     bucket = Bucket([first, second])
     bucket.attach()
@@ -132,9 +132,7 @@ def test_gradients_are_views_of_one_buffer_with_marks_of_what_was_reached() -> N
     bucket.release_untouched()
     assert second.grad is None
     assert first.grad.tolist() == [2.0, 2.0]
-
-
-def test_layers_fill_buckets_from_the_last_to_the_first_and_types_have_their_own() -> None:
+    # Layers fill buckets from the last to the first.
     layers = [[torch.nn.Parameter(torch.ones(2))], [], [torch.nn.Parameter(torch.ones(3, dtype=torch.float64))]]
     types = [[each.dtype for each in bucket.parameters] for bucket in fill_buckets(layers)]
     assert types == [[torch.float64], [torch.float32]]

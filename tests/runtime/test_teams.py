@@ -19,7 +19,6 @@ from autopar.runtime.execute import StepRecord
 from autopar.runtime.messages.transport import InProcessTransport, Pending, Transport
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.job import Job
-from autopar.schedules.expand import expand
 from drawn_models import equals_plain, model_case, team_plans
 from in_teams import in_teams
 from oracles.unflushed import RULES
@@ -110,12 +109,6 @@ def test_rank_processes_train_as_the_plain_loop(
     plan = in_teams(gpt.graph, alone, by_stage, sequence=sequence)
     losses = train(eight_ranks, gpt, plan, tmp_path)
     check(plan, gpt.truth(plan), tmp_path, losses)
-
-
-def test_one_rank_a_replica_is_the_plan_of_single_ranks(gpt: Case) -> None:
-    alone = gpt.plan([1, 2], 2, 4)
-    assert in_teams(gpt.graph, alone, [1, 1]).stages == alone.stages
-    assert expand(in_teams(gpt.graph, alone, [1, 1])) == expand(alone)
 
 
 class Recorder:
@@ -276,15 +269,18 @@ def test_in_half_precision_teams_are_as_far_from_exact_gradients_as_one_rank_is(
     assert math.sqrt(teams / largest) < 0.05
 
 
-@pytest.mark.parametrize(("widths", "sizes"), [([3, 1], [2, 1]), ([2, 1], [2, 2])])
-def test_teams_that_take_turns_equal_the_rule(tmp_path: Path, widths: list[int], sizes: list[int]) -> None:
-    plan = planned(tmp_path, "momentum", "stash", [2, 1], 1, widths=widths, turns=[0], team_sizes=sizes)
-    assert differs(tmp_path, plan) < 1e-12
-
-
-@pytest.mark.parametrize("frozen", [(0, 4), (0, 1)])
-def test_parts_of_frozen_layers_stay_as_they_are(tmp_path: Path, frozen: tuple[int, int]) -> None:
-    special = {"FROZEN": frozen}
-    plan = planned(tmp_path, "adamw", "stash", [2, 1], 2, widths=[1, 1], team_sizes=[2, 2], special=special)
+@pytest.mark.parametrize(
+    ("optimizer", "micro_batches", "widths", "sizes", "more"),
+    [
+        ("momentum", 1, [3, 1], [2, 1], {"turns": [0]}),
+        ("momentum", 1, [2, 1], [2, 2], {"turns": [0]}),
+        ("adamw", 2, [1, 1], [2, 2], {"special": {"FROZEN": (0, 4)}}),
+        ("adamw", 2, [1, 1], [2, 2], {"special": {"FROZEN": (0, 1)}}),
+    ],
+)
+def test_teams_that_take_turns_or_have_frozen_layers_equal_the_rule(
+    tmp_path: Path, optimizer: str, micro_batches: int, widths: list[int], sizes: list[int], more: dict[str, Any]
+) -> None:
+    plan = planned(tmp_path, optimizer, "stash", [2, 1], micro_batches, widths=widths, team_sizes=sizes, **more)
     assert any(stage.cuts for stage in plan.stages)
     assert differs(tmp_path, plan) < 1e-12

@@ -141,17 +141,12 @@ def test_parts_sum_and_gather_what_they_have() -> None:
     assert [each.tolist() for each in scattered] == [[[3.0 * at], [3.0 * (at + 3)]] for at in range(3)]
 
 
-def test_a_rank_alone_has_everything() -> None:
-    plan = make("gpipe", 1, [(4,)], [1], ())
-    team = Team(plan, 0, InProcessTransport(Exchange(), 0))
-    whole = torch.ones(3)
-    assert team.take("w", whole) is whole
-    assert team.whole("w", whole) is whole
-    assert team.shape("w", (3,)) == (3,)
-
-
 @pytest.mark.parametrize("dim", [0, 1])
 def test_shapes_of_parts_are_those_of_the_whole_but_for_the_cut(dim: int) -> None:
+    alone = Team(make("gpipe", 1, [(4,)], [1], ()), 0, InProcessTransport(Exchange(), 0))
+    whole = torch.ones(3)
+    assert alone.take("w", whole) is alone.whole("w", whole) is whole
+    assert alone.shape("w", (3,)) == (3,)
     plan = team_plan([{0}, {0}, {1}, {2}], dim)
     whole = torch.ones((4, 5) if dim == 0 else (5, 4))
     for part, size in enumerate((2, 1, 1)):
