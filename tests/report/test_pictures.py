@@ -1,6 +1,7 @@
 """Pictures of timelines, every block where it says, and of plans, every device in the colour of its stage."""
 
 import io
+import itertools
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -32,38 +33,28 @@ def _texts(figure: Figure) -> list[str]:
     return [text.get_text() for text in figure.axes[0].texts]
 
 
-@pytest.mark.parametrize(("widths", "micro_batches", "schedule"), SHAPES)
-def test_every_event_is_drawn_once(widths: tuple[int, ...], micro_batches: int, schedule: str) -> None:
-    timeline = play(small_plan(widths, micro_batches, schedule))
-    assert _bars(draw_timeline(timeline)) == len(timeline) + timeline.rank_count()
-
-
-def test_blocks_lie_at_their_times_in_milliseconds() -> None:
+def test_blocks_lie_at_their_times_in_milliseconds_and_numbers_are_written_where_they_fit() -> None:
     timeline = play(small_plan((1, 1), 2, "gpipe"))
     expected = {(round(event.start_s * 1e3, 6), round(event.end_s * 1e3, 6)) for event in timeline}
-    found = set()
-    for collection in draw_timeline(timeline).axes[0].collections:
-        for path in collection.get_paths():
-            box = path.get_extents()
-            found.add((round(box.x0, 6), round(box.x1, 6)))
-    assert expected <= found
-
-
-def test_numbers_are_written_where_they_fit_and_left_out_where_not() -> None:
+    paths = (path for collection in draw_timeline(timeline).axes[0].collections for path in collection.get_paths())
+    assert expected <= {(round(box.x0, 6), round(box.x1, 6)) for box in (path.get_extents() for path in paths)}
     few, many = play(small_plan((1, 1), 4)), play(small_plan((1,) * 16, 64))
     assert {"0", "1", "2", "3"} <= set(_texts(draw_timeline(few)))
     assert "63" not in _texts(draw_timeline(many))
 
 
 @pytest.mark.parametrize(("widths", "micro_batches", "schedule"), SHAPES)
-def test_no_text_lies_over_another(widths: tuple[int, ...], micro_batches: int, schedule: str) -> None:
+def test_events_are_drawn_once_and_no_text_over_another(
+    widths: tuple[int, ...], micro_batches: int, schedule: str
+) -> None:
     plan = small_plan(widths, micro_batches, schedule)
-    figure = draw_over(play(plan, "measured", jitter=0.3), play(plan))
+    timeline = play(plan)
+    assert _bars(draw_timeline(timeline)) == len(timeline) + timeline.rank_count()
+    figure = draw_over(play(plan, "measured", jitter=0.3), timeline)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    renderer = canvas.get_renderer()
-    boxes = [text.get_window_extent(renderer) for text in figure.axes[0].texts if text.get_text()]
-    boxes.sort(key=lambda box: box.x0)
+    texts = (text for text in figure.axes[0].texts if text.get_text())
+    boxes = sorted((text.get_window_extent(canvas.get_renderer()) for text in texts), key=lambda box: box.x0)
     for index, box in enumerate(boxes):
         for other in boxes[index + 1 :]:
             if other.x0 >= box.x1:
@@ -71,20 +62,15 @@ def test_no_text_lies_over_another(widths: tuple[int, ...], micro_batches: int, 
             assert min(box.y1, other.y1) - max(box.y0, other.y0) <= 0.5
 
 
-def test_the_title_states_the_error_of_the_prediction_and_the_same_timeline_gives_the_same_bytes() -> None:
+def test_the_title_states_the_error_of_the_prediction_the_table_sums_and_equal_timelines_look_equal() -> None:
     plan = small_plan((1, 1), 4)
     measured, predicted = play(plan, "measured", unit_s=0.02), play(plan, unit_s=0.01)
     assert "(-50.0%)" in draw_over(measured, predicted).axes[0].get_title(loc="left")
     assert _bars(draw_timeline(Timeline("measured"))) == 0
-    pictures = []
-    for _ in range(2):
-        content = io.BytesIO()
+    pictures = io.BytesIO(), io.BytesIO()
+    for content in pictures:
         draw_timeline(play(small_plan((2, 1), 4))).savefig(content, format="png")
-        pictures.append(content.getvalue())
-    assert pictures[0] == pictures[1]
-
-
-def test_the_table_sums_what_each_rank_computes() -> None:
+    assert pictures[0].getvalue() == pictures[1].getvalue()
     rows = shown(lambda console: render(play(small_plan((1, 1), 4)), console))
     assert "0 0 40 ms 80 ms 2 ms 0 s 0 s 6 ms 32 ms" in rows
 
@@ -136,14 +122,10 @@ def _drawn(made: Plan, cluster: Cluster) -> tuple[list[tuple[float, ...]], set[s
 def test_devices_of_a_stage_have_one_colour_and_those_of_others_another(name: str, made: Plan) -> None:
     cluster = cluster_named(name)
     colours, texts = _drawn(made, cluster)
-    groups = {
-        device: number
-        for number, devices in enumerate(dict.fromkeys(s.devices for s in made.stages))
-        for device in devices
-    }
-    for one in groups:
-        for other in groups:
-            assert (colours[one] == colours[other]) == (groups[one] == groups[other])
+    several = enumerate(dict.fromkeys(s.devices for s in made.stages))
+    groups = {device: number for number, devices in several for device in devices}
+    for one, other in itertools.combinations(groups, 2):
+        assert (colours[one] == colours[other]) == (groups[one] == groups[other])
     assert f"{len(made.stages)} stages on {len(groups)} of {len(cluster.devices)} devices" in texts
     assert sum("node" in text for text in texts) == len({(each.rack, each.node) for each in cluster.devices})
     numbered = {",".join(str(at) for at, s in enumerate(made.stages) if device in s.devices) for device in groups}
