@@ -3,7 +3,7 @@
 import random
 
 from autopar.formats.plan import group_of, layout_of
-from autopar.formats.profile import Profile
+from autopar.formats.profile import Layer, Profile
 from autopar.planner.candidate import Candidate, CandidateStage, chunk_counts, plain
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
@@ -18,24 +18,18 @@ def halved(profile: Profile, seed: int) -> Profile:
     """Return a profile whose backwards were measured in halves, too; together they take about as long as the whole."""
     rng = random.Random(seed + 5_000_000)
 
-    def split(layers: tuple[object, ...]) -> tuple[object, ...]:
-        found = []
-        for layer in layers:
-            part = rng.choice([0.0, rng.uniform(0.2, 0.8), 1.0])
-            costs = tuple(
-                cost.model_copy(
-                    update={
-                        "backward_input_s": part * cost.backward_s * rng.uniform(0.95, 1.2),
-                        "backward_weight_s": (1 - part) * cost.backward_s * rng.uniform(0.95, 1.2),
-                    }
-                )
-                for cost in layer.costs  # type: ignore[attr-defined]
-            )
-            found.append(layer.model_copy(update={"costs": costs}))  # type: ignore[attr-defined]
-        return tuple(found)
+    def split(layer: Layer) -> Layer:
+        part = rng.choice([0.0, rng.uniform(0.2, 0.8), 1.0])
+        halves = {"backward_input_s": part, "backward_weight_s": 1 - part}
+        updates = [
+            {name: share * cost.backward_s * rng.uniform(0.95, 1.2) for name, share in halves.items()}
+            for cost in layer.costs
+        ]
+        costs = [cost.model_copy(update=update) for cost, update in zip(layer.costs, updates, strict=True)]
+        return layer.model_copy(update={"costs": tuple(costs)})
 
-    others = tuple(other.model_copy(update={"layers": split(other.layers)}) for other in profile.others)
-    return profile.model_copy(update={"layers": split(profile.layers), "others": others})
+    others = tuple(other.model_copy(update={"layers": tuple(map(split, other.layers))}) for other in profile.others)
+    return profile.model_copy(update={"layers": tuple(map(split, profile.layers)), "others": others})
 
 
 def random_costs(seed: int, most_devices: int = 6) -> CostModel:

@@ -2,7 +2,6 @@
 
 import functools
 import random
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +11,6 @@ from autopar.capture.graph import Layer
 from single_layers import layer_of
 
 LENGTH, WIDTH = 3, 8
-
-Step = Callable[["Drawn", random.Random, torch.Tensor], torch.Tensor]
 
 
 class Drawing(nn.Module):
@@ -122,10 +119,9 @@ def per_head(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tenso
     if x.shape[-1] % 2:
         return x
     found = x.unflatten(-1, (x.shape[-1] // 2, 2))
-    found = (
-        found * module.weight(x.shape[-1] // 2, 1) if draw.random() < 0.5 else found / (1 + found.pow(2).mean(-1, True))
-    )
-    return found.flatten(-2)
+    if draw.random() < 0.5:
+        return (found * module.weight(x.shape[-1] // 2, 1)).flatten(-2)
+    return (found / (1 + found.pow(2).mean(-1, True))).flatten(-2)
 
 
 def fused(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
@@ -161,7 +157,7 @@ def drop(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
     return F.dropout(x.transpose(1, 2).contiguous().transpose(1, 2), 0.3)
 
 
-STEPS: list[Step] = [up, gate, rotate, scale, norm, heads, per_head, fused, fused_heads, drop]
+STEPS = [up, gate, rotate, scale, norm, heads, per_head, fused, fused_heads, drop]
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 import functools
 import random
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +11,6 @@ from drawn_split import Drawing
 from single_layers import layer_of
 
 TOKENS, WIDTH = 8, 6
-
-Step = Callable[["Stream", random.Random, torch.Tensor], torch.Tensor]
 
 
 class Stream(Drawing):
@@ -75,30 +72,26 @@ def drop(module: Stream, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
 
 def place(module: Stream, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
     """Add what belongs to a token's place: a parameter, a buffer, or a row that is looked up."""
-    kind = draw.randrange(4)
-    if kind == 0:
-        return x + module.weight(TOKENS, WIDTH)
-    if kind == 1:
-        return x * module.table  # type: ignore[operator]
-    if kind == 2:
-        return x + module.weight(TOKENS + 2, WIDTH)[1 : TOKENS + 1]
-    return x + F.embedding(torch.arange(TOKENS), module.weight(TOKENS + 1, WIDTH))
+    kinds = [
+        lambda: x + module.weight(TOKENS, WIDTH),
+        lambda: x * module.table,
+        lambda: x + module.weight(TOKENS + 2, WIDTH)[1 : TOKENS + 1],
+        lambda: x + F.embedding(torch.arange(TOKENS), module.weight(TOKENS + 1, WIDTH)),
+    ]
+    return kinds[draw.randrange(4)]()
 
 
 def mix(module: Stream, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
     """Make every token of several."""
-    kind = draw.randrange(6)
-    if kind == 0:
-        return x.cumsum(1).tanh()
-    if kind == 1:
-        return torch.roll(x, 1, 1)
-    if kind == 2:
-        return torch.cat([x[:, 3:], x[:, :3]], 1)
-    if kind == 3:
-        return x - x.mean(1, keepdim=True)
-    if kind == 4:
-        return x + x[:, 0].unsqueeze(1)
-    return F.linear(x.transpose(1, 2), module.weight(TOKENS, TOKENS)).transpose(1, 2)
+    kinds = [
+        lambda: x.cumsum(1).tanh(),
+        lambda: torch.roll(x, 1, 1),
+        lambda: torch.cat([x[:, 3:], x[:, :3]], 1),
+        lambda: x - x.mean(1, keepdim=True),
+        lambda: x + x[:, 0].unsqueeze(1),
+        lambda: F.linear(x.transpose(1, 2), module.weight(TOKENS, TOKENS)).transpose(1, 2),
+    ]
+    return kinds[draw.randrange(6)]()
 
 
 def fold(module: Stream, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
@@ -124,7 +117,7 @@ def squeeze(module: Stream, draw: random.Random, x: torch.Tensor) -> torch.Tenso
     return x / (1 + x.pow(2).sum(draw.choice([1, 2, (1, 2)]), keepdim=True))
 
 
-STEPS: list[Step] = [norm, plain_norm, matrices, flat_matrices, attend, drop, place, mix, fold, gate, squeeze]
+STEPS = [norm, plain_norm, matrices, flat_matrices, attend, drop, place, mix, fold, gate, squeeze]
 STEPS += [norm, matrices, flat_matrices, attend, drop]
 
 

@@ -25,25 +25,15 @@ def llama_profile(blocks: int = 12, batch: int = 16, *, tied: bool = False) -> P
     plain = halved(gpt_profile(blocks, batch=batch), 0)
     names = {"wte": "model.embed_tokens", "head": "model.norm+lm_head"}
     names |= {f"h.{index}": f"model.layers.{index}" for index in range(blocks)}
-    layers = tuple(
-        layer.model_copy(update={"name": names[layer.name], "modules": tuple(_modules(names[layer.name]))})
-        for layer in plain.layers
-    )
-    tensors = tuple(
-        tensor.model_copy(
-            update={
-                "producer": tensor.producer and names[tensor.producer],
-                "consumers": tuple(names[each] for each in tensor.consumers),
-            }
-        )
-        for tensor in plain.tensors
-    )
+    new = [(layer, names[layer.name]) for layer in plain.layers]
+    layers = tuple(layer.model_copy(update={"name": name, "modules": tuple(name.split("+"))}) for layer, name in new)
+    ends = [
+        {"producer": each.producer and names[each.producer], "consumers": tuple(names[name] for name in each.consumers)}
+        for each in plain.tensors
+    ]
+    tensors = tuple(each.model_copy(update=update) for each, update in zip(plain.tensors, ends, strict=True))
     shared = TiedParameter(parameter="model.embed_tokens.weight", layers=(layers[0].name, layers[-1].name), bytes=4096)
     return plain.model_copy(update={"layers": layers, "tensors": tensors, "tied": (shared,) if tied else ()})
-
-
-def _modules(name: str) -> list[str]:
-    return ["model.norm", "lm_head"] if "+" in name else [name]
 
 
 def equal_plan(

@@ -5,9 +5,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from suite import warm
 
@@ -47,12 +48,8 @@ def ended(processes: Sequence[warm.Popen], timeout_s: float = 200.0) -> list[tup
 
 def processes_in(folder: Path) -> list[int]:
     """Return the processes, other than this one, that work in a folder: what is started there, and what that starts."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if int(entry.name) != os.getpid() and (entry / "cwd").readlink() == folder:
-                found.append(int(entry.name))
-    return found
+    every = [each for each in psutil.process_iter(["cwd"]) if each.pid != os.getpid()]
+    return [each.pid for each in every if each.info["cwd"] == str(folder)]
 
 
 def alive(process: int) -> bool:
