@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,52 +17,30 @@ from autopar.profiler import device as devices
 from autopar.profiler.profile import _ModelMeasurement, measure_layers
 from autopar.profiler.subject import Subject
 
-MODEL = """
+DATA = """
+def dataset(): return [{"input": torch.arange(8) + index} for index in range(16)]
+def loss(output, batch): return nn.functional.cross_entropy(output.flatten(0, 1), batch["input"].flatten())
+"""
+MODEL = f"""
 import torch
 from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(50, 16)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
-        self.head = nn.Linear(16, 50, bias=False)
-        self.head.weight = self.embedding.weight
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
 def model():
-    return Net()
-
-def dataset():
-    return [{"tokens": torch.arange(8) + index} for index in range(16)]
-
-def loss(output, batch):
-    return nn.functional.cross_entropy(output.flatten(0, 1), batch["tokens"].flatten())
+    blocks = (nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+    made = nn.Sequential(nn.Embedding(50, 16), *blocks, nn.Linear(16, 50, bias=False))
+    made[-1].weight = made[0].weight
+    return made
+{DATA}
 """
 # Listed layers with a branch on values in one of them, which no graph holds.
-LISTED = """
+LISTED = f"""
 import torch
 from torch import nn
-
 class Deciding(nn.Module):
     def forward(self, x):
         return torch.tanh(x) if x.sum() < 1e9 else x
-
-def model():
-    return nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 32), Deciding(), nn.Linear(32, 50))
-
-def layers(model):
-    return list(model)
-
-def dataset():
-    return [{"input": torch.arange(8) + index} for index in range(16)]
-
-def loss(output, batch):
-    return nn.functional.cross_entropy(output.flatten(0, 1), batch["input"].flatten())
+def model(): return nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 32), Deciding(), nn.Linear(32, 50))
+def layers(model): return list(model)
+{DATA}
 """
 CHAIN = LISTED.replace("Deciding()", "nn.Tanh()").replace("def layers", "def unused")
 Prepare = Callable[..., tuple[Subject, ProfileOptions]]
@@ -125,9 +104,7 @@ def test_layers_that_are_measured_one_at_a_time_are_not_compiled(prepared: Prepa
 
 
 def test_a_device_without_room_is_told_in_one_line(prepared: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.\nTried")
-
+    full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.\nTried"))
     subject, options = prepared(CHAIN, 2**40, 2)
     monkeypatch.setitem(inspect.unwrap(measure_layers).__globals__, "measure", full)
     with pytest.raises(UsageError, match=r"^`batch=2`: .* more memory than the device has; give less.*$"):

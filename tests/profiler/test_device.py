@@ -3,6 +3,7 @@
 import os
 import subprocess
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,9 +47,7 @@ def test_autocast_is_by_the_precision_and_one_that_it_does_not_take_is_refused(m
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_: object, **__: object) -> None:
-        raise RuntimeError("\n  no g++\n more")
-
+    missing = Mock(side_effect=RuntimeError("\n  no g++\n more"))
     monkeypatch.setattr(torch, "compile", lambda *_, **__: missing)
     said = r"`compile`: torch.compile does not work here \(no g\+\+\); install"
     with pytest.raises(UsageError, match=said), compiling(CPU):
@@ -56,10 +55,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_drivers_tool_a_gpus_conditions_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(*_: object, **__: object) -> None:
-        raise FileNotFoundError("nvidia-smi")
-
-    monkeypatch.setattr(subprocess, "run", absent)
+    monkeypatch.setattr(subprocess, "run", Mock(side_effect=FileNotFoundError("nvidia-smi")))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0"))
     assert observe(torch.device("cuda", 0)) == Conditions()
     found = observe(CPU)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autopar.capture import LayerGraph, capture, capture_module, load, named_tensors
+from autopar.capture.batch import given_model
 from autopar.errors import CaptureError, UsageError
 from autopar.formats.profile import Precision
 from autopar.hardware.clusters import cluster_named
@@ -24,7 +25,8 @@ from autopar.profiler.layer_runs import LayerPass, record
 from autopar.profiler.optimizer import moved_per_number
 from autopar.profiler.profile import measure_layers
 from autopar.profiler.subject import ProfileOptions, Subject, prepare
-from capture_zoo import build
+from capture_zoo import Doubled, Made, build
+from families import tiny_config
 from paths import EXAMPLES
 from subjects import gpt_subject
 
@@ -72,9 +74,7 @@ def test_flash_attention_is_one_kernel_that_saves_its_inputs_output_and_sums() -
         ("H100", "bf16", False, "flash"),
     ],
 )
-def test_the_attention_kernel_follows_the_gpu_the_precision_and_the_mask(
-    gpu: str, precision: Precision, masked: bool, op: str
-) -> None:
+def test_attention_is_by_gpu_precision_and_mask(gpu: str, precision: Precision, masked: bool, op: str) -> None:
     work = graph_work(_attending(masked), 2, find(gpu), precision).layers[0]
     assert [k.op for k in work.forward if k.kind == "attention"] == [f"_scaled_dot_product_{op}_attention"]
     assert any(k.op == f"_scaled_dot_product_{op}_attention_backward" for k in work.backward)
@@ -121,28 +121,21 @@ def test_parameters_without_values_are_estimated_alike_and_left_alone() -> None:
 
 
 def test_a_layer_that_reads_values_is_named() -> None:
-    class Reading(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * x.detach().sum().item()
-
-    modules = nn.Sequential(nn.Linear(4, 4), Reading(), nn.Linear(4, 1))
+    reading = Made(lambda _, x: x * x.detach().sum().item())
+    modules = nn.Sequential(nn.Linear(4, 4), reading, nn.Linear(4, 1))
     graph = capture_module(modules, (torch.ones(2, 4), torch.ones(2, 1)), lambda out, batch: out.mean(), list)
     with pytest.raises(CaptureError, match="cannot be estimated without its tensors' values"):
         graph_work(graph, 2, A100, "fp32")
 
 
+class Again(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 def test_modules_that_are_not_captured_are_estimated_as_they_run() -> None:
-    class Again(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            again: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False)
-            return again
-
     encoder = nn.TransformerEncoderLayer(64, 1, 128, dropout=0.0, batch_first=True)
-    model = nn.Sequential(encoder, Again(), nn.Linear(64, 1))
+    model = nn.Sequential(encoder, Again(nn.Linear(64, 64), nn.ReLU()), nn.Linear(64, 1))
     batch = (torch.randn(2, 16, 64), torch.ones(2, 1))
     graph = capture_module(model, batch, lambda output, _: output.mean(), list)
     attending, again, _ = graph_work(graph, 4, A100, "fp32").layers
@@ -153,34 +146,16 @@ def test_modules_that_are_not_captured_are_estimated_as_they_run() -> None:
     assert list(again.saved_bytes) == ["input 0"]
 
 
-class _Own(torch.autograd.Function):
-    @staticmethod
-    def forward(context: object, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(context: object, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0]
-
-
-class _OwnActivation(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _Own.apply(torch.tanh(x))
-        return found
-
-
 @pytest.mark.slow
 def test_a_declared_plan_is_estimated_with_and_without_values(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="autopar[hf] is not installed")
-    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "max_position_embeddings": 10, "tie_word_embeddings": True}
-    content = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **heads}
+    content = tiny_config("llama", 2, tie_word_embeddings=True, architectures=["LlamaForCausalLM"])
     (tmp_path / "config.json").write_text(json.dumps(content))
     user, works = load(f"hf:{tmp_path}"), []
     for hollow in (False, True):
         model: Any = user.build(hollow=hollow)
         for block in model.model.layers:
-            block.mlp.act_fn = _OwnActivation()
+            block.mlp.act_fn = Made(lambda _, x: Doubled.apply(torch.tanh(x)))
         graph = capture(user, model)
         assert (graph.hollow, graph.portable) == (hollow, False)
         works.append(graph_work(graph, 4, A100, "bf16"))
@@ -192,15 +167,14 @@ def mlp() -> Subject:
     return prepare(load(str(EXAMPLES / "mlp.py")), ProfileOptions(batch=8))
 
 
-def test_a_single_sample_without_a_variance_is_left_to_the_larger_sizes(tmp_path: Path) -> None:
-    path = tmp_path / "model.py"
-    path.write_text(
-        "import torch\nfrom torch import nn\n\n"
-        "def model():\n    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))\n\n"
-        "def dataset():\n    return [(torch.ones(8), torch.ones(1))] * 8\n\n"
-        "def loss(output, batch):\n    return (output - batch[1]).square().mean()\n"
-    )
-    subject = prepare(load(str(path)), ProfileOptions(batch=8))
+def prepared(*modules: nn.Module, **functions: Any) -> Subject:  # noqa: ANN401
+    batch = torch.randn(8, 8), torch.randn(8, 1)
+    user = given_model(nn.Sequential(*modules), batch, loss=lambda out, to: F.mse_loss(out, to[1]), **functions)
+    return prepare(user, ProfileOptions(batch=8))
+
+
+def test_a_single_sample_without_a_variance_is_left_to_the_larger_sizes() -> None:
+    subject = prepared(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     assert workload(subject, A100, 8).sizes == (2, 4, 8)
     with pytest.raises(CaptureError, match="cannot be estimated"):
         workload(subject, A100, 8, sizes=(1,))
@@ -233,18 +207,9 @@ def test_what_is_held_between_halves_is_what_is_measured(mlp: Subject) -> None:
     assert any(cost.weight_saved_bytes for layer in estimated.layers for cost in layer.costs)
 
 
-def test_listed_modules_without_halves_are_estimated_whole_and_named(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(
-        "import torch\nfrom torch import nn\nfrom torch.utils.checkpoint import checkpoint\n\n"
-        "class Again(nn.Linear):\n    def act(self, x):\n        return torch.tanh(super().forward(x))\n\n"
-        "    def forward(self, x):\n        return checkpoint(self.act, x, use_reentrant=False)\n\n"
-        "def model():\n    return nn.Sequential(nn.Linear(8, 8), Again(8, 8), nn.Linear(8, 1))\n\n"
-        "def layers(model):\n    return list(model)\n\n"
-        "def loss(output, batch):\n    return nn.functional.mse_loss(output, batch[1])\n\n"
-        "def dataset():\n    return torch.utils.data.TensorDataset(torch.randn(8, 8), torch.randn(8, 1))\n"
-    )
-    options = ProfileOptions(batch=8)
-    profile = estimate(prepare(load(str(tmp_path / "model.py")), options), A100, options)
+def test_listed_modules_without_halves_are_estimated_whole_and_named() -> None:
+    subject = prepared(nn.Linear(8, 8), Again(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 1), layers=list)
+    profile = estimate(subject, A100, ProfileOptions(batch=8))
     assert {cost.backward_input_s for layer in profile.layers for cost in layer.costs} == {None}
     assert "backwards are not split in halves, which layer 1 does not have" in profile.notes
 

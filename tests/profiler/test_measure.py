@@ -1,12 +1,13 @@
 """Times of layers in rounds, and the line that fits them."""
 
 import random
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from autopar.capture import LayerGraph, capture_module, named_tensors
+from autopar.capture import capture_module, named_tensors
 from autopar.profiler.device import as_it_is
 from autopar.profiler.layer_runs import LayerChain, LayerInputs
 from autopar.profiler.measure import fit_line, measure, spread
@@ -15,30 +16,19 @@ from capture_zoo import build
 CPU = torch.device("cpu")
 
 
-def counting(graph: LayerGraph) -> tuple[LayerChain, list[tuple[str, int]]]:
-    calls: list[tuple[str, int]] = []
-    chain = LayerChain(graph.layers, graph.outputs, as_it_is, CPU)
-    for way in ("step", "split", "recompute"):
-
-        def counted(inputs: LayerInputs, way: str = way, run: object = getattr(chain, way)) -> object:
-            calls.append((way, inputs.rows))
-            return run(inputs)  # type: ignore[operator]
-
-        setattr(chain, way, counted)
-    return chain, calls
-
-
 def test_without_a_budget_measuring_costs_a_bounded_number_of_steps() -> None:
     model, batch, loss = build("chain")
     graph = capture_module(model, batch, loss)
-    chain, calls = counting(graph)
+    chain = LayerChain(graph.layers, graph.outputs, as_it_is, CPU)
+    ways = [Mock(wraps=getattr(chain, way)) for way in ("step", "split", "recompute")]
+    chain.step, chain.split, chain.recompute = ways  # type: ignore[method-assign]
     tensors = named_tensors(batch)
     whole = LayerInputs(6, tensors, dict.fromkeys(tensors, False))
     half = LayerInputs(3, {name: tensor[:3] for name, tensor in whole.tensors.items()}, whole.gradient)
     timings = measure(chain, {3: half, 6: whole}, 1e-9, lambda what, share: None)
     # Of each kind, and of each size, a step that is not recorded, and three or two that are; and a warm-up.
-    assert [calls.count((way, 6)) for way in ("step", "split", "recompute")] == [4, 3, 3]
-    assert [calls.count((way, 3)) for way in ("step", "split", "recompute")] == [5, 3, 3]
+    rows = [[call.args[0].rows for call in way.call_args_list] for way in ways]
+    assert [(each.count(6), each.count(3)) for each in rows] == [(4, 5), (3, 3), (3, 3)]
     kinds = {layer.fingerprint for layer in graph.layers}
     assert timings.keys() == {(kind, size) for kind in kinds for size in (3, 6)}
     for timing in timings.values():

@@ -10,29 +10,18 @@ import pytest
 from autopar.formats.cluster import Cluster, CurveKind
 from autopar.hardware.clusters import message_sizes
 from autopar.planner.costs.communication import LinkModel
+from autopar.profiler import probe
 from autopar.profiler.device import choose, describe
 from autopar.profiler.operations import slowdowns
-from autopar.profiler.probe import (
-    LinkMeasurements,
-    MeasuredCurve,
-    Probe,
-    groups_of,
-    local_cluster,
-    measure_links,
-    measured_cluster,
-    node_of_each,
-    parse_topology,
-    topology_notes,
-)
 
 
 def test_groups_double_in_a_node_and_nodes_are_probed_with_all_of_their_ranks_sending() -> None:
-    found = groups_of([0] * 6)
+    found = probe.groups_of([0] * 6)
     assert [len(each.members[0]) for each in found if each.kind == "all_reduce"] == [2, 4, 6]
     assert {each.kind for each in found} == {"p2p", "all_reduce", "all_gather", "reduce_scatter"}
     assert {each.level for each in found} == {"node"}
     assert [each.members for each in found if each.kind == "p2p"] == [((0, 1), (2, 3), (4, 5))]
-    found = [each for each in groups_of([0, 0, 0, 1, 1, 1, 2, 2, 2]) if each.level == "network"]
+    found = [each for each in probe.groups_of([0, 0, 0, 1, 1, 1, 2, 2, 2]) if each.level == "network"]
     found = [each for each in found if each.kind in ("p2p", "all_reduce")]
     assert [(each.kind, each.members) for each in found] == [
         ("p2p", ((0, 3), (1, 4), (2, 5))),
@@ -40,41 +29,35 @@ def test_groups_double_in_a_node_and_nodes_are_probed_with_all_of_their_ranks_se
         ("all_reduce", ((0, 3, 6), (1, 4, 7), (2, 5, 8))),
         ("all_reduce", (tuple(range(9)),)),
     ]
-    assert node_of_each([("a", 0), ("b", 0), ("a", 1), ("b", 1)]) == [0, 1, 0, 1]
+    assert probe.node_of_each([("a", 0), ("b", 0), ("a", 1), ("b", 1)]) == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("nodes", [[0, 1], [0, 1, 2, 3], [0, 0, 1], [0, 0, 0, 1, 1, 2]])
 def test_no_two_groups_are_of_one_operation_level_and_size(nodes: list[int]) -> None:
-    keys = [(each.kind, each.level, len(each.members[0])) for each in groups_of(nodes)]
+    keys = [(each.kind, each.level, len(each.members[0])) for each in probe.groups_of(nodes)]
     assert len(keys) == len(set(keys))
-    for each in groups_of(nodes):
+    for each in probe.groups_of(nodes):
         members = [rank for group in each.members for rank in group]
         assert len(members) == len(set(members))
         assert {len(group) for group in each.members} == {len(each.members[0])}
 
 
-@pytest.mark.parametrize(
-    ("times", "expected"),
-    [
-        ((1.0, 1.0, 1.0, 1.0), (1.0, 1.0)),
-        ((1.0, 3.0, 1.2, 3.1), (1.2, 1.2 / 1.1)),
-        ((3.0, 1.0, 3.5, 2.0), (2.0 / 1.5, 2.0)),
-        ((1.0, 1.0, 0.9, 0.9), (1.0, 1.0)),
-    ],
-)
-def test_what_runs_on_undisturbed_does_not_count_as_slowed(
-    times: tuple[float, float, float, float], expected: tuple[float, float]
-) -> None:
-    assert slowdowns(*times) == pytest.approx(expected)
+def test_what_runs_on_undisturbed_does_not_count_as_slowed() -> None:
+    assert slowdowns(1.0, 1.0, 1.0, 1.0) == (1.0, 1.0)
+    assert slowdowns(1.0, 3.0, 1.2, 3.1) == pytest.approx((1.2, 1.2 / 1.1))
+    assert slowdowns(3.0, 1.0, 3.5, 2.0) == pytest.approx((2.0 / 1.5, 2.0))
+    assert slowdowns(1.0, 1.0, 0.9, 0.9) == (1.0, 1.0)
 
 
 @pytest.mark.slow
 def test_two_local_ranks_are_probed_and_make_a_cluster() -> None:
     said: list[tuple[str, float]] = []
-    measured = measure_links(2, "cpu", 1, Probe(largest_bytes=2**18), lambda what, share: said.append((what, share)))
+    measured = probe.measure_links(
+        2, "cpu", 1, probe.Probe(largest_bytes=2**18), lambda what, share: said.append((what, share))
+    )
     kinds = ["p2p", "all_reduce", "all_gather", "reduce_scatter"]
-    both = measured_cluster(measured, "cpu", "local")
-    four = local_cluster(measured, describe(choose("cpu"), 1), 4)
+    both = probe.measured_cluster(measured, "cpu", "local")
+    four = probe.local_cluster(measured, describe(choose("cpu"), 1), 4)
     for cluster in (both, four):
         assert [(curve.kind, curve.ranks) for curve in cluster.curves] == [(kind, 2) for kind in kinds]
         for curve in cluster.curves:
@@ -113,16 +96,11 @@ NIC Legend:
   NIC1: mlx5_1
 """
 
-SINGLE = """\
-\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
-GPU0\t X \t0-15\t0\t\tN/A
-"""
-
 
 def test_the_drivers_table_is_told_in_words_and_nothing_of_a_single_gpu_or_of_other_text() -> None:
-    pairs = parse_topology(DGX)
+    pairs = probe.parse_topology(DGX)
     assert (pairs["GPU0", "GPU3"], pairs["GPU2", "NIC1"], len(pairs)) == ("NV12", "PXB", 6 + 8 + 1)
-    assert topology_notes(DGX) == [
+    assert probe.topology_notes(DGX) == [
         "GPUs are connected by 12 NVLinks (NV12): 6 pairs",
         "GPUs and network cards are connected by several PCIe switches (PXB): 4 pairs, "
         "by the link between NUMA nodes (SYS): 4 pairs",
@@ -130,22 +108,23 @@ def test_the_drivers_table_is_told_in_words_and_nothing_of_a_single_gpu_or_of_ot
     ways = {"PIX": "one PCIe switch", "PHB": "the host's PCIe bridge", "NODE": "PCIe bridges of one NUMA node"}
     for code, words in ways.items():
         text = f"\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \t{code}\t0-11\nGPU1\t{code}\t X \t0-11\n"
-        assert topology_notes(text) == [f"GPUs are connected by {words} ({code}): 1 pair"]
+        assert probe.topology_notes(text) == [f"GPUs are connected by {words} ({code}): 1 pair"]
+    single = "\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \t0-15\t0\t\tN/A\n"
     failed = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
-    assert [topology_notes(text) for text in (SINGLE, "", failed)] == [[], [], []]
+    assert [probe.topology_notes(text) for text in (single, "", failed)] == [[], [], []]
 
 
 def test_nodes_of_one_rank_have_no_links_of_their_own() -> None:
-    curve = MeasuredCurve(kind="p2p", ranks=2, level="network", sizes=[1024, 2048], seconds=[1e-3, 2e-3])
+    curve = probe.MeasuredCurve(kind="p2p", ranks=2, level="network", sizes=[1024, 2048], seconds=[1e-3, 2e-3])
     memory = [2**30, 2**31]
-    measured = LinkMeasurements(
+    measured = probe.LinkMeasurements(
         curves=[curve], overlaps=[], nodes=[0, 1], memory_bytes=memory, names=["one", "other"], notes=["seen"]
     )
-    cluster = measured_cluster(measured, "cpu", "two")
+    cluster = probe.measured_cluster(measured, "cpu", "two")
     assert {device.type for device in cluster.devices} == {"cpu"}
-    assert [device.type for device in measured_cluster(measured, "cuda", "two").devices] == ["one", "other"]
+    assert [device.type for device in probe.measured_cluster(measured, "cuda", "two").devices] == ["one", "other"]
     measured["names"] = ["one", "one"]
-    assert {device.type for device in measured_cluster(measured, "cuda", "two").devices} == {"cuda"}
+    assert {device.type for device in probe.measured_cluster(measured, "cuda", "two").devices} == {"cuda"}
     assert [(link.level, link.provenance) for link in cluster.links] == [("node", "estimated"), ("network", "measured")]
     assert [(device.node, device.memory_bytes) for device in cluster.devices] == [(0, 2**30), (1, 2**31)]
     assert cluster.notes == ("seen",)
@@ -156,7 +135,7 @@ def in_a_node(ranks: int, *curves: tuple[CurveKind, int, list[int], list[float]]
     keys = ("kind", "ranks", "sizes", "seconds")
     found: list[Any] = [{"level": "node", **dict(zip(keys, curve, strict=True))} for curve in curves]
     same: Any = {"nodes": [0] * ranks, "memory_bytes": [2**30] * ranks, "names": ["one"] * ranks}
-    return measured_cluster(LinkMeasurements(curves=found, overlaps=[], notes=[], **same), "cpu", "local")
+    return probe.measured_cluster(probe.LinkMeasurements(curves=found, overlaps=[], notes=[], **same), "cpu", "local")
 
 
 @pytest.mark.parametrize("seconds", [[1e-3, 4e-3, 3e-3], [2e-3, 2e-3, 2e-3]])
@@ -194,5 +173,5 @@ def test_times_that_fall_are_made_the_nearest_that_rise() -> None:
 
 
 def test_links_in_a_node_are_probed_where_most_ranks_are() -> None:
-    found = [each for each in groups_of([0, 1, 1, 1]) if each.level == "node"]
+    found = [each for each in probe.groups_of([0, 1, 1, 1]) if each.level == "node"]
     assert [each.members for each in found if each.kind == "all_reduce"] == [((1, 2),), ((1, 2, 3),)]

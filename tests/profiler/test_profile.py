@@ -24,18 +24,10 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-def model():
-    return Net()
-
-def dataset():
-    return torch.utils.data.TensorDataset(torch.randn(64, 64), torch.randint(0, 10, (64,)))
-
-def loss(output, batch):
-    return nn.functional.cross_entropy(output, batch[1])
-
-def optimizer(parameters):
-    return torch.optim.AdamW(parameters)
+def model(): return Net()
+def dataset(): return torch.utils.data.TensorDataset(torch.randn(64, 64), torch.randint(0, 10, (64,)))
+def loss(output, batch): return nn.functional.cross_entropy(output, batch[1])
+def optimizer(parameters): return torch.optim.AdamW(parameters)
 """
 SPREAD = "times of the same layer spread by 50% of their median"
 
@@ -81,8 +73,7 @@ def test_nothing_of_a_model_is_left_alive_behind_its_profile(model_file: Path) -
 
 
 def test_a_loss_that_does_not_add_up_is_refused_unless_accepted(model_file: Path) -> None:
-    text = model_file.read_text().replace("return nn.functional.cross_entropy(output, batch[1])", "return output.std()")
-    model_file.write_text(text)
+    model_file.write_text(MODEL.replace("nn.functional.cross_entropy(output, batch[1])", "output.std()"))
     with pytest.raises(ModelError, match=r"no mean over samples, .* `micro_batches=1`"):
         prepare(load(str(model_file)), ProfileOptions(batch=4, device="cpu"))
     options = ProfileOptions(batch=4, device="cpu", accept_loss=True)

@@ -75,13 +75,12 @@ def planned(known: Profile, links: Cluster, stages: str) -> Plan:
 
 def layers_of(truth: Profile, run: Plan) -> list[dict[str, tuple[float, float]]]:
     """Return what layers truly take on every rank, for its rows."""
-    found = []
-    for stage in run.stages:
-        for rows in stage.rows:
-            mine = [layer for layer in truth.layers if layer.name in stage.layers]
-            each = [layer.costs[0] for layer in mine]
-            found.append({x.name: (c.forward_s * rows, c.backward_s * rows) for x, c in zip(mine, each, strict=True)})
-    return found
+    costs = {layer.name: layer.costs[0] for layer in truth.layers}
+    return [
+        {name: (costs[name].forward_s * rows, costs[name].backward_s * rows) for name in stage.layers}
+        for stage in run.stages
+        for rows in stage.rows
+    ]
 
 
 @pytest.mark.parametrize("seed", range(2))
