@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.formats.checkpoint import SavedPlan, SavedRun
 from autopar.formats.plan import SHARDS, Plan, layout_of
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.folder import CheckpointFolder, CheckpointReader, read_verified
@@ -21,6 +22,11 @@ from training_cases import make_case
 
 RANKS, MICRO_BATCHES, ROWS = 4, 4, 4
 STEPS = 5
+RUN = SavedRun(model="model.py", batch=8, seed=0, samples=64)
+PLAN = SavedPlan(
+    sha256="a" * 64, ranks=2, stages=2, schedule="1f1b", micro_batches=2, division=((4,), (4,)), sharded=False,
+    precision="fp32", torch="2.13.0",
+)  # fmt: skip
 
 
 class Training(NamedTuple):
@@ -31,13 +37,10 @@ class Training(NamedTuple):
 
 
 class CheckpointPairs:
-    """Trains one model by pairs of plans that are drawn."""
+    """Trains one model, without dropout (masks are per share), by one rank and by pairs of plans that are drawn."""
 
     def __init__(self, folder: Path, pool: RankPool, model: str = "resumed", more: str = "") -> None:
-        """Prepare a model, without dropout, whose masks are per share, and train it on one rank.
-
-        Its file ends with ``more``.
-        """
+        """Prepare a model, whose file ends with ``more``, and train it on one rank."""
         self._file, self._pool = folder / "model.py", pool
         text = (MODELS / f"{model}.py").read_text()
         text = text.replace("nn.Dropout(0.2)", "nn.Identity()").replace("= 9, 8", "= 3, 8") + more
@@ -75,16 +78,12 @@ class CheckpointPairs:
         layers = len(self._graph.layers)
         while True:
             stages = rng.randint(1, 2)
-            widths, sizes = (
-                [rng.choice((1, 2)) for _ in range(stages)],
-                [rng.choice((1, 2, 2, 4)) for _ in range(stages)],
-            )
+            widths, sizes = ([rng.choice(of) for _ in range(stages)] for of in ((1, 2), (1, 2, 2, 4)))
             if sum(map(operator.mul, widths, sizes)) > RANKS:
                 continue
-            how: dict[str, Any] = {"cuts": sorted(rng.sample(range(1, layers), stages - 1))}
-            how["shard"] = [rng.choice(SHARDS[1:]) for _ in widths]
-            how["recompute"] = rng.random() < 0.3
-            schedule = rng.choice(("gpipe", "1f1b", "zb-h1"))
+            cuts = sorted(rng.sample(range(1, layers), stages - 1))
+            how: dict[str, Any] = {"cuts": cuts, "shard": [rng.choice(SHARDS[1:]) for _ in widths]}
+            how["recompute"], schedule = rng.random() < 0.3, rng.choice(("gpipe", "1f1b", "zb-h1"))
             alone = self._case.plan(widths, MICRO_BATCHES, ROWS, schedule, **how)
             plan = in_teams(self._graph, alone, sizes)
             if plan.refusal is None:

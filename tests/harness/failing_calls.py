@@ -1,4 +1,4 @@
-"""System calls that fail, or at which the process is killed: each in its turn."""
+"""System calls that fail, or at which the process is killed, each in its turn; and ranks that gather texts."""
 
 import errno
 import io
@@ -6,8 +6,12 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
+
+import torch
 
 NAMES = ("open", "mkdir", "fsync", "replace", "rename", "unlink", "rmdir", "close")
 """Of the functions of ``os`` that writing files goes through, beside what writes into an open one."""
@@ -64,3 +68,18 @@ def counted(calls: Calls) -> Iterator[None]:
             stack.enter_context(patch.object(os, name, wrapped(name)))
         stack.enter_context(patch("autopar.formats.document.open", opened, create=True))
         yield
+
+
+def meeting(count: int) -> list[Any]:
+    """Return what stands for the contexts of ranks that are threads and gather texts."""
+    texts, barrier = [""] * count, threading.Barrier(count)
+
+    def gather(rank: int, text: str) -> list[str]:
+        texts[rank] = text
+        barrier.wait()
+        found = list(texts)
+        barrier.wait()
+        return found
+
+    cpu = torch.device("cpu")
+    return [SimpleNamespace(rank=at, size=count, device=cpu, gather=partial(gather, at)) for at in range(count)]

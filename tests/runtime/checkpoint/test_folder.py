@@ -7,15 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.formats.checkpoint import IndexRange, Piece, PieceFile, RankPart, SavedPlan, SavedRun, StoredTensor, merge
+from autopar.formats.checkpoint import IndexRange, Piece, PieceFile, RankPart, StoredTensor, merge
 from autopar.runtime import weights
 from autopar.runtime.checkpoint.folder import CheckpointReader
+from checkpoint_pairs import PLAN, RUN
 
-RUN = SavedRun(model="model.py", batch=8, seed=0, samples=64)
-PLAN = SavedPlan(
-    sha256="a" * 64, ranks=2, stages=2, schedule="1f1b", micro_batches=2, division=((4,), (4,)), sharded=False,
-    precision="fp32", torch="2.13.0",
-)  # fmt: skip
 TYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.complex128,
     torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
@@ -86,10 +82,8 @@ def test_any_part_of_a_tensor_that_is_cut_anyhow_is_read(dtype: torch.dtype, see
             wanted = [(0, 0) if not size else sorted(rng.sample(range(size + 1), 2)) for size in shape]
             box = [(start, stop) for start, stop in (wanted if rng.random() < 0.8 else whole)]
             found = reader.read(manifest.tensors[0], [] if box == whole else _ranges(box, shape))
-            assert found.dtype == dtype
-            # Bytes, since not all types are compared.
             expected = _part(tensor, box)
-            assert found.shape == expected.shape
-            assert found.contiguous().reshape(-1).view(torch.uint8).tolist() == (
-                expected.contiguous().reshape(-1).view(torch.uint8).tolist()
-            )
+            assert (found.dtype, found.shape) == (dtype, expected.shape)
+            # Bytes, since not all types are compared.
+            one, other = (each.contiguous().reshape(-1).view(torch.uint8) for each in (found, expected))
+            assert torch.equal(one, other)

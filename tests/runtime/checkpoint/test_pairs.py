@@ -11,7 +11,6 @@ from checkpoint_pairs import RANKS, STEPS, CheckpointPairs, difference
 
 # What stages share, each updates at another time, and a checkpoint holds the first one's.
 UNTIED = """
-
 def model():
     found = base.model()
     found.head.weight = nn.Parameter(found.head.weight.detach().clone())

@@ -14,12 +14,14 @@ from autopar.formats.document import write_text
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime import weights
-from autopar.runtime.start.saving import new_set, set_of
+from autopar.runtime.messages.transport import Transport
+from autopar.runtime.start.saving import check_shared, new_set, set_of
 from autopar.runtime.start.workspace import Workspace
 from dictated import dictate
-from failing_calls import Calls, counted, full, killed
+from failing_calls import Calls, counted, full, killed, meeting
 from in_teams import in_teams
 from paths import MODELS
+from threads import in_ranks
 from training_cases import Case, make_case
 
 # Forks are warned of where there are threads; these children only write files.
@@ -201,6 +203,30 @@ def test_other_libraries_load_the_set(tmp_path: Path) -> None:
     weights.publish(tmp_path, files)
     loaded = dict(transformers.GPT2LMHeadModel.from_pretrained(tmp_path).named_parameters())
     assert all(torch.equal(loaded[key], state[key] + 1) for key in names)
+
+
+def test_a_folder_of_one_host_alone_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    def checked(folders: list[Path]) -> list[str]:
+        contexts, said = meeting(len(folders)), [""] * len(folders)
+
+        def check(rank: int, transport: Transport) -> None:
+            try:
+                check_shared(contexts[rank], folders[rank])
+            except FileError as error:
+                said[rank] = str(error)
+
+        in_ranks(len(folders), check)
+        return said
+
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    own.mkdir()
+    assert checked([shared] * 3) == [""] * 3
+    assert list(shared.iterdir()) == []
+    refused = checked([shared, shared, own])
+    assert all("rank 2 on " in said and "sees another than rank 0" in said for said in refused)
+    assert list(shared.iterdir()) == list(own.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    assert all("cannot be written on " in said for said in checked([tmp_path / "file"] * 2))
 
 
 @pytest.fixture(scope="module")
