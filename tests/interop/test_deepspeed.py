@@ -31,17 +31,13 @@ def test_a_pipeline_has_parts_and_recomputes_all_layers_or_none(tmp_path: Path) 
         assert "model.embed_tokens model.layers.0" in parts.replace("\n#  ", "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "words"),
-    [
+def test_what_deepspeed_has_not_is_refused(tmp_path: Path) -> None:
+    refused: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         (("1f1b", 2, 2), {"shard": "gradients"}, "of a pipeline's stages that divide gradients"),
         (("1f1b", 2), {"recompute": range(1, 13)}, "all blocks, and DeepSpeed recomputes no layer or all layers"),
         (("1f1b", 1), {"recompute": range(14)}, "all layers, and DeepSpeed recomputes no layer;"),
         (("gpipe", 2), {}, "no schedule gpipe, only 1f1b"),
-    ],
-)
-def test_what_deepspeed_has_not_is_refused(
-    arguments: tuple[Any, ...], options: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UsageError, match=words):
-        exported("deepspeed", tmp_path, planned(llama_profile(), *arguments, **options))
+    ]
+    for arguments, options, words in refused:
+        with pytest.raises(UsageError, match=words):
+            exported("deepspeed", tmp_path, planned(llama_profile(), *arguments, **options))

@@ -28,15 +28,11 @@ def test_megatron_says_recomputation_shards_and_precision(tmp_path: Path) -> Non
 
 def test_a_cut_among_what_stands_around_the_blocks_has_no_name(tmp_path: Path) -> None:
     profile = llama_profile(3)
-    split = profile.layers[-1].model_copy(update={"name": "lm_head", "modules": ("lm_head",)})
-    norm = profile.layers[-1].model_copy(update={"name": "model.norm", "modules": ("model.norm",)})
-    tensor = profile.tensors[-1]
-    tensors = (
-        *profile.tensors[:-1],
-        tensor.model_copy(update={"consumers": ("model.norm",)}),
-        tensor.model_copy(update={"name": "last", "producer": "model.norm", "consumers": ("lm_head",)}),
-    )
-    profile = profile.model_copy(update={"layers": (*profile.layers[:-1], norm, split), "tensors": tensors})
+    names, tensor = ("model.norm", "lm_head"), profile.tensors[-1]
+    ends = [profile.layers[-1].model_copy(update={"name": name, "modules": (name,)}) for name in names]
+    last = tensor.model_copy(update={"name": "last", "producer": names[0], "consumers": names[1:]})
+    tensors = (*profile.tensors[:-1], tensor.model_copy(update={"consumers": names[:1]}), last)
+    profile = profile.model_copy(update={"layers": (*profile.layers[:-1], *ends), "tensors": tensors})
     with pytest.raises(UsageError, match="stage 0 ends within the layers around the blocks"):
         exported("megatron", tmp_path, planned(profile, "1f1b", 2, cuts=(5,)))
     (text,) = exported("megatron", tmp_path, planned(profile, "1f1b", 2, cuts=(4,)))

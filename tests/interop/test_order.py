@@ -3,11 +3,7 @@
 import random
 from itertools import pairwise
 
-from autopar.interop.order import Edge, cycle
-
-
-def _is_cycle(edges: list[Edge], found: list[int]) -> bool:
-    return all(edges[one][1] == edges[other][0] for one, other in pairwise([*found, found[0]]))
+from autopar.interop.order import cycle
 
 
 def test_what_is_found_is_a_cycle_and_begins_with_its_last_edge() -> None:
@@ -22,7 +18,8 @@ def test_what_is_found_is_a_cycle_and_begins_with_its_last_edge() -> None:
                 break
             left = kept
         assert bool(found) == bool(kept), seed
-        assert not found or (_is_cycle(edges, found) and found[0] == max(found)), seed
+        assert all(edges[one][1] == edges[other][0] for one, other in pairwise([*found, *found[:1]])), seed
+        assert found[:1] == sorted(found)[-1:], seed
 
 
 def test_a_long_tail_behind_a_cycle_that_is_listed_backwards_costs_no_more_than_its_edges() -> None:

@@ -85,7 +85,6 @@ Edit = Callable[[dict[str, Any]], object]
         (lambda c: c["edges"].append({"sourceId": 7, "destId": 3, "communicationCost": 1}), "edges[1]: edges form a"),
         (lambda c: c["edges"][0].update(communicationCost=-1), "edges[0].communicationCost: Input should be"),
         (lambda c: c["nodes"][0]["TMPCs"]["1"][0].update(timePerSample="fast"), "nodes[0].TMPCs.1[0].timePerSample"),
-        (lambda c: c["nodes"][0]["TMPCs"]["1"][0].update(memoryUsageA=-1), "nodes[0].TMPCs.1[0].memoryUsageA"),
         (lambda c: c["nodes"][0]["TMPCs"]["1"][0].update(syncTimeFw={}), "nodes[0].TMPCs.1[0].syncTimeFw: the"),
         (lambda c: c["nodes"][0]["TMPCs"]["1"][0].update(syncTimeBw={"3": 1}), "nodes[0].TMPCs.1[0].syncTimeBw.3"),
         (lambda c: c["nodes"][0]["TMPCs"].update({"x": []}), "nodes[0].TMPCs.x: expected a number of devices"),
@@ -102,13 +101,10 @@ def test_a_bad_file_is_refused_by_its_json_path(edit: Edit, message: str) -> Non
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"), [('{"nodes": NaN}', "$.nodes: NaN"), ("[", ":1:2: not JSON"), ("[]", "$: Input should be")]
-)
-def test_what_is_no_such_json_is_refused(text: str, message: str) -> None:
-    with pytest.raises(FileError) as caught:
-        piper_profile(text, PATH)
-    assert message in str(caught.value)
+def test_what_is_no_such_json_is_refused() -> None:
+    for text, said in (('{"nodes": NaN}', r"\$.nodes: NaN"), ("[", ":1:2: not JSON"), ("[]", r"\$: Input should be")):
+        with pytest.raises(FileError, match=said):
+            piper_profile(text, PATH)
 
 
 @pytest.mark.skipif("AUTOPAR_DATA" not in os.environ, reason="AUTOPAR_DATA names no folder of published data")

@@ -7,41 +7,27 @@ import pytest
 from autopar.errors import UsageError
 from autopar.exports import TARGETS
 from autopar.formats.profile import Profile
-from autopar.interop.target import (
-    GPT_LIKE,
-    LLAMA_LIKE,
-    ExportSubject,
-    comment,
-    equal_nodes,
-    family_of,
-    heading,
-    modules_of,
-    modules_of_stage,
-    nodes_of,
-    parts_of,
-    rename,
-    usual_depths,
-)
+from autopar.interop import target
 from equal_plans import equal_plan, llama_profile
 from random_problems import gpt_profile, random_profile
 
 
-def subject(schedule: str = "1f1b", nodes: Sequence[int] | None = None, **options: object) -> ExportSubject:
+def subject(schedule: str = "1f1b", nodes: Sequence[int] | None = None, **options: object) -> target.ExportSubject:
     profile = llama_profile(6)
     plan, cluster = equal_plan(profile, schedule, 2, 2, **options)  # type: ignore[arg-type]
     places = nodes or [0] * len(cluster.devices)
     devices = [each.model_copy(update={"node": node}) for each, node in zip(cluster.devices, places, strict=True)]
-    return ExportSubject(plan, profile, cluster.model_copy(update={"devices": tuple(devices)}), "plan.json")
+    return target.ExportSubject(plan, profile, cluster.model_copy(update={"devices": tuple(devices)}), "plan.json")
 
 
 def test_a_head_says_stages_prediction_and_notes_in_comments_that_end_no_line_early() -> None:
     own = subject("interleaved")._replace(notes=("a note",))
-    first, form, predicted, note = heading(own, TARGETS["megatron"])
+    first, form, predicted, note = target.heading(own, TARGETS["megatron"])
     assert first.startswith("model.py, planned by autopar. Written for Megatron-LM core 0.16.1: ")
     assert form == "stages: 4, 2 of them a device; replicas: 2; schedule: interleaved; micro-batches: 4 of 2; batch: 16"
     assert f"step {own.plan.predicted.step_s:.4g} s" in predicted
     assert note == "a note"
-    lines = comment(["word " * 60, "one\nrm -rf /"]).splitlines()
+    lines = target.comment(["word " * 60, "one\nrm -rf /"]).splitlines()
     assert all(line.startswith("#") for line in lines)
     assert max(map(len, lines)) <= 120
     assert lines[-1] == "# one rm -rf /"
@@ -51,28 +37,25 @@ def test_edges_and_depths_are_those_of_blocks_and_of_the_schedule() -> None:
     own = subject()
     assert TARGETS["megatron"].edges(own) == (0, 1, 2, 3, 4, 5, 6, 7, 8)
     assert TARGETS["torch"].edges(own) == tuple(range(9))
-    layers = [layer.model_copy(update={"modules": ("strange",)}) for layer in own.profile.layers]
-    strange = own._replace(profile=own.profile.model_copy(update={"layers": tuple(layers)}))
+    strange = own._replace(profile=renamed(own.profile, dict.fromkeys(range(8), ("strange",))))
     assert TARGETS["megatron"].edges(strange) == (0, 8)
     assert strange.blocks == ()
-    assert usual_depths(subject().plan) == [(2, 1)]
-    assert usual_depths(subject(division="round-robin").plan) == [(2, 1)]
+    assert target.usual_depths(subject().plan) == [(2, 1)]
+    assert target.usual_depths(subject(division="round-robin").plan) == [(2, 1)]
 
 
 def test_a_module_that_is_called_twice_has_no_name() -> None:
     own = subject()
-    assert modules_of_stage(own, 0)[:2] == ("model.embed_tokens", "model.layers.0")
-    last = own.profile.layers[-1].model_copy(update={"modules": ("lm_head@2",)})
-    twice = own._replace(profile=own.profile.model_copy(update={"layers": (*own.profile.layers[:-1], last)}))
+    assert target.modules_of_stage(own, 0)[:2] == ("model.embed_tokens", "model.layers.0")
     with pytest.raises(UsageError, match="lm_head@2"):
-        modules_of_stage(twice, 1)
+        target.modules_of_stage(own._replace(profile=renamed(own.profile, {7: ("lm_head@2",)})), 1)
 
 
 def test_machines_are_counted_in_the_order_of_ranks() -> None:
-    assert nodes_of(subject(nodes=(3, 3, 3, 1))) == [3, 1]
-    assert equal_nodes(subject(nodes=(0, 0, 1, 1))) == (2, 2)
+    assert target.nodes_of(subject(nodes=(3, 3, 3, 1))) == [3, 1]
+    assert target.equal_nodes(subject(nodes=(0, 0, 1, 1))) == (2, 2)
     with pytest.raises(UsageError, match="do not follow each other"):
-        nodes_of(subject(nodes=(0, 1, 0, 1)))
+        target.nodes_of(subject(nodes=(0, 1, 0, 1)))
 
 
 def renamed(profile: Profile, modules: dict[int, tuple[str, ...]]) -> Profile:
@@ -80,27 +63,25 @@ def renamed(profile: Profile, modules: dict[int, tuple[str, ...]]) -> Profile:
     return profile.model_copy(update={"layers": tuple(layers)})
 
 
-def test_blocks_are_an_unbroken_run_of_elements_of_a_list() -> None:
+def test_blocks_are_an_unbroken_run_of_elements_of_a_list_none_of_them_in_pieces() -> None:
     profile = llama_profile(5)
-    parts = parts_of(profile)
+    parts = target.parts_of(profile)
     assert parts is not None
     assert (parts.before, parts.blocks, parts.behind) == (range(1), range(1, 6), range(6, 7))
     assert parts.blocks_list == "model.layers"
-    assert list(modules_of(profile, parts.behind)) == ["model.norm", "lm_head"]
-
-
-@pytest.mark.parametrize("modules", [("model.layers.3",), ("model.layers.2.attention",), ("other",)])
-def test_a_run_with_a_gap_or_a_block_in_pieces_is_none(modules: tuple[str, ...]) -> None:
-    assert parts_of(renamed(llama_profile(5), {3: modules})) is None
+    assert list(target.modules_of(profile, parts.behind)) == ["model.norm", "lm_head"]
+    for name in ("model.layers.3", "model.layers.2.attention", "other"):
+        assert target.parts_of(renamed(profile, {3: (name,)})) is None
 
 
 def test_a_family_is_known_by_its_class_and_names_and_these_are_renamed_to_anothers() -> None:
-    assert family_of(llama_profile(), "LlamaForCausalLM") == LLAMA_LIKE
-    assert family_of(llama_profile(), "GPT2LMHeadModel") is None
-    assert family_of(llama_profile(), None) is None
-    assert family_of(gpt_profile(), "LlamaForCausalLM") is None
-    assert family_of(renamed(llama_profile(), {0: ("embed",)}), "LlamaForCausalLM") is None
-    assert parts_of(random_profile(3)) is not None
-    assert rename("model.layers.11", LLAMA_LIKE, GPT_LIKE) == "transformer.h.11"
-    found = [rename(name, LLAMA_LIKE, GPT_LIKE) for name in ("model.embed_tokens", "model.norm", "lm_head")]
-    assert found == ["transformer.wte", "transformer.ln_f", "lm_head"]
+    assert target.family_of(llama_profile(), "LlamaForCausalLM") == target.LLAMA_LIKE
+    assert target.family_of(llama_profile(), "GPT2LMHeadModel") is None
+    assert target.family_of(llama_profile(), None) is None
+    assert target.family_of(gpt_profile(), "LlamaForCausalLM") is None
+    assert target.family_of(renamed(llama_profile(), {0: ("embed",)}), "LlamaForCausalLM") is None
+    assert target.parts_of(random_profile(3)) is not None
+    ours = target.LLAMA_LIKE, target.GPT_LIKE
+    names = ("model.layers.11", "model.embed_tokens", "model.norm", "lm_head")
+    found = [target.rename(name, *ours) for name in names]
+    assert found == ["transformer.h.11", "transformer.wte", "transformer.ln_f", "lm_head"]

@@ -26,13 +26,9 @@ SHARDING = ("UNSHARD", "RESHARD")
 
 def runtime(plan: Plan, micro_batches: int) -> _PipelineScheduleRuntime:
     """Return torch's runtime of a plan's stages, without ranks and modules."""
-    groups, count = len(plan.groups), len(plan.stages)
-    stages = [
-        SimpleNamespace(
-            num_stages=count, group_size=groups, group_rank=0, stage_index=index, is_last=index == count - 1
-        )
-        for index in plan.groups[0]
-    ]
+    count = len(plan.stages)
+    same = {"num_stages": count, "group_size": len(plan.groups), "group_rank": 0}
+    stages = [SimpleNamespace(**same, stage_index=at, is_last=at == count - 1) for at in plan.groups[0]]
     return _PipelineScheduleRuntime(stages, micro_batches)  # type: ignore[arg-type]
 
 
@@ -62,12 +58,9 @@ def test_torch_loads_every_schedule_and_would_have_put_messages_where_they_are(
     text = with_messages(orders)
     assert loaded(plan, micro_batches, text, "compute_comms", tmp_path) == rows(text)
     own = loaded(plan, micro_batches, computations(orders), "compute_only", tmp_path)
-    assert [sorted(rank) for rank in rows(text)] == [sorted(_unsharded(rank)) for rank in own]
+    own = [[each for each in rank if not each.endswith(SHARDING)] for rank in own]
+    assert [sorted(rank) for rank in rows(text)] == [sorted(rank) for rank in own]
     assert stands_still(rows(text)) is None
-
-
-def _unsharded(rank: list[str]) -> list[str]:
-    return [each for each in rank if not each.endswith(SHARDING)]
 
 
 def stands_still(ranks: list[list[str]]) -> str | None:
@@ -102,18 +95,14 @@ def test_random_plans_load_with_replicas_and_turns(tmp_path: Path) -> None:
 )
 def test_schedules_that_torch_has_compute_in_torchs_order(schedule: str, theirs: type) -> None:
     plan, _ = equal_plan(llama_profile(batch=24), schedule, 4, 1, 8)
+    stages = runtime(plan, 8)._stages
+    made = theirs(stages if schedule == "interleaved" else stages[0], 8)
+    order = made.pipeline_order if schedule == "interleaved" else made._get_pipeline_order()
+    shown = [[str(each) for each in rank if each is not None and "REDUCE" not in str(each)] for rank in order.values()]
     # As it is shown, the last rank of torch's 1F1B begins with micro-batch 1, and ends with one that is not there.
-    own, shown = rows(computations(orders_of(plan))), named_order(plan, theirs, 8)
+    own = rows(computations(orders_of(plan)))
     assert shown[:3] == own[:3]
     assert schedule == "1f1b" or shown == own
-
-
-def named_order(plan: Plan, theirs: type, micro_batches: int) -> list[list[str]]:
-    stages = runtime(plan, micro_batches)._stages
-    single = len(stages) == 1
-    made = theirs(stages[0] if single else stages, micro_batches)
-    order = made._get_pipeline_order() if single else made.pipeline_order
-    return [[text for each in order[rank] if (text := str(each)) != "None" and "REDUCE" not in text] for rank in order]
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")])
@@ -125,11 +114,9 @@ def test_a_script_is_told_to_step_under_the_plans_precision(precision: str, dtyp
 
 @pytest.mark.slow
 def test_exported_stages_train_as_the_plain_loop_on_four_ranks(tmp_path: Path) -> None:
-    usual = "WIDTH, HEADS, CONTEXT, BYTES = 12, 192, 4, 128, 256"
-    small = usual.replace("192, 4, 128", "16, 2, 8")
-    text = (EXAMPLES / "gpt.py").read_text()
-    assert usual in text
-    (tmp_path / "gpt.py").write_text(text.replace(usual, small))
+    before, usual, after = (EXAMPLES / "gpt.py").read_text().partition("192, 4, 128")
+    assert usual
+    (tmp_path / "gpt.py").write_text(f"{before}16, 2, 8{after}")
     (tmp_path / "exported").mkdir()
     found = largest_differences(tmp_path / "gpt.py", tmp_path / "exported", ("zb-v",))
     assert max(found.values()) < 1e-9
