@@ -20,12 +20,10 @@ from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.expand import expand
 from in_teams import in_teams
 from oracles.unflushed import RULES
-from paths import HARNESS
+from paths import HARNESS, MODELS
 from policy_cases import differs, planned
 from threads import own
-from training_cases import STEPS, Case, check, dropout, make_case, text_of, train
-
-__all__ = ["dropout"]
+from training_cases import STEPS, Case, check, make_case, text_of, train
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.skipif(not GPUS, reason="needs a GPU, and torch finds none")
@@ -57,7 +55,9 @@ def pool(harness: None) -> Iterator[RankPool]:
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     folder = tmp_path_factory.mktemp("models")
-    return {name: make_case(folder / f"{name}.py", text_of(name)) for name in ("gpt", "resnet", "mlp")}
+    texts = {name: text_of(name) for name in ("gpt", "resnet", "mlp")}
+    texts["dropout"] = (MODELS / "dropout.py").read_text()
+    return {name: make_case(folder / f"{name}.py", text) for name, text in texts.items()}
 
 
 def _on_gpu(plan: Plan) -> Plan:
@@ -96,40 +96,36 @@ def test_training_equals_the_plain_loop_on_the_gpu(
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_random_layers_draw_on_the_gpu_what_a_seeded_loop_draws(
-    recompute: bool, dropout: Case, pool: RankPool, tmp_path: Path
+    recompute: bool, cases: dict[str, Case], pool: RankPool, tmp_path: Path
 ) -> None:
-    _trains_as_plain(pool, dropout, dropout.plan((1, 2), 3, 5, cuts=[3], seed=3, recompute=recompute), tmp_path)
+    plan = cases["dropout"].plan((1, 2), 3, 5, cuts=[3], seed=3, recompute=recompute)
+    _trains_as_plain(pool, cases["dropout"], plan, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["gpt", "dropout"])
 @pytest.mark.parametrize(("widths", "sizes"), [([1], [2]), ([1, 1], [2, 1]), ([1], [4]), ([2], [2])])
-def test_teams_train_as_the_plain_loop_on_the_gpu(
-    widths: list[int], sizes: list[int], cases: dict[str, Case], pool: RankPool, tmp_path: Path
+def test_teams_train_and_draw_on_the_gpu_as_one_rank_does(
+    widths: list[int], sizes: list[int], name: str, cases: dict[str, Case], pool: RankPool, tmp_path: Path
 ) -> None:
-    case = cases["gpt"]
-    plan = in_teams(case.graph, case.plan(widths, 3, 7), sizes, sequence=len(widths) == 1)
+    case, sequence = cases[name], name == "gpt" and len(widths) == 1
+    plan = in_teams(case.graph, case.plan(widths, 3, 7, seed=3), sizes, sequence=sequence)
+    assert any(stage.cuts for stage in plan.stages)
     _trains_as_plain(pool, case, plan, tmp_path)
 
 
-@pytest.mark.parametrize(("widths", "sizes"), [([1], [2]), ([1, 2], [2, 1])])
-def test_teams_draw_on_the_gpu_what_one_rank_draws(
-    widths: list[int], sizes: list[int], dropout: Case, pool: RankPool, tmp_path: Path
-) -> None:
-    plan = in_teams(dropout.graph, dropout.plan(widths, 3, 5, seed=3), sizes)
-    assert any(stage.cuts for stage in plan.stages)
-    _trains_as_plain(pool, dropout, plan, tmp_path)
+WIDTHS: dict[str, tuple[list[int], int, list[int]]] = {
+    "alone": ([3, 2, 1], 2, [1, 1, 1]), "replicated": ([2, 1], 3, [2, 2]), "in turn": ([2, 1], 1, [3, 1]),
+}  # fmt: skip
+"""Depths, micro-batches and replicas."""
 
 
-@pytest.mark.parametrize("policy", RULES)
-@pytest.mark.parametrize(("depths", "micro_batches", "widths"), [([3, 2, 1], 2, [1, 1, 1]), ([2, 1], 3, [2, 2])])
-def test_training_without_flushes_equals_its_rule(
-    policy: str, depths: list[int], micro_batches: int, widths: list[int], pool: RankPool, tmp_path: Path
-) -> None:
-    plan = _on_gpu(planned(tmp_path, "adamw", policy, depths, micro_batches, widths=widths))
-    assert differs(tmp_path, plan, pool=pool) < 1e-12
-
-
-def test_replicas_that_take_turns_equal_their_rule(pool: RankPool, tmp_path: Path) -> None:
-    plan = _on_gpu(planned(tmp_path, "momentum", "stash", [2, 1], 1, widths=[3, 1], turns=[0]))
+@pytest.mark.parametrize(
+    ("policy", "how"), [*((policy, how) for how in ("alone", "replicated") for policy in RULES), ("stash", "in turn")]
+)
+def test_training_without_flushes_equals_its_rule(policy: str, how: str, pool: RankPool, tmp_path: Path) -> None:
+    depths, micro_batches, widths = WIDTHS[how]
+    turns = (0,) if how == "in turn" else ()
+    plan = _on_gpu(planned(tmp_path, "adamw", policy, depths, micro_batches, widths=widths, turns=turns))
     assert differs(tmp_path, plan, pool=pool) < 1e-12
 
 

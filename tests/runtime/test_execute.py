@@ -49,38 +49,29 @@ def test_a_loss_that_is_not_finite_is_found_before_the_update() -> None:
         tally.settle(0)
 
 
-class Loader:
-    """Counts, and refuses one step."""
+def test_a_mini_batch_is_loaded_once_and_what_is_wrong_with_it_is_said_when_its_step_begins() -> None:
+    all_loaded, copies = list[int](), FakeCopies()
 
-    samples = 8
-
-    def __init__(self, refused: int) -> None:
-        self.loaded: list[int] = []
-        self._refused = refused
-
-    def load(self, step: int) -> list[dict[str, torch.Tensor]]:
-        self.loaded.append(step)
-        if step == self._refused:
-            raise TrainingError(f"step {step} has no samples")
+    def load(step: int) -> list[dict[str, torch.Tensor]]:
+        all_loaded.append(step)
+        if step == 3:
+            raise TrainingError("step 3 has no samples")
         return [{"x": torch.tensor([step, micro_batch])} for micro_batch in range(2)]
 
-
-def test_a_mini_batch_is_loaded_once_and_what_is_wrong_with_it_is_said_when_its_step_begins() -> None:
-    loader, copies = Loader(refused=3), FakeCopies()
-    batches = Batches(loader, copies)
+    batches = Batches(Mock(samples=8, load=load), copies)
     for step in range(3):
         loaded = batches.load(step, step + 1)
         assert [inputs["x"].tolist() for inputs in loaded] == [[step, 0], [step, 1]]
         assert copies.admitted == 2 * (step + 1)
         batches.look_ahead()
-    assert loader.loaded == [0, 1, 2, 3]
+    assert all_loaded == [0, 1, 2, 3]
     with pytest.raises(TrainingError, match="step 3 has no samples"):
         batches.load(3, 4)
     # Another step than was expected is loaded in its own right.
     batches.look_ahead()
     assert batches.load(5, None)[1]["x"].tolist() == [5, 1]
     batches.look_ahead()
-    assert loader.loaded == [0, 1, 2, 3, 3, 4, 5]
+    assert all_loaded == [0, 1, 2, 3, 3, 4, 5]
 
 
 class Device:
@@ -162,18 +153,15 @@ def test_a_step_ends_when_the_device_is_done_and_begins_no_earlier_than_the_one_
     assert laps.ends_s == [5.0, 9.0, 10.5]
 
 
-class LaggingClock(HostClock):
-    lags = True
-
-
 def test_training_is_the_same_bit_for_bit_with_a_device_that_may_be_behind(tmp_path: Path) -> None:
     case, plainly, behind = model_case("everything"), tmp_path / "plainly", tmp_path / "behind"
     plan = case.plan((1, 2, 1), 3, 4)
     losses = case.train(plan, plainly, 3)
     records: dict[int, list[StepRecord]] = {}
+    lagging = type("LaggingClock", (HostClock,), {"lags": True})
     with (
         patch("autopar.runtime.start.job.copies_of", lambda device: FakeCopies()),
-        patch("autopar.runtime.start.job.clock_of", lambda device: LaggingClock()),
+        patch("autopar.runtime.start.job.clock_of", lambda device: lagging()),
     ):
         assert case.train(plan, behind, 3, TrainSettings(), records) == losses
     same_bits(plan, behind, plainly)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,15 +40,9 @@ def in_hosts(script: str, folder: Path, timeout_s: float = 300.0) -> subprocess.
     """Run a script that may say ``$inside`` before what the second host runs; nothing of it remains."""
     command = ["unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("GLOO", "MASTER"))}
-    return subprocess.run(
-        [*command, "bash", "-c", HOSTS + script],
-        cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout_s,
-    )
+    how: dict[str, Any] = {"cwd": folder, "env": {**environment, "OMP_NUM_THREADS": "1"}, "timeout": timeout_s}
+    started = [*command, "bash", "-c", HOSTS + script]
+    return subprocess.run(started, capture_output=True, text=True, check=False, **how)
 
 
 @functools.cache
@@ -74,18 +69,9 @@ def case(tmp_path: Path) -> Case:
 
 def srun(rank: int, arguments: str) -> str:
     """Return the shell's line that starts a rank as srun would, two on each host."""
-    variables: dict[str, object] = {
-        "SLURM_JOB_ID": 1,
-        "SLURM_STEP_ID": 0,
-        "SLURM_PROCID": rank,
-        "SLURM_LOCALID": rank % 2,
-        "SLURM_NODEID": rank // 2,
-        "SLURM_STEP_NUM_TASKS": 4,
-        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-        "SLURM_STEP_NODELIST": "10.77.0.[1-2]",
-    }
-    variables["MASTER_ADDR"] = "10.77.0.1"
-    told = " ".join(f"{name}='{value}'" for name, value in variables.items())
+    place = {"PROCID": rank, "LOCALID": rank % 2, "NODEID": rank // 2, "JOB_ID": 1, "STEP_ID": 0, "STEP_NUM_TASKS": 4}
+    place |= {"STEP_TASKS_PER_NODE": "2(x2)", "STEP_NODELIST": "10.77.0.[1-2]"}  # type: ignore[dict-item]
+    told = " ".join(["MASTER_ADDR=10.77.0.1", *(f"SLURM_{name}='{value}'" for name, value in place.items())])
     return f"{'$inside' if rank > 1 else ''} env {told} {sys.executable} -m autopar worker {arguments} & ranks+=($!)\n"
 
 
@@ -100,10 +86,7 @@ def test_two_hosts_train_as_the_threads_of_one_do(case: Case, tmp_path: Path) ->
     losses = case.train(Plan.load(tmp_path / "plan.json"), tmp_path / "kept", 3)
     assert Report.load(tmp_path / "report.json").loss == pytest.approx(losses, rel=1e-6)
     kept = load_file(tmp_path / "kept" / "parameters-0") | load_file(tmp_path / "kept" / "parameters-2")
-    trained = read(tmp_path / "trained", kept)
-    assert trained.keys() == kept.keys()
-    for name, value in kept.items():
-        torch.testing.assert_close(trained[name], value)
+    torch.testing.assert_close(read(tmp_path / "trained", kept), kept)
     assert not list((tmp_path / "trained").glob(".*"))
 
 

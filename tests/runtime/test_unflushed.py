@@ -200,13 +200,6 @@ def test_a_bound_that_no_norm_reaches_changes_no_bit(tmp_path: Path, policy: str
     assert all(torch.equal(each, found[1][name]) for name, each in found[0].items())
 
 
-@pytest.mark.parametrize("policy", ["sync", "2bw"])
-def test_the_norm_of_the_one_stage_is_the_models(tmp_path: Path, policy: str) -> None:
-    plan = planned(tmp_path, "momentum", policy, [1], 2, widths=[2])
-    found = [trained(tmp_path, plan, clip_norm=0.02, clip=each) for each in ("model", "stage")]
-    assert all(torch.equal(each, found[1][name]) for name, each in found[0].items())
-
-
 @pytest.mark.parametrize(("depths", "micro_batches"), [([3, 2, 1], 2), ([2, 1], 3)])
 @pytest.mark.parametrize("clip_norm", [None, 0.02])
 def test_two_buffers_skip_updates_of_scaled_losses_that_overflow(

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -222,14 +223,8 @@ def test_jobs_of_a_script_follow_each_other_also_behind_one_that_failed(start: s
 
 
 def test_planning_from_python_needs_no_torch() -> None:
-    text = (
-        "import sys, autopar\n"
-        "cluster = autopar.Cluster.of('2xH100')\n"
-        "assert len(cluster.devices) == 2 and autopar.plan and autopar.Plan and autopar.Profile\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 0, done.stderr
+    text = "import sys, autopar; autopar.Cluster.of('2xH100'), autopar.plan, autopar.Plan, autopar.Profile"
+    subprocess.run([sys.executable, "-c", f"{text}; assert 'torch' not in sys.modules"], check=True, timeout=100)
 
 
 @pytest.mark.slow
@@ -289,7 +284,8 @@ def test_without_flushes_a_step_gives_what_has_ended(
     model, asked, losses = make_model(), Asked(policy, depths, 2, stage_of), []
     every = [[(inputs[:6], targets[:6]), (inputs[6:], targets[6:])] for inputs, targets in batches(count)]
     for part in (every[:drains_at], every[drains_at:]):
-        own = loss, lambda own: torch.optim.SGD(own, lr=LEARNING_RATE), _unscheduled
+        constant = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
+        own = loss, lambda own: torch.optim.SGD(own, lr=LEARNING_RATE), constant
         if turns:
             whole = [tuple(map(torch.cat, zip(*each, strict=True))) for each in part]
             turning = [stage.turning for stage in plan.stages]
@@ -304,7 +300,3 @@ def test_without_flushes_a_step_gives_what_has_ended(
     assert [ended[step] for step in range(count)] == pytest.approx(losses, rel=1e-12)
     for name, value in load_file(tmp_path / "state.safetensors").items():
         torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-12, atol=1e-12)
-
-
-def _unscheduled(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)

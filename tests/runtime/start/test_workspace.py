@@ -22,6 +22,7 @@ from autopar.runtime.start.saving import write_stages
 from autopar.runtime.start.workspace import Workspace, given_names, made_by_module
 from autopar.schedules.expand import expand
 from dictated import dictate
+from families import tiny_config
 
 WIDTH, BLOCKS = 96, 6
 MODEL = f"""
@@ -182,22 +183,16 @@ def test_no_rank_holds_more_than_its_stage_and_a_layer_while_it_reads_and_saves(
             assert tracker.peak_bytes <= own + LARGEST + beside
 
 
-TINY = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2}
-LLAMA = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 16}
-LLAMA |= {"model_type": "llama", "tie_word_embeddings": True, "architectures": ["LlamaForCausalLM"], **TINY}
-GPT2 = {"n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 10}
-GPT2 |= {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **TINY}
-
-
-@pytest.mark.parametrize("content", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(("name", "kind"), [("llama", "LlamaForCausalLM"), ("gpt2", "GPT2LMHeadModel")])
 def test_models_of_the_transformers_library_begin_with_its_files_or_their_own_initialisation(
-    content: dict[str, object], tmp_path: Path
+    name: str, kind: str, tmp_path: Path
 ) -> None:
+    content = tiny_config(name, 2, architectures=[kind], tie_word_embeddings=True)
     pytest.importorskip("transformers", reason="autopar[hf] is not installed")
     (tmp_path / "config.json").write_text(json.dumps(content))
     user = load(f"hf:{tmp_path}")
     saved, hollow = user.build(1), user.build(0, hollow=True)
-    saved.save_pretrained(tmp_path / "saved", max_shard_size="20KB")  # type: ignore[operator]
+    saved.save_pretrained(tmp_path / "saved", max_shard_size="8KB")  # type: ignore[operator]
     names = given_names(hollow, tmp_path / "saved")
     read = weights.read(tmp_path / "saved", names.values())
     for name, parameter in saved.named_parameters():
