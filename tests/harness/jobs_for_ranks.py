@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,21 +80,12 @@ def misbehave(context: RankContext, arguments: dict[str, object]) -> None:
     assert context.board is not None
     context.board.write(context.rank, STEPPING, 7, 3)
     if context.rank == arguments["rank"]:
-        match arguments["how"]:
-            case "raise":
-                raise ValueError("two lines\nof trouble")
-            case "file":
-                raise FileError("plan.json: $.stages: no")
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            case "segfault":
-                ctypes.string_at(0)
-            case "exit":
-                os._exit(3)
-            case "hang":
-                threading.Event().wait()
+        me, how = os.getpid(), str(arguments["how"])
+        if how in ("raise", "file"):
+            raise ValueError("two lines\nof trouble") if how == "raise" else FileError("plan.json: $.stages: no")
+        ways = {"kill": partial(os.kill, me, signal.SIGKILL), "stop": partial(os.kill, me, signal.SIGSTOP)}
+        ways |= {"segfault": partial(ctypes.string_at, 0), "exit": partial(os._exit, 3), "hang": threading.Event().wait}
+        ways[how]()
     # The others wait in a collective that the bad rank never enters.
     dist.barrier()
 
