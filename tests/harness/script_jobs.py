@@ -1,6 +1,7 @@
 """The model of the tests of scripts, and what their ranks run."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +111,8 @@ def train_between(context: RankContext, arguments: dict[str, Any]) -> dict[str, 
 def train_unflushed(context: RankContext, arguments: dict[str, Any]) -> dict[str, Any]:
     """Train without flushes, and evaluate in between; return (step, loss) of what ended in steps and in drains."""
     plan, folder = autopar.Plan.parse(arguments["plan"], Path("plan.json")), Path(arguments["folder"])
-    steps = batches(arguments["steps"])
-
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:  # noqa: ANN401
-        return torch.optim.SGD(parameters, lr=LEARNING_RATE)
-
-    with autopar.materialize(make_model(), plan, steps[0], loss=loss, optimizer=optimizer) as job:
+    steps, plainly = batches(arguments["steps"]), partial(torch.optim.SGD, lr=LEARNING_RATE)
+    with autopar.materialize(make_model(), plan, steps[0], loss=loss, optimizer=plainly) as job:
         ended, drained = [], []
         for step, batch in enumerate(steps):
             if step == arguments["drains_at"]:

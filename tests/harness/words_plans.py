@@ -1,5 +1,6 @@
 """Plans of a small model in a working folder, as users have them: the model's file and plan.json beside each other."""
 
+import shutil
 from pathlib import Path
 
 from autopar.capture.export import capture
@@ -10,8 +11,7 @@ from paths import MODELS
 
 
 def copy_model(folder: Path) -> None:
-    """Put the model's file into a folder."""
-    (folder / "words.py").write_bytes((MODELS / "words.py").read_bytes())
+    shutil.copy(MODELS / "words.py", folder)
 
 
 def save_plan(folder: Path, widths: list[int], name: str = "words", rows: int = 4, **how: object) -> Plan:
