@@ -116,9 +116,7 @@ def test_most_of_torchs_optimizers_take_parameters_one_by_one_and_in_parts(name:
 
 
 @pytest.mark.parametrize(("name", "alone"), [("Adafactor", False), ("Rprop", True), ("Muon", False)])
-def test_those_that_look_at_a_whole_matrix_cannot_step_parts_if_one_of_them_alone(
-    name: str, alone: bool, named: Named
-) -> None:
+def test_those_that_look_at_a_whole_matrix_cannot_step_its_parts(name: str, alone: bool, named: Named) -> None:
     make = getattr(optim, name)
     user = _user(lambda parameters: make([each for each in parameters if each.dim() == 2 and not each.is_complex()]))
     assert needs_all(user, named) is None
