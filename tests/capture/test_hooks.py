@@ -12,13 +12,9 @@ from autopar.capture.source import StageTraits
 from autopar.errors import AutoparError, ModelError, UsageError
 
 
-@pytest.fixture
-def write(tmp_path):
-    def to_file(text):
-        (tmp_path / "model.py").write_text(text)
-        return str(tmp_path / "model.py")
-
-    return to_file
+def write(folder, text):
+    (folder / "model.py").write_text(text)
+    return str(folder / "model.py")
 
 
 def _captured(path):
@@ -63,8 +59,8 @@ def loss(output, batch):
     ],
 )
 @pytest.mark.reliability(44, 45)
-def test_a_broken_model_file_is_refused_with_its_line(text, message, write):
-    assert message in _told(_captured, write(text))
+def test_a_broken_model_file_is_refused_with_its_line(text, message, tmp_path):
+    assert message in _told(_captured, write(tmp_path, text))
 
 
 @pytest.mark.reliability(44)
@@ -80,9 +76,10 @@ def test_other_specs_are_refused(tmp_path):
 
 
 @pytest.mark.reliability(45)
-def test_a_model_file_prints_to_standard_error_and_finds_its_neighbours(tmp_path, write, capsys):
+def test_a_model_file_prints_to_standard_error_and_finds_its_neighbours(tmp_path, capsys):
     (tmp_path / "capture_neighbour.py").write_text("WIDTH = 2\n")
-    path = write("import capture_neighbour\nprint('hello')\n" + GOOD.replace("2, 1", "capture_neighbour.WIDTH, 1"))
+    text = "import capture_neighbour as near\nprint('hello')\n" + GOOD.replace("2, 1", "near.WIDTH, 1")
+    path = write(tmp_path, text)
     before = list(sys.path)
     user = load(path)
     one, other = user.build(3), user.build(3)
@@ -122,8 +119,8 @@ BOTH, ONE, HALF = {"delay": 0.5, "replicas": 4}, {"delay": 0, "replicas": 4}, {"
         ("class optimizer(Told):\n    def __init__(s, parameters, delay): super().__init__(parameters, delay)", HALF),
     ],
 )
-def test_an_optimizer_is_told_of_its_stage_what_it_asks_for(write, text, told):
-    user = load(write(GOOD + TELLING + text))
+def test_an_optimizer_is_told_of_its_stage_what_it_asks_for(tmp_path, text, told):
+    user = load(write(tmp_path, GOOD + TELLING + text))
     found = user.make_optimizer(user.build().named_parameters(), StageTraits(0.5, 4))
     assert found.told == {"delay": 0.0, "replicas": 1} | told
     assert set(user.optimizer_options) <= {"delay", "replicas"}
@@ -184,8 +181,8 @@ END = HOOKED.count("\n") + 1
         ("def layers(): ...", "called as layers(model): too many positional arguments; write `def layers(model)"),
     ],
 )
-def test_what_cannot_be_called_as_it_will_be_is_told_in_a_line_with_what_to_write(text, said, write):
-    path = write(f"{HOOKED}{text}\n")
+def test_what_cannot_be_called_as_it_will_be_is_told_in_a_line_with_what_to_write(text, said, tmp_path):
+    path = write(tmp_path, f"{HOOKED}{text}\n")
     found = _told(load, path)
     assert found.startswith(f"{path}:{END + text.startswith('if')}: ")
     assert said in found
@@ -202,8 +199,8 @@ def test_what_cannot_be_called_as_it_will_be_is_told_in_a_line_with_what_to_writ
         "class _Loss(nn.Module):\n    def forward(self, output, batch): return output.mean()\nloss = _Loss()",
     ],
 )
-def test_whatever_can_be_called_so_is_as_good_as_a_function(text, write):
-    user = load(write(f"{HOOKED}{text}\n"))
+def test_whatever_can_be_called_so_is_as_good_as_a_function(text, tmp_path):
+    user = load(write(tmp_path, f"{HOOKED}{text}\n"))
     assert len(capture(user, user.build()).layers) == 1
     assert isinstance(user.make_optimizer(user.build().named_parameters()), torch.optim.Optimizer)
 
@@ -227,12 +224,12 @@ def test_whatever_can_be_called_so_is_as_good_as_a_function(text, write):
         ("def model(): return Wide", "model() returned the class Wide; it must return a torch.nn.Module: write `retur"),
     ],
 )
-def test_what_does_not_fit_together_or_is_not_there_is_told_with_what_to_write(text, said, write):
-    assert said.replace("(self, x)", "(x)") in _told(_captured, write(f"{HOOKED}{text}\n"))
+def test_what_does_not_fit_together_or_is_not_there_is_told_with_what_to_write(text, said, tmp_path):
+    assert said.replace("(self, x)", "(x)") in _told(_captured, write(tmp_path, f"{HOOKED}{text}\n"))
 
 
-def test_an_optimizer_that_wants_the_model_is_told_what_it_is_given(write):
-    user = load(write(f"{HOOKED}def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.1)\n"))
+def test_an_optimizer_that_wants_the_model_is_told_what_it_is_given(tmp_path):
+    user = load(write(tmp_path, f"{HOOKED}def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.1)\n"))
     with pytest.raises(ModelError, match=r"raised AttributeError: .*; optimizer\(parameters\) is given a list"):
         user.make_optimizer(user.build().named_parameters())
 

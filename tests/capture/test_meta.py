@@ -8,24 +8,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+import capture_zoo
 from autopar.capture import capture, capture_module, load, materialize_random, release
 from autopar.capture.check import check_gradients
 from autopar.capture.meta import hollow_parameters, is_hollow
 from autopar.capture.store import load_graph, save_graph
 from autopar.errors import CaptureError, ModelError
-from capture_zoo import (
-    DEAR,
-    MODELS,
-    Between,
-    Branching,
-    Checkpointed,
-    OwnFunction,
-    build,
-    captured,
-    listed,
-    mean_square,
-    regression,
-)
+from capture_zoo import DEAR, MODELS, Branching, build, captured, listed, mean_square, regression
 from stage_runs import assert_equal_to_plain, assert_same_layers
 
 # Their constructors or forwards need values of parameters.
@@ -134,7 +123,7 @@ def test_one_layer_at_a_time_is_given_values_and_made_hollow_again(tmp_path):
     assert not torch.equal(layer.module.get_parameter("parameter_first_weight"), first["parameter_first_weight"])
 
 
-@pytest.mark.parametrize("kind", [Branching, OwnFunction, Checkpointed, MODELS["dropout"][0]])
+@pytest.mark.parametrize("kind", [Branching, capture_zoo.OwnFunction, capture_zoo.Checkpointed, MODELS["dropout"][0]])
 def test_the_layers_fallback_runs_what_cannot_be_captured_and_is_the_same_of_a_hollow_model(kind):
     with hollow_parameters():
         shapes = kind().double()
@@ -155,7 +144,7 @@ def test_the_layers_fallback_runs_what_cannot_be_captured_and_is_the_same_of_a_h
 def test_no_two_listed_layers_of_a_hollow_model_have_values_at_once():
     alive: list[int] = []
 
-    class Counting(Between):
+    class Counting(capture_zoo.Between):
         def forward(self, x):
             held = [p for step in self.model[0].steps for p in step.parameters() if type(p) is nn.Parameter]
             alive.append(sum(not isinstance(p.data, FakeTensor) for p in held))

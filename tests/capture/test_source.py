@@ -1,7 +1,4 @@
-"""The files that a model is made of are hashed before any of them runs, and refused where one has changed.
-
-What an optimizer is told of its stage is counted update by update, and is nothing where stages would part.
-"""
+"""The files that a model is made of are hashed before any of them runs; what an optimizer is told of its stage."""
 
 import random
 import re
@@ -66,20 +63,18 @@ def test_all_that_a_file_imports_below_its_folder_is_covered_and_nothing_runs(he
     assert not _ran(here)
 
 
-def test_of_a_factory_the_packages_above_are_covered_and_nothing_runs(here: Path) -> None:
-    sys.path.insert(0, str(here))
-    try:
-        found = code_of_module("zoo.deep.inner", "zoo.deep.inner:small")
-        assert list(found.imports) == ["helper.py", "zoo/__init__.py", "zoo/deep/__init__.py", "zoo/other.py"]
-        with pytest.raises(ModelError, match=r"no module is called zoo\.deep\.none"):
-            code_of_module("zoo.deep.none", "zoo.deep.none:small")
-        with pytest.raises(ModelError, match=r"zoo\.other is a module, and no package"):
-            code_of_module("zoo.other.inner", "zoo.other.inner:small")
-        (here / "bare").mkdir()
-        with pytest.raises(ModelError, match="has no file of its own"):
-            code_of_module("bare", "bare:small")
-    finally:
-        sys.path.remove(str(here))
+def test_of_a_factory_the_packages_above_are_covered(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(here)
+    found = code_of_module("zoo.deep.inner", "zoo.deep.inner:small")
+    assert list(found.imports) == ["helper.py", "zoo/__init__.py", "zoo/deep/__init__.py", "zoo/other.py"]
+    (here / "bare").mkdir()
+    for name, said in (
+        ("zoo.deep.none", r"no module is called zoo\.deep\.none"),
+        ("zoo.other.inner", r"zoo\.other is a module, and no package"),
+        ("bare", "has no file of its own"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            code_of_module(name, f"{name}:small")
     assert not _ran(here)
 
 
