@@ -22,7 +22,6 @@ from autopar.planner import PlanOptions, plan
 from autopar.profiler import ProfileOptions, profile
 from autopar.ranks.pool import RankPool
 from autopar.runtime.rehearsal.memory import rehearse, rehearse_model
-from autopar.schedules.expand import rank_of
 from dictated import dictate
 from in_teams import in_teams
 from paths import EXAMPLES, MODELS
@@ -55,9 +54,9 @@ def case_of(model: str) -> Case:
 
 
 @pytest.mark.slow
-@pytest.mark.some(4)
+@pytest.mark.some(6)
 @pytest.mark.parametrize(
-    ("model", "widths", "schedule", "shard"),
+    ("model", "widths", "how", "shard"),
     [
         ("gpt", (1, 1, 1, 1), "1f1b", "none"),
         ("gpt", (1, 2), "gpipe", "none"),
@@ -67,23 +66,6 @@ def case_of(model: str) -> Case:
         ("resnet", (1, 2), "1f1b", "optimizer"),
         ("everything", (2, 1), "zb-h1", "gradients"),
         ("resnet", (3,), "1f1b", "parameters"),
-    ],
-)
-def test_a_rehearsal_counts_what_training_holds(
-    weigh: Callable[..., list[int]], model: str, widths: Sequence[int], schedule: str, shard: Shard
-) -> None:
-    case = case_of(model)
-    plan = case.plan(widths, micro_batches=4, rows=4, schedule=schedule, shard=shard)
-    held = weigh(model, plan)
-    real = [max(held[rank_of(plan, s, i)] for i in range(width)) for s, width in enumerate(widths)]
-    assert rehearse(plan, own(case.graph), case.model) == pytest.approx(real, rel=0.005, abs=200)
-
-
-@pytest.mark.slow
-@pytest.mark.some(3)
-@pytest.mark.parametrize(
-    ("model", "widths", "sizes", "shard"),
-    [
         ("gpt", (1,), (2,), "none"),
         ("gpt", (1, 1), (4, 2), "none"),
         ("gpt", (1,), (8,), "none"),
@@ -91,15 +73,18 @@ def test_a_rehearsal_counts_what_training_holds(
         ("everything", (1,), (4,), "none"),
     ],
 )
-def test_a_rehearsal_counts_what_a_part_holds(
-    weigh: Callable[..., list[int]], model: str, widths: Sequence[int], sizes: Sequence[int], shard: Shard
+def test_a_rehearsal_counts_what_training_holds(
+    weigh: Callable[..., list[int]], model: str, widths: Sequence[int], how: str | Sequence[int], shard: Shard
 ) -> None:
-    case = case_of(model)
-    plan = in_teams(case.graph, case.plan(widths, micro_batches=4, rows=4, schedule="1f1b", shard=shard), sizes)
+    """By a schedule, or in teams of these sizes."""
+    case, alone = case_of(model), isinstance(how, str)
+    plan = case.plan(widths, micro_batches=4, rows=4, schedule=how if alone else "1f1b", shard=shard)
+    plan = plan if isinstance(how, str) else in_teams(case.graph, plan, how)
     held = weigh(model, plan)
     real = [max(held[rank] for rank in stage.devices) for stage in plan.stages]
     # What a team exchanges of messages is held for longer or shorter, as its ranks come to it.
-    assert rehearse(plan, own(case.graph), case.model) == pytest.approx(real, rel=0.02, abs=200)
+    within = 0.005 if alone else 0.02
+    assert rehearse(plan, own(case.graph), case.model) == pytest.approx(real, rel=within, abs=200)
 
 
 def test_a_rehearsal_draws_no_random_numbers_and_needs_no_data() -> None:

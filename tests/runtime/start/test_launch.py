@@ -58,22 +58,16 @@ def test_a_run_writes_report_trace_and_weights_that_a_second_run_starts_from(her
     report = Report.load(here / "report.json")
     assert json.loads(done.stdout) == json.loads((here / "report.json").read_text())
     assert report.steps == len(report.loss) == 4
-
     assert len(report.peak_bytes) == report.ranks == 3
     assert all(peak > 0 for peak in report.peak_bytes)
     timeline = Timeline.load(here / "t.json")
-    assert timeline.origin == "measured"
-    assert timeline.rank_count() == 3
+    assert (timeline.origin, timeline.rank_count()) == ("measured", 3)
     state = dict(load("words.py").build(0).named_parameters())
     trained = read(here / "trained", state)
     assert trained.keys() == state.keys()
-    names = sorted(path.name for path in (here / "trained").iterdir())
-    assert [re.sub("-[0-9a-f]{16}", "", name) for name in names] == [
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-        "model.safetensors.index.json",
-    ]
-
+    names = sorted(re.sub("-[0-9a-f]{16}", "", path.name) for path in (here / "trained").iterdir())
+    parts = [f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
+    assert names == [*parts, "model.safetensors.index.json"]
     code, _, said = command("run", "--steps", "1", "--weights", "trained", "--save", "more")
     assert code == 0, said
     (file,) = (here / "more").glob("model-00001-*.safetensors")
@@ -93,14 +87,12 @@ def test_the_report_names_modules_that_training_puts_back_into_training_mode(her
     assert note.endswith("training puts all modules into training mode, as train() does")
 
 
-def threads_of(pool: RankPool) -> list[int]:
-    files = [Path(f"/proc/{each}/task") for each in process_ids(pool)]
-    return [len(list(file.iterdir())) for file in files]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_a_rank_gives_back_what_a_training_has_opened_before_it_serves_the_next(here: Path) -> None:
+    def threads_of(pool: RankPool) -> list[int]:
+        return [len(list(Path(f"/proc/{each}/task").iterdir())) for each in process_ids(pool)]
+
     plan = plan_for(here, [2], shard="parameters")
     with RankPool(2) as pool:
         run(plan, "words.py", RunOptions(2), pool=pool)
@@ -297,14 +289,8 @@ def test_what_does_not_fit_is_one_line_and_the_right_exit_code(here: Path, comma
     refused(2, r"plan.json.*cannot be its output", "--trace", "plan.json", "--overwrite")
     edited(here, batch=True)
     refused(4, r"plan.json: \$.batch: .*found true")
-    edited(here, batch=8, stages=[{**stages[0], "shares": [0]}, stages[1]])
-    refused(4, r"plan.json: \$.stages\[0\].shares\[0\]: Input should be .*, found 0")
-    edited(here, batch=7, stages=stages)
-    refused(4, r"plan.json: \$.micro_batches: micro_batches x micro_batch_size must be the batch 7")
     edited(here, batch=8, stages=[{**stages[0], "layers": ["0", "x"]}, stages[1]])
     refused(4, r"the plan does not fit .*words.py: layer 1 is 'x' in the plan, '1' in the model; run")
-    edited(here, stages=[stages[0], {**stages[1], "devices": [0]}])
-    refused(4, r"\$.stages\[1\].devices: device 0 is used twice")
     edited(here, stages=stages, tensors=[])
     refused(4, r"the plan does not fit .*words.py: tensor '0:embedding' .* absent in the plan")
     edited(here, tensors=[{**tensor, "dtype": "int8"} for tensor in content["tensors"]])

@@ -135,14 +135,8 @@ def test_the_command_fails_on_a_runtime_with_a_fault(name: str, right: str, wron
     assert file.read_text().count(right) == 1
     file.write_text(file.read_text().replace(right, wrong))
     # Started anew: what is warm has imported the tree without a fault.
-    done = subprocess.run(
-        [sys.executable, "-m", "autopar", *VERIFY],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    how: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(tmp_path)}, "capture_output": True}
+    done = subprocess.run([sys.executable, "-m", "autopar", *VERIFY], text=True, check=False, **how)
     assert done.returncode == 5, done.stderr
     assert not json.loads(done.stdout)["equal"]
     assert "the ranks did not train what plain training does" in done.stderr.splitlines()[-1]
@@ -186,29 +180,12 @@ def test_a_part_is_held_against_its_indices_of_the_whole(off: float, equal: bool
 
 SINGLE = """
 import torch
-from torch import nn
-
-
-class Single(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x)) @ torch.eye(4))
-
-
-def model():
-    return Single()
-
-
-def dataset():
-    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-    return torch.utils.data.TensorDataset(x, x.sum(1))
-
-
-def loss(output, batch):
-    return (output.sum(1) - batch[-1]).square().mean()
+class Single(torch.nn.Module):
+    def forward(self, x): return torch.tanh(x) @ torch.eye(4)
+def model(): return torch.nn.Sequential(torch.nn.Linear(4, 4), Single(), torch.nn.Linear(4, 4))
+X = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+def dataset(): return torch.utils.data.TensorDataset(X, X.sum(1))
+def loss(output, batch): return (output.sum(1) - batch[-1]).square().mean()
 """
 
 
@@ -258,17 +235,16 @@ def _run(**changed: Any) -> PlainRun:  # noqa: ANN401
         ("buffers", {"buffers": {"n": torch.tensor(3)}}, None),
     ],
 )
-def test_a_difference_is_told_with_its_kind(what: str, changed: dict[str, Any], largest: float | None) -> None:
+def test_a_difference_is_told_with_its_kind_and_equal_runs_have_none(
+    what: str, changed: dict[str, Any], largest: float | None
+) -> None:
     one, truth = _run(**changed), _run()
     found = compare(one.losses, [Holder("", one.gradients, one.parameters, one.buffers)], truth, PROMISED)
     assert [each.what for each in found if not each.equal] == [what]
     (told,) = [each.largest for each in found if not each.equal]
     assert told == (None if largest is None else pytest.approx(largest, rel=1e-6))
-
-
-def test_equal_runs_differ_in_nothing() -> None:
-    run = _run(buffers={"n": torch.tensor(3), "x": torch.tensor([math.nan, math.inf])})
-    found = compare(run.losses, [Holder("", run.gradients, run.parameters, run.buffers)], run, PROMISED)
+    same = _run(buffers={"n": torch.tensor(3), "x": torch.tensor([math.nan, math.inf])})
+    found = compare(same.losses, [Holder("", same.gradients, same.parameters, same.buffers)], same, PROMISED)
     assert all(each.equal and each.largest == 0 for each in found)
 
 
@@ -286,11 +262,13 @@ UNFLUSHED: list[tuple[str, str, Sequence[int], Sequence[int], dict[str, Any]]] =
     ("mlp", "stash", (2, 1), (2, 1), {"turns": [0], "micro_batches": 1}),
     ("llama", "stash", (1, 3), (3, 1), {"turns": [1], "micro_batches": 1, "recompute": True}),
     ("resnet", "stash", (1, 1, 2), (4, 3, 1), {"turns": [2], "micro_batches": 1}),
+    # Whose optimizer is told of its stage.
+    *(("mlp told", policy, (2, 1, 3), (3, 2, 1), {}) for policy in ("stash", "pipemare", "sync")),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.some(4)
+@pytest.mark.some(5)
 @pytest.mark.parametrize(("name", "policy", "widths", "depths", "options"), UNFLUSHED)
 def test_without_flushes_the_rule_is_trained(
     name: str,
@@ -301,20 +279,11 @@ def test_without_flushes_the_rule_is_trained(
     tmp_path: Path,
     pool: RankPool,
 ) -> None:
-    plan = unflushed(
-        planned(tmp_path, source_of(tmp_path, name), widths, warmup=[1] * len(widths), **options), policy, depths
-    )
-    found = verified(plan, pool, steps=4)
+    source = source_of(tmp_path, name.removesuffix(" told"), TOLD if "told" in name else "")
+    plan = planned(tmp_path, source, widths, warmup=[1] * len(widths), **options)
+    found = verified(plan if policy == "sync" else unflushed(plan, policy, depths), pool, steps=4)
     assert found.equal, found
     assert found.computed == "float64"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["stash", "pipemare", "sync"])
-def test_an_optimizer_is_told_of_its_stage_on_both_sides(policy: str, tmp_path: Path, pool: RankPool) -> None:
-    plan = planned(tmp_path, source_of(tmp_path, "mlp", TOLD), (2, 1, 3), warmup=[1, 1, 1])
-    found = verified(plan if policy == "sync" else unflushed(plan, policy, (3, 2, 1)), pool, steps=4)
-    assert found.equal, found
 
 
 @pytest.mark.parametrize(("policy", "asked"), [("2bw", "delay"), ("sync", "replicas")])
