@@ -7,26 +7,17 @@ import torch
 
 from autopar.capture import capture_module, named_tensors
 from autopar.capture.batch import StepModule
+from autopar.profiler import layer_runs as runs
 from autopar.profiler.device import CallClock, Time, as_it_is, peak_bytes
-from autopar.profiler.layer_runs import (
-    OF_A_KIND,
-    LayerChain,
-    LayerInputs,
-    LayerPass,
-    SavedStorages,
-    compile_layers,
-    compiling,
-    record,
-)
 from autopar.profiler.measure import representatives
 from capture_zoo import build
 
 CPU = torch.device("cpu")
 
 
-def given(batch: object) -> LayerInputs:
+def given(batch: object) -> runs.LayerInputs:
     tensors = named_tensors(batch)
-    return LayerInputs(len(next(iter(tensors.values()))), tensors, dict.fromkeys(tensors, False))
+    return runs.LayerInputs(len(next(iter(tensors.values()))), tensors, dict.fromkeys(tensors, False))
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -43,7 +34,7 @@ def test_every_way_of_running_the_layers_gives_the_plain_models_gradients(name: 
     torch.manual_seed(0)
     StepModule(model, batch, loss)(*named_tensors(batch).values())[0].backward()
     expected = gradients(model)
-    chain = LayerChain(graph.layers, graph.outputs, as_it_is, CPU)
+    chain = runs.LayerChain(graph.layers, graph.outputs, as_it_is, CPU)
     found = {}
     for way in ("step", "split", "recompute"):
         # A second step starts from new gradients.
@@ -66,7 +57,7 @@ def test_of_many_alike_the_first_sixteen_run_and_what_is_missing_is_given() -> N
     counts = [layer.fingerprint for layer in chosen]
     assert max(counts.count(kind) for kind in counts) == 16
     assert [graph.layers.index(layer) for layer in chosen[:10]] == list(range(10))
-    chain = LayerChain(chosen, graph.outputs, as_it_is, CPU)
+    chain = runs.LayerChain(chosen, graph.outputs, as_it_is, CPU)
     made = {name for layer in chosen for name in layer.outputs}
     assert chain.missing()
     assert not made & set(chain.missing())
@@ -78,20 +69,20 @@ def test_of_many_alike_the_first_sixteen_run_and_what_is_missing_is_given() -> N
 @pytest.mark.slow
 def test_compiled_layers_draw_and_compute_what_plain_ones_do() -> None:
     torch.manual_seed(1)
-    blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)) for _ in range(OF_A_KIND + 3)]
+    blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)) for _ in range(runs.OF_A_KIND + 3)]
     model = torch.nn.Sequential(*blocks, torch.nn.Linear(8, 1))
     batch = (torch.randn(4, 8), torch.randn(4, 1))
     graph = capture_module(model, batch, lambda output, batch: (output - batch[1]).square().mean())
     kinds = [layer.fingerprint for layer in graph.layers]
-    with compiling(CPU):
-        faster = compile_layers(graph)
+    with runs.compiling(CPU):
+        faster = runs.compile_layers(graph)
         codes = {id(layer.module) for layer in faster.layers}
-        assert len(codes) == sum(min(OF_A_KIND, kinds.count(kind)) for kind in set(kinds))
+        assert len(codes) == sum(min(runs.OF_A_KIND, kinds.count(kind)) for kind in set(kinds))
         found = []
         # The last of a kind run another one's weights: the layers up to there are compared.
-        for layers in (graph.layers[: OF_A_KIND + 1], faster.layers[: OF_A_KIND + 1]):
+        for layers in (graph.layers[: runs.OF_A_KIND + 1], faster.layers[: runs.OF_A_KIND + 1]):
             torch.manual_seed(0)
-            LayerChain(layers, graph.outputs, as_it_is, CPU).step(given(batch))
+            runs.LayerChain(layers, graph.outputs, as_it_is, CPU).step(given(batch))
             found.append(gradients(model))
     assert found[0].keys() == found[1].keys()
     for name, gradient in found[0].items():
@@ -103,9 +94,9 @@ def test_the_layers_saved_storages_are_those_of_the_whole_model(name: str) -> No
     model, batch, loss = build(name)
     graph = capture_module(model, batch, loss)
     tensors = named_tensors(batch)
-    saved = record(graph, tensors, {tensor.name for tensor in graph.tensors}).saved_bytes
+    saved = runs.record(graph, tensors, {tensor.name for tensor in graph.tensors}).saved_bytes
     union = {storage: size for storages in saved.values() for storage, size in storages.items()}
-    whole = SavedStorages("model", (*model.parameters(), *model.buffers()))
+    whole = runs.SavedStorages("model", (*model.parameters(), *model.buffers()))
     with whole.recording():
         outputs = StepModule(model, batch, loss)(*tensors.values())
     expected = whole.bytes_by_name({}, {})
@@ -122,11 +113,11 @@ def test_the_layers_saved_storages_are_those_of_the_whole_model(name: str) -> No
 def test_the_peak_of_a_linear_layer_is_what_one_counts_by_hand() -> None:
     model, batch, loss = build("chain")
     graph = capture_module(model, batch, loss)
-    inputs = record(graph, named_tensors(batch), {tensor.name for tensor in graph.tensors}).inputs
+    inputs = runs.record(graph, named_tensors(batch), {tensor.name for tensor in graph.tensors}).inputs
     layer = graph.layers[1]
     for parameter in layer.module.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    work = LayerPass(layer, inputs[layer.name], graph.outputs)
+    work = runs.LayerPass(layer, inputs[layer.name], graph.outputs)
     activation, weight, bias = 6 * 8 * 8, 8 * 8 * 8, 8 * 8
     # Forward: linear, tanh (saved). Backward: gradient of the output; of tanh; then at once the gradients of the
     # input, of the weight and of the bias, before they are added to those that are there.
@@ -142,7 +133,7 @@ def test_a_step_gives_every_layer_its_own_times(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("autopar.profiler.layer_runs.clock_of", lambda device: Counting())
     model, batch, loss = build("chain")
     graph = capture_module(model, batch, loss)
-    found = LayerChain(graph.layers, graph.outputs, as_it_is, CPU).step(given(batch))
+    found = runs.LayerChain(graph.layers, graph.outputs, as_it_is, CPU).step(given(batch))
     # Forwards come first, from the first layer on; backwards from the last one on.
     last = 2 * len(graph.layers) - 1
     assert [each for _, *each in found] == [[Time(at), Time(last - at)] for at in range(len(graph.layers))]

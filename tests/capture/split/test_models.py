@@ -2,6 +2,8 @@
 
 import functools
 from math import prod
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -61,14 +63,11 @@ def layers_of(name: str, attention: str) -> list[tuple[Layer, tuple[torch.Tensor
     return [(layer, inputs[layer.name]) for layer in different.values()]
 
 
-def shapes(layer: Layer) -> list[torch.Size]:
-    return [layer.parameter(name).shape for name in layer.parameters]
-
-
 def is_block(layer: Layer) -> bool:
     """Tell whether a layer has several matrices, and none for every token or label."""
-    matrices = [shape for shape in shapes(layer) if len(shape) == 2 and shape.numel() >= WIDTH * WIDTH // HEADS]
-    return len(matrices) > 3 and all(len(shape) <= 2 and VOCABULARY not in shape for shape in shapes(layer))
+    shapes = [layer.parameter(name).shape for name in layer.parameters]
+    matrices = [shape for shape in shapes if len(shape) == 2 and shape.numel() >= WIDTH * WIDTH // HEADS]
+    return len(matrices) > 3 and all(len(shape) <= 2 and VOCABULARY not in shape for shape in shapes)
 
 
 KINDS = {name: ("eager",) if name in EAGER else ("sdpa", "eager") for name in FAMILIES}
@@ -139,16 +138,9 @@ def check_share(name: str, layer: Layer, inputs: tuple[torch.Tensor, ...], count
     head = 3 * 2 * 3 * LENGTH * WIDTH * 2 * 8
     replicated = 0 if keys == count else head * FEW_KEYS[name] * (1 / keys - 1 / count)
     for index in (0, count - 1):
-        part = split_layer(layer, Alone(), index, count)
+        alone: Any = SimpleNamespace(sum=lambda tensor, parts: tensor.clone())
+        part = split_layer(layer, alone, index, count)
         assert 0 < operations(part.module, inputs) <= 1.02 * whole / count + replicated
-
-
-class Alone:
-    """Sums of a part that nobody else is there for."""
-
-    def sum(self, tensor: torch.Tensor, parts: tuple[int, ...]) -> torch.Tensor:
-        """See :class:`autopar.capture.split.sums.Sums`."""
-        return tensor.clone()
 
 
 def operations(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
