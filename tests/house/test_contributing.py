@@ -30,9 +30,19 @@ from autopar.schedules.check import read_program
 from autopar.schedules.order import Computation, RankPlace
 from autopar.schedules.timetable import draw
 from calls import Run
-from paths import EXAMPLES, ROOT
+from paths import ROOT
 from random_problems import gpt_profile, local_cluster
 
+MODEL = """
+import torch
+from labelled import loss, samples, sgd as optimizer
+
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 3))
+
+def dataset():
+    return samples(8, 64, dtype=torch.float32)
+"""
 RECIPES = (ROOT / "CONTRIBUTING.md").read_text().split("## Where things go")[1].split("\n## ")[0]
 
 
@@ -124,8 +134,8 @@ def test_a_new_gpu_is_listed_estimated_and_planned_for(run: Run, monkeypatch: py
     quicker = replace(known, name="X1", aliases=("X1-160G",), **doubled)
     monkeypatch.setattr(gpus, "GPUS", (*gpus.GPUS, quicker))
     assert "X1" in [gpu["name"] for gpu in json.loads(run("cluster", "list", "--json")[1])]
-    model = str(EXAMPLES / "mlp.py")
-    assert run("profile", model, "--device", "H100,x1-160g", "--batch", "8", "--overwrite")[0] == 0
+    Path("model.py").write_text(MODEL)
+    assert run("profile", "model.py", "--device", "H100,x1-160g", "--batch", "8", "--overwrite")[0] == 0
     profile = Profile.load("profile.json")
     assert [profile.device.name, *(other.device.name for other in profile.others)] == ["H100-SXM", "X1"]
     assert sum(layer.update_s for layer in profile.others[0].layers) < sum(layer.update_s for layer in profile.layers)
