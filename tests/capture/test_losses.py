@@ -16,11 +16,9 @@ from autopar.capture.losses import LossCheck, _count_expression, check_loss, sep
 from autopar.errors import ModelError
 from capture_zoo import DEAR, MODELS, By, build, mean_square
 
-DEPENDS_ON_ROWS = {"flattened"}
-"""Its layers divide by the number of samples."""
 
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in DEPENDS_ON_ROWS | DEAR])
+# Layers of "flattened" divide by the number of samples.
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in {"flattened"} | DEAR])
 def test_means_over_samples_are_those_of_their_parts_whatever_the_layers_draw_or_average(name):
     model, batch, loss = build(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -35,12 +33,9 @@ def test_means_over_samples_are_those_of_their_parts_whatever_the_layers_draw_or
 def plainly(model, batch, loss, sizes):
     """Return the relative difference of a batch's mean loss and its parts', weighted by samples."""
     whole = loss(model(batch[0]), batch).item()
-    parts, start = 0.0, 0
-    for size in sizes:
-        part = [tensor[start : start + size] for tensor in batch]
-        parts += size * loss(model(part[0]), part).item()
-        start += size
-    return abs(whole - parts / start) / abs(whole)
+    parts = zip(*(tensor.split(sizes) for tensor in batch), strict=True)
+    mean = sum(len(x) * loss(model(x), (x, y)).item() for x, y in parts) / sum(sizes)
+    return abs(whole - mean) / abs(whole)
 
 
 @pytest.mark.parametrize(
@@ -79,22 +74,20 @@ def words():
     return nn.Sequential(nn.Embedding(11, 8), nn.Tanh(), nn.Linear(8, 11))
 
 
-def texts(padding, rows=24, length=10):
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(1, 11, (rows, length), generator=generator)
+def texts(padding, rows=24):
+    tokens = torch.randint(1, 11, (rows, 10), generator=torch.Generator().manual_seed(0))
     labels = tokens.clone()
-    if padding is not None:
-        for row in range(12, rows):
-            labels[row, length - row % 9 :] = padding
+    for row in range(12, rows) if padding is not None else ():
+        labels[row, 10 - row % 9 :] = padding
     return {"input": tokens, "labels": labels, "mask": (labels == tokens).double()}
 
 
-def masked_here_and_there(seed, rows=36, length=6):
+def masked_here_and_there(seed):
     """Of every sixth row one label is left out, anywhere; short rows of few tokens look padded without being so."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(1, 3, (rows, length), generator=generator)
+    tokens = torch.randint(1, 3, (36, 6), generator=generator)
     labels = tokens.clone()
-    labels[::6].scatter_(1, torch.randint(0, length, (rows // 6, 1), generator=generator), -100)
+    labels[::6].scatter_(1, torch.randint(0, 6, (6, 1), generator=generator), -100)
     return {"input": tokens, "labels": labels}
 
 

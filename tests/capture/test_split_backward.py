@@ -104,12 +104,6 @@ def starts(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.randn_like(output) for output in outputs]
 
 
-def count_calls(model: nn.Module, calls: list[str]) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))  # type: ignore
-
-
 @pytest.mark.pairs
 @pytest.mark.parametrize("leaves", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["double", "float", "cast"])
@@ -119,7 +113,9 @@ def test_gradients_are_those_of_a_whole_backward_to_the_bit(name: str, kind: str
     dtype = torch.float64 if kind == "double" else torch.float32
     whole, split = Parts(dtype), Parts(dtype)
     calls: list[str] = []
-    count_calls(split, calls)
+    for key, parameter in split.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, key=key: calls.append(key))  # type: ignore
     expected, pending = [], []
     for micro_batch in range(3):
         x = inputs(dtype, micro_batch, leaves)
