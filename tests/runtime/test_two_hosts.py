@@ -69,8 +69,8 @@ def case(tmp_path: Path) -> Case:
 
 def srun(rank: int, arguments: str) -> str:
     """Return the shell's line that starts a rank as srun would, two on each host."""
-    place = {"PROCID": rank, "LOCALID": rank % 2, "NODEID": rank // 2, "JOB_ID": 1, "STEP_ID": 0, "STEP_NUM_TASKS": 4}
-    place |= {"STEP_TASKS_PER_NODE": "2(x2)", "STEP_NODELIST": "10.77.0.[1-2]"}  # type: ignore[dict-item]
+    place: dict[str, object] = {"STEP_TASKS_PER_NODE": "2(x2)", "STEP_NODELIST": "10.77.0.[1-2]", "STEP_NUM_TASKS": 4}
+    place |= {"PROCID": rank, "LOCALID": rank % 2, "NODEID": rank // 2, "JOB_ID": 1, "STEP_ID": 0}
     told = " ".join(["MASTER_ADDR=10.77.0.1", *(f"SLURM_{name}='{value}'" for name, value in place.items())])
     return f"{'$inside' if rank > 1 else ''} env {told} {sys.executable} -m autopar worker {arguments} & ranks+=($!)\n"
 

@@ -313,12 +313,13 @@ def test_parameters_in_other_memory_are_saved_and_a_folder_of_another_run_is_lef
         job.step(batch)
         expected = {name: parameter.detach().clone() for name, parameter in parameters(job).items()}
         job.save(tmp_path, wait=True)
-    with autopar.materialize(make_model(), script_plan([1]), batch, loss=loss) as job:
-        with pytest.raises(UsageError, match=r"holds checkpoints already, the newest of step 2; .*load\(\)"):
-            job.save(tmp_path)
+    again = make_model(), script_plan([1]), batch
+    with autopar.materialize(*again, loss=loss) as job, pytest.raises(UsageError, match=r"holds .* step 2; .*load\(\)"):
+        job.save(tmp_path)
+    with autopar.materialize(*again, loss=loss) as job:
         assert job.load(tmp_path) == 2
         assert all(torch.equal(parameter, expected[name]) for name, parameter in parameters(job).items())
-        for place in tmp_path.glob("step-*"):
-            (place / "manifest.json").write_text("")
-        with pytest.raises(FileError, match="no checkpoint is sound"):
-            job.load(tmp_path)
+    for place in tmp_path.glob("step-*"):
+        (place / "manifest.json").write_text("")
+    with autopar.materialize(*again, loss=loss) as job, pytest.raises(FileError, match="no checkpoint is sound"):
+        job.load(tmp_path)
