@@ -16,7 +16,7 @@ import struct
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -135,8 +135,8 @@ class RankContext:
     """Where the rank says what it is doing, for whoever watches over it."""
     report: Callable[[dict[str, object]], None] = field(default=lambda message: None)
     """Sends a JSON-able message to whoever started the rank, while it works."""
-    has_external_group: bool = False
-    """Whether the process group was there before the rank joined, and stays when it leaves."""
+    shares_group: bool = False
+    """Whether the process group may stay when the rank leaves, being the script's or another job's, too."""
     meeting_port: int | None = None
     """At which ranks that a launcher has started have met."""
     on_leaving: list[Callable[[], None]] = field(default_factory=list)
@@ -277,9 +277,7 @@ def join_from_environment(
         UsageError: another number of ranks than ``size`` was started; or as :meth:`RankContext.detect_nccl`.
         AutoparError: as :func:`autopar.ranks.meeting.meet`.
     """
-    if launch.size != size:
-        trouble = "more than" if launch.size > size else "fewer than"
-        raise UsageError(f"the number of ranks started is {launch.size}, {trouble} the {size} that the plan needs")
+    _check_size(launch, size)
     device = device_of(device_type, launch.local_rank)
     store = _join_group(launch, backend_of(device_type), timeout_s, files or {})
     place = (launch.rank, launch.size, launch.local_rank, launch.local_size)
@@ -290,6 +288,12 @@ def join_from_environment(
         yield context.detect_nccl(share_gpus=share_gpus)
     finally:
         _leave(context)
+
+
+def _check_size(launch: LaunchedRank, size: int) -> None:
+    if launch.size != size:
+        trouble = "more than" if launch.size > size else "fewer than"
+        raise UsageError(f"the number of ranks started is {launch.size}, {trouble} the {size} that the plan needs")
 
 
 def _join_group(launch: LaunchedRank, backend: str, timeout_s: float, files: Mapping[str, str]) -> Store:
@@ -341,19 +345,53 @@ def join_in_script(device_type: str, timeout_s: float, size: int, share_gpus: bo
         gc.collect()
 
 
+class _OwnGroup:
+    """The default group where jobs of this process made it: they share it, and the last one to leave ends it."""
+
+    def __init__(self) -> None:
+        self.jobs = 0
+
+    @contextmanager
+    def held(self, make: Callable[[], object]) -> Iterator[None]:
+        if not self.jobs:
+            hook = sys.excepthook
+            make()
+            if hook.__module__ == dist.distributed_c10d.__name__:
+                # Torch's, which says the rank before an error: once is enough.
+                sys.excepthook = hook
+        self.jobs += 1
+        try:
+            yield
+        finally:
+            self.jobs -= 1
+            if not self.jobs:
+                dist.destroy_process_group()
+
+
+_own_group = _OwnGroup()
+
+
 @contextmanager
 def _join(device_type: str, timeout_s: float, size: int, share_gpus: bool) -> Iterator[RankContext]:
-    if dist.is_initialized():
-        context = _of_script(device_type, timeout_s, size, share_gpus)
+    group: AbstractContextManager[None] = nullcontext()
+    launch = None
+    if not dist.is_initialized() or _own_group.jobs:
+        launch = rank_from_environment(os.environ) if "WORLD_SIZE" in os.environ else None
+        group = _own_group.held(lambda: _make_group(launch, device_type, timeout_s, size))
+    with group:
+        context = _of_group(launch, device_type, timeout_s, size, share_gpus)
         try:
             yield context
         finally:
-            # Its group is the script's, and stays.
+            # The group may be the script's, or other jobs', too.
             context.leave()
-    elif "WORLD_SIZE" in os.environ:
-        launch = rank_from_environment(os.environ)
-        with join_from_environment(launch, device_type, timeout_s, size, share_gpus=share_gpus) as context:
-            yield context
+
+
+def _make_group(launch: LaunchedRank | None, device_type: str, timeout_s: float, size: int) -> None:
+    """Make the default group of the ranks that a launcher started, or of this process alone."""
+    if launch is not None:
+        _check_size(launch, size)
+        _join_group(launch, backend_of(device_type), timeout_s, {})
     elif size > 1:
         raise UsageError(
             f"the plan needs {size} ranks, and this process is alone; start the script with "
@@ -362,13 +400,12 @@ def _join(device_type: str, timeout_s: float, size: int, share_gpus: bool) -> It
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend_of(device_type), store=store, rank=0, world_size=1, timeout=patience(timeout_s))
-        try:
-            yield RankContext(0, 1, 0, 1, device_of(device_type, 0), timeout_s).detect_nccl(share_gpus=False)
-        finally:
-            dist.destroy_process_group()
 
 
-def _of_script(device_type: str, timeout_s: float, size: int, share_gpus: bool) -> RankContext:
+def _of_group(
+    launch: LaunchedRank | None, device_type: str, timeout_s: float, size: int, share_gpus: bool
+) -> RankContext:
+    """Return what a rank of the default group knows; ``launch`` is what says where it is, if not torchrun's words."""
     rank, started = dist.get_rank(), dist.get_world_size()
     if started != size:
         raise UsageError(f"the script's process group has {started} ranks, the plan needs {size}")
@@ -379,8 +416,11 @@ def _of_script(device_type: str, timeout_s: float, size: int, share_gpus: bool) 
     if device_type == "cuda" and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         # NCCL would then run all messages of a rank in one order, and wait for ever where two ranks differ in it.
         raise UsageError("the script's process group is bound to a device; initialise it without device_id")
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", started))
+    if launch is not None:
+        local_rank, local_size = launch.local_rank, launch.local_size
+    else:
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", started))
     device = device_of(device_type, local_rank)
-    context = RankContext(rank, size, local_rank, local_size, device, timeout_s, has_external_group=True)
+    context = RankContext(rank, size, local_rank, local_size, device, timeout_s, shares_group=True)
     return context.detect_nccl(share_gpus=share_gpus)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import operator
-import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -40,6 +39,7 @@ from autopar.formats.checkpoint import (
 )
 from autopar.formats.profile import CutPiece, ParameterCut
 from autopar.runtime.checkpoint.folder import CheckpointReader
+from autopar.runtime.generators import generator_states
 from autopar.runtime.stage.parameters import Team, cut_views, local, sharded_bounds, sharded_ranges
 from autopar.runtime.start.job import Job
 from autopar.runtime.update import Update
@@ -418,26 +418,9 @@ def _set(group: dict[str, Any], key: str, value: JsonValue) -> None:
 
 def generators(device: torch.device, rank: int) -> Iterator[HeldPiece]:
     """Yield the state of the generators that a script's own code may draw from."""
-    found = {"torch": torch.get_rng_state()}
-    if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
-    _, words, gauss = random.getstate()
-    found["python"] = torch.tensor(words)
-    found["python gauss"] = torch.tensor([] if gauss is None else [gauss], dtype=torch.float64)
-    for state, tensor in found.items():
+    for state, tensor in generator_states(device).items():
         if tensor.numel():
             yield from held_pieces("generator", f"rank {rank}", tensor, state)
-
-
-def restore_generators(device: torch.device, read: Mapping[str, torch.Tensor]) -> None:
-    """Set what :func:`generators` has found."""
-    if "torch" in read:
-        torch.set_rng_state(read["torch"])
-    if "cuda" in read and device.type == "cuda":
-        torch.cuda.set_rng_state(read["cuda"], device)
-    if "python" in read:
-        gauss = read.get("python gauss")
-        random.setstate((3, tuple(read["python"].tolist()), None if gauss is None else float(gauss)))
 
 
 MOST_NUMBERS = 1024

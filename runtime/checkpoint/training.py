@@ -26,7 +26,6 @@ from autopar.runtime.checkpoint.state import (
     JobState,
     class_name,
     plain_items,
-    restore_generators,
     restore_optimizer,
     restore_tensors,
 )
@@ -38,6 +37,7 @@ from autopar.runtime.checkpoint.writer import (
     file_name,
     known_every,
 )
+from autopar.runtime.generators import set_generators
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.saving import check_shared, holders
 from autopar.runtime.start.workspace import state_keys
@@ -204,8 +204,10 @@ def resume(
     with CheckpointReader(folder, checkpoint) as source:
         restore_tensors(job, source)
         restore_optimizer(job, source)
-        mine = [each for each in checkpoint.tensors if each.kind == "generator" and each.name == f"rank {rank}"]
-        restore_generators(device, {str(each.state): source.read(each) for each in mine})
+        kept = [each for each in checkpoint.tensors if each.kind == "generator"]
+        # Ranks that there were not then draw what rank 0 does.
+        whose = f"rank {rank}" if any(each.name == f"rank {rank}" for each in kept) else "rank 0"
+        set_generators(device, {str(each.state): source.read(each) for each in kept if each.name == whose})
     return [f"accepted: {each}" for each in changed]
 
 

@@ -160,7 +160,7 @@ class GroupTransport:
                 # makes one for every pair of ranks.
                 self._down = dist.new_group(everyone, timeout=patience)
         self._meshes: list[DeviceMesh] = []
-        self._closes_groups = context.has_external_group
+        self._closes_groups = context.shares_group
         context.on_leaving.append(self._close)
         self._rank, self._device_type = context.rank, context.device.type
         self._channels = channels

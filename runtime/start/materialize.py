@@ -14,6 +14,7 @@ from autopar.capture.batch import check_module
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext, join_in_script
+from autopar.runtime.generators import preserve_generators
 from autopar.runtime.settings import (
     Clip,
     TrainSettings,
@@ -79,7 +80,8 @@ def materialize(
     settings = TrainSettings(clip_norm=clip_norm, clip=clip)
     _check(model, plan, settings, share_gpus=share_gpus)
     functions = {"loss": loss, "optimizer": optimizer, "scheduler": scheduler, "layers": layers}
-    with ExitStack() as failing:
+    # Where the device is a GPU, the job leaves its generator as it was, too.
+    with preserve_generators(torch.device("cpu")), ExitStack() as failing:
         joining = failing.enter_context(ExitStack())
         context = joining.enter_context(_join(plan, timeout_s, share_gpus=share_gpus))
         job = ScriptJob(model, plan, context, joining.close, functions, settings, accept_loss=accept_loss)

@@ -7,6 +7,7 @@ refuses its batch would leave the others waiting for its messages.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections import deque
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import nn
@@ -36,6 +37,7 @@ from autopar.runtime import weights
 from autopar.runtime.checkpoint.training import ScriptCheckpoints
 from autopar.runtime.data import Batch, Loader, check_given, split_rows
 from autopar.runtime.execute import StepRecord
+from autopar.runtime.generators import preserve_generators
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import Transport, sendable
 from autopar.runtime.settings import TrainSettings
@@ -47,7 +49,12 @@ from autopar.runtime.update import check_together, whole_settings
 from autopar.schedules.expand import expand, rank_of, stages_of
 
 _KINDS = {kind.exit_code: kind for kind in (UsageError, FileError)}
+_NO_GRADIENTS = (
+    "gradients are off (torch.no_grad(), inference_mode() or set_grad_enabled(False)), and a step trains; call step() "
+    "outside of it, or under torch.enable_grad(); evaluate() trains nothing"
+)
 _Result = TypeVar("_Result")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 LONGEST = 1000
 """Of a message, in characters."""
 
@@ -84,7 +91,7 @@ class Agreement:
 
         Args:
             rows: of the batch that this rank was given; None if it was given none.
-            digest: of its content, or 0 not to compare it.
+            digest: of its content; 0 if it was given none.
             error: what this rank finds wrong with it.
 
         Raises:
@@ -130,13 +137,42 @@ class Agreement:
                 raise _KINDS.get(int(kind), TrainingError)(f"rank {rank}: {said}" if len(self._ranks) > 1 else said)
 
 
+_WORDS = 2**15
+"""Numbers of eight bytes that are summed at a time: as many as a processor keeps at hand, and their weights."""
+_MIX = 0x9E3779B97F4A7C15
+"""An odd number, the golden ratio in 64 bits."""
+
+
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> float:
-    """Return a number, not 0, that differs where names or values do; exact as a float."""
+    """Return a number, not 0, that differs where names or values do; exact as a float.
+
+    Values are summed up where they lie, each with a weight of its place.
+    """
     digest = hashlib.sha256()
     for name, tensor in tensors.items():
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(sendable(tensor.detach().cpu()).reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_weighted_sum(tensor.detach())} ".encode())
     return float(int.from_bytes(digest.digest()[:6], "big") + 1)
+
+
+def _weighted_sum(tensor: torch.Tensor) -> int:
+    """Return the sum of a tensor's bits, as numbers of eight bytes with weights, modulo 2 ** 64."""
+    data = sendable(tensor).reshape(-1).view(torch.uint8)
+    whole = len(data) // (8 * _WORDS) * 8 * _WORDS
+    rest = torch.zeros(8 * _WORDS, dtype=torch.uint8, device=data.device)
+    rest[: len(data) - whole] = data[whole:]
+    words = (data if data.storage_offset() % 8 == 0 else data.clone())[:whole].view(torch.int64).view(-1, _WORDS)
+    weights, at_once = _weights(data.device), 1 if data.device.type == "cpu" else 256
+    parts = [*torch.split(words, at_once), rest.view(torch.int64)[None]]
+    total = 0
+    for each in torch.cat([(part * weights).sum(1) for part in parts]).tolist():
+        total = (total * _MIX + each) % 2**64
+    return total
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(_WORDS)
+    return (2 * torch.randint(-(2**62), 2**62, (_WORDS,), generator=generator) + 1).to(device)
 
 
 Functions = Mapping[str, Callable[..., object] | None]
@@ -268,6 +304,17 @@ def _spread(
     return lambda names: {name: kept[name] for name in names if name in kept}
 
 
+def _apart(act: _Method) -> _Method:
+    """Have a method of a job leave alone what its script draws from, and compute as if gradients had never been off."""
+
+    @functools.wraps(act)
+    def perform(job: ScriptJob, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+        with preserve_generators(job._context.device), torch.inference_mode(False), torch.enable_grad():
+            return act(job, *arguments, **options)
+
+    return cast(_Method, perform)
+
+
 class ScriptJob:
     """One rank of a plan, stepped by a script; every rank calls the same methods in the same order.
 
@@ -301,7 +348,6 @@ class ScriptJob:
         self._functions, self._settings, self._accept_loss = functions, settings, accept_loss
         self._built_job: BuiltJob | None = None
         self._evaluations: dict[str, Evaluation] = {}
-        self._compared_kinds: set[str] = set()
         self._first, self._has_failed, self._closed = 0, False, False
         self._feed: Feed | None = None
         self._ended: deque[Metrics] = deque()
@@ -322,12 +368,17 @@ class ScriptJob:
         long as none has. :meth:`drain` ends those that are under way.
 
         Raises:
-            UsageError: the batch is not as planned; on all ranks.
+            UsageError: the batch is not as planned, or gradients are off; on all ranks.
             TrainingError: an action failed, or a tensor of the batch has another shape than before.
         """
+        return self._train(batch, with_gradients=torch.is_grad_enabled())
+
+    @_apart
+    def _train(self, batch: object, *, with_gradients: bool) -> Metrics | None:
         built = self._ready(batch)
         specs = [built.graph.tensor(name) for name in built.job.inputs]
-        values, _ = self._agree_on_batch(built, batch, "step", specs)
+        refusal = None if with_gradients else UsageError(_NO_GRADIENTS)
+        values, _ = self._agree_on_batch(built, batch, "step", specs, refusal)
         inputs = split_rows(self.plan, self.rank, values, built.job.inputs, self._context.device)
         if self._feed is None:
             self._feed = Feed(built.job, self._first)
@@ -335,6 +386,7 @@ class ScriptJob:
             self._ended += [self._metrics(built, record) for record in self._feed.step(inputs)]
         return self._ended.popleft() if self._ended else None
 
+    @_apart
     def drain(self) -> list[Metrics]:
         """End the mini-batches that are under way, and return what they gave; the next one fills the pipeline again.
 
@@ -364,6 +416,7 @@ class ScriptJob:
             loss = total / count if count else total
         return Metrics(record.step, loss, record.gradient_norm, record.overflow)
 
+    @_apart
     def evaluate(self, batch: object) -> float:
         """Return the loss of a batch of any size in evaluation mode, on every rank.
 
@@ -378,6 +431,7 @@ class ScriptJob:
             raise TrainingError("loss() returned a count of 0 for the whole batch")
         return total / count
 
+    @_apart
     def predict(self, batch: object) -> dict[str, torch.Tensor] | None:
         """Return the model's outputs for a batch of any size in evaluation mode, on rank 0; None on other ranks.
 
@@ -391,6 +445,7 @@ class ScriptJob:
         with self._failing():
             return evaluation.predict(self._step, rows, values)
 
+    @_apart
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return the model's state on rank 0, on the CPU, brought there stage by stage; None on other ranks.
 
@@ -416,6 +471,7 @@ class ScriptJob:
             for key, value in self._model.state_dict(keep_vars=True).items()
         }
 
+    @_apart
     def save(self, folder: str | Path, *, wait: bool = False) -> None:
         """Save a checkpoint, ``step-N`` in a folder that all hosts see; training goes on while it is written.
 
@@ -456,6 +512,7 @@ class ScriptJob:
             self._checkpoints = ScriptCheckpoints(self._context, built.job, built.graph, self._model)
         return self._checkpoints
 
+    @_apart
     def save_weights(self, folder: str | Path) -> None:
         """Write the model's parameters and buffers, a safetensors file a stage and an index; all hosts must see it."""
         self._drain()
@@ -476,6 +533,7 @@ class ScriptJob:
             written = [file for said in built.agreement.texts(json.dumps(files)) for file in json.loads(said)]
             built.agreement.perform(lambda: weights.publish(path, written) if self.rank == 0 else None)
 
+    @_apart
     def close(self) -> None:
         """Wait until everything that was sent has arrived, and leave the other ranks."""
         self._drain()
@@ -504,6 +562,7 @@ class ScriptJob:
         self._evaluations.clear()
         self._leave()
 
+    @_apart
     def prepare(self, batch: object) -> None:
         """Build the rank's stages, given an example of a mini-batch on every rank."""
         given = (self._model, self.plan, self._context, batch, self._functions, self._settings)
@@ -551,24 +610,28 @@ class ScriptJob:
         return built, evaluation, values, rows
 
     def _agree_on_batch(
-        self, built_job: BuiltJob, batch: object, what: str, specs: list[TensorSpec]
+        self,
+        built_job: BuiltJob,
+        batch: object,
+        what: str,
+        specs: list[TensorSpec],
+        refusal: AutoparError | None = None,
     ) -> tuple[dict[str, torch.Tensor], int]:
-        """Return the tensors of a batch and its number of samples, all ranks having found it sound.
+        """Return the tensors of a batch and its number of samples, all ranks having found it sound, and the same.
 
-        The first batch of every kind is compared among ranks by content.
+        ``refusal`` is what this rank finds wrong beside the batch.
         """
         values: dict[str, torch.Tensor] = {}
-        rows, digest, error = None, 0.0, None
+        rows, digest, error = None, 0.0, refusal
         try:
             if batch is not None:
                 values = named_tensors(batch)
                 rows = row_count(values)
-                digest = digest_of(values) if what not in self._compared_kinds else 0.0
+                digest = digest_of(values) if self._context.size > 1 else 0.0
             check_given(self.rank, values, rows, specs, self.plan.batch if what == "step" else None)
         except AutoparError as caught:
-            error = caught
+            error = error or caught
         rows = built_job.agreement.rows(rows, digest, error)
-        self._compared_kinds.add(what)
         return values, rows
 
     def _collect_tensor(

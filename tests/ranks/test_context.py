@@ -105,8 +105,8 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_by_itself_is_the_only_rank_while_it_takes_part() -> None:
     with join_in_script("cpu", 5.0, 1) as own:
-        found = (own.rank, own.size, own.backend, own.leads_host, own.gather("größe"), own.has_external_group)
-        assert found == (0, 1, "gloo", True, ["größe"], False)
+        found = (own.rank, own.size, own.backend, own.leads_host, own.gather("größe"))
+        assert found == (0, 1, "gloo", True, ["größe"])
     assert not dist.is_initialized()
     with pytest.raises(UsageError, match=r"needs 3 ranks, and this process is alone; .* --nproc-per-node 3"):
         join_in_script("cpu", 5.0, 3).__enter__()
@@ -116,7 +116,7 @@ def test_the_script_s_own_group_is_joined_and_stays_also_behind_an_error() -> No
     left = []
     with own_group("gloo"):
         with pytest.raises(RuntimeError, match="in training"), join_in_script("cpu", 5.0, 1) as context:  # noqa: PT012
-            assert context.has_external_group
+            assert context.shares_group
             context.on_leaving.append(lambda: left.append(context.rank))
             raise RuntimeError("in training")
         assert left == [0]
