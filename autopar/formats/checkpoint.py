@@ -153,7 +153,7 @@ class SavedRun(Record):
 class SavedPlan(SparseRecord):
     """How the run was carried out, which another plan may do otherwise."""
 
-    LEFT_OUT: ClassVar[tuple[str, ...]] = ("tensor_parallel",)
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("tensor_parallel", "drained_every")
 
     sha256: Digest
     ranks: Count
@@ -168,9 +168,11 @@ class SavedPlan(SparseRecord):
     torch: Name
     tensor_parallel: tuple[Count, ...] = ()
     """Of every stage, the ranks that run a replica together; none where each replica is one rank's."""
+    drained_every: Count | None = None
+    """Steps after which a pipeline that is never flushed was drained; null: as a script asked, or flushed."""
 
     @classmethod
-    def of(cls, plan: Plan, torch_version: str) -> Self:
+    def of(cls, plan: Plan, torch_version: str, drained_every: int | None = None) -> Self:
         """Return what a checkpoint says of a plan."""
         sizes = tuple(stage.tensor_parallel for stage in plan.stages)
         return cls(
@@ -184,6 +186,7 @@ class SavedPlan(SparseRecord):
             precision=plan.precision,
             torch=torch_version,
             tensor_parallel=sizes if any(size > 1 for size in sizes) else (),
+            drained_every=drained_every,
         )
 
 

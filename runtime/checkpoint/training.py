@@ -32,15 +32,18 @@ from autopar.runtime.checkpoint.state import (
 from autopar.runtime.checkpoint.writer import (
     Cadence,
     CheckpointWriter,
+    Every,
     SaveResult,
     SaveSettings,
     file_name,
     known_every,
+    steps_between_drains,
 )
 from autopar.runtime.generators import set_generators
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.saving import check_shared, holders
 from autopar.runtime.start.workspace import state_keys
+from autopar.schedules.continuing import lead
 
 SHOWN = 3
 """Names that a refusal lists."""
@@ -313,17 +316,24 @@ class RunCheckpoints:
         self._run = SavedRun(
             model=arguments["model"], batch=plan.batch, seed=plan.seed, samples=samples or None, last=last
         )
-        self._plan = SavedPlan.of(plan, torch.__version__)
+        every = known_every(arguments["every"])
+        self._drained_every: int | None = None
         self.first_step, self.notes = 0, list[str]()
         known: tuple[int, ...] = ()
         if arguments["resume"] is not None:
             folder, accept = Path(arguments["resume"]), arguments["accept_changes"]
             self.first_step, self.notes = go_on(context, job, graph, unread, self._run, folder, accept=accept)
             known = (self.first_step,)
-        settings = SaveSettings(Path(arguments["folder"]), arguments["token"], self._run, self._plan, keys, known)
+        if lead(plan):
+            before = (
+                None if arguments["resume"] is None else read_manifest(Path(arguments["resume"])).plan.drained_every
+            )
+            every = self._drained_every = _drained_every(context, job, every, before)
+            self.notes += _drain_notes(self.first_step, before, every)
+        saved = SavedPlan.of(plan, torch.__version__, self._drained_every)
+        settings = SaveSettings(Path(arguments["folder"]), arguments["token"], self._run, saved, keys, known)
         state = JobState(job, holders(plan, graph))
         self._writer = CheckpointWriter(context, state, settings, file_name(job), lambda: unread)
-        every = known_every(arguments["every"])
         self._cadence = Cadence(every, self.first_step, lambda number: _most(context, number))
         self._newest = self.first_step
 
@@ -337,19 +347,9 @@ class RunCheckpoints:
         """What copies take of the host's memory on this rank."""
         return self._writer.buffers_bytes
 
-    def next_after(self, done: int, drain_s: float) -> int:
-        """Return after how many steps the next is saved, for which the pipeline is drained; all ranks ask at once.
-
-        Args:
-            done: steps since the run's first.
-            drain_s: what draining and filling took last time, beyond its mini-batches.
-        """
-
-        def cost_s() -> float | None:
-            saved_s = self._cost_s()
-            return None if saved_s is None else saved_s + drain_s
-
-        return self._cadence.next_after(done, cost_s)
+    def next_drain(self, done: int) -> int | None:
+        """Return after how many steps a pipeline that is never flushed is drained next; None: when it is flushed."""
+        return None if self._drained_every is None else (done // self._drained_every + 1) * self._drained_every
 
     def end_step(self, done: int, step_s: float) -> None:
         """Save the state after so many steps, if that is due; all ranks do so at once."""
@@ -357,10 +357,21 @@ class RunCheckpoints:
         if self._cadence.due(done, self._cost_s):
             self._save(done)
 
-    def finish(self, done: int) -> None:
-        """Save the state after the last step, and wait until it is there; all ranks do so at once."""
+    def finish(self, done: int, steps: int) -> None:
+        """Save the state after the last step, and wait until it is there; all ranks do so at once.
+
+        Of a run that ends before all ``steps``, what was trained since the last drain is left to a later one, which
+        trains it as if nothing had been: it saves nothing where no drain is due.
+        """
         if done > self._newest:
-            self._save(done)
+            if self._drained_every is None or done == steps:
+                self._save(done)
+            else:
+                self.notes.append(
+                    f"steps {self._newest + 1} to {done} are trained again when the run is gone on with: without "
+                    f"flushes, checkpoints are of multiples of {self._drained_every} steps, so that what is trained "
+                    "is what one run would"
+                )
         self._writer.conclude()
 
     def _save(self, done: int) -> None:
@@ -373,6 +384,26 @@ class RunCheckpoints:
             return None
         newest = self._writer.results[-1]
         return newest.pause_s + newest.busy_s
+
+
+def _drained_every(context: RankContext, job: Job, every: Every, before: int | None) -> int:
+    """Return after how many steps the pipeline is drained: as asked, as before, or as the plan and the model say."""
+    if every != "auto":
+        return every
+    if before is not None:
+        return before
+    # Weights, and what the commonest optimizers keep of them: two moments.
+    own_bytes = sum(3 * each.nbytes for each in job.parameters.values())
+    return steps_between_drains(job.plan.predicted.step_s, lead(job.plan), _most(context, own_bytes))
+
+
+def _drain_notes(first_step: int, before: int | None, every: int) -> Iterator[str]:
+    """Say what is trained otherwise than by a run that was not interrupted."""
+    differs = "; what follows is trained otherwise than by a run that was not interrupted"
+    if before is not None and before != every:
+        yield f"the pipeline is drained every {every} steps, and was every {before}{differs}"
+    if first_step % every:
+        yield f"the checkpoint is of step {first_step}, and the pipeline is drained every {every} steps{differs}"
 
 
 def _most(context: RankContext, number: float) -> float:

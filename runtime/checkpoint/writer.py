@@ -70,8 +70,7 @@ class Cadence:
     """Says when a checkpoint is due: after so many steps, or as often as a share of the time allows.
 
     What a checkpoint takes is how long training waits for it, and what writing it takes of a processor: ranks that
-    compute on the host's processors may wait for that, too. Pipelines that are never flushed are drained for one, and
-    ask before they are filled: :meth:`next_after`.
+    compute on the host's processors may wait for that, too.
     """
 
     def __init__(self, every: Every, first_step: int, most: Callable[[float], float]) -> None:
@@ -86,28 +85,10 @@ class Cadence:
         self._next = first_step + FIRST
         self._newest = first_step
         self._lengths_s: list[float] = []
-        self._drains = False
 
     def add(self, step_s: float) -> None:
         """Take note of how long a step took."""
         self._lengths_s.append(step_s)
-
-    def next_after(self, done: int, cost_s: Callable[[], float | None]) -> int:
-        """Return after how many steps the next checkpoint is due; all ranks ask at once, and are told the same.
-
-        Args:
-            done: steps since the run's first.
-            cost_s: returns what the checkpoint before took, the draining and filling of the pipeline included, once
-                that is known; None if there was none.
-        """
-        if self._every != "auto":
-            return (done // self._every + 1) * self._every
-        count, self._drains, cost = FIRST, True, cost_s()
-        if cost is not None and self._lengths_s:
-            longest, most = self._most(median(self._lengths_s)), self._most(cost)
-            count = max(1, math.ceil(most / (SHARE * longest))) if longest else FIRST
-        self._next = done + count
-        return self._next
 
     def due(self, done: int, cost_s: Callable[[], float | None]) -> bool:
         """Tell whether a checkpoint is due after so many steps; all ranks ask at once, and are told the same.
@@ -118,8 +99,8 @@ class Cadence:
         """
         if self._every != "auto":
             return done % self._every == 0
-        if done < self._next or self._drains:
-            return done == self._next
+        if done < self._next:
+            return False
         cost = cost_s()
         if cost is not None:
             # The first step also sets up.
@@ -130,6 +111,28 @@ class Cadence:
             return False
         self._newest, self._next = done, done + FIRST
         return True
+
+
+DISK_BYTES_PER_S = 500e6
+"""At which a checkpoint is written, where nothing was measured: a solid-state disk's, or a fast network's."""
+
+
+def steps_between_drains(step_s: float, lead: int, state_bytes: float) -> int:
+    """Return after how many steps a pipeline that is never flushed is drained for a checkpoint.
+
+    It must be known before the first step, and be the same in every run: what is trained depends on it. So nothing is
+    measured: it follows from the plan and the model.
+
+    Args:
+        step_s: seconds of a mini-batch, as planned.
+        lead: mini-batches that draining and filling take.
+        state_bytes: what the rank with the most writes.
+
+    >>> steps_between_drains(0.1, lead=2, state_bytes=2e9)
+    1400
+    """
+    cost_s = lead * step_s + state_bytes / DISK_BYTES_PER_S
+    return max(1, math.ceil(round(cost_s / (SHARE * step_s), 6)))
 
 
 LOOK_S = 0.02

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, TypedDict
 
 import torch
@@ -153,9 +152,6 @@ class TrainingRun:
         self._laps = StepClock(self._origin_s, lags=self._lags)
         self._slowness = slowness(job.plan, job.actions)
         self._records: list[StepRecord] = []
-        self._took_s: list[float] = []
-        """What steps have taken since the pipeline was filled last."""
-        self._ended_s = 0.0
 
     def perform(self) -> None:
         """Train.
@@ -163,25 +159,21 @@ class TrainingRun:
         Raises:
             AutoparError: an action failed; names it.
         """
-        done, stop, drain_s = self._first, self._steps, 0.0
+        done, stop = self._first, self._steps
         while done < stop:
             before, end = done, stop
             if done < self._job.plan.synchronous_steps:
                 end = done + 1
-            elif lead(self._job.plan) and self._checkpoints is not None:
+            elif self._checkpoints is not None:
                 # A checkpoint is of one version: the pipeline is drained for it.
-                end = min(stop, self._checkpoints.next_after(done, drain_s))
-            self._took_s.clear()
-            began_s = time.perf_counter()
+                end = min(stop, self._checkpoints.next_drain(done) or stop)
             done, stop = self._perform(done, end, stop)
-            if self._took_s:
-                drain_s = max(0.0, self._ended_s - began_s - len(self._took_s) * median(self._took_s))
             if done == before:
                 break
         self._job.finish()
         self._laps.finish()
         if self._checkpoints is not None:
-            self._checkpoints.finish(done)
+            self._checkpoints.finish(done, self._steps)
 
     def _perform(self, first: int, end: int, stop: int) -> tuple[int, int]:
         """Train mini-batches from a fill to a drain; return how many are trained by then, and how many are to be."""
@@ -198,10 +190,8 @@ class TrainingRun:
                 self._job.step(step, min(end, stop), first)
                 continue
             done += self._step(step, min(end, stop), first)
-            self._ended_s = time.perf_counter()
-            self._took_s.append((self._ended_s - began_s) / several)
             if self._checkpoints is not None:
-                self._checkpoints.end_step(done, self._took_s[-1])
+                self._checkpoints.end_step(done, (time.perf_counter() - began_s) / several)
         return done, stop
 
     def results(self) -> StepResults:

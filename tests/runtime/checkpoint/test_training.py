@@ -1,7 +1,11 @@
 """Runs, and scripts, that are gone on with, beside those that were never interrupted."""
 
+import math
+import random
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,16 +18,20 @@ import autopar
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan, Shard
 from autopar.formats.profile import Writes
+from autopar.formats.program import Fault
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.folder import CheckpointFolder, export, read_verified
 from autopar.runtime.checkpoint.training import check_state, plan_notes
 from autopar.runtime.outcome import Outcome
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.start.script import ScriptJob
+from autopar.schedules.continuing import lead
+from autopar.signals import ends_by_itself
 from checkpoint_pairs import PLAN, largest_difference, saved
 from drawn_models import model_case
 from labelled import loss
 from paths import MODELS
+from policy_cases import planned
 from script_jobs import batches, make_model, script_plan
 from training_cases import Case, make_case
 
@@ -78,6 +86,41 @@ def test_a_run_that_is_gone_on_with_is_bit_for_bit_one_that_was_not_interrupted(
     widths, options = HOW[how]
     goes_on(pool, plan_of(widths, **options), tmp_path, (4, 7))
     assert CheckpointFolder(tmp_path / "parts").steps() == [6, 7]
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("every", [3, "auto"])
+@pytest.mark.parametrize(
+    ("policy", "optimizer"), [("stash", "adam"), ("2bw", "sgd"), ("predict", "adam"), ("pipemare", "adam")]
+)
+def test_without_flushes_no_clock_and_no_stop_changes_what_is_trained(
+    policy: str, optimizer: str, every: int | str, tmp_path: Path, pool: RankPool
+) -> None:
+    plan = planned(tmp_path, optimizer, policy, [2, 1], 2, synchronous_steps=1)
+    # Planned steps are so long that writing a checkpoint costs nothing beside draining the pipeline.
+    plan = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"step_s": 1e3})})
+    train = partial(run, plan, str(tmp_path / "model.py"), pool=pool)
+    count = 3 if every == 3 else math.ceil(lead(plan) / 0.03)
+    stop = random.Random(policy).randint(1, 7) if every == 3 else count + 2
+    steps = stop + 15
+    whole = train(RunOptions(steps, every=every, checkpoint=tmp_path / "whole"))
+    parts = RunOptions(steps, every=every, checkpoint=tmp_path / "parts")
+    slow = replace(parts, faults=[Fault.parse(f"slow@0:{stop}")])
+    first = train(slow, lambda step, loss: ends_by_itself() if step == stop else None)
+    last = train(replace(parts, resume=True))
+    done, drained = first.report.steps, last.report.first_step
+    assert stop <= done < steps
+    assert drained == done // count * count
+    assert any(note.startswith(f"steps {drained + 1} to {done} are trained") for note in first.report.notes) == (
+        drained < done
+    )
+    assert whole.report.loss == (*first.report.loss[:drained], *last.report.loss)
+    assert largest_difference(saved(tmp_path / "parts", steps), saved(tmp_path / "whole", steps)) == 0.0
+    assert read_verified(tmp_path / "parts" / f"step-{steps}").plan.drained_every == count
+    other = train(RunOptions(steps + 1, every=count + 1, checkpoint=tmp_path / "parts", resume=True))
+    said = [note.partition(",")[0] for note in other.report.notes if "otherwise than by a run that was not" in note]
+    off = [f"the checkpoint is of step {steps}"] if steps % (count + 1) else []
+    assert said == [f"the pipeline is drained every {count + 1} steps", *off]
 
 
 def test_a_scale_of_float16_goes_on_where_it_was(tmp_path: Path, pool: RankPool) -> None:

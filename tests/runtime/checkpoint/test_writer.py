@@ -296,22 +296,6 @@ def test_by_itself_it_takes_as_much_of_the_time_as_is_allowed(step_s: float, cos
     assert gaps == {max(5, -(-cost_s // (0.03 * step_s)))} or share > 0.028
 
 
-@pytest.mark.parametrize(("step_s", "cost_s"), [(0.1, 0.03), (1.0, 0.2), (0.01, 0.5)])
-def test_a_pipeline_that_is_drained_for_them_asks_before_it_is_filled(step_s: float, cost_s: float) -> None:
-    cadence, found, done = Cadence("auto", 0, float), list[int](), 0
-    while done < 5000:
-        end = cadence.next_after(done, lambda: cost_s if found else None)
-        for step in range(done, end):
-            cadence.add(step_s)
-            if cadence.due(step + 1, lambda: cost_s):
-                found.append(step + 1)
-        assert found[-1] == end
-        done = end
-    assert found[0] == 5
-    assert len(found) * cost_s / (done * step_s) == pytest.approx(0.03, rel=0.4) or len(found) == done // 5
-    assert Cadence(4, 0, float).next_after(5, lambda: None) == 8
-
-
 @pytest.mark.parametrize("wrong", [0, -1, "often", True, 1.5, ""])
 def test_what_is_no_number_of_steps_is_refused(wrong: object) -> None:
     assert (known_every("12"), known_every("auto"), known_every(3)) == (12, "auto", 3)
