@@ -59,12 +59,12 @@ def estimate(group: dict[str, Any]) -> None:
         each.sub_(each.grad.sign(), alpha=group["size"])
 
 
-def rank(group: dict[str, Any]) -> None:
+def rank(group: dict[str, Any], over: int = 0) -> None:
     """Centre rows over the rows of their parameter: nothing fails, and parts are centred otherwise."""
     for each in group["params"]:
         here = each.to_local() if hasattr(each, "to_local") else each
         slope = each.grad.to_local() if hasattr(each.grad, "to_local") else each.grad
-        here.sub_(slope - slope.mean(0), alpha=0.1)
+        here.sub_(slope - slope.mean(min(over, slope.dim() - 1), keepdim=True) if slope.dim() else slope, alpha=0.1)
 
 
 def noise(group: dict[str, Any]) -> None:
@@ -137,6 +137,8 @@ SHARDED, PARTS = (
         # Each parameter's norm is known to replicas that hold parts of it, and not to ranks that have parts alone.
         (trust, None, None, PARTS),
         (rank, None, SHARDED, PARTS),
+        # Halves of rows have whole columns to centre over, and halves of columns have not.
+        (partial(rank, over=1), None, ..., PARTS),
         (noise, "draws random numbers for one parameter after the other", ..., PARTS),
     ],
 )

@@ -6,11 +6,13 @@ import select
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from autopar.cli import output
-from autopar.cli.output import quietly, screen
+from autopar.cli.output import check_output, quietly, screen
+from autopar.errors import UsageError
 from paths import ROOT
 
 SCRIPT = """
@@ -94,3 +96,22 @@ def test_elsewhere_a_line_comes_every_two_seconds_and_with_the_last_step_and_for
         for what, share in (("measuring", 0.1), ("measuring", 0.6), ("linking", 0.9), ("measuring", 1.0)):
             say(what, share)
     assert capsys.readouterr().err == "measuring\nlinking\nmeasuring\n"
+
+
+def test_what_a_command_reads_or_writes_otherwise_is_not_its_output(tmp_path: Path) -> None:
+    own, link = tmp_path / "config.json", tmp_path / "link.json"
+    own.touch()
+    link.symlink_to(own)
+    for path, how, said in (
+        (own, {"inputs": (own,)}, "is read by"),
+        (link, {"inputs": (own,)}, "is read by"),
+        (own, {"inputs": (tmp_path,)}, "is read by"),
+        (own, {"others": (link,)}, "is written by"),
+        (tmp_path, {}, "is a folder"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            check_output(path, None, overwrite=True, **how)
+    check_output(own, None, overwrite=True, inputs=(tmp_path / "other.json",))
+    check_output(own, own, overwrite=False)
+    with pytest.raises(UsageError, match="pass --overwrite"):
+        check_output(own, None, overwrite=False)

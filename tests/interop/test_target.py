@@ -70,6 +70,10 @@ def test_blocks_are_an_unbroken_run_of_elements_of_a_list_none_of_them_in_pieces
     assert (parts.before, parts.blocks, parts.behind) == (range(1), range(1, 6), range(6, 7))
     assert parts.blocks_list == "model.layers"
     assert list(target.modules_of(profile, parts.behind)) == ["model.norm", "lm_head"]
+    # Of two lists the longer one counts, wherever it stands.
+    two = target.parts_of(renamed(profile, {0: ("encoder.0",)}))
+    assert two is not None
+    assert two.blocks_list == "model.layers"
     for name in ("model.layers.3", "model.layers.2.attention", "other"):
         assert target.parts_of(renamed(profile, {3: (name,)})) is None
 

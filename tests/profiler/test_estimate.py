@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,10 +21,11 @@ from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
 from autopar.planner import plan
 from autopar.profiler.device import peak_bytes
-from autopar.profiler.estimate import RESERVED_BYTES, estimate, graph_work, workload
+from autopar.profiler.estimate import RESERVED_BYTES, estimate, graph_work, layer_seconds, workload
 from autopar.profiler.layer_runs import LayerPass, record
 from autopar.profiler.optimizer import moved_per_number
 from autopar.profiler.profile import measure_layers
+from autopar.profiler.roofline import Constants
 from autopar.profiler.subject import ProfileOptions, Subject, prepare
 from capture_zoo import Doubled, Made, build
 from families import tiny_config
@@ -192,6 +194,13 @@ def test_every_number_of_an_estimated_profile_says_so_and_a_plan_can_be_made_of_
     assert all(0 < cost.backward_input_s < cost.backward_s for cost in block.costs if cost.backward_input_s)
     largest = block.costs[-1]
     assert largest.forward_s >= (largest.forward_launch_s or 0.0) > 0
+    # A chip without bounds takes what launching takes: a forward's kernels in its time, a backward's in another.
+    constants, load = Constants(forward_launch_s=1.0, backward_launch_s=100.0), workload(gpt_subject(4), A100, 4)
+    launched, launches = layer_seconds(load, constants), load.table.launches.reshape(-1, 4)[load.places]
+    assert np.array_equal(launched.forward_launch_s, launches[..., 0])
+    assert np.array_equal(launched.backward_launch_s, 100 * launches[..., 1])
+    assert (launched.backward_s >= 100).all()
+    assert (launched.backward_input_s[launches[..., 2] > 0] >= 100).all()
     found = plan(profile, cluster_named("4xH100"))
     assert found.predicted.step_s > 0
 

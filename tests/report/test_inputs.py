@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -127,12 +127,15 @@ def _value(text: str) -> float:
     return float(number) * UNITS[unit]
 
 
-@pytest.mark.slow
+@settings(max_examples=50)
+@example(9.996e-4, 1023, 1e6)
 @given(st.floats(1e-9, 1e6), st.integers(0, 2**50), st.floats(1, 1e13))
 def test_a_quantity_reads_back_within_half_a_digit(seconds: float, count: int, rate: float) -> None:
     assert abs(_value(duration(seconds)) - seconds) <= 0.0051 * seconds
     assert abs(_value(size(count)) - count) <= 0.0051 * count
     assert abs(_value(bandwidth(rate)) - rate) <= 0.0051 * rate
+    for text in (duration(seconds), bandwidth(rate)):
+        assert float(text.split(" ")[0]) < 1000 or text.endswith((" s", " GB/s"))
 
 
 def _cluster_lines(cluster: Cluster, *, sizes: bool = False) -> list[str]:
