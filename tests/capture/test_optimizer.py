@@ -64,7 +64,7 @@ def rank(group: dict[str, Any], over: int = 0) -> None:
     for each in group["params"]:
         here = each.to_local() if hasattr(each, "to_local") else each
         slope = each.grad.to_local() if hasattr(each.grad, "to_local") else each.grad
-        here.sub_(slope - slope.mean(min(over, slope.dim() - 1), keepdim=True) if slope.dim() else slope, alpha=0.1)
+        here.sub_(slope - slope.mean(over, keepdim=True) if slope.dim() > over else slope, alpha=0.1)
 
 
 def noise(group: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Sends are let go only when the program proves that they have arrived, and receives are posted before their use."""
 
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,17 @@ import torch
 
 from autopar.capture.graph import TensorSpec
 from autopar.formats.plan import Plan
-from autopar.formats.program import BACKWARD, FORWARD, RECEIVE, RECEIVE_GRADIENT, SEND, SEND_GRADIENT, Action, Program
+from autopar.formats.program import (
+    BACKWARD,
+    FORWARD,
+    RECEIVE,
+    RECEIVE_GRADIENT,
+    SEND,
+    SEND_GRADIENT,
+    Action,
+    Program,
+    RankProgram,
+)  # fmt: skip
 from autopar.planner.candidate import CandidateStage
 from autopar.runtime.messages.mailbox import Mailbox, receives_ahead, retirements, retirements_by_repetition
 from autopar.schedules import SCHEDULES
@@ -175,8 +186,17 @@ class _CountingTransport:
         self.waiting -= 1
 
 
-def counting(plan: Plan, rank: int) -> tuple[Program, _CountingTransport, Mailbox]:
+def counting(plan: Plan, rank: int, order: Sequence[int] = ()) -> tuple[Program, _CountingTransport, Mailbox]:
+    """Return a rank's mailbox; what it receives of a micro-batch comes in an order, if there is one."""
     program, transport = expand(plan), _CountingTransport()
+    if order:
+        own, count = list(program.ranks[rank]), len(order)
+        places = [at for at, action in enumerate(own) if action.kind == RECEIVE]
+        for first in range(0, len(places), count):
+            some = places[first : first + count]
+            for place, action in zip(some, [own[some[each]] for each in order], strict=True):
+                own[place] = action
+        program = Program((*program.ranks[:rank], RankProgram.of(own), *program.ranks[rank + 1 :]))
     made: list[Any] = [(each.name, each.producer, each.consumers, (1,), 0, torch.float32) for each in plan.tensors]
     specs = {each.name: TensorSpec(*own, each.gradient) for each, own in zip(plan.tensors, made, strict=True)}
     place: Any = (rank, specs, transport, torch.device("cpu"))
@@ -194,6 +214,21 @@ def test_what_is_sent_to_a_peer_that_sends_nothing_waits_for_the_same_of_the_nex
             assert transport.waiting == (place + 1 if step == 0 else len(sends))
     mailbox.finish()
     assert transport.waiting == 0
+
+
+def test_rows_of_several_senders_are_in_their_places_whoever_is_received_from_first() -> None:
+    plan = make("1f1b", 2, [(2, 3, 1), (6,)], [1, 1], (crossing("t0", 0, (1,)),))
+    for order in itertools.permutations(range(3)):
+        program, _, mailbox = counting(plan, 3, order)
+        mailbox._transport = Mock(receive=lambda tensor, peer: (tensor.fill_(peer), Mock())[1])
+        mailbox.begin_step(Repetition(0, 2, 1, 0))
+        for position, action in enumerate(program.ranks[3]):
+            if position in mailbox.due:
+                mailbox.post(position)
+            if action.kind == RECEIVE:
+                mailbox.receive(position)
+        for micro_batch in range(2):
+            assert mailbox.take(1, micro_batch, 0, "t0").flatten().tolist() == [0, 0, 1, 1, 1, 2]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
