@@ -131,7 +131,7 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = no_pr
     """
     with contextlib.redirect_stdout(sys.stderr):
         samples = _check_batch(user, options.batch)
-        check_reading(user, options.seed)
+        check_reading(user, options.seed, accept_mixing=options.accept_loss)
         progress("building the model", 0.0)
         module = _build(user, options)
         precision = _precision(module, user, options.precision)

@@ -152,14 +152,20 @@ class ShareLoader:
             order = sample_order(self.samples, plan.seed, epoch)
             repeats = -(-self._steps * plan.batch // self.samples)
             self._epoch, self._order = epoch, order.repeat(repeats)
+        picked = self._order[index * plan.batch : (index + 1) * plan.batch].tolist()
+        whole: dict[str, torch.Tensor] = {}
         loaded: list[dict[str, torch.Tensor]] = []
         for micro_batch in range(plan.micro_batches):
             if micro_batch not in self._mine:
                 loaded.append({})
                 continue
-            first = index * plan.batch + micro_batch * plan.micro_batch_size
+            first = micro_batch * plan.micro_batch_size
             try:
-                values = self._share(self._order[first : first + plan.micro_batch_size].tolist(), step, micro_batch)
+                if self._model.whole_batches:
+                    whole = whole or self._collated(picked, step, 0)
+                    values = slice_rows(whole, first + self._start, first + self._stop)
+                else:
+                    values = self._share(picked[first : first + plan.micro_batch_size], step, micro_batch)
                 check_inputs(values, self._specs)
             except AutoparError as error:
                 raise type(error)(f"rank {self._rank} (step {step}, micro-batch {micro_batch}): {error}") from error
@@ -173,13 +179,17 @@ class ShareLoader:
         on the others (padding) or on chance, and must not depend on how a stage divides them.
         """
         start, stop = self._start, self._stop
-        wanted = indices if self._model.collates else indices[start:stop]
-        samples = [self._sample(sample) for sample in wanted]
+        if not self._model.collates:
+            return self._collated(indices[start:stop], step, micro_batch)
+        return slice_rows(self._collated(indices, step, micro_batch), start, stop)
+
+    def _collated(self, indices: list[int], step: int, micro_batch: int) -> dict[str, torch.Tensor]:
+        samples = [self._sample(sample) for sample in indices]
         seed_data(self._plan.seed, "collate", step, micro_batch)
         values = named_tensors(self._model.collate(samples))
-        if row_count(values) != len(wanted):
-            raise ModelError(f"{self._model.path}: collate() made {row_count(values)} rows of {len(wanted)} samples")
-        return slice_rows(values, start, stop) if self._model.collates else values
+        if row_count(values) != len(indices):
+            raise ModelError(f"{self._model.path}: collate() made {row_count(values)} rows of {len(indices)} samples")
+        return values
 
     def _sample(self, index: int) -> object:
         assert self._dataset is not None

@@ -13,11 +13,13 @@ whichever order, samples are read: what one gives may depend on its index and on
 seeded alike on every rank that reads it (``docs/howto/verify.md``), and on nothing that was read before. ``dataset()``
 and ``collate`` may cache. A few samples are read twice, and once more from another ``dataset()``, in other orders and
 seeded alike; if they differ, ``dataset()[i]`` or ``collate()`` is refused.
+
+``collate`` is given the samples of a micro-batch. So it may pad, sort and draw, but one that weights, centres or mixes
+samples by the others of their batch is refused: with ``whole_batches = True`` it is given those of a mini-batch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import inspect
 import random
@@ -29,6 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopar.capture.generators import preserve_generators
 from autopar.capture.hooks import HOOKS, LOSS, a, check_hook, unlike
 from autopar.capture.python_state import contents, roots_of, tensors_reached
 from autopar.capture.source import UserModel, check_shapes
@@ -349,13 +352,14 @@ SAMPLES = 4
 _REMEDY = "seeded alike; every rank reads for itself, so it must depend on {} and the default generators only"
 
 
-def check_reading(user: UserModel, seed: int) -> None:
+def check_reading(user: UserModel, seed: int, *, accept_mixing: bool = False) -> None:
     """Read a few samples twice, and once more from another ``dataset()``, in other orders, all seeded as in training.
 
     Raises:
-        ModelError: samples or batches differ; names ``dataset()``, its item, or ``collate()``.
+        ModelError: samples or batches differ; names ``dataset()``, its item, or ``collate()``. Or ``collate()`` mixes
+            samples of a micro-batch, unless ``accept_mixing``.
     """
-    with _generators():
+    with preserve_generators(torch.device("cpu")):
         seed_data(seed, "dataset")
         dataset = user.dataset()
         indices = list(range(min(SAMPLES, user.sample_count(dataset))))
@@ -374,6 +378,9 @@ def check_reading(user: UserModel, seed: int) -> None:
         if batch != other:
             remedy = _REMEDY.format("its samples")
             raise ModelError(f"{file}: collate() makes another batch of the same samples, {remedy}")
+    with preserve_generators(torch.device("cpu")):
+        if not accept_mixing and _mixes(user, dataset, seed):
+            raise ModelError(f"{file}: {_MIXING}")
 
 
 def _read(user: UserModel, dataset: object, order: Sequence[int], seed: int) -> tuple[dict[int, object], object]:
@@ -388,13 +395,67 @@ def _read(user: UserModel, dataset: object, order: Sequence[int], seed: int) -> 
     return found, contents(user.collate([samples[index] for index in sorted(samples)]))
 
 
-@contextlib.contextmanager
-def _generators() -> Iterator[None]:
-    """Leave the default generators as they were."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
+MIXED, CANDIDATES, TRIALS = 8, 64, 4
+"""Samples of a batch that is looked at for mixing, others that may stand in for them, and batches."""
+_MIXING = (
+    "what collate() makes of a sample depends on the others of its batch (weights by their classes, centring, mixup), "
+    "and collate() is given a micro-batch; write `whole_batches = True` into the file, and mini-batches are collated "
+    "whole; or accept that each is mixed by itself: `accept_loss=True`"
+)
+
+
+def _mixes(user: UserModel, dataset: Any, seed: int) -> bool:  # noqa: ANN401
+    """Tell whether what ``collate`` makes of a batch's first sample changes with the other samples.
+
+    Others are replaced by samples of equal sizes, seeded alike, so that padding is the same, and what is drawn for the
+    first sample. A row that is in both batches, wherever, is its.
+    """
+    count = user.sample_count(dataset)
+    size = min(MIXED, count // 2)
+    if not user.collates or user.whole_batches or size < 2:
+        return False
+
+    def sample(index: int) -> object:
+        seed_data(seed, "sample", 0, index)
+        return user.sample(dataset, index)
+
+    own = [sample(index) for index in range(size)]
+    chance = random.Random(seed)
+    others: dict[object, list[object]] = {}
+    for index in chance.sample(range(size, count), min(CANDIDATES, count - size)):
+        others.setdefault(_form(found := sample(index)), []).append(found)
+
+    def rows(samples: list[object], trial: int) -> tuple[object, set[object]]:
+        seed_data(seed, "collate", 0, trial)
+        batch = user.collate(samples)
+        try:
+            tensors = named_tensors(batch)
+        except ModelError:
+            # What is wrong with it is said where it is used.
+            return None, set()
+        sizes = [(name, each.shape, each.dtype) for name, each in tensors.items()]
+        return sizes, {_row(tensors, at) for at in range(row_count(tensors))}
+
+    for trial in range(TRIALS):
+        replaced = [own[0], *(chance.choice(others.get(_form(each)) or [each]) for each in own[1:])]
+        (sizes, before), (other_sizes, after) = rows(own, trial), rows(replaced, trial)
+        if sizes is not None and sizes == other_sizes and not before & after:
+            return True
+    return False
+
+
+def _form(value: Any) -> object:  # noqa: ANN401
+    """Return the sizes of a sample, as far as padding may depend on them."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return tuple(value.shape), str(value.dtype)
+    if isinstance(value, Mapping):
+        return tuple((key, _form(item)) for key, item in value.items())
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_form, value))
+    return type(value), len(value) if isinstance(value, (str, bytes)) else None
+
+
+def _row(tensors: Mapping[str, torch.Tensor], at: int) -> object:
+    """Return the bits of one row of all tensors."""
+    rows = (tensor.detach()[at].contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values())
+    return tuple(row.numpy().tobytes() for row in rows)

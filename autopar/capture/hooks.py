@@ -103,6 +103,10 @@ class ModelFile(Protocol):
 IGNORED_STATE = """A list of paths of Python state that forwards change and that you only log, such as
 ``["Net.calls"]``. Default: none. See "Python state"."""
 
+WHOLE_BATCHES = """``True``: ``collate`` is given the samples of a whole mini-batch, of which each rank then takes its
+rows, as a training script does; every rank that reads inputs reads all samples. Default: it is given those of one
+micro-batch, and must make of a sample what does not depend on the others."""
+
 
 class Hook(NamedTuple):
     """A function of the model file."""

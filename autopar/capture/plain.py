@@ -479,14 +479,21 @@ class _Samples:
         epoch, index = divmod(step, self._steps)
         order = torch.randperm(self._samples, generator=torch.Generator().manual_seed(plan.seed + epoch))
         picked = order[index * plan.batch : (index + 1) * plan.batch].tolist()
-        for micro_batch in range(plan.micro_batches):
-            first = micro_batch * plan.micro_batch_size
-            samples = [self._sample(epoch, sample) for sample in picked[first : first + plan.micro_batch_size]]
-            _seed(plan.seed, "collate", step, micro_batch)
-            batch = Batch(self._user.collate(samples))
-            if batch.rows != len(samples):
-                raise ModelError(f"{self._user.path}: collate() made {batch.rows} rows of {len(samples)} samples")
-            yield batch
+        size = plan.micro_batch_size
+        if self._user.whole_batches:
+            whole = self._collated(epoch, picked, step, 0)
+            yield from (Batch(whole.part(first, first + size)) for first in range(0, plan.batch, size))
+        else:
+            for micro_batch, first in enumerate(range(0, plan.batch, size)):
+                yield self._collated(epoch, picked[first : first + size], step, micro_batch)
+
+    def _collated(self, epoch: int, picked: list[int], step: int, micro_batch: int) -> Batch:
+        samples = [self._sample(epoch, sample) for sample in picked]
+        _seed(self._plan.seed, "collate", step, micro_batch)
+        batch = Batch(self._user.collate(samples))
+        if batch.rows != len(samples):
+            raise ModelError(f"{self._user.path}: collate() made {batch.rows} rows of {len(samples)} samples")
+        return batch
 
     def _sample(self, epoch: int, index: int) -> object:
         _seed(self._plan.seed, "sample", epoch, index)

@@ -243,6 +243,8 @@ class UserModel:
     """What a reader of a profile must know about the model and its inputs."""
     ignored_state: tuple[str, ...] = ()
     """Paths of Python state that forwards may change, since it is only logged."""
+    whole_batches: bool = False
+    """Whether ``collate`` is given whole mini-batches, and not micro-batches."""
     sequence: int | None = None
     """Tokens of a synthetic sample of an ``hf:`` model; none where samples are no sequences, or not synthetic."""
     counts_labels: bool = False
@@ -428,7 +430,7 @@ def _load_configured(
     imports = {} if code is None else {code.path.name: code.sha256, **code.imports}
     check_code(found.path, found.sha256, imports, expected_source)
     functions: dict[str, Callable[..., Any]] = {} if found.loss is None else {"loss": found.loss}
-    notes, ignored = found.notes, tuple[str, ...]()
+    notes, ignored, whole = found.notes, tuple[str, ...](), False
     if code is not None:
         module = _execute(code.path, code.source)
         own = _functions(code, module)
@@ -436,14 +438,14 @@ def _load_configured(
             hooks = ", ".join(f"{name}()" for name in HOOKS if name != "model")
             raise ModelError(f"{data}: defines no dataset() and no other function of a model file: {hooks}")
         functions |= own
-        ignored = _ignored_state(code.path, module)
+        ignored, whole = _ignored_state(code.path, module), _whole_batches(code.path, module)
     if "dataset" not in functions:
         sequence = found.sequence(sequence or (None if expected_source is None else expected_source.sequence))
         functions["dataset"] = partial(found.dataset, sequence)
         notes = (*notes, SYNTHETIC)
     elif sequence is not None:
         raise UsageError(f"`sequence={sequence}`: inputs are those of `data={str(data)!r}`; leave one of the two out")
-    known = (spec, found.path, found.sha256, found.build, functions, data, notes, ignored)
+    known = (spec, found.path, found.sha256, found.build, functions, data, notes, ignored, whole)
     return UserModel(*known, sequence=sequence, imports=imports)
 
 
@@ -508,8 +510,8 @@ def _describe(spec: str, code: Code, module: ModuleType, factory: str) -> UserMo
     if model is None:
         raise missing_model(path, factory, module)
     model = check_hook(path, code.source, factory, model, HOOKS["model"])
-    functions, ignored = _functions(code, module), _ignored_state(path, module)
-    return UserModel(spec, path, code.sha256, model, functions, ignored_state=ignored, imports=code.imports)
+    variables: Any = {"ignored_state": _ignored_state(path, module), "whole_batches": _whole_batches(path, module)}
+    return UserModel(spec, path, code.sha256, model, _functions(code, module), imports=code.imports, **variables)
 
 
 def _functions(code: Code, module: ModuleType) -> dict[str, Callable[..., Any]]:
@@ -526,6 +528,13 @@ def _ignored_state(path: Path, module: ModuleType) -> tuple[str, ...]:
     if not isinstance(found, (list, tuple)) or not all(isinstance(name, str) and name for name in found):
         raise ModelError(f'{path}: ignored_state is {a(found)}; it must be a list of paths, such as ["Net.calls"]')
     return tuple(found)
+
+
+def _whole_batches(path: Path, module: ModuleType) -> bool:
+    found = getattr(module, "whole_batches", False)
+    if not isinstance(found, bool):
+        raise ModelError(f"{path}: whole_batches is {a(found)}; it must be True or False")
+    return found
 
 
 @contextlib.contextmanager

@@ -64,6 +64,7 @@ def model_file_page() -> str:
     )
     parts = [f"## {name}\n\n{signature(name, value)}\n\n{markdown(value.__doc__)}" for name, value in functions.items()]
     parts.append(f"## ignored_state\n\n{markdown(hooks.IGNORED_STATE)}")
+    parts.append(f"## whole_batches\n\n{markdown(hooks.WHOLE_BATCHES)}")
     for heading, modules in TOPICS.items():
         parts += [f"## {heading}", *(body(each.__doc__) for each in modules)]
     said = markdown(hooks.ModelFile.__doc__)

@@ -21,6 +21,7 @@ import torch
 from pydantic import JsonValue
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from autopar.capture.generators import generator_states
 from autopar.capture.optimizer import group_settings
 from autopar.capture.source import is_of_model_file
 from autopar.errors import TrainingError
@@ -39,7 +40,6 @@ from autopar.formats.checkpoint import (
 )
 from autopar.formats.profile import CutPiece, ParameterCut
 from autopar.runtime.checkpoint.folder import CheckpointReader
-from autopar.runtime.generators import generator_states
 from autopar.runtime.stage.parameters import Team, cut_views, local, sharded_bounds, sharded_ranges
 from autopar.runtime.start.job import Job
 from autopar.runtime.update import Update

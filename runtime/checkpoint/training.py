@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from autopar.capture.generators import set_generators
 from autopar.capture.graph import LayerGraph
 from autopar.errors import UsageError
 from autopar.formats.checkpoint import Checkpoint, SavedPlan, SavedRun, StateKey
@@ -39,7 +40,6 @@ from autopar.runtime.checkpoint.writer import (
     known_every,
     steps_between_drains,
 )
-from autopar.runtime.generators import set_generators
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.saving import check_shared, holders
 from autopar.runtime.start.workspace import state_keys

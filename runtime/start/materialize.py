@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from autopar.capture.batch import check_module
+from autopar.capture.generators import preserve_generators
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext, join_in_script
-from autopar.runtime.generators import preserve_generators
 from autopar.runtime.settings import (
     Clip,
     TrainSettings,

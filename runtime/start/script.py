@@ -24,6 +24,7 @@ from torch import nn
 from autopar.capture.batch import given_model, named_tensors, row_count
 from autopar.capture.evaluation import capture_evaluation, capture_prediction
 from autopar.capture.export import capture
+from autopar.capture.generators import preserve_generators
 from autopar.capture.graph import LayerGraph, TensorSpec
 from autopar.capture.losses import check_loss, counted_loss
 from autopar.capture.meta import release
@@ -37,7 +38,6 @@ from autopar.runtime import weights
 from autopar.runtime.checkpoint.training import ScriptCheckpoints
 from autopar.runtime.data import Batch, Loader, check_given, split_rows
 from autopar.runtime.execute import StepRecord
-from autopar.runtime.generators import preserve_generators
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import Transport, sendable
 from autopar.runtime.settings import TrainSettings

@@ -163,3 +163,50 @@ def test_data_that_depends_on_reads_is_refused(item: str, collate: str, said: st
     with pytest.raises(ModelError, match=said) if said else nullcontext():
         check_reading(load(str(path)), 0)
     assert before == [state() for state in GENERATORS]
+
+
+SAMPLED = """
+import random
+import torch
+from torch.nn.utils.rnn import pad_sequence
+def dataset():
+    draw = torch.Generator().manual_seed({seed})
+    return [(torch.randn(draw.initial_seed() % 3 + 2 + i % 3, generator=draw), i % 5 % 3) for i in range(50)]
+def padded(samples):
+    return pad_sequence([x for x, _ in samples], True), torch.tensor([y for _, y in samples])
+def collate(samples):
+    x, y = padded(samples)
+    {collate}
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("collate", "mixes"),
+    [
+        ("return x, y", False),
+        ("order = sorted(range(len(y)), key=lambda i: -len(samples[i][0])); return x[order], y[order]", False),
+        ("return x.masked_fill(torch.rand(x.shape) < 0.3, 0), y", False),
+        ("return x + torch.tensor([random.random() for _ in y])[:, None], y", False),
+        ("return x - x.mean(1, keepdim=True), y, torch.arange(len(y))", False),
+        ("return x, {'y': y, 'w': len(y) / torch.bincount(y, minlength=3)[y].double()}", True),
+        ("return x - x.mean(0), y", True),
+        (
+            "part, to = torch.rand(()), torch.randperm(len(y)); return part * x + (1 - part) * x[to], y, y[to]",
+            True,
+        ),
+        ("return x / x.abs().max(), y", True),
+        ("x[0], x[-1] = x[0] + x[-1], x[-1]; return x, y.roll(1)", True),
+    ],
+)
+def test_a_collate_that_mixes_samples_is_found_and_padding_order_and_chance_are_no_mixing(
+    collate: str, mixes: bool, seed: int, tmp_path: Path
+) -> None:
+    text = SAMPLED.format(seed=seed, collate=collate)
+    for name, more in (("alone", ""), ("whole", "whole_batches = True")):
+        path = tmp_path / f"{name}.py"
+        path.write_text(f"{text}\n{more}\ndef model(): pass\n")
+        refused = pytest.raises(ModelError, match=r"makes of a sample depends on the others.*whole_batches")
+        with refused if mixes and not more else nullcontext():
+            check_reading(load(str(path)), seed)
+        check_reading(load(str(path)), seed, accept_mixing=True)

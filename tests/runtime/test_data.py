@@ -125,6 +125,16 @@ def test_what_is_drawn_for_a_sample_is_the_same_on_all_ranks(text: str, tmp_path
     assert not any(torch.equal(a, b) for a, b in combinations(seen, 2))
 
 
+def test_a_mini_batch_that_is_collated_whole_is_divided_behind_that(tmp_path: Path) -> None:
+    centring = COLLATE.replace(" + torch.rand(len(samples), 1)", "")
+    case = make_case(tmp_path / "model.py", f"{DRAWN}{centring}whole_batches = True\n")
+    plan, specs = case.plan([3, 1], 2, 5, seed=5), [case.graph.tensor("batch.0")]
+    parts = [ShareLoader(case.model, plan, rank, specs, CPU).load(3) for rank in range(3)]
+    (whole,) = ShareLoader(case.model, case.plan([1], 1, 10, seed=5), 0, specs, CPU).load(3)
+    assert torch.equal(torch.cat([part[m]["batch.0"] for m in range(2) for part in parts]), whole["batch.0"])
+    assert whole["batch.0"].mean(0).abs().max() < 1e-6
+
+
 def test_what_a_rank_is_not_given_as_planned_is_refused() -> None:
     with pytest.raises(UsageError, match="a batch of 3 samples, the plan is for 4"):
         check_given(0, {}, 3, [], 4)

@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from autopar.runtime.generators import generator_states, preserve_generators, set_generators
+from autopar.capture.generators import generator_states, preserve_generators, set_generators
 
 CPU = torch.device("cpu")
 DRAWS: tuple[Callable[[], float], ...] = (
