@@ -2,13 +2,14 @@
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 
-from autopar.errors import TrainingError
+from autopar.errors import TrainingError, UsageError
 from autopar.ranks import monitor as monitors
 from autopar.ranks.board import FINISHED, SETTING_UP, STEPPING, Board
 from autopar.ranks.failure import Failure, PeerLostError
@@ -97,6 +98,34 @@ def test_of_ranks_that_stand_still_the_one_that_does_not_wait_is_named(ranks: li
     watch = Watch(0.1, describe=lambda rank, note: Doing(f"step {note.step}", waiting=rank != 1))
     with pytest.raises(TrainingError, match=r"^rank 1 \(step 5\) made no progress for 0.1 s; raise `timeout_s`"):
         _monitor(ranks, board, watch).until_done()
+
+
+def test_a_rank_that_has_answered_stands_still_and_one_that_sets_up_has_time(
+    ranks: list[Played], board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitors, "SET_UP_S", 0.3)
+    board.write(1, SETTING_UP)
+    ranks[0].say(result=None)
+    ranks[2].say(result=None)
+    began_s = time.monotonic()
+    with pytest.raises(TrainingError, match=r"^rank 1 \(setting up\) made no progress"):
+        _monitor(ranks, board, Watch(0.05)).until_done()
+    assert time.monotonic() - began_s > 0.3
+
+
+def test_a_mistake_of_the_users_blames_no_rank_and_messages_may_come_in_parts(
+    ranks: list[Played], board: Board
+) -> None:
+    text = json.dumps({"failure": Failure.of(UsageError("no such thing")).as_dict()}).encode()
+    os.write(ranks[1]._writer, b'{"message": {}}\n' + text[:20])
+    assert ranks[1].link.read() == [{"message": {}}]
+    os.write(ranks[1]._writer, text[20:] + b"\n")
+    with pytest.raises(UsageError, match=r"^no such thing"):
+        _monitor(ranks, board).until_done()
+    assert board.blamed_rank is None
+    board.blame(2)
+    board.blame(0)
+    assert board.blamed_rank == 2, "what fails later is a consequence"
 
 
 def _play(ranks: list[Played], board: Board, ratios: Sequence[Sequence[float]], on_slow: Callable[..., Any]) -> None:

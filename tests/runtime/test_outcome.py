@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from autopar.runtime.outcome import outcome_of
+from autopar.runtime.checkpoint.writer import SaveResult
+from autopar.runtime.outcome import Steps, outcome_of
 from autopar.schedules.expand import expand
 from played import plan_of, results_of
 
@@ -24,6 +25,10 @@ def test_every_ranks_times_sum_to_the_step_they_are_of(schedule: str, widths: tu
         assert min(abs(total - length) for length in lengths[1:]) < 1e-9
         assert times.in_flight == times.predicted_in_flight
         assert report.predicted_peak_bytes[times.rank] == 100 + max(times.stages)
+    busy_s = sum(times.compute_s + times.update_s for times in report.rank_times)
+    assert report.bubble == pytest.approx(1 - busy_s / (len(results) * total), rel=1e-9)
+    median_s = report.step_s.median
+    assert (report.error, report.samples_per_s) == pytest.approx((10.0 / median_s - 1, plan.batch / median_s))
 
 
 def test_the_first_step_counts_for_nothing_and_an_outlier_moves_no_median() -> None:
@@ -49,3 +54,53 @@ def test_operations_are_held_against_the_devices_peak_where_that_is_known() -> N
     report = outcome_of(plan, expand(plan), results, "drawn").report
     assert report.model_flops == 6e12
     assert report.flops_utilisation == pytest.approx(6e12 / (4e12 * report.step_s.median))
+    results[0]["peak_flops_per_s"] = None
+    assert outcome_of(plan, expand(plan), results, "drawn").report.flops_utilisation is None
+
+
+def test_deciles_are_of_all_steps_but_the_first_and_the_typical_one_is_the_last_at_the_median() -> None:
+    plan = plan_of("1f1b", (1, 1))
+    actions, program = max(len(rank) for rank in expand(plan).ranks), expand(plan)
+    steps = Steps(program, results_of(plan, 12, lambda step, rank, action: float(step)))
+    times = steps.times()
+    assert [times.p10, times.median, times.p90] == [1 + actions * step for step in (2, 6, 10)]
+    assert (times.first, times.longest, steps.typical) == (1, 1 + actions * 11, 6)
+    # Of equal ones, but for one that nothing follows.
+    assert Steps(program, results_of(plan, 5, lambda step, rank, action: 1.0)).typical == 3
+    # The first step counts for nothing, even beside a single other one.
+    slow = outcome_of(plan, program, results_of(plan, 2, lambda step, rank, action: 9.0 - 8 * step), "drawn")
+    assert all(times == pytest.approx(1.0) for (_, action), times in slow.own_times.items() if action.kind in "FBU")
+
+
+def test_of_repetitions_with_several_mini_batches_times_are_those_of_one() -> None:
+    plan, draw = plan_of("1f1b", (2, 1)), random.Random(0)
+    results = results_of(plan, 4, lambda step, rank, action: draw.uniform(0.1, 1.0))
+    single, double = (Steps(expand(plan), results, span) for span in (1, 2))
+    assert double.lengths_s == pytest.approx([each / 2 for each in single.lengths_s])
+    for one, two in zip(single.time_use(2), double.time_use(2), strict=True):
+        assert two == pytest.approx([each / 2 for each in one])
+    turning = plan.stages[0].model_copy(update={"division": "round-robin"})
+    turns = plan.model_copy(update={"weight_policy": "stash", "stages": (turning, *plan.stages[1:])})
+    for result in results:
+        result["peak_flops_per_s"] = 2e12
+    flops = [outcome_of(each, expand(plan), results, "drawn").report.model_flops for each in (plan, turns)]
+    assert (turns.span, flops) == (2, [9e12, 4.5e12])
+
+
+def test_a_report_counts_overflows_checkpoints_and_what_every_rank_holds_for_them() -> None:
+    plan = plan_of("1f1b", (1, 1))
+    results = results_of(plan, 4, lambda step, rank, action: 1.0)
+    saves = [SaveResult(1, 0.5, 4.0, None), SaveResult(2, 0.1, 1.0, "no space"), SaveResult(3, 0.2, 2.0, None)]
+    for rank, result in enumerate(results):
+        result["checkpoints"], result["buffers_bytes"], result["peak_bytes"] = saves, 30 + rank, 70 + rank
+        result["gradient_norm"], result["overflow"] = [None, 2.0, None, 1.0], [True, False, True, False]
+        result["loss"], result["count"] = [6.0 * rank] * 4, [2.0 + rank] * 4
+        # The second rank's steps begin sooner before its first action.
+        result["starts_s"] = [each + 0.25 * rank for each in result["starts_s"]]
+    outcome = outcome_of(plan, expand(plan), results, "drawn", first_step=3)
+    report, saved = outcome.report, outcome.report.checkpoints
+    assert (report.overflows, report.gradient_norm, report.loss) == (2, (None, 2.0, None, 1.0), (1.2,) * 4)
+    assert (report.steps, report.first_step, report.peak_bytes, outcome.overhead_s) == (4, 3, (70, 71), 1.0)
+    assert saved is not None
+    assert (saved.steps, saved.failures) == ((1, 3), ("step 2: no space",))
+    assert (saved.pause_s, saved.busy_s, saved.buffers_bytes) == (0.2, 2.0, (30, 31))
