@@ -14,6 +14,7 @@ from autopar.planner.assemble import DictatedRun
 from autopar.planner.candidate import Family
 from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
+from autopar.profiler import calibrate as calibrating
 from autopar.profiler.calibrate import MeasuredRun, Observation, calibrate, predict, read_runs
 from autopar.profiler.estimate import Workload, profile_of, workload
 from autopar.profiler.roofline import Constants, default_constants
@@ -93,6 +94,20 @@ def test_one_bad_run_does_not_spoil_the_others(setting: Setting) -> None:
     found = calibrate(spoiled, default_constants(A100), leave_out=False).constants
     errors = [abs(p / run.step_s - 1) for p, run in zip(predict(runs, found), runs, strict=True)]
     assert np.median(errors) < 0.05
+
+
+def test_errors_are_those_of_the_start_of_the_fit_and_of_fits_without_each_run(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a fit finds the truth where it is given all runs, and nothing where it is not."""
+    runs, start = _measured(_runs(setting)[:5], TRUTH), default_constants(A100)
+    monkeypatch.setattr(calibrating, "_fit", lambda given, start: TRUTH if len(given) == len(runs) else start)
+    found = calibrate(runs, start)
+    errors = [abs(p / run.step_s - 1) for p, run in zip(predict(runs, start), runs, strict=True)]
+    assert found.error_before == found.error_left_out == pytest.approx(np.median(errors))
+    assert (found.constants, found.error_after) == (TRUTH, pytest.approx(0.0))
+    runs = runs[:4]
+    assert calibrate(runs, start).error_left_out is None
 
 
 def test_recomputed_layers_run_their_forward_again(setting: Setting) -> None:

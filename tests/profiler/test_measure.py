@@ -1,6 +1,7 @@
 """Times of layers in rounds, and the line that fits them."""
 
 import random
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from autopar.capture import capture_module, named_tensors
+from autopar.profiler import measure as measuring
 from autopar.profiler.device import as_it_is
 from autopar.profiler.layer_runs import LayerChain, LayerInputs
 from autopar.profiler.measure import fit_line, measure, spread
@@ -66,3 +68,13 @@ def test_spread_is_the_interquartile_range_over_the_median() -> None:
     assert spread(times) == pytest.approx((6 - 2) / 4)
     assert spread([3.0, 1.0, 2.0]) == pytest.approx((3 - 1) / 2)
     assert spread([9.0, 1.0]) == 0.0
+
+
+def test_no_round_begins_that_would_end_beyond_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of 4 seconds: two end within 8 to 12, and a third would end at 12."""
+    for budget_s, rounds in ((8.0, 2), (11.9, 2), (12.0, 3)):
+        run: list[int] = []
+        clock = SimpleNamespace(perf_counter=iter(range(0, 400, 4)).__next__)
+        monkeypatch.setattr(measuring, "time", clock)
+        measuring._rounds(run.append, (1, 2), budget_s, lambda share: None)
+        assert run == [1, 2] * rounds

@@ -6,10 +6,11 @@ import pytest
 
 from autopar.formats.cluster import Cluster, Curve, Device, Link, Overlap
 from autopar.formats.plan import Plan, Shard
-from autopar.formats.profile import Layer, Profile, Tensor
+from autopar.formats.profile import DeviceCosts, Layer, Line, Profile, Tensor
 from autopar.formats.program import Action
 from autopar.formats.timeline import own_times
 from autopar.planner import PlanOptions, plan, simulate
+from autopar.profiler import recalibrate
 from autopar.profiler.recalibrate import correct_gathering, correct_links, correct_profile, without_gathering
 from random_problems import cost, profile_of
 
@@ -229,3 +230,66 @@ def test_a_run_that_was_all_sharded_corrects_no_layer_and_one_of_divided_optimiz
     made = correct_profile(known, run, measured, told(run, known, links), layers_of(known, run), 0.0)
     assert [layer.update_s for layer in made.layers] == [layer.update_s for layer in known.layers]
     assert made.layers[0].costs[0].forward_s == pytest.approx(2 * known.layers[0].costs[0].forward_s)
+
+
+def test_every_time_of_a_layer_is_multiplied_by_what_it_is_of_and_the_median_of_its_stages() -> None:
+    line = Line(fixed_s=1.0, per_sample_s=10.0, residual=0.5)
+    layer, halves = profile(random.Random(1)).layers[0], {"backward_input_s": 1.0, "backward_weight_s": 1.0}
+    costs = tuple(each.model_copy(update={**halves, "recompute_s": 1.0}) for each in layer.costs)
+    more = {"accumulate_s": 1.0, "input_s": 1.0, "forward_fit": line, "backward_fit": line}
+    layer = layer.model_copy(update={"costs": costs, **more})
+    factors = recalibrate._Factors(2.0, 3.0, 5.0, 7.0, 11.0)
+    others = [recalibrate._Factors(*[value] * 5) for value in (1.0, 100.0)]
+    found = recalibrate._scale_layer(layer, [others[0], factors, others[1]], frozenset({2}))
+    for before, after in zip(layer.costs, found.costs, strict=True):
+        assert (after.forward_s, after.backward_s) == pytest.approx((2 * before.forward_s, 3 * before.backward_s))
+        assert (after.backward_input_s, after.backward_weight_s, after.recompute_s) == (5.0, 7.0, 3.0)
+    assert (found.update_s, found.accumulate_s, found.input_s) == (pytest.approx(11 * layer.update_s), 3.0, 2.0)
+    assert [
+        each and (each.fixed_s, each.per_sample_s, each.residual) for each in (found.forward_fit, found.backward_fit)
+    ] == [(2.0, 20.0, 0.5), (3.0, 30.0, 0.5)]
+
+
+def test_a_stages_halves_are_told_apart_and_what_it_recomputes_is_of_its_backwards() -> None:
+    known, links = profile(random.Random(2)), cluster(1e-4, 1e8)
+    run = planned(known, links, CUTS[1])
+    ratios = {(0, Action(kind, 0, 0)): factor for kind, factor in (("F", 2.0), ("I", 5.0), ("W", 7.0), ("U", 11.0))}
+    assert recalibrate._stage_factors(run, 0, 0, ratios) == (2.0, 6.0, 5.0, 7.0, 11.0)
+    assert recalibrate._stage_factors(run, 1, 1, ratios) == (1.0,) * 5
+    (layer, *_), stage = known.layers, run.stages[0]
+    (first, *_) = layer.costs
+    recomputing = stage.model_copy(update={"recompute": (layer.name,)})
+    plainly_s, again_s = (recalibrate._seconds(layer, each, 1, 1) for each in (stage, recomputing))
+    assert (plainly_s, again_s) == pytest.approx((first.backward_s, first.backward_s + first.forward_s))
+
+
+def test_each_kind_of_device_is_corrected_by_its_own_stages() -> None:
+    known, links = profile(random.Random(3)), cluster(1e-4, 1e8)
+    run, other = planned(known, links, CUTS[1]), known.device.model_copy(update={"name": "other"})
+    kinds = [known.device.name, "other", "other"]
+    stages = [stage.model_copy(update={"types": (kind,)}) for stage, kind in zip(run.stages, kinds, strict=True)]
+    both = known.model_copy(update={"others": (DeviceCosts(device=other, layers=known.layers),)})
+    predicted = told(run, known, links)
+    measured = {key: seconds * (2, 3, 5)[key[1].stage] for key, seconds in predicted.items()}
+    found = correct_profile(both, run.model_copy(update={"stages": tuple(stages)}), measured, predicted, [], 0.0)
+    for layers, factors in ((found.layers, (2, 1, 1)), (found.others[0].layers, (1, 3, 5))):
+        expected = [factors[next(at for at, s in enumerate(stages) if each.name in s.layers)] for each in layers]
+        ratios = [
+            new.costs[0].forward_s / old.costs[0].forward_s for new, old in zip(layers, known.layers, strict=True)
+        ]
+        assert ratios == pytest.approx(expected)
+
+
+def test_a_links_bandwidth_is_of_all_that_share_it_both_ways_and_one_beside_others_is_scaled() -> None:
+    samples = [recalibrate._Sample(size, 1e-3 + size / 1e6, 2e-3 + size / 2e6) for size in (1000, 4000, 9000)]
+    for duplex, ways in (("full", 1), ("half", 2)):
+        link = Link(level="node", latency_s=1.0, bytes_per_s=1e9, shared_by=3, duplex=duplex)  # type: ignore[arg-type]
+        found = recalibrate._correct_link(link, samples, alone=True)
+        assert (found.latency_s, found.bytes_per_s) == (pytest.approx(1e-3), pytest.approx(3 * ways * 1e6))
+        scaled = recalibrate._correct_link(link, samples, alone=False)
+        factor = 5e-3 / 4e-3
+        assert (scaled.latency_s, scaled.bytes_per_s) == (pytest.approx(factor), pytest.approx(1e9 / factor))
+    for links, alone in ((cluster(1e-4, 1e8), True), (cluster(1e-4, 1e8, curve=True), False)):
+        assert recalibrate._alone(links, links.links[0]) == alone
+        beside = links.model_copy(update={"links": (*links.links, links.links[0])})
+        assert not recalibrate._alone(beside, links.links[0])
