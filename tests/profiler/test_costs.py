@@ -1,5 +1,7 @@
 """From measurements to the records of a profile, against counting by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -36,7 +38,7 @@ def _costs(graph: LayerGraph) -> Costs:
     costs.optimizer = OptimizerMemory(dict.fromkeys(kinds, 40), dict.fromkeys(kinds, 8), at_once=False)
     for size in (1, 4):
         names = [layer.name for layer in graph.layers]
-        made = dict.fromkeys(costs.crossing, (torch.bfloat16, 12 * size))
+        made = dict.fromkeys(costs.crossing, (torch.bfloat16, 11 * size + 2))
         costs.recordings[size] = Recording({}, {name: {"x": size} for name in names}, dict.fromkeys(names, size), made)
         for kind in kinds:
             backward = [Time(2.0 * size, 0.5)] * 3
@@ -63,6 +65,7 @@ def test_a_shared_parameter_is_updated_by_the_first_layer_that_holds_it() -> Non
 
 def test_layers_get_the_medians_of_their_kind_and_the_bytes_of_their_own() -> None:
     graph = _graph()
+    graph = replace(graph, layers=tuple(replace(each, most_rows=7) for each in graph.layers))
     records = describe_layers(graph, _costs(graph))
     assert [record.parameters_bytes for record in records] == [4 * 42] * 4
     assert [record.trainable_bytes for record in records] == [4 * 42, 4 * 36, 4 * 42, 4 * 42]
@@ -73,6 +76,9 @@ def test_layers_get_the_medians_of_their_kind_and_the_bytes_of_their_own() -> No
         found = [(cost.micro_batch, cost.forward_s, cost.backward_s, cost.repeats) for cost in record.costs]
         assert found == [(1, 2.0, 2.0, 3), (4, 5.0, 8.0, 3)]
         assert [(cost.forward_launch_s, cost.backward_launch_s) for cost in record.costs] == [(None, 0.5)] * 2
+        assert [(cost.recompute_s, cost.backward_spread) for cost in record.costs] == [(1.0, 0.0)] * 2
+        assert all(cost.forward_spread > 1 for cost in record.costs)
+        assert (record.least_samples, record.most_samples) == (1, layer.most_rows)
         assert record.forward_fit is not None
         assert (record.forward_fit.fixed_s, record.forward_fit.per_sample_s) == pytest.approx((1.0, 1.0))
         assert (record.update_s, record.accumulate_s, record.optimizer_bytes) == (0.25, 0.125, 40)

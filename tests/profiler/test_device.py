@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from autopar.errors import UsageError
+from autopar.profiler import device
 from autopar.profiler.device import Conditions, computing, describe, observe, parse, pin_threads
 from autopar.profiler.estimate import CONTEXT_BYTES, RESERVED_BYTES, WORKSPACE_BYTES
 from autopar.profiler.layer_runs import compiling
@@ -72,3 +73,10 @@ def test_a_gpu_that_is_there_reserves_what_an_estimated_one_with_that_context(mo
     monkeypatch.setattr("autopar.profiler.device._workspace_bytes", lambda device: WORKSPACE_BYTES)
     assert describe(torch.device("cuda", 0), 1).reserved_bytes == RESERVED_BYTES
     assert describe(CPU, 1).reserved_bytes == 0
+    assert describe(CPU, 1).memory_bytes == device.memory_bytes(CPU) // device.count(CPU)
+
+
+def test_the_cores_that_idle_most_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([{0: 100, 1: 10, 2: 50}, {0: 101, 1: 15, 2: 53}])
+    monkeypatch.setattr(device, "_idle_ticks", ticks.__next__)
+    assert device._idlest({0, 1, 2}, 2) == [1, 2]

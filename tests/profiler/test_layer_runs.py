@@ -133,7 +133,12 @@ def test_a_step_gives_every_layer_its_own_times(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("autopar.profiler.layer_runs.clock_of", lambda device: Counting())
     model, batch, loss = build("chain")
     graph = capture_module(model, batch, loss)
-    found = runs.LayerChain(graph.layers, graph.outputs, as_it_is, CPU).step(given(batch))
+    chain = runs.LayerChain(graph.layers, graph.outputs, as_it_is, CPU)
+    found = chain.step(given(batch))
     # Forwards come first, from the first layer on; backwards from the last one on.
     last = 2 * len(graph.layers) - 1
     assert [each for _, *each in found] == [[Time(at), Time(last - at)] for at in range(len(graph.layers))]
+    # What is run again, and either half, comes from the last layer on.
+    backwards = [Time(len(graph.layers) - 1 - at) for at in range(len(graph.layers))]
+    assert chain.recompute(given(batch)) == list(zip(graph.layers, backwards, strict=True))
+    assert chain.split(given(batch)) == list(zip(graph.layers, backwards, backwards, strict=True))

@@ -6,7 +6,7 @@ import torch
 
 from autopar.hardware.gpus import find
 from autopar.profiler.kernels import Kernel
-from autopar.profiler.roofline import Constants, KernelTable, seconds
+from autopar.profiler.roofline import ALIGNED_SHARE, Constants, KernelTable, default_constants, seconds
 
 A100 = find("A100")
 
@@ -41,3 +41,12 @@ def test_few_numbers_or_few_terms_halve_the_share_that_a_product_reaches() -> No
     found = seconds(KernelTable.of([[each] for each in products], A100), A100, constants, 0.0)
     whole_s = flops / A100.flops_per_s("bf16") / constants.matmul_share
     assert found / whole_s == pytest.approx([1, 2, 2, 4, 5], rel=1e-6)
+    # What takes longer hides the other; rows that are not aligned slow products of 16 bits alone.
+    moving = Kernel("mm", "matmul", torch.bfloat16, flops, 10**13, 0, 10**12, 10**9)
+    (moving_s,) = seconds(KernelTable.of([[moving]], A100), A100, constants, 0.0)
+    assert moving_s == pytest.approx(1e13 / A100.memory_bytes_per_s / constants.memory_share)
+    for dtype, share in ((torch.bfloat16, ALIGNED_SHARE[2]), (torch.float16, ALIGNED_SHARE[2]), (torch.float32, 1)):
+        pair = [[_product(65536, dtype)._replace(aligned_bytes=each)] for each in (2, 16)]
+        slow, quick = seconds(KernelTable.of(pair, A100), A100, constants, 0.0)
+        assert slow / quick == pytest.approx(1 / share)
+    assert default_constants(find("T4")).matmul_share < default_constants(find("H100")).matmul_share < 0.7
