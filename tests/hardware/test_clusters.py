@@ -67,12 +67,18 @@ def test_a_name_says_nodes_gpus_and_the_network_of_a_node_and_adds_nodes_with_ot
     assert [device.node for device in cluster.devices] == [0] * 4 + [1] * 4 + [2] * 8
     assert any("published of A100-SXM-80G, V100-SXM2-32G" in note for note in cluster.notes)
     assert any("the slowest" in note for note in cluster.notes)
+    cluster = cluster_named("4xA100+2x8xA100:100Gbps")
+    ranks = {each: {curve.ranks for curve in cluster.curves if curve.level == each} for each in ("node", "network")}
+    assert ranks == {"node": {2, 4, 8}, "network": {2, 3, 8, 12}}
+    assert [link.shared_by for link in cluster.links] == [1, 8]
     assert cluster_named("4xA100+4xA100:100Gbps").links == cluster_named("2x4xA100:100Gbps").links
 
 
 def test_a_name_says_racks_and_the_network_between_them() -> None:
     cluster = cluster_named("2x4x8xH100:400Gbps:100Gbps")
     assert [(device.rack, device.node) for device in cluster.devices[::8]] == [(at // 4, at) for at in range(8)]
+    for parts, racks in (("2x2x4xH100+4xH100", [0, 0, 1, 1, 2]), ("4xH100+2x2x4xH100", [0, 1, 1, 2, 2])):
+        assert [device.rack for device in cluster_named(f"{parts}:9Gbps:1Gbps").devices[::4]] == racks
     assert [link.level for link in cluster.links] == ["node", "rack", "network"]
     assert [link.shared_by for link in cluster.links] == [1, 8, 8]
     near, far = cluster_named("4x8xH100:400Gbps"), cluster_named("8x8xH100:100Gbps")

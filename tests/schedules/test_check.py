@@ -93,6 +93,7 @@ PLANS = {
         ("1f1b", 0, _moved("F0@0", "S0@0>1@1"), r"S0@0>1@1 stands before F0@0, which it needs"),
         ("1f1b", 1, _moved("B0@1", "SG0@1>0@0"), r"SG0@1>0@0 stands before B0@1, which it needs"),
         ("1f1b", 0, _moved("F2@0", "RG0@0<1@1"), r"rank 0 \(stage 0\) keeps 3 micro-batches in flight, allowed 2"),
+        ("1f1b", 0, _moved("U@0", "F3@0"), r"rank 0 \(stage 0\), position \d+: U@0 stands before .*, which it needs"),
         (
             "1f1b",
             1,

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autopar.formats.plan import Plan, SharedParameter, layout_of
-from autopar.formats.program import Action, Program, RankProgram
+from autopar.formats.program import BEGIN_SUM, REDUCE_TIED, UPDATE, Action, Program, RankProgram
 from autopar.schedules import SCHEDULES
 from autopar.schedules.check import ProgramError, check
 from autopar.schedules.expand import FORWARDS, expand, expand_forwards, stages_of
@@ -46,6 +46,18 @@ def test_any_program_is_complete_and_free_of_deadlock_and_holds_what_its_depth_s
                 entry = ("S" if kind == "R" else "SG", micro_batch, peer_stage, own_stage)
                 received.setdefault((peer, rank), []).append(entry)
     assert sent == received
+
+
+def test_a_shared_parameter_is_summed_among_all_its_ranks_and_by_its_first_stage_early() -> None:
+    tied = (SharedParameter(parameter="w", stages=(0, 3), bytes=4),)
+    for shares, count in (((1, 1), 2), ((2,), 0)):
+        ranks = expand(make("zb-v", 2, [shares, (2,)], [2, 2, 2, 1], chain(4), tied)).ranks
+        assert sum(action.kind == REDUCE_TIED for actions in ranks for action in actions) == count
+    tied = (SharedParameter(parameter="w", stages=(0, 1), bytes=4),)
+    plan = make("1f1b", 2, [(1,), (1,)], [2, 1], chain(2), tied).model_copy(update={"weight_policy": "2bw"})
+    kinds = [[action.kind for action in actions] for actions in expand(plan).ranks]
+    # The norm of all gradients counts it once, and is summed before updates.
+    assert [each[each.index(REDUCE_TIED) + 1] for each in kinds] == [BEGIN_SUM, UPDATE]
 
 
 _Change = Callable[[list[Action], int], list[Action]]
