@@ -15,7 +15,7 @@ from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.communication import LinkModel, Sharing
 from autopar.planner.costs.layers import LayerCosts, Reduction
 from autopar.planner.costs.memory import PeakTerms, stage_terms
-from autopar.planner.costs.model import CostModel, durations
+from autopar.planner.costs.model import CostModel, durations, rank_bytes
 from autopar.planner.simulator.simulate import Simulator, compile_rows, run, trace
 from autopar.schedules.expand import expand, messages, stages_of
 from chunked import OTHERS, random_chunked, random_costs
@@ -74,6 +74,10 @@ def test_a_reduction_is_exposed_by_what_the_backward_does_not_hide() -> None:
     assert costs.reduce_s(whole) == pytest.approx(18.0, rel=1e-5)
     assert costs.replica_exposed_s(whole, 0) == costs.reductions.exposed_s(Reduction(0, 3, 2, "node"))
     assert costs.reductions.exposed_s(Reduction(0, 3, 1, "node")) == 0.0
+    # Where the last backward adds to gradients: c at 2 and 8, b at 10 and 16, a at 16, and 6 more.
+    adding = [each.model_copy(update={"accumulate_s": 1.0}) for each in layers]
+    costs = CostModel(profile_of(adding, [], 1), _cluster(slow), PlanOptions())
+    assert costs.reductions.exposed_s(Reduction(0, 3, 2, "node")) == pytest.approx(6.0, rel=1e-5)
 
 
 def test_a_parameter_tied_within_a_stage_is_reduced_once_and_between_stages_apart() -> None:
@@ -83,6 +87,8 @@ def test_a_parameter_tied_within_a_stage_is_reduced_once_and_between_stages_apar
     ring = 2e-3
     assert costs.reduce_s(CandidateStage(0, 3, (0, 1), (1, 1), 1)) == pytest.approx(ring + 1500 / 1e6)
     assert costs.reduce_s(CandidateStage(0, 2, (0, 1), (1, 1), 1)) == pytest.approx(ring + 500 / 1e6)
+    # The backward has all of it behind its first layer.
+    assert costs.reductions.buckets(0, 3) == [(0, 1500)]
     stages = (CandidateStage(0, 2, (0,), (1,), 1), CandidateStage(2, 3, (1,), (1,), 1))
     assert costs.tied_between(stages) == [(0, (0, 1))]
     assert costs.tied_between((CandidateStage(0, 3, (0,), (1,), 1),)) == []
@@ -128,6 +134,25 @@ def test_memory_is_the_sum_the_docstring_says() -> None:
     assert peaks == [first, second, third]
 
 
+@pytest.mark.parametrize(("schedule", "cuts"), [("1f1b", (3,)), ("zb-h1", (3,)), ("zb-v", (1, 3))])
+def test_an_update_holds_what_its_largest_layer_does_or_all_where_they_are_updated_at_once(
+    schedule: str, cuts: tuple[int, ...]
+) -> None:
+    layers = [each.model_copy(update={"update_bytes": 10**6 * 3**at}) for at, each in enumerate(LAYERS[:2])]
+    stages = tuple(CandidateStage(first, stop, (0,), (1,), 1) for first, stop in pairwise((0, *cuts)))
+    for at_once, most in ((False, 3 * 10**6), (True, 4 * 10**6)):
+        profile = profile_of([*layers, LAYERS[2]], [], 4).model_copy(update={"updates_at_once": at_once})
+        peaks = CostModel(profile, _cluster(), PlanOptions()).peak_bytes(Candidate(4, 1, schedule, stages))
+        assert set(peaks) == {1500 * 4 + 3 * 10 + most}
+
+
+def test_a_rank_has_the_memory_of_its_own_device_and_not_of_its_stages_smallest() -> None:
+    devices = tuple(Device(type="cpu", memory_bytes=size) for size in (300, 200))
+    costs = CostModel(profile_of(LAYERS, [], 4), _cluster().model_copy(update={"devices": devices}), PlanOptions())
+    held = rank_bytes(costs, Candidate(4, 1, "1f1b", (_replicas("none"),)))
+    assert [each.limit for each in held] == [300, 200]
+
+
 def test_in_flight_micro_batches_add_their_activations_and_nothing_else() -> None:
     for seed in range(20):
         costs = CostModel(random_profile(seed), random_cluster(seed, 4), PlanOptions(gpus=4))
@@ -158,6 +183,9 @@ def test_every_time_says_where_it_comes_from_and_a_plan_repeats_it() -> None:
     alone = plan(gpt_profile(), local_cluster(1), PlanOptions(gpus=1, micro_batches=4, batch=16))
     assert alone.predicted.compute == ("measured",)
     assert alone.predicted.communication is None
+    sharded = plan(profile, cluster, PlanOptions(gpus=2, stages="0-13:2", shard="optimizer", micro_batches=4))
+    for kind in ("reduce-scatter", "all-gather"):
+        assert any(note.startswith(f"{kind} among 2 ranks is computed from") for note in sharded.notes)
 
 
 def test_the_profiles_own_fit_and_what_a_process_takes_for_itself_are_reckoned_with() -> None:
@@ -201,6 +229,9 @@ def test_sharding_divides_what_it_names_and_communicates_for_it() -> None:
     # Every replica also has its half of the parameters, from which they are gathered.
     assert held[0] - held[1] == (3000 - 1530) // 2
     by_shard = {shard: _replicas(shard) for shard in ("none", "optimizer", "gradients", "parameters")}
+    # Beside its half of the gradients a replica has two whole layers', and of sharded parameters as many.
+    states = [costs.state_bytes(Candidate(4, 1, "1f1b", (each,)), 0) for each in by_shard.values()]
+    assert states == [(4530, 1500), (3795, 1500), (3795, 750 + 2000), (2265, 750 + 4000)]
     ring = 1e-3
     assert costs.reduce_s(by_shard["none"]) == pytest.approx(2 * ring + 1500 / 1e6)
     # A CPU waits for one layer after the other; the third has nothing to move.
@@ -230,6 +261,10 @@ def test_a_gpu_gathers_and_scatters_beside_computing() -> None:
     shared = _cluster().model_copy(update={"overlaps": (overlap,)})
     both = CostModel(known, shared, PlanOptions(bytes_per_s=100.0))
     assert both.forward_s(by_shard["parameters"], 0) == pytest.approx(5.001 + 0.625 + 2.501 + 0.625 + 1.0)
+    # One after the other takes no longer, however much they slow each other.
+    heavy = shared.model_copy(update={"overlaps": (Overlap(level="node", compute=9.0, communication=9.0),)})
+    slowed = CostModel(known, heavy, PlanOptions(bytes_per_s=100.0))
+    assert slowed.forward_s(by_shard["parameters"], 0) == pytest.approx(3 + 5.001 + 2.501)
     # Without overlaps, the longer one; the first layer's scatter ends after the backward; buckets go together.
     apart = CostModel(known, _cluster(), PlanOptions(bytes_per_s=100.0))
     assert apart.forward_s(by_shard["parameters"], 0) == pytest.approx(5.001 + 2.501 + 1.0)
@@ -239,11 +274,15 @@ def test_a_gpu_gathers_and_scatters_beside_computing() -> None:
 
 
 def test_replicas_add_up_the_parts_of_sharded_gradients_only() -> None:
-    layers = [each.model_copy(update={"accumulate_s": 0.5}) for each in (_layer("a", 1.0, 8), _layer("b", 1.0, 8))]
+    halves = {"backward_input_s": 0.25, "backward_weight_s": 0.75}
+    layers = [_layer("a", 1.0, 8), _layer("b", 1.0, 8)]
+    update = {"accumulate_s": 0.5, "costs": (layers[0].costs[0].model_copy(update=halves),)}
+    layers = [each.model_copy(update=update) for each in layers]
     for known in (profile_of(layers, [], 4), _gpu(profile_of(layers, [], 4))):
         costs = CostModel(known, _cluster(), PlanOptions()).without(links=True)
         placed = [CandidateStage(0, 2, (0, 1), (1, 1), 1, (), shard) for shard in ("none", "optimizer", "gradients")]
         assert [costs.backward_s(each, 0, 4) for each in placed] == pytest.approx([3.0, 3.0, 2.5])
+        assert [costs.halves_s(each, 0, 4) for each in placed] == [(0.5, pytest.approx(own)) for own in (2.5, 2.5, 2.0)]
 
 
 def test_copies_are_added_where_no_curve_was_measured_on_a_cpu() -> None:
