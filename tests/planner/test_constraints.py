@@ -10,8 +10,8 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
-from autopar.planner.candidate import Candidate, families
-from autopar.planner.constraints import Constraints, parse
+from autopar.planner.candidate import Candidate, Family, families, place, within
+from autopar.planner.constraints import Constraints, Question, parse
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import closest
 from autopar.planner.plan import compare
@@ -188,6 +188,28 @@ def test_of_many_layers_those_next_to_what_is_pinned_may_begin_and_end_stages() 
     assert (edges[0], edges[-1], len(edges) < 80) == (0, costs.layer_count, True)
     _, found = closest(costs, families(costs.batch, options)[-1:], options)  # type: ignore[misc]
     assert found.cuts == (97, 150)
+
+
+def test_a_plan_of_others_is_excluded_by_what_it_does_not_obey_and_by_nothing_else() -> None:
+    family, cuts, divided = Family(4, 4, "1f1b"), (7, 14), ("split", "gradients")
+    every = CostModel(gpt_profile(), local_cluster(4), PlanOptions()).recompute_levels(4)
+    even, uneven = place(family, cuts, (2, 2)), place(family, cuts, (2, 1))
+    shards = [place(family, cuts, (2, 2), [divided, other]) for other in (divided, ("split", "none"))]  # type: ignore[list-item]
+    levels = every[-1], every[3]
+    again, some = ([each._replace(recompute=within(level, *each[:2])) for each in even] for level in levels)
+    for option, value, obeys, breaks in (
+        ("use_all", True, even, uneven),
+        ("equal_widths", True, even, uneven),
+        ("max_stages", 2, even, place(family, (4, *cuts), (1, 1, 1))),
+        ("shard", "gradients", shards[0], shards[1]),
+        ("shard", "none", even, shards[1]),
+        ("schedule", "gpipe", even, [stage._replace(warmup=2) for stage in even]),
+        ("recompute", "full", again, some),
+        ("recompute", "none", even, some),
+    ):
+        question = Question.of(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, **{option: value}))  # type: ignore[arg-type]
+        said = [question.excluding_option(Candidate(*family, tuple(stages))) for stages in (obeys, breaks)]
+        assert said == [None, f"`{option}`" if value is True else f"`{option}={value!r}`"]
 
 
 def test_a_model_on_devices_too_few_for_its_pins_is_infeasible() -> None:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from autopar.exports import TARGETS
 from autopar.formats.cluster import Cluster
 from autopar.formats.expressible import Expressible
 from autopar.formats.plan import Plan
-from autopar.formats.profile import Profile
+from autopar.formats.profile import Profile, Writes
 from autopar.interop.target import ExportSubject
 from autopar.planner import PlanOptions, plan
 from autopar.planner.assemble import assemble
@@ -19,7 +20,7 @@ from autopar.planner.constraints import Question
 from autopar.planner.objectives.nearest import nearest_plan
 from autopar.planner.search.judge import try_stages
 from equal_plans import equal_plan, llama_profile
-from random_problems import local_cluster
+from random_problems import gpt_profile, local_cluster, two_kinds
 
 TRAINERS = {name: target for name, target in TARGETS.items() if target.expressible is not None}
 
@@ -88,6 +89,37 @@ def test_an_equal_plan_that_is_asked_for_again_is_not_beaten_by_its_own_cuts() -
     target = TRAINERS["megatron"]
     found = nearest_plan(own, profile, cluster, target.expressible, range(1, 11), tuple(range(13)))
     assert found.predicted.step_s <= own.predicted.step_s
+
+
+def _found(profile: Profile, cluster: Cluster, limits: Expressible, **asked: Any) -> Plan:  # noqa: ANN401
+    best, count = plan(profile, cluster, PlanOptions(use_all=True, **asked)), len(profile.layers)
+    return nearest_plan(best, profile, cluster, limits, range(1, count - 1), tuple(range(count + 1)))
+
+
+def test_the_nearest_plan_has_nothing_that_the_trainer_or_the_model_does_not_admit() -> None:
+    profile, cluster, own = llama_profile(2, batch=4), local_cluster(2), Expressible("own", ("1f1b",))
+    device = profile.device.model_copy(update={"reserved_bytes": 2**20})
+    taken = profile.model_copy(update={"device": device})
+    made = _found(taken, cluster, own, seed=7, memory_bytes=60 * 2**20)
+    assert (made.seed, set(made.predicted.limit_bytes)) == (7, {59 * 2**20})
+    assert [len(stage.types) for stage in _found(*two_kinds(profile, cluster, 0), own).stages] == [1, 1]
+    # Of layers with one replica each, the last one reads what the first one makes; one layer may not run twice.
+    alone, once = ({"writes": Writes(**{name: ("b",)})} for name in ("buffers", "parameters"))
+    first = profile.tensors[1].model_copy(update={"consumers": (profile.layers[1].name, profile.layers[3].name)})
+    skipping, written = (
+        profile.model_copy(update={"layers": tuple(each.model_copy(update=update) for each in profile.layers)})
+        for update in (alone, once)
+    )
+    skipping = skipping.model_copy(update={"tensors": (profile.tensors[0], first, *profile.tensors[2:])})
+    for model, devices, limits in (
+        (skipping, 4, own),
+        (written, 2, Expressible("own", ("1f1b",), recompute=("all",))),
+        # Rounds of as many micro-batches as there are groups, and halves that were measured.
+        (llama_profile(2, batch=3), 2, Expressible("own", ("interleaved",))),
+        (gpt_profile(2, batch=4).model_copy(update={"tied": ()}), 2, Expressible("own", ("zb-h1",))),
+    ):
+        with pytest.raises(InfeasibleError, match="no plan that own can express"):
+            _found(model, local_cluster(devices), limits)
 
 
 def test_the_memory_that_a_plan_was_made_for_is_the_nearests_too() -> None:
