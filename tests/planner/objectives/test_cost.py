@@ -12,6 +12,7 @@ from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import families
 from autopar.planner.costs.model import CostModel
+from autopar.planner.objectives import cost
 from autopar.planner.objectives.cost import cheapest
 from autopar.planner.simulator.simulate import Simulator
 from autopar.report.plan import plan_text
@@ -126,7 +127,9 @@ def test_with_a_gap_plans_meet_the_deadline_and_bounds_hold() -> None:
     assert within >= 0.8 * compared >= 8
 
 
-def test_of_equal_devices_the_cheaper_are_used() -> None:
+@pytest.mark.parametrize("most_by_nodes", [0, 2_000])
+def test_of_equal_devices_the_cheaper_are_used(most_by_nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "MOST_BY_NODES", most_by_nodes)
     cluster = local_cluster(2)
     devices = tuple(cluster.devices[0].model_copy(update={"price_per_hour": price}) for price in (3.0, 1.0))
     made = plan(gpt_profile(), cluster.model_copy(update={"devices": devices}), PlanOptions(objective="cost", batch=8))

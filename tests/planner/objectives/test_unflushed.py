@@ -13,6 +13,7 @@ import pytest
 
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.formats.plan import Division, Plan
+from autopar.formats.profile import TiedParameter
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.candidate import Candidate, CandidateStage, Family
 from autopar.planner.costs.model import CostModel
@@ -168,6 +169,13 @@ def test_versions_are_charged() -> None:
     assert min(trained[1:]) > 0
     more = zip(sync.predicted.peak_bytes, stash.predicted.peak_bytes, strict=True)
     assert [one - other for one, other in more] == [0, trained[1], 2 * trained[2]]
+    # A parameter that two layers of a stage share is kept once; an update goes on beside what is in flight.
+    shared = TiedParameter(parameter="w", layers=("layer.3", "layer.4"), bytes=200_000)
+    large = tuple(layer.model_copy(update={"update_bytes": 2**30}) for layer in profile.layers)
+    tied = profile.model_copy(update={"tied": (shared,), "layers": large})
+    stash, sync = (plan(tied, cluster, replace(options, policy=each)).predicted.peak_bytes for each in POLICIES[:2])  # type: ignore[arg-type]
+    assert sync[2] - stash[2] == 2 * (trained[2] - 200_000)
+    assert all(2**30 < peak < 2**31 for peak in stash)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
