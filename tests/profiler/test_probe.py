@@ -47,6 +47,8 @@ def test_what_runs_on_undisturbed_does_not_count_as_slowed() -> None:
     assert slowdowns(1.0, 3.0, 1.2, 3.1) == pytest.approx((1.2, 1.2 / 1.1))
     assert slowdowns(3.0, 1.0, 3.5, 2.0) == pytest.approx((2.0 / 1.5, 2.0))
     assert slowdowns(1.0, 1.0, 0.9, 0.9) == (1.0, 1.0)
+    one, other = (probe.MeasuredOverlap(level="node", compute=n, communication=3 * n) for n in (1.0, 2.0))
+    assert probe._merge_overlaps([[one], [], [other]]) == [{"level": "node", "compute": 1.5, "communication": 4.5}]
 
 
 @pytest.mark.slow
