@@ -119,7 +119,7 @@ class Ledger:
         """Say by how much the budget is exceeded; nothing where it is not, or there is none."""
         if self._budget_s is None:
             return ""
-        reference_s = json.loads(RECORDED.read_text(encoding="utf-8"))["loop_s"]
+        reference_s = json.loads(RECORDED.read_text(encoding="utf-8"))["budget_loop_s"]
         return over_budget(self._found["processor_s"], self._found["loop_s"], self._budget_s, reference_s)
 
 
