@@ -123,6 +123,8 @@ def test_what_is_drawn_for_a_sample_is_the_same_on_all_ranks(text: str, tmp_path
             assert torch.equal(inputs.sum(1, keepdim=True), targets)
             seen.append(inputs)
     assert not any(torch.equal(a, b) for a, b in combinations(seen, 2))
+    # A sample is drawn anew in every epoch.
+    assert len(torch.cat(seen).unique(dim=0)) == 40
 
 
 def test_a_mini_batch_that_is_collated_whole_is_divided_behind_that(tmp_path: Path) -> None:

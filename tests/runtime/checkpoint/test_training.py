@@ -21,13 +21,13 @@ from autopar.formats.profile import Writes
 from autopar.formats.program import Fault
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.folder import CheckpointFolder, export, read_verified
-from autopar.runtime.checkpoint.training import check_state, plan_notes
+from autopar.runtime.checkpoint.training import changes, check_state, plan_notes
 from autopar.runtime.outcome import Outcome
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.start.script import ScriptJob
 from autopar.schedules.continuing import lead
 from autopar.signals import ends_by_itself
-from checkpoint_pairs import PLAN, largest_difference, saved
+from checkpoint_pairs import PLAN, RUN, largest_difference, saved
 from drawn_models import model_case
 from labelled import loss
 from paths import MODELS
@@ -280,14 +280,35 @@ def test_python_state_that_a_forward_changes_is_refused_by_name() -> None:
     check_state(graph)
 
 
+def test_what_of_training_is_not_as_it_was_is_said_with_both_values() -> None:
+    stored = [
+        SimpleNamespace(name=name, shape=(2, 3), kind=kind) for name, kind in (("w", "parameter"), ("b", "buffer"))
+    ]
+    before: Any = SimpleNamespace(run=RUN, tensors=[*stored, SimpleNamespace(name="m", shape=(), kind="optimizer")])
+    same = {"w": (2, 3), "b": (2, 3)}
+    assert (
+        list(changes(before, RUN, same)) == list(changes(before, RUN.model_copy(update={"samples": None}), same)) == []
+    )
+    other = RUN.model_copy(update={"batch": 4, "seed": 1, "samples": 63, "last": "pad"})
+    assert list(changes(before, other, {"w": (3, 2), **dict.fromkeys("vxyz", (1,))})) == [
+        "the batch is 4, it was 8", "the seed is 1, it was 0", "the number of samples is 63, it was 64",
+        "the last is pad, it was drop", "the model has v, x, y and 1 more that the checkpoint has not",
+        "the checkpoint has b that the model has not", "w has shape [3, 2], it had [2, 3]",
+    ]  # fmt: skip
+
+
 @pytest.mark.reliability(23, 26)
 def test_what_another_plan_does_otherwise_and_layers_that_go_by_the_division_are_said() -> None:
     other = PLAN.model_copy(update={"ranks": 3, "schedule": "gpipe", "torch": "2.14.0", "sharded": True})
+    other = other.model_copy(update={"stages": 3, "precision": "bf16", "tensor_parallel": (2, 1)})
     said = list(plan_notes(PLAN, other, random=True, batch_norm=True))
     assert said == [
         "goes on with torch 2.14.0; the checkpoint was saved with 2.13.0",
         "goes on with ranks 3; the checkpoint was saved with 2",
+        "goes on with stages 3; the checkpoint was saved with 2",
         "goes on with schedule gpipe; the checkpoint was saved with 1f1b",
+        "goes on with precision bf16; the checkpoint was saved with fp32",
+        "goes on with ranks for a replica (by stage) 2, 1; the checkpoint was saved with 1",
         "goes on with sharding, unlike the checkpoint's run",
     ]
 

@@ -155,6 +155,7 @@ def test_what_is_not_of_the_set_stays_and_a_single_file_does_not_shadow_it(tmp_p
 @pytest.mark.parametrize("change", ["a bit", "the length", "gone", "a folder"])
 def test_a_file_that_is_not_the_one_of_the_index_is_refused(change: str, tmp_path: Path) -> None:
     folder = _prepared(tmp_path / "saved")
+    assert _value(folder) == 1.0
     path = sorted(folder.glob("*.safetensors"))[1]
     content = bytearray(path.read_bytes())
     if change == "a bit":

@@ -11,10 +11,11 @@ import pytest
 from autopar import api
 from autopar.errors import TrainingError
 from autopar.formats.plan import Plan
+from autopar.formats.program import Action, Program, RankProgram
 from autopar.formats.report import BlackBox
 from autopar.ranks.board import FINISHED, HISTORY, Board, Note
 from autopar.runtime.checkpoint.folder import CheckpointFolder
-from autopar.runtime.start.supervision import black_box_of, describe, slowness
+from autopar.runtime.start.supervision import black_box_of, describe, say_slow, slowness
 from autopar.schedules.expand import expand
 from launched import ended, launch, processes_in, torchrun, until
 from suite import warm
@@ -109,15 +110,32 @@ def test_notes_are_put_into_words(plan: Plan) -> None:
     assert words(0, Note(0, 0, 0, 0.0)).text == "setting up"
     receiving = next(at for at, action in enumerate(program.ranks[1]) if action.kind == "R")
     assert words(1, Note(1, 4, receiving, 0.0)) == (f"stage 1, step 4, {program.ranks[1][receiving]}", True)
+    own = RankProgram.of(map(Action.parse, ("R0@0<1@1", "RG0@0<1@1", "A@0", "T0@0", "F0@0", "U@0")))
+    waiting = [describe(Program((own,)))(0, Note(1, 0, at, 0.0)).waiting for at in range(6)]
+    assert waiting == [True] * 4 + [False] * 2
+
+
+def test_a_slow_ranks_stage_is_named_and_slow_is_more_than_the_others_are(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = save_plan(tmp_path, [2, 1], cuts=[1])
+    for others in (1.0, 2.5):
+        say_slow(wide, expand(wide), 2, 3.0, others)
+    first, second = capsys.readouterr().err.splitlines()
+    assert re.match(
+        r"autopar: rank 2 \(stage 1\) computes 3 times .*, the others 1 times; if .* --gpus 2` plans", first
+    )
+    assert second.endswith("the others 2.5 times: it is slow no longer")
 
 
 def test_slowness_is_computing_over_what_was_planned(plan: Plan) -> None:
     predicted = plan.predicted.model_copy(update={"forward_s": (1.0, 2.0), "backward_s": (2.0, 4.0)})
-    actions = expand(plan).ranks[0]
-    ratio = slowness(plan.model_copy(update={"predicted": predicted}), actions)
-    planned = {"F": 1.0, "B": 2.0}
-    times = [(0.0, 1.5 * planned.get(action.kind, 100.0)) for action in actions]
-    assert ratio(times) == pytest.approx(1.5)
+    planned = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    halves = RankProgram.of(map(Action.parse, ("F0@0", "I0@0", "F1@0", "W0@0", "I1@0", "A@0", "W1@0")))
+    for actions in (halves, expand(plan).ranks[0]):
+        ratio = slowness(plan.model_copy(update={"predicted": predicted}), actions)
+        times = [(0.0, 1.5 * planned.get(action.kind, 100.0)) for action in actions]
+        assert ratio(times) == pytest.approx(1.5)
     unknown = plan.predicted.model_copy(update={"forward_s": (), "backward_s": ()})
     assert slowness(plan.model_copy(update={"predicted": unknown}), actions)(times) == 0.0
 
