@@ -52,6 +52,7 @@ def test_stages_of_torch_are_python_with_the_plans_cuts_and_name_files_from_wher
     assert 'FOLDER / "../llama"' in made.files[1].text
     assert 'FOLDER / "own.csv"' in made.files[1].text
     assert made.files[0].name == "own.csv"
+    assert made.plan == planned()[0]
 
 
 @pytest.mark.parametrize("nearest", [False, True])

@@ -12,7 +12,7 @@ from autopar.formats.profile import Profile
 from autopar.formats.program import BACKWARD, REDUCE, Program, RankProgram
 from autopar.formats.references import reference
 from autopar.hardware.clusters import cluster_named
-from autopar.inputs import cluster_file, data_of, machines, model_of, predict, program_of, read_inputs
+from autopar.inputs import cluster_file, data_of, machines, model_of, open_plan, predict, program_of, read_inputs
 from autopar.planner import PlanOptions
 from autopar.planner.assemble import assemble
 from autopar.planner.candidate import Candidate, CandidateStage
@@ -61,6 +61,7 @@ def test_model_and_data_are_found_from_the_plan_s_folder(folder: Path) -> None:
     plan = Plan.load(path)
     with pytest.raises(FileError, match=r"\$\.model\.source: no such file: .*model\.py"):
         model_of(plan, path)
+    assert [open_plan(each, 5)[0].seed for each in (plan, path)] == [5, 5]
     (folder / "model.py").touch()
     assert Path(model_of(plan, path)).samefile(folder / "model.py")
     assert data_of(plan, path) is None

@@ -62,6 +62,13 @@ def test_parts_of_ranks_become_one_manifest() -> None:
     assert [group.parameters for group in found.optimizer.groups] == [("w",)]
     assert len(found.optimizer.numbers) == 1
     assert Checkpoint.read(found.dumps(), Path("manifest.json")) == found
+    # Parameters whose rate is another by now are another group.
+    names = {"a": 0.1, "b": 0.2, "c": 0.1}
+    groups = [ParameterGroup(parameters=(each,), settings={}, current={"lr": rate}) for each, rate in names.items()]
+    parts = [RankPart(optimizer=OptimizerState(kind="SGD", groups=(group,))) for group in groups]
+    joined = merge(parts, 3, RUN, PLAN, []).optimizer
+    assert joined is not None
+    assert [group.parameters for group in joined.groups] == [("a", "c"), ("b",)]
 
 
 @pytest.mark.reliability(19)

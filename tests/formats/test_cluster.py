@@ -55,6 +55,10 @@ def test_a_cluster_is_read_where_every_two_devices_have_a_link(levels: tuple[str
         (_cluster([(0, 0), (0, 1)], "node", "network"), ": $.devices[1].rack: node 0 is in rack 0 by the"),
         (_text(curves=[_curve("rack")]), ': $.curves[0].level: there is a curve, but no link, of level "rack"'),
         (_text(curves=[_curve("node"), _curve("node")]), ": $.curves[1]: curves[0] is of the same operation"),
+        (
+            _text(curves=[{**_curve("node"), "kind": "p2p", "ranks": each} for each in (2, 3)]),
+            ": $.curves[1]: curves[0]",
+        ),
         (_text(overlaps=[{"level": "node", "compute": 1.5, "communication": 1.0}] * 2), ": $.overlaps[1].level: l"),
         (_text(curves=[{**_curve("node"), "sizes": [2, 1], "seconds": [1.0, 2.0]}]), ": $.curves[0].sizes: sizes"),
         (_text(curves=[{**_curve("node"), "seconds": []}]), ": $.curves[0].seconds: "),

@@ -81,6 +81,7 @@ TRACE = '{"otherData": {"format": "autopar.trace", "version": 1, "origin"'
         (Program, HEAD + ', "shift": true, "ranks": []}', r"\$\.shift: expected a number"),
         (Program, HEAD + ', "ranks": ["F0@0 Q"]}', r"\$\.ranks\[0\], position 1: not an action: 'Q'"),
         (Program, HEAD + ', "ranks": [1]}', r"\$\.ranks: expected a list of texts"),
+        (Program, HEAD + ', "shifts": 1, "ranks": []}', r"\$\.shifts: unknown key"),
         (Program, "[]", r"\$\.format"),
         (Timeline, "[]", r"\$: expected an object"),
         (Timeline, TRACE + ': "dreamt"}}', r"\$\.otherData\.origin"),

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import FileError
+from autopar.formats.plan import FileReference
 from autopar.formats.profile import ModelSource
-from autopar.formats.references import allow_any_path, named_file, rebase_paths
+from autopar.formats.references import allow_any_path, named_file, plan_files, rebase_paths
+from played import small_plan
 
 
 @pytest.fixture
@@ -62,3 +64,5 @@ def test_what_a_file_names_is_named_from_another_folder_too(plan: Path) -> None:
     model = ModelSource(source="model.py", sha256="0" * 64, data="parts/model.py")
     found = rebase_paths(model, plan, Path("../outside/other.json"))
     assert (found.source, found.data) == ("../here/plans/model.py", "../here/plans/parts/model.py")
+    made = small_plan((1,), 1).model_copy(update={"model": model, "profile": FileReference(path="p", sha256="0" * 64)})
+    assert plan_files(made, plan) == (plan, *(plan.parent / each for each in ("p", "model.py", "parts/model.py")))
