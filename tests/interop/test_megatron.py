@@ -93,6 +93,8 @@ def test_random_plans_are_the_same_stages_after_export_and_import(tmp_path: Path
 def test_a_layout_of_other_layers_or_devices_is_refused() -> None:
     profile = llama_profile(4)
     assert parts_of(profile) is not None
+    three = {"stages": "0:1,1:1,2:1,3:1,4:1,5:1", "schedule": "interleaved", "chunks": 3}
+    assert import_layout("E|t|t|t|t|L", profile, 1, 2).options == three
     for text, groups, words in (
         ("Ettt|L", None, "3 blocks, and the profile 4"),
         ("Ett|t|tL", 2, "2 devices do not divide the layout's 3 stages"),

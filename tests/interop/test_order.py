@@ -3,7 +3,7 @@
 import random
 from itertools import pairwise
 
-from autopar.interop.order import cycle
+from autopar.interop.order import cycle, natural, topological
 
 
 def test_what_is_found_is_a_cycle_and_begins_with_its_last_edge() -> None:
@@ -28,3 +28,19 @@ def test_a_long_tail_behind_a_cycle_that_is_listed_backwards_costs_no_more_than_
     tail = [(at, at + 1) for at in range(2, count)]
     edges = [*tail[::-1], (0, 1), (1, 2), (2, 0)]
     assert {edges[position] for position in cycle(count + 1, edges)} == {(0, 1), (1, 2), (2, 0)}
+
+
+def test_the_next_node_reads_something_leaves_the_least_to_be_read_and_is_the_first_by_name() -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        names, sizes = [f"node{each}" for each in rng.sample(range(5, 15), 8)], rng.choices(range(1, 5), k=8)
+        edges = [(one, two) for two in range(8) for one in range(two) if rng.random() < 0.3]
+        order = topological(names, sizes, edges)
+        for at, chosen in enumerate(order):
+            keys: dict[int, tuple[object, ...]] = {}
+            for node in order[at:]:
+                placed, makers = {*order[:at], node}, [one for one, two in edges if two == node]
+                unread = {one for one, two in edges if one in placed and two not in placed}
+                if placed.issuperset(makers):
+                    keys[node] = not makers, sum(sizes[one] for one in unread) if makers else 0, natural(names[node])
+            assert chosen == min(keys, key=keys.__getitem__), seed

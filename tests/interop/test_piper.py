@@ -32,7 +32,7 @@ FILE: dict[str, Any] = {
             "name": "layer",
             "TMPCs": {
                 "2": [way("vanilla", 0.4, {}, {"7": 16.5})],
-                "1": [way("vanilla", 0.6, {}, {"7": 0}), way("activation recomp", 0.8, {}, {"7": 0}, 25.5)],
+                "1": [way("activation recomp", 0.8, {}, {"7": 0}, 25.5), way("vanilla", 0.6, {}, {"7": 0})],
             },
         },
     ],
@@ -49,15 +49,15 @@ def test_layers_keep_all_their_options_and_cost_what_one_device_takes_that_keeps
     assert [layer.name for layer in profile.layers] == ["layer.3", "head.7"]
     first = profile.layers[0]
     assert [(each.name, each.tensor_parallel, each.recompute) for each in first.options] == [
-        ("vanilla", 1, False),
         ("activation recomp", 1, True),
+        ("vanilla", 1, False),
         ("vanilla", 2, False),
     ]
-    assert [each.time_s for each in first.options] == [0.6, 0.8, 0.4]
-    assert [each.memory_per_flight_bytes for each in first.options] == [100, 26, 100]
+    assert [each.time_s for each in first.options] == [0.8, 0.6, 0.4]
+    assert [each.memory_per_flight_bytes for each in first.options] == [26, 100, 100]
     assert [[(one.tensor, one.bytes) for one in each.resharded] for each in first.options] == [[], [], [("3>7", 17)]]
     (cost,) = profile.layers[0].costs
-    assert cost.forward_s + cost.backward_s == pytest.approx(0.6)
+    assert (cost.forward_s, cost.backward_s) == pytest.approx((0.2, 0.4))
     assert (cost.micro_batch, cost.saved_bytes, cost.provenance) == (1, 100, "estimated")
     assert (first.parameters_bytes, first.gradient_bytes, first.buffers_bytes) == (40, 40, 10)
     assert profile.batch == 12
@@ -89,7 +89,7 @@ Edit = Callable[[dict[str, Any]], object]
         (lambda c: c["nodes"][0]["TMPCs"]["1"][0].update(syncTimeBw={"3": 1}), "nodes[0].TMPCs.1[0].syncTimeBw.3"),
         (lambda c: c["nodes"][0]["TMPCs"].update({"x": []}), "nodes[0].TMPCs.x: expected a number of devices"),
         (lambda c: c["nodes"][0]["TMPCs"].pop("1"), "nodes[0].TMPCs: node 7 has no option for 1 device"),
-        (lambda c: c["nodes"][1]["TMPCs"]["1"][1].update(id="vanilla"), "nodes[1].TMPCs.1[1].id: option 'vanilla'"),
+        (lambda c: c["nodes"][1]["TMPCs"]["1"][0].update(id="vanilla"), "nodes[1].TMPCs.1[1].id: option 'vanilla'"),
     ],
 )
 def test_a_bad_file_is_refused_by_its_json_path(edit: Edit, message: str) -> None:

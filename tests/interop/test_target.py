@@ -40,6 +40,10 @@ def test_edges_and_depths_are_those_of_blocks_and_of_the_schedule() -> None:
     strange = own._replace(profile=renamed(own.profile, dict.fromkeys(range(8), ("strange",))))
     assert TARGETS["megatron"].edges(strange) == (0, 8)
     assert strange.blocks == ()
+    # The first stage has four layers.
+    for before, behind, words in ((5, 7, "stage 0"), (4, 7, "None"), (1, 4, "None"), (1, 3, "stage 0")):
+        parts = target.ModelParts(range(before), range(before, behind), range(behind, 8), "model.layers")
+        assert str(target.ends_refusal(own.plan, parts)).startswith(words)
     assert target.usual_depths(subject().plan) == [(2, 1)]
     assert target.usual_depths(subject(division="round-robin").plan) == [(2, 1)]
 

@@ -121,6 +121,8 @@ def test_older_configurations_and_saved_ones_are_read(tmp_path: Path) -> None:
     found = import_torchtitan(TOML, tmp_path / "a.toml", profile)
     grid = {"stages": "0-1:2,2-3:2", "schedule": "1f1b", "batch": 16, "micro_batches": 4, "shard": "optimizer"}
     assert found.options == grid
+    copies = TOML.replace("shard_degree = 2", "shard_degree = 1\ndata_parallel_replicate_degree = 2")
+    assert import_torchtitan(copies, tmp_path / "a.toml", profile).options == {**grid, "shard": "none"}
     assert import_torchtitan(json.dumps(tomllib.loads(TOML)), tmp_path / "a.json", profile) == found
     left = TOML.replace("shard_degree = 2", "shard_degree = -1")
     assert import_torchtitan(left, tmp_path / "a.toml", profile, 2) == found
