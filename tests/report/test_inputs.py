@@ -100,7 +100,8 @@ def test_tables_are_whole_on_a_narrow_terminal_bars_stand_for_every_layer_and_na
     assert [len(axes.patches) for axes in (time, saved, parameters)] == [2 * count, 2 * count, count]
     last = time.patches[-1]
     assert last.get_y() + last.get_height() == pytest.approx(3.0 * count)
-    assert len(crossing.lines[0].get_xdata()) == count - 1  # type: ignore[arg-type]
+    # Of every boundary, a mebibyte for each of four samples.
+    assert list(crossing.lines[0].get_ydata()) == [4.0] * (count - 1)  # type: ignore[arg-type]
     figure.canvas.draw()
     boxes = [label.get_window_extent() for label in crossing.get_xticklabels()]
     assert all(one.x1 <= two.x0 for one, two in pairwise(boxes))

@@ -6,7 +6,7 @@ import pytest
 
 from autopar.errors import FileError
 from autopar.formats.plan import Plan
-from autopar.formats.prediction import Alternative, BoundPart, Bounds, Shares, Term
+from autopar.formats.prediction import Alternative, BoundPart, Bounds, Price, Shares, Term
 from autopar.formats.report import ComparisonRow, VirtualStage, VirtualWorker, VirtualWorkers
 from autopar.report.plan import (
     alternatives_frame,
@@ -14,7 +14,9 @@ from autopar.report.plan import (
     bound_rows,
     draw_memory,
     plan_text,
+    render,
     render_comparison,
+    render_memory,
     share_text,
     stages_frame,
 )
@@ -41,6 +43,26 @@ def test_the_stack_of_bounds_ends_with_the_gap_and_shares_are_named() -> None:
     expected = "computing 70.0 %, waiting for messages 10.0 %, for gradients to be reduced 5.0 %, idle 15.0 %"
     assert share_text(_plan()) == expected
     assert expected in plan_text(_plan())
+
+
+def test_every_figure_of_a_plan_stands_in_its_row() -> None:
+    plan = small_plan((2, 1), 4)
+    changes = ({"layers": ("a", "b"), "recompute": ("a",), "shard": "optimizer"}, {"recompute": plan.stages[1].layers})
+    stages = tuple(each.model_copy(update=update) for each, update in zip(plan.stages, changes, strict=True))
+    slow = Alternative(name="slow", step_s=1.5, price_per_step=3.0, micro_batches=2, schedule="gpipe", stages="0:1")
+    price = Price(per_hour=7, per_step=2, per_million_samples=5, lower_bound_per_step=1.6, deadline_s=3)
+    predicted = plan.predicted.model_copy(update={"price": price, "limit_bytes": (2**21, 3 * 2**20)})
+    plan = plan.model_copy(update={"stages": stages, "predicted": predicted, "alternatives": (slow,)})
+    rows = shown(lambda console: render(plan, console))
+    at = next(index for index, row in enumerate(rows) if row.startswith("0 a .. b 0, 1 2 x 4 "))
+    assert rows[at].endswith(" 1 MiB 1 MiB")
+    assert rows[at + 1 : at + 3] == ["recomputes 1 of 2", "shards optimizer"]
+    assert rows[at + 3].endswith(" 1 MiB 2 MiB")
+    assert rows[at + 4] == "recomputes all"
+    assert {"samples per second 32", "gap to it 25.0 %", "deadline of a step 3 s"} <= set(rows)
+    assert "slow 1.5 s +50.0 % 3 +50.0 % gpipe 2 0:1" in rows
+    rows = shown(lambda console: render_memory(plan, (2**21, 0), console))
+    assert {"0 1 MiB 2 MiB -50.0 % 2 MiB", "1 1 MiB 0 B 3 MiB"} <= set(rows)
 
 
 @pytest.mark.parametrize(

@@ -5,26 +5,27 @@ from typing import Any
 
 import pytest
 
+from autopar.formats import report as reports
 from autopar.formats.checkpoint import Checkpoint, CheckpointView
 from autopar.formats.program import Action, Program, RankProgram
-from autopar.formats.report import Difference, KindTimes, RankTimes, Report, StepTimes, Verification
-from autopar.report.run import render, render_checkpoints, render_program, render_verification
+from autopar.report import run
 from shown import shown
 
 KEPT = Path(__file__).parents[1] / "formats" / "kept" / "report.json"
 
 
-def _report() -> Report:
+def _report() -> reports.Report:
     same: dict[str, Any] = {"update_s": 0.02, "reduce_s": 0.03, "waiting_s": 0.04, "transfer_s": 0.05, "idle_s": 0.06}
     same |= {"replica": 0, "in_flight": (4, 5), "predicted_in_flight": (6, 7)}
-    ranks = tuple(RankTimes(rank=at, stages=(at, 3 - at), compute_s=0.1 * (at + 1), **same) for at in range(2))
-    kinds = (KindTimes(kind="SG", actions=12, measured_s=0.003, predicted_s=0.002, ratio=1.5),)
+    ranks = tuple(reports.RankTimes(rank=at, stages=(at, 3 - at), compute_s=0.1 * (at + 1), **same) for at in range(2))
+    kinds = (reports.KindTimes(kind="SG", actions=12, measured_s=0.003, predicted_s=0.002, ratio=1.5),)
     changes = {
         "ranks": 2,
         "steps": 21,
+        "first_step": 100,
         "loss": tuple(float(step + 1) for step in range(21)),
         "gradient_norm": (None, *(0.5,) * 20),
-        "step_s": StepTimes(median=0.25, p10=0.2, p90=0.3, longest=0.7, first=0.9),
+        "step_s": reports.StepTimes(median=0.25, p10=0.2, p90=0.3, longest=0.7, first=0.9),
         "predicted_step_s": 0.2,
         "error": -0.2,
         "predicted_compute": "estimated",
@@ -33,13 +34,15 @@ def _report() -> Report:
         "predicted_peak_bytes": (3 * 2**20, 2**22),
         "rank_times": ranks,
         "kinds": kinds,
+        "causes": (reports.CauseTimes(cause="between actions", measured_s=-0.05, predicted_s=0.0),),
+        "checkpoints": reports.CheckpointTimes(steps=(5, 10), pause_s=0.01, busy_s=0.02, buffers_bytes=(1, 4096, 2)),
         "samples_per_s": 32.0,
         "flops_utilisation": 0.375,
         "model_flops": 1e12,
         "initial_weights": "model() with seed 0",
         "notes": ("a [note]",),
     }
-    return Report.load(KEPT).model_copy(update=changes)
+    return reports.Report.load(KEPT).model_copy(update=changes)
 
 
 def test_every_figure_of_a_report_stands_in_its_row() -> None:
@@ -57,20 +60,25 @@ def test_every_figure_of_a_report_stands_in_its_row() -> None:
         "samples per second 32",
         "model FLOPs utilisation 37.5 %",
         # Eight of 21 steps, first and last among them, as far apart as can be.
-        "step 1 4 7 10 12 15 18 21",
+        "step 101 104 107 110 112 115 118 121",
         "loss 1 4 7 10 12 15 18 21",
         "gradient norm overflow 0.5 0.5 0.5 0.5 0.5 0.5 0.5",
+        "between actions -50 ms 0 s -20.0 %",
+        "saved 2, the newest after step 10",
+        "training waited for one (median) 10 ms",
+        "writing one took of a processor 20 ms",
+        "copies in memory (most of a rank) 4 KiB",
         "initial weights: model() with seed 0",
         "note: a [note]",
     }
-    assert expected <= set(shown(lambda console: render(_report(), console)))
+    assert expected <= set(shown(lambda console: run.render(_report(), console)))
 
 
 @pytest.mark.parametrize("count", [1, 200, 201, 250])
 def test_a_long_program_says_how_many_actions_it_leaves_out(count: int) -> None:
     actions = [Action("F", 0, index) for index in range(count)]
     program = Program((RankProgram.of(actions), RankProgram.of([Action("U", 0)])))
-    words = " ".join(shown(lambda console: render_program(program, console), 4000)).split()
+    words = " ".join(shown(lambda console: run.render_program(program, console), 4000)).split()
     first = [str(action) for action in actions[:200]]
     at = words.index(first[0])
     assert words[at - 2 : at + len(first)] == ["0", str(count), *first]
@@ -80,11 +88,11 @@ def test_a_long_program_says_how_many_actions_it_leaves_out(count: int) -> None:
 
 def test_a_verification_shows_what_differs_beside_what_may() -> None:
     differences = (
-        Difference("losses", 3, 1e-12, "step 1", 1e-9, "the largest loss"),
-        Difference("gradients", 40, None, "w on rank 1", 1e-9, "the norm"),
+        reports.Difference("losses", 3, 1e-12, "step 1", 1e-9, "the largest loss"),
+        reports.Difference("gradients", 40, None, "w on rank 1", 1e-9, "the norm"),
     )
-    found = Verification(1, 4, "float64", "rounding of sums", differences, ("shares differ",), ("a note",))
-    rows = shown(lambda console: render_verification(found, console))
+    found = reports.Verification(1, 4, "float64", "rounding of sums", differences, ("shares differ",), ("a note",))
+    rows = shown(lambda console: run.render_verification(found, console))
     assert "1 step of 4 ranks and of the plain loop, in float64" in rows
     assert "losses 3 1e-12 1e-09 step 1" in rows
     assert "gradients 40 no number 1e-09 w on rank 1" in rows
@@ -96,7 +104,7 @@ def test_checkpoints_are_rows_of_what_saved_them_and_whether_they_are_sound() ->
     manifest = Checkpoint.load(KEPT.with_name("checkpoint.json"))
     read = ((manifest, None), (manifest, None), (manifest, "w.safetensors has other bytes"), (None, "no manifest.json"))
     found = [CheckpointView(3 * at, Path(f"saved/step-{3 * at}"), *each, at == 1) for at, each in enumerate(read, 1)]
-    rows = shown(lambda console: render_checkpoints(found, console))
+    rows = shown(lambda console: run.render_checkpoints(found, console))
     assert rows[0] == "Checkpoints in saved"
     ends = [(row.split()[0], row.split()[-1]) for row in rows if row[:1].isdigit()]
     assert ends == [("3", "verified"), ("6", "verified"), ("9", "damaged"), ("12", "damaged")]
