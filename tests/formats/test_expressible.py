@@ -59,17 +59,20 @@ def test_unequal_stages_turns_and_skips_are_refused() -> None:
     plan = plan_of("1f1b", 2, 2, 4)
     one, two = plan.stages
     uneven = two.model_copy(update={"devices": (2, 3, 4, 5), "shares": (1,) * 4})
+    teams = {"devices": (2, 3, 4, 5), "tensor_parallel": 2, "cuts": ("some",)}
     turning = two.model_copy(update={"division": "round-robin", "shares": (4, 4)})
     shares = [stage.model_copy(update={"shares": (3, 1)}) for stage in (one, two)]
     for stages, words in (
         ((one, uneven), "stage 0 has 2 replicas and stage 1 has 4"),
+        ((one, two.model_copy(update={"shard": "optimizer"})), "stage 1 divide optimizer, those of stage 0 none"),
+        ((one, two.model_copy(update=teams)), "2 devices run each replica of stage 1"),
         ((one, turning), "divide micro-batches differently"),
         (shares, "replicas take 3, 1 rows"),
     ):
         assert words in str(refusal(plan.model_copy(update={"stages": tuple(stages)})))
     odd = plan_of("1f1b", 2, 3, 4, division="round-robin")
     assert "3 replicas take turns at 4 micro-batches" in str(refusal(odd))
-    skipping = Crossing(name="x", producer=0, consumers=(2,), bytes_per_sample=4, dtype="f32", gradient=True)
+    skipping = Crossing(name="x", producer=0, consumers=(1, 2), bytes_per_sample=4, dtype="f32", gradient=True)
     long = plan_of("1f1b", 3)
     assert "tensor x passes from stage 0 to stage 2" in str(refusal(long.model_copy(update={"tensors": (skipping,)})))
     assert "never flushed" in str(refusal(plan.model_copy(update={"weight_policy": "stash"})))
@@ -82,4 +85,5 @@ def test_recomputation_is_all_of_a_kind_or_the_first_blocks_of_every_stage() -> 
     first = plan_of("1f1b", 2, recompute=(1, 2, 7, 8))
     assert recomputation_of(first, BLOCKS) == "first"
     assert first_blocks(first, BLOCKS) == 2
-    assert recomputation_of(plan_of("1f1b", 2, recompute=(1, 8)), BLOCKS) is None
+    for others in ((1, 8), (1, 2, 7)):
+        assert recomputation_of(plan_of("1f1b", 2, recompute=others), BLOCKS) is None
