@@ -1,10 +1,13 @@
 """The model of the tests of scripts, and what their ranks run."""
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -125,3 +128,34 @@ def train_unflushed(context: RankContext, arguments: dict[str, Any]) -> dict[str
         if state is not None:
             save_file(state, folder / "state.safetensors")
     return {"ended": ended, "drained": drained}
+
+
+def draw_and_shuffle(act: Callable[[object, int], object], seed: int) -> list[float]:
+    """Go through three epochs of a loader that shuffles, as scripts do; return what was drawn by then, step by step."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+    inputs, targets = map(torch.cat, zip(*batches(3), strict=True))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), BATCH, shuffle=True)
+    found = []
+    for step, batch in enumerate(batch for _ in range(3) for batch in loader):
+        act(batch, step)
+        found += [float(batch[0][0, 0]), random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+    return found
+
+
+def train_shuffled(context: RankContext, arguments: dict[str, Any]) -> list[float]:
+    """Train so, and do between steps whatever a job can do."""
+    plan, folder, model = autopar.Plan.parse(arguments["plan"], Path("plan.json")), arguments["folder"], make_model()
+    with ExitStack() as left:
+        begun: list[Any] = []
+
+        def act(batch: object, step: int) -> None:
+            if not begun:
+                begun.append(left.enter_context(autopar.materialize(model, plan, loss=loss, optimizer=sgd)))
+            (job,) = begun
+            job.step(batch)
+            more = [lambda: job.evaluate(batch), lambda: job.predict(batch), job.state_dict, lambda: job.save(folder)]
+            more[step % 4]()
+
+        return draw_and_shuffle(act, arguments["seed"])

@@ -23,12 +23,13 @@ from autopar.errors import CaptureError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
 from autopar.runtime import weights
+from autopar.runtime.start.script import ScriptJob
 from labelled import loss, sgd
 from launched import ended, launch, torchrun
 from oracles.turns import train_in_turns
 from oracles.unflushed import Asked, train
 from paths import EXAMPLES, HARNESS
-from script_jobs import LEARNING_RATE, batches, described, make_model, script_plan
+from script_jobs import LEARNING_RATE, batches, described, draw_and_shuffle, make_model, script_plan
 from suite import warm
 
 STEPS = 3
@@ -220,6 +221,33 @@ def test_jobs_of_a_script_follow_each_other_also_behind_one_that_failed(start: s
         losses = {line[1]: json.loads(line[2]) for line in re.finditer(rf"job (\d) rank {rank}: (.*)", said)}
         assert losses.pop("1") == []
         assert losses == dict.fromkeys("023", pytest.approx(expected, rel=1e-12))
+
+
+def test_a_script_draws_as_if_there_were_no_job(pool: RankPool, tmp_path: Path) -> None:
+    plan = script_plan([1, 1])
+    told = {"plan": plan.dumps(), "folder": str(tmp_path), "seed": 5}
+    assert pool.run("script_jobs:train_shuffled", told, ranks=2) == [draw_and_shuffle(lambda *_: None, 5)] * 2
+
+
+def test_two_jobs_of_a_process_train_beside_each_other_and_without_gradients_none_does() -> None:
+    plan, steps = script_plan([1]), batches(3)
+
+    def started() -> ScriptJob:
+        return autopar.materialize(make_model(), plan, loss=loss, optimizer=sgd)
+
+    with started() as job:
+        alone = [job.step(batch).loss for batch in steps]
+    first, second = started(), started()
+    for off in (torch.no_grad, torch.inference_mode):
+        with off(), pytest.raises(UsageError, match="gradients are off"):
+            first.step(steps[0])
+    assert (
+        [first.step(batch).loss for batch in steps[:2]] == alone[:2] == [second.step(each).loss for each in steps[:2]]
+    )
+    first.close()
+    assert second.step(steps[2]).loss == alone[2]
+    second.close()
+    assert not torch.distributed.is_initialized()
 
 
 def test_planning_from_python_needs_no_torch() -> None:
