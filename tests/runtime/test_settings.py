@@ -38,6 +38,7 @@ def _plan(widths: tuple[int, ...], schedule: str = "1f1b", chunks: int = 1, shar
         ({"clip_norm": 1.0, "clip": "rank"}, "`clip` must be one of model, stage; found 'rank'"),
         ({"clip": "stage"}, "`clip='stage'` says whose norm is bounded; say by what, too: `clip_norm`"),
         ({"deferred_batch_norm": True, "sync_batch_norm": True}, "exclude each other"),
+        ({"split_seeds": True, "compile": True}, "`split_seeds` and `compile` exclude each other"),
         ({"last": "keep"}, "`last` must be one of drop, pad; found 'keep'"),
     ],
 )
@@ -84,6 +85,7 @@ def test_stages_that_share_a_parameter_are_not_clipped_by_norms_of_their_own() -
     tied, asked = plan.model_copy(update={"tied": (shared,)}), TrainSettings(clip_norm=1.0, clip="stage")
     check_clipping(plan, asked)
     check_clipping(tied, TrainSettings(clip_norm=1.0))
+    check_clipping(tied, TrainSettings(clip_norm=1.0, clip="model"))
     with pytest.raises(UsageError, match=r"`clip='stage'`: stages 0 and 1 share weight, .* \(`clip='model'`\)"):
         check_clipping(tied, asked)
 
@@ -99,3 +101,21 @@ def test_without_flushes_stages_are_clipped_by_their_own_norms_and_backwards_in_
         plan = _plan((1, 1)).model_copy(update={"weight_policy": policy, "precision": precision})
         with pytest.raises(UsageError, match="bf16 keeps weights as forwards have cast") if refused else nullcontext():
             check_unflushed(plan, TrainSettings())
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "said"),
+    [
+        *(
+            ({}, {name: True}, f"`{name}` takes a flush")
+            for name in ("deferred_batch_norm", "sync_batch_norm", "compile")
+        ),
+        ({"precision": "fp16"}, {}, "fp16 scales losses for all stages alike, which weight policy stash does not"),
+        ({"replicate_state": "first"}, {}, "layers write buffers that replicas make alike after a step"),
+    ],
+)
+def test_what_takes_a_flush_is_refused_where_there_is_none(changes: Any, asked: Any, said: str) -> None:  # noqa: ANN401
+    plan = _plan((1, 1)).model_copy(update=changes)
+    check_unflushed(plan, TrainSettings(**asked))
+    with pytest.raises(UsageError, match=said):
+        check_unflushed(plan.model_copy(update={"weight_policy": "stash"}), TrainSettings(**asked))
