@@ -12,7 +12,7 @@ from autopar.formats.plan import WeightPolicy
 from autopar.formats.program import BACKWARD, BEGIN_SUM, FORWARD, UPDATE, Action
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.simulator.simulate import skeleton
-from autopar.policies import POLICIES, StageDepths, kept_versions, rate_factor, stage_depths, updates_ahead
+from autopar.policies import POLICIES, StageDepths, kept_versions, stage_depths, updates_ahead
 from autopar.schedules.continuing import Repetition, depths_of, lead, repetition
 from autopar.schedules.one_forward_one_backward import warmups
 from oracles.unflushed import RULES, SAME_BACKWARD, Question
@@ -148,11 +148,6 @@ def test_an_update_waits_for_the_latest_of_several_shared_parameters_unless_it_i
         assert lags["stash"] == lags["predict"] == [0, 0, 0, 3]
         assert lags["2bw"] == [each.lag for each in stage_depths(POLICIES["2bw"], (7, 5, 3, 1), 7)]
     assert [StageDepths(3, 3, 4, lag).gradients for lag in (0, 1, 4, 5)] == [1, 2, 2, 3]
-
-
-def test_pipemare_reduces_rates_at_first_and_never_raises_them() -> None:
-    assert [rate_factor(4.0, step, 10) for step in (0, 5, 10, 99)] == [0.25, 0.5, 1.0, 1.0]
-    assert [rate_factor(0.25, step, 10) for step in (0, 5, 99)] == [1.0, 1.0, 1.0]
 
 
 def test_what_backwards_see_is_made_behind_every_update_where_it_is_not_the_newest() -> None:

@@ -50,6 +50,11 @@ def test_a_plan_predicts_the_same_with_its_program_and_without(monkeypatch: pyte
         else:
             assert played.predicted.bubble <= quick.predicted.bubble * (1 + 1e-9) <= 1 + 1e-9
             slowed += played.predicted.bubble < quick.predicted.bubble * (1 - 1e-6)
+        times = durations(costs, candidate)
+        for seconds, named in ((times.forward_s, "forward_s"), (times.backward_s, "backward_s")):
+            own = list(zip(times.stage, seconds, strict=True))
+            slowest = tuple(max(each for at, each in own if at == stage) for stage in sorted(set(times.stage)))
+            assert getattr(played.predicted, named) == slowest
         assert played.predicted.shares is not None
         assert quick.predicted.shares is None
         same = {"step_s": 0.0, "bubble": 0.0, "lower_bound_s": 0.0, "shares": None}

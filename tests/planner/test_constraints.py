@@ -199,8 +199,6 @@ def test_a_plan_of_others_is_excluded_by_what_it_does_not_obey_and_by_nothing_el
     again, some = ([each._replace(recompute=within(level, *each[:2])) for each in even] for level in levels)
     for option, value, obeys, breaks in (
         ("use_all", True, even, uneven),
-        ("equal_widths", True, even, uneven),
-        ("max_stages", 2, even, place(family, (4, *cuts), (1, 1, 1))),
         ("shard", "gradients", shards[0], shards[1]),
         ("shard", "none", even, shards[1]),
         ("schedule", "gpipe", even, [stage._replace(warmup=2) for stage in even]),

@@ -56,7 +56,6 @@ def test_a_shared_parameter_is_summed_among_all_its_ranks_and_by_its_first_stage
     tied = (SharedParameter(parameter="w", stages=(0, 1), bytes=4),)
     plan = make("1f1b", 2, [(1,), (1,)], [2, 1], chain(2), tied).model_copy(update={"weight_policy": "2bw"})
     kinds = [[action.kind for action in actions] for actions in expand(plan).ranks]
-    # The norm of all gradients counts it once, and is summed before updates.
     assert [each[each.index(REDUCE_TIED) + 1] for each in kinds] == [BEGIN_SUM, UPDATE]
 
 

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from autopar.formats.cluster import LEVELS, Cluster, Curve, Device, Link
-from autopar.formats.profile import Tensor
 from autopar.planner import PlanOptions
-from autopar.planner.costs.communication import Flows, LinkModel, Sharing
+from autopar.planner.costs.communication import LinkModel, Sharing
 from autopar.planner.costs.model import CostModel
 from drawn import random_candidate
-from random_problems import gpt_profile, hierarchy, profile_of, random_cluster, random_profile
+from random_problems import hierarchy, random_cluster, random_profile
 
 
 def test_of_several_links_the_quickest_counts_and_its_port_is_passed() -> None:
@@ -57,8 +56,6 @@ def test_a_curve_is_of_its_level_and_continues_with_the_widest_of_its_links() ->
     model = LinkModel(cluster, cluster.devices)
     assert model.message_s(10, "node") == 0.5
     assert model.message_s(1000 + 10**6, "node") == pytest.approx(0.5 + 1e6 / 5e7)
-    # Nothing is known of what shares a link whose bandwidth is assumed.
-    assert Sharing.of(cluster, cluster.devices)
     assert not Sharing.of(cluster, cluster.devices, 1e9)
     flat = {"kind": "all_reduce", "sizes": (1000, 2000), "seconds": (0.5, 0.5)}
     curves = tuple(curve.model_copy(update={**flat, "ranks": ranks}) for ranks in (4, 2))
@@ -66,17 +63,6 @@ def test_a_curve_is_of_its_level_and_continues_with_the_widest_of_its_links() ->
     assert model.collective_s("all_reduce", 2000 + 10**6, 4, "node") == pytest.approx(0.5 + 2 * 3 / 4 * 1e6 / 5e7)
     assert model.collective_s("all_reduce", 0, 4, "node") == 0.0
     assert model.collective_note("all_reduce", 3, "node") == "all-reduce among 3 ranks is estimated from 2"
-
-
-def test_a_tensor_stays_where_one_of_its_readers_answers_nothing() -> None:
-    ends = (("a", ("b",), True), ("a", ("b", "c"), False), ("b", ("c",), True))
-    tensors = [
-        Tensor(name=f"t{at}", producer=made, consumers=read, bytes_per_sample=10**at, dtype="f32", gradient=gradient)
-        for at, (made, read, gradient) in enumerate(ends)
-    ]
-    layers = [each.model_copy(update={"name": name}) for name, each in zip("abc", gpt_profile().layers, strict=False)]
-    flows = Flows(profile_of(layers, tensors, 1))
-    assert [flows.unanswered_bytes(0, 1, cuts) for cuts in ((2, 3), (3,))] == [10, 0]
 
 
 def test_a_rack_s_devices_share_its_way_out_and_a_nodes_those_to_its_rack() -> None:

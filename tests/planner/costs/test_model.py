@@ -87,7 +87,6 @@ def test_a_parameter_tied_within_a_stage_is_reduced_once_and_between_stages_apar
     ring = 2e-3
     assert costs.reduce_s(CandidateStage(0, 3, (0, 1), (1, 1), 1)) == pytest.approx(ring + 1500 / 1e6)
     assert costs.reduce_s(CandidateStage(0, 2, (0, 1), (1, 1), 1)) == pytest.approx(ring + 500 / 1e6)
-    # The backward has all of it behind its first layer.
     assert costs.reductions.buckets(0, 3) == [(0, 1500)]
     stages = (CandidateStage(0, 2, (0,), (1,), 1), CandidateStage(2, 3, (1,), (1,), 1))
     assert costs.tied_between(stages) == [(0, (0, 1))]
@@ -261,7 +260,6 @@ def test_a_gpu_gathers_and_scatters_beside_computing() -> None:
     shared = _cluster().model_copy(update={"overlaps": (overlap,)})
     both = CostModel(known, shared, PlanOptions(bytes_per_s=100.0))
     assert both.forward_s(by_shard["parameters"], 0) == pytest.approx(5.001 + 0.625 + 2.501 + 0.625 + 1.0)
-    # One after the other takes no longer, however much they slow each other.
     heavy = shared.model_copy(update={"overlaps": (Overlap(level="node", compute=9.0, communication=9.0),)})
     slowed = CostModel(known, heavy, PlanOptions(bytes_per_s=100.0))
     assert slowed.forward_s(by_shard["parameters"], 0) == pytest.approx(3 + 5.001 + 2.501)
