@@ -65,3 +65,10 @@ def test_a_copy_of_a_model_with_computed_tensors_is_one_of_its_own() -> None:
             parameter.add_(1.0)
     assert torch.equal(model(x), expected)
     assert not torch.isclose(twin(x), expected).any()
+
+
+def test_all_tensors_are_noted_whose_memory_is_written() -> None:
+    whole = torch.zeros(4)
+    with WriteLog([whole[:2], whole[2:]]) as log:
+        whole.add_(1)
+    assert [value.tolist() for _, value in log.previous_values] == [[0.0, 0.0]] * 2

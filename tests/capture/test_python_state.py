@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from autopar.capture import capture_module, load
+from autopar.capture.python_state import Path as StatePath
+from autopar.capture.python_state import preserve_state
 from autopar.errors import CaptureError, ModelError
 from capture_zoo import Chain, counting_loss, listed, mean_square, regression
 
@@ -250,3 +252,11 @@ def test_a_model_file_names_ignored_state(tmp_path):
     path.write_text("def model(): ...\nignored_state = 'Net.calls'\n")
     with pytest.raises(ModelError, match="ignored_state is a str; it must be a list of paths"):
         load(str(path))
+
+
+def test_attributes_that_are_made_inside_are_gone_and_others_as_they_were() -> None:
+    held = types.SimpleNamespace(count=1, gone="x")
+    with preserve_state({StatePath("held"): held}, ("held.kept",)):
+        held.count, held.new = 2, 3
+        del held.gone
+    assert vars(held) == {"count": 1, "gone": "x"}

@@ -110,3 +110,5 @@ def test_an_obstacle_goes_with_a_name_wherever_it_was_found_out() -> None:
     block((other,), "second")
     assert {name.obstacle for piece in pieces for name in leaves(piece)} == {"first"}
     assert torch.equal(positions((other,), {}), torch.arange(6))
+    block((third := Name(6),), "third")
+    assert [name.obstacle for name in factor(third, 2)] == ["third"] * 2
