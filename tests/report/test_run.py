@@ -35,7 +35,7 @@ def _report() -> reports.Report:
         "rank_times": ranks,
         "kinds": kinds,
         "causes": (reports.CauseTimes(cause="between actions", measured_s=-0.05, predicted_s=0.05),),
-        "checkpoints": reports.CheckpointTimes(steps=(5, 10), pause_s=0.01, busy_s=0.02, buffers_bytes=(1, 4096, 2)),
+        "checkpoints": reports.CheckpointTimes(steps=(5, 10), pause_s=0.01, busy_s=0.02, buffers_bytes=(2, 4096, 4096)),
         "samples_per_s": 32.0,
         "flops_utilisation": 0.375,
         "model_flops": 1e12,
