@@ -15,9 +15,10 @@ from suite import warm
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_demo_pipelines_a_gpt_and_ends_with_what_happened(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "autopar", "demo", "--steps", "5", "--json"]
-    done = warm.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    done = warm.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "autopar-demo"
     report = Report.parse(done.stdout, folder / "report.json")
