@@ -388,11 +388,15 @@ def _read(user: UserModel, dataset: object, order: Sequence[int], seed: int) -> 
     samples: dict[int, object] = {}
     found: dict[int, object] = {}
     for index in order:
-        seed_data(seed, "sample", 0, index)
-        samples[index] = user.sample(dataset, index)  # type: ignore[arg-type]
+        samples[index] = _sample(user, dataset, index, seed)
         found[index] = contents(samples[index])
     seed_data(seed, "collate", 0, 0)
     return found, contents(user.collate([samples[index] for index in sorted(samples)]))
+
+
+def _sample(user: UserModel, dataset: Any, index: int, seed: int) -> object:  # noqa: ANN401
+    seed_data(seed, "sample", 0, index)
+    return user.sample(dataset, index)
 
 
 MIXED, CANDIDATES, TRIALS = 8, 64, 4
@@ -415,15 +419,11 @@ def _mixes(user: UserModel, dataset: Any, seed: int) -> bool:  # noqa: ANN401
     if not user.collates or user.whole_batches or size < 2:
         return False
 
-    def sample(index: int) -> object:
-        seed_data(seed, "sample", 0, index)
-        return user.sample(dataset, index)
-
-    own = [sample(index) for index in range(size)]
+    own = [_sample(user, dataset, index, seed) for index in range(size)]
     chance = random.Random(seed)
     others: dict[object, list[object]] = {}
     for index in chance.sample(range(size, count), min(CANDIDATES, count - size)):
-        others.setdefault(_form(found := sample(index)), []).append(found)
+        others.setdefault(_form(found := _sample(user, dataset, index, seed)), []).append(found)
 
     def rows(samples: list[object], trial: int) -> tuple[object, set[object]]:
         seed_data(seed, "collate", 0, trial)

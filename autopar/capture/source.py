@@ -430,7 +430,7 @@ def _load_configured(
     imports = {} if code is None else {code.path.name: code.sha256, **code.imports}
     check_code(found.path, found.sha256, imports, expected_source)
     functions: dict[str, Callable[..., Any]] = {} if found.loss is None else {"loss": found.loss}
-    notes, ignored, whole = found.notes, tuple[str, ...](), False
+    notes, variables = found.notes, dict[str, Any]()
     if code is not None:
         module = _execute(code.path, code.source)
         own = _functions(code, module)
@@ -438,15 +438,15 @@ def _load_configured(
             hooks = ", ".join(f"{name}()" for name in HOOKS if name != "model")
             raise ModelError(f"{data}: defines no dataset() and no other function of a model file: {hooks}")
         functions |= own
-        ignored, whole = _ignored_state(code.path, module), _whole_batches(code.path, module)
+        variables = _variables(code.path, module)
     if "dataset" not in functions:
         sequence = found.sequence(sequence or (None if expected_source is None else expected_source.sequence))
         functions["dataset"] = partial(found.dataset, sequence)
         notes = (*notes, SYNTHETIC)
     elif sequence is not None:
         raise UsageError(f"`sequence={sequence}`: inputs are those of `data={str(data)!r}`; leave one of the two out")
-    known = (spec, found.path, found.sha256, found.build, functions, data, notes, ignored, whole)
-    return UserModel(*known, sequence=sequence, imports=imports)
+    known = (spec, found.path, found.sha256, found.build, functions, data, notes)
+    return UserModel(*known, sequence=sequence, imports=imports, **variables)
 
 
 def _load_factory(spec: str, expected_source: ModelSource | None) -> UserModel:
@@ -510,8 +510,8 @@ def _describe(spec: str, code: Code, module: ModuleType, factory: str) -> UserMo
     if model is None:
         raise missing_model(path, factory, module)
     model = check_hook(path, code.source, factory, model, HOOKS["model"])
-    variables: Any = {"ignored_state": _ignored_state(path, module), "whole_batches": _whole_batches(path, module)}
-    return UserModel(spec, path, code.sha256, model, _functions(code, module), imports=code.imports, **variables)
+    known = (spec, path, code.sha256, model, _functions(code, module))
+    return UserModel(*known, imports=code.imports, **_variables(path, module))
 
 
 def _functions(code: Code, module: ModuleType) -> dict[str, Callable[..., Any]]:
@@ -523,18 +523,14 @@ def _functions(code: Code, module: ModuleType) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _ignored_state(path: Path, module: ModuleType) -> tuple[str, ...]:
-    found = getattr(module, "ignored_state", ())
-    if not isinstance(found, (list, tuple)) or not all(isinstance(name, str) and name for name in found):
-        raise ModelError(f'{path}: ignored_state is {a(found)}; it must be a list of paths, such as ["Net.calls"]')
-    return tuple(found)
-
-
-def _whole_batches(path: Path, module: ModuleType) -> bool:
-    found = getattr(module, "whole_batches", False)
-    if not isinstance(found, bool):
-        raise ModelError(f"{path}: whole_batches is {a(found)}; it must be True or False")
-    return found
+def _variables(path: Path, module: ModuleType) -> dict[str, Any]:
+    """Return what a file says beside its functions."""
+    ignored, whole = getattr(module, "ignored_state", ()), getattr(module, "whole_batches", False)
+    if not isinstance(ignored, (list, tuple)) or not all(isinstance(name, str) and name for name in ignored):
+        raise ModelError(f'{path}: ignored_state is {a(ignored)}; it must be a list of paths, such as ["Net.calls"]')
+    if not isinstance(whole, bool):
+        raise ModelError(f"{path}: whole_batches is {a(whole)}; it must be True or False")
+    return {"ignored_state": tuple(ignored), "whole_batches": whole}
 
 
 @contextlib.contextmanager

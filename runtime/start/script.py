@@ -8,10 +8,9 @@ refuses its batch would leave the others waiting for its messages.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from autopar.capture.meta import release
 from autopar.capture.model_state import deep_copy
 from autopar.capture.optimizer import Settings
 from autopar.capture.source import UserModel
-from autopar.errors import AutoparError, FileError, TrainingError, UsageError
+from autopar.errors import AutoparError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.runtime import weights
@@ -41,6 +40,7 @@ from autopar.runtime.execute import StepRecord
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import Transport, sendable
 from autopar.runtime.settings import TrainSettings
+from autopar.runtime.start.agreement import Agreement, digest_of
 from autopar.runtime.start.evaluate import Evaluation
 from autopar.runtime.start.job import Feed, Job, Metrics
 from autopar.runtime.start.saving import holders, make_folder, new_set, set_of, write_stages
@@ -48,131 +48,11 @@ from autopar.runtime.start.workspace import fit_to_plan
 from autopar.runtime.update import check_together, whole_settings
 from autopar.schedules.expand import expand, rank_of, stages_of
 
-_KINDS = {kind.exit_code: kind for kind in (UsageError, FileError)}
 _NO_GRADIENTS = (
     "gradients are off (torch.no_grad(), inference_mode() or set_grad_enabled(False)), and a step trains; call step() "
     "outside of it, or under torch.enable_grad(); evaluate() trains nothing"
 )
-_Result = TypeVar("_Result")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-LONGEST = 1000
-"""Of a message, in characters."""
-
-
-class Agreement:
-    """One rank's voice; every rank must ask the same at the same time."""
-
-    def __init__(self, rank: int, ranks: tuple[int, ...], transport: Transport) -> None:
-        self._rank, self._ranks, self._transport = rank, ranks, transport
-
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """Add up numbers of all ranks."""
-        total = torch.tensor(values, dtype=torch.float64)
-        self._transport.all_reduce(total, self._ranks).wait()
-        return [float(each) for each in total.tolist()]
-
-    def perform(self, act: Callable[[], _Result]) -> _Result:
-        """Return what a function gives, once every rank's has given something.
-
-        Raises:
-            AutoparError: what the first rank says whose function refuses.
-        """
-        result, error = None, None
-        try:
-            result = act()
-        except AutoparError as caught:
-            error = caught
-        if any(flag for (flag,) in self._of_all([float(error is not None)])):
-            self._raise(error)
-        return cast(_Result, result)
-
-    def rows(self, rows: int | None, digest: float, error: AutoparError | None) -> int:
-        """Return the number of samples in the batch that ranks were given.
-
-        Args:
-            rows: of the batch that this rank was given; None if it was given none.
-            digest: of its content; 0 if it was given none.
-            error: what this rank finds wrong with it.
-
-        Raises:
-            AutoparError: what a rank finds wrong.
-            UsageError: batches differ, or no rank was given one.
-        """
-        found = self._of_all([float(error is not None), -1.0 if rows is None else float(rows), digest])
-        if any(flag for flag, _, _ in found):
-            self._raise(error)
-        given = [rank for rank, (_, count, _) in zip(self._ranks, found, strict=True) if count >= 0]
-        if not given:
-            raise UsageError("no rank was given a batch")
-        first = given[0]
-        for rank in given:
-            if found[rank][1:] != found[first][1:]:
-                raise UsageError(
-                    f"ranks {first} and {rank} were given different batches; give every rank the same whole "
-                    "mini-batch, of which it takes its own samples (no DistributedSampler)"
-                )
-        return int(found[first][1])
-
-    def texts(self, text: str) -> list[str]:
-        """Return what every rank says, in rank order."""
-        letters = [float(ord(letter)) for letter in text]
-        longest = max(int(length) for (length,) in self._of_all([float(len(letters))]))
-        # One more: a backend may not add up nothing.
-        found = self._of_all([*letters, *[0.0] * (longest + 1 - len(letters))])
-        return ["".join(chr(int(letter)) for letter in row if letter) for row in found]
-
-    def _of_all(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of every rank, in rank order."""
-        table = torch.zeros(len(self._ranks), len(values), dtype=torch.float64)
-        table[self._rank] = torch.tensor(values, dtype=torch.float64)
-        self._transport.all_reduce(table, self._ranks).wait()
-        found: list[list[float]] = table.tolist()
-        return found
-
-    def _raise(self, error: AutoparError | None) -> None:
-        text, code = ("", 0) if error is None else (str(error), error.exit_code)
-        codes = self._of_all([float(code)])
-        for rank, (kind,), said in zip(self._ranks, codes, self.texts(text[:LONGEST]), strict=True):
-            if kind:
-                raise _KINDS.get(int(kind), TrainingError)(f"rank {rank}: {said}" if len(self._ranks) > 1 else said)
-
-
-_WORDS = 2**15
-"""Numbers of eight bytes that are summed at a time: as many as a processor keeps at hand, and their weights."""
-_MIX = 0x9E3779B97F4A7C15
-"""An odd number, the golden ratio in 64 bits."""
-
-
-def digest_of(tensors: Mapping[str, torch.Tensor]) -> float:
-    """Return a number, not 0, that differs where names or values do; exact as a float.
-
-    Values are summed up where they lie, each with a weight of its place.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in tensors.items():
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_weighted_sum(tensor.detach())} ".encode())
-    return float(int.from_bytes(digest.digest()[:6], "big") + 1)
-
-
-def _weighted_sum(tensor: torch.Tensor) -> int:
-    """Return the sum of a tensor's bits, as numbers of eight bytes with weights, modulo 2 ** 64."""
-    data = sendable(tensor).reshape(-1).view(torch.uint8)
-    whole = len(data) // (8 * _WORDS) * 8 * _WORDS
-    rest = torch.zeros(8 * _WORDS, dtype=torch.uint8, device=data.device)
-    rest[: len(data) - whole] = data[whole:]
-    words = (data if data.storage_offset() % 8 == 0 else data.clone())[:whole].view(torch.int64).view(-1, _WORDS)
-    weights, at_once = _weights(data.device), 1 if data.device.type == "cpu" else 256
-    parts = [*torch.split(words, at_once), rest.view(torch.int64)[None]]
-    total = 0
-    for each in torch.cat([(part * weights).sum(1) for part in parts]).tolist():
-        total = (total * _MIX + each) % 2**64
-    return total
-
-
-@functools.cache
-def _weights(device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(_WORDS)
-    return (2 * torch.randint(-(2**62), 2**62, (_WORDS,), generator=generator) + 1).to(device)
 
 
 Functions = Mapping[str, Callable[..., object] | None]
