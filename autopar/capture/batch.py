@@ -302,7 +302,8 @@ def given_model(model: nn.Module, batch: object, **functions: Callable[..., Any]
         if function is not None
     }
     data: dict[str, Callable[..., Any]] = {"dataset": lambda: range(row_count(tensors)), "collate": collate}
-    return UserModel(path.name, path, structure_of(model), lambda: model, {**given, **data})
+    functions_and_data = {**given, **data}
+    return UserModel(path.name, path, structure_of(model), lambda: model, functions_and_data, keeps_modes=True)
 
 
 def check_module(model: object) -> None:

@@ -14,7 +14,7 @@ import traceback
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, Self, TypeVar
 from unittest.mock import patch
 
@@ -222,11 +222,15 @@ _ASSIGN = nn.Module.__setattr__.__code__
 _FIXING = {torch.SymInt.__index__.__code__, torch.SymInt.__int__.__code__, torch.SymBool.__bool__.__code__}
 _LIBRARY = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OF_MODELS = (os.path.join(_LIBRARY, "nn", ""), os.path.join(_OWN, "examples", ""))
 
 
 @contextlib.contextmanager
-def watch(is_ignored: Callable[[nn.Module, str], bool] = lambda module, name: False) -> Iterator[None]:
+def watch(is_ignored: Callable[[nn.Module, str], bool] = lambda module, name: False) -> Iterator[set[CodeType]]:
     """Watch the calls inside the block; ``is_ignored`` tells which numbers of modules may be replaced.
+
+    Yields:
+        The code that is run, of modules of torch and of all that is neither torch's nor autopar's.
 
     Raises:
         CaptureError: an ``autograd.Function`` of the user's own was applied (its backward would be replaced),
@@ -242,12 +246,14 @@ def watch(is_ignored: Callable[[nn.Module, str], bool] = lambda module, name: Fa
             found.append(f"{_caller(frame)}: {_DRAWN_ONCE}")
         if event == "return" and not found and _is_users(frame.f_code.co_filename) and drawn != _numpy_state():
             found.append(f"{_caller(frame)}: {_DRAWN_ONCE}")
+        if event == "call" and _is_of_models(frame.f_code.co_filename):
+            codes.add(frame.f_code)
         if event == "call" and not found and (said := _describe_call(frame, is_ignored)):
             found.append(f"{_caller(frame)}: {said}, {FALLBACK}")
 
-    drawn = _numpy_state()
+    drawn, codes = _numpy_state(), set[CodeType]()
     with _profiling(on_event):
-        yield
+        yield codes
     if found:
         raise CaptureError(found[0])
 
@@ -332,6 +338,10 @@ def _harmless(function: type) -> bool:
 
 def _is_users(filename: str) -> bool:
     return not filename.startswith((_LIBRARY, _OWN, "<")) and filename != random.__file__
+
+
+def _is_of_models(filename: str) -> bool:
+    return not filename.startswith((_LIBRARY, _OWN)) or filename.startswith(_OF_MODELS)
 
 
 def _caller(frame: FrameType | None) -> str:

@@ -24,6 +24,7 @@ from autopar.capture.fallback import ListedLayer
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.meta import fake_parameters, is_hollow
 from autopar.capture.model_state import preserve_buffers, preserve_modes, preserve_parameters
+from autopar.capture.python_state import preserve_state, roots_of
 from autopar.capture.segment import batch_dim, segment_like
 from autopar.errors import CaptureError, ModelError
 from autopar.signals import unwinding_aborts
@@ -102,7 +103,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _export(step: StepModule | _OutputModule, batch: object) -> ExportedProgram:
     model, tensors = step.model, named_tensors(batch)
     hollow = is_hollow(model)
-    with evaluating(model), preserve_buffers(model), fake_parameters(model) if hollow else contextlib.nullcontext():
+    # Export leaves copies of containers that are attributes in their place.
+    with (
+        evaluating(model),
+        preserve_buffers(model),
+        preserve_state(roots_of(model, None), ()),
+        fake_parameters(model) if hollow else contextlib.nullcontext(),
+    ):
         step.eval()
         if not hollow:
             # An ordinary forward meets the user's mistakes.

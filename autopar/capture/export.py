@@ -5,9 +5,10 @@ In training mode one ordinary forward is tried out, the model with its loss is e
 modules that the model or its user lists are taken instead. The parameters of a model that is captured for its graph and
 shapes alone need no values.
 
-All modules are put into training mode, as ``train()`` does; profile, plan and report name those that were in evaluation
-mode. To keep one there, give it a ``train()`` of its own. ``autopar profile`` compares the gradients of one batch with
-the plain model's, and refuses a graph that differs.
+All modules of a model file are put into training mode, as ``train()`` does; profile, plan and report name those that
+were in evaluation mode. To keep one there, give it a ``train()`` of its own. A script's model is trained as it is: what
+the script has put into evaluation mode stays there, unless it is the whole model. ``autopar profile`` compares the
+gradients of one batch with the plain model's, and refuses a graph that differs.
 
 Refused with file and line are: a branch that depends on values, an ``autograd.Function`` of your own,
 ``torch.utils.checkpoint``, a hook on a gradient, a random number of Python's or NumPy's global generators, a buffer or
@@ -33,7 +34,8 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -44,6 +46,7 @@ from torch.export.graph_signature import InputKind
 
 from autopar.capture.batch import StepModule, loss_of, named_tensors, row_count
 from autopar.capture.build import SegmentedProgram, build_layers, right_for_one, tensor_specs
+from autopar.capture.changes import names_read
 from autopar.capture.check import (
     carried_over,
     other_batches,
@@ -106,7 +109,8 @@ def capture(model: UserModel, module: nn.Module) -> LayerGraph:
     # Others than the first two, where there are.
     batch, *others = (model.load_batch(dataset, [first % samples, (first + 1) % samples]) for first in (0, 2, 4))
     before = [(path, part) for path, part in module.named_modules() if not part.training]
-    graph = capture_module(module, batch, model.loss, model.layers, others, model.ignored_state)
+    keep = model.keeps_modes and module.training
+    graph = capture_module(module, batch, model.loss, model.layers, others, model.ignored_state, keep_modes=keep)
     # Some keep their mode, by a train() of their own.
     put_back = [path for path, part in before if part.training]
     return replace(graph, notes=(_note(put_back), *graph.notes)) if put_back else graph
@@ -120,8 +124,10 @@ def capture_module(
     layers: Callable[..., Any] | None = None,
     others: Sequence[object] = (),
     ignored_state: tuple[str, ...] = (),
+    *,
+    keep_modes: bool = False,
 ) -> LayerGraph:
-    """Capture a model with its loss as a chain of layers, in training mode, on the CPU.
+    """Capture a model with its loss as a chain of layers, in training mode (or as it is), on the CPU.
 
     ``batch`` is an example of two rows or more; the number of rows stays free. Parameters inside the graph are the
     model's own objects; buffers, Python state and the random state are left as they were. With ``layers``, its list of
@@ -135,14 +141,15 @@ def capture_module(
         ModelError: the model raises, or batch, output and loss do not fit together.
         CaptureError: the model cannot be captured; names the construct, file and line.
     """
-    model.train()
+    if not keep_modes:
+        model.train()
     refuse_lost(model)
     if is_hollow(model):
         refuse_lost_buffers(model)
     tensors = named_tensors(batch)
     if row_count(tensors) < 2:
         raise ModelError("capturing needs an example batch of at least 2 samples, found 1")
-    step = StepModule(model, batch, loss).train()
+    step = StepModule(model, batch, loss)
     trial = _Trial(step, tensors, other_batches(batch, others), ignored_state)
     with preserve_buffers(model), preserve_state(step.roots.value, ignored_state):
         if layers is not None:
@@ -158,7 +165,7 @@ def capture_module(
             if not is_hollow(model):
                 _refuse_carried_over(trial, error)
             raise
-    return _checked_graph(program, step, tensors)
+    return replace(_checked_graph(program, step, tensors), names_read=names_read(trial.codes))
 
 
 @dataclass(frozen=True)
@@ -170,6 +177,8 @@ class _Trial:
     others: Sequence[Mapping[str, torch.Tensor]]
     """More batches."""
     ignored_state: tuple[str, ...]
+    codes: set[CodeType] = field(default_factory=set)
+    """What has been run."""
 
     @property
     def calls(self) -> list[Callable[[], object]]:
@@ -237,10 +246,11 @@ def _try_out(trial: _Trial, mode: FakeTensorMode | None) -> None:
         without_fakes(step) if mode else preserve_parameters(step),
         general_masks() if mode else contextlib.nullcontext(),
         convert_user_errors("the model's forward"),
-        watch(is_ignored),
+        watch(is_ignored) as codes,
         mode or contextlib.nullcontext(),
     ):
         outputs = step(*map(example, trial.tensors.values()))
+    trial.codes.update(codes)
     if not outputs[0].requires_grad:
         raise ModelError(NOTHING_TO_TRAIN)
 

@@ -100,6 +100,8 @@ class LayerGraph:
     """Whether its parameters have shapes but no values (``place.materialize`` gives a layer values)."""
     notes: tuple[str, ...] = ()
     """What a reader of a profile must know of how the layers were found."""
+    names_read: frozenset[str] | None = None
+    """Names in the code that forward and loss ran; none where that is not known."""
     segmented_program: Any = None
     """The ``torch.export.ExportedProgram`` that the layers were cut from, with what is needed to cut it again."""
 

@@ -414,7 +414,8 @@ def _stage_optimizers(
 
 
 def _build_model(user: UserModel, plan: Plan) -> nn.Module:
-    return user.build(plan.seed).train()
+    model = user.build(plan.seed)
+    return model if user.keeps_modes and model.training else model.train()
 
 
 class _LossAccumulator:

@@ -211,7 +211,7 @@ def _of_callable(path: Path, value: Any) -> Parts:  # noqa: ANN401
     elif isinstance(value, property):
         yield from ((path, function) for function in (value.fget, value.fset) if function is not None)
     elif isinstance(value, CellType):
-        yield from ((path, content) for content in _contents_of(value))
+        yield from ((path, content) for content in contents_of(value))
     elif isinstance(value, FunctionType):
         yield from _of_function(value)
     elif callable(value) and not isinstance(value, nn.Module):
@@ -220,7 +220,7 @@ def _of_callable(path: Path, value: Any) -> Parts:  # noqa: ANN401
             yield path, wrapped
 
 
-def _contents_of(cell: CellType) -> list[object]:
+def contents_of(cell: CellType) -> list[object]:
     """Return what a cell holds, if its variable has a value yet."""
     try:
         return [cell.cell_contents]
@@ -242,7 +242,7 @@ def _of_function(value: FunctionType) -> Parts:
 
 def globals_of(value: FunctionType) -> list[tuple[dict[str, Any], str]]:
     """Return the globals of the user's own files that a function names, as names in the files' variables."""
-    return list(_resolve_globals(_names(value.__code__), value.__globals__, set()))
+    return list(_resolve_globals(names_of(value.__code__), value.__globals__, set()))
 
 
 def _resolve_globals(
@@ -259,14 +259,14 @@ def _resolve_globals(
 
 
 @functools.lru_cache(maxsize=4096)
-def _names(code: CodeType) -> frozenset[str]:
+def names_of(code: CodeType) -> frozenset[str]:
     """Return the names and texts in a function, and in those within it."""
     found = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, str):
             found.add(constant)
         elif isinstance(constant, CodeType):
-            found |= _names(constant)
+            found |= names_of(constant)
     return frozenset(found)
 
 
@@ -304,7 +304,7 @@ def restorers(value: Any) -> Iterator[Callable[[], object]]:  # noqa: ANN401
         generator: Any = value
         yield functools.partial(generator.set_state, generator.get_state())
     elif isinstance(value, CellType):
-        for content in _contents_of(value):
+        for content in contents_of(value):
             yield functools.partial(setattr, value, "cell_contents", content)
     elif isinstance(value, FunctionType):
         for variables, name in globals_of(value):
@@ -363,7 +363,7 @@ MOST_OBJECTS = 200_000
 SHORT = 32
 """Longer containers of numbers and texts are compared as one."""
 LARGEST_ARRAY_BYTES = 2**26
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, type(...))
+ATOMS = (type(None), bool, int, float, complex, str, bytes, type(...))
 _SHOWN = (itertools.count, itertools.repeat, range, slice, torch.dtype, torch.device, numpy.generic)
 
 
@@ -397,7 +397,7 @@ def snapshot(roots: Roots, is_restorable: Callable[[Path], bool] = lambda path: 
         else:
             token = _token(value) if before is None else ("same", before)
             found.values.setdefault(path, []).append(token)
-        if before is None and not isinstance(value, _ATOMS) and is_restorable(path):
+        if before is None and not isinstance(value, ATOMS) and is_restorable(path):
             with contextlib.suppress(Exception):
                 found.restorers.extend(restorers(value))
     return found
@@ -442,7 +442,7 @@ def _walk(roots: Roots) -> Iterator[tuple[Path, object, Path | None]]:
     while waiting and len(held) < MOST_OBJECTS:
         path, value = waiting.popleft()
         held.append(value)
-        if isinstance(value, (*_ATOMS, torch.Tensor)):
+        if isinstance(value, (*ATOMS, torch.Tensor)):
             yield path, value, None
         elif id(value) in first:
             yield path, value, first[id(value)]
@@ -484,7 +484,7 @@ def _moved_tensor_paths(before: Snapshot, after: Snapshot) -> list[Path]:
 
 def _change(before: list[object], after: list[object]) -> str:
     for pair in zip(before, after, strict=False):
-        shown = [token[1] for token in pair if isinstance(token, tuple) and token[0] in _ATOMS]
+        shown = [token[1] for token in pair if isinstance(token, tuple) and token[0] in ATOMS]
         if len(shown) == 2 and pair[0] != pair[1]:
             return f"changes from {shown[0]:.40} to {shown[1]:.40}"
     return "changes"
@@ -495,12 +495,12 @@ def _is_plain(value: object) -> bool:
     if not isinstance(value, (list, tuple, set, frozenset, dict, deque)) or len(value) <= SHORT:
         return False
     items: Iterator[object] = itertools.chain(value, value.values()) if isinstance(value, dict) else iter(value)
-    return set(map(type, items)).issubset(_ATOMS)
+    return set(map(type, items)).issubset(ATOMS)
 
 
 def _token(value: Any) -> object:  # noqa: ANN401
     kind = type(value).__qualname__
-    if isinstance(value, _ATOMS):
+    if isinstance(value, ATOMS):
         return type(value), repr(value)
     if _is_plain(value) or isinstance(value, bytearray):
         return kind, len(value), zlib.crc32(repr(value).encode("utf-8", "replace"))
@@ -526,4 +526,4 @@ def _token(value: Any) -> object:  # noqa: ANN401
 
 
 def _key(key: object) -> object:
-    return (type(key), repr(key)) if isinstance(key, _ATOMS) else type(key).__qualname__
+    return (type(key), repr(key)) if isinstance(key, ATOMS) else type(key).__qualname__

@@ -245,6 +245,8 @@ class UserModel:
     """Paths of Python state that forwards may change, since it is only logged."""
     whole_batches: bool = False
     """Whether ``collate`` is given whole mini-batches, and not micro-batches."""
+    keeps_modes: bool = False
+    """Whether modules stay in evaluation mode where only some are: a script's model, which is as the script has it."""
     sequence: int | None = None
     """Tokens of a synthetic sample of an ``hf:`` model; none where samples are no sequences, or not synthetic."""
     counts_labels: bool = False

@@ -17,9 +17,8 @@ Variances", 1979, which does not lose digits where means are large, as sums of s
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.messages.transport import Transport, replica_ranks, synced_groups
 from autopar.runtime.settings import TrainSettings
+from autopar.runtime.stage.layers import rewritable
 from autopar.schedules.expand import part_of
 
 
@@ -62,7 +62,7 @@ def normalizing(
         return layers, lambda: None
     if not any(_calls_of(layer.module) or _modules_of(layer.module) for layer in graph.layers):
         raise UsageError(f"{asked[0]}: the model has no batch normalisation; leave the option out")
-    layers = {index: [_rewritable(layer) for layer in each] for index, each in layers.items()}
+    layers = {index: [rewritable(layer) for layer in each] for index, each in layers.items()}
     mine = [layer for each in layers.values() for layer in each]
     replicas = _Replicas(transport, replica_ranks(plan, layers, part_of(plan, rank)), rank)
     if settings.deferred_batch_norm:
@@ -107,20 +107,6 @@ def _calls_of(module: nn.Module) -> list[tuple[fx.GraphModule, fx.Node]]:
 def _modules_of(module: nn.Module) -> list[_BatchNorm]:
     """Return the modules of a layer of ``layers(model)`` that normalise by the statistics of their input."""
     return [each for each in module.modules() if isinstance(each, _BatchNorm) and each.training]
-
-
-def _rewritable(layer: Layer) -> Layer:
-    """Return a layer whose graphs may be changed without changing the given one; tensors are the same."""
-    module = layer.module
-    return replace(layer, module=_copy(module)) if isinstance(module, fx.GraphModule) else layer
-
-
-def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    copied = fx.GraphModule(module, copy.deepcopy(module.graph), class_name="Layer")
-    for name, child in module.named_children():
-        if isinstance(child, fx.GraphModule):
-            setattr(copied, name, _copy(child))
-    return copied
 
 
 def _replace_call(

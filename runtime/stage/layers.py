@@ -6,6 +6,7 @@ plain loop can set the same in forward hooks. ``torch.compile`` compiles once fo
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +21,10 @@ from torch import fx, nn
 
 from autopar.capture.batch import number_of, seed_data
 from autopar.capture.evaluation import EvaluationGraph
+from autopar.capture.fallback import ListedLayer
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
+from autopar.capture.python_state import ATOMS, attributes_of
+from autopar.errors import UsageError
 from autopar.formats.plan import Crossing, Plan
 from autopar.formats.profile import Precision
 from autopar.ranks.failure import PeerLostError
@@ -106,6 +110,85 @@ def crossing_specs(plan: Plan, graph: LayerGraph | EvaluationGraph) -> list[Tens
         replace(spec, dtype=planned.get(spec.name, spec.dtype)) if spec.dtype == torch.float32 else spec
         for spec in specs
     ]
+
+
+AGAIN = (
+    "save(folder), profile and plan again with the model as it is now, and go on with the new plan: "
+    "load(folder, accept_changes=True)"
+)
+"""What to do about a change that no running job follows."""
+
+
+def check_exchange(layer: Layer, other: Layer) -> None:
+    """Check that a layer can compute what another of its name does, with the tensors that it has.
+
+    Raises:
+        UsageError: it reads or gives other tensors, or another kind of thing has to be kept; names the layer.
+    """
+    held = {**layer.parameters, **layer.buffers}.items()
+    # What wraps a layer calls it its module.
+    read = {(attribute.removeprefix("module."), name) for attribute, name in held}
+    if (layer.inputs, layer.outputs) != (other.inputs, other.outputs):
+        what = "reads or gives other tensors than before"
+    elif not read.issuperset({*other.parameters.items(), *other.buffers.items()}):
+        what = "reads other parameters or buffers than before"
+    elif other.writes is not None and other.writes != layer.writes:
+        what = "writes other buffers, parameters or inputs than before"
+    else:
+        return
+    raise UsageError(f"after what the script has changed, layer {layer.name} {what}; {AGAIN}")
+
+
+def exchange(layer: Layer, other: Layer) -> Layer:
+    """Return a layer whose module computes what another's does; the module, and what it holds, are the same objects.
+
+    What wraps it (where replicas divide parameters) is left as it is.
+    """
+    mine, given = _computing(layer.module), _computing(other.module)
+    if isinstance(mine, fx.GraphModule) and isinstance(given, fx.GraphModule):
+        for name, constant in given._buffers.items():
+            if name not in other.buffers:
+                mine.register_buffer(name, constant)
+        for name, part in given._modules.items():
+            setattr(mine, name, part)
+        mine.graph = given.graph
+    else:
+        for path, part in given.named_modules():
+            held = mine.get_submodule(path)
+            held.training = part.training
+            vars(held).update({name: value for name, value in attributes_of(part).items() if _is_number(value)})
+    same = {"fingerprint", "random", "writes", "least_rows", "most_rows"}
+    return replace(layer, **{name: getattr(other, name) for name in same})
+
+
+def rewritable(layer: Layer) -> Layer:
+    """Return a layer whose graphs may be changed without changing the given one; tensors are the same."""
+    module = layer.module
+    return replace(layer, module=_copy(module)) if isinstance(module, fx.GraphModule) else layer
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    copied = fx.GraphModule(module, copy.deepcopy(module.graph), class_name="Layer")
+    for name, child in module.named_children():
+        if isinstance(child, fx.GraphModule):
+            setattr(copied, name, _copy(child))
+    return copied
+
+
+def _computing(module: nn.Module) -> nn.Module:
+    """Return the captured graph, or the listed module, that a layer's module is or wraps."""
+    while not isinstance(module, (fx.GraphModule, ListedLayer)):
+        module = module.get_submodule("module")
+    return module
+
+
+def _is_number(value: object) -> bool:
+    """Tell whether a value is a number, a text, or made of such."""
+    if isinstance(value, dict):
+        return all(map(_is_number, value.values()))
+    if isinstance(value, (list, tuple, set)):
+        return all(map(_is_number, value))
+    return isinstance(value, ATOMS)
 
 
 Code = Callable[..., Sequence[torch.Tensor]]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -21,6 +22,7 @@ from autopar.capture.graph import Layer, TensorSpec
 from autopar.capture.split_backward import SplitBackward
 from autopar.errors import AutoparError, TrainingError
 from autopar.ranks.failure import PeerLostError, is_of_connection
+from autopar.runtime.stage.layers import exchange
 
 
 class WrittenTensors(NamedTuple):
@@ -361,7 +363,8 @@ class Stage:
         self.sent_specs = tuple(spec for spec in tensors if spec.name in made and not mine.issuperset(spec.consumers))
         self.loss = tuple(name for name in loss if name in made)
         wanted = {*(spec.name for spec in self.sent_specs), *self.loss}
-        self._segments = segments_of(layers, wanted, autocast, recompute)
+        self._cut = partial(segments_of, needed_names=wanted, autocast=autocast, recompute=recompute)
+        self._segments = self._cut(layers)
         self._shapes: dict[int, list[tuple[str, torch.dtype, tuple[int, ...]]]] = {}
 
     def forward(
@@ -412,6 +415,11 @@ class Stage:
             # Under autocast, a device may have made another type than was profiled.
             sent[name] = tensor.detach() if tensor.dtype is dtype else tensor.detach().to(dtype)
         return sent
+
+    def exchange(self, layers: Sequence[Layer]) -> None:
+        """Compute what other layers of the same names and tensors do, with what this stage's layers hold."""
+        self.layers = [exchange(mine, other) for mine, other in zip(self.layers, layers, strict=True)]
+        self._segments = self._cut(self.layers)
 
     def lend(self, layers: Sequence[Layer]) -> list[Layer]:
         """Return layers of another mode, to which this stage lends its parameters while they run.

@@ -49,32 +49,40 @@ class Agreement:
             self._raise(error)
         return cast(_Result, result)
 
-    def rows(self, rows: int | None, digest: float, error: AutoparError | None) -> int:
-        """Return the number of samples in the batch that ranks were given.
+    def rows(
+        self, rows: int | None, digest: float, error: AutoparError | None, *, changed: bool = False
+    ) -> tuple[int, bool]:
+        """Return the number of samples in the batch that ranks were given, and whether some rank's model has changed.
 
         Args:
             rows: of the batch that this rank was given; None if it was given none.
             digest: of its content; 0 if it was given none.
             error: what this rank finds wrong with it.
+            changed: whether this rank's script has changed its model.
 
         Raises:
             AutoparError: what a rank finds wrong.
             UsageError: batches differ, or no rank was given one.
         """
-        found = self._of_all([float(error is not None), -1.0 if rows is None else float(rows), digest])
-        if any(flag for flag, _, _ in found):
+        own = [float(error is not None), float(changed), -1.0 if rows is None else float(rows), digest]
+        found = self._of_all(own)
+        if any(flag for flag, *_ in found):
             self._raise(error)
-        given = [rank for rank, (_, count, _) in zip(self._ranks, found, strict=True) if count >= 0]
+        given = [rank for rank, (_, _, count, _) in zip(self._ranks, found, strict=True) if count >= 0]
         if not given:
             raise UsageError("no rank was given a batch")
         first = given[0]
         for rank in given:
-            if found[rank][1:] != found[first][1:]:
+            if found[rank][2:] != found[first][2:]:
                 raise UsageError(
                     f"ranks {first} and {rank} were given different batches; give every rank the same whole "
                     "mini-batch, of which it takes its own samples (no DistributedSampler)"
                 )
-        return int(found[first][1])
+        return int(found[first][2]), any(moved for _, moved, *_ in found)
+
+    def any(self, flag: bool) -> bool:
+        """Tell whether some rank says so."""
+        return any(said for (said,) in self._of_all([float(flag)]))
 
     def texts(self, text: str) -> list[str]:
         """Return what every rank says, in rank order."""

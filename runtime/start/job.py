@@ -19,6 +19,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
+from autopar.capture.meta import retarget
 from autopar.capture.optimizer import Settings, divider, sharding_problem, splitting_problem
 from autopar.capture.source import UserModel
 from autopar.errors import UsageError
@@ -34,7 +35,15 @@ from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.messages.transport import Transport, replica_ranks
 from autopar.runtime.settings import TrainSettings, check_compiling
 from autopar.runtime.stage.batch_norm import normalizing
-from autopar.runtime.stage.layers import autocast_of, compile_layers, crossing_specs, seed_generator, warm_up
+from autopar.runtime.stage.layers import (
+    AGAIN,
+    autocast_of,
+    check_exchange,
+    compile_layers,
+    crossing_specs,
+    seed_generator,
+    warm_up,
+)
 from autopar.runtime.stage.parameters import (
     OptimizerParameters,
     ReplicatedBuffers,
@@ -225,6 +234,51 @@ class Job:
 
             tensor = whole(tensor)
         return self.team.whole(name, tensor)
+
+    def check_exchange(self, graph: LayerGraph) -> None:
+        """Check that the rank's stages can compute what another graph of the model does.
+
+        Raises:
+            UsageError: they cannot; names the layer.
+        """
+        for index, stage in self.stages.items():
+            for mine, other in zip(stage.layers, self._layers_of(index, graph), strict=True):
+                check_exchange(mine, other)
+
+    def exchange(self, graph: LayerGraph) -> None:
+        """Compute from now on what another graph of the model does, with the parameters and buffers that are there."""
+        for index, stage in self.stages.items():
+            layers = self.team.split(index, self._layers_of(index, graph))
+            for layer in layers:
+                retarget(layer, self._device)
+            stage.exchange(layers)
+
+    def _layers_of(self, stage: int, graph: LayerGraph) -> list[Layer]:
+        return [graph.layer(name) for name in self.plan.stages[stage].layers]
+
+    def check_trained(self, flags: Mapping[str, bool]) -> None:
+        """Check that parameters can be frozen, or trained again, by their names in the model.
+
+        Raises:
+            UsageError: names a parameter.
+        """
+        name, trained = next(iter(flags.items()))
+        change = f"{name}.requires_grad_({trained})"
+        if self.plan.weight_policy != "sync":
+            raise UsageError(
+                f"{change} between steps is not followed under `policy={self.plan.weight_policy!r}`; {AGAIN}"
+            )
+        if self._mesh is not None:
+            raise UsageError(f"{change} between steps is not followed by stages that are sharded; {AGAIN}")
+        for name in flags:
+            if name in self.parameters and name not in self._update.optimizer_parameters:
+                raise UsageError(f"{name} was frozen when the job was built, and nothing steps it; {AGAIN}")
+
+    def set_trained(self, flags: Mapping[str, bool]) -> None:
+        """Freeze this rank's parameters, or train them again, by their names in the model."""
+        for name, trained in flags.items():
+            if name in self.parameters:
+                self.parameters[name].requires_grad_(trained)
 
     def warm_up(self) -> list[str]:
         """Run the compiled layers once, on zeros, so that they compile; return warnings of those that do not."""

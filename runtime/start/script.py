@@ -21,13 +21,14 @@ import torch
 from torch import nn
 
 from autopar.capture.batch import given_model, named_tensors, row_count
+from autopar.capture.changes import Readings
 from autopar.capture.evaluation import capture_evaluation, capture_prediction
 from autopar.capture.export import capture
 from autopar.capture.generators import preserve_generators
 from autopar.capture.graph import LayerGraph, TensorSpec
 from autopar.capture.losses import check_loss, counted_loss
 from autopar.capture.meta import release
-from autopar.capture.model_state import deep_copy
+from autopar.capture.model_state import deep_copy, preserve_modes
 from autopar.capture.optimizer import Settings
 from autopar.capture.source import UserModel
 from autopar.errors import AutoparError, TrainingError, UsageError
@@ -42,6 +43,7 @@ from autopar.runtime.messages.transport import Transport, sendable
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.agreement import Agreement, digest_of
 from autopar.runtime.start.evaluate import Evaluation
+from autopar.runtime.start.following import Follower
 from autopar.runtime.start.job import Feed, Job, Metrics
 from autopar.runtime.start.saving import holders, make_folder, new_set, set_of, write_stages
 from autopar.runtime.start.workspace import fit_to_plan
@@ -85,6 +87,8 @@ class BuiltJob:
     agreement: Agreement
     batch: object
     """An example."""
+    follower: Follower
+    """Of what the script changes."""
 
 
 def build_given(
@@ -105,13 +109,10 @@ def build_given(
     transport = connect(context, plan, settings)
     agreement = Agreement(context.rank, tuple(range(context.size)), transport)
 
-    def capture_first() -> tuple[UserModel, LayerGraph]:
-        if batch is None:
-            raise UsageError("was given no batch, and every rank needs one to begin with; or give materialize() one")
-        # Other ranks' models may have no values.
-        return _capture_model(model, plan, batch, functions, accept_loss=accept_loss or context.rank > 0)
-
-    user, graph = agreement.perform(capture_first)
+    # Other ranks' models may have no values.
+    checks_loss = plan.divides and plan.loss_difference is None and not accept_loss and context.rank == 0
+    capturing = _Capturing(model, plan, batch, functions, checks_loss=checks_loss)
+    user, graph, readings = agreement.perform(capturing.first)
     read = _spread(model, context, _state_names(plan, context.rank, graph))
     whole = _whole_settings(user, model, graph, plan, context)
 
@@ -121,28 +122,58 @@ def build_given(
         job.try_optimizer()
         return job
 
-    return BuiltJob(user, graph, agreement.perform(build), transport, agreement, batch)
+    job = agreement.perform(build)
+
+    follower = Follower(model, plan, job, agreement, (readings, graph), capturing)
+    return BuiltJob(user, graph, job, transport, agreement, batch, follower)
 
 
-def _capture_model(
-    model: nn.Module, plan: Plan, batch: object, functions: Functions, *, accept_loss: bool
-) -> tuple[UserModel, LayerGraph]:
-    if plan.counts_labels and functions.get("loss") is None:
-        functions = {**functions, "loss": counted_loss(model)}
-    modes = [(module, module.training) for module in model.modules()]
-    user = replace(given_model(model, batch, **functions), ignored_state=plan.ignored_state)
-    graph = capture(user, model)
-    if plan.divides and plan.loss_difference is None and not accept_loss and not graph.hollow:
-        check_loss(user, model, graph, accept_loss=False)
-    if not graph.portable:
-        # Its layers are the model's own modules, whose parameters are about to be replaced.
-        graph = capture(user, deep_copy(model))
-        for layer in graph.layers:
-            # Those of its stage a rank is given, and the others it need not hold.
-            release(layer)
-    for module, mode in modes:
-        module.training = mode
-    return user, fit_to_plan(graph, plan, user)
+class _Capturing:
+    """Captures a script's model as it is, for a plan."""
+
+    def __init__(self, model: nn.Module, plan: Plan, batch: object, functions: Functions, *, checks_loss: bool) -> None:
+        """Take what is captured; ``checks_loss`` says whether its loss must not depend on how batches are divided."""
+        self._model, self._plan, self._batch, self._functions = model, plan, batch, functions
+        self._checks_loss = checks_loss
+
+    def first(self) -> tuple[UserModel, LayerGraph, Readings]:
+        """Return a description of the model, its graph as the plan has it, and what was read for it."""
+        if self._batch is None:
+            raise UsageError("was given no batch, and every rank needs one to begin with; or give materialize() one")
+        model, plan, functions = self._model, self._plan, self._functions
+        if plan.counts_labels and functions.get("loss") is None:
+            functions = {**functions, "loss": counted_loss(model)}
+        self._user = replace(given_model(model, self._batch, **functions), ignored_state=plan.ignored_state)
+        with preserve_modes(model.modules()):
+            graph = capture(self._user, model)
+            self.check(graph)
+            if not graph.portable:
+                # Its layers are the model's own modules, whose parameters are about to be replaced.
+                graph = capture(self._user, deep_copy(model))
+                for layer in graph.layers:
+                    # Those of its stage a rank is given, and the others it need not hold.
+                    release(layer)
+        readings = Readings(model, self._user.loss, graph.names_read, plan.ignored_state)
+        return self._user, fit_to_plan(graph, plan, self._user), readings
+
+    def again(self) -> tuple[Readings, LayerGraph]:
+        """Return what is read now, and the graph of the model as it is."""
+        with preserve_modes(self._model.modules()):
+            model = self._model if self._portable else deep_copy(self._model)
+            graph = capture(self._user, model)
+        readings = Readings(self._model, self._user.loss, graph.names_read, self._plan.ignored_state)
+        return readings, fit_to_plan(graph, self._plan, self._user)
+
+    def check(self, graph: LayerGraph) -> None:
+        """Check that the loss does not depend on how a mini-batch is divided, where that is to be checked.
+
+        Raises:
+            ModelError: it does.
+        """
+        self._portable = graph.portable
+        if self._checks_loss and not graph.hollow:
+            with preserve_modes(self._model.modules()):
+                check_loss(self._user, self._model, graph, accept_loss=False)
 
 
 def _whole_settings(
@@ -233,8 +264,12 @@ class ScriptJob:
         self._ended: deque[Metrics] = deque()
         """Mini-batches that have ended, and of which nobody has been told."""
         self._checkpoints: ScriptCheckpoints | None = None
-        self.notes: list[str] = []
-        """What a reader should know of the checkpoint that was loaded."""
+        self._loading_notes: list[str] = []
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know of the checkpoint that was loaded, and of what is captured again and again."""
+        return [*self._loading_notes, *(self._built_job.follower.notes if self._built_job else ())]
 
     @property
     def rank(self) -> int:
@@ -343,13 +378,14 @@ class ScriptJob:
                 value = self._collect_tensor(built, mine, known[name], sender)
                 if value is not None:
                     found[name] = value
-        if self.rank != 0:
-            return None
         names = {id(value): name for name, value in known.items()}
-        return {
+        state = {
             key: found.get(names[id(value)], value.detach().cpu())
             for key, value in self._model.state_dict(keep_vars=True).items()
+            if self.rank == 0
         }
+        built.follower.give(state)
+        return state if self.rank == 0 else None
 
     @_apart
     def save(self, folder: str | Path, *, wait: bool = False) -> None:
@@ -383,7 +419,7 @@ class ScriptJob:
         self._require_built_job()
         if self._step:
             raise UsageError(f"the job has trained {self._step} steps already; load before the first one")
-        self._first, self.notes = self._opened_checkpoints().load(Path(folder), accept_changes=accept_changes)
+        self._first, self._loading_notes = self._opened_checkpoints().load(Path(folder), accept_changes=accept_changes)
         return self._first
 
     def _opened_checkpoints(self) -> ScriptCheckpoints:
@@ -476,14 +512,17 @@ class ScriptJob:
     ) -> tuple[BuiltJob, Evaluation, dict[str, torch.Tensor], int]:
         built = self._ready(batch)
         self._drain()
+        self._follow(built, changed=built.agreement.any(built.follower.has_changed()))
         if what not in self._evaluations:
             captured = capture_evaluation if what == "evaluate" else capture_prediction
 
             def build() -> Evaluation:
-                graph = captured(self._model, built.batch, built.user.loss, built.graph)
+                graph = captured(self._model, built.batch, built.user.loss, built.follower.graph)
                 return Evaluation(built.job, graph, built.transport, self._context.device)
 
             self._evaluations[what] = built.agreement.perform(build)
+            # What was captured has been put back.
+            built.follower.refresh()
         evaluation = self._evaluations[what]
         known = {tensor.name: tensor for tensor in evaluation.graph.tensors}
         values, rows = self._agree_on_batch(built, batch, what, [known[name] for name in evaluation.inputs])
@@ -502,7 +541,8 @@ class ScriptJob:
         ``refusal`` is what this rank finds wrong beside the batch.
         """
         values: dict[str, torch.Tensor] = {}
-        rows, digest, error = None, 0.0, refusal
+        rows, digest, error = None, 0.0, refusal or built_job.follower.refusal()
+        changed = what == "step" and built_job.follower.has_changed()
         try:
             if batch is not None:
                 values = named_tensors(batch)
@@ -511,8 +551,16 @@ class ScriptJob:
             check_given(self.rank, values, rows, specs, self.plan.batch if what == "step" else None)
         except AutoparError as caught:
             error = error or caught
-        rows = built_job.agreement.rows(rows, digest, error)
+        rows, changed = built_job.agreement.rows(rows, digest, error, changed=changed)
+        self._follow(built_job, changed=changed)
         return values, rows
+
+    def _follow(self, built_job: BuiltJob, *, changed: bool) -> None:
+        """Follow what the script has changed on some rank; mini-batches that are under way end as they began."""
+        if changed:
+            self._drain()
+            if built_job.follower.follow():
+                self._evaluations.clear()
 
     def _collect_tensor(
         self, built_job: BuiltJob, mine: torch.Tensor | None, like: torch.Tensor, sender: int

@@ -1,8 +1,9 @@
-"""Modules that are given in evaluation mode are trained all the same, and a note says so."""
+"""Modules of a file that are in evaluation mode are trained all the same, and a note says so; a script's stay so."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,7 +45,11 @@ def test_what_is_put_back_into_training_is_named(change: Callable[[nn.Sequential
     model = _model()
     model[3][1].eval()
     change(model)
-    notes = capture(given_model(model, BATCH, loss=_loss), model).notes
+    script = given_model(model, BATCH, loss=_loss)
+    if model.training:
+        before = [module.training for module in model.modules()]
+        assert (capture(script, model).notes, [module.training for module in model.modules()]) == ((), before)
+    notes = capture(replace(script, keeps_modes=False), model).notes
     assert [note.partition(" (eval")[0] for note in notes] == ([] if said is None else [said])
     assert model[0].training
     assert model[1].training
@@ -52,5 +57,5 @@ def test_what_is_put_back_into_training_is_named(change: Callable[[nn.Sequential
 
 def test_of_many_the_first_are_named() -> None:
     model = nn.Sequential(*[nn.Linear(4, 4).eval() for _ in range(8)])
-    (note,) = capture(given_model(model, BATCH, loss=_loss), model).notes
+    (note,) = capture(replace(given_model(model, BATCH, loss=_loss), keeps_modes=False), model).notes
     assert note.startswith("0, 1, 2, 3, 4, 3 more were in evaluation mode")

@@ -1,0 +1,294 @@
+"""Follower: what a script changes between steps, found before the next one, and followed by its job on all ranks.
+
+    weights["aux"] = 0.1 * epoch; model.dropout.p = 0.2; model.backbone.eval(); model.head.requires_grad_(False)
+    job.step(batch)  # as in the script's own loop
+
+In come the script's model and what was captured of it. Numbers that forward and loss read, and modes of modules, are
+captured: where one has changed, the model is captured again, and the layers compute what the new graph does, with the
+parameters that are there. A graph is kept with what was read when it was captured, so that going back is free. Buffers
+that no forward writes are copied, and parameters that are trained can be frozen, and trained again.
+
+What cannot be followed is refused on all ranks before any of them acts: other tensors between layers, parameters that
+were not trained from the start, and parameters that the script writes, for the job trains its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import fx, nn
+
+from autopar.capture.build import running_statistics
+from autopar.capture.changes import Readings
+from autopar.capture.graph import LayerGraph
+from autopar.errors import AutoparError, FileError, UsageError
+from autopar.formats.plan import Plan
+from autopar.runtime.stage.layers import AGAIN, rewritable
+from autopar.runtime.start.agreement import Agreement, digest_of
+from autopar.runtime.start.job import Job
+from autopar.runtime.start.workspace import check_shares
+
+MOST_KEPT = 16
+"""Graphs."""
+MANY = 4
+"""Times that a model is captured before it is said how it need not be."""
+
+
+class Capturing(Protocol):
+    """Captures the script's model."""
+
+    def again(self) -> tuple[Readings, LayerGraph]:
+        """Return what is read now, and the graph of the model as it is."""
+        ...
+
+    def check(self, graph: LayerGraph) -> None:
+        """Check the loss, whose graph is of a form that has not been checked."""
+        ...
+
+
+class Captured(NamedTuple):
+    """A graph, and what was read when it was captured."""
+
+    readings: Readings
+    graph: LayerGraph
+    identity: str
+
+
+class Follower:
+    """One rank's; every rank asks the same at the same time, but for :meth:`has_changed`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        job: Job,
+        agreement: Agreement,
+        first: tuple[Readings, LayerGraph],
+        capturing: Capturing,
+    ) -> None:
+        """Begin where the job was built.
+
+        Args:
+            model: the script's.
+            plan: what is carried out.
+            job: this rank's.
+            agreement: of all ranks.
+            first: what the job was built of.
+            capturing: captures the model as it is now.
+        """
+        self._model, self._plan, self._job, self._agreement, self._capturing = model, plan, job, agreement, capturing
+        self._captures = 0
+        self.notes: list[str] = []
+        """What a reader should know."""
+        readings, graph = first
+        # The job's layers are those of the graph, and are about to compute what others do.
+        apart = replace(graph, layers=tuple(rewritable(layer) for layer in graph.layers))
+        self._now = self._captured(readings, apart)
+        self._kept, self._forms = [self._now], {_form(graph)}
+        self._parameters = [
+            (module._parameters, key, name)
+            for path, module in model.named_modules()
+            for key in module._parameters
+            for name in [f"{path}.{key}".lstrip(".")]
+        ]
+        self._flags = self._built_flags = self._read_flags()
+        written = _written_buffers(model, self._now.graph)
+        self._buffers = [(name, buffer) for name, buffer in model.named_buffers() if name not in written]
+        self._places = _buffer_places(model, {id(buffer) for _, buffer in self._buffers})
+        self._given_digests: set[tuple[str, float]] = set()
+        self.refresh()
+
+    @property
+    def graph(self) -> LayerGraph:
+        """What the job computes."""
+        return self._now.graph
+
+    def refresh(self) -> None:
+        """Take the model's tensors as they are for those that are known."""
+        self._held = list(map(self._read_parameter, range(len(self._parameters))))
+        self._buffer_state = self._read_buffers()
+
+    def has_changed(self) -> bool:
+        """Tell whether the script has changed something since it was last asked."""
+        return (
+            self._now.readings.have_changed()
+            or self._flags != self._read_flags()
+            or self._buffer_state != self._read_buffers()
+        )
+
+    def refusal(self) -> AutoparError | None:
+        """Return what is wrong with the model's parameters now, if anything; they may hold what :meth:`give` was of."""
+        for index, (_, _, name) in enumerate(self._parameters):
+            (before, version), (now, newer) = self._held[index], self._read_parameter(index)
+            if before is not now:
+                return UsageError(f"the script has put another parameter in the place of {name}; {AGAIN}")
+            if now is None or version == newer:
+                continue
+            if (name, digest_of({name: now})) not in self._given_digests:
+                return UsageError(
+                    f"the script has written parameter {name} of its model, and the job trains parameters of its own; "
+                    "write it in the step() of an optimizer of yours, or close() the job, give the model "
+                    "its state_dict(), write, and materialize() it again"
+                )
+            self._held[index] = now, newer
+        return None
+
+    def give(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Note what the script is given on rank 0, by the keys of the model: it may load that into the model."""
+        names = [name for _, _, name in self._parameters]
+        own = [digest_of({name: state[name]}) if name in state else 0.0 for name in names]
+        self._given_digests.update(zip(names, self._agreement.sum(own), strict=True))
+
+    def follow(self) -> bool:
+        """Have the job compute what the model does now; tell whether that is something else.
+
+        Raises:
+            UsageError: it cannot, or ranks have changed differently; on all ranks, nothing having been changed.
+            AutoparError: the model cannot be captured any more.
+        """
+        found = self._agreement.perform(self._find)
+        flags = self._agreement.perform(self._new_flags)
+        said = self._agreement.texts(f"{found.identity} {sorted(flags.items())}")
+        for rank, other in enumerate(said):
+            if other != said[0]:
+                raise UsageError(
+                    f"the scripts of ranks 0 and {rank} have changed their models differently; change the same on "
+                    "every rank"
+                )
+        changed = found.identity != self._now.identity
+        if changed:
+            self._job.exchange(found.graph)
+        self._now = found
+        self._job.set_trained(flags)
+        self._flags = self._read_flags()
+        self._copy_buffers()
+        self.refresh()
+        return changed
+
+    def _find(self) -> Captured:
+        """Return the graph of the model as it is now, captured again if it has not been like this before."""
+        known = next((each for each in self._kept if each.graph.portable and not each.readings.have_changed()), None)
+        if known is None:
+            changed = self._now.readings.changed()
+            if self._captures == MANY:
+                self.notes.append(
+                    f"the model is captured again whenever {', '.join(changed[:3]) or 'it'} changes; a number in a "
+                    "tensor, which is written in place (weight.fill_(0.1)), costs nothing"
+                )
+            try:
+                with self._first_flags():
+                    readings, graph = self._capturing.again()
+                known = self._captured(readings, graph)
+            except FileError as error:
+                said = str(error).partition(";")[0]
+                raise UsageError(f"after what the script has changed, {said}; {AGAIN}") from error
+            self._job.check_exchange(graph)
+            check_shares(graph.layers, self._plan)
+            if (form := _form(graph)) not in self._forms:
+                # A term that was 0 hides that it depends on how a mini-batch is divided.
+                self._capturing.check(graph)
+                self._forms.add(form)
+        self._kept = [*[each for each in self._kept if each is not known][1 - MOST_KEPT :], known]
+        return known
+
+    def _captured(self, readings: Readings, graph: LayerGraph) -> Captured:
+        self._captures += 1
+        return Captured(readings, graph, _identity(graph, self._captures))
+
+    def _read_flags(self) -> list[bool]:
+        return [parameter is not None and parameter.requires_grad for parameter in self._values()]
+
+    def _values(self) -> Iterable[nn.Parameter | None]:
+        return (table.get(key) for table, key, _ in self._parameters)
+
+    @contextmanager
+    def _first_flags(self) -> Iterator[None]:
+        """Have parameters require gradients inside the block as they did when the job was built: layers go by that."""
+        now = self._read_flags()
+        try:
+            self._set_flags(self._built_flags)
+            yield
+        finally:
+            self._set_flags(now)
+
+    def _set_flags(self, flags: Sequence[bool]) -> None:
+        for parameter, flag in zip(self._values(), flags, strict=True):
+            if parameter is not None and parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
+
+    def _read_parameter(self, index: int) -> tuple[nn.Parameter | None, int]:
+        table, key, _ = self._parameters[index]
+        parameter = table.get(key)
+        return parameter, 0 if parameter is None else parameter._version
+
+    def _read_buffers(self) -> list[tuple[int, int]]:
+        tensors = [table.get(key) for table, key in self._places]
+        return [(id(each), 0 if each is None or each.is_inference() else each._version) for each in tensors]
+
+    def _new_flags(self) -> dict[str, bool]:
+        """Return the parameters of the model that are trained or frozen from now on, by the name that layers have.
+
+        Raises:
+            UsageError: the job cannot; says what to do.
+        """
+        now = {name: flag for (_, _, name), flag in zip(self._parameters, self._read_flags(), strict=True)}
+        before = {name: flag for (_, _, name), flag in zip(self._parameters, self._flags, strict=True)}
+        found = {name: flag for name, flag in now.items() if flag != before[name]}
+        if found:
+            self._job.check_trained(found)
+        return found
+
+    def _copy_buffers(self) -> None:
+        """Give the job the buffers that the script has written."""
+        named = dict(self._model.named_buffers())
+        for (name, _), before, now in zip(self._buffers, self._buffer_state, self._read_buffers(), strict=True):
+            if before != now and name in named and name in self._job.buffers:
+                with torch.no_grad():
+                    self._job.buffers[name].copy_(named[name])
+
+
+def _written_buffers(model: nn.Module, graph: LayerGraph) -> set[str]:
+    written = {name for layer in graph.layers if layer.writes is not None for name in layer.writes.buffers}
+    return written | set(running_statistics(model))
+
+
+def _buffer_places(model: nn.Module, wanted: set[int]) -> list[tuple[dict[str, torch.Tensor | None], str]]:
+    """Return where the first of each of some buffers is registered, in the order of ``named_buffers``."""
+    places: dict[int, tuple[dict[str, torch.Tensor | None], str]] = {}
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if id(buffer) in wanted:
+                places.setdefault(id(buffer), (module._buffers, key))
+    return list(places.values())
+
+
+def _identity(graph: LayerGraph, number: int) -> str:
+    """Return a text that is equal for graphs that compute the same; listed modules always may compute another thing."""
+    if not graph.portable:
+        return f"listed {number}"
+    digest = hashlib.sha256()
+    for layer in graph.layers:
+        known = {*layer.parameters, *layer.buffers}
+        constants = {name: value for name, value in layer.module.named_buffers() if name not in known}
+        flow = layer.name, layer.inputs, layer.outputs, sorted(layer.parameters.items()), sorted(layer.buffers.items())
+        digest.update(f"{flow} {layer.fingerprint} {digest_of(constants)}".encode())
+    return digest.hexdigest()
+
+
+def _form(graph: LayerGraph) -> str:
+    """Return a text that is equal for graphs that differ in their numbers only, and not in which of them are 0."""
+    digest = hashlib.sha256()
+    for module in (each for layer in graph.layers for each in layer.module.modules()):
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            arguments = fx.node.map_aggregate((node.args, node.kwargs), _without_value)  # type: ignore[arg-type]
+            digest.update(f"{node.op} {node.target} {arguments}".encode())
+    return digest.hexdigest()
+
+
+def _without_value(value: object) -> object:
+    return "number" if isinstance(value, float) and value else value

@@ -1,0 +1,175 @@
+"""What a script changes between steps: as its own loop does, refused where no running job can, and free to go back."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar.errors import UsageError
+from autopar.ranks.pool import RankPool
+from autopar.runtime.start.following import Follower
+from autopar.runtime.start.script import ScriptJob
+from random_scripts import batches, difference, draw, plan_of, train_by_a_job, train_plainly
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+KINDS = {
+    "closure",
+    "scale",
+    "namespace",
+    "global",
+    "method",
+    "epoch",
+    "module",
+    "partial",
+    "rate",
+    "gain",
+    "item",
+    "deep",
+}
+KINDS |= {"buffer", "tensor", "other tensor", "mode", "whole", "freeze", "thaw", "counter"}
+COVERING = (2, 54, 96, 11, 1, 4, 7, 20)
+
+
+def test_a_number_of_scripts_has_every_kind_of_change() -> None:
+    assert {name for number in COVERING for _, name, _ in draw(number).changes} == KINDS
+
+
+@pytest.mark.parametrize("number", COVERING)
+def test_a_job_follows_what_a_script_changes(number: int) -> None:
+    alone: Any = None
+    by_job = train_by_a_job(alone, {"number": number, "plan": plan_of(number, [1]).dumps()})
+    assert difference(train_plainly(number), by_job) < 1e-10
+
+
+@pytest.mark.parametrize("number", [2, 3, 13])
+def test_ranks_follow_what_their_scripts_change(pool: RankPool, number: int) -> None:
+    plan = plan_of(number)
+    results = pool.run(
+        "random_scripts:train_by_a_job", {"number": number, "plan": plan.dumps()}, ranks=len(plan.devices)
+    )
+    assert difference(train_plainly(number), results[0]) < 1e-10
+    assert all(each["losses"] == results[0]["losses"] for each in results)
+
+
+class Gated(nn.Module):
+    """Has a branch that a flag opens, a frozen layer, and a count that forward reads for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.side, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.first.requires_grad_(False)
+        self.rate, self.with_side, self.count = 1.0, False, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x)) * self.rate
+        if self.count < 0 or self.with_side:
+            x = x + self.side(x)
+        return self.last(x)
+
+
+def cross_entropy(output: torch.Tensor, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return F.cross_entropy(output, batch[1])
+
+
+def gated(number: int = 5) -> tuple[Gated, list[Any], autopar.Plan]:
+    torch.manual_seed(number)
+    model, given = Gated().double(), list(batches(number))
+    profile = autopar.profile(model, given[0], loss=cross_entropy, optimizer=SGD, budget_s=0.05)
+    return model, given, autopar.plan(profile, gpus=1, micro_batches=2)
+
+
+def started(model: nn.Module, plan: autopar.Plan, batch: object) -> ScriptJob:
+    return autopar.materialize(model, plan, batch, loss=cross_entropy, optimizer=SGD)
+
+
+def test_what_was_there_before_is_not_captured_again_nor_what_nothing_mentions(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = []
+    captured = Follower._captured
+    monkeypatch.setattr(Follower, "_captured", lambda *given: captures.append(0) or captured(*given))
+    model, given, plan = gated()
+    with started(model, plan, given[0]) as job:
+        for rate, ever in [(1.0, 1), (0.5, 2), (1.0, 2), (0.5, 2), (0.25, 3)]:
+            model.rate, model.unmentioned = rate, rate
+            job.step(given[0])
+            job.evaluate(given[1])
+            assert len(captures) == ever
+        model.count = 7
+        job.step(given[0])
+        model.eval()
+        job.step(given[0])
+        assert (len(captures), model.training) == (4, False)
+
+
+def _unfreeze(model: Gated) -> None:
+    model.first.requires_grad_(True)
+
+
+def _open(model: Gated) -> None:
+    model.with_side = True
+
+
+def _write(model: Gated) -> None:
+    with torch.no_grad():
+        model.last.weight.clamp_(-0.1, 0.1)
+
+
+def _replace(model: Gated) -> None:
+    model.last.weight = nn.Parameter(torch.zeros_like(model.last.weight))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_unfreeze, r"first\.weight was frozen when the job was built, and nothing steps it; save\(folder\), profile"),
+        (
+            _open,
+            r"the plan does not fit Gated: layer 1 is 'last' in the plan, 'side' in the model; save\(folder\), profile",
+        ),
+        (
+            _write,
+            r"has written parameter last\.weight of its model, and the job trains parameters of its own; write it",
+        ),
+        (_replace, r"has put another parameter in the place of last\.weight; save\(folder\), profile and plan again"),
+    ],
+)
+def test_what_no_running_job_follows_is_refused_and_goes_on_with_a_new_plan(
+    change: Callable[[Gated], None], message: str, tmp_path: Path
+) -> None:
+    model, given, plan = gated()
+    with started(model, plan, given[0]) as job:
+        job.step(given[0])
+        model.load_state_dict(job.state_dict())  # type: ignore[arg-type]
+        job.step(given[1])
+        job.save(tmp_path)
+        change(model)
+        with pytest.raises(UsageError, match=message):
+            job.step(given[2])
+        with pytest.raises(UsageError, match=message):
+            job.step(given[2])
+    if change in (_unfreeze, _open):
+        plainly = gated()[0]
+        optimizer = SGD(plainly.parameters())
+        for step, batch in enumerate(given[:3]):
+            if step == 2:
+                change(plainly)
+            optimizer.zero_grad()
+            value = cross_entropy(plainly(batch[0]), batch)
+            value.backward()
+            optimizer.step()
+        profile = autopar.profile(model, given[0], loss=cross_entropy, optimizer=SGD, budget_s=0.05)
+        with started(model, autopar.plan(profile, gpus=1, micro_batches=2), given[0]) as job:
+            assert job.load(tmp_path, accept_changes=True) == 2
+            assert job.step(given[2]).loss == pytest.approx(value.item(), rel=1e-12)  # type: ignore[union-attr]
+
+
+def test_ranks_whose_scripts_change_differently_are_told(pool: RankPool) -> None:
+    plan = plan_of(3, [1, 1])
+    said = pool.run("random_scripts:change_alone", {"plan": plan.dumps()}, ranks=2)
+    assert said[0] == said[1]
+    assert "the scripts of ranks 0 and 1 have changed their models differently" in said[0]
