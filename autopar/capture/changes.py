@@ -32,13 +32,13 @@ from autopar.capture.python_state import (
     LARGEST_ARRAY_BYTES,
     MOST_OBJECTS,
     Path,
+    Roots,
     attributes_of,
     contents_of,
     globals_of,
     is_own,
     names_of,
     parts_of,
-    roots_of,
 )
 
 _GONE = object()
@@ -54,23 +54,23 @@ class Readings:
     """What forward and loss read, as it was when this was made."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss: Callable[..., Any] | None,
-        names: Collection[str] | None,
-        ignored_state: tuple[str, ...] = (),
+        self, roots: Roots, names: Collection[str] | None, ignored_state: tuple[str, ...] = (), *, modes: bool = True
     ) -> None:
         """Read it.
 
         Args:
-            model: may be in evaluation mode as a whole, which says nothing: it is trained in training mode.
-            loss: or none.
+            roots: a model and its loss, or the functions of a file that make them. A model may be in evaluation mode as
+                a whole, which says nothing: it is trained in training mode.
             names: in the code that they run; None if that is not known: everything is read.
             ignored_state: paths of what may change.
+            modes: whether modes of modules count.
         """
         wanted = _Wanted(names, ignored_state)
-        reads: list[tuple[Path, _Read]] = [(Path("training"), functools.partial(_modes, model, list(model.modules())))]
-        for path, value in _reached(roots_of(model, loss), wanted):
+        models = [value for value in roots.values() if isinstance(value, nn.Module)] if modes else []
+        reads: list[tuple[Path, _Read]] = [
+            (Path("training"), functools.partial(_modes, model, list(model.modules()))) for model in models
+        ]
+        for path, value in _reached(roots, wanted):
             reads += [(path, read) for read in _reads(path, value, wanted)]
         self._readings = [(read, list(read())) for _, read in reads]
         self._paths = [path for path, _ in reads]
@@ -108,7 +108,7 @@ def _is_users(value: object) -> bool:
     return is_own(sys.modules.get(kind.__module__))
 
 
-def _reached(roots: Mapping[Path, object], wanted: _Wanted) -> Iterator[tuple[Path, object]]:
+def _reached(roots: Roots, wanted: _Wanted) -> Iterator[tuple[Path, object]]:
     """Yield what holds something that is read, once each."""
     held: dict[int, object] = {}
     waiting: deque[tuple[Path, object]] = deque(roots.items())

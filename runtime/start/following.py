@@ -26,7 +26,9 @@ from torch import fx, nn
 from autopar.capture.build import running_statistics
 from autopar.capture.changes import Readings
 from autopar.capture.graph import LayerGraph
-from autopar.errors import AutoparError, FileError, UsageError
+from autopar.capture.python_state import Path
+from autopar.capture.source import UserModel
+from autopar.errors import AutoparError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.stage.layers import AGAIN, rewritable
 from autopar.runtime.start.agreement import Agreement, digest_of
@@ -250,6 +252,28 @@ class Follower:
             if before != now and name in named and name in self._job.buffers:
                 with torch.no_grad():
                     self._job.buffers[name].copy_(named[name])
+
+
+class FileWatch:
+    """What forward and loss of a model file read in a rank of a run, which goes on as captured."""
+
+    def __init__(self, user: UserModel, names: frozenset[str], ignored_state: tuple[str, ...]) -> None:
+        """Read it; ``names`` are those in the code of forward and loss."""
+        roots = {Path("model"): user.factory, Path("loss"): user.loss}
+        self._readings = Readings(roots, names, ignored_state)
+
+    def check(self, step: int) -> None:
+        """Check that it is as it was.
+
+        Raises:
+            TrainingError: it is not; says what to do.
+        """
+        if self._readings.have_changed():
+            raise TrainingError(
+                f"{self._readings.changed()[0]} has changed before step {step}, which forward or loss reads, and a run "
+                "goes on as captured; train from a script, whose job follows it (autopar.materialize); or name it in "
+                "`ignored_state`, if it is only logged"
+            )
 
 
 def _written_buffers(model: nn.Module, graph: LayerGraph) -> set[str]:

@@ -30,6 +30,7 @@ from autopar.capture.losses import check_loss, counted_loss
 from autopar.capture.meta import release
 from autopar.capture.model_state import deep_copy, preserve_modes
 from autopar.capture.optimizer import Settings
+from autopar.capture.python_state import roots_of
 from autopar.capture.source import UserModel
 from autopar.errors import AutoparError, TrainingError, UsageError
 from autopar.formats.plan import Plan
@@ -153,16 +154,17 @@ class _Capturing:
                 for layer in graph.layers:
                     # Those of its stage a rank is given, and the others it need not hold.
                     release(layer)
-        readings = Readings(model, self._user.loss, graph.names_read, plan.ignored_state)
-        return self._user, fit_to_plan(graph, plan, self._user), readings
+        return self._user, fit_to_plan(graph, plan, self._user), self._readings(graph)
+
+    def _readings(self, graph: LayerGraph) -> Readings:
+        return Readings(roots_of(self._model, self._user.loss), graph.names_read, self._plan.ignored_state)
 
     def again(self) -> tuple[Readings, LayerGraph]:
         """Return what is read now, and the graph of the model as it is."""
         with preserve_modes(self._model.modules()):
             model = self._model if self._portable else deep_copy(self._model)
             graph = capture(self._user, model)
-        readings = Readings(self._model, self._user.loss, graph.names_read, self._plan.ignored_state)
-        return readings, fit_to_plan(graph, self._plan, self._user)
+        return self._readings(graph), fit_to_plan(graph, self._plan, self._user)
 
     def check(self, graph: LayerGraph) -> None:
         """Check that the loss does not depend on how a mini-batch is divided, where that is to be checked.

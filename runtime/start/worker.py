@@ -42,6 +42,7 @@ from autopar.runtime.messages.staging import connect
 from autopar.runtime.outcome import ForwardFlops, RankResult, StepResults, peak_of
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage.parameters import local
+from autopar.runtime.start.following import FileWatch
 from autopar.runtime.start.job import DEFAULTS, Job
 from autopar.runtime.start.saving import ComparisonFiles, holders, write_stages
 from autopar.runtime.start.supervision import slowness
@@ -133,7 +134,14 @@ class TrainingRun:
     """Steps a rank's job, tells whoever started the rank of every loss, and keeps what the report is made of."""
 
     def __init__(
-        self, job: Job, context: RankContext, steps: int, checkpoints: RunCheckpoints | None, *, time_layers: bool
+        self,
+        job: Job,
+        context: RankContext,
+        steps: int,
+        checkpoints: RunCheckpoints | None,
+        watch: FileWatch,
+        *,
+        time_layers: bool,
     ) -> None:
         """Prepare, together with all ranks, to train for some steps.
 
@@ -142,9 +150,11 @@ class TrainingRun:
             context: the ranks.
             steps: how many mini-batches the run trains, with those before its checkpoint.
             checkpoints: where it goes on from one, and saves others.
+            watch: of what the model file may change.
             time_layers: whether layers are timed in the first steps.
         """
         self._job, self._context, self._steps, self._checkpoints = job, context, steps, checkpoints
+        self._watch = watch
         self._first = 0 if checkpoints is None else checkpoints.first_step
         self._watches = LayerMonitor(job, context.device, steps - self._first, time_layers)
         self._origin_s = _common_origin(context)
@@ -185,6 +195,7 @@ class TrainingRun:
                 stop = min(stop, board.last_step + several + ahead)
             if step >= min(end, stop):
                 break
+            self._watch.check(max(step, 0))
             began_s = time.perf_counter()
             if step < first:
                 self._job.step(step, min(end, stop), first)
@@ -302,7 +313,8 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         raise out_of_memory(place, error, plan, stages_of(plan, context.rank)[0], context.device) from error
     notes = [*workspace.notes(), *(_warmed_up(job) if settings.compile else [])]
     checkpoints = _checkpoints(context, job, graph, workspace, arguments["checkpoint"])
-    run = TrainingRun(job, context, arguments["steps"], checkpoints, time_layers=settings.time_layers)
+    watch = FileWatch(model, workspace.names_read(), plan.ignored_state)
+    run = TrainingRun(job, context, arguments["steps"], checkpoints, watch, time_layers=settings.time_layers)
     kept = None if arguments["keep"] is None else ComparisonFiles(job, Path(arguments["keep"]))
     run.perform()
     _await_all(context)

@@ -250,6 +250,8 @@ SETTINGS = "optimizer.json"
 """What the optimizer gives every parameter of the whole model."""
 KEYS = "keys.json"
 """The keys of the model's ``state_dict``, each with the parameter or buffer that it names."""
+NAMES_READ = "read.json"
+"""The names in the code of forward and loss."""
 NOTES = "notes.json"
 """What a reader of the report must know of how the model was captured."""
 
@@ -281,6 +283,8 @@ class Workspace:
         (self.folder / WEIGHTS).mkdir()
         module, graph, source = self._capture(model, plan.seed, weights_folder)
         (self.folder / NOTES).write_text(json.dumps([*graph.notes, *missing_hash_notes(model, plan)]), encoding="utf-8")
+        if graph.names_read is not None:
+            (self.folder / NAMES_READ).write_text(json.dumps(sorted(graph.names_read)), encoding="utf-8")
         graph = fit_to_plan(graph, plan, model)
         check_together(model, module, graph, plan)
         settings = whole_settings(model, module, graph, plan)
@@ -330,6 +334,11 @@ class Workspace:
     def notes(self) -> list[str]:
         """Return what a reader of the report must know of the model."""
         return list(json.loads((self.folder / NOTES).read_text(encoding="utf-8")))
+
+    def names_read(self) -> frozenset[str]:
+        """Return the names in the code of forward and loss; none of listed modules, which run as they are."""
+        path = self.folder / NAMES_READ
+        return frozenset(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else frozenset()
 
     def state_keys(self) -> dict[str, str]:
         """Return the keys of the model's ``state_dict``, each with the parameter or buffer that it names."""

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.errors import UsageError
+from autopar.capture.batch import given_model
+from autopar.errors import TrainingError, UsageError
 from autopar.ranks.pool import RankPool
-from autopar.runtime.start.following import Follower
+from autopar.runtime.start.following import FileWatch, Follower
 from autopar.runtime.start.script import ScriptJob
 from random_scripts import batches, difference, draw, plan_of, train_by_a_job, train_plainly
 
@@ -173,3 +174,21 @@ def test_ranks_whose_scripts_change_differently_are_told(pool: RankPool) -> None
     said = pool.run("random_scripts:change_alone", {"plan": plan.dumps()}, ranks=2)
     assert said[0] == said[1]
     assert "the scripts of ranks 0 and 1 have changed their models differently" in said[0]
+
+
+def test_a_rank_of_a_run_refuses_what_its_file_changes() -> None:
+    weight = {"aux": 0.0}
+
+    def loss(output: torch.Tensor, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return cross_entropy(output, batch) * (1.0 + weight["aux"])
+
+    user = given_model(Gated().double(), next(batches(1)), loss=loss)
+    watch = FileWatch(user, frozenset({"weight"}), ())
+    ignoring = FileWatch(user, frozenset({"weight"}), ("weight",))
+    watch.check(0)
+    weight["aux"] = 0.1
+    ignoring.check(1)
+    with pytest.raises(
+        TrainingError, match="closure variable weight of loss has changed before step 1, which forward or loss reads"
+    ):
+        watch.check(1)
