@@ -20,6 +20,8 @@ from autopar.capture.batch import check_reading
 from autopar.capture.check import check_gradients
 from autopar.capture.losses import UNKNOWN, LossCheck, check_loss
 from autopar.capture.optimizer import needs_all, try_sharding
+from autopar.capture.python_state import Path, parameters_reached
+from autopar.capture.source import NamedParameters
 from autopar.capture.split.analysis import Analysis, analyse
 from autopar.capture.split.choice import AttributeCut, choose, cuts_of, explain
 from autopar.capture.split.edges import choose_slices
@@ -146,11 +148,35 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = no_pr
         notes += [*_remarks(module), *_remarks_on_writes(graph)]
         progress("trying the optimizer", 0.0)
         trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+        notes += _remarks_on_steps(user, module, trained)
         why = needs_all(user, trained)
         if why is not None:
             notes.append(NEEDS_ALL.format(why=why))
         indivisible = try_sharding(user, trained)
     return Subject(user, module, graph, precision, (*user.notes, *graph.notes, *notes), difference, indivisible)
+
+
+def _remarks_on_steps(user: UserModel, module: nn.Module, trained: NamedParameters) -> list[str]:
+    """Say what is reached and not stepped.
+
+    Raises:
+        ModelError: the optimizer steps nothing, or parameters that only the loss has.
+    """
+    own = {id(each) for each in module.parameters()}
+    reached = parameters_reached({Path("loss"): user.loss})
+    others = {id(each): path for path, each in reached.items() if each.requires_grad and id(each) not in own}
+    stepped = {id(each) for group in user.make_optimizer(trained).param_groups for each in group["params"]}
+    taken = [path for key, path in others.items() if key in stepped]
+    if taken:
+        raise ModelError(
+            f"{user.path}: {taken[0]} is a parameter that the loss reaches, the model does not have, and optimizer() "
+            "steps; make it the model's: let model() assign what has it to the module (net.criterion = criterion), and "
+            "optimizer() take its argument alone"
+        )
+    if not stepped:
+        raise ModelError(f"{user.path}: optimizer() steps none of the model's {len(trained)} trained parameters")
+    first = next(iter(others.values()), None)
+    return [] if first is None else [f"{first} is a parameter that the model does not have: it stays as it is"]
 
 
 def _precision(module: nn.Module, user: UserModel, precision: Precision | None) -> Precision:
@@ -165,7 +191,8 @@ def _precision(module: nn.Module, user: UserModel, precision: Precision | None) 
     else:
         names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
         raise ModelError(
-            f"{user.path}: parameters are {names}; all must be float32 or complex64, or all float64 or complex128"
+            f"{user.path}: parameters are {names}; all must be float32 or complex64, or all float64 or complex128: let "
+            "model() return the module's float(), and pass `precision='bf16'` to compute in half precision"
         )
     if precision is None or precision == own:
         return own

@@ -24,16 +24,19 @@ import hashlib
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from autopar.capture.generators import preserve_generators
 from autopar.capture.hooks import HOOKS, LOSS, a, check_hook, unlike
 from autopar.capture.python_state import contents, roots_of, tensors_reached
+from autopar.capture.sizes import check_sizes
 from autopar.capture.source import UserModel, check_shapes
 from autopar.errors import ModelError
 
@@ -55,11 +58,19 @@ def named_tensors(batch: object) -> dict[str, torch.Tensor]:
     rows = {name: tensor.shape[0] for name, tensor in named.items()}
     if len(set(rows.values())) > 1:
         sizes = ", ".join(f"{name}: {count}" for name, count in rows.items())
-        raise ModelError(f"the batch's tensors differ in their first dimension ({sizes}); it must be the samples'")
+        raise ModelError(
+            f"the batch's tensors differ in their first dimension ({sizes}); it must be the samples': "
+            "give every tensor a row for each sample (expand what is one for all), or keep it in the model"
+        )
     return named
 
 
 def _leaves(value: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, PackedSequence):
+        raise ModelError(
+            f"{name} is a PackedSequence, whose rows are no samples; let collate() give padded tensors and a mask of "
+            "what is padded, and let the model leave that out"
+        )
     if isinstance(value, torch.Tensor):
         if value.dim() == 0:
             raise ModelError(f"{name} has no dimensions; the first dimension of every tensor must be the samples'")
@@ -73,7 +84,20 @@ def _leaves(value: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         for index, item in enumerate(value):
             yield from _leaves(item, f"{name}.{index}")
     else:
-        raise ModelError(f"{name} is a {type(value).__name__}; give a collate(samples) that makes tensors of it")
+        raise ModelError(f"{name} is {a(value)}; {_instead_of(value)}")
+
+
+def _instead_of(value: object) -> str:
+    if value is None:
+        return (
+            "leave it out of the batch, so that forward's default stands, or give a tensor with a row for each sample"
+        )
+    if isinstance(value, (bool, int, float, str)):
+        return (
+            "only tensors with a row for each sample come along: leave it out of the batch and set it in the model, or "
+            "let collate() make a tensor of it (torch.full((len(samples),), value))"
+        )
+    return "give a collate(samples) that makes tensors of it"
 
 
 def rebuild(template: object, tensors: Mapping[str, torch.Tensor]) -> object:
@@ -364,7 +388,12 @@ def check_reading(user: UserModel, seed: int, *, accept_mixing: bool = False) ->
         seed_data(seed, "dataset")
         dataset = user.dataset()
         indices = list(range(min(SAMPLES, user.sample_count(dataset))))
-        samples, batch = _read(user, dataset, indices, seed)
+        try:
+            samples, batch = _read(user, dataset, indices, seed)
+        except ModelError:
+            # Samples of several sizes cannot be stacked.
+            _check_sizes(user, dataset, seed)
+            raise
         again = _read(user, dataset, indices[::-1], seed)
         seed_data(seed, "dataset")
         anew = _read(user, user.dataset(), indices[1:] + indices[:1], seed)
@@ -380,6 +409,7 @@ def check_reading(user: UserModel, seed: int, *, accept_mixing: bool = False) ->
             remedy = _REMEDY.format("its samples")
             raise ModelError(f"{file}: collate() makes another batch of the same samples, {remedy}")
     with preserve_generators(torch.device("cpu")):
+        _check_sizes(user, dataset, seed)
         if not accept_mixing and _mixes(user, dataset, seed):
             raise ModelError(f"{file}: {_MIXING}")
 
@@ -393,6 +423,17 @@ def _read(user: UserModel, dataset: object, order: Sequence[int], seed: int) -> 
         found[index] = contents(samples[index])
     seed_data(seed, "collate", 0, 0)
     return found, contents(user.collate([samples[index] for index in sorted(samples)]))
+
+
+def _check_sizes(user: UserModel, dataset: Any, seed: int) -> None:  # noqa: ANN401
+    collate = partial(_collated, user, seed) if user.collates else None
+    read = partial(_sample, user, dataset, seed=seed)
+    check_sizes(str(user.data or user.path), user.sample_count(dataset), read, collate)
+
+
+def _collated(user: UserModel, seed: int, samples: Sequence[object]) -> object:
+    seed_data(seed, "collate", 0, 0)
+    return user.collate(samples)
 
 
 def _sample(user: UserModel, dataset: Any, index: int, seed: int) -> object:  # noqa: ANN401

@@ -218,6 +218,7 @@ _HARMLESS = {"transformers.models.bloom.modeling_bloom.GeLUFunction"}
 _DRAWN_ONCE = f"Python's or NumPy's random numbers would be drawn only once; draw them with torch, {FALLBACK}"
 _APPLY = inspect.unwrap(torch.autograd.Function.apply.__func__).__code__  # type: ignore[attr-defined]
 _HOOK = torch.Tensor.register_hook.__code__
+_DERIVATIVES = {torch.autograd.grad.__code__, torch.autograd.backward.__code__, torch.Tensor.backward.__code__}
 _ASSIGN = nn.Module.__setattr__.__code__
 _FIXING = {torch.SymInt.__index__.__code__, torch.SymInt.__int__.__code__, torch.SymBool.__bool__.__code__}
 _LIBRARY = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -265,6 +266,11 @@ def _describe_call(frame: FrameType, is_ignored: Callable[[nn.Module, str], bool
     if frame.f_code is _APPLY and not _harmless(function := frame.f_locals["cls"]):
         remedy = "write it with differentiable operators"
         return f"autograd.Function {function.__qualname__} cannot be captured; {remedy}"
+    if frame.f_code in _DERIVATIVES and _is_users(_caller_file(frame)):
+        return (
+            "a derivative within forward or loss cannot be captured; let layers(model) list the module that takes it, "
+            "whole: [model], where that is the model itself"
+        )
     if frame.f_code is _HOOK and frame.f_back is not None and _is_users(frame.f_back.f_code.co_filename):
         return "a hook on a gradient cannot be captured; remove it"
     return _describe_replacement(frame, is_ignored) if frame.f_code is _ASSIGN else ""
@@ -342,6 +348,10 @@ def _is_users(filename: str) -> bool:
 
 def _is_of_models(filename: str) -> bool:
     return not filename.startswith((_LIBRARY, _OWN)) or filename.startswith(_OF_MODELS)
+
+
+def _caller_file(frame: FrameType) -> str:
+    return "" if frame.f_back is None else frame.f_back.f_code.co_filename
 
 
 def _caller(frame: FrameType | None) -> str:

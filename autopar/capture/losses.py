@@ -124,6 +124,10 @@ class IncomparableError(Exception):
     """A batch's loss could not be compared with that of its parts; says why."""
 
 
+class NothingCountedError(IncomparableError):
+    """The count is 0."""
+
+
 @dataclass(frozen=True)
 class Separation:
     """How far a batch's loss and gradients are from those of its parts."""
@@ -202,7 +206,7 @@ class _PartLosses:
         rows = list(range(self._rows))
         whole = self._value(rows)
         if not whole.count:
-            raise IncomparableError("nothing in the samples counts")
+            raise NothingCountedError("nothing in the samples counts")
         if not math.isfinite(whole.total):
             raise IncomparableError(f"it is {whole.total}")
         found = self._difference(whole, self._parts())
@@ -346,6 +350,9 @@ def _column(value: _Value) -> torch.Tensor:
 
 SAMPLES = 32
 """Read of a dataset, evenly spread, to find some whose labels count unevenly."""
+MOST_READ = 2048
+"""Samples that are read until something counts."""
+_FIGURE = "if the second is a figure to log (an accuracy, a norm), let loss() return the loss alone"
 UNKNOWN = "whether the loss of a mini-batch is that of its micro-batches is not known"
 LABELS = "batch.labels"
 _OF_LABELS = "(labels != -100).sum()"
@@ -380,9 +387,21 @@ def check_loss(user: UserModel, model: nn.Module, graph: LayerGraph, *, accept_l
     # Those of the library are known: labels of tokens and pixels are counted, others are one a sample.
     known = user.loss is None and _of_library(model)
     labels = {} if known or user.spec.startswith(PREFIX) else ignored_labels(graph)
-    batch = _uneven(user, model, labels)
+    batches = _uneven(user, model, labels)
+    batch = next(batches)
     try:
-        found = separation(model, batch, user.loss, user.ignored_state)
+        while True:
+            try:
+                found = separation(model, batch, user.loss, user.ignored_state)
+                break
+            except NothingCountedError:
+                # Of a loss that gives a sum and a figure that is no count, such as how many answers are right.
+                batch = next(batches)
+    except StopIteration:
+        raise ModelError(
+            f"{user.path}: loss() returns a pair, a sum and the number that it is divided by, and that number is 0 for "
+            f"every sample that was tried; {_FIGURE}"
+        ) from None
     except IncomparableError as error:
         return LossCheck(note=f"{UNKNOWN}: {error}")
     if not found.difference:
@@ -429,12 +448,15 @@ def _count(model: nn.Module) -> int:
     return 3 if is_large(model) else sum(PARTS)
 
 
-def _uneven(user: UserModel, model: nn.Module, labels: Mapping[str, int]) -> object:
-    """Return samples of the dataset, picked or changed so that their labels count unevenly."""
+def _uneven(user: UserModel, model: nn.Module, labels: Mapping[str, int]) -> Iterator[object]:
+    """Yield samples of the dataset, picked or changed so that their labels count unevenly; then others in a row."""
     dataset = user.dataset()
     samples = user.sample_count(dataset)
     indices = sorted({round(place * (samples - 1) / (SAMPLES - 1)) for place in range(SAMPLES)})
-    return with_ignored(uneven_rows(user.load_batch(dataset, indices), _count(model)), labels)
+    yield with_ignored(uneven_rows(user.load_batch(dataset, indices), _count(model)), labels)
+    together = _count(model)
+    for first in range(0, min(samples, MOST_READ) - together, together):
+        yield user.load_batch(dataset, range(first, first + together))
 
 
 def _explain_difference(
@@ -446,11 +468,11 @@ def _explain_difference(
 ) -> str:
     differ = f"the loss and gradients of a mini-batch differ by {result.difference:.2g} from those of its micro-batches"
     if graph.loss == "sum_count":
-        remedy = "let the sum be one over labels (or samples), and the count be their number"
+        remedy = f"let the sum be one over labels (or samples), and the count be their number; {_FIGURE}"
         return (
             f"{differ}: (sum, count) do not add up; {remedy}, {_ACCEPTING}"
             if result.weights
-            else (f"{differ}: no sum over samples gives it, as of losses that compare samples; {_EXACT}")
+            else (f"{differ}: no sum over samples gives it, as of losses that compare samples; {_FIGURE}; {_EXACT}")
         )
     if result.additive:
         return f"{differ}: it is a sum over samples; let loss() return (sum, number of samples), {_ACCEPTING}"

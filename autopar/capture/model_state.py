@@ -13,21 +13,36 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.capture.effects import OperatorWatch, written_values
 from autopar.capture.python_state import Path, tensors_reached
+from autopar.errors import CaptureError
 
 
 @contextlib.contextmanager
 def preserve_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers and the random state at the end of the block."""
+    """Restore the model's buffers and the random state at the end of the block.
+
+    Raises:
+        CaptureError: a buffer has another size by then; names it.
+    """
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     state = torch.get_rng_state()
+    changed: list[str] = []
     try:
         yield
     finally:
         torch.set_rng_state(state)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
-                if name in buffers:
-                    buffer.copy_(buffers[name])
+                before = buffers.get(name, buffer)
+                if before.shape != buffer.shape:
+                    changed.append(f"{name} changes its size from {tuple(before.shape)} to {tuple(buffer.shape)}")
+                    buffer.resize_(before.shape)
+                if before is not buffer:
+                    buffer.copy_(before)
+    if changed:
+        raise CaptureError(
+            f"the buffer {changed[0]} in a forward, and ranks hold buffers of one size; register it in the size that "
+            "it gets, or let model() run one forward of the module before it returns it"
+        )
 
 
 @contextlib.contextmanager

@@ -408,6 +408,18 @@ def tensors_reached(roots: Roots) -> list[tuple[Path, torch.Tensor]]:
     return [(path, value) for path, value, _ in _walk(roots) if isinstance(value, torch.Tensor)]
 
 
+def parameters_reached(roots: Roots) -> dict[str, nn.Parameter]:
+    """Return the parameters that the roots reach, each once, by path."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for path, value, _ in _walk(roots):
+        held = value._parameters if isinstance(value, nn.Module) else {}
+        named = [(str(path), value), *((str(path.attribute(key)), each) for key, each in held.items())]
+        for name, each in named:
+            if isinstance(each, nn.Parameter):
+                found.setdefault(id(each), (name, each))
+    return dict(found.values())
+
+
 def contents(value: object) -> dict[Path, list[object]]:
     """Return something that is equal for values, such as samples of data, that hold the same."""
     found: dict[Path, list[object]] = {}

@@ -344,7 +344,13 @@ class UserModel:
             return torch.optim.AdamW(parameters, lr=1e-3)
         function = self.functions["optimizer"]
         told = {name: getattr(traits, name) for name in self.optimizer_options}
-        made = self._call("optimizer", partial(function, **told), pairs if _wants_names(function) else parameters)
+        try:
+            made = self._call("optimizer", partial(function, **told), pairs if _wants_names(function) else parameters)
+        except ModelError as error:
+            if not parameters or str(error.__cause__) != _NONE_CHOSEN:
+                raise
+            # It picks some of the model's, of which there are none here.
+            made = torch.optim.AdamW([{"params": list[nn.Parameter]()}], lr=1e-3)
         if not isinstance(made, torch.optim.Optimizer):
             raise ModelError(
                 f"{self._file_of('optimizer')}: optimizer() returned {a(made)}; it must return a torch.optim.Optimizer"
@@ -465,6 +471,8 @@ def _load_factory(spec: str, expected_source: ModelSource | None) -> UserModel:
     return _describe(spec, code, module, factory)
 
 
+_NONE_CHOSEN = "optimizer got an empty parameter list"
+"""What torch says."""
 _MODULE = "_autopar_model_"
 
 

@@ -77,7 +77,7 @@ def _hollow(segmented_program: SegmentedProgram) -> ExportedProgram:
         state_dict={name: _meta(value) for name, value in program.state_dict.items()},
         range_constraints=program.range_constraints,
         module_call_graph=program.module_call_graph,
-        constants={name: _meta(v) if name in buffers else v for name, v in program.constants.items()},
+        constants={name: _meta(v) if name in buffers else _with_storage(v) for name, v in program.constants.items()},
         verifiers=program.verifiers,
     )
 
@@ -85,6 +85,11 @@ def _hollow(segmented_program: SegmentedProgram) -> ExportedProgram:
 def _meta(value: Any) -> torch.Tensor:  # noqa: ANN401
     shape = torch.empty_like(value, device="meta")
     return nn.Parameter(shape, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else shape
+
+
+def _with_storage(value: Any) -> Any:  # noqa: ANN401
+    """Return a constant; in place of one without elements, one that has: files take all without memory for the same."""
+    return value.new_zeros(1) if isinstance(value, torch.Tensor) and not value.numel() else value
 
 
 def _describe(graph: LayerGraph, segmented_program: SegmentedProgram) -> dict[str, Any]:
@@ -97,6 +102,11 @@ def _describe(graph: LayerGraph, segmented_program: SegmentedProgram) -> dict[st
     }
     return {
         "tensors": list(graph.inputs),
+        "empty": {
+            name: value.shape
+            for name, value in segmented_program.program.constants.items()
+            if isinstance(value, torch.Tensor) and not value.numel()
+        },
         "rows": [segmented_program.inputs.least, segmented_program.inputs.most],
         "canonical": {targets[node]: name for node, name in names.items()},
         "trainable": trainable,
@@ -115,6 +125,8 @@ def _describe(graph: LayerGraph, segmented_program: SegmentedProgram) -> dict[st
 
 
 def _restore(program: ExportedProgram, content: Mapping[str, Any]) -> LayerGraph:
+    for name, shape in content["empty"].items():
+        program.constants[name] = program.constants[name].new_empty(shape)
     least, most = content["rows"]
     inputs = replace(placeholders(program, content["tensors"], content["canonical"]), least=least, most=most)
     segments = tuple(

@@ -17,7 +17,17 @@ from typing import Any
 import torch
 
 from autopar.capture.split.names import Dim, MismatchError, resolve, size
-from autopar.capture.split.rules.rule import ROWS, Dims, LocalCall, OperatorCall, Part, Ranges, rule, take_ranges
+from autopar.capture.split.rules.rule import (
+    ROWS,
+    Dims,
+    LocalCall,
+    OperatorCall,
+    Part,
+    Ranges,
+    memory_order,
+    rule,
+    take_ranges,
+)
 
 Taken = tuple[tuple[int, int, Ranges], ...]
 """Of every dimension that is split: which one, how long the whole is, and the indices that a part has.
@@ -79,9 +89,9 @@ def draw_part(
 
 def _memory_order(tensor: torch.Tensor, order: tuple[int, ...]) -> tuple[int, ...]:
     """Return a tensor's dimensions as memory has them; ``order`` is right unless a stride says otherwise."""
+    own = memory_order(tensor)
     long = [place for place in order if tensor.shape[place] > 1]
-    by_stride = sorted(long, key=tensor.stride, reverse=True)
-    return order if by_stride == long else tuple(sorted(order, key=tensor.stride, reverse=True))
+    return order if [place for place in own if tensor.shape[place] > 1] == long else own
 
 
 def drop_part(tensor: torch.Tensor, rate: float, order: tuple[int, ...], own: Taken) -> torch.Tensor:

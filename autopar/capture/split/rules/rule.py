@@ -43,6 +43,28 @@ def plain_size(length: int | torch.SymInt) -> int:
     return int(value)
 
 
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return a tensor's dimensions in the order of memory, the outermost first.
+
+    Where the tensor repeats itself (``expand``), that is the order of one like it that does not, which operators fill.
+    """
+    sizes, strides = list(map(plain_size, tensor.shape)), list(map(plain_size, tensor.stride()))
+    # As torch's infer_dense_strides sorts them, the innermost first: a stride of 0 says nothing.
+    order = list(range(tensor.dim()))[::-1]
+    for last in range(1, len(order)):
+        at = last
+        for inner in range(last - 1, -1, -1):
+            one, other = order[inner], order[at]
+            if not strides[one] or not strides[other]:
+                continue
+            if strides[one] < strides[other]:
+                break
+            if strides[one] > strides[other] or sizes[one] > sizes[other]:
+                order[inner], order[at] = other, one
+                at = inner
+    return tuple(order[::-1])
+
+
 def new_dim(length: int, symbolic: bool = False) -> Dim:
     """Return a dimension that no other is known to be; the number of rows cannot be split."""
     return () if length == 1 else (Name(length, "it counts rows" if symbolic or length % ROWS == 0 else None),)
@@ -120,8 +142,7 @@ class OperatorCall:
 
     def memory_order(self, name: str) -> tuple[int, ...]:
         """Return a tensor argument's dimensions in the order of memory, the outermost first."""
-        strides = [plain_size(stride) for stride in self._values[self.argument(name)].stride()]
-        return tuple(sorted(range(len(strides)), key=lambda place: -strides[place]))
+        return memory_order(self._values[self.argument(name)])
 
     def tensors(self) -> list[fx.Node]:
         """Return the tensors that it is given."""
