@@ -29,6 +29,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from autopar.capture import Layer, LayerGraph
 from autopar.capture.split_backward import SplitBackward
+from autopar.capture.terms import starts_of
 from autopar.errors import AutoparError, CaptureError, UsageError
 from autopar.profiler.device import Computing, Time, as_it_is, clock_of
 
@@ -109,8 +110,8 @@ class LayerPass:
             leaves: what it runs on instead, where other layers add to the same inputs' gradients.
         """
         self.layer, self._rows, self._computing = layer, inputs.rows, computing
-        # The backward starts from the loss itself, never from the count beside it.
-        self._count_outputs = set(loss[1:])
+        # The backward starts from losses themselves, never from counts and figures beside them.
+        self._count_outputs = set(loss) - set(starts_of(loss))
         self.inputs = inputs.leaves() if leaves is None else dict(leaves)
         self.outputs: dict[str, torch.Tensor] = {}
         self.roots: dict[str, torch.Tensor] = {}

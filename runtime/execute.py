@@ -8,7 +8,7 @@ step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Protocol
 
@@ -38,7 +38,7 @@ from autopar.formats.program import (
 from autopar.ranks.failure import PeerLostError, is_of_connection
 from autopar.runtime.device import Clock, is_out_of_memory, out_of_memory, value_of
 from autopar.runtime.gradients import Reducer
-from autopar.runtime.loss import LossScale, LossTally
+from autopar.runtime.loss import LossScale, LossTally, LossTerms
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.stage.layers import seed_generator, seed_of
 from autopar.runtime.stage.stage import InFlightMicroBatch, Stage
@@ -122,6 +122,8 @@ class StepRecord:
     """This rank's part of the mini-batch's mean loss, or the plain sum that goes with ``count``."""
     count: float = 0.0
     """What the loss counted, where it returns a sum and a count."""
+    terms: dict[str, float] = field(default_factory=dict)
+    """This rank's part of the terms of a loss that has several, by name."""
     total_loss: float | None = None
     """The mini-batch's loss, where all ranks had to know it."""
     gradient_norm: float | None = None
@@ -197,6 +199,7 @@ class Executor:
         tally: LossTally,
         update: StepEnd,
         versions: WeightVersions | NewestWeights,
+        terms: LossTerms | None = None,
     ) -> None:
         """Prepare to run.
 
@@ -208,7 +211,9 @@ class Executor:
             tally: its losses.
             update: steps the optimizer.
             versions: of its weights.
+            terms: of a loss that has several; None of others, and on ranks that make none.
         """
+        self._terms = terms
         plan, device = surroundings.plan, surroundings.device
         self._surroundings, self._actions = surroundings, list(surroundings.actions)
         self._stages, self._mailbox, self._reducer = stages, mailbox, reducer
@@ -361,16 +366,24 @@ class Executor:
             self._versions.check_kept(node for each in passes for node in each.nodes)
         sent = stage.sendable(self._rows, outputs)
         self._hand_out(SEND, index, micro_batch, sent)
-        if stage.loss:
-            self._tally.add(step, [outputs[name] for name in stage.loss])
-        weight = self._weight([outputs[name] for name in stage.loss])
+        weights = self._weights(stage, step, outputs) if stage.loss else {}
         scale = self._surroundings.scale
         if scale is not None:
             record = self._record_of(step)
             record.scale = scale.value
-            weight *= record.scale
-        flight = InFlightMicroBatch(stage, passes, received, outputs, weight)
+            weights = {name: weight * record.scale for name, weight in weights.items()}
+        flight = InFlightMicroBatch(stage, passes, received, outputs, weights)
         self._flights[index, step, number] = flight, saved
+
+    def _weights(self, stage: Stage, step: int, outputs: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Take note of a micro-batch's losses; return what each is multiplied by before its backward."""
+        if self._terms is None:
+            losses = [outputs[name] for name in stage.loss]
+            self._tally.add(step, losses)
+            return {stage.loss[0]: self._weight(losses)}
+        weights = self._terms.weights(step, self._inputs[step])
+        self._tally.add(step, [outputs[term.value] * weights[term.value] for term in self._terms.terms])
+        return {term.value: weights[term.value] for term in self._terms.terms if not term.logged}
 
     def _weight(self, losses: Sequence[torch.Tensor]) -> float:
         """Return what a micro-batch's losses are multiplied by before their backward."""
@@ -479,6 +492,7 @@ class Executor:
         finite = self._surroundings.scale is None
         loss, count = self._tally.settle(record.step, finite=finite)
         record.loss, record.count = (loss, count) if self._tells_losses else (0.0, 0.0)
+        record.terms = dict(self._tally.terms) if self._tells_losses else {}
         record.has_loss = True
 
     def _close(self, update: Action) -> None:

@@ -11,20 +11,80 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from autopar.capture.terms import Term
 from autopar.errors import TrainingError
 from autopar.runtime.device import Copies, HostCopy, value_of
+
+MOST_UNDER_WAY = 1024
+"""Mini-batches before the present one whose weights are kept."""
+
+
+class LossTerms:
+    """Of the terms of a loss, by what each is multiplied in a mini-batch, so that gradients of all add up.
+
+    A mean over the rank's share counts for as much as the share's part of the mini-batch; a sum is divided by its count
+    over all micro-batches and replicas, which is known before the first backward.
+    """
+
+    def __init__(
+        self,
+        terms: Sequence[Term],
+        share: float,
+        count: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] | None,
+        add_up: Callable[[torch.Tensor], None],
+    ) -> None:
+        """Take how they are counted.
+
+        Args:
+            terms: of the loss.
+            share: the rank's part of the mini-batch in a micro-batch.
+            count: gives the counts of a micro-batch's inputs, of the terms that have one; None if none do, or nobody
+                reads values.
+            add_up: adds to the counts those of the other replicas, in place.
+        """
+        self.terms, self._share, self._count, self._add_up = list(terms), share, count, add_up
+        self._weights: dict[int, dict[str, float]] = {}
+
+    def weights(self, step: int, inputs: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+        """Return the weight of every term's value, by the name of its output; of one that nothing counts for, 0.
+
+        Args:
+            step: the mini-batch.
+            inputs: of its micro-batches; empty of those that are other replicas'.
+        """
+        if step not in self._weights:
+            self._weights = {each: found for each, found in self._weights.items() if each > step - MOST_UNDER_WAY}
+            self._weights[step] = self._weigh(inputs)
+        return self._weights[step]
+
+    def _weigh(self, inputs: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+        counts: Iterator[float] = iter(())
+        if self._count is not None:
+            total = torch.stack([self._count(each) for each in inputs if each]).sum(0)
+            self._add_up(total)
+            counts = iter(total.tolist())
+        divisors = [None if term.divisor is None or self._count is None else next(counts) for term in self.terms]
+        return {
+            term.value: self._share if divisor is None else 1.0 / divisor if divisor else 0.0
+            for term, divisor in zip(self.terms, divisors, strict=True)
+        }
 
 
 class LossTally:
     """Adds up the loss outputs of a rank's micro-batches."""
 
-    def __init__(self, rows: int, batch: int) -> None:
-        """Begin with nothing; every micro-batch has ``rows`` of the mini-batch's ``batch`` samples."""
-        self._share = rows / batch
+    def __init__(self, rows: int, batch: int, terms: Sequence[Term] = ()) -> None:
+        """Begin with nothing; every micro-batch has ``rows`` of the mini-batch's ``batch`` samples.
+
+        Outputs of ``terms`` with names are added as they are weighted.
+        """
+        self._share, self._terms = rows / batch, list(terms)
+        self.terms: dict[str, float] = {}
+        """Of the mini-batch that was settled last, this rank's part of every term, by name."""
         self._parts: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def begin_step(self, step: int) -> None:
@@ -46,7 +106,11 @@ class LossTally:
         if not parts:
             return 0.0, 0.0
         total = torch.stack(parts).sum(0).tolist()
-        if len(total) == 1:
+        if self._terms:
+            self.terms = {term.name: value for term, value in zip(self._terms, total, strict=True)}
+            trained = [index for index, term in enumerate(self._terms) if not term.logged]
+            total, parts = [sum(total[index] for index in trained), 0.0], [part[trained] for part in parts]
+        elif len(total) == 1:
             total = [total[0] * self._share, 0.0]
         if finite and not all(map(math.isfinite, total)):
             bad = [index for index, loss in enumerate(parts) if not bool(torch.isfinite(loss).all())]
@@ -60,9 +124,11 @@ class BroughtLossTally(LossTally):
     Whoever settles them waits for the last forward, not for the backward behind it.
     """
 
-    def __init__(self, rows: int, batch: int, copies: Copies, meanwhile: Callable[[], None]) -> None:
+    def __init__(
+        self, rows: int, batch: int, copies: Copies, meanwhile: Callable[[], None], terms: Sequence[Term] = ()
+    ) -> None:
         """Begin as :class:`LossTally`; ``meanwhile`` is done before the device is waited for."""
-        super().__init__(rows, batch)
+        super().__init__(rows, batch, terms)
         self._copies, self._meanwhile = copies, meanwhile
         self._coming: dict[int, list[HostCopy]] = defaultdict(list)
 

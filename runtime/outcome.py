@@ -34,6 +34,8 @@ class StepResults(TypedDict):
 
     loss: list[float]
     count: list[float]
+    terms: list[dict[str, float]]
+    """Its parts of the terms of a loss that has several, by name."""
     starts_s: list[float]
     ends_s: list[float]
     times_s: dict[str, list[tuple[float, float]]]
@@ -205,6 +207,7 @@ def _report(
         steps=len(results[0]["loss"]),
         first_step=first_step,
         loss=tuple(map(loss_of, zip(*losses, strict=True))),
+        losses=_terms(results),
         step_s=times,
         predicted_step_s=plan.predicted.step_s,
         error=plan.predicted.step_s / times.median - 1,
@@ -224,6 +227,13 @@ def _report(
         overflows=sum(results[0]["overflow"]),
         notes=(*plan.caveats, *notes),
     )
+
+
+def _terms(results: Sequence[RankResult]) -> dict[str, tuple[float, ...]]:
+    """Return the terms of every step's loss by name, each the sum of the ranks' parts."""
+    names = dict.fromkeys(name for result in results for step in result["terms"] for name in step)
+    steps = list(zip(*(result["terms"] for result in results), strict=True))
+    return {name: tuple(sum(each.get(name, 0.0) for each in step) for step in steps) for name in names}
 
 
 def _checkpoint_times(results: Sequence[RankResult]) -> CheckpointTimes | None:

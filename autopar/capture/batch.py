@@ -38,6 +38,7 @@ from autopar.capture.hooks import HOOKS, LOSS, a, check_hook, unlike
 from autopar.capture.python_state import contents, roots_of, tensors_reached
 from autopar.capture.sizes import check_sizes
 from autopar.capture.source import UserModel, check_shapes
+from autopar.capture.terms import LOG, output_names
 from autopar.errors import ModelError
 
 
@@ -125,17 +126,26 @@ def slice_rows(tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> di
     return {name: tensor[start:stop] for name, tensor in tensors.items()}
 
 
-def loss_outputs(value: object, loss: Callable[..., object] | None) -> tuple[torch.Tensor, ...]:
-    """Return ``(mean,)`` or ``(sum, count)`` from what ``loss`` returned, or from the output of a model that has none.
+def loss_outputs(value: object, loss: Callable[..., object] | None) -> dict[str, torch.Tensor]:
+    """Return a loss's outputs, as :mod:`autopar.capture.terms` names them.
+
+    Args:
+        value: what ``loss`` returned, or the output of a model that has none.
+        loss: or none.
 
     Raises:
-        ModelError: it is neither.
+        ModelError: it is neither a mean, nor a sum and a count, nor a mapping of such.
     """
+    if loss is not None and isinstance(value, Mapping):
+        return _named_terms(value, loss)
     if loss is not None and isinstance(value, (tuple, list)) and len(value) == 2:
         total, count = value
         if not isinstance(count, torch.Tensor):
             count = torch.full((), count)
-        return _scalar(total, loss, "(sum, count) whose sum"), _scalar(count, loss, "a count that")
+        return {
+            "loss_sum": _scalar(total, loss, "(sum, count) whose sum"),
+            "loss_count": _scalar(count, loss, "a count that"),
+        }
     if loss is None and isinstance(value, Mapping) and "loss" in value:
         value = value["loss"]
     elif loss is None and not isinstance(value, torch.Tensor) and hasattr(value, "loss"):
@@ -144,7 +154,34 @@ def loss_outputs(value: object, loss: Callable[..., object] | None) -> tuple[tor
         wanted = f"be a scalar or carry .loss, {_OR_LOSS}" if loss is None else "return a scalar tensor or (sum, count)"
         hint = "; write `return` before its last expression" if loss is not None and value is None else ""
         raise ModelError(f"{_source_of(loss)} returned {a(value)}; it must {wanted}{hint}")
-    return (_scalar(value, loss, "a tensor that"),)
+    return {"loss": _scalar(value, loss, "a tensor that")}
+
+
+def _named_terms(value: Mapping[Any, Any], loss: Callable[..., object]) -> dict[str, torch.Tensor]:
+    """Return the outputs of a mapping of terms, and of figures under ``log``."""
+    logged = value.get(LOG, {})
+    if not isinstance(logged, Mapping) or not value.keys() - {LOG}:
+        raise ModelError(
+            f"{_source_of(loss)} returned a mapping without a term, or with something else than a mapping under "
+            f"{LOG!r}; it must name means or (sum, count) pairs, and figures under {LOG!r}"
+        )
+    found: dict[str, torch.Tensor] = {}
+    own = [(name, each, False) for name, each in value.items() if name != LOG]
+    for name, each, is_logged in [*own, *((name, each, True) for name, each in logged.items())]:
+        if not isinstance(name, str) or not name or ":" in name:
+            raise ModelError(f"{_source_of(loss)} returned a term {name!r}; names must be texts without a colon")
+        counted = isinstance(each, (tuple, list)) and len(each) == 2
+        values = each if counted else (each,)
+        # Counts, and figures, may be numbers.
+        tensors = [torch.full((), each) if isinstance(each, (int, float)) else each for each in values]
+        scalars = [_scalar(each, loss, f"a term {name!r} that") for each in tensors]
+        found.update(zip(output_names(name, counted=counted, logged=is_logged), scalars, strict=True))
+        if not is_logged and torch.is_grad_enabled() and not scalars[0].requires_grad:
+            raise ModelError(
+                f"{_source_of(loss)} returned a term {name!r} without a gradient; a figure that is only logged belongs "
+                f"under {LOG!r}: return {{..., {LOG!r}: {{{name!r}: ...}}}}"
+            )
+    return found
 
 
 def _scalar(value: object, loss: Callable[..., object] | None, what: str) -> torch.Tensor:
@@ -198,6 +235,8 @@ class StepModule(nn.Module):
         self.loss = Opaque(loss)
         self.replaced_tensors = Opaque([])
         """Of the last forward: paths and tensors that Python state held before it, and no longer does."""
+        self.outputs = Opaque(("loss",))
+        """Names of what the last forward gave."""
         self.names = tuple(named_tensors(template))
         self.roots = Opaque(roots_of(model, loss))
 
@@ -207,10 +246,11 @@ class StepModule(nn.Module):
         positional, named = model_arguments(self.model, batch, loss is not None)
         before = tensors_reached(self.roots.value)
         output = self.model(*positional, **named)
-        result = loss_outputs(loss_of(loss, output, batch) if loss else output, loss)
+        outputs = loss_outputs(loss_of(loss, output, batch) if loss else output, loss)
+        self.outputs.value = tuple(outputs)
         after = {id(tensor) for _, tensor in tensors_reached(self.roots.value)}
         self.replaced_tensors.value = [(str(path), tensor) for path, tensor in before if id(tensor) not in after]
-        return result
+        return tuple(outputs.values())
 
 
 def loss_of(loss: Callable[..., Any], output: object, batch: object) -> object:

@@ -237,6 +237,8 @@ class SegmentedProgram:
     program: ExportedProgram
     inputs: GraphInputs
     segments: tuple[LayerNodes, ...]
+    loss: tuple[str, ...] = ("loss",)
+    """Names of what it gives for the loss."""
 
     @property
     def graph(self) -> fx.Graph:
@@ -250,9 +252,8 @@ def build_layers(
 ) -> list[Layer]:
     """Build one graph module per segment, of ``values`` by name; ``results`` names outputs that are no loss."""
     crossing = _crossing_names(segmented_program)
-    loss = ("loss",) if len(_results(segmented_program.graph)) == 1 else ("loss_sum", "loss_count")
     *first, last = (_Builder(segmented_program, values, crossing, part) for part in segmented_program.segments)
-    return [*(builder.build([]) for builder in first), last.build(results or loss)]
+    return [*(builder.build([]) for builder in first), last.build(results or segmented_program.loss)]
 
 
 def _results(graph: fx.Graph) -> list[fx.Node]:

@@ -28,6 +28,7 @@ from autopar.capture.effects import FALLBACK, OperatorWatch, Storages, storage_o
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.model_state import preserve_buffers, preserve_parameters
 from autopar.capture.python_state import Path, Roots, Snapshot, differences, snapshot
+from autopar.capture.terms import starts_of
 from autopar.errors import CaptureError, ModelError
 
 
@@ -338,10 +339,13 @@ def _plain(
     """Return the gradients, and the buffers afterwards."""
     with preserve_buffers(model), preserve_parameters(model):
         torch.manual_seed(seed)
-        outputs = StepModule(model, batch, loss)(*(tensor.clone() for tensor in tensors.values()))
+        step = StepModule(model, batch, loss)
+        values = step(*(tensor.clone() for tensor in tensors.values()))
+        outputs = dict(zip(step.outputs.value, values, strict=True))
+        total = sum(outputs[name] for name in starts_of(step.outputs.value))
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         try:
-            gradients = torch.autograd.grad(outputs[0], list(trained.values()), allow_unused=True)
+            gradients = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -363,7 +367,7 @@ def _backpropagate(graph: LayerGraph, batch: Mapping[str, torch.Tensor]) -> None
         outputs = dict(zip(layer.outputs, layer.module(rows, *inputs.values()), strict=True))
         known.update(outputs)
         runs.append((inputs, outputs))
-    gradients = {graph.outputs[0]: torch.ones_like(known[graph.outputs[0]])}
+    gradients = {name: torch.ones_like(known[name]) for name in starts_of(graph.outputs)}
     for inputs, outputs in reversed(runs):
         reached = [name for name, tensor in outputs.items() if name in gradients and tensor.requires_grad]
         if reached:

@@ -135,7 +135,7 @@ def _cut(
     )
     if not segments:
         raise CaptureError("nothing that the model computes in evaluation mode depends on its parameters and inputs")
-    exported = SegmentedProgram(program, inputs, segments)
+    exported = SegmentedProgram(program, inputs, segments, training_graph.outputs)
     layers = build_layers(exported, values, results)
     tensors = tensor_specs(exported, layers)
     if not is_hollow(model) and layers[0].least_rows == 1:

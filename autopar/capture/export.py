@@ -56,6 +56,7 @@ from autopar.capture.check import (
     refuse_stale,
     refuse_state,
 )
+from autopar.capture.counting import counting_module
 from autopar.capture.effects import (
     FALLBACK,
     first_fixing,
@@ -67,7 +68,7 @@ from autopar.capture.effects import (
     watch,
 )
 from autopar.capture.fallback import NOTHING_TO_TRAIN, declared_layers, listed_layers
-from autopar.capture.graph import Layer, LayerGraph
+from autopar.capture.graph import Layer, LayerGraph, loss_kind
 from autopar.capture.meta import fake_parameters, is_hollow, refuse_lost_buffers, without_fakes
 from autopar.capture.model_state import preserve_buffers, preserve_parameters
 from autopar.capture.python_state import Path, preserve_state
@@ -210,7 +211,7 @@ def _export_step(trial: _Trial) -> ExportedProgram:
 
 def _checked_graph(program: ExportedProgram, step: StepModule, tensors: Mapping[str, torch.Tensor]) -> LayerGraph:
     """Cut an exported model into layers, and find how many samples they take at least."""
-    graph = _cut(program, step.model, tensors)
+    graph = _cut(program, step, tensors)
     refuse_stale(graph, step.replaced_tensors.value)
     refuse_shared_writes(graph, step.model)
     if graph.hollow or graph.layers[0].least_rows > 1:
@@ -384,12 +385,14 @@ def _explain(error: BaseException) -> str:
     return f"{place}: {kind}: {first_line(error)}; rewrite it, {FALLBACK}"
 
 
-def _cut(program: ExportedProgram, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> LayerGraph:
+def _cut(program: ExportedProgram, step: StepModule, tensors: Mapping[str, torch.Tensor]) -> LayerGraph:
+    model = step.model
     inputs, values = sorted_inputs(program, model, list(tensors))
     segments = segment(program.graph, inputs, model)
     if not segments or not segments[-1].owned_nodes:
         raise CaptureError("the loss depends on no parameter and input together; there is nothing to cut into layers")
-    graph = assemble(SegmentedProgram(program, inputs, segments), list(tensors), values)
+    graph = assemble(SegmentedProgram(program, inputs, segments, step.outputs.value), list(tensors), values)
+    counting_module(graph.layers[-1], graph.inputs)
     return with_gradients(graph, gradient_flow(graph))
 
 
@@ -465,13 +468,13 @@ def assemble(
 ) -> LayerGraph:
     """Build the layer graph of a program of which ``values`` are the parameters and buffers."""
     layers = build_layers(segmented_program, values)
-    outputs = tuple(name for name in layers[-1].outputs if name in ("loss", "loss_sum", "loss_count"))
+    outputs = segmented_program.loss
     return LayerGraph(
         layers=tuple(layers),
         tensors=tuple(tensor_specs(segmented_program, layers)),
         inputs=tuple(tensors),
         outputs=outputs,
-        loss="mean" if len(outputs) == 1 else "sum_count",
+        loss=loss_kind(outputs),
         hollow=any(value.device.type == "meta" for value in values.values() if isinstance(value, nn.Parameter)),
         segmented_program=segmented_program,
     )

@@ -30,7 +30,7 @@ from torch import nn
 from autopar.capture.batch import loss_outputs, model_arguments, named_outputs, named_tensors, rebuild, row_count
 from autopar.capture.build import merge_writes, read_statistics, record_writes, running_statistics
 from autopar.capture.check import refuse_lasting, stateful_modules
-from autopar.capture.graph import Layer, LayerGraph, TensorSpec
+from autopar.capture.graph import Layer, LayerGraph, TensorSpec, loss_kind
 from autopar.capture.meta import HollowRunner, hollow_runner, is_hollow
 from autopar.capture.model_state import preserve_buffers, preserve_parameters
 from autopar.capture.python_state import Path, preserve_state, roots_of, snapshot
@@ -54,6 +54,8 @@ class ListedLayer(nn.Module):
         self.batch_names: tuple[str, ...] = ()
         self.outputs: tuple[TensorSpec, ...] = ()
         """Of the model: those of the last layer that have the samples as one dimension."""
+        self.loss_names: tuple[str, ...] = ()
+        """Of what the last layer gave."""
         self.predicts = False
         """Whether the last layer gives these outputs, and no loss."""
         self.model_outputs: dict[str, torch.Tensor] | None = None
@@ -89,7 +91,9 @@ class ListedLayer(nn.Module):
         if self.predicts:
             return self._predicted_outputs(named_outputs(output))
         loss = self.loss[0]
-        return loss_outputs(loss(output, batch) if loss else output, loss)
+        outputs = loss_outputs(loss(output, batch) if loss else output, loss)
+        self.loss_names = tuple(outputs)
+        return tuple(outputs.values())
 
     def predict(self) -> None:
         """Have this layer, the last one, give the model's outputs in place of the loss."""
@@ -220,7 +224,7 @@ class Listing:
             readers = tuple(self.names[index + 1 : index + 2])
             outputs = tuple(f"{name}:{place}" for place in range(len(own)))
             if not readers:
-                outputs = ("loss",) if len(own) == 1 else ("loss_sum", "loss_count")
+                outputs = self.layers[-1].loss_names
             writes = self._writes(index, stateful[index])
             layer = self._layer(index, previous, outputs, small.randoms[index], writes)
             layers.append(replace(layer, least_rows=least_rows[index]))
@@ -232,7 +236,7 @@ class Listing:
             tensors=tuple(specs),
             inputs=tuple(self.tensors),
             outputs=previous,
-            loss="mean" if len(previous) == 1 else "sum_count",
+            loss=loss_kind(previous),
             portable=False,
             hollow=is_hollow(self.model),
         )

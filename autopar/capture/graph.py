@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -81,6 +81,16 @@ class Layer:
         return list({name: self.parameter(attribute) for attribute, name in self.parameters.items()}.items())
 
 
+LossKind = Literal["mean", "sum_count", "terms"]
+
+
+def loss_kind(outputs: Sequence[str]) -> LossKind:
+    """Return what a loss's outputs are, by their names."""
+    if any(":" in name for name in outputs):
+        return "terms"
+    return "mean" if len(outputs) == 1 else "sum_count"
+
+
 @dataclass(frozen=True, eq=False)
 class LayerGraph:
     """Layers in execution order. The loss is inside the last layer."""
@@ -91,9 +101,9 @@ class LayerGraph:
     inputs: tuple[str, ...]
     """Names of all tensors of a batch, in order (see ``batch.named_tensors``), also those that no layer reads."""
     outputs: tuple[str, ...]
-    """Names of the loss outputs: ``("loss",)`` or ``("loss_sum", "loss_count")``."""
-    loss: Literal["mean", "sum_count"]
-    """What the loss outputs are: one mean over the samples, or a sum and what to divide it by."""
+    """Names of the loss outputs: ``("loss",)``, ``("loss_sum", "loss_count")``, or those of terms with names."""
+    loss: LossKind
+    """What they are: a mean over the samples, a sum and what to divide it by, or several of either kind."""
     portable: bool = True
     """Whether it can be saved; a graph made of ``layers(model)`` cannot, each rank captures for itself."""
     hollow: bool = False

@@ -20,6 +20,11 @@ MOST_SHOWN = 60
 """Characters of a file that are repeated in what to write instead."""
 
 
+Term = torch.Tensor | tuple[torch.Tensor, torch.Tensor | float]
+Loss = Term | Mapping[str, Term | Mapping[str, Term]]
+"""A mean over samples, a sum and a count, or several of either kind by name."""
+
+
 class ModelFile(Protocol):
     """The functions of a model file: a Python file, or ``package.module:factory``, which imports nothing of autopar.
 
@@ -47,8 +52,8 @@ class ModelFile(Protocol):
         """
         ...
 
-    def loss(self, output: Any, batch: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | int]:  # noqa: ANN401
-        """Return the loss of a batch: a mean over samples, or ``(sum, count)``.
+    def loss(self, output: Any, batch: Any) -> Loss:  # noqa: ANN401
+        """Return the loss of a batch: a mean over samples, or ``(sum, count)``, or several of these by name.
 
         ``batch`` is the whole batch as ``collate`` makes it, and ``output`` anything that the model returns. Default:
         the model's output is a scalar, or carries ``.loss`` or ``["loss"]``. Where samples have unevenly many of what
@@ -58,6 +63,15 @@ class ModelFile(Protocol):
             def loss(output, batch):
                 scores, labels = output.flatten(0, 1), batch["labels"].flatten()
                 return F.cross_entropy(scores, labels, reduction="sum"), (batch["labels"] != -100).sum()
+
+        A mapping's terms are added up, each sum divided by its own count over the whole mini-batch, whatever micro-batches
+        and replicas have of it; a term of which nothing is counted adds 0. Counts of a mapping are computed of the batch
+        alone. Figures under ``log`` have no part in the loss. ``job.step(batch).losses`` and reports give all by name.
+
+            def loss(output, batch):
+                masked, pairs = batch["labels"] != -100, F.cross_entropy(output.pairs, batch["is_next"])
+                right = (output.pairs.argmax(1) == batch["is_next"]).float().mean()
+                return {"words": (word_losses(output, batch).sum(), masked.sum()), "pairs": pairs, "log": {"right": right}}
         """
         ...
 

@@ -40,6 +40,7 @@ from autopar.capture.huggingface import PREFIX, Task, task_of
 from autopar.capture.model_state import deep_copy, preserve_modes
 from autopar.capture.python_state import preserve_state, roots_of
 from autopar.capture.source import UserModel
+from autopar.capture.terms import LOG, terms_of
 from autopar.errors import ModelError
 
 _SMALLER = (torch.float16, torch.bfloat16, torch.float32)
@@ -116,6 +117,8 @@ USUAL = -100
 """The label that torch leaves out unless it is told another: it says nothing about the labels."""
 _IGNORING = {"aten.cross_entropy_loss": 4, "aten.nll_loss": 4, "aten.nll_loss_nd": 4, "aten.nll_loss2d": 4}
 """Which argument of an operator is the label that it leaves out."""
+DEPENDENT = 1e-6
+"""Of a gradient's norm: what is left of one that others make is less."""
 LARGEST = {torch.float64: 1e-5, torch.float32: 1e-2}
 """No rounding is larger: a loss depends on the order of its rows."""
 
@@ -138,17 +141,46 @@ class Separation:
     """What the single rows' losses are to be weighted with to give the batch's, where some weights do."""
     additive: bool = False
     """Whether the batch's loss is the sum of its rows' losses, not their mean."""
+    combination: int | None = None
+    """A term of the loss that is made of the others, as a total beside its parts is, if there is one."""
 
 
 @dataclass(frozen=True)
 class _Value:
-    """The loss of some rows, times what it is weighted with."""
+    """The loss of some rows: of every term, times what it is weighted with."""
 
-    total: float
-    count: float
-    gradient: torch.Tensor
+    totals: tuple[float, ...]
+    counts: tuple[float, ...]
+    gradients: torch.Tensor
+    """A row for each term."""
     has_count: bool
-    """Whether the user's loss gives the count."""
+    """Whether the user's loss gives the counts."""
+
+    @property
+    def total(self) -> float:
+        """The loss times what it is divided by, where it has one term; else the loss itself."""
+        return self.totals[0] if len(self.totals) == 1 else _quotients([self])[0]
+
+    @property
+    def count(self) -> float:
+        """What :attr:`total` is divided by."""
+        return self.counts[0] if len(self.counts) == 1 else float(any(self.counts))
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """That of :attr:`total`."""
+        return self.gradients[0] if len(self.totals) == 1 else _quotients([self])[1]
+
+
+def _quotients(parts: Sequence[_Value]) -> tuple[float, torch.Tensor]:
+    """Return the loss of several parts together, and its gradient: of every term the sum, divided by all counts."""
+    found, gradient = 0.0, torch.zeros_like(parts[0].gradients[0])
+    for term in range(len(parts[0].totals)):
+        count = sum(part.counts[term] for part in parts)
+        if count:
+            found += sum(part.totals[term] for part in parts) / count
+            gradient += sum(part.gradients[term] for part in parts) / count
+    return found, gradient
 
 
 def separation(
@@ -209,6 +241,9 @@ class _PartLosses:
             raise NothingCountedError("nothing in the samples counts")
         if not math.isfinite(whole.total):
             raise IncomparableError(f"it is {whole.total}")
+        made = _combination(whole.gradients) if self._gradients else None
+        if made is not None:
+            return Separation(0.0, combination=made)
         found = self._difference(whole, self._parts())
         if found <= (EXACT if self._double else 0.0) or found <= self._rounding(whole):
             return Separation(0.0)
@@ -231,8 +266,7 @@ class _PartLosses:
         count = sum(part.count for part in parts)
         if not count:
             return 0.0
-        total = sum(part.total for part in parts) / count
-        gradient = sum(part.gradient for part in parts) / count
+        total, gradient = _quotients(parts)
         scale = max(abs(whole.total) / whole.count, *(abs(part.total) / count for part in parts), 1e-30)
         norms = [float(part.gradient.norm()) / count for part in parts]
         steepest = max(float(whole.gradient.norm()) / whole.count, 1e-3 * max(norms), 1e-30)
@@ -267,15 +301,38 @@ class _PartLosses:
         learning = torch.set_grad_enabled(self._gradients)
         with state, neutral(self._model, double=self._double), learning:
             torch.manual_seed(0)
-            outputs = step(*part.values())
+            values = step(*part.values())
+            outputs = dict(zip(step.outputs.value, values, strict=True))
             wanted = self._parameters if self._gradients else []
-            gradients = torch.autograd.grad(outputs[0], wanted, allow_unused=True) if wanted else ()
+            terms = [term for term in terms_of(step.outputs.value) if not term.logged]
+            of_terms = [
+                torch.autograd.grad(outputs[term.value], wanted, allow_unused=True, retain_graph=True) if wanted else ()
+                for term in terms
+            ]
         torch.set_rng_state(generator)
-        counted = len(outputs) == 2
-        weight = 1.0 if counted else float(len(rows))
-        gradient = _sample_gradients(gradients, wanted) * weight
-        count = float(outputs[1].item()) if counted else weight
-        return _Value(outputs[0].item() * weight, count, gradient, counted)
+        weights = [1.0 if term.divisor is not None else float(len(rows)) for term in terms]
+        sampled = [_sample_gradients(each, wanted) * weight for each, weight in zip(of_terms, weights, strict=True)]
+        pairs = list(zip(terms, weights, strict=True))
+        return _Value(
+            tuple(float(outputs[term.value].item()) * weight for term, weight in pairs),
+            tuple(weight if term.divisor is None else float(outputs[term.divisor].item()) for term, weight in pairs),
+            torch.stack(sampled),
+            all(term.divisor is not None for term in terms),
+        )
+
+
+def _combination(gradients: torch.Tensor) -> int | None:
+    """Return the first row that is a combination of the others, where no row is nothing."""
+    norms = gradients.norm(dim=1)
+    if len(gradients) < 2 or not bool((norms > 0).all()):
+        return None
+    rows = gradients / norms[:, None]
+    for index in range(len(rows)):
+        others = torch.cat((rows[:index], rows[index + 1 :])).T
+        solved = torch.linalg.lstsq(others, rows[index][:, None], driver="gelsd").solution
+        if float((others @ solved - rows[index][:, None]).norm()) < DEPENDENT:
+            return index
+    return None
 
 
 def _sample_gradients(gradients: Sequence[torch.Tensor | None], parameters: Sequence[nn.Parameter]) -> torch.Tensor:
@@ -404,6 +461,12 @@ def check_loss(user: UserModel, model: nn.Module, graph: LayerGraph, *, accept_l
         ) from None
     except IncomparableError as error:
         return LossCheck(note=f"{UNKNOWN}: {error}")
+    if found.combination is not None:
+        name = [term.name for term in terms_of(graph.outputs) if not term.logged][found.combination]
+        raise ModelError(
+            f"{user.path}: loss() returns terms that are added up, and {name!r} is made of the others, as a total "
+            f"beside its parts; return the parts alone, or what is not to be trained under {LOG!r}"
+        )
     if not found.difference:
         return LossCheck()
     if not accept_loss:
@@ -467,6 +530,11 @@ def _explain_difference(
     result: Separation,
 ) -> str:
     differ = f"the loss and gradients of a mini-batch differ by {result.difference:.2g} from those of its micro-batches"
+    if graph.loss == "terms":
+        return (
+            f"{differ}: {' and '.join(repr(term.name) for term in terms_of(graph.outputs) if not term.logged)} of what "
+            f"loss() returns must be means over samples, or (sum, count) pairs that add up; {_FIGURE}; {_EXACT}"
+        )
     if graph.loss == "sum_count":
         remedy = f"let the sum be one over labels (or samples), and the count be their number; {_FIGURE}"
         return (

@@ -45,6 +45,7 @@ from autopar.capture.division import (
 from autopar.capture.histories import WeightHistories, check_comparable
 from autopar.capture.optimizer import refuse_others
 from autopar.capture.source import UserModel, stage_traits
+from autopar.capture.terms import is_named, terms_of
 from autopar.errors import FileError, ModelError, TrainingError
 from autopar.formats.plan import Plan
 
@@ -84,7 +85,7 @@ def _cast(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(in_double(tensor.dtype))
 
 
-Part = list[tuple[int, tuple[torch.Tensor, ...]]]
+Part = list[tuple[int, dict[str, torch.Tensor]]]
 """Losses that are run backward together: rows, and what the loss of these rows gave."""
 
 
@@ -179,7 +180,7 @@ class DividedForward(LayerTracer):
         else:
             torch.default_generator.manual_seed(self._seed(share))
 
-    def _loss(self, output: object, batch: object) -> tuple[torch.Tensor, ...]:
+    def _loss(self, output: object, batch: object) -> dict[str, torch.Tensor]:
         loss = self._user.loss
         return loss_outputs(loss(output, batch) if loss else output, loss)
 
@@ -332,11 +333,11 @@ class _PlainTraining:
         for stage, optimizer in self._optimizers.items():
             if step % self._turning(stage) == 0:
                 optimizer.zero_grad()
-        tally = _LossAccumulator(self._plan)
+        tally = _LossAccumulator(self._plan, self._model)
         for micro_batch, batch in enumerate(self._samples.load(step)):
             parts = self._forward.run(step, micro_batch, batch)
             tally.add(parts if self._histories is None else self._histories.under_versions(step, micro_batch, parts))
-        self._losses.append(tally.settle(self._model))
+        self._losses.append(tally.settle())
         # Of stages whose replicas take turns, as many mini-batches as have been since the update before.
         ended = {stage: step % self._turning(stage) + 1 for stage in self._optimizers}
         ended = {stage: count for stage, count in ended.items() if last or count == self._turning(stage)}
@@ -419,45 +420,87 @@ def _build_model(user: UserModel, plan: Plan) -> nn.Module:
 
 
 class _LossAccumulator:
-    """Runs the backward of every part's loss, and adds the losses up."""
+    """Runs the backward of every part's loss, and adds the losses up.
 
-    def __init__(self, plan: Plan) -> None:
+    Of a loss with several terms, the gradients of each that is counted are kept apart until its count is known.
+    """
+
+    def __init__(self, plan: Plan, model: nn.Module) -> None:
         self._batch, self._apart = plan.batch, plan.span > 1
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._total, self._count = 0.0, 0.0
         self._counts = False
+        self._sums: dict[str, _CountedTerm] = {}
 
     def add(self, parts: Iterator[Part]) -> None:
         for part in parts:
-            weighed = [self._weigh(rows, outputs) for rows, outputs in part]
-            together = torch.stack([loss for loss in weighed if loss.requires_grad] or weighed).sum()
-            if together.requires_grad:
-                together.backward()  # type: ignore[no-untyped-call]
+            weighed = [each for rows, outputs in part for each in self._weigh(rows, outputs)]
+            trained = [loss for loss in weighed if loss.requires_grad]
+            if trained:
+                torch.stack(trained).sum().backward()  # type: ignore[no-untyped-call]
 
-    def settle(self, model: nn.Module) -> float:
+    def settle(self) -> float:
         """Divide the gradients by what the losses counted, if they did; return the mini-batch's loss."""
+        for term in self._sums.values():
+            self._total += term.settle(self._parameters)
         if not self._counts:
             return self._total
         if not self._count:
             raise TrainingError("loss() returned a count of 0 for the whole mini-batch; nothing was updated")
-        for parameter in model.parameters():
+        for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad /= self._count
         return self._total / self._count
 
-    def _weigh(self, rows: int, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return what is run backward: a sum, or a share's mean for as much as its part of the mini-batch."""
-        weight = rows / self._batch
-        if len(outputs) == 2:
-            count, weight = float(outputs[1].detach()), 1.0
+    def _weigh(self, rows: int, outputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return what is run backward: a sum, or a share's means for as much as its part of the mini-batch."""
+        if is_named(tuple(outputs)):
+            terms = [term for term in terms_of(tuple(outputs)) if not term.logged]
+            for term in terms:
+                if term.divisor is not None:
+                    kept = self._sums.setdefault(term.name, _CountedTerm())
+                    kept.add(outputs[term.value], float(outputs[term.divisor].detach()), self._parameters)
+            means = [(outputs[term.value], rows / self._batch) for term in terms if term.divisor is None]
+        elif "loss" in outputs:
+            means = [(outputs["loss"], rows / self._batch)]
+        else:
+            count, weight = float(outputs["loss_count"].detach()), 1.0
             if self._apart and count:
                 # Gradients of several mini-batches are added up, each of which has a count of its own.
                 weight = 1.0 / count
             else:
                 self._counts = True
                 self._count += count
+            means = [(outputs["loss_sum"], weight)]
         # As Python's numbers: some losses are of fewer bits than the gradients.
-        self._total += float(outputs[0].detach()) * weight
-        return outputs[0] * weight
+        self._total += sum(float(value.detach()) * weight for value, weight in means)
+        return [value * weight for value, weight in means]
+
+
+class _CountedTerm:
+    """A sum over a mini-batch, what it counts, and its gradients."""
+
+    def __init__(self) -> None:
+        self._sum, self._count = 0.0, 0.0
+        self._gradients: dict[int, torch.Tensor] = {}
+
+    def add(self, value: torch.Tensor, count: float, parameters: Sequence[nn.Parameter]) -> None:
+        self._sum += float(value.detach())
+        self._count += count
+        if not value.requires_grad:
+            return
+        for place, gradient in enumerate(torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)):
+            if gradient is not None:
+                before = self._gradients.get(place)
+                self._gradients[place] = gradient if before is None else before + gradient
+
+    def settle(self, parameters: Sequence[nn.Parameter]) -> float:
+        """Add the gradients of the quotient to those that parameters have; return it, or 0 where nothing counted."""
+        factor = 1.0 / self._count if self._count else 0.0
+        for place, gradient in self._gradients.items():
+            parameter, own = parameters[place], gradient * factor
+            parameter.grad = own if parameter.grad is None else parameter.grad + own
+        return self._sum * factor
 
 
 class _Samples:

@@ -33,6 +33,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autopar.capture.effects import reachable
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.meta import faked_parameter
+from autopar.capture.terms import starts_of
 
 
 class Frontier(NamedTuple):
@@ -331,7 +332,7 @@ def gradient_flow(graph: LayerGraph) -> dict[str, bool]:
         own = dict(zip(layer.outputs, seen[key], strict=True))
         reaches.append((layer, own))
         required |= {name: reach.requires_grad for name, reach in own.items()}
-    flows = {graph.outputs[0]}
+    flows = set(starts_of(graph.outputs))
     for layer, own in reversed(reaches):
         flows |= {layer.inputs[index] for name in flows & own.keys() for index in own[name].inputs}
     return {name: name in flows for layer, _ in reaches for name in layer.outputs}

@@ -102,6 +102,7 @@ def _describe(graph: LayerGraph, segmented_program: SegmentedProgram) -> dict[st
     }
     return {
         "tensors": list(graph.inputs),
+        "loss": list(segmented_program.loss),
         "empty": {
             name: value.shape
             for name, value in segmented_program.program.constants.items()
@@ -141,7 +142,8 @@ def _restore(program: ExportedProgram, content: Mapping[str, Any]) -> LayerGraph
     # What export reads back as a buffer may carry a graph and ask for gradients.
     values = {name: stored[target].detach() for target, name in content["canonical"].items()}
     values |= {name: nn.Parameter(values[name], requires_grad=flag) for name, flag in content["trainable"].items()}
-    graph = assemble(SegmentedProgram(program, inputs, segments), content["tensors"], values)
+    exported = SegmentedProgram(program, inputs, segments, tuple(content["loss"]))
+    graph = assemble(exported, content["tensors"], values)
     return with_gradients(graph, content["gradients"])
 
 

@@ -139,6 +139,8 @@ class Report(Document):
     """The number of the first of them, counted from the run's first; not 0 where it went on from a checkpoint."""
     loss: tuple[float, ...]
     """Of every step, the mini-batch's mean."""
+    losses: dict[str, tuple[float, ...]] = Field(default_factory=dict)
+    """Of a loss with names, every term of every step, and the figures under ``log``."""
     gradient_norm: tuple[Annotated[float, Field(ge=0)] | None, ...] = ()
     """Per step, of all gradients before they were clipped, where it was needed; none of a step that overflowed."""
     overflows: Index = 0

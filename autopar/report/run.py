@@ -77,6 +77,8 @@ def _loss(report: Report) -> Table:
     shown = _spread(len(report.loss), _SHOWN_LOSSES)
     table = Table("Loss", ("step", *(f">{report.first_step + index + 1}" for index in shown)))
     table.add_row("loss", *(figure(report.loss[index]) for index in shown))
+    for name, values in report.losses.items():
+        table.add_row(name, *(figure(values[index]) for index in shown))
     if report.gradient_norm:
         norms = (report.gradient_norm[index] for index in shown)
         table.add_row("gradient norm", *("overflow" if norm is None else figure(norm) for norm in norms))

@@ -18,6 +18,7 @@ from autopar.capture.effects import StorageTracker
 from autopar.capture.export import outline
 from autopar.capture.graph import LayerGraph, TensorSpec
 from autopar.capture.source import UserModel, load
+from autopar.capture.terms import Term
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.progress import Progress, no_progress
@@ -205,7 +206,7 @@ class _SilentJob(Job):
     def _loader(self, model: UserModel, graph: LayerGraph, settings: TrainSettings) -> Loader:
         return _BlankLoader(self.plan, self.rank, self.rows, [graph.tensor(name) for name in self.inputs])
 
-    def _tally(self) -> LossTally:
+    def _tally(self, terms: Sequence[Term]) -> LossTally:
         return _UnreadTally(1, 1)
 
 

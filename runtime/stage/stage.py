@@ -448,7 +448,7 @@ class InFlightMicroBatch:
         passes: Sequence[Pass],
         received_tensors: Mapping[str, torch.Tensor],
         outputs: Mapping[str, torch.Tensor],
-        weight: float,
+        weights: Mapping[str, float],
     ) -> None:
         """Keep what the backward starts from and ends at.
 
@@ -457,7 +457,7 @@ class InFlightMicroBatch:
             passes: its segments'.
             received_tensors: those that it began with; where a gradient goes back, they are leaves.
             outputs: what it made.
-            weight: the loss's gradient.
+            weights: the gradients of the loss outputs that the backward starts from, by name.
         """
         self._ahead, self._behind = list(passes), list[Pass]()
         self._leaves = {spec.name: received_tensors[spec.name] for spec in stage.received_specs if spec.gradient}
@@ -465,8 +465,7 @@ class InFlightMicroBatch:
             spec.name for spec in stage.sent_specs if spec.gradient and outputs[spec.name].requires_grad
         ]
         """Names of the tensors whose gradients the backward needs."""
-        self._loss = {name: outputs[name] for name in stage.loss[:1]}
-        self._weight = weight
+        self._losses = {name: (outputs[name], weight) for name, weight in weights.items()}
 
     def recompute(self) -> None:
         """Run the last segment forward again, if it is to be: while the gradients are awaited, it costs no time."""
@@ -494,9 +493,9 @@ class InFlightMicroBatch:
 
     def _output_gradients(self, gradients: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """Return the gradients that the backward starts from by name: of what was sent, and of the loss."""
-        loss = {name: torch.full_like(each, self._weight) for name, each in self._loss.items()}
+        losses = {name: torch.full_like(each, weight) for name, (each, weight) in self._losses.items()}
         sent = zip(self.awaited_names, gradients, strict=True)
-        return {**{name: each for name, each in sent if each is not None}, **loss}
+        return {**{name: each for name, each in sent if each is not None}, **losses}
 
     def _input_gradients(self) -> dict[str, torch.Tensor | None]:
         """Return the gradients of the received tensors, None where the backward did not come to one."""

@@ -15,6 +15,7 @@ from autopar.capture.evaluation import EvaluationGraph
 from autopar.capture.graph import Layer, TensorSpec
 from autopar.capture.meta import materialize
 from autopar.capture.split.names import MismatchError
+from autopar.capture.terms import terms_of
 from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Crossing, Plan, turns
 from autopar.formats.program import FORWARD, RECEIVE, SEND, Action
@@ -204,17 +205,23 @@ class Evaluation:
         for forwards in dict.fromkeys(planned):
             forwards.finish()
 
-    def loss(self, step: int, rows: int, values: Mapping[str, torch.Tensor]) -> tuple[float, float]:
-        """Return this rank's part of a batch's loss: a sum, and the samples or the count to divide it by."""
-        parts = []
+    def loss(self, step: int, rows: int, values: Mapping[str, torch.Tensor]) -> list[tuple[float, float]]:
+        """Return this rank's part of every term of a batch's loss: a sum, and the samples or the count to divide by."""
+        terms, parts = terms_of(self.graph.results), []
         for forwards, results in self.run(step, rows, values):
-            for outputs in results.values():
-                pair = outputs if len(outputs) == 2 else [outputs[0] * forwards.rows, torch.tensor(forwards.rows)]
-                parts.append(torch.stack([value.double().to(self._device) for value in pair]))
+            for given in results.values():
+                outputs = dict(zip(self.graph.results, given, strict=True))
+                pairs = [
+                    (outputs[term.value] * forwards.rows, torch.tensor(forwards.rows))
+                    if term.divisor is None
+                    else (outputs[term.value], outputs[term.divisor])
+                    for term in terms
+                ]
+                parts.append(torch.stack([each.double().to(self._device) for pair in pairs for each in pair]))
         if not parts:
-            return 0.0, 0.0
-        total, count = torch.stack(parts).sum(0).tolist()
-        return total, count
+            return [(0.0, 0.0)] * len(terms)
+        found = torch.stack(parts).sum(0).tolist()
+        return list(zip(found[::2], found[1::2], strict=True))
 
     def predict(self, step: int, rows: int, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
         """Return the model's outputs on rank 0, on the CPU, samples in order; None on other ranks."""

@@ -11,17 +11,19 @@ one. Without, it is one some mini-batches before, until the pipeline is drained;
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from autopar.capture.counting import counting_module, counts_of
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.meta import retarget
 from autopar.capture.optimizer import Settings, divider, sharding_problem, splitting_problem
 from autopar.capture.source import UserModel
+from autopar.capture.terms import Term, is_named, terms_of
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, Program
@@ -30,7 +32,7 @@ from autopar.runtime.data import Batch, Batches, Loader, ShareLoader
 from autopar.runtime.device import Clock, clock_of, copies_of
 from autopar.runtime.execute import Executor, StepRecord, Surroundings
 from autopar.runtime.gradients import Reducer, reducer_of
-from autopar.runtime.loss import BroughtLossTally, LossScale, LossTally
+from autopar.runtime.loss import BroughtLossTally, LossScale, LossTally, LossTerms
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.messages.transport import Transport, replica_ranks
 from autopar.runtime.settings import TrainSettings, check_compiling
@@ -136,8 +138,15 @@ class Job:
         surroundings = Surroundings(plan, self.actions, rank, device, clock, note, scale, self.notes_sends)
         self.versions = self._weight_versions(graph)
         """Of its parameters."""
-        parts = self._mailbox, reducer, self._tally(), _Updates(self._settle, self._update, self._alike), self.versions
-        self._executor = Executor(surroundings, self.stages, *parts)
+        terms = terms_of(graph.outputs) if is_named(graph.outputs) else []
+        parts = (
+            self._mailbox,
+            reducer,
+            self._tally(terms),
+            _Updates(self._settle, self._update, self._alike),
+            self.versions,
+        )
+        self._executor = Executor(surroundings, self.stages, *parts, self._loss_terms(graph, transport))
         self._inputs: dict[int, Batch] = {}
 
     def _build_stages(
@@ -380,9 +389,9 @@ class Job:
         """
         instead = f"weight policy {self.plan.weight_policy}; plan with `policy='sync'`"
         last = self.plan.stages[-1]
-        if self.plan.span > 1 and graph.loss == "sum_count" and last.replicas > last.turning:
+        if self.plan.span > 1 and graph.loss != "mean" and last.replicas > last.turning:
             raise UsageError(
-                "loss() returns a sum and a count, which replicas of the last stage that split mini-batches add up too "
+                "loss() returns sums and counts, which replicas of the last stage that split mini-batches add up too "
                 f"late where others take turns under {instead}"
             )
         if isinstance(self._update.scheduler, ReduceLROnPlateau):
@@ -446,10 +455,34 @@ class Job:
         device = self._device if self._copies is None else torch.device("cpu")
         return ShareLoader(model, self.plan, self.rank, specs, device, settings.last)
 
-    def _tally(self) -> LossTally:
+    def _tally(self, terms: Sequence[Term]) -> LossTally:
         if self._copies is None:
-            return LossTally(self.rows, self.plan.batch)
-        return BroughtLossTally(self.rows, self.plan.batch, self._copies, self._batches.look_ahead)
+            return LossTally(self.rows, self.plan.batch, terms)
+        return BroughtLossTally(self.rows, self.plan.batch, self._copies, self._batches.look_ahead, terms)
+
+    def _loss_terms(self, graph: LayerGraph, transport: Transport) -> LossTerms | None:
+        """Return by what the terms of a loss that has several are multiplied, where this rank makes them."""
+        last = len(self.plan.stages) - 1
+        if not is_named(graph.outputs) or last not in self.stages:
+            return None
+        layer, placed = graph.layers[-1], self.plan.stages[last]
+        module = counting_module(layer, graph.inputs)
+        replicas = replica_ranks(self.plan, self.stages, self.team.part)
+        # Those that take whole mini-batches in turn count each their own.
+        alone = len(replicas) == 1 or self.plan.span > 1
+
+        def count(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            assert module is not None
+            return counts_of(module, self.rows, layer, inputs)
+
+        def add_up(counts: torch.Tensor) -> None:
+            if not alone:
+                transport.all_reduce(counts, replicas).wait()
+
+        share = placed.rows[self.replica] / self.plan.batch
+        return LossTerms(
+            terms_of(graph.outputs), share, count if module is not None and self.reads_values else None, add_up
+        )
 
 
 class _Updates:
@@ -483,6 +516,8 @@ class Metrics:
     """Of all gradients of the model before clipping, where it was asked for."""
     overflow: bool
     """Whether scaled gradients were not finite: nothing was updated."""
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """The terms of a loss that returns a mapping, and the figures under ``log``, by name."""
 
 
 class Feed:

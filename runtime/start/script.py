@@ -32,6 +32,7 @@ from autopar.capture.model_state import deep_copy, preserve_modes
 from autopar.capture.optimizer import Settings
 from autopar.capture.python_state import roots_of
 from autopar.capture.source import UserModel
+from autopar.capture.terms import is_named, terms_of, total_of
 from autopar.errors import AutoparError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
@@ -331,7 +332,10 @@ class ScriptJob:
         if loss is None:
             total, count = built_job.agreement.sum([record.loss, record.count])
             loss = total / count if count else total
-        return Metrics(record.step, loss, record.gradient_norm, record.overflow)
+        names = [term.name for term in terms_of(built_job.graph.outputs)] if is_named(built_job.graph.outputs) else []
+        terms = built_job.agreement.sum([record.terms.get(name, 0.0) for name in names]) if names else []
+        by_name = dict(zip(names, terms, strict=True))
+        return Metrics(record.step, loss, record.gradient_norm, record.overflow, by_name)
 
     @_apart
     def evaluate(self, batch: object) -> float:
@@ -343,10 +347,12 @@ class ScriptJob:
         """
         built, evaluation, values, rows = self._prepare_evaluation(batch, "evaluate")
         with self._failing():
-            total, count = built.agreement.sum(evaluation.loss(self._step, rows, values))
-        if not count:
+            own = evaluation.loss(self._step, rows, values)
+            found = built.agreement.sum([each for pair in own for each in pair])
+        sums = list(zip(found[::2], found[1::2], strict=True))
+        if not any(count for _, count in sums):
             raise TrainingError("loss() returned a count of 0 for the whole batch")
-        return total / count
+        return total_of(terms_of(evaluation.graph.results), sums)
 
     @_apart
     def predict(self, batch: object) -> dict[str, torch.Tensor] | None:

@@ -211,6 +211,7 @@ class TrainingRun:
         return StepResults(
             loss=[record.loss for record in ended],
             count=[record.count for record in ended],
+            terms=[record.terms for record in ended],
             starts_s=self._laps.starts_s,
             ends_s=self._laps.ends_s,
             times_s={

@@ -121,6 +121,18 @@ def draw(number: int) -> Script:
     def configured(output: torch.Tensor, batch: Batch) -> torch.Tensor:
         return F.cross_entropy(output, batch[1], label_smoothing=settings.weight) * SETTINGS["smooth"] + output.mean()
 
+    kept, factor = chance.sample(range(3), chance.randint(1, 3)), chance.randint(0, 2)
+
+    def several(output: torch.Tensor, batch: Batch) -> dict[str, Any]:
+        """Return the entropy of some classes, each divided by its own number, a weighted mean, and a figure."""
+        entropy, found = F.cross_entropy(output, batch[1], reduction="none"), dict[str, Any]()
+        for label in kept:
+            mask = batch[1] == label
+            found[f"of {label}"] = (entropy * mask).sum(), mask.sum() * (1.0, 0.5, 2.0)[factor]
+        found["size"] = (0.1 + state["weight"]) * output.square().mean()
+        right = (output.argmax(1) == batch[1]).double()
+        return {**found, "log": {"right": right.mean(), "of 0 logged": (right.sum(), (batch[1] == 0).sum())}}
+
     partly = functools.partial(_penalty, weight=0.0)
 
     def rescale() -> None:
@@ -130,6 +142,7 @@ def draw(number: int) -> Script:
     value = lambda: chance.choice([0.0, 0.1, 0.25, 0.5])  # noqa: E731
     amounts = [value() for _ in range(STEPS)]
     losses: dict[str, tuple[Callable[..., torch.Tensor], Callable[[int], None]]] = {
+        "terms": (several, lambda at: state.update(weight=amounts[at])),
         "closure": (closing, lambda at: state.update(weight=amounts[at])),
         "scale": (closing, lambda at: rescale()),
         "namespace": (configured, lambda at: setattr(settings, "weight", amounts[at])),
@@ -192,11 +205,19 @@ def train_plainly(number: int) -> dict[str, Any]:
             # It trains all the same.
             model.train()
         optimizer.zero_grad()
-        value = script.loss(model(batch[0]), batch)
-        value.backward()
+        value = _plain_value(script.loss(model(batch[0]), batch))
+        value.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(value.item())
     return {"losses": losses, "weights": _sums(model.state_dict())}
+
+
+def _plain_value(found: Any) -> torch.Tensor:  # noqa: ANN401
+    """Return the loss of a whole mini-batch."""
+    if isinstance(found, torch.Tensor):
+        return found
+    terms = [each if isinstance(each, tuple) else (each, 1.0) for name, each in found.items() if name != "log"]
+    return torch.stack([value / count if count else 0.0 * value for value, count in terms]).sum()
 
 
 def _sums(state: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -229,7 +250,10 @@ def train_by_a_job(context: RankContext, arguments: dict[str, Any]) -> dict[str,
         with autopar.materialize(script.model, plan, started, loss=script.loss, optimizer=script.optimizer) as job:
             for step, batch in enumerate(batches(number)):
                 script.before(step)
-                losses.append(job.step(batch).loss)
+                metrics = job.step(batch)
+                losses.append(metrics.loss)
+                trained = [value for name, value in metrics.losses.items() if name not in ("right", "of 0 logged")]
+                assert not trained or abs(sum(trained) - metrics.loss) < 1e-12
                 if step == STEPS // 2:
                     job.evaluate(batch)
             state = job.state_dict()
