@@ -64,14 +64,16 @@ class ModelFile(Protocol):
                 scores, labels = output.flatten(0, 1), batch["labels"].flatten()
                 return F.cross_entropy(scores, labels, reduction="sum"), (batch["labels"] != -100).sum()
 
-        A mapping's terms are added up, each sum divided by its own count over the whole mini-batch, whatever micro-batches
-        and replicas have of it; a term of which nothing is counted adds 0. Counts of a mapping are computed of the batch
-        alone. Figures under ``log`` have no part in the loss. ``job.step(batch).losses`` and reports give all by name.
+        A mapping's terms are added up, each sum divided by its own count over the whole mini-batch, whatever
+        micro-batches and replicas have of it; a term of which nothing is counted adds 0. Counts of a mapping are
+        computed of the batch alone. Figures under ``log`` have no part in the loss. ``job.step(batch).losses`` and
+        reports give all by name.
 
             def loss(output, batch):
-                masked, pairs = batch["labels"] != -100, F.cross_entropy(output.pairs, batch["is_next"])
+                words = F.cross_entropy(output.words.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+                pairs = F.cross_entropy(output.pairs, batch["is_next"])
                 right = (output.pairs.argmax(1) == batch["is_next"]).float().mean()
-                return {"words": (word_losses(output, batch).sum(), masked.sum()), "pairs": pairs, "log": {"right": right}}
+                return {"words": (words, (batch["labels"] != -100).sum()), "pairs": pairs, "log": {"right": right}}
         """
         ...
 

@@ -547,7 +547,8 @@ def _explain_difference(
     if result.weights is None:
         return (
             f"{differ}: it is no mean over samples, nor over anything that they have many of (contrastive losses and a "
-            f"router's balance are none); {_EXACT}"
+            f"router's balance are none); of several means, each over some of the samples, let loss() return every one "
+            f"by name, {{'a': (sum, count), 'b': (sum, count)}}; else {_EXACT}"
         )
     return (
         f"{differ}: it is a mean over something that samples have unevenly many of; let loss(output, batch) return its "

@@ -26,6 +26,34 @@ LOSSES = by_name(
             "return (weights * each).sum(), weights.sum()",
         ),
         Part(
+            "several",
+            "one = F.cross_entropy(logits, target, ignore_index=-100, reduction='none')\n"
+            "first, second = target == 0, target > 0\n"
+            "right = (logits.argmax(-1) == target).double()\n"
+            "return {'zero': ((one * first).sum(), first.sum()), 'size': 0.1 * logits.square().mean(),\n"
+            "        'more': ((one * second).sum() * 0.5, 2 * second.sum()), 'log': {'right': right.mean()}}",
+            weight=4,
+        ),
+        Part(
+            "means_by_name",
+            "return {'entropy': F.cross_entropy(logits, target.clamp(min=0)), 'size': logits.square().mean()}",
+            weight=2,
+        ),
+        Part(
+            "total_beside_parts",
+            "one, size = F.cross_entropy(logits, target.clamp(min=0)), logits.square().mean()\n"
+            "return {'loss': one + 0.1 * size, 'one': one, 'size': size}",
+            refusal="made of the others",
+            must=True,
+        ),
+        Part(
+            "counts_outputs",
+            "taken = (logits.argmax(-1) == 0).double()\n"
+            "return {'taken': ((logits.square().sum(-1) * taken).sum(), taken.sum()), 'size': logits.square().mean()}",
+            refusal="is computed of the model's output|made of the others",
+            must=True,
+        ),
+        Part(
             "regularised",
             "return F.cross_entropy(logits, target.clamp(min=0)) + 0.1 * logits.square().mean() + 0.5",
         ),

@@ -76,5 +76,8 @@ def _optimizer(source: ModuleType, model: nn.Module) -> torch.optim.Optimizer:
 
 def _loss(source: ModuleType, model: nn.Module, batch: Any) -> torch.Tensor:  # noqa: ANN401
     loss = source.loss(model(batch["x"] if isinstance(batch, dict) else batch[0]), batch)
+    if isinstance(loss, dict):
+        terms = [each[0] if isinstance(each, tuple) else each for name, each in loss.items() if name != "log"]
+        return torch.stack(terms).sum()
     total: torch.Tensor = loss[0] if isinstance(loss, tuple) else loss
     return total

@@ -60,6 +60,11 @@ def overlapping():
         (lambda: By(lambda _, x: x * random.uniform(0, 1)), "would be drawn only once", "random.uniform(0"),
         (lambda: By(lambda _, x: x * numpy.random.rand()), "would be drawn only once", "numpy.random.rand("),
         (lambda: By(lambda _, x: x / len(x)), "number of samples", "x / len(x)"),
+        (
+            lambda: By(lambda _, x: torch.autograd.grad(x.sin().sum(), x, create_graph=True)[0]),
+            "a derivative within forward or loss",
+            "torch.autograd.grad(",
+        ),
         (capture_zoo.OwnFunction, "autograd.Function Doubled", "return Doubled.apply(x)"),
         (capture_zoo.Checkpointed, "torch.utils.checkpoint", "return torch.utils.checkpoint.checkpoint("),
         (capture_zoo.Branching, "values decide what runs", "return x * 2 if x.sum() > 0"),

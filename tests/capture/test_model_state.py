@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils import weight_norm
 
 from autopar.capture.model_state import WriteLog, deep_copy, preserve_buffers, preserve_parameters
+from autopar.errors import CaptureError
 
 
 def _values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -29,6 +30,15 @@ def test_statistics_and_random_numbers_are_as_before_even_if_the_block_fails() -
         run()
     torch.testing.assert_close(_values(model), before, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_buffer_that_a_forward_gives_another_size_is_named_and_has_its_own_again() -> None:
+    model = nn.Module()
+    model.register_buffer("seen", torch.empty(0))
+    said = r"buffer seen changes its size from \(0,\) to \(3,\) in a forward"
+    with pytest.raises(CaptureError, match=said), preserve_buffers(model):
+        model.get_buffer("seen").resize_(3)
+    assert model.get_buffer("seen").shape == (0,)
 
 
 def test_parameters_that_are_written_under_any_alias_are_restored_and_no_others_copied() -> None:

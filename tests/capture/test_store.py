@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from autopar.capture import segment as cutting
-from autopar.capture.export import capture
+from autopar.capture.export import capture, capture_module
 from autopar.capture.graph import LayerGraph
 from autopar.capture.plain import train_plainly
 from autopar.capture.source import UserModel, load
@@ -139,6 +139,21 @@ def test_modules_whose_names_have_a_plus_and_joined_second_calls_train_as_plainl
     names = [layer.name for layer in graph.layers]
     assert names == ["norm+parts.c", "parts.a+b+norm@2", "head"]
     check(user, dictate(graph, user, [1, 1], 3, 4, cuts=[1]), tmp_path)
+
+
+def test_constants_without_elements_are_read_back(tmp_path: Path) -> None:
+    class Caching(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(torch.cat([torch.tensor([]), x.flatten()]).reshape(x.shape)) * self.scale
+
+    model = Caching(4, 1)
+    model.register_buffer("scale", torch.ones(4, 1)[:1].expand(1, 1).clone(), persistent=False)
+    batch = (torch.randn(4, 4), torch.randn(4, 1))
+    graph = capture_module(model, batch, lambda output, batch: (output - batch[1]).square().mean())
+    save_graph(graph, tmp_path)
+    (layer,) = load_graph(tmp_path).layers
+    known = {*layer.parameters, *layer.buffers}
+    assert [tuple(each.shape) for name, each in layer.module.named_buffers() if name not in known] == [(0,)]
 
 
 def test_a_graph_that_is_read_back_is_right_for_as_many_rows(user: UserModel, tmp_path: Path) -> None:

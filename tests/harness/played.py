@@ -91,7 +91,8 @@ def results_of(plan: Plan, steps: int, length: Callable[[int, int, Action], floa
             times[str(step)] = spans
             ends.append(now)
         own: dict[str, Any] = {"rank": rank, "stages": list(stages), "replica": replica, "samples": 16}
-        own |= {"loss": [1.0] * steps, "count": [0.0] * steps, "starts_s": starts, "ends_s": ends, "times_s": times}
+        own |= {"loss": [1.0] * steps, "count": [0.0] * steps, "terms": [{}] * steps}
+        own |= {"starts_s": starts, "ends_s": ends, "times_s": times}
         own |= {"gradient_norm": [None] * steps, "overflow": [False] * steps, "layers_s": {}, "forward_flops": 10**12}
         own |= {"backend": "gloo", "peak_bytes": 7, "peak_kind": "resident", "peak_flops_per_s": None}
         found.append(RankResult(**own, checkpoints=[], buffers_bytes=0, saved_files={}))

@@ -162,7 +162,7 @@ def train_and_evaluate(context: RankContext, arguments: dict[str, Any]) -> list[
     given, rows = named_tensors(batch), arguments["samples"][1] - arguments["samples"][0]
     for step in range(2):
         job.step(step)
-        parts = loss.loss(0, rows, given)
+        (parts,) = loss.loss(0, rows, given)
         predicted = outputs.predict(0, rows, given)
     job.finish()
     folder = Path(arguments["folder"])

@@ -31,15 +31,26 @@ def test_numbers_that_nothing_is_measured_with_are_refused(option: str, value: i
 FILE = """
 import torch
 from torch import nn
-def model(): return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)){change}
 def dataset(): return torch.utils.data.TensorDataset(torch.ones({samples}, 8), torch.ones({samples}, 1))
-def loss(output, batch): return (output - batch[1]).square().mean()
+def model(): return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)){change}
+"""
+LOSS = "\ndef loss(output, batch): return (output - batch[1]).square().mean()\n"
+
+
+OF_THE_LOSS = """
+HEAD = nn.Parameter(torch.ones(1))
+def loss(output, batch): return (output * HEAD - batch[1]).square().mean()
+def optimizer(parameters): return torch.optim.SGD([*parameters, HEAD], lr=0.1)
+"""
+PICKING = """
+def optimizer(named_parameters):
+    return torch.optim.SGD([each for name, each in named_parameters if name == "x"], lr=0.1)
 """
 
 
 def _prepare(folder: Path, options: ProfileOptions, change: str = "", samples: int = 8) -> Subject:
     path = folder / "model.py"
-    path.write_text(FILE.format(change=change, samples=samples))
+    path.write_text(FILE.format(change=change, samples=samples) + ("" if "def loss" in change else LOSS))
     return prepare(load(str(path)), options)
 
 
@@ -49,7 +60,9 @@ def _prepare(folder: Path, options: ProfileOptions, change: str = "", samples: i
         ("", 0, {}, ModelError, r"dataset\(\) is empty"),
         ("", 7, {}, UsageError, "the dataset has 7 samples, `batch` asks for 8; give `batch=7` or less"),
         (".requires_grad_(False)", 8, {}, ModelError, "there is nothing to train"),
-        (".half()", 8, {}, ModelError, "parameters are float16; all must be float32"),
+        (".half()", 8, {}, ModelError, r"parameters are float16; all must be float32.*return the module's float\(\)"),
+        (OF_THE_LOSS, 8, {}, ModelError, "HEAD of model.py is a parameter that the loss"),
+        (PICKING, 8, {}, ModelError, "steps none of the model's 4 trained parameters"),
         ("", 8, {"precision": "fp64"}, UsageError, "are fp32; leave the option out"),
         (".double()", 8, {"precision": "bf16"}, UsageError, "are fp64; leave the option out, or build them in float32"),
     ],

@@ -40,7 +40,7 @@ def holds(case: Case, plan: Plan, rows: int) -> None:
             # Training goes on as before behind an evaluation.
             job.step(step)
             if step:
-                parts[job.rank], found = loss.loss(0, rows, values), outputs.predict(0, rows, values)
+                (parts[job.rank],), found = loss.loss(0, rows, values), outputs.predict(0, rows, values)
                 assert (found is None) == (job.rank > 0)
                 predicted.update(found or {})
         job.finish()

@@ -1,5 +1,6 @@
 """Operators, whole and in parts: every one that has a rule is tried; those that draw or write have none."""
 
+import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.capture.split.names import MismatchError, Name, carries, is_partial, leaves
 from autopar.capture.split.rules import FAMILIES, Axis, Dims, LocalCall, OperatorCall, Part, find_rule, ranges
 from autopar.capture.split.rules.attention import attend_part
-from autopar.capture.split.rules.rule import RULES, new_dims
+from autopar.capture.split.rules.rule import RULES, memory_order, new_dims
 from autopar.errors import UsageError
 
 
@@ -323,6 +324,17 @@ def test_what_torch_says_is_pointwise_needs_no_rule_and_what_draws_or_writes_has
         assert find_rule(target) is not None
     for target in (aten.rrelu.default, aten.add_.Tensor, aten.bernoulli.default, aten.sort.default):
         assert find_rule(target) is None
+
+
+def test_memory_is_ordered_as_torch_orders_what_is_like_a_tensor() -> None:
+    chance = random.Random(0)
+    for _ in range(300):
+        sizes = [chance.choice([1, 2, 3]) for _ in range(chance.randint(1, 4))]
+        tensor = torch.empty([1 if chance.random() < 0.4 else size for size in sizes]).expand(*sizes)
+        tensor = tensor.permute(chance.sample(range(len(sizes)), len(sizes)))
+        dense = torch.empty_like(tensor)
+        order = memory_order(tensor)
+        assert dense.permute(order).is_contiguous()
 
 
 def test_indices_without_a_gap_are_one_range() -> None:
