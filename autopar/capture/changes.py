@@ -71,7 +71,9 @@ class Readings:
             (Path("training"), functools.partial(_modes, model, list(model.modules()))) for model in models
         ]
         for path, value in _reached(roots, wanted):
-            reads += [(path, read) for read in _reads(path, value, wanted)]
+            # An object may raise whatever it likes when it is asked for an attribute: then it stays closed.
+            with contextlib.suppress(Exception):
+                reads += [(path, read) for read in _reads(path, value, wanted)]
         self._readings = [(read, list(read())) for _, read in reads]
         self._paths = [path for path, _ in reads]
 

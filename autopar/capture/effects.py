@@ -259,6 +259,19 @@ def watch(is_ignored: Callable[[nn.Module, str], bool] = lambda module, name: Fa
         raise CaptureError(found[0])
 
 
+@contextlib.contextmanager
+def codes_run() -> Iterator[set[CodeType]]:
+    """Watch the calls inside the block as :func:`watch` does, and refuse nothing."""
+    codes = set[CodeType]()
+
+    def on_event(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and _is_of_models(frame.f_code.co_filename):
+            codes.add(frame.f_code)
+
+    with _profiling(on_event):
+        yield codes
+
+
 def _describe_call(frame: FrameType, is_ignored: Callable[[nn.Module, str], bool]) -> str:
     """Say what cannot be captured of a call, and what to do; nothing of one that can be."""
     if frame.f_code is _CHECKPOINT:

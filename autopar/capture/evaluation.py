@@ -19,6 +19,8 @@ from torch.export import ExportedProgram
 
 from autopar.capture.batch import Opaque, StepModule, model_arguments, named_outputs, named_tensors, rebuild
 from autopar.capture.build import SegmentedProgram, build_layers, right_for_one, spec_of, tensor_specs
+from autopar.capture.changes import names_read
+from autopar.capture.effects import codes_run
 from autopar.capture.export import convert_user_errors, export_rows, sorted_inputs
 from autopar.capture.fallback import ListedLayer
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
@@ -46,6 +48,8 @@ class EvaluationGraph:
     """Names of what the last layer gives: the loss outputs, or the model's."""
     specs: tuple[TensorSpec, ...] = ()
     """Of the model's outputs."""
+    names_read: frozenset[str] | None = None
+    """Names in the code that was run; none where that is not known."""
 
 
 @unwinding_aborts()
@@ -61,7 +65,8 @@ def capture_evaluation(
     if not training_graph.portable:
         return _copy_listed_layers(training_graph)
     step = StepModule(model, batch, loss)
-    return _cut(_export(step, batch), step, batch, training_graph, training_graph.outputs)
+    program, names = _export(step, batch)
+    return replace(_cut(program, step, batch, training_graph, training_graph.outputs), names_read=names)
 
 
 @unwinding_aborts()
@@ -79,7 +84,7 @@ def capture_prediction(
     if not training_graph.portable:
         return _predicting(_copy_listed_layers(training_graph))
     step = _OutputModule(model, batch, has_loss=loss is not None)
-    program = _export(step, batch)
+    program, names = _export(step, batch)
     inputs, _ = sorted_inputs(program, model, step.names)
     end: Any = next(node for node in program.graph.nodes if node.op == "output")
     named = zip(step.outputs.value, end.args[0], strict=True)
@@ -89,7 +94,8 @@ def capture_prediction(
     end.args = (tuple(kept.values()),)
     specs = tuple(spec_of(name, None, (), node.meta["val"], inputs.symbol) for name, node in kept.items())
     output_mask = [name in kept for name in step.outputs.value]
-    return replace(_cut(program, step, batch, training_graph, tuple(kept), output_mask), specs=specs)
+    found = _cut(program, step, batch, training_graph, tuple(kept), output_mask)
+    return replace(found, specs=specs, names_read=names)
 
 
 @contextlib.contextmanager
@@ -100,7 +106,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _export(step: StepModule | _OutputModule, batch: object) -> ExportedProgram:
+def _export(step: StepModule | _OutputModule, batch: object) -> tuple[ExportedProgram, frozenset[str] | None]:
+    """Return a module in evaluation mode, exported, and the names in the code that it ran, if that is known."""
     model, tensors = step.model, named_tensors(batch)
     hollow = is_hollow(model)
     # Export leaves copies of containers that are attributes in their place.
@@ -114,9 +121,9 @@ def _export(step: StepModule | _OutputModule, batch: object) -> ExportedProgram:
         if not hollow:
             # An ordinary forward meets the user's mistakes.
             mistakes = convert_user_errors("the model's forward in evaluation mode")
-            with preserve_parameters(model), mistakes, torch.no_grad():
+            with preserve_parameters(model), mistakes, torch.no_grad(), codes_run() as codes:
                 step(*(tensor.clone() for tensor in tensors.values()))
-        return export_rows(step, tensors)
+        return export_rows(step, tensors), None if hollow else names_read(codes)
 
 
 def _cut(

@@ -129,7 +129,7 @@ class Follower:
             (before, version), (now, newer) = self._held[index], self._read_parameter(index)
             if before is not now:
                 return UsageError(f"the script has put another parameter in the place of {name}; {AGAIN}")
-            if now is None or version == newer:
+            if now is None or now.is_meta or version == newer:
                 continue
             if (name, digest_of({name: now})) not in self._given_digests:
                 return UsageError(

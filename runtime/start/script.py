@@ -261,7 +261,8 @@ class ScriptJob:
         self._model, self.plan, self._context, self._leave = model, plan, context, leave
         self._functions, self._settings, self._accept_loss = functions, settings, accept_loss
         self._built_job: BuiltJob | None = None
-        self._evaluations: dict[str, Evaluation] = {}
+        self._evaluations: dict[str, tuple[Evaluation, Readings]] = {}
+        """With what was read when they were captured."""
         self._first, self._has_failed, self._closed = 0, False, False
         self._feed: Feed | None = None
         self._ended: deque[Metrics] = deque()
@@ -520,21 +521,27 @@ class ScriptJob:
     ) -> tuple[BuiltJob, Evaluation, dict[str, torch.Tensor], int]:
         built = self._ready(batch)
         self._drain()
-        self._follow(built, changed=built.agreement.any(built.follower.has_changed()))
-        if what not in self._evaluations:
-            captured = capture_evaluation if what == "evaluate" else capture_prediction
-
-            def build() -> Evaluation:
-                graph = captured(self._model, built.batch, built.user.loss, built.follower.graph)
-                return Evaluation(built.job, graph, built.transport, self._context.device)
-
-            self._evaluations[what] = built.agreement.perform(build)
-            # What was captured has been put back.
+        # Asked before anything is captured, which writes and puts back.
+        refusal, changed = built.follower.refusal(), built.follower.has_changed()
+        self._follow(built, changed=built.agreement.any(changed))
+        known = self._evaluations.get(what)
+        if built.agreement.any(known is None or known[1].have_changed()):
+            self._evaluations[what] = known = built.agreement.perform(functools.partial(self._evaluation, built, what))
             built.follower.refresh()
-        evaluation = self._evaluations[what]
-        known = {tensor.name: tensor for tensor in evaluation.graph.tensors}
-        values, rows = self._agree_on_batch(built, batch, what, [known[name] for name in evaluation.inputs])
+        assert known is not None
+        evaluation, _ = known
+        specs = {tensor.name: tensor for tensor in evaluation.graph.tensors}
+        own = [specs[name] for name in evaluation.inputs]
+        values, rows = self._agree_on_batch(built, batch, what, own, refusal)
         return built, evaluation, values, rows
+
+    def _evaluation(self, built_job: BuiltJob, what: str) -> tuple[Evaluation, Readings]:
+        """Return the stages in evaluation mode, and what was read when they were captured."""
+        captured = capture_evaluation if what == "evaluate" else capture_prediction
+        graph = captured(self._model, built_job.batch, built_job.user.loss, built_job.follower.graph)
+        roots = roots_of(self._model, built_job.user.loss)
+        readings = Readings(roots, graph.names_read, self.plan.ignored_state, modes=False)
+        return Evaluation(built_job.job, graph, built_job.transport, self._context.device), readings
 
     def _agree_on_batch(
         self,

@@ -65,13 +65,13 @@ class Gated(nn.Module):
         super().__init__()
         self.first, self.side, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
         self.first.requires_grad_(False)
-        self.rate, self.with_side, self.count = 1.0, False, 0
+        self.rate, self.with_side, self.count, self.calibration = 1.0, False, 0, 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.first(x)) * self.rate
         if self.count < 0 or self.with_side:
             x = x + self.side(x)
-        return self.last(x)
+        return self.last(x) if self.training else self.last(x) * self.calibration
 
 
 def cross_entropy(output: torch.Tensor, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -100,11 +100,20 @@ def test_what_was_there_before_is_not_captured_again_nor_what_nothing_mentions(m
             job.step(given[0])
             job.evaluate(given[1])
             assert len(captures) == ever
+        for model.calibration in (0.5, 2.0):
+            state = job.state_dict()
+            assert state is not None
+            truth = gated()[0].eval()
+            truth.load_state_dict(state)
+            truth.rate, truth.calibration = model.rate, model.calibration
+            expected = cross_entropy(truth(given[1][0]), given[1]).item()
+            assert job.evaluate(given[1]) == pytest.approx(expected, rel=1e-12)
+        assert len(captures) == 5
         model.count = 7
         job.step(given[0])
         model.eval()
         job.step(given[0])
-        assert (len(captures), model.training) == (4, False)
+        assert (len(captures), model.training) == (6, False)
 
 
 def _unfreeze(model: Gated) -> None:
