@@ -14,6 +14,7 @@ It is asked often, and what can be reached is much: the walk is made once, and l
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import operator
 import sys
@@ -98,11 +99,26 @@ class _Wanted:
         if self._ignored_state and path.matches_any(self._ignored_state):
             return False
         name = path.inner.rpartition(".")[2]
+        if isinstance(holder, FunctionType) and path.before == "global ":
+            return _reads_global(holder, holder.__globals__, name)
         by_name = self._names is not None and not path.inner.endswith("]") and not name.startswith("__")
         if not by_name or isinstance(part, (nn.Module, type)):
             return True
         own = isinstance(holder, nn.Module) or _is_users(holder)
         return not own or name in (self._names or ())
+
+
+def _reads_global(function: FunctionType, variables: Mapping[str, object], name: str) -> bool:
+    """Tell whether a function reads a global: of its own file by name, and no attribute that is called like it."""
+    own = variables is function.__globals__ and name in variables
+    return not own or name in _loaded_globals(function.__code__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _loaded_globals(code: CodeType) -> frozenset[str]:
+    found = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return frozenset(found).union(*map(_loaded_globals, inner))
 
 
 def _is_users(value: object) -> bool:
@@ -153,7 +169,8 @@ def _reads(path: Path, value: Any, wanted: _Wanted) -> Iterator[_Read]:  # noqa:
         yield functools.partial(contents_of, value)
     elif isinstance(value, FunctionType):
         yield lambda: [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        yield from (functools.partial(_picked, variables, [name]) for variables, name in globals_of(value))
+        read = ((each, name) for each, name in globals_of(value) if _reads_global(value, each, name))
+        yield from (functools.partial(_picked, variables, [name]) for variables, name in read)
     elif isinstance(value, functools.partial):
         yield lambda: [*value.args, *value.keywords.values()]
     if isinstance(value, nn.Module):
