@@ -151,10 +151,17 @@ def loss_outputs(value: object, loss: Callable[..., object] | None) -> dict[str,
     elif loss is None and not isinstance(value, torch.Tensor) and hasattr(value, "loss"):
         value = value.loss
     if not isinstance(value, torch.Tensor):
-        wanted = f"be a scalar or carry .loss, {_OR_LOSS}" if loss is None else "return a scalar tensor or (sum, count)"
+        wanted = (
+            f"be a scalar or carry .loss, {_OR_LOSS}"
+            if loss is None
+            else "return a scalar tensor, (sum, count), or these by name"
+        )
         hint = "; write `return` before its last expression" if loss is not None and value is None else ""
         raise ModelError(f"{_source_of(loss)} returned {a(value)}; it must {wanted}{hint}")
     return {"loss": _scalar(value, loss, "a tensor that")}
+
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
 def _named_terms(value: Mapping[Any, Any], loss: Callable[..., object]) -> dict[str, torch.Tensor]:
@@ -173,7 +180,7 @@ def _named_terms(value: Mapping[Any, Any], loss: Callable[..., object]) -> dict[
         counted = isinstance(each, (tuple, list)) and len(each) == 2
         values = each if counted else (each,)
         # Counts, and figures, may be numbers.
-        tensors = [torch.full((), each) if isinstance(each, (int, float)) else each for each in values]
+        tensors = [torch.full((), each) if isinstance(each, _NUMBERS) else each for each in values]  # type: ignore[arg-type]
         scalars = [_scalar(each, loss, f"a term {name!r} that") for each in tensors]
         found.update(zip(output_names(name, counted=counted, logged=is_logged), scalars, strict=True))
         if not is_logged and torch.is_grad_enabled() and not scalars[0].requires_grad:

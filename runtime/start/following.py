@@ -15,25 +15,30 @@ were not trained from the start, and parameters that the script writes, for the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import fx, nn
 
+from autopar.capture.batch import given_model
 from autopar.capture.build import running_statistics
 from autopar.capture.changes import Readings
+from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
-from autopar.capture.python_state import Path
+from autopar.capture.losses import check_loss, counted_loss
+from autopar.capture.meta import release
+from autopar.capture.model_state import deep_copy, preserve_modes
+from autopar.capture.python_state import Path, roots_of
 from autopar.capture.source import UserModel
 from autopar.errors import AutoparError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.stage.layers import AGAIN, rewritable
 from autopar.runtime.start.agreement import Agreement, digest_of
 from autopar.runtime.start.job import Job
-from autopar.runtime.start.workspace import check_shares
+from autopar.runtime.start.workspace import check_shares, fit_to_plan
 
 MOST_KEPT = 16
 """Graphs."""
@@ -41,16 +46,61 @@ MANY = 4
 """Times that a model is captured before it is said how it need not be."""
 
 
-class Capturing(Protocol):
-    """Captures the script's model."""
+class Capturing:
+    """Captures a script's model as it is, for a plan."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        batch: object,
+        functions: Mapping[str, Callable[..., object] | None],
+        *,
+        checks_loss: bool,
+    ) -> None:
+        """Take what is captured; ``checks_loss`` says whether its loss must not depend on how batches are divided."""
+        self._model, self._plan, self._batch, self._functions = model, plan, batch, functions
+        self._checks_loss = checks_loss
+
+    def first(self) -> tuple[UserModel, LayerGraph, Readings]:
+        """Return a description of the model, its graph as the plan has it, and what was read for it."""
+        if self._batch is None:
+            raise UsageError("was given no batch, and every rank needs one to begin with; or give materialize() one")
+        model, plan, functions = self._model, self._plan, self._functions
+        if plan.counts_labels and functions.get("loss") is None:
+            functions = {**functions, "loss": counted_loss(model)}
+        self._user = replace(given_model(model, self._batch, **functions), ignored_state=plan.ignored_state)
+        with preserve_modes(model.modules()):
+            graph = capture(self._user, model)
+            self.check(graph)
+            if not graph.portable:
+                # Its layers are the model's own modules, whose parameters are about to be replaced.
+                graph = capture(self._user, deep_copy(model))
+                for layer in graph.layers:
+                    # Those of its stage a rank is given, and the others it need not hold.
+                    release(layer)
+        return self._user, fit_to_plan(graph, plan, self._user), self._readings(graph)
+
+    def _readings(self, graph: LayerGraph) -> Readings:
+        return Readings(roots_of(self._model, self._user.loss), graph.names_read, self._plan.ignored_state)
 
     def again(self) -> tuple[Readings, LayerGraph]:
         """Return what is read now, and the graph of the model as it is."""
-        ...
+        with preserve_modes(self._model.modules()):
+            model = self._model if self._portable else deep_copy(self._model)
+            graph = capture(self._user, model)
+        return self._readings(graph), fit_to_plan(graph, self._plan, self._user)
 
     def check(self, graph: LayerGraph) -> None:
-        """Check the loss, whose graph is of a form that has not been checked."""
-        ...
+        """Check that the loss does not depend on how a mini-batch is divided, where that is to be checked.
+
+        Raises:
+            ModelError: it does.
+        """
+        self._portable = graph.portable
+        if self._checks_loss and not graph.hollow:
+            with preserve_modes(self._model.modules()):
+                check_loss(self._user, self._model, graph, accept_loss=False)
 
 
 class Captured(NamedTuple):
@@ -103,6 +153,8 @@ class Follower:
         self._buffers = [(name, buffer) for name, buffer in model.named_buffers() if name not in written]
         self._places = _buffer_places(model, {id(buffer) for _, buffer in self._buffers})
         self._given_digests: set[tuple[str, float]] = set()
+        self._looked_at = -1
+        """Which parameter's values are looked at."""
         self.refresh()
 
     @property
@@ -112,6 +164,7 @@ class Follower:
 
     def refresh(self) -> None:
         """Take the model's tensors as they are for those that are known."""
+        self._digests = [_digest_of(each) for each in self._values()]
         self._held = list(map(self._read_parameter, range(len(self._parameters))))
         self._buffer_state = self._read_buffers()
 
@@ -125,25 +178,28 @@ class Follower:
 
     def refusal(self) -> AutoparError | None:
         """Return what is wrong with the model's parameters now, if anything; they may hold what :meth:`give` was of."""
+        # What is written by way of .data shows in its values only: those of one parameter are looked at in every step.
+        self._looked_at = (self._looked_at + 1) % max(1, len(self._parameters))
         for index, (_, _, name) in enumerate(self._parameters):
             (before, version), (now, newer) = self._held[index], self._read_parameter(index)
             if before is not now:
                 return UsageError(f"the script has put another parameter in the place of {name}; {AGAIN}")
-            if now is None or now.is_meta or version == newer:
+            if now is None or (version == newer and index != self._looked_at):
                 continue
-            if (name, digest_of({name: now})) not in self._given_digests:
+            digest = _digest_of(now)
+            if digest != self._digests[index] and (name, digest) not in self._given_digests:
                 return UsageError(
                     f"the script has written parameter {name} of its model, and the job trains parameters of its own; "
                     "write it in the step() of an optimizer of yours, or close() the job, give the model "
                     "its state_dict(), write, and materialize() it again"
                 )
-            self._held[index] = now, newer
+            self._held[index], self._digests[index] = (now, newer), digest
         return None
 
     def give(self, state: Mapping[str, torch.Tensor]) -> None:
         """Note what the script is given on rank 0, by the keys of the model: it may load that into the model."""
         names = [name for _, _, name in self._parameters]
-        own = [digest_of({name: state[name]}) if name in state else 0.0 for name in names]
+        own = [_digest_of(state.get(name)) for name in names]
         self._given_digests.update(zip(names, self._agreement.sum(own), strict=True))
 
     def follow(self) -> bool:
@@ -274,6 +330,11 @@ class FileWatch:
                 "goes on as captured; train from a script, whose job follows it (autopar.materialize); or name it in "
                 "`ignored_state`, if it is only logged"
             )
+
+
+def _digest_of(tensor: torch.Tensor | None) -> float:
+    """Return a number that tells a tensor's values; 0 of one without."""
+    return 0.0 if tensor is None or tensor.is_meta else digest_of({"": tensor})
 
 
 def _written_buffers(model: nn.Module, graph: LayerGraph) -> set[str]:

@@ -12,7 +12,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -20,15 +20,11 @@ from typing import Any, Self, TypeVar, cast
 import torch
 from torch import nn
 
-from autopar.capture.batch import given_model, named_tensors, row_count
+from autopar.capture.batch import named_tensors, row_count
 from autopar.capture.changes import Readings
 from autopar.capture.evaluation import capture_evaluation, capture_prediction
-from autopar.capture.export import capture
 from autopar.capture.generators import preserve_generators
 from autopar.capture.graph import LayerGraph, TensorSpec
-from autopar.capture.losses import check_loss, counted_loss
-from autopar.capture.meta import release
-from autopar.capture.model_state import deep_copy, preserve_modes
 from autopar.capture.optimizer import Settings
 from autopar.capture.python_state import roots_of
 from autopar.capture.source import UserModel
@@ -45,10 +41,9 @@ from autopar.runtime.messages.transport import Transport, sendable
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.agreement import Agreement, digest_of
 from autopar.runtime.start.evaluate import Evaluation
-from autopar.runtime.start.following import Follower
+from autopar.runtime.start.following import Capturing, Follower
 from autopar.runtime.start.job import Feed, Job, Metrics
 from autopar.runtime.start.saving import holders, make_folder, new_set, set_of, write_stages
-from autopar.runtime.start.workspace import fit_to_plan
 from autopar.runtime.update import check_together, whole_settings
 from autopar.schedules.expand import expand, rank_of, stages_of
 
@@ -113,7 +108,7 @@ def build_given(
 
     # Other ranks' models may have no values.
     checks_loss = plan.divides and plan.loss_difference is None and not accept_loss and context.rank == 0
-    capturing = _Capturing(model, plan, batch, functions, checks_loss=checks_loss)
+    capturing = Capturing(model, plan, batch, functions, checks_loss=checks_loss)
     user, graph, readings = agreement.perform(capturing.first)
     read = _spread(model, context, _state_names(plan, context.rank, graph))
     whole = _whole_settings(user, model, graph, plan, context)
@@ -128,55 +123,6 @@ def build_given(
 
     follower = Follower(model, plan, job, agreement, (readings, graph), capturing)
     return BuiltJob(user, graph, job, transport, agreement, batch, follower)
-
-
-class _Capturing:
-    """Captures a script's model as it is, for a plan."""
-
-    def __init__(self, model: nn.Module, plan: Plan, batch: object, functions: Functions, *, checks_loss: bool) -> None:
-        """Take what is captured; ``checks_loss`` says whether its loss must not depend on how batches are divided."""
-        self._model, self._plan, self._batch, self._functions = model, plan, batch, functions
-        self._checks_loss = checks_loss
-
-    def first(self) -> tuple[UserModel, LayerGraph, Readings]:
-        """Return a description of the model, its graph as the plan has it, and what was read for it."""
-        if self._batch is None:
-            raise UsageError("was given no batch, and every rank needs one to begin with; or give materialize() one")
-        model, plan, functions = self._model, self._plan, self._functions
-        if plan.counts_labels and functions.get("loss") is None:
-            functions = {**functions, "loss": counted_loss(model)}
-        self._user = replace(given_model(model, self._batch, **functions), ignored_state=plan.ignored_state)
-        with preserve_modes(model.modules()):
-            graph = capture(self._user, model)
-            self.check(graph)
-            if not graph.portable:
-                # Its layers are the model's own modules, whose parameters are about to be replaced.
-                graph = capture(self._user, deep_copy(model))
-                for layer in graph.layers:
-                    # Those of its stage a rank is given, and the others it need not hold.
-                    release(layer)
-        return self._user, fit_to_plan(graph, plan, self._user), self._readings(graph)
-
-    def _readings(self, graph: LayerGraph) -> Readings:
-        return Readings(roots_of(self._model, self._user.loss), graph.names_read, self._plan.ignored_state)
-
-    def again(self) -> tuple[Readings, LayerGraph]:
-        """Return what is read now, and the graph of the model as it is."""
-        with preserve_modes(self._model.modules()):
-            model = self._model if self._portable else deep_copy(self._model)
-            graph = capture(self._user, model)
-        return self._readings(graph), fit_to_plan(graph, self._plan, self._user)
-
-    def check(self, graph: LayerGraph) -> None:
-        """Check that the loss does not depend on how a mini-batch is divided, where that is to be checked.
-
-        Raises:
-            ModelError: it does.
-        """
-        self._portable = graph.portable
-        if self._checks_loss and not graph.hollow:
-            with preserve_modes(self._model.modules()):
-                check_loss(self._user, self._model, graph, accept_loss=False)
 
 
 def _whole_settings(
@@ -296,7 +242,7 @@ class ScriptJob:
     def _train(self, batch: object, *, with_gradients: bool) -> Metrics | None:
         built = self._ready(batch)
         specs = [built.graph.tensor(name) for name in built.job.inputs]
-        refusal = None if with_gradients else UsageError(_NO_GRADIENTS)
+        refusal = self._refusal_of_modes(with_gradients=with_gradients)
         values, _ = self._agree_on_batch(built, batch, "step", specs, refusal)
         inputs = split_rows(self.plan, self.rank, values, built.job.inputs, self._context.device)
         if self._feed is None:
@@ -304,6 +250,17 @@ class ScriptJob:
         with self._failing():
             self._ended += [self._metrics(built, record) for record in self._feed.step(inputs)]
         return self._ended.popleft() if self._ended else None
+
+    def _refusal_of_modes(self, *, with_gradients: bool) -> UsageError | None:
+        """Return what is wrong with the modes that a step is called in."""
+        if not with_gradients:
+            return UsageError(_NO_GRADIENTS)
+        if self.plan.precision in ("fp32", "fp64") and torch.is_autocast_enabled(self._context.device.type):
+            return UsageError(
+                f"autocast is on around step(), and the plan computes in {self.plan.precision}; step outside of it, "
+                "with a plan of a profile with `precision='bf16'`"
+            )
+        return None
 
     @_apart
     def drain(self) -> list[Metrics]:

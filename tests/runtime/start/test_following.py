@@ -178,6 +178,17 @@ def test_what_no_running_job_follows_is_refused_and_goes_on_with_a_new_plan(
             assert job.step(given[2]).loss == pytest.approx(value.item(), rel=1e-12)  # type: ignore[union-attr]
 
 
+def test_values_that_are_written_by_way_of_data_are_found_a_few_steps_later() -> None:
+    model, given, plan = gated()
+    with started(model, plan, given[0]) as job:
+        for _ in range(10):
+            job.step(given[0])
+        model.side.weight.data.clamp_(-0.1, 0.1)
+        steps = (job.step(given[0]) for _ in model.parameters())
+        with pytest.raises(UsageError, match=r"has written parameter side\.weight"):
+            list(steps)
+
+
 def test_ranks_whose_scripts_change_differently_are_told(pool: RankPool) -> None:
     plan = plan_of(3, [1, 1])
     said = pool.run("random_scripts:change_alone", {"plan": plan.dumps()}, ranks=2)

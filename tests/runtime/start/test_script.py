@@ -241,6 +241,11 @@ def test_two_jobs_of_a_process_train_beside_each_other_and_without_gradients_non
     for off in (torch.no_grad, torch.inference_mode):
         with off(), pytest.raises(UsageError, match="gradients are off"):
             first.step(steps[0])
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(UsageError, match=r"autocast is on around step\(\)"),
+    ):
+        first.step(steps[0])
     assert (
         [first.step(batch).loss for batch in steps[:2]] == alone[:2] == [second.step(each).loss for each in steps[:2]]
     )
