@@ -178,6 +178,19 @@ def test_what_no_running_job_follows_is_refused_and_goes_on_with_a_new_plan(
             assert job.step(given[2]).loss == pytest.approx(value.item(), rel=1e-12)  # type: ignore[union-attr]
 
 
+def test_a_rate_that_is_raised_draws_as_if_it_had_always_been_so() -> None:
+    _, given, _ = gated()
+    found = []
+    for early in (True, False):
+        model = gated()[0]
+        model.first = nn.Sequential(model.first, nn.Dropout(0.5 if early else 0.0)).requires_grad_(False)
+        profile = autopar.profile(model, given[0], loss=cross_entropy, optimizer=SGD, budget_s=0.05)
+        with started(model, autopar.plan(profile, gpus=1, micro_batches=2), given[0]) as job:
+            model.first[1].p = 0.5
+            found.append([job.step(batch).loss for batch in given[:3]])  # type: ignore[union-attr]
+    assert found[0] == found[1]
+
+
 def test_values_that_are_written_by_way_of_data_are_found_a_few_steps_later() -> None:
     model, given, plan = gated()
     with started(model, plan, given[0]) as job:
