@@ -233,7 +233,11 @@ def plan_of(number: int, given: Sequence[int] = ()) -> autopar.Plan:
     widths = given or chance.choice([[1], [1], [1, 1], [2], [1, 2], [2, 1], [1, 1, 1]])
     count = chance.choice([1, 2, 4])
     shard = chance.choice(["none", "none", "parameters"]) if max(widths) > 1 else "none"
-    plan = dictate(graph, user, widths, count, ROWS // count, shard=shard)
+    # Fewer micro-batches than stages cannot fill a pipeline that divides backwards.
+    schedule = chance.choice(["1f1b", "gpipe", "zb-h1"] if count >= len(widths) and shard == "none" else ["1f1b"])
+    recompute = chance.random() < 0.3
+    options: dict[str, Any] = {"shard": shard, "schedule": schedule, "recompute": recompute and schedule != "zb-h1"}
+    plan = dictate(graph, user, widths, count, ROWS // count, **options)
     sizes = [chance.choice([1, 2]) if not given and sum(widths) < 3 and shard == "none" else 1 for _ in widths]
     teams = in_teams(graph, plan, sizes) if max(sizes) > 1 else plan
     if all(stage.cuts for stage in teams.stages if stage.tensor_parallel > 1):
