@@ -59,6 +59,7 @@ from autopar.capture.check import (
 from autopar.capture.counting import counting_module
 from autopar.capture.effects import (
     FALLBACK,
+    codes_run,
     first_fixing,
     first_line,
     general_masks,
@@ -154,15 +155,17 @@ def capture_module(
     trial = _Trial(step, tensors, other_batches(batch, others), ignored_state)
     with preserve_buffers(model), preserve_state(step.roots.value, ignored_state):
         if layers is not None:
-            with preserve_parameters(model), convert_user_errors("running the modules of layers(model)"):
-                return listed_layers(model, batch, loss, layers, trial.others, ignored_state)
+            mistakes = convert_user_errors("running the modules of layers(model)")
+            with preserve_parameters(model), mistakes, codes_run() as codes:
+                graph = listed_layers(model, batch, loss, layers, trial.others, ignored_state)
+            return replace(graph, names_read=names_read(codes))
         try:
             program = _export_step(trial)
         except CaptureError as error:
             # A forward that does not go by the plan is refused for what cannot be captured.
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), codes_run() as codes:
                 if declared := declared_layers(model, batch, loss, trial.others, ignored_state):
-                    return declared
+                    return replace(declared, names_read=names_read(codes))
             if not is_hollow(model):
                 _refuse_carried_over(trial, error)
             raise

@@ -103,8 +103,10 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 M = TypeVar("M", bound=nn.Module)
 
 
-def deep_copy(model: M) -> M:
+def deep_copy(model: M, *, sharing: bool = False) -> M:
     """Return a deep copy; what autograd has computed is copied without how.
+
+    With ``sharing``, tensors that are neither parameters nor buffers are the model's own: who writes them writes both.
 
     >>> import warnings
     >>> from torch.nn.utils import weight_norm
@@ -114,4 +116,8 @@ def deep_copy(model: M) -> M:
     torch.Size([3, 2])
     """
     computed = {id(tensor): tensor for _, tensor in tensors_reached({Path(""): model}) if tensor.grad_fn is not None}
-    return copy.deepcopy(model, {key: tensor.detach().clone() for key, tensor in computed.items()})
+    memo = {key: tensor.detach().clone() for key, tensor in computed.items()}
+    if sharing:
+        reached = (tensor for _, tensor in tensors_reached({Path(""): model}))
+        memo |= {id(tensor): tensor for tensor in reached if id(tensor) not in computed}
+    return copy.deepcopy(model, memo)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._functorch.config
@@ -153,10 +153,9 @@ def exchange(layer: Layer, other: Layer) -> Layer:
             setattr(mine, name, part)
         mine.graph = given.graph
     else:
-        for path, part in given.named_modules():
-            held = mine.get_submodule(path)
-            held.training = part.training
-            vars(held).update({name: value for name, value in attributes_of(part).items() if _is_number(value)})
+        _take_numbers(mine, given)
+        # Listed modules may read the model's.
+        _take_numbers(cast(ListedLayer, mine).model, cast(ListedLayer, given).model)
     same = {"fingerprint", "random", "writes", "least_rows", "most_rows"}
     return replace(layer, **{name: getattr(other, name) for name in same})
 
@@ -182,13 +181,22 @@ def _computing(module: nn.Module) -> nn.Module:
     return module
 
 
+def _take_numbers(mine: nn.Module, given: nn.Module) -> None:
+    """Give a module the modes, numbers and plain tensors of another that is built like it."""
+    for path, part in given.named_modules():
+        held = mine.get_submodule(path)
+        held.training = part.training
+        found = {name: value for name, value in attributes_of(part).items() if name in vars(part) and _is_number(value)}
+        vars(held).update(found)
+
+
 def _is_number(value: object) -> bool:
-    """Tell whether a value is a number, a text, or made of such."""
+    """Tell whether a value is a number, a text, a plain tensor, or made of such."""
     if isinstance(value, dict):
         return all(map(_is_number, value.values()))
     if isinstance(value, (list, tuple, set)):
         return all(map(_is_number, value))
-    return isinstance(value, ATOMS)
+    return isinstance(value, (*ATOMS, torch.Tensor)) and not isinstance(value, nn.Parameter)
 
 
 Code = Callable[..., Sequence[torch.Tensor]]

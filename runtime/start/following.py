@@ -75,7 +75,7 @@ class Capturing:
             self.check(graph)
             if not graph.portable:
                 # Its layers are the model's own modules, whose parameters are about to be replaced.
-                graph = capture(self._user, deep_copy(model))
+                graph = capture(self._user, deep_copy(model, sharing=True))
                 for layer in graph.layers:
                     # Those of its stage a rank is given, and the others it need not hold.
                     release(layer)
@@ -87,7 +87,7 @@ class Capturing:
     def again(self) -> tuple[Readings, LayerGraph]:
         """Return what is read now, and the graph of the model as it is."""
         with preserve_modes(self._model.modules()):
-            model = self._model if self._portable else deep_copy(self._model)
+            model = self._model if self._portable else deep_copy(self._model, sharing=True)
             graph = capture(self._user, model)
         return self._readings(graph), fit_to_plan(graph, self._plan, self._user)
 

@@ -100,6 +100,8 @@ class Script:
     changes: Sequence[tuple[int, str, Callable[[], None]]]
     """At which step, what it is called, and the change itself."""
     optimizer: Callable[..., torch.optim.Optimizer]
+    layers: Callable[[nn.Module], list[nn.Module]] | None
+    """Lists the layers, where they are not captured."""
 
     def before(self, step: int) -> None:
         for at, _, change in self.changes:
@@ -180,7 +182,24 @@ def draw(number: int) -> Script:
         changes.append((at, kind, kinds[kind]))
     rate = chance.choice([0.05, 0.1])
     kind = chance.choice([torch.optim.SGD, torch.optim.AdamW])
-    return Script(model, loss, changes, functools.partial(kind, lr=rate))
+    # Several quotients are of captured layers alone.
+    listed = named != "terms" and chance.random() < 0.2
+    return Script(model, loss, changes, functools.partial(kind, lr=rate), _layers if listed else None)
+
+
+class _Head(nn.Module):
+    """Ends the list of layers, and reads a tensor of the model's."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.head, self.net = net.head, [net]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x) * self.net[0].sharpness
+
+
+def _layers(net: Any) -> list[nn.Module]:  # noqa: ANN401
+    return [*net.blocks, _Head(net)]
 
 
 def batches(number: int) -> Iterator[Batch]:
@@ -228,7 +247,7 @@ def plan_of(number: int, given: Sequence[int] = ()) -> autopar.Plan:
     """Return a plan of one to four ranks for a script, or of stages of given widths."""
     chance = random.Random(f"plan {number}")
     script = draw(number)
-    user = given_model(script.model, next(batches(number)), loss=script.loss)
+    user = given_model(script.model, next(batches(number)), loss=script.loss, layers=script.layers)
     graph = capture(user, user.build())
     widths = given or chance.choice([[1], [1], [1, 1], [2], [1, 2], [2, 1], [1, 1, 1]])
     count = chance.choice([1, 2, 4])
@@ -238,7 +257,10 @@ def plan_of(number: int, given: Sequence[int] = ()) -> autopar.Plan:
     recompute = chance.random() < 0.3
     options: dict[str, Any] = {"shard": shard, "schedule": schedule, "recompute": recompute and schedule != "zb-h1"}
     plan = dictate(graph, user, widths, count, ROWS // count, **options)
-    sizes = [chance.choice([1, 2]) if not given and sum(widths) < 3 and shard == "none" else 1 for _ in widths]
+    sizes = [
+        chance.choice([1, 2]) if graph.portable and not given and sum(widths) < 3 and shard == "none" else 1
+        for _ in widths
+    ]
     teams = in_teams(graph, plan, sizes) if max(sizes) > 1 else plan
     if all(stage.cuts for stage in teams.stages if stage.tensor_parallel > 1):
         plan = teams
@@ -251,7 +273,8 @@ def train_by_a_job(context: RankContext, arguments: dict[str, Any]) -> dict[str,
     script, losses = draw(number), []
     started = next(batches(number))
     try:
-        with autopar.materialize(script.model, plan, started, loss=script.loss, optimizer=script.optimizer) as job:
+        functions: dict[str, Any] = {"loss": script.loss, "optimizer": script.optimizer, "layers": script.layers}
+        with autopar.materialize(script.model, plan, started, **functions) as job:
             for step, batch in enumerate(batches(number)):
                 script.before(step)
                 metrics = job.step(batch)
