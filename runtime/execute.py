@@ -260,9 +260,14 @@ class Executor:
         step = repetition.number
         self._repetition, self._inputs = repetition, inputs
         self._tally.begin_step(step)
+        if self._terms is not None:
+            self._terms.begin_step(step)
         self._clock.start()
         if self._flushes:
             self._reducer.begin_step(step)
+            if self._terms is not None:
+                # Replicas that take turns count together, also one that has no micro-batch.
+                self._terms.weights(step, inputs[step])
         self._mailbox.begin_step(repetition)
         self._began.clear()
         marks = self._perform(repetition)

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from autopar.capture.terms import Term
 from autopar.errors import TrainingError
 from autopar.runtime.device import Copies, HostCopy, value_of
-
-MOST_UNDER_WAY = 1024
-"""Mini-batches before the present one whose weights are kept."""
 
 
 class LossTerms:
@@ -34,20 +31,23 @@ class LossTerms:
         self,
         terms: Sequence[Term],
         share: float,
-        count: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] | None,
-        add_up: Callable[[torch.Tensor], None],
+        count: Callable[[Sequence[Mapping[str, torch.Tensor]]], list[float]] | None,
     ) -> None:
         """Take how they are counted.
 
         Args:
             terms: of the loss.
             share: the rank's part of the mini-batch in a micro-batch.
-            count: gives the counts of a micro-batch's inputs, of the terms that have one; None if none do, or nobody
-                reads values.
-            add_up: adds to the counts those of the other replicas, in place.
+            count: gives the counts of a mini-batch on all replicas, which ask together, of the terms that have one,
+                from this rank's inputs of its micro-batches; None if none do, or nobody reads values.
         """
-        self.terms, self._share, self._count, self._add_up = list(terms), share, count, add_up
+        self.terms, self._share, self._count = list(terms), share, count
         self._weights: dict[int, dict[str, float]] = {}
+
+    def begin_step(self, step: int) -> None:
+        """Forget the steps before."""
+        for before in [each for each in self._weights if each < step]:
+            del self._weights[before]
 
     def weights(self, step: int, inputs: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
         """Return the weight of every term's value, by the name of its output; of one that nothing counts for, 0.
@@ -57,16 +57,11 @@ class LossTerms:
             inputs: of its micro-batches; empty of those that are other replicas'.
         """
         if step not in self._weights:
-            self._weights = {each: found for each, found in self._weights.items() if each > step - MOST_UNDER_WAY}
             self._weights[step] = self._weigh(inputs)
         return self._weights[step]
 
     def _weigh(self, inputs: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-        counts: Iterator[float] = iter(())
-        if self._count is not None:
-            total = torch.stack([self._count(each) for each in inputs if each]).sum(0)
-            self._add_up(total)
-            counts = iter(total.tolist())
+        counts = iter(() if self._count is None else self._count(inputs))
         divisors = [None if term.divisor is None or self._count is None else next(counts) for term in self.terms]
         return {
             term.value: self._share if divisor is None else 1.0 / divisor if divisor else 0.0
@@ -102,7 +97,7 @@ class LossTally:
         Raises:
             TrainingError: a loss is not a finite number, and has to be.
         """
-        parts = self._parts.pop(step, [])
+        parts, self.terms = self._parts.pop(step, []), {}
         if not parts:
             return 0.0, 0.0
         total = torch.stack(parts).sum(0).tolist()

@@ -465,24 +465,26 @@ class Job:
         last = len(self.plan.stages) - 1
         if not is_named(graph.outputs) or last not in self.stages:
             return None
-        layer, placed = graph.layers[-1], self.plan.stages[last]
+        layer, placed, terms = graph.layers[-1], self.plan.stages[last], terms_of(graph.outputs)
         module = counting_module(layer, graph.inputs)
         replicas = replica_ranks(self.plan, self.stages, self.team.part)
         # Those that take whole mini-batches in turn count each their own.
         alone = len(replicas) == 1 or self.plan.span > 1
 
-        def count(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        def count(inputs: Sequence[Mapping[str, torch.Tensor]]) -> list[float]:
             assert module is not None
-            return counts_of(module, self.rows, layer, inputs)
-
-        def add_up(counts: torch.Tensor) -> None:
+            counted = [counts_of(module, self.rows, layer, each) for each in inputs if each]
+            # Of replicas that take turns, one may have no micro-batch.
+            size = sum(term.divisor is not None for term in terms)
+            nothing = torch.zeros(size, dtype=torch.float64, device=self._device)
+            total = torch.stack([nothing, *counted]).sum(0)
             if not alone:
-                transport.all_reduce(counts, replicas).wait()
+                transport.all_reduce(total, replicas).wait()
+            found: list[float] = total.tolist()
+            return found
 
         share = placed.rows[self.replica] / self.plan.batch
-        return LossTerms(
-            terms_of(graph.outputs), share, count if module is not None and self.reads_values else None, add_up
-        )
+        return LossTerms(terms, share, count if module is not None and self.reads_values else None)
 
 
 class _Updates:

@@ -37,7 +37,7 @@ class Frozen(nn.BatchNorm1d):
         return super().train(False)
 
 
-class Block(nn.Module):
+class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
@@ -54,7 +54,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.blocks = nn.ModuleList([Residual() for _ in range(3)])
         self.head = nn.Linear(WIDTH, 3)
         self.sharpness = torch.tensor(1.0, dtype=torch.float64)
 
@@ -243,6 +243,14 @@ def _sums(state: dict[str, torch.Tensor]) -> dict[str, float]:
     return {name: float(value.double().abs().sum()) for name, value in state.items()}
 
 
+def turning_plan(number: int, count: int) -> autopar.Plan:
+    """Return a plan whose last stage has two replicas that take so many micro-batches in turn."""
+    script = draw(number)
+    user = given_model(script.model, next(batches(number)), loss=script.loss)
+    plan = dictate(capture(user, user.build()), user, [1, 2], count, ROWS // count, turns=[1])
+    return autopar.Plan.parse(plan.dumps(), Path("plan.json"))
+
+
 def plan_of(number: int, given: Sequence[int] = ()) -> autopar.Plan:
     """Return a plan of one to four ranks for a script, or of stages of given widths."""
     chance = random.Random(f"plan {number}")
@@ -256,6 +264,8 @@ def plan_of(number: int, given: Sequence[int] = ()) -> autopar.Plan:
     schedule = chance.choice(["1f1b", "gpipe", "zb-h1"] if count >= len(widths) and shard == "none" else ["1f1b"])
     recompute = chance.random() < 0.3
     options: dict[str, Any] = {"shard": shard, "schedule": schedule, "recompute": recompute and schedule != "zb-h1"}
+    if shard == "none" and schedule != "zb-h1" and chance.random() < 0.3:
+        options["turns"] = [stage for stage, width in enumerate(widths) if width > 1]
     plan = dictate(graph, user, widths, count, ROWS // count, **options)
     sizes = [
         chance.choice([1, 2]) if graph.portable and not given and sum(widths) < 3 and shard == "none" else 1

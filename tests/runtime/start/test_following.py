@@ -16,7 +16,7 @@ from autopar.errors import TrainingError, UsageError
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.following import FileWatch, Follower
 from autopar.runtime.start.script import ScriptJob
-from random_scripts import batches, difference, draw, plan_of, train_by_a_job, train_plainly
+from random_scripts import batches, difference, draw, plan_of, train_by_a_job, train_plainly, turning_plan
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 KINDS = {
@@ -56,6 +56,14 @@ def test_ranks_follow_what_their_scripts_change(pool: RankPool, number: int) -> 
     )
     assert difference(train_plainly(number), results[0]) < 1e-10
     assert all(each["losses"] == results[0]["losses"] for each in results)
+
+
+@pytest.mark.parametrize("count", [4, 1])
+def test_replicas_that_take_turns_count_together_also_one_without_a_micro_batch(pool: RankPool, count: int) -> None:
+    plan = turning_plan(0, count)
+    assert "terms" in {name for _, name, _ in draw(0).changes}
+    results = pool.run("random_scripts:train_by_a_job", {"number": 0, "plan": plan.dumps()}, ranks=3)
+    assert difference(train_plainly(0), results[0]) < 1e-10
 
 
 class Gated(nn.Module):
