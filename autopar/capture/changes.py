@@ -31,7 +31,6 @@ from torch import nn
 from autopar.capture.python_state import (
     ATOMS,
     LARGEST_ARRAY_BYTES,
-    MOST_OBJECTS,
     Path,
     Roots,
     attributes_of,
@@ -39,7 +38,7 @@ from autopar.capture.python_state import (
     globals_of,
     is_own,
     names_of,
-    parts_of,
+    walk,
 )
 
 _GONE = object()
@@ -71,7 +70,9 @@ class Readings:
         reads: list[tuple[Path, _Read]] = [
             (Path("training"), functools.partial(_modes, model, list(model.modules()))) for model in models
         ]
-        for path, value in _reached(roots, wanted):
+        for path, value, before in walk(roots, wanted.takes):
+            if before is not None or isinstance(value, (*ATOMS, torch.Tensor)):
+                continue
             # An object may raise whatever it likes when it is asked for an attribute: then it stays closed.
             with contextlib.suppress(Exception):
                 reads += [(path, read) for read in _reads(path, value, wanted)]
@@ -124,21 +125,6 @@ def _loaded_globals(code: CodeType) -> frozenset[str]:
 def _is_users(value: object) -> bool:
     kind = value if isinstance(value, type) else type(value)
     return is_own(sys.modules.get(kind.__module__))
-
-
-def _reached(roots: Roots, wanted: _Wanted) -> Iterator[tuple[Path, object]]:
-    """Yield what holds something that is read, once each."""
-    held: dict[int, object] = {}
-    waiting: deque[tuple[Path, object]] = deque(roots.items())
-    while waiting and len(held) < MOST_OBJECTS:
-        path, value = waiting.popleft()
-        if isinstance(value, (*ATOMS, torch.Tensor)) or id(value) in held:
-            continue
-        held[id(value)] = value
-        yield path, value
-        # As when state is walked: what raises stays closed.
-        with contextlib.suppress(Exception):
-            waiting.extend(each for each in parts_of(path, value) if wanted.takes(value, *each))
 
 
 def _same(before: Sequence[object], now: Sequence[object]) -> bool:

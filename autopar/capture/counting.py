@@ -12,8 +12,9 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import fx
 
+from autopar.capture.effects import reachable
 from autopar.capture.graph import Layer
-from autopar.capture.terms import is_named, terms_of
+from autopar.capture.terms import terms_of
 from autopar.errors import CaptureError
 
 
@@ -28,7 +29,7 @@ def counting_module(layer: Layer, batch_names: Collection[str]) -> fx.GraphModul
         CaptureError: a count is computed of something else; names the term.
     """
     terms = [term for term in terms_of([name for name in layer.outputs if ":" in name]) if term.divisor is not None]
-    if not terms or not is_named([term.value for term in terms]):
+    if not terms:
         return None
     if not isinstance(layer.module, fx.GraphModule):
         raise CaptureError(
@@ -39,15 +40,11 @@ def counting_module(layer: Layer, batch_names: Collection[str]) -> fx.GraphModul
     end = next(node for node in graph.nodes if node.op == "output")
     results = dict(zip(layer.outputs, end.args[0], strict=True))
     read = dict(zip(list(graph.find_nodes(op="placeholder"))[1:], layer.inputs, strict=True))
+    late = {node for node, name in read.items() if name not in batch_names}
+    late |= {node for node in graph.find_nodes(op="get_attr") if node.target in layer.parameters}
     for term in terms:
         count = results[str(term.divisor)]
-        sources = _sources(count)
-        other = next(
-            (node for node in sources if node.op == "placeholder" and read.get(node, "") not in {*batch_names, ""}),
-            None,
-        )
-        held = next((node for node in sources if node.op == "get_attr" and node.target in layer.parameters), None)
-        if other is not None or held is not None:
+        if isinstance(count, fx.Node) and late & reachable([count], lambda node: node.all_input_nodes).keys():
             raise CaptureError(
                 f"the count of {term.name!r} in what loss() returns is computed of the model's output, and has to be "
                 "known before the first backward; compute it of the batch alone, or let loss() return one (sum, count)"
@@ -55,18 +52,6 @@ def counting_module(layer: Layer, batch_names: Collection[str]) -> fx.GraphModul
     end.args = (tuple(results[str(term.divisor)] for term in terms),)
     graph.eliminate_dead_code()
     return fx.GraphModule(layer.module, graph, class_name="Counts")
-
-
-def _sources(node: object) -> list[fx.Node]:
-    """Return all nodes that one is computed of."""
-    found: dict[fx.Node, None] = {}
-    waiting = [node]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, fx.Node) and each not in found:
-            found[each] = None
-            waiting.extend(each.all_input_nodes)
-    return list(found)
 
 
 def counts_of(module: fx.GraphModule, rows: int, layer: Layer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -279,12 +279,12 @@ def _describe_call(frame: FrameType, is_ignored: Callable[[nn.Module, str], bool
     if frame.f_code is _APPLY and not _harmless(function := frame.f_locals["cls"]):
         remedy = "write it with differentiable operators"
         return f"autograd.Function {function.__qualname__} cannot be captured; {remedy}"
-    if frame.f_code in _DERIVATIVES and _is_users(_caller_file(frame)):
+    if frame.f_code in _DERIVATIVES and _called_by_user(frame):
         return (
             "a derivative within forward or loss cannot be captured; let layers(model) list the module that takes it, "
             "whole: [model], where that is the model itself"
         )
-    if frame.f_code is _HOOK and frame.f_back is not None and _is_users(frame.f_back.f_code.co_filename):
+    if frame.f_code is _HOOK and _called_by_user(frame):
         return "a hook on a gradient cannot be captured; remove it"
     return _describe_replacement(frame, is_ignored) if frame.f_code is _ASSIGN else ""
 
@@ -298,7 +298,7 @@ def _numpy_state() -> tuple[int, int]:
 def _describe_replacement(frame: FrameType, is_ignored: Callable[[nn.Module, str], bool]) -> str:
     """Say what an assignment to a module's attribute replaces, if the next forward would miss it."""
     module, name, value = (frame.f_locals[key] for key in ("self", "name", "value"))
-    if frame.f_back is None or not _is_users(frame.f_back.f_code.co_filename):
+    if not _called_by_user(frame):
         return ""
     before = module._buffers.get(name, module.__dict__.get(name))
     if isinstance(before, torch.Tensor) and name in module._buffers and value is not before:
@@ -363,8 +363,8 @@ def _is_of_models(filename: str) -> bool:
     return not filename.startswith((_LIBRARY, _OWN)) or filename.startswith(_OF_MODELS)
 
 
-def _caller_file(frame: FrameType) -> str:
-    return "" if frame.f_back is None else frame.f_back.f_code.co_filename
+def _called_by_user(frame: FrameType) -> bool:
+    return frame.f_back is not None and _is_users(frame.f_back.f_code.co_filename)
 
 
 def _caller(frame: FrameType | None) -> str:

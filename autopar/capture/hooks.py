@@ -20,8 +20,8 @@ MOST_SHOWN = 60
 """Characters of a file that are repeated in what to write instead."""
 
 
-Term = torch.Tensor | tuple[torch.Tensor, torch.Tensor | float]
-Loss = Term | Mapping[str, Term | Mapping[str, Term]]
+OneLoss = torch.Tensor | tuple[torch.Tensor, torch.Tensor | float]
+Loss = OneLoss | Mapping[str, OneLoss | Mapping[str, OneLoss]]
 """A mean over samples, a sum and a count, or several of either kind by name."""
 
 

@@ -391,7 +391,7 @@ def roots_of(model: nn.Module, loss: Callable[..., Any] | None) -> dict[Path, ob
 def snapshot(roots: Roots, is_restorable: Callable[[Path], bool] = lambda path: False) -> Snapshot:
     """Note the state that the roots reach; that of paths that are ``is_restorable`` can be restored."""
     found = Snapshot()
-    for path, value, before in _walk(roots):
+    for path, value, before in walk(roots):
         if isinstance(value, torch.Tensor):
             found.tensors.setdefault(path, []).append((value, 0 if value.is_inference() else value._version))
         else:
@@ -405,13 +405,13 @@ def snapshot(roots: Roots, is_restorable: Callable[[Path], bool] = lambda path: 
 
 def tensors_reached(roots: Roots) -> list[tuple[Path, torch.Tensor]]:
     """Return the tensors that the roots reach, but for parameters and buffers where modules register them."""
-    return [(path, value) for path, value, _ in _walk(roots) if isinstance(value, torch.Tensor)]
+    return [(path, value) for path, value, _ in walk(roots) if isinstance(value, torch.Tensor)]
 
 
 def parameters_reached(roots: Roots) -> dict[str, nn.Parameter]:
     """Return the parameters that the roots reach, each once, by path."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
-    for path, value, _ in _walk(roots):
+    for path, value, _ in walk(roots):
         held = value._parameters if isinstance(value, nn.Module) else {}
         named = [(str(path), value), *((str(path.attribute(key)), each) for key, each in held.items())]
         for name, each in named:
@@ -423,7 +423,7 @@ def parameters_reached(roots: Roots) -> dict[str, nn.Parameter]:
 def contents(value: object) -> dict[Path, list[object]]:
     """Return something that is equal for values, such as samples of data, that hold the same."""
     found: dict[Path, list[object]] = {}
-    for path, part, before in _walk({Path(""): value}):
+    for path, part, before in walk({Path(""): value}):
         tensor = isinstance(part, torch.Tensor) and part.layout is torch.strided
         token = _tensor_token(part) if tensor else _token(part) if before is None else ("same", before)
         found.setdefault(path, []).append(token)
@@ -445,8 +445,13 @@ def preserve_state(roots: Roots, ignored_state: tuple[str, ...]) -> Iterator[Sna
         before.restore()
 
 
-def _walk(roots: Roots) -> Iterator[tuple[Path, object, Path | None]]:
-    """Yield everything that the roots reach, nearest first, and the path where it has been yielded before."""
+def walk(
+    roots: Roots, takes: Callable[[object, Path, object], bool] = lambda holder, path, part: True
+) -> Iterator[tuple[Path, object, Path | None]]:
+    """Yield everything that the roots reach, nearest first, and the path where it has been yielded before.
+
+    ``takes`` tells of a holder, a path and what is there whether the walk goes there.
+    """
     first: dict[int, Path] = {}
     # Held to the end, for the address of a value that is gone may be another's.
     held: list[object] = []
@@ -463,7 +468,8 @@ def _walk(roots: Roots) -> Iterator[tuple[Path, object, Path | None]]:
             yield path, value, None
             # An object may raise whatever it likes when it is asked for an attribute: then it stays closed.
             with contextlib.suppress(Exception):
-                waiting.extend([] if _is_plain(value) else list(parts_of(path, value)))
+                parts = [] if _is_plain(value) else parts_of(path, value)
+                waiting.extend([each for each in parts if takes(value, *each)])
 
 
 def differences(before: Snapshot, after: Snapshot) -> dict[Path, str]:

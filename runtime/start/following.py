@@ -133,7 +133,7 @@ class Follower:
             first: what the job was built of.
             capturing: captures the model as it is now.
         """
-        self._model, self._plan, self._job, self._agreement, self._capturing = model, plan, job, agreement, capturing
+        self._plan, self._job, self._agreement, self._capturing = plan, job, agreement, capturing
         self._captures = 0
         self.notes: list[str] = []
         """What a reader should know."""
@@ -143,15 +143,20 @@ class Follower:
         self._now = self._captured(readings, apart)
         self._kept, self._forms = [self._now], {_form(graph)}
         self._parameters = [
-            (module._parameters, key, name)
+            (module._parameters, key, f"{path}.{key}".lstrip("."))
             for path, module in model.named_modules()
             for key in module._parameters
-            for name in [f"{path}.{key}".lstrip(".")]
         ]
         self._flags = self._built_flags = self._read_flags()
         written = _written_buffers(model, self._now.graph)
-        self._buffers = [(name, buffer) for name, buffer in model.named_buffers() if name not in written]
-        self._places = _buffer_places(model, {id(buffer) for _, buffer in self._buffers})
+        self._buffers = [
+            (module._buffers, key, name)
+            for path, module in model.named_modules()
+            for key in module._buffers
+            if (name := f"{path}.{key}".lstrip(".")) not in written
+        ]
+        self._digests = [_digest_of(each) for each in self._values()]
+        self._held = list(map(self._read_parameter, range(len(self._parameters))))
         self._given_digests: set[tuple[str, float]] = set()
         self._looked_at = -1
         """Which parameter's values are looked at."""
@@ -164,8 +169,10 @@ class Follower:
 
     def refresh(self) -> None:
         """Take the model's tensors as they are for those that are known."""
-        self._digests = [_digest_of(each) for each in self._values()]
-        self._held = list(map(self._read_parameter, range(len(self._parameters))))
+        for index, before in enumerate(self._held):
+            now = self._read_parameter(index)
+            if now[0] is not before[0] or now[1] != before[1]:
+                self._held[index], self._digests[index] = now, _digest_of(now[0])
         self._buffer_state = self._read_buffers()
 
     def has_changed(self) -> bool:
@@ -285,7 +292,7 @@ class Follower:
         return parameter, 0 if parameter is None else parameter._version
 
     def _read_buffers(self) -> list[tuple[int, int]]:
-        tensors = [table.get(key) for table, key in self._places]
+        tensors = [table.get(key) for table, key, _ in self._buffers]
         return [(id(each), 0 if each is None or each.is_inference() else each._version) for each in tensors]
 
     def _new_flags(self) -> dict[str, bool]:
@@ -294,20 +301,20 @@ class Follower:
         Raises:
             UsageError: the job cannot; says what to do.
         """
-        now = {name: flag for (_, _, name), flag in zip(self._parameters, self._read_flags(), strict=True)}
-        before = {name: flag for (_, _, name), flag in zip(self._parameters, self._flags, strict=True)}
-        found = {name: flag for name, flag in now.items() if flag != before[name]}
+        every = zip(self._parameters, self._flags, self._read_flags(), strict=True)
+        found = {name: now for (_, _, name), before, now in every if now != before}
         if found:
             self._job.check_trained(found)
         return found
 
     def _copy_buffers(self) -> None:
         """Give the job the buffers that the script has written."""
-        named = dict(self._model.named_buffers())
-        for (name, _), before, now in zip(self._buffers, self._buffer_state, self._read_buffers(), strict=True):
-            if before != now and name in named and name in self._job.buffers:
+        states = zip(self._buffers, self._buffer_state, self._read_buffers(), strict=True)
+        for table, key, name in (place for place, before, now in states if before != now):
+            value = table.get(key)
+            if value is not None and name in self._job.buffers:
                 with torch.no_grad():
-                    self._job.buffers[name].copy_(named[name])
+                    self._job.buffers[name].copy_(value)
 
 
 class FileWatch:
@@ -340,16 +347,6 @@ def _digest_of(tensor: torch.Tensor | None) -> float:
 def _written_buffers(model: nn.Module, graph: LayerGraph) -> set[str]:
     written = {name for layer in graph.layers if layer.writes is not None for name in layer.writes.buffers}
     return written | set(running_statistics(model))
-
-
-def _buffer_places(model: nn.Module, wanted: set[int]) -> list[tuple[dict[str, torch.Tensor | None], str]]:
-    """Return where the first of each of some buffers is registered, in the order of ``named_buffers``."""
-    places: dict[int, tuple[dict[str, torch.Tensor | None], str]] = {}
-    for module in model.modules():
-        for key, buffer in module._buffers.items():
-            if id(buffer) in wanted:
-                places.setdefault(id(buffer), (module._buffers, key))
-    return list(places.values())
 
 
 def _identity(graph: LayerGraph, number: int) -> str:
