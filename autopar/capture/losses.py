@@ -30,78 +30,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from autopar.capture.batch import StepModule, check_module, given_model, named_tensors, rebuild, row_count
-from autopar.capture.effects import first_line, reachable, storage_of, written_values
+from autopar.capture.effects import first_line, reachable
 from autopar.capture.graph import LayerGraph
 from autopar.capture.huggingface import PREFIX, Task, task_of
-from autopar.capture.model_state import deep_copy, preserve_modes
+from autopar.capture.model_state import deep_copy
+from autopar.capture.neutral import neutral
 from autopar.capture.python_state import preserve_state, roots_of
 from autopar.capture.source import UserModel
 from autopar.capture.terms import LOG, terms_of
 from autopar.errors import ModelError
-
-_SMALLER = (torch.float16, torch.bfloat16, torch.float32)
-_MEANS: dict[str, Callable[..., float | torch.Tensor]] = {
-    **dict.fromkeys(("rand", "rand_like"), lambda *_, **__: 0.5),
-    **dict.fromkeys(("randn", "randn_like", "randint", "randint_like", "random_"), lambda *_, **__: 0.0),
-    "uniform_": lambda value, low=0.0, high=1.0, **_: (low + high) / 2,
-    "normal_": lambda value, mean=0.0, *_, **__: mean,
-    "bernoulli_": lambda value, p=0.5, **_: p,
-    "exponential_": lambda value, rate=1.0, **_: 1 / rate,
-}
-"""Of what operators draw, by their arguments."""
-
-
-@contextlib.contextmanager
-def neutral(model: nn.Module, *, double: bool) -> Iterator[None]:
-    """Compute so inside the block; ``double`` makes float64 of all that the code asks in less precision."""
-    norms = [part for part in model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-    with preserve_modes(norms):
-        for part in norms:
-            part.eval()
-        with _Neutral({storage_of(buffer) for buffer in model.buffers()}, double):
-            yield
-
-
-class _Neutral(TorchDispatchMode):
-    def __init__(self, buffers: set[int], double: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._buffers, self._double = buffers, double
-
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        named = kwargs or {}
-        out = [value for value in written_values(func, args, named) if isinstance(value, torch.Tensor)]
-        if out and all(storage_of(tensor) in self._buffers for tensor in out):
-            return out[0] if len(out) == 1 else tuple(out)
-        written = out[0] if out else None
-        if self._double:
-            args, named = self._to_double(args, out), {**self._to_double(named, out)}
-            if named.get("dtype") in _SMALLER:
-                named["dtype"] = torch.float64
-        mean = _MEANS.get(func.overloadpacket.__name__)
-        if mean is None:
-            return func(*args, **named)
-        value = mean(*args, **{name: item for name, item in named.items() if name in ("p", "mean")})
-        if written is not None:
-            return written.copy_(value) if isinstance(value, torch.Tensor) else written.fill_(value)
-        return func(*args, **named).fill_(value)
-
-    def _to_double(self, arguments: Any, written_tensors: list[torch.Tensor]) -> Any:  # noqa: ANN401
-        def double(value: torch.Tensor) -> torch.Tensor:
-            smaller = value.dtype in _SMALLER and not any(value is each for each in written_tensors)
-            return value.double() if smaller else value
-
-        return tree_map_only(torch.Tensor, double, arguments)
-
 
 PARTS = (1, 2, 3)
 """How many rows each has."""
