@@ -158,6 +158,7 @@ def capture_module(
             mistakes = convert_user_errors("running the modules of layers(model)")
             with preserve_parameters(model), mistakes, codes_run() as codes:
                 graph = listed_layers(model, batch, loss, layers, trial.others, ignored_state)
+            counting_module(graph.layers[-1], graph.inputs)
             return replace(graph, names_read=names_read(codes))
         try:
             program = _export_step(trial)
@@ -165,6 +166,7 @@ def capture_module(
             # A forward that does not go by the plan is refused for what cannot be captured.
             with contextlib.suppress(Exception), codes_run() as codes:
                 if declared := declared_layers(model, batch, loss, trial.others, ignored_state):
+                    counting_module(declared.layers[-1], declared.inputs)
                     return replace(declared, names_read=names_read(codes))
             if not is_hollow(model):
                 _refuse_carried_over(trial, error)

@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.capture.batch import given_model, named_tensors
 from autopar.capture.counting import counting_module, counts_of
-from autopar.capture.export import capture
+from autopar.capture.export import capture, capture_module
 from autopar.capture.losses import check_loss
 from autopar.capture.store import load_graph, save_graph
 from autopar.capture.terms import Term, starts_of, terms_of, total_of
@@ -87,6 +87,11 @@ def test_what_terms_must_not_be_is_refused(loss: Callable[..., Any], kind: type[
     user = given_model(model, BATCH, loss=loss)
     with pytest.raises(kind, match=said):
         check_loss(user, model, capture(user, model), accept_loss=False)
+
+
+def test_counts_of_a_model_whose_layers_are_listed_are_refused_when_it_is_captured() -> None:
+    with pytest.raises(CaptureError, match="'one' by a count of its own, which a model whose layers are listed"):
+        capture_module(_model(), BATCH, _two, list)
 
 
 def test_counts_are_those_of_the_batch_before_anything_runs_and_terms_outlive_files(tmp_path: Path) -> None:
