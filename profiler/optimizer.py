@@ -57,9 +57,10 @@ def measure_updates(
             _LayerOptimizer(user, times.setdefault(kind, _UpdateTimes()), parameters, device, room)
             for kind, parameters in group
         ]
-        for number in range(WARM_UP + REPEATS):
-            for turn in turns:
-                turn.take(is_recorded=number >= WARM_UP)
+        with user_code(user.path, "the optimizer's step() raised"):
+            for number in range(WARM_UP + REPEATS):
+                for turn in turns:
+                    turn.take(is_recorded=number >= WARM_UP)
     return {kind: UpdateCosts(*map(statistics.median, (found.update, found.add))) for kind, found in times.items()}
 
 

@@ -57,6 +57,10 @@ UNSLICED = "nothing between the layers of these stages can be kept in slices"
 """By what slices of the sequence are refused, whatever the model is made of."""
 COUNTLESS = "count of 0 for the whole mini-batch"
 """What mini-batches without any label are refused by, as the plain loop refuses them."""
+OF_LISTED = ("a count of its own, which a model whose layers are listed cannot", "has backwards in two halves, which")
+"""By what models whose layers are listed are refused, with counts by name, and with layers whose backward is whole."""
+EMPTY = "step\\(\\) raised ZeroDivisionError"
+"""By what Adafactor refuses a parameter without elements, in the plain loop, too."""
 
 Outcome = Literal["equal", "rounding", "refused", "false refusal", "taken", "wrong", "crash", "hang", "skipped"]
 _Value = TypeVar("_Value")
@@ -228,6 +232,8 @@ def _judged(result: Result, recipe: Recipe, ask: Ask | None) -> Result:
     if result.outcome == "refused":
         patterns = [COUNTLESS, *(p.refusal for p in parts if p.refusal), *(OF_POLICIES if ask and ask.depths else ())]
         patterns += [UNSLICED] if ask and ask.in_slices else []
+        patterns += OF_LISTED if recipe.listed else []
+        patterns += [EMPTY] if "empty_parameter" in recipe.blocks else []
         allowed = any(re.search(pattern, result.said) for pattern in patterns)
         return result if allowed else Result("false refusal", result.where, result.said)
     several = ask is not None and (ask.micro_batches > 1 or ask.ranks > 1)

@@ -32,7 +32,6 @@ LOSSES = by_name(
             "right = (logits.argmax(-1) == target).double()\n"
             "return {'zero': ((one * first).sum(), first.sum()), 'size': 0.1 * logits.square().mean(),\n"
             "        'more': ((one * second).sum() * 0.5, 2 * second.sum()), 'log': {'right': right.mean()}}",
-            refusal="whose layers are listed cannot",
             weight=4,
         ),
         Part(

@@ -137,7 +137,7 @@ LISTED = (
         f"""{LINEAR}    def forward(self, h):
         return checkpoint(lambda x: torch.tanh(self.lin(x)), h, use_reentrant=False)
 """,
-        refusal="checkpoint|has backwards in two halves",
+        refusal="checkpoint",
     ),
     Part(
         "own_function",

@@ -63,6 +63,10 @@ def test_an_optimizer_that_fails_says_so_in_one_line() -> None:
         _memory(lambda parameters: torch.optim.SGD(parameters, lr=-1.0))
     with pytest.raises(ModelError, match=r"the optimizer's step\(\) raised TypeError"):
         _memory(torch.optim.LBFGS)
+    user = load(str(MLP))
+    user.functions["optimizer"] = lambda parameters: torch.optim.Adafactor(parameters)
+    with pytest.raises(ModelError, match=r"the optimizer's step\(\) raised ZeroDivisionError"):
+        measure_updates(user, [("empty", [("e", nn.Parameter(torch.zeros(0)))])], CPU)
 
 
 def test_updates_are_of_copies_and_free_for_what_is_not_trained(monkeypatch: pytest.MonkeyPatch) -> None:
