@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from autopar.capture.check import check_gradients
 from autopar.capture.losses import UNKNOWN, LossCheck, check_loss
 from autopar.capture.optimizer import needs_all, try_sharding
 from autopar.capture.python_state import Path, parameters_reached
+from autopar.capture.shortening import is_long
 from autopar.capture.source import NamedParameters
 from autopar.capture.split.analysis import Analysis, analyse
 from autopar.capture.split.choice import AttributeCut, choose, cuts_of, explain
@@ -153,6 +154,7 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = no_pr
         if why is not None:
             notes.append(NEEDS_ALL.format(why=why))
         indivisible = try_sharding(user, trained)
+    graph = replace(graph, short=None)
     return Subject(user, module, graph, precision, (*user.notes, *graph.notes, *notes), difference, indivisible)
 
 
@@ -204,7 +206,9 @@ def _precision(module: nn.Module, user: UserModel, precision: Precision | None) 
 
 def _check(user: UserModel, module: nn.Module, graph: LayerGraph, samples: int, accept_loss: bool) -> LossCheck:
     """Check gradients on a small batch, and whether the loss adds up."""
-    check_gradients(module, graph, user.load_batch(user.dataset(), range(min(4, samples))), user.loss)
+    few = user.load_batch(user.dataset(), range(2))
+    rows = 2 if graph.short is None and is_long(module, named_tensors(few)) else 4
+    check_gradients(module, graph, user.load_batch(user.dataset(), range(min(rows, samples))), user.loss)
     if samples < LEAST:
         return LossCheck(note=f"{UNKNOWN}: the dataset has {samples} samples, and it takes {LEAST}")
     return check_loss(user, module, graph, accept_loss=accept_loss)

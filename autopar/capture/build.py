@@ -48,7 +48,7 @@ from torch.export import ExportedProgram
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autopar.capture.effects import Storages, operands, submodules, written_arguments
+from autopar.capture.effects import Storages, operands, storage_of, submodules, written_arguments
 from autopar.capture.graph import Layer, TensorSpec
 from autopar.capture.model_state import WriteLog, preserve_buffers, preserve_parameters
 from autopar.capture.segment import GraphInputs, LayerNodes, batch_dim, is_size
@@ -108,7 +108,7 @@ def record_writes(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Iter
     found: list[Writes] = []
     statistics = running_statistics(module)
     buffers = {name: each for name, each in _buffers(module).items() if name not in statistics}
-    memory = {name: each.untyped_storage()._cdata for name, each in buffers.items()}
+    memory = {name: storage_of(each) for name, each in buffers.items()}
     log = WriteLog([*module.parameters(), *buffers.values(), *inputs.values()])
     with log:
         yield found
@@ -117,7 +117,7 @@ def record_writes(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Iter
 
     def is_replaced(name: str) -> bool:
         now = after.get(name)
-        return now is not buffers[name] or now.untyped_storage()._cdata != memory[name]
+        return now is not buffers[name] or storage_of(now) != memory[name]
 
     changes = _of(
         [name for name, each in buffers.items() if id(each) in written_ids or is_replaced(name)],

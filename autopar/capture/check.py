@@ -28,21 +28,29 @@ from autopar.capture.effects import FALLBACK, OperatorWatch, Storages, storage_o
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.model_state import preserve_buffers, preserve_parameters
 from autopar.capture.python_state import Path, Roots, Snapshot, differences, snapshot
+from autopar.capture.shortening import DifferentError
 from autopar.capture.terms import starts_of
-from autopar.errors import CaptureError, ModelError
+from autopar.errors import AutoparError, CaptureError, ModelError
 
 
 def refuse_lost(model: nn.Module) -> None:
     """Check that parameters can be made anew, as every rank does from their names and values.
 
     Raises:
-        CaptureError: a parameter has a hook on its gradient, or shares memory with another tensor; names it.
+        CaptureError: a parameter has a hook on its gradient, or shares memory with another tensor, or a buffer is
+            sparse; names it.
     """
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise CaptureError(
                 f"the parameter {name} has a hook on its gradient, which ranks would train without; change gradients "
                 "in the optimizer or the loss"
+            )
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise CaptureError(
+                f"the buffer {name} is sparse, and ranks hold dense ones; register it dense: (...).to_dense(), and "
+                "multiply by it with torch.mm or @"
             )
     named = [*model.named_parameters(), *model.named_buffers()]
     parameters = {name for name, _ in model.named_parameters()}
@@ -281,12 +289,22 @@ def check_gradients(
 ) -> None:
     """Compare one batch's gradients of the layers, run one after another, with those of the plain model.
 
-    And what both leave in the buffers: a write that the graph does not show is found so.
+    And what both leave in the buffers: a write that the graph does not show is found so. Where the graph can be run on
+    short samples, whole ones are run only if those do not agree.
 
     Raises:
         CaptureError: a parameter's gradient, or a buffer, differs by more than rounding; names it.
         ModelError: the plain model's is sparse, or not finite; names it. Or its backward raised.
     """
+    if graph.short is not None:
+        with contextlib.suppress(AutoparError, DifferentError):
+            return _check_gradients(model, graph.short.graph, graph.short.shortening.batch(batch), loss, seed)
+    return _check_gradients(model, graph, batch, loss, seed)
+
+
+def _check_gradients(
+    model: nn.Module, graph: LayerGraph, batch: object, loss: Callable[..., Any] | None, seed: int
+) -> None:
     tensors = named_tensors(batch)
     expected, left = _plain(model, batch, loss, tensors, seed)
     for name, gradient in expected.items():

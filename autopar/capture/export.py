@@ -35,7 +35,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import Any
 
 import torch
@@ -72,8 +72,9 @@ from autopar.capture.fallback import NOTHING_TO_TRAIN, declared_layers, listed_l
 from autopar.capture.graph import Layer, LayerGraph, loss_kind
 from autopar.capture.meta import fake_parameters, is_hollow, refuse_lost_buffers, without_fakes
 from autopar.capture.model_state import preserve_buffers, preserve_parameters
-from autopar.capture.python_state import Path, preserve_state
+from autopar.capture.python_state import Path, differences, emptied_caches, preserve_state, snapshot
 from autopar.capture.segment import GraphInputs, segment
+from autopar.capture.shortening import WORTH, Short, Shortening, for_lengths, free_dims, is_long, shortening_of
 from autopar.capture.source import UserModel
 from autopar.capture.split_backward import gradient_flow
 from autopar.errors import AutoparError, CaptureError, ModelError
@@ -160,6 +161,8 @@ def capture_module(
                 graph = listed_layers(model, batch, loss, layers, trial.others, ignored_state)
             counting_module(graph.layers[-1], graph.inputs)
             return replace(graph, names_read=names_read(codes))
+        if found := _captured_on_short(trial):
+            return replace(found, names_read=names_read(trial.codes))
         try:
             program = _export_step(trial)
         except CaptureError as error:
@@ -172,6 +175,31 @@ def capture_module(
                 _refuse_carried_over(trial, error)
             raise
     return replace(_checked_graph(program, step, tensors), names_read=names_read(trial.codes))
+
+
+def _captured_on_short(trial: _Trial) -> LayerGraph | None:
+    """Return the graph of a model that is tried out on short samples; none if whole ones have to tell, or are short."""
+    step, state = trial.step, trial.step.roots.value
+    try:
+        free = free_dims(trial.tensors)
+        if is_hollow(step.model) or not any(free.values()) or not is_long(step.model, trial.tensors, WORTH):
+            return None
+        with emptied_caches():
+            with preserve_state(state, ()):
+                program = _exported_between(step, for_lengths(trial.tensors), 1, None, free)
+            shortening = shortening_of(program, trial.tensors)
+            if shortening is None:
+                return None
+            tensors, others = shortening.tensors(trial.tensors), [shortening.tensors(each) for each in trial.others]
+            with preserve_state(state, ()) as before:
+                program = _export_step(replace(trial, tensors=tensors, others=others), trial.tensors)
+                # Whole samples might find something else than what short ones have set.
+                if differences(before, snapshot(state)):
+                    return None
+            return _checked_graph(program, step, tensors, shortening)
+    except Exception:
+        # Whole samples tell what is wrong, if anything is.
+        return None
 
 
 @dataclass(frozen=True)
@@ -195,8 +223,11 @@ class _Trial:
         return self.step(*(tensor.clone() for tensor in tensors.values()))
 
 
-def _export_step(trial: _Trial) -> ExportedProgram:
-    """Export a model with its loss once an ordinary forward has shown nothing that export would lose."""
+def _export_step(trial: _Trial, example: Mapping[str, torch.Tensor] | None = None) -> ExportedProgram:
+    """Export a model with its loss once an ordinary forward has shown nothing that export would lose.
+
+    ``example`` is what it is exported from; none: what it is tried out on.
+    """
     step, model = trial.step, trial.step.model
     hollow = is_hollow(model)
     with fake_parameters(model) if hollow else contextlib.nullcontext() as mode:
@@ -207,22 +238,36 @@ def _export_step(trial: _Trial) -> ExportedProgram:
                 refuse_state(step.roots.value, trial.calls, trial.ignored_state)
         # What is only logged would keep tensors of the graph, which have no values.
         with preserve_state(step.roots.value, ()):
-            program = export_rows(step, trial.tensors)
+            program = export_rows(step, trial.tensors if example is None else example)
     if hollow:
         # Export has kept the fake tensors that stood for the parameters.
         program.state_dict.update({f"model.{name}": value for name, value in _all_parameters(model)})
     return program
 
 
-def _checked_graph(program: ExportedProgram, step: StepModule, tensors: Mapping[str, torch.Tensor]) -> LayerGraph:
+def _checked_graph(
+    program: ExportedProgram,
+    step: StepModule,
+    tensors: Mapping[str, torch.Tensor],
+    shortening: Shortening | None = None,
+) -> LayerGraph:
     """Cut an exported model into layers, and find how many samples they take at least."""
     graph = _cut(program, step, tensors)
     refuse_stale(graph, step.replaced_tensors.value)
     refuse_shared_writes(graph, step.model)
+    run = graph
+    if shortening is not None:
+        run = _shortened(graph, shortening, sorted_inputs(program, step.model, list(tensors))[1])
+        graph = replace(graph, short=Short(run, shortening))
     if graph.hollow or graph.layers[0].least_rows > 1:
         return graph
     with preserve_state(step.roots.value, ()):
-        return graph if right_for_one(step, graph.layers, tensors) else with_least(graph, 2)
+        return graph if right_for_one(step, run.layers, tensors) else with_least(graph, 2)
+
+
+def _shortened(graph: LayerGraph, shortening: Shortening, values: Mapping[str, torch.Tensor]) -> LayerGraph:
+    found = assemble(shortening.shorten(graph.segmented_program), graph.inputs, values)
+    return with_gradients(found, {tensor.name: tensor.gradient for tensor in graph.tensors})
 
 
 def _try_out_with_retry(trial: _Trial, mode: FakeTensorMode | None) -> None:
@@ -322,9 +367,15 @@ def _export(step: nn.Module, tensors: Mapping[str, torch.Tensor]) -> ExportedPro
 
 
 def _exported_between(
-    step: nn.Module, tensors: Mapping[str, torch.Tensor], least: int, most: int | None
+    step: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    least: int,
+    most: int | None,
+    free: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> ExportedProgram:
-    shapes = (tuple({0: Dim("batch", min=least, max=most)} for _ in tensors),)
+    """Export for a range of rows, and any size of the dimensions ``free``, by tensor, that the model allows."""
+    rows, auto = Dim("batch", min=least, max=most), Dim.AUTO
+    shapes = (tuple({0: rows, **dict.fromkeys(free.get(name, ()), auto)} for name in tensors),)
     with _quiet(), general_masks():
         program = torch.export.export(
             step, tuple(tensor.clone() for tensor in tensors.values()), dynamic_shapes=shapes, strict=False

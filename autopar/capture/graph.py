@@ -112,6 +112,8 @@ class LayerGraph:
     """What a reader of a profile must know of how the layers were found."""
     names_read: frozenset[str] | None = None
     """Names in the code that forward and loss ran; none where that is not known."""
+    short: Any = None
+    """A ``shortening.Short``: the same layers for short samples; none where checks on those save nothing."""
     segmented_program: Any = None
     """The ``torch.export.ExportedProgram`` that the layers were cut from, with what is needed to cut it again."""
 

@@ -4,13 +4,14 @@ A mini-batch's loss must be that of its parts, weighted by their samples or coun
 parts. A mean over labelled tokens is not, where samples have unevenly many: return its sum and their number. Neither is
 a loss that compares samples with one another.
 
-``autopar profile`` compares loss and gradients of six samples with those of one, two and three of them. Samples are
-picked that have unevenly much padding; where the loss leaves out a label other than torch's own -100
-(``ignore_index=0``), some samples get more of it. Models of more than 16 million parameters compare losses of three
-samples, without gradients. A loss that does not add up is refused: with the formula to write where it is a mean over
-something that is counted, else (contrastive losses, a router's balance) with what is exact: one micro-batch, and one
-replica of every stage where samples meet. ``accept_loss`` takes it as it is. The difference then stands in the profile,
-and plan and report state it where the plan divides the mini-batch.
+``autopar profile`` compares loss and gradients of six samples with those of one, two and three of them; of a model that
+takes long for a sample, of shorter samples (``shortening.py``), or the losses alone. Samples are picked that have
+unevenly much padding; where the loss leaves out a label other than torch's own -100 (``ignore_index=0``), some samples
+get more of it. Models of more than 16 million parameters compare losses of three samples, without gradients. A loss
+that does not add up is refused: with the formula to write where it is a mean over something that is counted, else
+(contrastive losses, a router's balance) with what is exact: one micro-batch, and one replica of every stage where
+samples meet. ``accept_loss`` takes it as it is. The difference then stands in the profile, and plan and report state it
+where the plan divides the mini-batch.
 
 Losses are compared in float64, computed so that rows of a batch meet in the loss only: random numbers are replaced by
 their means (dropout leaves everything as it is), buffers stay as they are (no average moves), and batch normalisation
@@ -31,16 +32,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autopar.capture.batch import StepModule, check_module, given_model, named_tensors, rebuild, row_count
+from autopar.capture.batch import StepModule, check_module, given_model, named_tensors, rebuild, row_count, slice_rows
 from autopar.capture.effects import first_line, reachable
 from autopar.capture.graph import LayerGraph
 from autopar.capture.huggingface import PREFIX, Task, task_of
 from autopar.capture.model_state import deep_copy
 from autopar.capture.neutral import neutral
 from autopar.capture.python_state import preserve_state, roots_of
+from autopar.capture.shortening import DifferentError, Shortening, is_long
 from autopar.capture.source import UserModel
 from autopar.capture.terms import LOG, terms_of
-from autopar.errors import ModelError
+from autopar.errors import AutoparError, ModelError
 
 PARTS = (1, 2, 3)
 """How many rows each has."""
@@ -171,7 +173,7 @@ class _PartLosses:
             self._tensors |= wide
         self._rows = row_count(self._tensors)
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        self._gradients = not is_large(model)
+        self._gradients = not is_large(model) and not is_long(model, slice_rows(self._tensors, 0, 2))
 
     def separation(self) -> Separation:
         rows = list(range(self._rows))
@@ -180,13 +182,21 @@ class _PartLosses:
             raise NothingCountedError("nothing in the samples counts")
         if not math.isfinite(whole.total):
             raise IncomparableError(f"it is {whole.total}")
-        made = _combination(whole.gradients) if self._gradients else None
+        made = None if is_large(self._model) else self._dependent_term(whole)
         if made is not None:
             return Separation(0.0, combination=made)
         found = self._difference(whole, self._parts())
         if found <= (EXACT if self._double else 0.0) or found <= self._rounding(whole):
             return Separation(0.0)
         return Separation(found, *self._weights(mean=not whole.has_count))
+
+    def _dependent_term(self, whole: _Value) -> int | None:
+        """Return a term that others make, by gradients."""
+        if len(whole.totals) > 1 and not self._gradients:
+            self._gradients = True
+            whole = self._value(range(min(2, self._rows)))
+            self._gradients = False
+        return _combination(whole.gradients)
 
     def _parts(self) -> list[_Value]:
         """Return the losses of uneven parts; of those that have one."""
@@ -291,21 +301,30 @@ def is_large(model: nn.Module) -> bool:
 
 
 def uneven_rows(batch: object, count: int) -> object:
-    """Return a few rows of a batch: those with the fewest and the most labels to leave out, and by their padding."""
+    """Return a few rows of a batch: those with the fewest and the most labels to leave out, and by their padding.
+
+    Rows without any label are the last ones, so that few parts have no loss.
+    """
     tensors = named_tensors(batch)
     equal, left_out = torch.zeros(row_count(tensors)), torch.zeros(row_count(tensors), dtype=torch.int64)
+    empty = torch.zeros(row_count(tensors), dtype=torch.bool)
     for tensor in tensors.values():
         flat = tensor.reshape(len(tensor), -1)
         # Padding is at one end of a row, and all alike.
         equal += ((flat == flat[:, :1]).sum(1) + (flat == flat[:, -1:]).sum(1)) / max(1, flat.shape[1])
-        # Masked tokens are anywhere; a row of nothing else has no loss to compare.
+        # Masked tokens are anywhere.
         masked = (flat == USUAL).sum(1) if flat.dtype is torch.int64 else torch.zeros_like(left_out)
         left_out += masked.where(masked < flat.shape[1], 0)
-    order = equal.argsort(stable=True).tolist()
-    spread = [order[round(place * (len(order) - 1) / (count - 1))] for place in range(count)]
+        empty |= masked >= max(1, flat.shape[1])
+    order = [row for row in equal.argsort(stable=True).tolist() if not empty[row]]
+    without = empty.nonzero()[: -(-count // 3), 0].tolist() if order else list(range(len(empty)))
+    # Two parts of a row each would leave one of them without a loss.
+    count = max(count, 3) if without else count
+    wanted = count - len(without)
+    spread = [order[round(place * (len(order) - 1) / max(1, wanted - 1))] for place in range(wanted)] if order else []
     ends = [int(left_out.argmax()), int(left_out.argmin())] if bool(left_out.any()) else []
-    rows = list(dict.fromkeys([*ends, *spread]))[:count]
-    return rebuild(batch, {name: tensor[rows] for name, tensor in tensors.items()})
+    rows = [*dict.fromkeys([*(row for row in ends if not empty[row]), *spread])][:wanted]
+    return rebuild(batch, {name: tensor[[*rows, *without][:count]] for name, tensor in tensors.items()})
 
 
 def ignored_labels(graph: LayerGraph) -> dict[str, int]:
@@ -369,7 +388,7 @@ class LossCheck(NamedTuple):
 
 
 def check_loss(user: UserModel, model: nn.Module, graph: LayerGraph, *, accept_loss: bool) -> LossCheck:
-    """Compare the loss of a few samples with that of their parts.
+    """Compare the loss of a few samples with that of their parts; of whole ones only if short ones do not agree.
 
     Args:
         user: whose loss and data.
@@ -380,10 +399,21 @@ def check_loss(user: UserModel, model: nn.Module, graph: LayerGraph, *, accept_l
     Raises:
         ModelError: they differ, and it is not accepted; says what to write instead, or what is exact.
     """
+    if graph.short is not None:
+        with contextlib.suppress(AutoparError, DifferentError):
+            found = _check_loss(user, model, graph, graph.short.shortening, accept_loss=False)
+            if found == LossCheck():
+                return found
+    return _check_loss(user, model, graph, None, accept_loss=accept_loss)
+
+
+def _check_loss(
+    user: UserModel, model: nn.Module, graph: LayerGraph, shortening: Shortening | None, *, accept_loss: bool
+) -> LossCheck:
     # Those of the library are known: labels of tokens and pixels are counted, others are one a sample.
     known = user.loss is None and _of_library(model)
     labels = {} if known or user.spec.startswith(PREFIX) else ignored_labels(graph)
-    batches = _uneven(user, model, labels)
+    batches = _uneven(user, model, labels, shortening)
     batch = next(batches)
     try:
         while True:
@@ -450,15 +480,22 @@ def _count(model: nn.Module) -> int:
     return 3 if is_large(model) else sum(PARTS)
 
 
-def _uneven(user: UserModel, model: nn.Module, labels: Mapping[str, int]) -> Iterator[object]:
+def _uneven(
+    user: UserModel, model: nn.Module, labels: Mapping[str, int], shortening: Shortening | None
+) -> Iterator[object]:
     """Yield samples of the dataset, picked or changed so that their labels count unevenly; then others in a row."""
     dataset = user.dataset()
     samples = user.sample_count(dataset)
+
+    def length(batch: object) -> object:
+        return batch if shortening is None else shortening.batch(batch)
+
     indices = sorted({round(place * (samples - 1) / (SAMPLES - 1)) for place in range(SAMPLES)})
-    yield with_ignored(uneven_rows(user.load_batch(dataset, indices), _count(model)), labels)
+    batch = user.load_batch(dataset, indices)
     together = _count(model)
+    yield length(with_ignored(uneven_rows(batch, together), labels))
     for first in range(0, min(samples, MOST_READ) - together, together):
-        yield user.load_batch(dataset, range(first, first + together))
+        yield length(user.load_batch(dataset, range(first, first + together)))
 
 
 def _explain_difference(

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import itertools
 import random
@@ -443,6 +444,23 @@ def preserve_state(roots: Roots, ignored_state: tuple[str, ...]) -> Iterator[Sna
         yield before
     finally:
         before.restore()
+
+
+@contextlib.contextmanager
+def emptied_caches() -> Iterator[None]:
+    """Empty every ``functools.lru_cache`` at the end of the block that kept something new in it, but torch's own."""
+    caches = [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]
+    before = [(each, each.cache_info().misses) for each in caches if not _of_library(each)]
+    try:
+        yield
+    finally:
+        for cache, misses in before:
+            if cache.cache_info().misses > misses:
+                cache.cache_clear()
+
+
+def _of_library(function: Any) -> bool:  # noqa: ANN401
+    return str(function.__module__).partition(".")[0] in ("torch", "sympy", "autopar")
 
 
 def walk(

@@ -118,6 +118,7 @@ def test_a_tensor_that_no_later_forward_needs_anew_is_captured(hollow):
         ),
         (Chain, lambda model: model.steps[1].weight.register_hook(id), r"the parameter steps\.1\.weight has a hook"),
         (Chain, lambda model: model.steps[1].register_full_backward_hook(id), r"module steps\.1 has a backward hook"),
+        (lambda: By(lambda model, x: x @ model.mix, {"mix": torch.eye(8).to_sparse()}), id, "mix is sparse"),
         (lambda: By(lambda _, x: x.reshape(4, 8) if len(x) == 4 else x[:1, :1]), id, "number of samples|samples only"),
     ],
 )

@@ -175,6 +175,20 @@ def test_labels_that_are_left_out_anywhere_are_found(seed):
         check_loss(*prepared(masked_here_and_there(seed), usual), accept_loss=False)
 
 
+@pytest.mark.some(3)
+@pytest.mark.parametrize("seed", range(8))
+def test_samples_without_any_label_are_found(seed):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 3, (24,), generator=generator)
+    labels[torch.randint(0, 24, (1 + seed % 4,), generator=generator)] = -100
+    batch = {"input": torch.randn(24, 4, generator=generator, dtype=torch.float64), "labels": labels}
+    user = given_model(
+        model := nn.Linear(4, 3).double(), batch, loss=lambda output, batch: F.cross_entropy(output, batch["labels"])
+    )
+    with pytest.raises(ModelError, match="a mean over something that samples have unevenly many of"):
+        check_loss(user, model, capture(user, model), accept_loss=False)
+
+
 def test_python_state_does_not_count():
     calls = []
 
