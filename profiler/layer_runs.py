@@ -21,10 +21,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch._dynamo
-import torch._inductor.config
-from torch._dynamo.exc import TorchDynamoException
-from torch._inductor.exc import CppCompileError
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from autopar.capture import Layer, LayerGraph
@@ -450,6 +446,12 @@ def compiling(device: torch.device) -> Iterator[None]:
     Raises:
         UsageError: there is no working compiler, or it does not take a layer.
     """
+    # Here and not above: they take a second to import.
+    import torch._dynamo
+    import torch._inductor.config
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import CppCompileError
+
     with torch._inductor.config.patch(fallback_random=True):
         try:
             torch.compile(torch.exp, dynamic=False)(torch.ones(2, device=device))

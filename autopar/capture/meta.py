@@ -25,7 +25,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch._dynamo
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv

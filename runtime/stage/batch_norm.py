@@ -287,9 +287,15 @@ class SyncedBatchNorm(nn.Module):
         """Take what connects the replicas."""
         super().__init__()
         self._replicas = replicas
+        # Here and not above the function: it takes a second to import.
+        self._uncompiled = torch.compiler.disable(self._normalize)  # type: ignore[no-untyped-call]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(
+    def forward(self, *arguments: Any) -> torch.Tensor:  # noqa: ANN401
+        """Normalise a share, and track the whole micro-batch's statistics; takes what ``aten.batch_norm`` does."""
+        result: torch.Tensor = self._uncompiled(*arguments)
+        return result
+
+    def _normalize(
         self,
         x: torch.Tensor,
         weight: torch.Tensor | None,
@@ -301,7 +307,6 @@ class SyncedBatchNorm(nn.Module):
         eps: float,
         cudnn: bool,
     ) -> torch.Tensor:
-        """Normalise a share, and track the whole micro-batch's statistics."""
         output, moments = _Normalize.apply(x, weight, bias, eps, self._replicas)  # type: ignore[no-untyped-call]
         if running_mean is not None and running_var is not None:
             with torch.no_grad():

@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 import torch._functorch.config
-import torch._inductor.config
 from torch import fx, nn
 
 from autopar.capture.batch import number_of, seed_data
@@ -236,6 +235,9 @@ def compile_layers(layers: Mapping[int, Sequence[Layer]]) -> dict[int, list[Laye
     Layers of a kind run the same code, of which their tensors are arguments; listed ones each have their own. Random
     numbers are drawn as uncompiled layers draw them.
     """
+    # Here and not above: it takes a second to import.
+    import torch._inductor.config
+
     torch._inductor.config.fallback_random = True
     codes: dict[object, Code] = {}
     return {index: [_compile_layer(layer, codes) for layer in each] for index, each in layers.items()}
