@@ -307,29 +307,34 @@ def _check_gradients(
 ) -> None:
     tensors = named_tensors(batch)
     expected, left = _plain(model, batch, loss, tensors, seed)
+    norms: dict[str, float] = {}
     for name, gradient in expected.items():
         if gradient.layout is not torch.strided:
             raise ModelError(f"the gradient of {name} is sparse, which ranks cannot add up; build it with sparse=False")
-        if not math.isfinite(float(gradient.norm())):
+        norms[name] = float(gradient.norm())
+        if not math.isfinite(norms[name]):
             raise ModelError(
                 f"the plain model's gradient of {name} is not finite in the first samples; correct the loss"
             )
     found, buffers = _run_layers(model, graph, tensors, seed)
     _check_buffers(left, buffers)
-    largest = max((float(gradient.norm()) for gradient in expected.values()), default=0.0)
+    largest = max(norms.values(), default=0.0)
     for name in sorted(expected.keys() | found.keys()):
-        _check_gradient(name, expected.get(name), found.get(name), largest)
+        _check_gradient(name, expected.get(name), found.get(name), norms.get(name), largest)
 
 
-def _check_gradient(name: str, plain: torch.Tensor | None, other: torch.Tensor | None, largest: float) -> None:
-    """Compare the gradients of a parameter, of which one at most is none; ``largest`` is the norm of the model's."""
-    reference = plain if plain is not None else other
-    assert reference is not None
-    zero = torch.zeros_like(reference)
-    difference = float(((zero if plain is None else plain) - (zero if other is None else other)).norm())
+def _check_gradient(
+    name: str, plain: torch.Tensor | None, other: torch.Tensor | None, norm: float | None, largest: float
+) -> None:
+    """Compare the gradients of a parameter, of which one at most is none.
+
+    ``norm`` is that of the plain model's, ``largest`` that of all its parameters'.
+    """
+    known = [gradient for gradient in (plain, other) if gradient is not None]
+    difference = float((known[0] - known[1] if len(known) == 2 else known[0]).norm())
     # A gradient that is zero but for rounding is compared with the largest one instead of with itself.
-    scale = max(float(reference.norm()), 1e-3 * largest)
-    if not difference <= TOLERANCE.get(reference.dtype, 1e-4) * scale:
+    scale = max(difference if norm is None else norm, 1e-3 * largest)
+    if not difference <= TOLERANCE.get(known[0].dtype, 1e-4) * scale:
         raise CaptureError(
             f"the captured graph gives another gradient of {name} than the model (relative difference "
             f"{difference / scale if scale else difference:.1e}); give layers(model) in the model file"

@@ -72,7 +72,7 @@ from autopar.capture.fallback import NOTHING_TO_TRAIN, declared_layers, listed_l
 from autopar.capture.graph import Layer, LayerGraph, loss_kind
 from autopar.capture.meta import fake_parameters, is_hollow, refuse_lost_buffers, without_fakes
 from autopar.capture.model_state import preserve_buffers, preserve_parameters
-from autopar.capture.python_state import Path, differences, emptied_caches, preserve_state, snapshot
+from autopar.capture.python_state import FROM, Path, Snapshot, differences, emptied_caches, preserve_state, snapshot
 from autopar.capture.segment import GraphInputs, segment
 from autopar.capture.shortening import WORTH, Short, Shortening, for_lengths, free_dims, is_long, shortening_of
 from autopar.capture.source import UserModel
@@ -193,13 +193,27 @@ def _captured_on_short(trial: _Trial) -> LayerGraph | None:
             tensors, others = shortening.tensors(trial.tensors), [shortening.tensors(each) for each in trial.others]
             with preserve_state(state, ()) as before:
                 program = _export_step(replace(trial, tensors=tensors, others=others), trial.tensors)
-                # Whole samples might find something else than what short ones have set.
-                if differences(before, snapshot(state)):
+                if not _sets_what_others_set(trial, shortening, before):
                     return None
             return _checked_graph(program, step, tensors, shortening)
     except Exception:
         # Whole samples tell what is wrong, if anything is.
         return None
+
+
+def _sets_what_others_set(trial: _Trial, shortening: Shortening, before: Snapshot) -> bool:
+    """Tell whether what short samples have set, numbers and texts, is what others set: whole ones find the same."""
+    step, state = trial.step, trial.step.roots.value
+    changed = differences(before, snapshot(state))
+    if not all(how.startswith(FROM) for how in changed.values()):
+        return False
+    if changed:
+        longer = replace(shortening, short={symbol: 2 * length for symbol, length in shortening.short.items()})
+        with preserve_state(state, ()), preserve_buffers(step), preserve_parameters(step):
+            before.restore()
+            step(*longer.tensors(trial.tensors).values())
+            return differences(before, snapshot(state)) == changed
+    return True
 
 
 @dataclass(frozen=True)

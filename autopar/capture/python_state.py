@@ -490,6 +490,10 @@ def walk(
                 waiting.extend([each for each in parts if takes(value, *each)])
 
 
+FROM = "changes from "
+"""What is said of a number or text that differs."""
+
+
 def differences(before: Snapshot, after: Snapshot) -> dict[Path, str]:
     """Return the paths whose values differ, and how.
 
@@ -522,7 +526,7 @@ def _change(before: list[object], after: list[object]) -> str:
     for pair in zip(before, after, strict=False):
         shown = [token[1] for token in pair if isinstance(token, tuple) and token[0] in ATOMS]
         if len(shown) == 2 and pair[0] != pair[1]:
-            return f"changes from {shown[0]:.40} to {shown[1]:.40}"
+            return f"{FROM}{shown[0]:.40} to {shown[1]:.40}"
     return "changes"
 
 

@@ -219,6 +219,25 @@ def test_what_a_first_forward_sets_is_that_of_whole_samples() -> None:
     assert type(_table(50)) is torch.Tensor
 
 
+class _Deciding(_Net):
+    """Decides in the first forward, once, what it says of itself: by its samples' length, or whatever that is."""
+
+    def __init__(self, *, by_length: bool) -> None:
+        super().__init__([_Added])
+        self.by_length, self.kind = by_length, ""
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        self.kind = self.kind or (f"of {tokens.shape[1]:d}" if self.by_length else "of tokens")
+        return super().forward(tokens, mask)
+
+
+def test_what_a_first_forward_sets_may_be_the_same_for_all_lengths() -> None:
+    model = _Deciding(by_length=False).double()
+    assert _captured(model).short is not None
+    assert model.kind == ""
+    assert _captured(_Deciding(by_length=True).double()).short is None
+
+
 class _Hooked(_Net):
     def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         output = super().forward(tokens, mask)
