@@ -27,13 +27,13 @@ ROWS, MOST_STEPS = 8, 2.0
 SMALL = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 8}
 SEVERAL_KEYS = {**SMALL, "num_key_value_heads": 4, "vocab_size": 8192}
 CASES: dict[str, tuple[str, dict[str, Any], int | None]] = {
-    "gpt2": ("GPT2LMHeadModel", {}, 1024),
+    "gpt2": ("GPT2LMHeadModel", {}, 512),
     "gpt2-short": ("GPT2LMHeadModel", {"n_layer": 6}, 128),
     "bert": ("BertForMaskedLM", {}, 128),
     "bert-classes": ("BertForSequenceClassification", {"num_hidden_layers": 4}, 64),
     "roberta": ("RobertaForMaskedLM", SMALL, 256),
     "distilbert": ("DistilBertForMaskedLM", {}, 128),
-    "electra": ("ElectraForPreTraining", SMALL, 256),
+    "electra": ("ElectraForMaskedLM", SMALL, 256),
     "albert": ("AlbertForMaskedLM", SMALL, 128),
     "deberta": ("DebertaV2ForMaskedLM", {**SMALL, "vocab_size": 8192}, 128),
     "llama": ("LlamaForCausalLM", SEVERAL_KEYS, 512),
