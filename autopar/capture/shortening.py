@@ -1,9 +1,9 @@
 """Shorten: the graph of a captured model for shorter samples, on which checks take little time.
 
-A Transformer that is captured from samples of 1,024 tokens is checked on samples of 32. The model is exported once more
-with lengths free. Where that export has the operators of the first in the same order, and
-its numbers for full samples are the first one's, the first graph is given the numbers for short samples. So both graphs
-are the same but for lengths, and the model allows the short ones, by the guards of the export.
+A Transformer that is captured from samples of 1,024 tokens is checked on samples of 16. The model is exported once more
+with lengths free. Where that export has the operators of the first in the same order, and its numbers for full samples
+are the first one's, the first graph is given the numbers for short samples. So both graphs are the same but for
+lengths, and the model allows the short ones, by the guards of the export.
 
 Of every sample the same places are kept: some where samples differ in what is padded or left out, for that is what
 losses are divided by, and others evenly spread. Samples that differ so in their numbers still do when they are short.
@@ -13,6 +13,7 @@ A check that fails on short samples says nothing: it is made again on whole ones
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -388,7 +389,7 @@ class _Rewriting:
             self.sources[copy] = self.copies[_first(node)]
 
     def _attribute(self, node: fx.Node, other: fx.Node, full: fx.GraphModule, free: fx.GraphModule) -> None:
-        one, two = (_attribute_of(module, str(each.target)) for module, each in ((full, node), (free, other)))
+        one, two = (operator.attrgetter(str(each.target))(module) for module, each in ((full, node), (free, other)))
         if isinstance(one, fx.GraphModule) and isinstance(two, fx.GraphModule):
             self.modules[str(node.target)] = _Rewriting(self.numbers, nested=True).rewrite(one, two)
         else:
@@ -463,10 +464,3 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
 
 def _asserts(node: fx.Node) -> bool:
     return str(node.target).rpartition(".")[0].rpartition(".")[2] in ("_assert_scalar", "sym_constrain_range_for_size")
-
-
-def _attribute_of(module: nn.Module, path: str) -> object:
-    found: object = module
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
