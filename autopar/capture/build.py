@@ -247,6 +247,26 @@ class SegmentedProgram:
         return graph
 
 
+def copy_program(
+    program: ExportedProgram,
+    module: fx.GraphModule | None = None,
+    state: Mapping[str, Any] | None = None,
+    constants: Mapping[str, Any] | None = None,
+) -> ExportedProgram:
+    """Return a program with another graph, values or constants, where these are given."""
+    module = program.graph_module if module is None else module
+    return ExportedProgram(
+        root=module,
+        graph=module.graph,
+        graph_signature=program.graph_signature,
+        state_dict=program.state_dict if state is None else dict(state),
+        range_constraints=program.range_constraints,
+        module_call_graph=program.module_call_graph,
+        constants=program.constants if constants is None else dict(constants),
+        verifiers=program.verifiers,
+    )
+
+
 def build_layers(
     segmented_program: SegmentedProgram, values: Mapping[str, torch.Tensor], results: Sequence[str] = ()
 ) -> list[Layer]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from autopar.capture.build import SegmentedProgram
+from autopar.capture.build import SegmentedProgram, copy_program
 from autopar.capture.export import assemble, placeholders, with_gradients
 from autopar.capture.graph import LayerGraph
 from autopar.capture.segment import LayerNodes
@@ -70,15 +70,10 @@ def _hollow(segmented_program: SegmentedProgram) -> ExportedProgram:
         for spec in program.graph_signature.input_specs
         if spec.arg.name in segmented_program.inputs.buffers
     }
-    return ExportedProgram(
-        root=program.graph_module,
-        graph=program.graph,
-        graph_signature=program.graph_signature,
-        state_dict={name: _meta(value) for name, value in program.state_dict.items()},
-        range_constraints=program.range_constraints,
-        module_call_graph=program.module_call_graph,
+    return copy_program(
+        program,
+        state={name: _meta(value) for name, value in program.state_dict.items()},
         constants={name: _meta(v) if name in buffers else _with_storage(v) for name, v in program.constants.items()},
-        verifiers=program.verifiers,
     )
 
 
