@@ -166,6 +166,28 @@ def test_a_layer_that_is_wrong_for_short_samples_is_found_and_whole_ones_decide(
     assert ran == [16, 16, LENGTH]
 
 
+class _Crossing(_Net):
+    """Attends to a second text, of another length."""
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        known, h = self.words(source), self.words(tokens)
+        return super().forward(tokens, mask) + self.head((h @ known.mT).softmax(-1) @ known)
+
+
+@pytest.mark.parametrize("length", [48, 200])
+def test_two_texts_of_different_lengths_are_both_shortened(length: int) -> None:
+    model = _Crossing([_Added]).double()
+
+    def batch(rows: int) -> Batch:
+        return {**_batch(rows), "source": _batch(rows, length)["tokens"]}
+
+    graph = _captured(model, batch=batch(2))
+    short = graph.short.shortening.batch(batch(6))
+    assert short["source"].shape[1] < length
+    assert short["tokens"].shape[1] < LENGTH
+    check_gradients(model, graph.short.graph, short, _counted)
+
+
 class _Fixed(_Net):
     def __init__(self) -> None:
         super().__init__([_Added])
