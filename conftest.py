@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ import pytest
 # the processor seconds.
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
+
+# Captured models are kept for the length of the session, and none of the user's are read.
+_cache = tempfile.TemporaryDirectory(prefix="autopar-cache-")
+os.environ["AUTOPAR_CACHE"] = _cache.name
 
 pytest_plugins = ["pytester", "suite.costs", "suite.stacks", "suite.tiers"]
 

@@ -6,10 +6,13 @@ so on, one function for each kind that ``autopar import`` reads.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autopar.cache import users_cache
+from autopar.code import code_of_file
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.document import read_text
@@ -107,8 +110,21 @@ def model_of(plan: Plan, path: Path) -> str:
             f"{path}: $.model.source: expected a .py file, hf: and a configuration, or package.module:factory, "
             f"found {source!r}"
         )
-    model = named_file(path, recorded, "model.source", folders=source.startswith(TRANSFORMERS))
+    folders = source.startswith(TRANSFORMERS)
+    model = named_file(path, recorded, "model.source", folders=folders, is_known=_was_captured)
     return with_path(source, str(model))
+
+
+def _was_captured(path: Path) -> bool:
+    """Tell whether this user has captured a model file, with the files that it imports now, on this machine."""
+    try:
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return False
+    known = users_cache()
+    if known is None or all(entry.sha256 != sha256 for entry in known.entries()):
+        return False
+    return known.knows(sha256, code_of_file(path).imports)
 
 
 def data_of(plan: Plan, path: Path) -> Path | None:

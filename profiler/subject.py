@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture import Layer, LayerGraph, UserModel, capture, named_tensors
+from autopar.capture import Layer, LayerGraph, UserModel, named_tensors
 from autopar.capture.batch import check_reading
 from autopar.capture.check import check_gradients
 from autopar.capture.losses import UNKNOWN, LossCheck, check_loss
 from autopar.capture.optimizer import needs_all, try_sharding
 from autopar.capture.python_state import Path, parameters_reached
+from autopar.capture.recall import capture_to_keep
 from autopar.capture.shortening import is_long
 from autopar.capture.source import NamedParameters
 from autopar.capture.split.analysis import Analysis, analyse
@@ -139,7 +140,7 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = no_pr
         module = _build(user, options)
         precision = _precision(module, user, options.precision)
         progress("capturing the model", 0.0)
-        graph = capture(user, module)
+        graph, keep = capture_to_keep(user, module, options.seed)
         if graph.hollow:
             notes, difference = [HOLLOW], None
         else:
@@ -154,6 +155,9 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = no_pr
         if why is not None:
             notes.append(NEEDS_ALL.format(why=why))
         indivisible = try_sharding(user, trained)
+        kept = keep()
+        if kept is not None:
+            progress(f"keeping the captured model for later runs ({kept.bytes:,} bytes; `autopar cache list`)", 1.0)
     graph = replace(graph, short=None)
     return Subject(user, module, graph, precision, (*user.notes, *graph.notes, *notes), difference, indivisible)
 

@@ -394,14 +394,14 @@ class _Builder:
             return self.rows
         if expression.is_Integer:
             return int(expression)
-        operation = _SIZE_OPERATIONS.get(kind)
+        operation = SIZE_OPERATIONS.get(kind)
         if operation is None:
             raise CaptureError(f"layer {self.part.name}: cannot compute the size {expression} from the batch size")
         values = [self._size(argument) for argument in expression.args]
         return functools.reduce(lambda one, other: self.graph.call_function(operation, (one, other)), values)
 
 
-_SIZE_OPERATIONS: dict[str, Callable[..., Any]] = {
+SIZE_OPERATIONS: dict[str, Callable[..., Any]] = {
     "Add": operator.add,
     "Mul": operator.mul,
     "Pow": operator.pow,

@@ -33,7 +33,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType, MappingProxyType
 from typing import Any
@@ -98,8 +98,10 @@ _LIMITS = re.compile(r"^ *batch = Dim\('batch'(?:, min=(?P<least>\d+))?(?:, max=
 """The numbers of rows with which torch proposes to export again."""
 
 
-def capture(model: UserModel, module: nn.Module) -> LayerGraph:
+def capture(model: UserModel, module: nn.Module, captured: Callable[..., LayerGraph] | None = None) -> LayerGraph:
     """Capture what a model file defines; ``module`` is what its ``model()`` built, the example two of its samples.
+
+    ``captured`` stands for :func:`capture_module`, where what it gives may be known.
 
     Raises:
         ModelError: as :func:`capture_module`; or the dataset holds a single sample.
@@ -113,7 +115,8 @@ def capture(model: UserModel, module: nn.Module) -> LayerGraph:
     batch, *others = (model.load_batch(dataset, [first % samples, (first + 1) % samples]) for first in (0, 2, 4))
     before = [(path, part) for path, part in module.named_modules() if not part.training]
     keep = model.keeps_modes and module.training
-    graph = capture_module(module, batch, model.loss, model.layers, others, model.ignored_state, keep_modes=keep)
+    captured = captured or capture_module
+    graph = captured(module, batch, model.loss, model.layers, others, model.ignored_state, keep_modes=keep)
     # Some keep their mode, by a train() of their own.
     put_back = [path for path, part in before if part.training]
     return replace(graph, notes=(_note(put_back), *graph.notes)) if put_back else graph
@@ -160,9 +163,9 @@ def capture_module(
             with preserve_parameters(model), mistakes, codes_run() as codes:
                 graph = listed_layers(model, batch, loss, layers, trial.others, ignored_state)
             counting_module(graph.layers[-1], graph.inputs)
-            return replace(graph, names_read=names_read(codes))
+            return _with_codes(graph, codes)
         if found := _captured_on_short(trial):
-            return replace(found, names_read=names_read(trial.codes))
+            return _with_codes(found, trial.codes)
         try:
             program = _export_step(trial)
         except CaptureError as error:
@@ -170,11 +173,16 @@ def capture_module(
             with contextlib.suppress(Exception), codes_run() as codes:
                 if declared := declared_layers(model, batch, loss, trial.others, ignored_state):
                     counting_module(declared.layers[-1], declared.inputs)
-                    return replace(declared, names_read=names_read(codes))
+                    return _with_codes(declared, codes)
             if not is_hollow(model):
                 _refuse_carried_over(trial, error)
             raise
-    return replace(_checked_graph(program, step, tensors), names_read=names_read(trial.codes))
+    return _with_codes(_checked_graph(program, step, tensors), trial.codes)
+
+
+def _with_codes(graph: LayerGraph, codes: Collection[CodeType]) -> LayerGraph:
+    """Note what forward and loss ran."""
+    return replace(graph, names_read=names_read(codes), files_run=frozenset(code.co_filename for code in codes))
 
 
 def _captured_on_short(trial: _Trial) -> LayerGraph | None:
@@ -548,30 +556,3 @@ def assemble(
         hollow=any(value.device.type == "meta" for value in values.values() if isinstance(value, nn.Parameter)),
         segmented_program=segmented_program,
     )
-
-
-def outline(model: UserModel, seed: int) -> tuple[nn.Module, LayerGraph]:
-    """Build and capture a model that may be larger than memory; its buffers have values.
-
-    One that cannot do without the values of its parameters is built with them.
-
-    Raises:
-        ModelError: as :func:`autopar.capture.export.capture`.
-        CaptureError: likewise.
-    """
-    try:
-        module = model.build(seed, hollow=True)
-        graph = capture(model, module)
-    except (CaptureError, ModelError):
-        # It wants them, or what is wrong with it is said where it has them.
-        module = None
-    if module is None or not (graph.portable or _complete(module, graph)):
-        module = model.build(seed)
-        graph = capture(model, module)
-    return module, graph
-
-
-def _complete(module: nn.Module, graph: LayerGraph) -> bool:
-    """Tell whether layers hold all parameters: listed ones may read others, which nobody would give values."""
-    held = {name for layer in graph.layers for name in layer.parameters.values()}
-    return held.issuperset(name for name, _ in module.named_parameters())

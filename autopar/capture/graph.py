@@ -112,6 +112,8 @@ class LayerGraph:
     """What a reader of a profile must know of how the layers were found."""
     names_read: frozenset[str] | None = None
     """Names in the code that forward and loss ran; none where that is not known."""
+    files_run: frozenset[str] = frozenset()
+    """Source files, but torch's, of the code that forward and loss ran."""
     short: Any = None
     """A ``shortening.Short``: the same layers for short samples; none where checks on those save nothing."""
     segmented_program: Any = None

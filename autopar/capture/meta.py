@@ -28,6 +28,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.effects import OperatorWatch, draws, general_masks
 from autopar.capture.graph import Layer
@@ -54,8 +55,29 @@ def hollow_parameters() -> Iterator[None]:
             torch.utils.swap_tensors(parameter, shape)  # type: ignore[no-untyped-call]
         register(module, name, parameter)
 
-    with _BUILDING, patch.object(nn.Module, "register_parameter", register_hollow):
+    draws_nothing = _WithoutDraws()  # type: ignore[no-untyped-call]
+    with _BUILDING, draws_nothing, patch.object(nn.Module, "register_parameter", register_hollow):
         yield
+
+
+class _WithoutDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draws nothing into tensors without values, for which torch would import its compiler: a second."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch would import it to keep it off.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        if func._schema.name in _DRAWS and args[0].device.type == "meta":
+            return args[0]
+        return func(*args, **kwargs or {})
+
+
+_DRAWS = {
+    f"aten::{name}_"
+    for name in ("normal", "uniform", "random", "bernoulli", "exponential", "log_normal", "cauchy", "geometric")
+}
 
 
 def refuse_lost_buffers(model: nn.Module) -> None:

@@ -170,8 +170,11 @@ def attributes_of(value: Any) -> dict[str, object]:  # noqa: ANN401
 def _of_container(path: Path, value: Any) -> Parts:  # noqa: ANN401
     if isinstance(value, (dict, MappingProxyType)):
         yield from ((path.item(key), item) for key, item in list(value.items()))
-    elif isinstance(value, (list, tuple, deque, set, frozenset)):
+    elif isinstance(value, (list, tuple, deque)):
         yield from ((path.item(index), item) for index, item in enumerate(list(value)))
+    elif isinstance(value, (set, frozenset)):
+        # Their own order is another in every process.
+        yield from ((path.item(index), item) for index, item in enumerate(sorted(value, key=repr)))
     elif isinstance(value, numpy.ndarray) and value.dtype == object:
         yield from ((path.item(index), item) for index, item in enumerate(value.flat))
 
@@ -274,6 +277,11 @@ def names_of(code: CodeType) -> frozenset[str]:
 def is_own(module: ModuleType | None) -> bool:
     """Tell whether a module is of the user's own files, and not of an installed package."""
     return module is not None and _own(getattr(module, "__file__", None), module.__name__)
+
+
+def is_own_file(path: str) -> bool:
+    """Tell whether a file is none of Python's or of an installed package."""
+    return _own(path, None)
 
 
 @functools.lru_cache(maxsize=4096)

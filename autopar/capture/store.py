@@ -1,4 +1,8 @@
-"""Save a layer graph without its weights, and load it where the user's code need not run.
+"""Store: a captured graph in a folder, without its weights, and back where the user's code need not run.
+
+A folder holds the layers as lines of JSON (:mod:`autopar.capture.nodes`), a first line that says what they are, and the
+constants that they read as bytes in a safetensors file. Who needs some layers alone reads their lines alone; of the
+others there is what planners and runtimes ask of any layer: names, parameters, limits.
 
 An earlier autopar did not split stages into their blocks, and named a layer that joins modules after the first of them:
 for its plans, layers are merged and renamed.
@@ -6,140 +10,227 @@ for its plans, layers are merged and renamed.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.export import ExportedProgram
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import fx, nn
 
-from autopar.capture.build import SegmentedProgram, copy_program
-from autopar.capture.export import assemble, placeholders, with_gradients
-from autopar.capture.graph import LayerGraph
+from autopar.capture.build import SegmentedProgram
+from autopar.capture.export import assemble, with_gradients
+from autopar.capture.graph import Layer, LayerGraph, TensorSpec, loss_kind
+from autopar.capture.nodes import GraphReader, dtype_name, dtype_of, graph_content
 from autopar.capture.segment import LayerNodes
 from autopar.capture.split_backward import gradient_flow
 from autopar.errors import CaptureError, FileError
+from autopar.formats.profile import Writes
 
-_PROGRAM, _LAYERS = "graph.pt2", "layers.json"
+LAYERS, CONSTANTS = "layers.json", "constants.safetensors"
+_FORMAT = {"format": "autopar.captured", "version": 1}
 
 
 def save_graph(graph: LayerGraph, folder: str | Path) -> None:
     """Write a layer graph into a folder (made if missing): parameters and buffers as shapes only.
 
     Raises:
-        CaptureError: the graph is not portable (made of ``layers(model)``).
+        CaptureError: the graph is not portable (made of ``layers(model)``), or an operator has no name.
         FileError: the folder cannot be written.
     """
     if not graph.portable:
         raise CaptureError("a graph of layers(model) cannot be saved; every rank captures the model for itself")
-    exported: SegmentedProgram = graph.segmented_program
+    constants = dict[str, torch.Tensor]()
+    layers = [_layer_content(layer, constants) for layer in graph.layers]
+    lines = [json.dumps(each, separators=(",", ":")) for each in (_header(graph), *layers)]
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        torch.export.save(_hollow(exported), folder / _PROGRAM)
-        (folder / _LAYERS).write_text(json.dumps(_describe(graph, exported), indent=1) + "\n", encoding="utf-8")
+        (folder / LAYERS).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        save_file(constants, folder / CONSTANTS)
     except OSError as error:
         raise FileError(f"cannot write the captured graph into {folder}: {error.strerror}") from error
 
 
-def load_graph(folder: str | Path) -> LayerGraph:
-    """Read a layer graph back; its parameters and buffers are on the meta device.
+def load_graph(
+    folder: str | Path, values: Mapping[str, torch.Tensor] | None = None, only: Collection[str] | None = None
+) -> LayerGraph:
+    """Read a layer graph back.
+
+    Args:
+        folder: where it is.
+        values: the model's parameters and buffers by name; none: they are shapes, on the meta device.
+        only: names of layers that will run; others have no graph. None: all.
 
     Raises:
         FileError: the folder holds no layer graph, or a broken one.
     """
     folder = Path(folder)
     try:
-        content = json.loads((folder / _LAYERS).read_text(encoding="utf-8"))
-        program = torch.export.load(folder / _PROGRAM)
-        return _restore(program, content)
+        header, *lines = (folder / LAYERS).read_text(encoding="utf-8").splitlines()
+        return _restore(json.loads(header), lines, folder / CONSTANTS, values, only)
     except OSError as error:
         raise FileError(f"cannot read the captured graph in {folder}: {error.strerror or error}") from error
-    except (KeyError, ValueError, RuntimeError, TypeError) as error:
+    except (AttributeError, IndexError, KeyError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         raise FileError(f"{folder}: not a captured graph of this autopar ({error}); capture it again") from error
 
 
-def _hollow(segmented_program: SegmentedProgram) -> ExportedProgram:
-    """Return the program with its parameters and buffers as shapes."""
-    program = segmented_program.program
-    buffers = {
-        str(spec.target)
-        for spec in program.graph_signature.input_specs
-        if spec.arg.name in segmented_program.inputs.buffers
-    }
-    return copy_program(
-        program,
-        state={name: _meta(value) for name, value in program.state_dict.items()},
-        constants={name: _meta(v) if name in buffers else _with_storage(v) for name, v in program.constants.items()},
-    )
-
-
-def _meta(value: Any) -> torch.Tensor:  # noqa: ANN401
-    shape = torch.empty_like(value, device="meta")
-    return nn.Parameter(shape, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else shape
-
-
-def _with_storage(value: Any) -> Any:  # noqa: ANN401
-    """Return a constant; in place of one without elements, one that has: files take all without memory for the same."""
-    return value.new_zeros(1) if isinstance(value, torch.Tensor) and not value.numel() else value
-
-
-def _describe(graph: LayerGraph, segmented_program: SegmentedProgram) -> dict[str, Any]:
-    targets = {spec.arg.name: str(spec.target) for spec in segmented_program.program.graph_signature.input_specs}
-    names = {**segmented_program.inputs.parameters, **segmented_program.inputs.buffers}
-    trainable = {
-        name: layer.parameter(attribute).requires_grad
-        for layer in graph.layers
-        for attribute, name in layer.parameters.items()
-    }
+def _header(graph: LayerGraph) -> dict[str, Any]:
+    parameters: dict[str, Any] = {}
+    buffers: dict[str, Any] = {}
+    for layer in graph.layers:
+        for name, value in layer.named_parameters():
+            parameters[name] = [*_shape_content(value), value.requires_grad]
+        for attribute, name in layer.buffers.items():
+            buffers[name] = _shape_content(layer.module.get_buffer(attribute))
     return {
-        "tensors": list(graph.inputs),
-        "loss": list(segmented_program.loss),
-        "empty": {
-            name: value.shape
-            for name, value in segmented_program.program.constants.items()
-            if isinstance(value, torch.Tensor) and not value.numel()
-        },
-        "rows": [segmented_program.inputs.least, segmented_program.inputs.most],
-        "canonical": {targets[node]: name for node, name in names.items()},
-        "trainable": trainable,
-        "gradients": {tensor.name: tensor.gradient for tensor in graph.tensors},
-        "segments": [
-            {
-                "name": part.name,
-                "modules": part.modules,
-                "nodes": part.nodes,
-                "owned": sorted(part.owned_nodes),
-                "random": part.random,
-            }
-            for part in segmented_program.segments
-        ],
+        **_FORMAT,
+        "inputs": graph.inputs,
+        "outputs": graph.outputs,
+        "hollow": graph.hollow,
+        "notes": graph.notes,
+        "names_read": None if graph.names_read is None else sorted(graph.names_read),
+        "parameters": parameters,
+        "buffers": buffers,
+        "tensors": [_tensor_content(each) for each in graph.tensors],
+        "layers": [layer.name for layer in graph.layers],
     }
 
 
-def _restore(program: ExportedProgram, content: Mapping[str, Any]) -> LayerGraph:
-    for name, shape in content["empty"].items():
-        program.constants[name] = program.constants[name].new_empty(shape)
-    least, most = content["rows"]
-    inputs = replace(placeholders(program, content["tensors"], content["canonical"]), least=least, most=most)
-    segments = tuple(
-        LayerNodes(part["name"], tuple(part["modules"]), tuple(part["nodes"]), frozenset(part["owned"]), part["random"])
-        for part in content["segments"]
+def _shape_content(value: torch.Tensor) -> list[Any]:
+    return [list(value.shape), dtype_name(value.dtype)]
+
+
+def _tensor_content(tensor: TensorSpec) -> list[Any]:
+    found = tensor.name, tensor.producer, tensor.consumers, tensor.sizes, tensor.batch_dim
+    return [*found, dtype_name(tensor.dtype), tensor.gradient]
+
+
+def _layer_content(layer: Layer, constants: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return a layer; ``constants`` is told of those that it reads, each once by what it holds."""
+    assert isinstance(layer.module, fx.GraphModule)
+    return {
+        "name": layer.name,
+        "modules": layer.modules,
+        "inputs": layer.inputs,
+        "outputs": layer.outputs,
+        "parameters": dict(layer.parameters),
+        "buffers": dict(layer.buffers),
+        "random": layer.random,
+        "fingerprint": layer.fingerprint,
+        "writes": None if layer.writes is None else layer.writes.model_dump(),
+        "rows": [layer.least_rows, layer.most_rows],
+        "constants": {name: _kept(value, constants) for name, value in _constants(layer, layer.module)},
+        "graph": graph_content(layer.module),
+    }
+
+
+def _constants(layer: Layer, module: fx.GraphModule) -> Iterator[tuple[str, torch.Tensor]]:
+    read = dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "get_attr")
+    for name in read:
+        value: Any = getattr(module, name)
+        if name in layer.parameters or name in layer.buffers or isinstance(value, nn.Module):
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise CaptureError(f"layer {layer.name}: a {type(value).__name__} cannot be saved with a captured graph")
+        yield name, value.detach()
+
+
+def _kept(value: torch.Tensor, constants: dict[str, torch.Tensor]) -> list[Any]:
+    if not value.numel():
+        return [None, *_shape_content(value)]
+    # Bytes: files of tensors take not every type of numbers.
+    flat = value.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    key = hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:32]
+    constants[key] = flat
+    return [key, *_shape_content(value)]
+
+
+def _restore(
+    header: Mapping[str, Any],
+    lines: Sequence[str],
+    constants: Path,
+    values: Mapping[str, torch.Tensor] | None,
+    only: Collection[str] | None,
+) -> LayerGraph:
+    if {key: header.get(key) for key in _FORMAT} != _FORMAT or len(lines) != len(header["layers"]):
+        raise ValueError("another format")
+    if values is None:
+        values = {name: _hollow(shape, dtype) for name, (shape, dtype) in header["buffers"].items()}
+        for name, (shape, dtype, trained) in header["parameters"].items():
+            values[name] = nn.Parameter(_hollow(shape, dtype), requires_grad=trained)
+    reader = GraphReader()
+    with safe_open(constants, framework="pt") as held:
+
+        def constant(key: str | None, shape: list[int], dtype: str) -> torch.Tensor:
+            kind = dtype_of(dtype)
+            return torch.empty(shape, dtype=kind) if key is None else held.get_tensor(key).view(kind).reshape(shape)
+
+        def layer_of(line: str, name: str) -> Layer:
+            content = json.loads(line)
+            if content["name"] != name:
+                raise ValueError(f"layer {content['name']} stands for {name}")
+            attributes = {at: values[full] for at, full in (content["parameters"] | content["buffers"]).items()}
+            if only is not None and name not in only:
+                return _layer(content, _Outline(attributes))
+            attributes |= {at: constant(*each) for at, each in content["constants"].items()}
+            return _layer(content, reader.module(content["graph"], attributes))
+
+        layers = tuple(map(layer_of, lines, header["layers"]))
+    names = header["names_read"]
+    return LayerGraph(
+        layers=layers,
+        tensors=tuple(map(_tensor, header["tensors"])),
+        inputs=tuple(header["inputs"]),
+        outputs=tuple(header["outputs"]),
+        loss=loss_kind(header["outputs"]),
+        hollow=header["hollow"],
+        notes=tuple(header["notes"]),
+        names_read=None if names is None else frozenset(names),
     )
-    known = {node.name for node in program.graph.nodes}
-    missing = [name for part in segments for name in part.nodes if name not in known]
-    if missing:
-        raise ValueError(f"node {missing[0]} is missing")
-    stored = {**program.constants, **program.state_dict}
-    # What export reads back as a buffer may carry a graph and ask for gradients.
-    values = {name: stored[target].detach() for target, name in content["canonical"].items()}
-    values |= {name: nn.Parameter(values[name], requires_grad=flag) for name, flag in content["trainable"].items()}
-    exported = SegmentedProgram(program, inputs, segments, tuple(content["loss"]))
-    graph = assemble(exported, content["tensors"], values)
-    return with_gradients(graph, content["gradients"])
+
+
+def _hollow(shape: Sequence[int], dtype: str) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype_of(dtype), device="meta")
+
+
+def _tensor(content: Sequence[Any]) -> TensorSpec:
+    name, producer, consumers, sizes, dim, dtype, gradient = content
+    return TensorSpec(name, producer, tuple(consumers), tuple(sizes), dim, dtype_of(dtype), gradient)
+
+
+def _layer(content: Mapping[str, Any], module: nn.Module) -> Layer:
+    writes, (least, most) = content["writes"], content["rows"]
+    return Layer(
+        name=content["name"],
+        modules=tuple(content["modules"]),
+        inputs=tuple(content["inputs"]),
+        outputs=tuple(content["outputs"]),
+        parameters=content["parameters"],
+        buffers=content["buffers"],
+        random=content["random"],
+        fingerprint=content["fingerprint"],
+        module=module,
+        writes=None if writes is None else Writes(**{what: tuple(names) for what, names in writes.items()}),
+        least_rows=least,
+        most_rows=most,
+    )
+
+
+class _Outline(nn.Module):
+    """A layer that is another rank's: its parameters and buffers, and nothing that runs."""
+
+    def __init__(self, attributes: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, value in attributes.items():
+            if isinstance(value, nn.Parameter):
+                self.register_parameter(name, value)
+            else:
+                self.register_buffer(name, value)
 
 
 def merge_layers(graph: LayerGraph, names: Sequence[str]) -> LayerGraph:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from autopar.cli import demo, exchange, measure, plan, show, simulate, training
+from autopar.cli import cache, demo, exchange, measure, plan, show, simulate, training
 from autopar.cli.arguments import Quiet, add, as_flags, examples
 from autopar.cli.output import quietly, results_only, version_of
 from autopar.errors import AutoparError, FileError, UsageError, printable
@@ -84,6 +84,7 @@ add(
 add(app, "worker", training.worker, "autopar worker plan.json --steps 100")
 app.add_typer(show.checkpoints, name="checkpoint")
 app.add_typer(measure.clusters, name="cluster")
+app.add_typer(cache.captured, name="cache")
 add(app, "demo", demo.command, "autopar demo --folder autopar-demo")
 add(app, "show", show.show, "autopar show plan.json", "autopar show trace.json --over plan.json --png steps.png")
 add(app, "export", exchange.export, "autopar export torch plan.json -o schedule.csv")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from autopar.formats.document import least_certain
@@ -16,10 +17,12 @@ from autopar.hardware.collectives import bus_bandwidth_factor
 from autopar.report.table import Table, bandwidth, duration, percentage, say, size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     from rich.console import Console
 
+    from autopar.cache import Entry
     from autopar.formats.cluster import Cluster, Curve, Link
     from autopar.formats.profile import Cost, Layer, Line, Profile
     from autopar.hardware.gpus import Gpu
@@ -388,3 +391,15 @@ def render_gpus(gpus: Iterable[Gpu], console: Console) -> None:
 
 def _in(unit: float, value: float | None) -> str:
     return f"{value / unit:.4g}" if value else "-"
+
+
+def render_captured(entries: Sequence[Entry], folder: Path, console: Console) -> None:
+    """Print the captured models that are kept."""
+    if not entries:
+        say(console, f"No captured model is kept in {folder}; `autopar profile` keeps what it captures")
+        return
+    table = Table(f"Captured models in {folder}", ("model", "captured", ">layers", ">size"))
+    for entry in entries:
+        when = datetime.fromtimestamp(entry.captured_s).isoformat(" ", "minutes")
+        table.add_row(entry.model, when, str(entry.layers), size(entry.bytes))
+    console.print(table)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.export import outline
 from autopar.capture.plain import PlainRun, train_plainly
+from autopar.capture.recall import outline
 from autopar.capture.source import load
 from autopar.formats.plan import Plan
 from autopar.runtime.stage.parameters import stages_of_parameters

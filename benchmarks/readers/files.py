@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.capture.huggingface import PREFIX, read_configured
-from autopar.capture.source import code_of_file
+from autopar.code import code_of_file
 from autopar.formats.document import read_text
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile

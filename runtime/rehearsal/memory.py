@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture.effects import StorageTracker
-from autopar.capture.export import outline
 from autopar.capture.graph import LayerGraph, TensorSpec
+from autopar.capture.recall import outline
 from autopar.capture.source import UserModel, load
 from autopar.capture.terms import Term
 from autopar.errors import TrainingError, UsageError

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.capture.export import outline
 from autopar.capture.histories import most_versions
 from autopar.capture.plain import PlainRun, in_double, train_plainly
+from autopar.capture.recall import outline
 from autopar.capture.source import UserModel, load
 from autopar.errors import AutoparError, CaptureError, ModelError, UsageError
 from autopar.formats.plan import Crossing, Plan

@@ -301,7 +301,8 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     settings = TrainSettings(**arguments["settings"])
     model = load_for(settings, arguments["model"], None if arguments["data"] is None else Path(arguments["data"]), plan)
     workspace = Workspace(Path(arguments["workspace"]))
-    graph = workspace.graph(model, plan)
+    own = {name for index in stages_of(plan, context.rank)[0] for name in plan.stages[index].layers}
+    graph = workspace.graph(model, plan, own)
     edited = arguments["program"]
     program = None if edited is None else Program.parse(edited, Path("program.json"))
     faults = [Fault.parse(each) for each in arguments["faults"]]

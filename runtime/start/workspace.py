@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, zip_longest
@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from autopar.capture.batch import seed_data
-from autopar.capture.export import capture, outline
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.capture.optimizer import Settings
-from autopar.capture.source import UserModel, check_code
+from autopar.capture.recall import outline, recall
+from autopar.capture.source import UserModel
 from autopar.capture.store import load_graph, merge_layers, save_graph
+from autopar.code import check_code
 from autopar.errors import CaptureError, FileError, ModelError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime import weights
@@ -281,7 +282,7 @@ class Workspace:
         """
         check_code(model.path, model.sha256, model.imports, plan.model)
         (self.folder / WEIGHTS).mkdir()
-        module, graph, source = self._capture(model, plan.seed, weights_folder)
+        module, graph, source = self._capture(model, plan, weights_folder)
         (self.folder / NOTES).write_text(json.dumps([*graph.notes, *missing_hash_notes(model, plan)]), encoding="utf-8")
         if graph.names_read is not None:
             (self.folder / NAMES_READ).write_text(json.dumps(sorted(graph.names_read)), encoding="utf-8")
@@ -295,14 +296,15 @@ class Workspace:
             save_graph(graph, self.folder / GRAPH)
         return source
 
-    def _capture(self, model: UserModel, seed: int, weights_folder: Path | None) -> tuple[nn.Module, LayerGraph, str]:
+    def _capture(self, model: UserModel, plan: Plan, weights_folder: Path | None) -> tuple[nn.Module, LayerGraph, str]:
         """Return the model, its graph and where its initial weights are from, having written them."""
+        seed, layers = plan.seed, [name for stage in plan.stages for name in stage.layers]
         if weights_folder is None and not _too_large(model, seed):
             module = model.build(seed)
-            graph = capture(model, module)
+            graph = recall(model, module, seed, layers)
             self._write(dict(module.named_parameters()) | dict(module.named_buffers()))
             return module, graph, f"model(), seed {seed}"
-        module, graph = outline(model, seed)
+        module, graph = outline(model, seed, layers)
         if weights_folder is not None:
             self._link(module, weights_folder)
             return module, graph, f"files in {weights_folder}"
@@ -315,10 +317,10 @@ class Workspace:
         path = self.folder / SETTINGS
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
-    def graph(self, model: UserModel, plan: Plan) -> LayerGraph:
-        """Return the graph for one rank, without weights."""
+    def graph(self, model: UserModel, plan: Plan, only: Collection[str] | None = None) -> LayerGraph:
+        """Return the graph for one rank, without weights; of layers beside ``only``, nothing that runs."""
         if (self.folder / GRAPH).exists():
-            return load_graph(self.folder / GRAPH)
+            return load_graph(self.folder / GRAPH, only=only)
         return outline(model, plan.seed)[1]
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -158,7 +158,5 @@ def test_constants_without_elements_are_read_back(tmp_path: Path) -> None:
 
 def test_a_graph_that_is_read_back_is_right_for_as_many_rows(user: UserModel, tmp_path: Path) -> None:
     graph = capture(user, user.build(0))
-    assert graph.segmented_program is not None
-    limits = replace(graph.segmented_program.inputs, least=2, most=7)
-    save_graph(replace(graph, segmented_program=replace(graph.segmented_program, inputs=limits)), tmp_path)
+    save_graph(replace(graph, layers=[replace(each, least_rows=2, most_rows=7) for each in graph.layers]), tmp_path)
     assert {(layer.least_rows, layer.most_rows) for layer in load_graph(tmp_path).layers} == {(2, 7)}

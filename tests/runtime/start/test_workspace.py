@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar.capture.batch import seed_data
 from autopar.capture.effects import StorageTracker
-from autopar.capture.export import outline
+from autopar.capture.recall import outline
 from autopar.capture.source import UserModel, load
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan

@@ -1,0 +1,152 @@
+"""Recall: what was captured once is not captured again, as long as the model is the same.
+
+    graph = recall(user, module, seed)  # reads what `autopar profile` has kept, or captures and keeps
+
+An entry of the user's cache (:mod:`autopar.cache`) counts only where the model that was built is the same in all that a
+capture depends on (:mod:`autopar.capture.identity`), and files and variables that the capture read are as they were. A
+graph of ``layers(model)`` is not kept: it consists of the user's modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.cache import Cache, Entry, users_cache
+from autopar.capture.export import capture, capture_module
+from autopar.capture.graph import LayerGraph
+from autopar.capture.identity import WorldReads, identity
+from autopar.capture.source import UserModel
+from autopar.capture.store import load_graph, save_graph
+from autopar.errors import CaptureError, FileError, ModelError
+
+
+def recall(
+    model: UserModel, module: nn.Module, seed: int | None = None, layers: Sequence[str] | None = None
+) -> LayerGraph:
+    """Return the graph of a model as :func:`capture` does, from the user's cache if it is there.
+
+    ``layers`` are those of a plan: a graph of others has to be captured to be cut as they are.
+
+    Raises:
+        ModelError: as :func:`autopar.capture.export.capture`.
+        CaptureError: likewise.
+    """
+    graph, keep = capture_to_keep(model, module, seed, recalls=True, layers=layers)
+    keep()
+    return graph
+
+
+def capture_to_keep(
+    model: UserModel,
+    module: nn.Module,
+    seed: int | None = None,
+    *,
+    recalls: bool = False,
+    layers: Sequence[str] | None = None,
+) -> tuple[LayerGraph, Callable[[], Entry | None]]:
+    """Capture a model; return the graph, and what keeps it in the user's cache once it has been checked.
+
+    Args:
+        model: the user's file.
+        module: what its ``model()`` built.
+        seed: that it was built with; None: it is what a script has made of it.
+        recalls: whether what is kept already will do.
+        layers: names that it must have then; None: any.
+
+    Raises:
+        ModelError: as :func:`autopar.capture.export.capture`.
+        CaptureError: likewise.
+    """
+    kept = users_cache() if model.layers is None else None
+    if kept is None:
+        return capture(model, module), lambda: None
+    found = list[tuple[Entry, LayerGraph]]()
+
+    def captured(module: nn.Module, batch: object, *rest: Any, keep_modes: bool = False) -> LayerGraph:  # noqa: ANN401
+        key = _identity_of(model, module, batch, seed, keep_modes=keep_modes)
+        if key is not None and recalls:
+            values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            graph = _found(kept, key, values)
+            if graph is not None and layers in (None, [layer.name for layer in graph.layers]):
+                if not keep_modes:
+                    module.train()
+                return graph
+        reads = WorldReads()
+        with reads.noted():
+            graph = capture_module(module, batch, *rest, keep_modes=keep_modes)
+        if key is not None and graph.portable:
+            reads.add_files(graph.files_run)
+            about = model.spec, model.sha256, dict(model.imports), time.time(), len(graph.layers)
+            found.append((Entry(key, *about, reads.files, reads.environment), graph))
+        return graph
+
+    graph = capture(model, module, captured)
+
+    def keep() -> Entry | None:
+        if not found:
+            return None
+        entry, kept_graph = found[0]
+        return kept.keep(entry, lambda folder: save_graph(kept_graph, folder))
+
+    return graph, keep
+
+
+def _found(kept: Cache, key: str, values: Mapping[str, torch.Tensor]) -> LayerGraph | None:
+    """Return the graph of an identity, its parameters and buffers being ``values``, where it is kept and sound.
+
+    What is torn, signed with another key, or read what has changed, is let go.
+    """
+    entry = kept.sound(key)
+    if entry is not None and WorldReads(dict(entry.files), dict(entry.environment)).changed() is None:
+        with contextlib.suppress(FileError):
+            return load_graph(kept.folder_of(key), values)
+    kept.drop(key)
+    return None
+
+
+def _identity_of(model: UserModel, module: nn.Module, batch: object, seed: int | None, **how: bool) -> str | None:
+    facts = {
+        "sha256": model.sha256,
+        "imports": sorted(model.imports.items()),
+        "ignored": model.ignored_state,
+        "seed": seed,
+        **how,
+    }
+    try:
+        return identity(module, batch, model.loss, facts)
+    except Exception:
+        # Objects of the user's may raise whatever they like where they are looked at.
+        return None
+
+
+def outline(model: UserModel, seed: int, layers: Sequence[str] | None = None) -> tuple[nn.Module, LayerGraph]:
+    """Build and capture a model that may be larger than memory; its buffers have values.
+
+    One that cannot do without the values of its parameters is built with them. ``layers`` is as for :func:`recall`.
+
+    Raises:
+        ModelError: as :func:`autopar.capture.export.capture`.
+        CaptureError: likewise.
+    """
+    try:
+        module = model.build(seed, hollow=True)
+        graph = recall(model, module, seed, layers)
+    except (CaptureError, ModelError):
+        # It wants them, or what is wrong with it is said where it has them.
+        module = None
+    if module is None or not (graph.portable or _complete(module, graph)):
+        module = model.build(seed)
+        graph = recall(model, module, seed, layers)
+    return module, graph
+
+
+def _complete(module: nn.Module, graph: LayerGraph) -> bool:
+    """Tell whether layers hold all parameters: listed ones may read others, which nobody would give values."""
+    held = {name for layer in graph.layers for name in layer.parameters.values()}
+    return held.issuperset(name for name, _ in module.named_parameters())

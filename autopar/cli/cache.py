@@ -1,0 +1,45 @@
+"""Commands about captured graphs that are kept: ``autopar cache list`` and ``autopar cache clear``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from autopar.cache import Cache, cache_folder
+from autopar.cli.arguments import add, examples
+from autopar.cli.output import say, screen
+
+captured = typer.Typer(
+    help="List the captured models that are kept for later runs, or clear them away.",
+    epilog=examples("autopar cache list"),
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def list_captured(
+    as_json: Annotated[bool, typer.Option("--json", help="Put what is kept on stdout as JSON.")] = False,
+) -> None:
+    """List the captured models that `run`, `worker`, `verify` and `rehearse` need not capture again."""
+    found = Cache(cache_folder()).entries()
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(entry) for entry in found], indent=1) + "\n")
+        return
+    from autopar.report.inputs import render_captured
+
+    render_captured(found, cache_folder(), screen())
+
+
+def clear_captured() -> None:
+    """Clear the captured models away; the next run captures its model again."""
+    from autopar.report.table import size
+
+    say(screen(), f"Cleared: {size(Cache(cache_folder()).clear())} in {cache_folder()}")
+
+
+add(captured, "list", list_captured, "autopar cache list", "autopar cache list --json")
+add(captured, "clear", clear_captured, "autopar cache clear")
