@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import hashlib
+import importlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -98,6 +99,38 @@ def check_code(path: Path, sha256: str, imports: Mapping[str, str], expected_sou
         if imports.get(name) != before.get(name):
             how = "is gone" if name not in imports else "is new" if name not in before else "has changed"
             raise FileError(f"{name}, which {path} is made of, {how} since it was profiled; {_AGAIN}")
+
+
+def import_first(path: Path) -> None:
+    """Import the installed packages that a file begins by importing, in its order, as the file itself would.
+
+    What comes behind the first import of a file of the user's own, or behind anything else than imports, is left: the
+    environment that it is imported in may have been changed by then.
+    """
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        # It is said where it is run.
+        return
+    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        body = body[1:]
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            names = {node.module: [alias.name for alias in node.names]}
+        elif isinstance(node, ast.Import):
+            names = {alias.name: [] for alias in node.names}
+        else:
+            return
+        for name, attributes in names.items():
+            if any(_files(path.parent, name.split("."))):
+                return
+            try:
+                module = importlib.import_module(name)
+            except BaseException:
+                # It is said where the file is run.
+                return
+            for attribute in attributes:
+                getattr(module, attribute, None)
 
 
 def _imports(path: Path, source: bytes, start: Path, own: Path, outer: Sequence[Path]) -> dict[str, str]:

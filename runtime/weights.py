@@ -55,7 +55,12 @@ class StoredFile(TypedDict):
 
 
 def write(
-    path: Path, tensors: Mapping[str, torch.Tensor], whole: Whole = lambda name: None, *, durable: bool = True
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    whole: Whole = lambda name: None,
+    *,
+    durable: bool = True,
+    hashed: bool = True,
 ) -> StoredFile:
     """Write one safetensors file, tensor after tensor; it is there whole, or not at all.
 
@@ -65,6 +70,7 @@ def write(
         whole: called once with every name, in order and whatever fails, before its tensor is written; returns what is
             written in the tensor's place, if that is another.
         durable: whether the file is to outlive a loss of power.
+        hashed: whether its SHA-256 is wanted; else that is of nothing.
 
     Raises:
         FileError: the file cannot be written.
@@ -75,7 +81,8 @@ def write(
         with new_file(path, durable=durable) as file:
             for part in chain([memoryview(_header(tensors))], map(_bytes, values)):
                 file.write(part)
-                digest.update(part)
+                if hashed:
+                    digest.update(part)
                 size += len(part)
     except OSError as error:
         raise FileError(f"cannot write {path}: {error.strerror or error}") from error

@@ -164,7 +164,11 @@ class _Source(Source):
 class GraphReader:
     """Makes graphs of their contents; the shapes in them have one number of rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shapes: bool = True) -> None:
+        """Prepare; without ``shapes``, nodes do not say what they give, and torch's compiler is not imported."""
+        self._shapes = shapes
+        if not shapes:
+            return
         environment = ShapeEnv()
         self._mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
         source = _Source()
@@ -190,7 +194,8 @@ class GraphReader:
             read = functools.partial(_read, known)
             named = {key: read(each) for key, each in keywords.items()}
             known[name] = graph.create_node(kind, found, tuple(map(read, arguments)), named, name=name)
-            known[name].meta["val"] = self._value(value)
+            if self._shapes:
+                known[name].meta["val"] = self._value(value)
         return fx.GraphModule(held, graph, class_name="Layer")
 
     def _value(self, content: Any) -> Any:  # noqa: ANN401

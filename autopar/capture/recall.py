@@ -27,17 +27,23 @@ from autopar.errors import CaptureError, FileError, ModelError
 
 
 def recall(
-    model: UserModel, module: nn.Module, seed: int | None = None, layers: Sequence[str] | None = None
+    model: UserModel,
+    module: nn.Module,
+    seed: int | None = None,
+    layers: Sequence[str] | None = None,
+    *,
+    shapes: bool = True,
 ) -> LayerGraph:
     """Return the graph of a model as :func:`capture` does, from the user's cache if it is there.
 
-    ``layers`` are those of a plan: a graph of others has to be captured to be cut as they are.
+    ``layers`` are those of a plan: a graph of others has to be captured to be cut as they are. ``shapes`` are as for
+    :func:`autopar.capture.store.load_graph`.
 
     Raises:
         ModelError: as :func:`autopar.capture.export.capture`.
         CaptureError: likewise.
     """
-    graph, keep = capture_to_keep(model, module, seed, recalls=True, layers=layers)
+    graph, keep = capture_to_keep(model, module, seed, recalls=True, layers=layers, shapes=shapes)
     keep()
     return graph
 
@@ -49,6 +55,7 @@ def capture_to_keep(
     *,
     recalls: bool = False,
     layers: Sequence[str] | None = None,
+    shapes: bool = True,
 ) -> tuple[LayerGraph, Callable[[], Entry | None]]:
     """Capture a model; return the graph, and what keeps it in the user's cache once it has been checked.
 
@@ -58,6 +65,7 @@ def capture_to_keep(
         seed: that it was built with; None: it is what a script has made of it.
         recalls: whether what is kept already will do.
         layers: names that it must have then; None: any.
+        shapes: whether it has shapes then (:func:`autopar.capture.store.load_graph`).
 
     Raises:
         ModelError: as :func:`autopar.capture.export.capture`.
@@ -72,7 +80,7 @@ def capture_to_keep(
         key = _identity_of(model, module, batch, seed, keep_modes=keep_modes)
         if key is not None and recalls:
             values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            graph = _found(kept, key, values)
+            graph = _found(kept, key, values, shapes=shapes)
             if graph is not None and layers in (None, [layer.name for layer in graph.layers]):
                 if not keep_modes:
                     module.train()
@@ -97,7 +105,7 @@ def capture_to_keep(
     return graph, keep
 
 
-def _found(kept: Cache, key: str, values: Mapping[str, torch.Tensor]) -> LayerGraph | None:
+def _found(kept: Cache, key: str, values: Mapping[str, torch.Tensor], *, shapes: bool) -> LayerGraph | None:
     """Return the graph of an identity, its parameters and buffers being ``values``, where it is kept and sound.
 
     What is torn, signed with another key, or read what has changed, is let go.
@@ -105,7 +113,7 @@ def _found(kept: Cache, key: str, values: Mapping[str, torch.Tensor]) -> LayerGr
     entry = kept.sound(key)
     if entry is not None and WorldReads(dict(entry.files), dict(entry.environment)).changed() is None:
         with contextlib.suppress(FileError):
-            return load_graph(kept.folder_of(key), values)
+            return load_graph(kept.folder_of(key), values, shapes=shapes)
     kept.drop(key)
     return None
 
@@ -125,10 +133,13 @@ def _identity_of(model: UserModel, module: nn.Module, batch: object, seed: int |
         return None
 
 
-def outline(model: UserModel, seed: int, layers: Sequence[str] | None = None) -> tuple[nn.Module, LayerGraph]:
+def outline(
+    model: UserModel, seed: int, layers: Sequence[str] | None = None, *, shapes: bool = True
+) -> tuple[nn.Module, LayerGraph]:
     """Build and capture a model that may be larger than memory; its buffers have values.
 
-    One that cannot do without the values of its parameters is built with them. ``layers`` is as for :func:`recall`.
+    One that cannot do without the values of its parameters is built with them. ``layers`` and ``shapes`` are as for
+    :func:`recall`.
 
     Raises:
         ModelError: as :func:`autopar.capture.export.capture`.
@@ -136,13 +147,13 @@ def outline(model: UserModel, seed: int, layers: Sequence[str] | None = None) ->
     """
     try:
         module = model.build(seed, hollow=True)
-        graph = recall(model, module, seed, layers)
+        graph = recall(model, module, seed, layers, shapes=shapes)
     except (CaptureError, ModelError):
         # It wants them, or what is wrong with it is said where it has them.
         module = None
     if module is None or not (graph.portable or _complete(module, graph)):
         module = model.build(seed)
-        graph = recall(model, module, seed, layers)
+        graph = recall(model, module, seed, layers, shapes=shapes)
     return module, graph
 
 

@@ -57,7 +57,11 @@ def save_graph(graph: LayerGraph, folder: str | Path) -> None:
 
 
 def load_graph(
-    folder: str | Path, values: Mapping[str, torch.Tensor] | None = None, only: Collection[str] | None = None
+    folder: str | Path,
+    values: Mapping[str, torch.Tensor] | None = None,
+    only: Collection[str] | None = None,
+    *,
+    shapes: bool = True,
 ) -> LayerGraph:
     """Read a layer graph back.
 
@@ -65,6 +69,7 @@ def load_graph(
         folder: where it is.
         values: the model's parameters and buffers by name; none: they are shapes, on the meta device.
         only: names of layers that will run; others have no graph. None: all.
+        shapes: whether nodes say what shapes they give, which splitting layers asks for, and running them does not.
 
     Raises:
         FileError: the folder holds no layer graph, or a broken one.
@@ -72,7 +77,7 @@ def load_graph(
     folder = Path(folder)
     try:
         header, *lines = (folder / LAYERS).read_text(encoding="utf-8").splitlines()
-        return _restore(json.loads(header), lines, folder / CONSTANTS, values, only)
+        return _restore(json.loads(header), lines, folder / CONSTANTS, values, only, GraphReader(shapes=shapes))
     except OSError as error:
         raise FileError(f"cannot read the captured graph in {folder}: {error.strerror or error}") from error
     except (AttributeError, IndexError, KeyError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
@@ -156,6 +161,7 @@ def _restore(
     constants: Path,
     values: Mapping[str, torch.Tensor] | None,
     only: Collection[str] | None,
+    reader: GraphReader,
 ) -> LayerGraph:
     if {key: header.get(key) for key in _FORMAT} != _FORMAT or len(lines) != len(header["layers"]):
         raise ValueError("another format")
@@ -163,7 +169,6 @@ def _restore(
         values = {name: _hollow(shape, dtype) for name, (shape, dtype) in header["buffers"].items()}
         for name, (shape, dtype, trained) in header["parameters"].items():
             values[name] = nn.Parameter(_hollow(shape, dtype), requires_grad=trained)
-    reader = GraphReader()
     with safe_open(constants, framework="pt") as held:
 
         def constant(key: str | None, shape: list[int], dtype: str) -> torch.Tensor:

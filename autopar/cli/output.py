@@ -160,7 +160,7 @@ def version_of(package: str) -> str:
         return "that is not installed"
 
 
-LINE_EVERY_S = 2.0
+LINE_EVERY_S, DRAWN_EVERY_S = 2.0, 0.1
 SLOW_S = 1.0
 """What takes longer shows how far it is."""
 
@@ -174,9 +174,20 @@ def steps_progress(steps: int | None, *, quiet: bool = False) -> Iterator[Callab
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, TimeRemainingColumn(), console=screen(), transient=True) as bar:
-            task = bar.add_task("starting ranks", total=steps)
-            yield lambda step, loss: bar.update(task, completed=step + 1, description=f"loss {loss:.4f}")
+        # It draws itself as steps end, and not in a thread: a process that has one is not forked into ranks.
+        shown = Progress(*columns, TimeRemainingColumn(), console=screen(), transient=True, auto_refresh=False)
+        with shown as bar:
+            task, drawn_s = bar.add_task("starting ranks", total=steps), 0.0
+            bar.refresh()
+
+            def draw(step: int, loss: float) -> None:
+                nonlocal drawn_s
+                bar.update(task, completed=step + 1, description=f"loss {loss:.4f}")
+                if time.monotonic() - drawn_s >= DRAWN_EVERY_S:
+                    bar.refresh()
+                    drawn_s = time.monotonic()
+
+            yield draw
     else:
         yield _lines(steps)
 

@@ -322,14 +322,18 @@ def run(arguments: TrainingArguments) -> None:
 
     The same program runs under torchrun with `autopar worker`.
     """
+    chosen = Plan.load(arguments.plan)
+    # Ranks are forks of this process, and libraries read this where they are imported.
+    os.environ.update({name: str(chosen.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")})
+
     from autopar import api
     from autopar.cli.output import long_simulation, steps_progress
+    from autopar.ranks.fork_server import forked_servers
 
-    chosen = Plan.load(arguments.plan)
     arguments.check(chosen)
     # What is not there is said before any rank starts.
     model_of(chosen, arguments.plan)
-    with steps_progress(arguments.known_steps) as progress:
+    with forked_servers(), steps_progress(arguments.known_steps) as progress:
         outcome = api.train(
             arguments.plan, seed=arguments.seed, progress=progress, phases=long_simulation, **arguments.options()
         )

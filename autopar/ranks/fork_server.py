@@ -5,8 +5,10 @@ every one ended. What a rank needs takes seconds of a processor to import, which
 
 ``python -m autopar.ranks.fork_server`` is the process that ranks are forked from, and the main loop of each of them.
 The server imports what ranks need, forks them, and reports who has ended; it computes nothing, for a process that has
-threads or has asked for a GPU cannot be forked. A rank reads jobs as JSON lines from one pipe and answers on another;
-when its input closes, or its parent dies, it ends. Nothing that crosses is a pickle.
+threads or has asked for a GPU cannot be forked. A command that has imported all this itself forks the server in place
+of starting it (:func:`forked_servers`), as long as it has no thread and no GPU either. A rank reads jobs as JSON lines
+from one pipe and answers on another; when its input closes, or its parent dies, it ends. Nothing that crosses is a
+pickle.
 
 Why: docs/design/decisions.md, "Ranks: Ranks are forked from one process".
 """
@@ -22,10 +24,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from autopar.ranks.monitor import AnswerPipe, RankProcess
 
@@ -59,7 +64,6 @@ class ForkServer:
             "answers": [writer for _, writer in answers],
         }
         environment = {
-            **os.environ,
             "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
             "OMP_NUM_THREADS": str(threads),
             "MKL_NUM_THREADS": str(threads),
@@ -74,14 +78,8 @@ class ForkServer:
         ]
         self.links = [RankProcess(ForkedProcess(self, rank, job), pipe) for rank, (job, pipe) in enumerate(pipes)]
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "autopar.ranks.fork_server", json.dumps(settings)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=of_server,
-                start_new_session=True,
-                env=environment,
-            )
+            start = _fork if can_fork() else _start
+            self._process = start(settings, environment, of_server)
         finally:
             for each in of_server:
                 os.close(each)
@@ -152,9 +150,125 @@ class ForkedProcess:
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
+class _Server(Protocol):
+    """The server's process, as :class:`subprocess.Popen` has it."""
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+_Settings = dict[str, Any]
+"""What the server is told; plain data."""
+
+_FORKS = ContextVar("_FORKS", default=False)
+
+
+@contextmanager
+def forked_servers() -> Iterator[None]:
+    """Let servers be forks of this process inside the block, which is a command's, not a user's with what it holds."""
+    token = _FORKS.set(True)
+    try:
+        yield
+    finally:
+        _FORKS.reset(token)
+
+
+def can_fork() -> bool:
+    """Tell whether the server may be a fork of this process now: it has no other thread, and no GPU."""
+    torch = sys.modules.get("torch")
+    if not _FORKS.get() or torch is None or torch.cuda.is_initialized() or sys.platform != "linux":
+        return False
+    return len(os.listdir("/proc/self/task")) == 1
+
+
+def _start(settings: _Settings, environment: Mapping[str, str], held: Sequence[int]) -> _Server:
+    """Start the server as a process of its own, which has ``held``."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "autopar.ranks.fork_server", json.dumps(settings)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=held,
+        start_new_session=True,
+        env={**os.environ, **environment},
+    )
+
+
+def _fork(settings: _Settings, environment: Mapping[str, str], held: Sequence[int]) -> _Server:
+    """Fork the server, which has ``held``, and nothing else that this process has open."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return _ForkedServer(pid)
+    code = 1
+    try:
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for each in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *held}:
+            with suppress(OSError):
+                os.close(each)
+        os.environ.update(environment)
+        _serve_ranks(settings)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Nothing that the command would do at its end is done here.
+        with suppress(OSError):
+            sys.stderr.flush()
+        os._exit(code)
+
+
+class _ForkedServer:
+    """The process of a forked server."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._code = pid, None if pid else 0
+
+    def terminate(self) -> None:
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it has ended, and return how.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not.
+        """
+        end_s = None if timeout is None else time.monotonic() + timeout
+        while self._code is None:
+            found, status = os.waitpid(self._pid, 0 if end_s is None else os.WNOHANG)
+            if found:
+                self._code = os.waitstatus_to_exitcode(status)
+            elif end_s is not None and time.monotonic() > end_s:
+                raise subprocess.TimeoutExpired("the server of ranks", timeout or 0.0)
+            else:
+                time.sleep(_LOOK_S)
+        return self._code
+
+    def _send(self, number: int) -> None:
+        if self._code is None:
+            os.kill(self._pid, number)
+
+
+_LOOK_S = 0.005
+
+
 def main() -> None:
     """Fork ranks, and wait until all have ended."""
-    settings = json.loads(sys.argv[1])
+    _serve_ranks(json.loads(sys.argv[1]))
+
+
+def _serve_ranks(settings: _Settings) -> None:
     die_with(int(settings["parent"]))
     # An interrupt of this process alone ends it as any signal does, without a traceback; its parent says so.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -18,7 +18,7 @@ from typing import Self
 
 from autopar.errors import AutoparError, TrainingError
 from autopar.ranks.board import SET_UP_S, Board
-from autopar.ranks.fork_server import ForkServer
+from autopar.ranks.fork_server import ForkServer, can_fork
 from autopar.ranks.monitor import Describe, RankMonitor, Watch
 from autopar.ranks.scratch import Scratch
 from autopar.signals import stopping
@@ -60,7 +60,9 @@ class RankPool:
         self._jobs = 0
         self._server: ForkServer | None = None
         try:
-            self._server = _LASTING.call(partial(ForkServer, size, threads, imports), ForkServer.close)
+            start = partial(ForkServer, size, threads, imports)
+            # A fork is made by this process's only thread, and ends with it.
+            self._server = start() if can_fork() else _LASTING.call(start, ForkServer.close)
         except BaseException:
             self.close()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -18,6 +19,7 @@ import torch
 
 from autopar.capture.batch import seed_data
 from autopar.capture.source import UserModel
+from autopar.code import import_first
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.profile import path_of
@@ -25,6 +27,7 @@ from autopar.formats.program import Fault, Program, parse_faults
 from autopar.ranks.board import SET_UP_S
 from autopar.ranks.context import RankContext, join_from_environment
 from autopar.ranks.environment import LaunchedRank
+from autopar.ranks.fork_server import can_fork
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
 from autopar.ranks.siblings import refuse_siblings
@@ -157,6 +160,8 @@ def run_options(
     )
 
 
+OPTIMIZERS_IMPORT = "torch._dynamo"
+"""What torch imports where the first optimizer is made: a second, and every rank makes one."""
 StepProgress = Callable[[int, float], None]
 """Called with (step, loss of the mini-batch) as steps end."""
 
@@ -179,27 +184,33 @@ def run(
     refuse_siblings(os.environ)
     program = _program(plan, options)
     _check_devices(plan, options.share_gpus)
-    user_model = load_for(options.settings, model, options.data, plan)
-    steps = _steps(user_model, plan, options)
-    name = new_set()
-    with folder_of(options.save), set_of(options.save, name), _attempt(options, steps) as attempt:
-        facts = RunFacts(steps, name, attempt)
-        # The ranks start while this process captures the model.
-        with Scratch("run") as scratch, _ranks(plan, pool, options.share_gpus) as ranks:
-            initial = Workspace(scratch.path).prepare(user_model, plan, options.weights)
-            results = ranks.run(
-                "autopar.runtime.start.worker:train",
-                _arguments(plan, program, model, scratch.path, options, facts),
-                ranks=len(plan.devices),
-                timeout_s=options.timeout_s,
-                describe=describe(program),
-                on_message=_sum_losses(plan, progress),
-                on_slow=partial(say_slow, plan, program),
-                on_failure=black_box_of(options.black_box, program, range(len(plan.devices))),
-                stoppable=True,
-            )
-        found = [cast(RankResult, result) for result in results]
-        return _conclude(plan, program, found, options, initial, facts)
+    name, file = new_set(), path_of(model)
+    if can_fork():
+        # Once, for this process and the ranks, which are its forks.
+        importlib.import_module(OPTIMIZERS_IMPORT)
+        if file is not None:
+            import_first(Path(file))
+    # The ranks start while this process loads and captures the model.
+    with _ranks(plan, pool, options.share_gpus) as ranks:
+        user_model = load_for(options.settings, model, options.data, plan)
+        steps = _steps(user_model, plan, options)
+        with folder_of(options.save), set_of(options.save, name), _attempt(options, steps) as attempt:
+            facts = RunFacts(steps, name, attempt)
+            with Scratch("run") as scratch:
+                initial = Workspace(scratch.path).prepare(user_model, plan, options.weights)
+                results = ranks.run(
+                    "autopar.runtime.start.worker:train",
+                    _arguments(plan, program, model, scratch.path, options, facts),
+                    ranks=len(plan.devices),
+                    timeout_s=options.timeout_s,
+                    describe=describe(program),
+                    on_message=_sum_losses(plan, progress),
+                    on_slow=partial(say_slow, plan, program),
+                    on_failure=black_box_of(options.black_box, program, range(len(plan.devices))),
+                    stoppable=True,
+                )
+            found = [cast(RankResult, result) for result in results]
+            return _conclude(plan, program, found, options, initial, facts)
 
 
 def join(
@@ -450,7 +461,11 @@ def _ranks(plan: Plan, pool: RankPool | None, share_gpus: bool) -> Iterator[Rank
     else:
         size, device_type = len(plan.devices), plan.device_type
         with RankPool(
-            size, threads=plan.threads, device_type=device_type, share_gpus=share_gpus, imports=[train.__module__]
+            size,
+            threads=plan.threads,
+            device_type=device_type,
+            share_gpus=share_gpus,
+            imports=[train.__module__, OPTIMIZERS_IMPORT],
         ) as own:
             yield own
 

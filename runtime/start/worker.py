@@ -301,8 +301,7 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     settings = TrainSettings(**arguments["settings"])
     model = load_for(settings, arguments["model"], None if arguments["data"] is None else Path(arguments["data"]), plan)
     workspace = Workspace(Path(arguments["workspace"]))
-    own = {name for index in stages_of(plan, context.rank)[0] for name in plan.stages[index].layers}
-    graph = workspace.graph(model, plan, own)
+    graph = workspace.graph(model, plan, context.rank)
     edited = arguments["program"]
     program = None if edited is None else Program.parse(edited, Path("program.json"))
     faults = [Fault.parse(each) for each in arguments["faults"]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, zip_longest
@@ -29,6 +29,7 @@ from autopar.formats.plan import Plan
 from autopar.runtime import weights
 from autopar.runtime.stage.layers import crossing_specs, crossings
 from autopar.runtime.update import check_together, whole_settings
+from autopar.schedules.expand import stages_of
 
 _METHODS = ("reset_parameters", "_reset_parameters")
 
@@ -301,10 +302,10 @@ class Workspace:
         seed, layers = plan.seed, [name for stage in plan.stages for name in stage.layers]
         if weights_folder is None and not _too_large(model, seed):
             module = model.build(seed)
-            graph = recall(model, module, seed, layers)
+            graph = recall(model, module, seed, layers, shapes=_splits(plan))
             self._write(dict(module.named_parameters()) | dict(module.named_buffers()))
             return module, graph, f"model(), seed {seed}"
-        module, graph = outline(model, seed, layers)
+        module, graph = outline(model, seed, layers, shapes=_splits(plan))
         if weights_folder is not None:
             self._link(module, weights_folder)
             return module, graph, f"files in {weights_folder}"
@@ -317,11 +318,14 @@ class Workspace:
         path = self.folder / SETTINGS
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
-    def graph(self, model: UserModel, plan: Plan, only: Collection[str] | None = None) -> LayerGraph:
-        """Return the graph for one rank, without weights; of layers beside ``only``, nothing that runs."""
-        if (self.folder / GRAPH).exists():
-            return load_graph(self.folder / GRAPH, only=only)
-        return outline(model, plan.seed)[1]
+    def graph(self, model: UserModel, plan: Plan, rank: int | None = None) -> LayerGraph:
+        """Return the graph for one rank, or for all, without weights; of others' layers there is nothing that runs."""
+        if not (self.folder / GRAPH).exists():
+            return outline(model, plan.seed)[1]
+        if rank is None or _splits(plan):
+            return load_graph(self.folder / GRAPH)
+        own = {name for index in stages_of(plan, rank)[0] for name in plan.stages[index].layers}
+        return load_graph(self.folder / GRAPH, only=own, shapes=False)
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return initial parameters and buffers by name."""
@@ -365,7 +369,12 @@ class Workspace:
 
     def _write(self, state: dict[str, torch.Tensor]) -> None:
         values = {name: value.detach() for name, value in state.items()}
-        weights.write(self.folder / WEIGHTS / weights.SINGLE, values, durable=False)
+        weights.write(self.folder / WEIGHTS / weights.SINGLE, values, durable=False, hashed=False)
+
+
+def _splits(plan: Plan) -> bool:
+    """Tell whether layers are split, each by the shapes in its graph."""
+    return any(stage.tensor_parallel > 1 for stage in plan.stages)
 
 
 def _too_large(model: UserModel, seed: int) -> bool:
