@@ -43,7 +43,7 @@ class Entry:
     key: str
     """What it is found by: the identity of its model."""
     model: str
-    """MODEL, as it was written when it was captured."""
+    """The model's file, or the class of a model that a script has made."""
     sha256: str
     """Of the model's file."""
     imports: Mapping[str, str]

@@ -140,7 +140,8 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = no_pr
         module = _build(user, options)
         precision = _precision(module, user, options.precision)
         progress("capturing the model", 0.0)
-        graph, keep = capture_to_keep(user, module, options.seed)
+        captured = capture_to_keep(user, module, options.seed)
+        graph = captured.graph
         if graph.hollow:
             notes, difference = [HOLLOW], None
         else:
@@ -155,7 +156,7 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = no_pr
         if why is not None:
             notes.append(NEEDS_ALL.format(why=why))
         indivisible = try_sharding(user, trained)
-        kept = keep()
+        kept = captured.keep()
         if kept is not None:
             progress(f"keeping the captured model for later runs ({kept.bytes:,} bytes; `autopar cache list`)", 1.0)
     graph = replace(graph, short=None)

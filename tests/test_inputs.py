@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 import autopar
+from autopar.cache import Cache, Entry
+from autopar.code import code_of_file
 from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
@@ -54,6 +56,31 @@ def test_a_plan_s_inputs_are_those_that_it_was_made_of_and_predict_the_step_that
     with pytest.raises(FileError, match=r"\$\.profile\.path: no such file: .*; or pass `profile`"):
         read_inputs(path, cluster="4xH100")
     assert read_inputs(path, folder / "other.json", "4xH100")[1] == found[1]
+
+
+def test_a_model_file_elsewhere_is_opened_if_this_user_has_captured_it_as_it_is(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere, path = tmp_path / "zoo" / "model.py", folder / "plans" / "plan.json"
+    elsewhere.parent.mkdir()
+    elsewhere.write_text("import helper\n")
+    (elsewhere.parent / "helper.py").write_text("")
+    loaded, source = Plan.load(path), "../../../zoo/model.py"
+    plan = loaded.model_copy(update={"model": loaded.model.model_copy(update={"source": source})})
+    (tmp_path / "work" / "made" / "plans").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "cache"))
+    code = code_of_file(elsewhere)
+
+    for imports in ({}, code.imports):
+        with pytest.raises(FileError, match="leads out of"):
+            model_of(plan, path)
+        entry = Entry(str(len(imports)), "zoo/model.py", code.sha256, imports, 0.0, 1)
+        assert Cache(tmp_path / "cache").keep(entry, Path.mkdir)
+    assert Path(model_of(plan, path)).samefile(elsewhere)
+    (elsewhere.parent / "helper.py").write_text("changed = True\n")
+    with pytest.raises(FileError, match="leads out of"):
+        model_of(plan, path)
 
 
 def test_model_and_data_are_found_from_the_plan_s_folder(folder: Path) -> None:

@@ -39,6 +39,8 @@ _PREFIXES = ("TRANSFORMERS_", "HF_", "PYTORCH_", "TIMM_")
 """Of variables that libraries read when they are imported, and models go by."""
 _HASHES = "._original_object_hash"
 """What Transformers keeps of Python's ``hash()``, which is another in every process."""
+MOST_BYTES = 2**28
+"""Of tensors and arrays beside the model's own, such as a data set that a trainer holds, that are looked at."""
 _ABSENT = "absent"
 _OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _OF_SYSTEM = ("/proc/", "/dev/", "/sys/")
@@ -59,11 +61,14 @@ def identity(
     parts = [*(facts or {}).items(), *_surroundings(model), *_structure(model), *_batch(batch)]
     for part in parts:
         found.update(repr(part).encode("utf-8", "replace"))
-    walked = 0
+    walked = size = 0
     for path, value, before in walk(roots_of(model, loss)):
         walked += 1
         if path.inner.endswith(_HASHES):
             continue
+        size += value.nbytes if before is None and isinstance(value, (torch.Tensor, numpy.ndarray)) else 0
+        if size > MOST_BYTES:
+            return None
         token = ("same", str(before)) if before is not None else _token(value)
         found.update(repr((str(path), token)).encode("utf-8", "replace"))
     return found.hexdigest() if walked < MOST_OBJECTS else None

@@ -10,9 +10,11 @@ graph of ``layers(model)`` is not kept: it consists of the user's modules.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,9 +45,19 @@ def recall(
         ModelError: as :func:`autopar.capture.export.capture`.
         CaptureError: likewise.
     """
-    graph, keep = capture_to_keep(model, module, seed, recalls=True, layers=layers, shapes=shapes)
-    keep()
-    return graph
+    found = capture_to_keep(model, module, seed, recalls=True, layers=layers, shapes=shapes)
+    found.keep()
+    return found.graph
+
+
+class Capture(NamedTuple):
+    """A captured graph."""
+
+    graph: LayerGraph
+    keep: Callable[[], Entry | None]
+    """Keeps it in the user's cache, once it has been checked; returns its entry, if there is one then."""
+    found: bool = False
+    """Whether it was there."""
 
 
 def capture_to_keep(
@@ -56,8 +68,9 @@ def capture_to_keep(
     recalls: bool = False,
     layers: Sequence[str] | None = None,
     shapes: bool = True,
-) -> tuple[LayerGraph, Callable[[], Entry | None]]:
-    """Capture a model; return the graph, and what keeps it in the user's cache once it has been checked.
+    **facts: object,
+) -> Capture:
+    """Capture a model, to be kept in the user's cache once it has been checked.
 
     Args:
         model: the user's file.
@@ -66,6 +79,7 @@ def capture_to_keep(
         recalls: whether what is kept already will do.
         layers: names that it must have then; None: any.
         shapes: whether it has shapes then (:func:`autopar.capture.store.load_graph`).
+        facts: what else has to be the same.
 
     Raises:
         ModelError: as :func:`autopar.capture.export.capture`.
@@ -73,36 +87,51 @@ def capture_to_keep(
     """
     kept = users_cache() if model.layers is None else None
     if kept is None:
-        return capture(model, module), lambda: None
-    found = list[tuple[Entry, LayerGraph]]()
+        return Capture(capture(model, module), lambda: None)
+    made, hits = list[tuple[Entry, LayerGraph]](), list[str]()
 
     def captured(module: nn.Module, batch: object, *rest: Any, keep_modes: bool = False) -> LayerGraph:  # noqa: ANN401
-        key = _identity_of(model, module, batch, seed, keep_modes=keep_modes)
+        key = _identity_of(model, module, batch, {**facts, "seed": seed, "keep_modes": keep_modes})
         if key is not None and recalls:
             values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
             graph = _found(kept, key, values, shapes=shapes)
             if graph is not None and layers in (None, [layer.name for layer in graph.layers]):
                 if not keep_modes:
                     module.train()
+                hits.append(key)
                 return graph
+        if recalls:
+            _say_changed(kept, model)
         reads = WorldReads()
         with reads.noted():
             graph = capture_module(module, batch, *rest, keep_modes=keep_modes)
         if key is not None and graph.portable:
             reads.add_files(graph.files_run)
-            about = model.spec, model.sha256, dict(model.imports), time.time(), len(graph.layers)
-            found.append((Entry(key, *about, reads.files, reads.environment), graph))
+            about = _place(model), model.sha256, dict(model.imports), time.time(), len(graph.layers)
+            made.append((Entry(key, *about, reads.files, reads.environment), graph))
         return graph
 
     graph = capture(model, module, captured)
 
     def keep() -> Entry | None:
-        if not found:
+        if not made:
             return None
-        entry, kept_graph = found[0]
+        entry, kept_graph = made[0]
         return kept.keep(entry, lambda folder: save_graph(kept_graph, folder))
 
-    return graph, keep
+    return Capture(graph, keep, bool(hits))
+
+
+def _place(model: UserModel) -> str:
+    """Return where a model is from: its file, or the class of one that a script has made."""
+    return os.path.abspath(model.path) if model.path.exists() else model.spec
+
+
+def _say_changed(kept: Cache, model: UserModel) -> None:
+    """Say that a model's code is no longer what was captured, where that is why it is captured again."""
+    of_file = [entry for entry in kept.entries() if entry.model == _place(model)]
+    if of_file and all((entry.sha256, entry.imports) != (model.sha256, model.imports) for entry in of_file):
+        sys.stderr.write(f"autopar: {model.spec} has changed since it was captured, and is captured again\n")
 
 
 def _found(kept: Cache, key: str, values: Mapping[str, torch.Tensor], *, shapes: bool) -> LayerGraph | None:
@@ -118,14 +147,9 @@ def _found(kept: Cache, key: str, values: Mapping[str, torch.Tensor], *, shapes:
     return None
 
 
-def _identity_of(model: UserModel, module: nn.Module, batch: object, seed: int | None, **how: bool) -> str | None:
-    facts = {
-        "sha256": model.sha256,
-        "imports": sorted(model.imports.items()),
-        "ignored": model.ignored_state,
-        "seed": seed,
-        **how,
-    }
+def _identity_of(model: UserModel, module: nn.Module, batch: object, more: Mapping[str, object]) -> str | None:
+    imports = sorted(model.imports.items())
+    facts = {"sha256": model.sha256, "imports": imports, "ignored": model.ignored_state, **more}
     try:
         return identity(module, batch, model.loss, facts)
     except Exception:

@@ -32,6 +32,7 @@ from autopar.capture.losses import check_loss, counted_loss
 from autopar.capture.meta import release
 from autopar.capture.model_state import deep_copy, preserve_modes
 from autopar.capture.python_state import Path, roots_of
+from autopar.capture.recall import capture_to_keep
 from autopar.capture.source import UserModel
 from autopar.errors import AutoparError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Plan
@@ -71,8 +72,13 @@ class Capturing:
             functions = {**functions, "loss": counted_loss(model)}
         self._user = replace(given_model(model, self._batch, **functions), ignored_state=plan.ignored_state)
         with preserve_modes(model.modules()):
-            graph = capture(self._user, model)
-            self.check(graph)
+            planned = [name for stage in plan.stages for name in stage.layers]
+            captured = capture_to_keep(self._user, model, recalls=True, layers=planned, checked=self._checks_loss)
+            graph = captured.graph
+            self._portable = graph.portable
+            if not captured.found:
+                self.check(graph)
+                captured.keep()
             if not graph.portable:
                 # Its layers are the model's own modules, whose parameters are about to be replaced.
                 graph = capture(self._user, deep_copy(model, sharing=True))

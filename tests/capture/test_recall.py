@@ -51,6 +51,15 @@ def test_a_graph_of_something_else_is_not_found(change: str, folder: Path) -> No
     assert recalled(folder)[0] == (change not in CHANGES or "forward" not in change)
 
 
+def test_changed_code_is_captured_again_and_said_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for change, said in (("configuration", False), ("helper", True)):
+        recalled(folder)
+        capsys.readouterr()
+        CHANGES[change](folder)
+        recalled(folder)
+        assert ("has changed since it was captured" in capsys.readouterr().err) == said
+
+
 def test_what_is_torn_is_captured_again(folder: Path) -> None:
     random = Random(0)
     for _ in range(4):

@@ -123,3 +123,38 @@ def test_jobs_are_answered_in_turn_whatever_becomes_of_the_ones_before(tmp_path:
 def test_a_process_whose_parent_is_gone_before_it_began_serves_nothing(tmp_path: Path) -> None:
     code, answers, _ = serve([job(tmp_path, 0, "jobs_for_ranks:add_up")], os.getppid())
     assert (code, answers) == (1, [])
+
+
+FORKING = """
+import os, sys, threading, torch
+from autopar.ranks.fork_server import can_fork, forked_servers
+from autopar.ranks.pool import RankPool
+held = open(sys.argv[0])
+with forked_servers():
+    before = can_fork()
+    with RankPool(2, imports=["jobs_for_ranks"]) as pool:
+        server = pool._server._process
+        pool.run("jobs_for_ranks:add_up")
+        pids = [pool._server.pid_of(rank) for rank in range(2)]
+        files = [os.readlink(f"/proc/{pid}/fd/{each}") for pid in pids for each in os.listdir(f"/proc/{pid}/fd")]
+        print(before, not hasattr(server, "args"), can_fork(), sys.argv[0] in files, *pids, flush=True)
+        if "die" in sys.argv:
+            os.kill(os.getpid(), 9)
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    print(can_fork(), server.wait(), flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="servers are forked on Linux")
+@pytest.mark.parametrize("end", ["close", "die"])
+def test_a_command_forks_its_server_which_has_nothing_of_it_and_ends_with_it(end: str, tmp_path: Path) -> None:
+    script = tmp_path / "command.py"
+    script.write_text(FORKING)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), end]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100, check=False)
+    first, *rest = done.stdout.splitlines()
+    *told, one, other = first.split()
+    assert told == ["True", "True", "True", "False"], done.stderr
+    until(lambda: not alive(int(one)) and not alive(int(other)))
+    assert (done.returncode, rest) == ((0, ["False 0"]) if end == "close" else (-9, []))
