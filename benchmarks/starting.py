@@ -3,9 +3,9 @@
     python benchmarks/starting.py --repeats 3 --json benchmarks/results/starting.json
 
 The example GPT and Transformers' GPT-2 (124 million parameters, 64 tokens) are profiled, and planned in two stages. A
-run is ended by a fault as a rank begins its first forward; its seconds of processors are those of all its processes, and
-hold what saying so takes. Medians; each command is a fresh process, with one thread a rank. `--cold` clears away what
-was captured before each command, for comparison. Wants an otherwise idle machine.
+run is ended by a fault as a rank begins its first forward; its seconds of processors are those of all its processes,
+and hold what saying so takes. Medians; each command is a fresh process, with one thread a rank. `--cold` clears away
+what was captured before each command, for comparison. Wants an otherwise idle machine.
 """
 
 from __future__ import annotations
