@@ -24,8 +24,9 @@ from autopar.formats.program import ActionPrices, Program
 from autopar.formats.timeline import Timeline, sending_of, track_of
 from autopar.planner.bounds import binding
 from autopar.planner.candidate import Candidate, CandidateStage, Family, place, plain, splits_backward, with_depths
+from autopar.planner.costs import memoize
 from autopar.planner.costs.communication import Collective
-from autopar.planner.costs.layers import LayerCosts, Seconds
+from autopar.planner.costs.layers import Launches, LayerCosts, Seconds
 from autopar.planner.costs.memory import backwards
 from autopar.planner.costs.model import CostModel, Durations, durations, prices_of, rank_bytes
 from autopar.planner.options import PlanOptions
@@ -448,13 +449,15 @@ class DictatedRun:
         accumulate_s: Sequence[float],
         update_s: Sequence[float],
         overhead_s: float,
+        launches_s: tuple[Mapping[int, Sequence[float]], Mapping[int, Sequence[float]]] | None = None,
     ) -> float:
         """Return the seconds of a step, given every layer's times by number of samples.
 
         ``accumulate_s`` is what a backward takes beyond ``backward_s`` where it adds to gradients that are there,
-        ``overhead_s`` what a step takes beside its layers.
+        ``overhead_s`` what a step takes beside its layers. Of a host that launches forwards and backwards,
+        ``launches_s`` are its seconds.
         """
-        costs = self._costs.with_layer_costs(_GivenTimes(forward_s, backward_s, accumulate_s, update_s))
+        costs = self._costs.with_layer_costs(_GivenTimes(forward_s, backward_s, accumulate_s, update_s, launches_s))
         times = replace(durations(costs, self._candidate), overhead_s=overhead_s)
         return run(self._program, _first_replicas(times, self._width))
 
@@ -468,15 +471,17 @@ class _GivenTimes(LayerCosts):
         backward_s: Mapping[int, Sequence[float]],
         accumulate_s: Sequence[float],
         update_s: Sequence[float],
+        launches_s: tuple[Mapping[int, Sequence[float]], Mapping[int, Sequence[float]]] | None,
     ) -> None:
-        self._forward = {rows: [0.0, *accumulate(seconds)] for rows, seconds in forward_s.items()}
-        self._backward, self._accumulate = backward_s, accumulate_s
+        self._accumulate, self.has_launches = accumulate_s, launches_s is not None
+        self._seconds_of: dict[str, Mapping[int, Sequence[float]]] = {"forward_s": forward_s, "backward_s": backward_s}
+        if launches_s is not None:
+            self._seconds_of |= zip(("forward_launch_s", "backward_launch_s"), launches_s, strict=True)
         self.update_sums = [0.0, *accumulate(update_s)]
 
-    def sums(self, field: Seconds, rows: float, adding: float = 0.0) -> list[float]:
-        if field == "forward_s":
-            return self._forward[int(rows)]
-        each = zip(self._backward[int(rows)], self._accumulate, strict=True)
+    @memoize
+    def sums(self, field: Seconds | Launches, rows: float, adding: float = 0.0) -> list[float]:
+        each = zip(self._seconds_of[field][int(rows)], self._accumulate, strict=True)
         return [0.0, *accumulate(seconds + adding * more for seconds, more in each)]
 
 

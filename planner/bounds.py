@@ -245,30 +245,36 @@ def work_s(costs: CostModel, family: Family) -> float:
     Replicas that take turns, sharding and recomputation only add to a layer's work.
     """
     least = np.minimum.reduce([layers_work_s(costs, family, kind) for kind in sorted(set(costs.kind_of))])
-    return costs.profile.step_overhead_s + float(least.sum()) / len(costs.devices)
+    return costs.profile.step_overhead_s + max(float(queue.sum()) for queue in least) / len(costs.devices)
 
 
 def layers_work_s(costs: CostModel, family: Family, kind: int) -> npt.NDArray[np.float64]:
-    """Return the least work of a step, by layer, on any number of one kind of device, together."""
-    least = np.full(costs.layer_count, np.inf)
+    """Return the least work of a step, ``[queue, layer]``, on any number of one kind of device, together.
+
+    The queues are the device's and the host's (:mod:`autopar.planner.costs.queues`); one that is not known is taken to
+    be as long as the device's. No plan takes less than all layers in either.
+    """
+    least = np.full((2, costs.layer_count), np.inf)
     count = costs.kind_of.count(kind)
     most = count if costs.divisible else min(count, family.micro_batch_size)
     for width in range(1, most + 1):
-        total = np.zeros(costs.layer_count)
+        totals = np.zeros((2, costs.layer_count))
         adding = costs.adding(family.micro_batches, width)
         for rows, replicas in Counter(costs.shares(family.micro_batch_size, width)).items():
-            total += replicas * np.diff(costs.sums.forward(rows, kind=kind))
-            total += replicas * _backwards_s(costs, family, rows, adding, kind)
-        least = np.minimum(least, total)
+            queues = costs.seconds.by_queue(rows, adding, kind, split=splits_backward(family.schedule))
+            for total, (forward, *ways) in zip(totals, (queues[0], queues[-1]), strict=True):
+                total += replicas * np.diff(forward)
+                total += replicas * _backwards_s(*ways)
+        least = np.minimum(least, totals)
     return least * family.micro_batches * (1 - ROUNDING)
 
 
-def _backwards_s(costs: CostModel, family: Family, rows: float, adding: float, kind: int) -> npt.NDArray[np.float64]:
+def _backwards_s(whole_sums: Sequence[float], *halves_sums: Sequence[float]) -> npt.NDArray[np.float64]:
     """Return the seconds of every layer's backward; where some may be whole and some in halves, the fewest."""
-    whole: npt.NDArray[np.float64] = np.diff(np.array(costs.sums.backward(rows, adding, kind=kind)))
-    if not splits_backward(family.schedule):
+    whole: npt.NDArray[np.float64] = np.diff(np.array(whole_sums))
+    if not halves_sums:
         return whole
-    both: npt.NDArray[np.float64] = np.diff(np.array(costs.sums.halves(rows, adding, kind=kind))).sum(axis=0)
+    both: npt.NDArray[np.float64] = np.diff(np.array(halves_sums)).sum(axis=0)
     return np.minimum(whole, both)
 
 

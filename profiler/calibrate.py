@@ -62,8 +62,9 @@ class PricedRun(Protocol):
         accumulate_s: Sequence[float],
         update_s: Sequence[float],
         overhead_s: float,
+        launches_s: tuple[Mapping[int, Sequence[float]], Mapping[int, Sequence[float]]],
     ) -> float:
-        """Return the seconds of a step, given every layer's times by number of samples."""
+        """Return the seconds of a step, given every layer's times, and those of launches, by number of samples."""
 
 
 @dataclass(frozen=True)
@@ -138,17 +139,21 @@ def predict(observations: Sequence[Observation], constants: Constants) -> list[f
 def _step_seconds(load: Workload, constants: Constants) -> Callable[[Observation], float]:
     """Return what gives the seconds of a step of this workload's runs."""
     times = layer_seconds(load, constants)
-    forward_s, backward_s, backward_again_s = (
-        dict(zip(load.sizes, seconds.tolist(), strict=True))
-        for seconds in (times.forward_s, times.backward_s, times.backward_s + times.forward_s)
-    )
+    kernels = _by_rows(load, times.forward_s, times.backward_s)
+    launches = _by_rows(load, times.forward_launch_s, times.backward_launch_s)
     once_s = times.accumulate_s.tolist(), times.update_s.tolist()
 
     def step_s(each: Observation) -> float:
-        backwards_s = backward_again_s if each.recompute else backward_s
-        return each.run.step_s(forward_s, backwards_s, *once_s, constants.step_s)
+        launches_s = launches[0], launches[1 + each.recompute]
+        return each.run.step_s(kernels[0], kernels[1 + each.recompute], *once_s, constants.step_s, launches_s)
 
     return step_s
+
+
+def _by_rows(load: Workload, forward_s: Numbers, backward_s: Numbers) -> Sequence[Mapping[int, Sequence[float]]]:
+    """Return by number of samples the seconds of forwards, of backwards, and of backwards that run forward again."""
+    ways = forward_s, backward_s, backward_s + forward_s
+    return [dict(zip(load.sizes, seconds.tolist(), strict=True)) for seconds in ways]
 
 
 def _fit(observations: Sequence[Observation], start: Constants) -> Constants:

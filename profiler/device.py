@@ -12,7 +12,7 @@ import platform
 import subprocess
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +118,7 @@ class Time(NamedTuple):
     """What one call took."""
 
     seconds: float
+    """On a GPU, of its kernels, which waited for no launch."""
     launch_s: float | None = None
     """Seconds in which the host handed the call's work to the device; none where the host computes itself."""
 
@@ -145,35 +146,70 @@ class CallClock:
         return [Time(seconds) for seconds in self._host_s]
 
 
-class _DeviceClock(CallClock):
-    """Times between events on the device: one call follows the other, and nobody waits before all are queued."""
+class _LaunchClock(CallClock):
+    """Seconds of the host alone: the device has nothing to do when a call begins, so that no launch waits for room."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        torch.cuda.synchronize(device)
         self._device = device
+
+    def time(self, work: Callable[[], None]) -> None:
+        torch.cuda.synchronize(self._device)
+        super().time(work)
+
+
+_CYCLES_PER_S = 3e9
+"""More than a GPU's clock has, so that a delay is no shorter than it is to be."""
+_LEAST_DELAY_S = 50e-6
+
+
+class _KernelClock(CallClock):
+    """Seconds of the device alone, between two events.
+
+    It is kept busy before the first for as long as launching the call took, and half as long again: when it comes to
+    the call's kernels, all of them wait for it. A queue has room for about a thousand; the host is ahead of longer
+    ones, too, if it is as quick as the device.
+    """
+
+    def __init__(self, device: torch.device, launches: Sequence[Time]) -> None:
+        super().__init__()
+        self._device, self._launches = device, launches
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def time(self, work: Callable[[], None]) -> None:
+        delay_s = _LEAST_DELAY_S + 1.5 * self._launches[len(self._events)].seconds
+        torch.cuda._sleep(int(delay_s * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
         first, last = _event(), _event()
         first.record()
-        super().time(work)
+        work()
         last.record()
         self._events.append((first, last))
 
     def times(self) -> list[Time]:
         torch.cuda.synchronize(self._device)
-        pairs = zip(self._events, self._host_s, strict=True)
-        return [Time(first.elapsed_time(last) / 1e3, host_s) for (first, last), host_s in pairs]
+        return [Time(first.elapsed_time(last) / 1e3) for first, last in self._events]
 
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def clock_of(device: torch.device) -> CallClock:
-    """Return a clock for what runs on a device."""
-    return _DeviceClock(device) if device.type == "cuda" else CallClock()
+def timed(device: torch.device, run: Callable[[CallClock], None]) -> list[Time]:
+    """Return the times of the calls that ``run`` hands to a clock, in order.
+
+    Where the device is a GPU, ``run`` is called twice, and makes the same calls: the first time their launches are
+    timed, the second time their kernels.
+    """
+    if device.type != "cuda":
+        clock = CallClock()
+        run(clock)
+        return clock.times()
+    host = _LaunchClock(device)
+    run(host)
+    launches = host.times()
+    kernels = _KernelClock(device, launches)
+    run(kernels)
+    return [Time(each.seconds, launch.seconds) for each, launch in zip(kernels.times(), launches, strict=True)]
 
 
 SAMPLE_S = 0.05

@@ -204,7 +204,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Times by (micro-batch size, layer); of adding to gradients and of the optimizer's step, by layer."""
+    """Times of kernels and of launches by (micro-batch size, layer); of adding to gradients, in which the longer of
+    both counts, and of the optimizer's step, by layer.
+    """
 
     forward_s: Numbers
     backward_s: Numbers
@@ -313,13 +315,13 @@ def layer_seconds(load: Workload, constants: Constants) -> LayerSeconds:
     """Price a workload."""
     launch_s = [constants.forward_launch_s] + 3 * [constants.backward_launch_s]
     per_group = np.tile(launch_s, load.table.groups // 4)
-    every = seconds(load.table, load.gpu, constants, per_group).reshape(-1, 4)
+    every = seconds(load.table, load.gpu, constants).reshape(-1, 4)
     launches = (load.table.launches * per_group).reshape(-1, 4)
     return LayerSeconds(
         forward_s=every[load.places, 0],
         backward_s=every[load.places, 1],
         backward_input_s=every[load.places, 2],
-        accumulate_s=every[load.places[0], 3],
+        accumulate_s=np.maximum(every, launches)[load.places[0], 3],
         forward_launch_s=launches[load.places, 0],
         backward_launch_s=launches[load.places, 1],
         update_s=load.updated_bytes / (load.gpu.memory_bytes_per_s * constants.update_share),

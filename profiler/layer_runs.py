@@ -27,7 +27,7 @@ from autopar.capture import Layer, LayerGraph
 from autopar.capture.split_backward import SplitBackward
 from autopar.capture.terms import starts_of
 from autopar.errors import AutoparError, CaptureError, UsageError
-from autopar.profiler.device import Computing, Time, as_it_is, clock_of
+from autopar.profiler.device import CallClock, Computing, Time, as_it_is, timed
 
 
 class SavedStorages:
@@ -304,8 +304,11 @@ class LayerChain:
         return tuple(dict.fromkeys(name for layer in self.layers for name in layer.inputs if name not in made))
 
     def step(self, chain_inputs: LayerInputs) -> Times:
-        """Run one step on the missing tensors; return the times of forwards and backwards."""
-        clock = clock_of(self._device)
+        """Run a step on the missing tensors; return the times of forwards and backwards."""
+        times = timed(self._device, partial(self._step, chain_inputs))
+        return list(zip(self.layers, times, reversed(times), strict=False))
+
+    def _step(self, chain_inputs: LayerInputs, clock: CallClock) -> None:
         tape = self._new_tape(chain_inputs)
         passes = []
         for layer in self.layers:
@@ -316,12 +319,13 @@ class LayerChain:
             work = passes.pop()
             tape.end(work)
             clock.time(work.backward)
-        times = clock.times()
-        return list(zip(self.layers, times, reversed(times), strict=False))
 
     def recompute(self, chain_inputs: LayerInputs) -> list[tuple[Layer, Time]]:
-        """Run one step that keeps no activations; return the times of the forwards that its backwards run again."""
-        clock = clock_of(self._device)
+        """Run a step that keeps no activations; return the times of the forwards that its backwards run again."""
+        times = timed(self._device, partial(self._recompute, chain_inputs))
+        return list(zip(self.layers, reversed(times), strict=True))
+
+    def _recompute(self, chain_inputs: LayerInputs, clock: CallClock) -> None:
         tape = self._new_tape(chain_inputs)
         for layer in self.layers:
             work = self._pass(layer, tape, LayerPass)
@@ -332,14 +336,17 @@ class LayerChain:
             clock.time(partial(self._forward_with_seed, work))
             tape.end(work)
             work.backward()
-        return list(zip(self.layers, reversed(clock.times()), strict=True))
 
     def split(self, chain_inputs: LayerInputs) -> Times:
-        """Run one step with backwards split in halves; return the times of the halves.
+        """Run a step with backwards split in halves; return the times of the halves.
 
         All halves that make inputs' gradients precede all that make parameters'.
         """
-        inputs, weights = clock_of(self._device), clock_of(self._device)
+        times = timed(self._device, partial(self._split, chain_inputs))
+        inputs, weights = times[: len(self.layers)], times[len(self.layers) :]
+        return list(zip(self.layers, reversed(inputs), reversed(weights), strict=True))
+
+    def _split(self, chain_inputs: LayerInputs, clock: CallClock) -> None:
         tape = self._new_tape(chain_inputs)
         passes, halves = [], []
         for layer in self.layers:
@@ -349,10 +356,9 @@ class LayerChain:
         while passes:
             halves.append(passes.pop())
             tape.end(halves[-1])
-            inputs.time(halves[-1].backward_input)
+            clock.time(halves[-1].backward_input)
         for half in halves:
-            weights.time(half.backward_weight)
-        return list(zip(self.layers, reversed(inputs.times()), reversed(weights.times()), strict=True))
+            clock.time(half.backward_weight)
 
     def _pass(self, layer: Layer, tape: _Tape, kind: type[_P]) -> _P:
         return kind(layer, tape.chain_inputs, self._loss, self._computing, tape.read(layer))

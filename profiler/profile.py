@@ -335,13 +335,15 @@ def sizes_up_to(batch: int, least: int = 1) -> list[int]:
 
 
 def _waiting_s(layers: Sequence[formats.Layer]) -> float:
-    """Return how long the host has nothing to hand to a GPU while that computes a mini-batch; it loads the next then.
+    """Return how long the host has nothing to launch while a GPU computes a mini-batch; it loads the next then.
 
     Where several devices share the work, each has less of it; what the loading takes beyond that is not known here.
     """
     largest = [layer.costs[-1] for layer in layers]
-    forward = sum(each.forward_s - (each.forward_launch_s or 0.0) for each in largest)
-    return forward + sum(each.backward_s - (each.backward_launch_s or 0.0) for each in largest)
+    kernels_s = sum(each.forward_s + each.backward_s for each in largest)
+    return max(
+        0.0, kernels_s - sum((each.forward_launch_s or 0.0) + (each.backward_launch_s or 0.0) for each in largest)
+    )
 
 
 def _overhead_s(subject: Subject, batch: int) -> float:

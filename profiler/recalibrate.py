@@ -160,9 +160,13 @@ def _layer_factors(
         layers = other.layers if other.device.name == kind else layers
     mine = [layer for layer in layers if layer.name in placed.layers]
     timed = layers_s[rank] if layers_s else {}
-    parts = []
+    parts, rows = [], placed.rows[replica]
+    kernels, launches = (
+        sum(_seconds(layer, placed, rows, at, each) for layer in mine for at in (0, 1)) for each in _QUEUES
+    )
+    fields = _QUEUES[launches > kernels]
     for place in (0, 1):
-        planned = {layer.name: _seconds(layer, placed, placed.rows[replica], place) for layer in mine}
+        planned = {layer.name: _seconds(layer, placed, rows, place, fields) for layer in mine}
         parts.append(_own_parts(planned, {name: times[place] for name, times in timed.items()}))
     forward, backward = parts
     found = {}
@@ -173,15 +177,22 @@ def _layer_factors(
     return found
 
 
-def _seconds(layer: Layer, stage: Stage, rows: int, place: int) -> float:
-    """Return what a profile has of a layer's forward (0) or backward (1) in a stage."""
+_QUEUES = ("forward_s", "backward_s"), ("forward_launch_s", "backward_launch_s")
+"""Fields of :class:`Cost`: of a device's kernels, and of the host that launches them."""
+
+
+def _seconds(layer: Layer, stage: Stage, rows: int, place: int, queue: tuple[str, str]) -> float:
+    """Return what a profile has of a layer's forward (0) or backward (1) in a stage, in one of the queues."""
     sizes = [cost.micro_batch for cost in layer.costs]
+    known = [getattr(cost, queue[place]) or 0.0 for cost in layer.costs]
     if place == 0:
-        return float(np.interp(rows, sizes, [cost.forward_s for cost in layer.costs]))
-    known = [cost.backward_s for cost in layer.costs]
+        return float(np.interp(rows, sizes, known))
     if layer.name in stage.recompute:
-        again = [cost.forward_s if cost.recompute_s is None else cost.recompute_s for cost in layer.costs]
-        known = [once_s + more_s for once_s, more_s in zip(known, again, strict=True)]
+        forwards = [getattr(cost, queue[0]) or 0.0 for cost in layer.costs]
+        if queue is _QUEUES[0]:
+            costs = zip(layer.costs, forwards, strict=True)
+            forwards = [once_s if cost.recompute_s is None else cost.recompute_s for cost, once_s in costs]
+        known = [once_s + more_s for once_s, more_s in zip(known, forwards, strict=True)]
     return float(np.interp(rows, sizes, known)) + layer.accumulate_s
 
 
@@ -228,6 +239,8 @@ def _cost(cost: Cost, factors: _Factors, run: bool) -> Cost:
         "backward_input_s": factors.input,
         "backward_weight_s": factors.weight,
         "recompute_s": factors.backward,
+        "forward_launch_s": factors.forward,
+        "backward_launch_s": factors.backward,
     }
     known = {name: getattr(cost, name) for name in by}
     update = {name: seconds * by[name] for name, seconds in known.items() if seconds is not None}

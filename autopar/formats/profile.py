@@ -255,9 +255,9 @@ class Cost(Record):
 
     micro_batch: Count
     forward_s: Seconds
-    """Of one forward."""
+    """Of one forward; of its kernels where ``forward_launch_s`` is known."""
     backward_s: Seconds
-    """Of one whole backward."""
+    """Of one whole backward; likewise."""
     saved: tuple[SavedStorage, ...]
     """Storages kept for the backward, parameters and buffers excluded, each once."""
     peak_bytes: Bytes
@@ -275,7 +275,8 @@ class Cost(Record):
     """What a backward that runs the forward again, with the random numbers of the first time, takes beyond
     ``backward_s``."""
     forward_launch_s: Seconds | None = None
-    """Seconds in which the host hands the forward's kernels to the device; none where the host computes itself."""
+    """Seconds in which the host hands the forward's kernels to the device, which computes meanwhile; none where the
+    host computes itself."""
     backward_launch_s: Seconds | None = None
     """Likewise, the backward's."""
     forward_spread: float = Field(default=0.0, ge=0)

@@ -179,11 +179,29 @@ def _certainty(profile: Profile) -> Iterator[str]:
     if fits:
         name, worst = max(fits, key=lambda item: item[1].residual)
         yield f"lines through micro-batch sizes: at most {percentage(worst.residual)} off ({_formula(name, worst)})"
+    yield from _launches(profile)
     if profile.noise.clock_hz:
         clocks = " and ".join(f"{hertz / 1e6:.0f} MHz" for hertz in profile.noise.clock_hz)
         yield f"clock before and after: {clocks}"
     if profile.noise.throttled is not None:
         yield f"throttled: {profile.noise.throttled}"
+
+
+def _launches(profile: Profile) -> Iterator[str]:
+    """Yield what the host takes to launch all layers, and what their kernels take, where both are known."""
+    costs = [layer.costs[-1] for layer in profile.layers]
+    if not any(cost.forward_launch_s or cost.backward_launch_s for cost in costs):
+        return
+    forward_s, backward_s = (sum(getattr(cost, name) or 0.0 for cost in costs) for name in _LAUNCHES)
+    kernels_s = sum(map(_seconds, profile.layers))
+    longer = "launches" if forward_s + backward_s > kernels_s else "kernels"
+    yield (
+        f"launches by the host: forward {duration(forward_s)}, backward {duration(backward_s)}; kernels of both: "
+        f"{duration(kernels_s)}; a micro-batch takes as long as the {longer}"
+    )
+
+
+_LAUNCHES = "forward_launch_s", "backward_launch_s"
 
 
 def _formula(name: str, line: Line) -> str:

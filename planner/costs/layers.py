@@ -3,10 +3,6 @@
 A layer's costs are interpolated between the measured numbers of rows (:func:`at_rows`); running sums over the layers
 make a range's the difference of two. Recomputation adds forwards of some layers, of sets that each are a part of the
 next; sharding adds gathering and scattering, as far as computing does not hide it.
-
-At the end of a step the gradients of a stage's replicas are reduced: its layers, from the last to the first, fill
-buckets. A bucket is reduced from the moment when the backward has left its layers and the bucket before is reduced;
-sharded gradients are reduced layer by layer in every backward.
 """
 
 from __future__ import annotations
@@ -21,10 +17,9 @@ import numpy as np
 from autopar.formats.cluster import Level
 from autopar.formats.document import Provenance, least_certain
 from autopar.formats.plan import SCATTERING, Shard
-from autopar.formats.profile import Layer, Profile
+from autopar.formats.profile import Cost, Layer, Profile
 from autopar.planner.costs import memoize
-from autopar.planner.costs.communication import Collective, Flows, LinkModel, Sharing
-from autopar.schedules.route import buckets as grouped
+from autopar.planner.costs.communication import Collective, LinkModel, Sharing
 
 
 def at_rows(sizes: Sequence[int], values: Sequence[float], rows: float) -> float:
@@ -53,6 +48,15 @@ def at_rows(sizes: Sequence[int], values: Sequence[float], rows: float) -> float
 
 Seconds = Literal["forward_s", "backward_s", "backward_input_s", "backward_weight_s"]
 """Fields of :class:`Cost`."""
+Launches = Literal["forward_launch_s", "backward_launch_s", "backward_input_launch_s", "backward_weight_launch_s"]
+"""Seconds of the host. Of a half, the backward's, divided as the seconds of its kernels are."""
+_LAUNCHED: dict[Launches, tuple[Literal["forward_launch_s", "backward_launch_s"], Seconds | None]] = {
+    "forward_launch_s": ("forward_launch_s", None),
+    "backward_launch_s": ("backward_launch_s", None),
+    "backward_input_launch_s": ("backward_launch_s", "backward_input_s"),
+    "backward_weight_launch_s": ("backward_launch_s", "backward_weight_s"),
+}
+"""The field of :class:`Cost`, and of which half."""
 
 
 class LayerCosts:
@@ -62,9 +66,12 @@ class LayerCosts:
         self.layers = layers
         self._sizes = [tuple(cost.micro_batch for cost in layer.costs) for layer in self.layers]
         self.update_sums = [0.0, *accumulate(layer.update_s for layer in self.layers)]
+        costs = [cost for layer in layers for cost in layer.costs]
+        self.has_launches = any(cost.forward_launch_s or cost.backward_launch_s for cost in costs)
+        """Whether a host launches what the device computes, and its seconds are known."""
 
     @memoize
-    def sums(self, field: Seconds, rows: float, adding: float = 0.0) -> list[float]:
+    def sums(self, field: Seconds | Launches, rows: float, adding: float = 0.0) -> list[float]:
         """Return, for every position, the seconds of all layers before it.
 
         ``adding`` is the share of backwards, or weight halves, that add to gradients, instead of making them.
@@ -123,12 +130,27 @@ class LayerCosts:
         after = bisect_left(sizes, rows)
         return least_certain(("interpolated", costs[after - 1].provenance, costs[after].provenance)) or "interpolated"
 
-    def _seconds(self, layer: int, field: Seconds, rows: float) -> float:
+    def _seconds(self, layer: int, field: Seconds | Launches, rows: float) -> float:
         record = self.layers[layer]
+        if field in _LAUNCHED:
+            return self._launch_s(layer, field, rows)
         fit = {"forward_s": record.forward_fit, "backward_s": record.backward_fit}.get(field)
         if fit is not None and not self._sizes[layer][0] <= rows <= self._sizes[layer][-1]:
             return fit.at(rows)
         return at_rows(self._sizes[layer], [getattr(cost, field) or 0.0 for cost in record.costs], rows)
+
+    def _launch_s(self, layer: int, field: Launches, rows: float) -> float:
+        """Return the host's seconds; one that was measured at one size takes as long at any."""
+        name, half = _LAUNCHED[field]
+        costs = self.layers[layer].costs
+        values = [(getattr(cost, name) or 0.0) * (1.0 if half is None else _part(cost, half)) for cost in costs]
+        return values[0] if len(values) == 1 else at_rows(self._sizes[layer], values, rows)
+
+
+def _part(cost: Cost, half: Seconds) -> float:
+    """Return the seconds of half a backward over those of a whole one."""
+    seconds = getattr(cost, half)
+    return 0.0 if seconds is None or not cost.backward_s else float(seconds / cost.backward_s)
 
 
 def _up(value: float) -> int:
@@ -359,81 +381,3 @@ def share_limits(profile: Profile) -> tuple[ShareLimit, ...]:
         text = f"layer {profile.layers[own[0]].name} takes {how_many} samples of a micro-batch at once"
         limits.append(ShareLimit(least, most, tuple(own), text))
     return tuple(limits)
-
-
-class Reduction(NamedTuple):
-    """Layers ``first:stop`` on one of the ranks that reduce their gradients."""
-
-    first: int
-    stop: int
-    ranks: int
-    level: Level
-    shard: Shard = "none"
-    kind: int = 0
-    """Of the rank's device."""
-    rows: float = 1.0
-    """Of a micro-batch, that the rank takes."""
-    split: bool = False
-    """Whether the weight half of a backward makes the gradients, and not a whole one."""
-
-
-class Reductions:
-    """Prices reductions, each once."""
-
-    def __init__(self, sums: StageSums, flows: Flows, *, divisible: bool) -> None:
-        """Take the layers' times and bytes, and whether gradients follow the whole backward."""
-        self._sums, self._flows, self._divisible = sums, flows, divisible
-
-    def occupied_s(self, reduction: Reduction) -> float:
-        """Return the seconds that a step's last reduction occupies the link."""
-        alone_s = self._without_buckets_s(reduction)
-        return sum(seconds for _, seconds in self._bucket_times(*reduction[:5])) if alone_s is None else alone_s
-
-    def buckets(self, first: int, stop: int) -> list[tuple[int, int]]:
-        """(layer whose backward completes the bucket, bytes), in the order of the reductions."""
-        sizes = [self._reduced_bytes(layer, first, stop) for layer in range(first, stop)]
-        return [(first + bucket[-1], sum(sizes[index] for index in bucket)) for bucket in grouped(sizes)]
-
-    def _without_buckets_s(self, reduction: Reduction) -> float | None:
-        """Return what is left to reduce after a step's last backward; None: buckets, as that backward completes them.
-
-        Of gradients that every backward reduces, the first layer's. A device that waits for every scatter has nothing
-        left of these; of others it has all, although the last backward reduces them layer by layer.
-        """
-        first, stop, ranks, level, shard, kind, *_ = reduction
-        scattering = shard in SCATTERING
-        if self._sums.waits and shard != "none":
-            sums = self._sums.in_turn_sums("reduce_scatter", ranks, level, kind)
-            return 0.0 if scattering else sums[stop] - sums[first]
-        return self._sums.collectives_s("reduce_scatter", ranks, level, kind)[first] if scattering else None
-
-    @memoize
-    def exposed_s(self, reduction: Reduction) -> float:
-        """Return how long after the rank's last backward, or its weight half, the reduction ends."""
-        alone_s = 0.0 if reduction.ranks == 1 else self._without_buckets_s(reduction)
-        if alone_s is not None:
-            return alone_s
-        first, stop, costs = reduction.first, reduction.stop, self._sums.costs[reduction.kind]
-        sums = costs.sums("backward_weight_s" if reduction.split else "backward_s", reduction.rows, 1.0)
-        free = 0.0
-        for layer, seconds in self._bucket_times(*reduction[:5]):
-            left = sums[stop] - sums[first if self._divisible else layer]
-            free = max(free, left) + seconds
-        return max(0.0, free - (sums[stop] - sums[first]))
-
-    @memoize
-    def _bucket_times(self, first: int, stop: int, ranks: int, level: Level, shard: Shard) -> list[tuple[int, float]]:
-        """(layer whose backward completes the bucket, seconds), in the order of the reductions."""
-        operation: Collective = "all_reduce" if shard == "none" else "reduce_scatter"
-        sizes, seconds = self.buckets(first, stop), self._sums.links.collective_s
-        return [(layer, seconds(operation, size, ranks, level)) for layer, size in sizes]
-
-    def _reduced_bytes(self, layer: int, first: int, stop: int) -> int:
-        total = self._sums.layers[layer].trainable_bytes
-        for tied in self._flows.tied:
-            if tied.trainable and layer in tied.layers:
-                shared = any(not first <= other < stop for other in tied.layers)
-                # Within one stage the sum is complete when the backward leaves the first layer that uses it.
-                if shared or any(first <= other < layer for other in tied.layers):
-                    total -= tied.bytes
-        return max(0, total)

@@ -36,8 +36,10 @@ from autopar.hardware.topology import devices_of
 from autopar.planner.candidate import Candidate, CandidateStage, Lead, groups, has_chunks, plain, splits_backward
 from autopar.planner.costs.activations import rows_bytes
 from autopar.planner.costs.communication import Flows, LinkModel, Sharing
-from autopar.planner.costs.layers import LayerCosts, Levels, Reduction, Reductions, StageSums, share_limits
+from autopar.planner.costs.layers import LayerCosts, Levels, StageSums, share_limits
 from autopar.planner.costs.memory import MemoryModel, backwards, rank_peaks, stage_terms, state_of
+from autopar.planner.costs.queues import NOTHING, Site, StageSeconds
+from autopar.planner.costs.reductions import Reduction, Reductions
 from autopar.planner.options import PlanOptions
 from autopar.schedules.route import Route, Routes, shares_of
 
@@ -117,7 +119,8 @@ class CostModel:
         # Gloo's collectives make a CPU's ranks wait, whatever else overlaps.
         layers, waits = self.profile.layers, self.profile.device.type == "cpu"
         self.sums = StageSums(self.layers, layers, self.links, self.sharing, waits=waits)
-        self.reductions = Reductions(self.sums, self.flows, divisible=self.divisible)
+        self.seconds = StageSeconds(self.sums)
+        self.reductions = Reductions(self.seconds, self.flows, divisible=self.divisible)
         self._levels = cache(self._computed_levels)
         self._stage_shortfall = lru_cache(MOST_SHORTFALLS)(self._computed_shortfall)
 
@@ -179,19 +182,15 @@ class CostModel:
 
     def forward_s(self, stage: CandidateStage, replica: int) -> float:
         """Return the seconds of one forward of a stage's replica."""
-        sums = self.sums.forward(stage.shares[replica], *self._replica_place(stage, replica))
-        return sums[stage.stop] - sums[stage.first]
+        site = self._site(stage, replica)
+        return float(self.seconds.forward(stage.first, stage.stop, stage.shares[replica], site))
 
     def backward_s(self, stage: CandidateStage, replica: int, micro_batches: int) -> float:
         """Return the seconds of one backward of a stage's replica, of ``micro_batches`` in a step."""
         rows, adding = stage.shares[replica], self.adding(micro_batches, len(stage.devices))
-        where = self._replica_place(stage, replica)
-        sums = self.sums.backward(rows, adding, frozenset(), *where)
-        seconds = sums[stage.stop] - sums[stage.first]
-        if stage.recompute:
-            again = self.sums.backward(rows, adding, self.every_layer, *where)
-            seconds += sum(again[at + 1] - again[at] - (sums[at + 1] - sums[at]) for at in stage.recompute)
-        return seconds
+        site = self._site(stage, replica)
+        again = self.seconds.again(stage.recompute, rows, adding, site) if stage.recompute else NOTHING
+        return float(self.seconds.backward(stage.first, stage.stop, rows, adding, site, again))
 
     @property
     def has_halves(self) -> bool:
@@ -200,13 +199,14 @@ class CostModel:
 
     def halves_s(self, stage: CandidateStage, replica: int, micro_batches: int) -> tuple[float, float]:
         """Return the seconds of the input half and of the weight half of a backward of a stage's replica."""
-        adding, where = self.adding(micro_batches, len(stage.devices)), self._replica_place(stage, replica)
-        first, second = self.sums.halves(stage.shares[replica], adding, frozenset(stage.recompute), *where)
-        return first[stage.stop] - first[stage.first], second[stage.stop] - second[stage.first]
+        adding, rows = self.adding(micro_batches, len(stage.devices)), stage.shares[replica]
+        layers, recompute = (stage.first, stage.stop), frozenset(stage.recompute)
+        input_s, weight_s = self.seconds.halves(*layers, rows, adding, self._site(stage, replica), recompute)
+        return float(input_s), float(weight_s)
 
-    def _replica_place(self, stage: CandidateStage, replica: int) -> tuple[Shard, int, Level, int]:
-        """Return what a replica's seconds depend on besides its layers and rows; see :class:`StageSums`."""
-        return stage.shard, len(stage.devices), self.links.level(stage.devices), self.kind_of[stage.devices[replica]]
+    def _site(self, stage: CandidateStage, replica: int) -> Site:
+        kind = self.kind_of[stage.devices[replica]]
+        return Site(stage.shard, len(stage.devices), self.links.level(stage.devices), kind)
 
     def _reducing(self, stage: CandidateStage) -> tuple[int, int, int, Level, Shard]:
         """Return what a stage's reduction and update depend on besides the kind of device; see :class:`Reduction`."""

@@ -102,8 +102,9 @@ def _way(
     adding = costs.adding(turns, width)
     forward, both = [], []
     for rows in sorted(set(shares)):
-        forward.append(between(np.array(costs.sums.forward(rows, kind=kind)))[:-1])
-        both.append(forward[-1] + between(np.array(costs.sums.backward(rows, adding, kind=kind)))[:-1])
+        every = costs.seconds.every(rows, adding, kind)
+        forward.append(every[0])
+        both.append(every[0] + every[1])
     levels = costs.recompute_levels(family.micro_batch_size, kind)
     ends = (levels[0],) if options.recompute == "none" else (levels[0], levels[-1])
     parts = [costs.memory[kind].by_stop(min(shares), level) for level in dict.fromkeys(ends)]
@@ -353,7 +354,8 @@ def _least_busy(work: dict[int, Numbers], own: Sequence[tuple[int, float]], coun
     """Return what a family's step costs at least: all devices last as long, and each layer is paid for somewhere."""
     quickest = np.minimum.reduce([work[kind] for kind, _ in own])
     paid = np.minimum.reduce([work[kind] * per_hour / _HOUR_S for kind, per_hour in own])
-    return max(float(quickest.sum()) / count * price, float(paid.sum()))
+    busy = [float(queue.sum()) / count * price for queue in quickest]
+    return max(*busy, *(float(queue.sum()) for queue in paid))
 
 
 def _notes(costs: CostModel, best: CheapestPlan, options: PlanOptions) -> list[str]:

@@ -215,15 +215,17 @@ class PartitionTable:
             self._both_sums(rows, kind, costs.adding(family.micro_batches, way.width))
             for rows, kind in set(zip(shares, site.kinds, strict=True))
         ]
-        least_s = family.micro_batches * np.maximum.reduce([sums[first + 1 :] - sums[first] for sums in computing])
+        least_s = family.micro_batches * np.maximum.reduce(
+            [queue[first + 1 :] - queue[first] for queues in computing for queue in queues]
+        )
         # Sums from the first layer on are rounded.
         return np.asarray(least_s * (1 - _ROUNDING) / way.turning)
 
     @memoize
-    def _both_sums(self, rows: float, kind: int, adding: float) -> Numbers:
-        """Return the seconds of forwards and backwards of all layers before each position."""
-        sums = self._costs.sums
-        return np.array(sums.forward(rows, kind=kind)) + sums.backward(rows, adding, kind=kind)
+    def _both_sums(self, rows: float, kind: int, adding: float) -> Sequence[Numbers]:
+        """Return the seconds of forwards and backwards of all layers before each position, queue by queue."""
+        queues = self._costs.seconds.by_queue(rows, adding, kind, split=False)
+        return [np.array(forward) + backward for forward, backward in queues]
 
     def _busy_s(self, first: int, stop: int, start: int, way: StageWay) -> float:
         key = first, stop, way, self._site(start, way.width)

@@ -47,6 +47,7 @@ from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import between
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel, Durations, durations
+from autopar.planner.costs.queues import Site
 from autopar.planner.peers.prices import Array, Indices, Prices
 from autopar.planner.simulator.simulate import Simulator, outline, trace
 from autopar.schedules.expand import expand
@@ -165,9 +166,8 @@ class Partitioner:
     def stage_s(self, kind: int, pipeline: PipelineCounts) -> Array:
         """Return the forward and backward of layers ``[first, stop]``; infinite where there are none."""
         adding = self.costs.adding(pipeline.turns, pipeline.workers)
-        sums = np.array(self.costs.sums.forward(self.prices.rows, kind=kind))
-        sums = sums + np.array(self.costs.sums.backward(self.prices.rows, adding, kind=kind))
-        return between(sums)[:-1]
+        forward, backward = self.costs.seconds.running(self.prices.rows, adding, kind)
+        return between(np.array(forward) + np.array(backward))[:-1]
 
     @memoize
     def parts(self, kind: int) -> Parts:
@@ -392,8 +392,9 @@ def _durations(costs: CostModel, own: Candidate, workers: int) -> Durations:
     backward = []
     for stage in own.stages:
         adding = costs.adding(own.micro_batches, workers)
-        sums = costs.sums.backward(own.micro_batch_size, adding, kind=costs.kind_of[stage.devices[0]])
-        backward.append(sums[stage.stop] - sums[stage.first])
+        site = Site(kind=costs.kind_of[stage.devices[0]])
+        backward_s = costs.seconds.backward(stage.first, stage.stop, own.micro_batch_size, adding, site)
+        backward.append(float(backward_s))
     return replace(times, backward_s=backward)
 
 

@@ -34,7 +34,8 @@ class Prices:
 
     Arrays have ``layer_count + 1`` entries: sums over all layers before a position, or what crosses a cut there. The
     papers know a bandwidth and no latency; here it is the one that the cluster's curves or links have for a message of
-    that size, and for reducing the whole model.
+    that size, and for reducing the whole model. They add up layers: where a host launches kernels, seconds are those of
+    the queue that is longer of the whole model.
     """
 
     def __init__(self, costs: CostModel, micro_batches: int) -> None:
@@ -70,12 +71,12 @@ class Prices:
 
     def forward_s(self, replicas: int) -> Array:
         """Return the forwards of all layers before a position, in the largest share of a micro-batch."""
-        return np.array(self.costs.sums.forward(self._share(replicas)))
+        return np.array(self.costs.seconds.running(self._share(replicas), 1.0)[0])
 
     def backward_s(self, replicas: int) -> Array:
         """Return the same of the backwards."""
         adding = self.costs.adding(self.micro_batches, replicas)
-        return np.array(self.costs.sums.backward(self._share(replicas), adding))
+        return np.array(self.costs.seconds.running(self._share(replicas), adding)[1])
 
     @cached_property
     def single(self) -> Array:

@@ -213,7 +213,7 @@ class LocalSearch:
         for widths in moves.devices_moved(layout.widths, idle, some, all_used=self.options.use_all):
             yield layout.with_widths(widths)
         yield from moves.stages_joined(layout, inner)
-        sums = self.costs.sums.forward(at.family.micro_batch_size)
+        sums = self.costs.seconds.running(at.family.micro_batch_size, 1.0)[0]
         yield from moves.stages_divided(layout, some, sums, idle)
 
     def manners(self) -> list[Manner]:

@@ -227,7 +227,8 @@ def balanced_shape(costs: CostModel, family: Family, widths: Sequence[int], chun
 
 def running_s(costs: CostModel, rows: float) -> npt.NDArray[np.float64]:
     """Return the seconds of a forward and a backward of the layers before every one."""
-    found: npt.NDArray[np.float64] = np.array(costs.sums.forward(rows)) + np.array(costs.sums.backward(rows, 1.0))
+    forward, backward = costs.seconds.running(rows, 1.0)
+    found: npt.NDArray[np.float64] = np.array(forward) + np.array(backward)
     return found
 
 

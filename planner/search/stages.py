@@ -17,7 +17,7 @@ import numpy.typing as npt
 from autopar.errors import UsageError
 from autopar.formats.cluster import Level
 from autopar.formats.plan import SCATTERING, Division, Shard
-from autopar.planner.bounds import LinkTerms, StageTerms, beside_s, last, stage_terms
+from autopar.planner.bounds import LinkTerms, StageTerms, Value, beside_s, last, stage_terms
 from autopar.planner.candidate import CandidateStage, Family, splits_backward
 from autopar.planner.constraints import Constraints, limits_met
 from autopar.planner.costs import memoize_weakly
@@ -25,6 +25,7 @@ from autopar.planner.costs.activations import Area, Areas, Counts, Numbers
 from autopar.planner.costs.communication import Collective
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.queues import Site
 from autopar.planner.options import PlanOptions
 from autopar.planner.placement import Places, StateMove
 from autopar.planner.search.depths import DepthLimits
@@ -262,11 +263,11 @@ class StageTables:
         forward, backward, whole = self._times_without_recomputation(rows, adding, *where)
         if choice.recomputes:
             order = self.depth_limits.layer_order(kind)
-            every, none = (
-                np.array(self.costs.sums.backward(rows, adding, recompute, *where))
-                for recompute in (self.costs.every_layer, frozenset[int]())
-            )
-            again = order.sums(np.diff(every) - np.diff(none), choice.recompute_range(order.counts)[0])
+            queues = self.costs.seconds.again_by_layer(rows, adding, Site(*where))
+            least = choice.recompute_range(order.counts)[0]
+            kernels, launches = (order.sums(np.array(each), least) for each in queues)
+            # What a backward takes longer is at least what it adds to the shorter queue.
+            again = np.minimum(kernels, launches) if self.costs.layers[kind].has_launches else kernels
             backward, whole = backward + again, whole + again
         return forward, backward, whole
 
@@ -274,13 +275,19 @@ class StageTables:
     def _times_without_recomputation(
         self, rows: float, adding: float, shard: Shard, width: int, level: Level, kind: int
     ) -> tuple[Numbers, Numbers, Numbers]:
-        where = shard, width, level, kind
-        forward = self._over(self.costs.sums.forward(rows, *where))
-        whole = self._over(self.costs.sums.backward(rows, adding, frozenset(), *where))
+        seconds, site = self.costs.seconds, Site(shard, width, level, kind)
+        launched = self.costs.layers[kind].has_launches
+        # Of a longer stage, each may take less where the host's queue gives way to the device's.
+        stops = self._stops if launched else self._firsts + self.lengths
+        stage = self._firsts, np.minimum(stops, self.layers), rows
+        least = self._least if launched else np.asarray
+        forward, whole = (
+            least(each) for each in (seconds.forward(*stage, site), seconds.backward(*stage, adding, site))
+        )
         if not self._has_halves:
             return forward, whole, whole
-        first, second = (self._over(each) for each in self.costs.sums.halves(rows, adding, frozenset(), *where))
-        both = first + second
+        input_s, weight_s = seconds.halves(*stage, adding, site)
+        first, both = least(input_s), least(input_s + weight_s)
         for halves in (first, both):
             halves[0] = np.minimum(halves[0], whole[0])
         return forward, first, both
@@ -290,7 +297,8 @@ class StageTables:
         if not self._has_halves:
             return 0.0
         rows, where = min(self.depth_limits.shares(choice, width)), (choice.shard, width, level, kind)
-        seconds = self._over(self.costs.sums.halves(rows, 0.0, frozenset(), *where)[1])
+        stops = np.minimum(self._firsts + self.lengths, self.layers)
+        seconds = np.array(self.costs.seconds.least_weight_s(self._firsts, stops, rows, Site(*where)))
         seconds[0] = 0.0
         return seconds
 
@@ -316,12 +324,19 @@ class StageTables:
         operation: Collective = "all_reduce" if shard == "none" else "reduce_scatter"
         reduced = np.maximum(0.0, sizes - tied) * costs.links.least_per_byte(operation, width, level)
         # Halves hide no more than the larger of all that a backward may be.
-        hiding = [costs.layers[kind].sums("backward_s", rows, 1.0)]
+        layers = costs.layers[kind]
+        hiding = [layers.sums("backward_s", rows, 1.0)]
         if self._has_halves:
-            hiding.append(costs.layers[kind].sums("backward_weight_s", rows, 1.0))
+            hiding.append(layers.sums("backward_weight_s", rows, 1.0))
+        if layers.has_launches:
+            hiding += [layers.sums(each, rows, 1.0) for each in ("backward_launch_s", "backward_weight_launch_s")]
         hidden = 0.0 if costs.divisible else np.maximum.reduce([self._over(each, self._ends) for each in hiding])
         exposed: Numbers = np.maximum(0.0, reduced - hidden)
         return update + exposed
+
+    def _least(self, values: Value) -> Numbers:
+        """Return the least of stages that are taken together, ``[first, length]``, of values of every length."""
+        return np.asarray(np.minimum.reduceat(values, self.lengths - 1, axis=1))
 
     def _over(self, sums: Sequence[float], lengths: Counts | None = None) -> Numbers:
         """Differences of sums, ``[first, length]``; of stages that end behind the last layer, up to it."""

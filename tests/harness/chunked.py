@@ -9,7 +9,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.options import PlanOptions
 from autopar.schedules import SCHEDULES
 from drawn import shares_of
-from random_problems import random_cluster, random_profile, two_kinds
+from random_problems import launched, random_cluster, random_profile, two_kinds
 
 OTHERS = tuple(name for name in SCHEDULES if not plain(name))
 
@@ -39,7 +39,10 @@ def random_costs(seed: int, most_devices: int = 6) -> CostModel:
     profile, cluster = random_profile(seed, most_layers=10, batches=(2, 4, 6, 12)), random_cluster(seed, devices)
     if seed % 2:
         profile, cluster = two_kinds(profile, cluster, seed)
-    return CostModel(halved(profile, seed), cluster, PlanOptions(gpus=devices))
+    profile = halved(profile, seed)
+    # Hosts that launch what devices compute, of every third pair of seeds.
+    profile = profile if seed // 2 % 3 else launched(profile, seed)
+    return CostModel(profile, cluster, PlanOptions(gpus=devices))
 
 
 def random_chunked(rng: random.Random, costs: CostModel, schedule: str) -> Candidate | None:

@@ -184,6 +184,30 @@ def two_kinds(profile: Profile, cluster: Cluster, seed: int) -> tuple[Profile, C
     return profile.model_copy(update={"others": (other,)}), cluster.model_copy(update={"devices": devices})
 
 
+def launched(profile: Profile, seed: int) -> Profile:
+    """The same on devices whose host launches what they compute, from quicker than they are to slower.
+
+    Layer by layer, forward and backward apart.
+    """
+    rng = random.Random(seed + 11_000_000)
+
+    def timed(layer: Layer) -> Layer:
+        forward, backward = rng.choice([0.0, rng.uniform(0, 3)]), rng.uniform(0, 3)
+        costs = tuple(
+            each.model_copy(
+                update={
+                    "forward_launch_s": forward * layer.costs[0].forward_s,
+                    "backward_launch_s": backward * layer.costs[0].backward_s,
+                }
+            )
+            for each in layer.costs
+        )
+        return layer.model_copy(update={"costs": costs})
+
+    others = tuple(other.model_copy(update={"layers": tuple(map(timed, other.layers))}) for other in profile.others)
+    return profile.model_copy(update={"layers": tuple(map(timed, profile.layers)), "others": others})
+
+
 def problem(seed: int, devices: int, kinds: int, **asked: Any) -> tuple[Profile, Cluster]:  # noqa: ANN401
     """Return a random profile and cluster; one in ``kinds`` on two kinds of device."""
     profile, cluster = random_profile(seed, **asked), random_cluster(seed, devices)

@@ -12,7 +12,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.simulator.simulate import Simulator
 from chunked import OTHERS, random_chunked, random_costs
 from drawn import random_candidate
-from random_problems import gpt_profile, hierarchy, local_cluster, random_cluster, random_profile, two_kinds
+from random_problems import gpt_profile, hierarchy, launched, local_cluster, random_cluster, random_profile, two_kinds
 
 
 def _drawn(seed: int) -> tuple[random.Random, CostModel]:
@@ -24,6 +24,8 @@ def _drawn(seed: int) -> tuple[random.Random, CostModel]:
         cluster = hierarchy(seed, [rng.randint(1, 3) for _ in range(3)], racks=1 + seed % 2, more_links=seed % 4 == 0)
     if seed % 2:
         profile, cluster = two_kinds(profile, cluster, seed)
+    if seed % 5 == 0:
+        profile = launched(profile, seed)
     return rng, CostModel(profile, cluster, PlanOptions(gpus=len(cluster.devices)))
 
 

@@ -10,7 +10,7 @@ import torch
 
 from autopar.errors import UsageError
 from autopar.profiler import device
-from autopar.profiler.device import Conditions, computing, describe, observe, parse, pin_threads
+from autopar.profiler.device import Conditions, Time, computing, describe, observe, parse, pin_threads, timed
 from autopar.profiler.estimate import CONTEXT_BYTES, RESERVED_BYTES, WORKSPACE_BYTES
 from autopar.profiler.layer_runs import compiling
 
@@ -45,6 +45,51 @@ def test_autocast_is_by_the_precision_and_one_that_it_does_not_take_is_refused(m
     monkeypatch.setitem(computing.__globals__["AUTOCAST"], "fp16", torch.float64)
     with pytest.raises(UsageError, match="`precision='fp16'`: autocast on cpu does not compute in float64"):
         computing("fp16", CPU)
+
+
+def test_on_a_gpu_launches_are_timed_with_nothing_queued_and_kernels_behind_a_delay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The calls are made twice; no kernel of the second time is launched later than the device comes to it."""
+    did: list[str] = []
+    event = SimpleNamespace(record=lambda: did.append("record"), elapsed_time=lambda last: 4000.0)
+    monkeypatch.setattr(device, "_event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: did.append("wait"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: did.append(f"delay {cycles / device._CYCLES_PER_S:.6f}"))
+    monkeypatch.setattr(device.time, "perf_counter", iter((0.0, 2.0, 10.0, 13.0)).__next__)
+
+    def run(clock: device.CallClock) -> None:
+        for name in ("forward", "backward"):
+            clock.time(lambda: did.append(name))  # noqa: B023
+
+    assert timed(torch.device("cuda"), run) == [Time(4.0, 2.0), Time(4.0, 3.0)]
+    launches = ["wait", "forward", "wait", "backward"]
+    kernels = ["delay 3.000050", "record", "forward", "record", "delay 4.500050", "record", "backward", "record"]
+    assert did == [*launches, *kernels, "wait"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch finds none")
+def test_many_small_kernels_are_launched_longer_than_they_compute_and_one_large_one_is_not() -> None:
+    small, large = torch.ones(8, device="cuda"), torch.ones(8192, 8192, device="cuda")
+
+    def add() -> None:
+        for _ in range(200):
+            small.add_(1)
+
+    def multiply() -> None:
+        large.mm(large)
+
+    def run(clock: device.CallClock) -> None:
+        clock.time(add)
+        clock.time(multiply)
+
+    timed(torch.device("cuda"), run)
+    many, one = timed(torch.device("cuda"), run)
+    assert many.launch_s is not None
+    assert one.launch_s is not None
+    # A kernel of a GPU takes some 2 us at least, and its launch from Python some 5 us.
+    assert 200 * 1e-6 < many.seconds < many.launch_s
+    assert one.launch_s < one.seconds
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_a_step_gives_every_layer_its_own_times(monkeypatch: pytest.MonkeyPatch)
         def times(self) -> list[Time]:
             return [Time(float(at)) for at, _ in enumerate(super().times())]
 
-    monkeypatch.setattr("autopar.profiler.layer_runs.clock_of", lambda device: Counting())
+    monkeypatch.setattr("autopar.profiler.device.CallClock", Counting)
     model, batch, loss = build("chain")
     graph = capture_module(model, batch, loss)
     chain = runs.LayerChain(graph.layers, graph.outputs, as_it_is, CPU)
@@ -140,5 +140,6 @@ def test_a_step_gives_every_layer_its_own_times(monkeypatch: pytest.MonkeyPatch)
     assert [each for _, *each in found] == [[Time(at), Time(last - at)] for at in range(len(graph.layers))]
     # What is run again, and either half, comes from the last layer on.
     backwards = [Time(len(graph.layers) - 1 - at) for at in range(len(graph.layers))]
+    weights = [Time(last - at) for at in range(len(graph.layers))]
     assert chain.recompute(given(batch)) == list(zip(graph.layers, backwards, strict=True))
-    assert chain.split(given(batch)) == list(zip(graph.layers, backwards, backwards, strict=True))
+    assert chain.split(given(batch)) == list(zip(graph.layers, backwards, weights, strict=True))

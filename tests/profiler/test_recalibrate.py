@@ -259,7 +259,9 @@ def test_a_stages_halves_are_told_apart_and_what_it_recomputes_is_of_its_backwar
     (layer, *_), stage = known.layers, run.stages[0]
     (first, *_) = layer.costs
     recomputing = stage.model_copy(update={"recompute": (layer.name,)})
-    plainly_s, again_s = (recalibrate._seconds(layer, each, 1, 1) for each in (stage, recomputing))
+    plainly_s, again_s = (
+        recalibrate._seconds(layer, each, 1, 1, recalibrate._QUEUES[0]) for each in (stage, recomputing)
+    )
     assert (plainly_s, again_s) == pytest.approx((first.backward_s, first.backward_s + first.forward_s))
 
 

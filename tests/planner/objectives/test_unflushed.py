@@ -21,7 +21,7 @@ from autopar.planner.objectives import unflushed
 from autopar.planner.objectives.unflushed import PartitionTable, PipelinePartition, PolicyJudge, StageWay, device_orders
 from autopar.planner.simulator.simulate import Simulator, pipeline_times
 from autopar.policies import xpipe_constants
-from random_problems import gpt_profile, local_cluster, problem, random_cluster, random_profile, two_kinds
+from random_problems import gpt_profile, launched, local_cluster, problem, random_cluster, random_profile, two_kinds
 
 POLICIES = ("stash", "vertical-sync", "2bw")
 
@@ -64,6 +64,7 @@ def every(judge: PolicyJudge, devices: int, micro_batches: int) -> Iterator[Cand
 def test_no_partition_and_no_depths_have_a_shorter_period(seed: int, policy: str) -> None:
     devices = 2 + seed % 2
     profile, cluster = random_profile(seed, most_layers=4, batches=(1, 2, 4)), random_cluster(seed, devices)
+    profile = profile if seed % 3 else launched(profile, seed)
     options = PlanOptions(policy=policy, recompute="none", shard="none", schedule="1f1b")  # type: ignore[arg-type]
     judge = PolicyJudge(Simulator(CostModel(profile, cluster, options)), options)
     best_s = math.inf

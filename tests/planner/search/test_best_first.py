@@ -17,7 +17,7 @@ from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
 from drawn import random_candidate
 from oracles.exhaustive import everything, exhaust
-from random_problems import problem, random_cluster, random_profile, small_question
+from random_problems import launched, problem, random_cluster, random_profile, small_question
 from searched import exhausted, searched
 
 
@@ -52,6 +52,23 @@ def test_an_exact_search_finds_the_oracles_step_time_and_least_bound_with_memory
             assert result.least_bound_s == pytest.approx(every.least_bound_s, rel=1e-9), f"seed {seed}"
         binding += oracle.step_s > free_s * (1 + 1e-9)
     assert binding >= compared / 4 >= 2
+
+
+@pytest.mark.some(3)
+@pytest.mark.parametrize("part", range(15))
+def test_where_hosts_launch_what_devices_compute_the_search_finds_the_oracles_step_time(part: int) -> None:
+    for seed in range(10 * part, 10 * (part + 1)):
+        profile, cluster, options = small_question(seed)
+        profile = launched(profile, seed)
+        peak = max(
+            CostModel(profile, cluster, options).peak_bytes(searched(profile, cluster, options)[0].fastest.candidate)
+        )
+        options = replace(options, memory_bytes=max(1, int(peak * (0.999, 0.9, 2.0)[seed % 3])))
+        best, result = searched(profile, cluster, options)
+        oracle, every = exhausted(profile, cluster, options)
+        assert best.step_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
+        assert result.lower_bound_s == pytest.approx(oracle.step_s, rel=1e-9), f"seed {seed}"
+        assert every.least_bound_s <= oracle.step_s * (1 + 1e-9), f"seed {seed}"
 
 
 ASKED = ({"use_all": True}, {"divisible": True}, {"schedule": "gpipe"}, {"micro_batches": 2}, {"bytes_per_s": 3e7})

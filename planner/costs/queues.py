@@ -1,0 +1,222 @@
+"""Queues: seconds of stages' forwards and backwards, where a host launches kernels and a device runs them.
+
+A layer takes a GPU's host some seconds to launch, and the device some to compute. In a run the host is ahead: it
+launches a micro-batch while the device computes the one before it. The host waits for nothing, and a kernel for its
+launch and for the kernel before it. So m micro-batches in a row that take the host L seconds each, and the device K,
+take no less than m max(L, K), and no more than that and min(L, K), in which the second queue begins or ends.
+
+A micro-batch of a stage is priced max(L, K), with L and K the sums over its layers' forwards and backwards. Its forward
+takes what it takes of the longer queue, its backward the rest. The queue is chosen by forward and whole backward
+without recomputation, so that a forward takes as long whatever its backward does. Launches of half a backward are the
+backward's, divided as the kernels are.
+
+A device that computes itself has one queue, and sums of seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.formats.cluster import Level
+from autopar.formats.plan import SCATTERING, Shard
+from autopar.planner.costs import memoize
+from autopar.planner.costs.layers import Launches, LayerCosts, StageSums
+
+Numbers = npt.NDArray[np.float64]
+Value = float | Numbers
+Positions = int | npt.NDArray[np.int64]
+
+
+class Site(NamedTuple):
+    """What a stage's seconds depend on besides its layers and rows; see :class:`StageSums`."""
+
+    shard: Shard = "none"
+    ranks: int = 1
+    level: Level = "node"
+    kind: int = 0
+
+
+class Queues(NamedTuple):
+    """Seconds of the same work on a device, and on the host that launches it."""
+
+    kernels: Value
+    launches: Value
+
+    def plus(self, other: Queues) -> Queues:
+        """Return what both take together, queue by queue."""
+        return Queues(self.kernels + other.kernels, self.launches + other.launches)
+
+    @property
+    def shorter(self) -> Value:
+        """The seconds of the shorter queue."""
+        return _either(self.is_launching, self.kernels, self.launches)
+
+    @property
+    def is_launching(self) -> bool | npt.NDArray[np.bool_]:
+        """Whether the host takes longer."""
+        return self.launches > self.kernels
+
+    def of(self, launching: bool | npt.NDArray[np.bool_]) -> Value:
+        """Return the launches where ``launching``, else the kernels."""
+        return _either(launching, self.launches, self.kernels)
+
+    def rest(self, launching: bool | npt.NDArray[np.bool_], before: Queues) -> Value:
+        """Return what is left of the longer queue, where the work ``before`` took what it takes :meth:`of` one."""
+        other = _either(launching, before.kernels + self.kernels, before.launches + self.launches)
+        own, left = self.of(launching), other - before.of(launching)
+        if isinstance(own, float) and isinstance(left, float):
+            return own if own >= left else left
+        return np.maximum(own, left)
+
+
+NOTHING = Queues(0.0, 0.0)
+
+
+class StageSeconds:
+    """Prices forwards and backwards of layers ``first:stop``; positions are numbers, or arrays of them.
+
+    ``rows`` are those of a micro-batch that the stage's replica takes; ``adding`` as in :meth:`StageSums.backward`.
+    """
+
+    def __init__(self, sums: StageSums) -> None:
+        """Take the running sums of layers' seconds."""
+        self.sums = sums
+
+    def forward(self, first: Positions, stop: Positions, rows: float, site: Site) -> Value:
+        """Return the seconds of a forward."""
+        if not self._layers(site).has_launches:
+            return _between(self.sums.forward(rows, *site), first, stop)
+        return self._forward(first, stop, rows, site).of(self.is_launching(first, stop, rows, site))
+
+    def backward(
+        self, first: Positions, stop: Positions, rows: float, adding: float, site: Site, again: Queues = NOTHING
+    ) -> Value:
+        """Return the seconds of a backward, with those of the forwards that it runs ``again``."""
+        kernels = _between(self.sums.backward(rows, adding, frozenset(), *site), first, stop) + again.kernels
+        if not self._layers(site).has_launches:
+            return kernels
+        launches = _between(self._launched("backward_launch_s", rows, adding, site), first, stop) + again.launches
+        launching = self.is_launching(first, stop, rows, site)
+        return Queues(kernels, launches).rest(launching, self._forward(first, stop, rows, site))
+
+    def halves(
+        self,
+        first: Positions,
+        stop: Positions,
+        rows: float,
+        adding: float,
+        site: Site,
+        recompute: frozenset[int] = frozenset(),
+    ) -> tuple[Value, Value]:
+        """Return the seconds of a backward's input half, which runs some layers forward again, and of its weight half.
+
+        Where halves in place of a whole backward make the other queue the longer one, the input half takes the rest.
+        """
+        inputs_s, weights_s = (_between(each, first, stop) for each in self.sums.halves(rows, adding, recompute, *site))
+        if not self._layers(site).has_launches:
+            return inputs_s, weights_s
+        launched_s = _between(self._launched("backward_input_launch_s", rows, 0.0, site), first, stop)
+        again = Queues(0.0, self.again(sorted(recompute), rows, adding, site).launches)
+        inputs = Queues(inputs_s, launched_s).plus(again)
+        launched_s = _between(self._launched("backward_weight_launch_s", rows, adding, site), first, stop)
+        weights = Queues(weights_s, launched_s)
+        launching = self.is_launching(first, stop, rows, site)
+        return inputs.rest(launching, self._forward(first, stop, rows, site).plus(weights)), weights.of(launching)
+
+    def least_weight_s(self, first: Positions, stop: Positions, rows: float, site: Site) -> Value:
+        """Return the seconds of a weight half in the queue that is shorter there; those of more rows take no less."""
+        kernels = _between(self.sums.halves(rows, 0.0, frozenset(), *site)[1], first, stop)
+        if not self._layers(site).has_launches:
+            return kernels
+        launches = _between(self._launched("backward_weight_launch_s", rows, 0.0, site), first, stop)
+        return Queues(kernels, launches).shorter
+
+    def is_launching(self, first: Positions, stop: Positions, rows: float, site: Site) -> bool | npt.NDArray[np.bool_]:
+        """Whether the host is the slower queue of a stage's micro-batch."""
+        kernels = _between(self.sums.backward(rows, 0.0, frozenset(), *site), first, stop)
+        launches = _between(self._launched("backward_launch_s", rows, 0.0, site), first, stop)
+        return self._forward(first, stop, rows, site).plus(Queues(kernels, launches)).is_launching
+
+    @memoize
+    def again_by_layer(self, rows: float, adding: float, site: Site) -> tuple[list[float], list[float]]:
+        """Return what every layer's :meth:`again` takes, kernels and launches: those of its forward."""
+        every = frozenset(range(len(self.sums.layers)))
+        sums, more = (self.sums.backward(rows, adding, each, *site) for each in (frozenset[int](), every))
+        kernels = [more[at + 1] - more[at] - (sums[at + 1] - sums[at]) for at in range(len(self.sums.layers))]
+        if not self._layers(site).has_launches:
+            return kernels, [0.0] * len(kernels)
+        launched = self._launched("forward_launch_s", rows, 0.0, site)
+        return kernels, [behind - before for before, behind in pairwise(launched)]
+
+    def again(self, layers: Sequence[int], rows: float, adding: float, site: Site) -> Queues:
+        """Return what running some layers forward again takes longer in a backward."""
+        return Queues(*(sum(each[layer] for layer in layers) for each in self.again_by_layer(rows, adding, site)))
+
+    @memoize
+    def running(self, rows: float, adding: float, kind: int = 0) -> tuple[list[float], list[float]]:
+        """Return, for every position, the seconds of forwards and of backwards of all layers before it.
+
+        All in the queue that is the longer one of all layers together: for planners that add up layers.
+        """
+        sums, site = self.sums, Site(kind=kind)
+        last = len(sums.layers)
+        if self._layers(site).has_launches and self.is_launching(0, last, rows, site):
+            forward = self._launched("forward_launch_s", rows, 0.0, site)
+            return forward, self._launched("backward_launch_s", rows, adding, site)
+        return sums.forward(rows, kind=kind), sums.backward(rows, adding, kind=kind)
+
+    def every(self, rows: float, adding: float, kind: int) -> tuple[Numbers, Numbers]:
+        """Return the forwards and backwards of all stages, ``[first, stop]``; infinite of no layers."""
+        positions = np.arange(len(self.sums.layers) + 1)
+        first, stop, site = positions[:-1, None], positions[None, :], Site(kind=kind)
+        both = self.forward(first, stop, rows, site), self.backward(first, stop, rows, adding, site)
+        forward_s, backward_s = (np.where(stop > first, each, np.inf) for each in both)
+        return forward_s, backward_s
+
+    def by_queue(self, rows: float, adding: float, kind: int, *, split: bool) -> list[list[list[float]]]:
+        """Return running sums of forwards and of backwards, and with ``split`` of both halves: kernels, then launches.
+
+        A stage's forward and backward take no less together than in either queue.
+        """
+        sums, site = self.sums, Site(kind=kind)
+        kernels = [sums.forward(rows, kind=kind), sums.backward(rows, adding, kind=kind)]
+        kernels += sums.halves(rows, adding, kind=kind) if split else ()
+        if not self._layers(site).has_launches:
+            return [kernels]
+        fields = _HALF_LAUNCHES if split else _LAUNCHES
+        return [kernels, [self._launched(field, rows, more * adding, site) for field, more in fields.items()]]
+
+    def _forward(self, first: Positions, stop: Positions, rows: float, site: Site) -> Queues:
+        kernels = _between(self.sums.forward(rows, *site), first, stop)
+        return Queues(kernels, _between(self._launched("forward_launch_s", rows, 0.0, site), first, stop))
+
+    def _launched(self, field: Launches, rows: float, adding: float, site: Site) -> list[float]:
+        adding = adding / site.ranks if site.shard in SCATTERING else adding
+        return self._layers(site).sums(field, rows, adding)
+
+    def _layers(self, site: Site) -> LayerCosts:
+        return self.sums.costs[site.kind]
+
+
+_LAUNCHES: dict[Launches, float] = {"forward_launch_s": 0.0, "backward_launch_s": 1.0}
+"""By field, whether adding to gradients is part of it."""
+_HALF_LAUNCHES: dict[Launches, float] = {**_LAUNCHES, "backward_input_launch_s": 0.0, "backward_weight_launch_s": 1.0}
+
+
+def _between(sums: Sequence[float], first: Positions, stop: Positions) -> Value:
+    if isinstance(first, int) and isinstance(stop, int):
+        return sums[stop] - sums[first]
+    values = np.array(sums)
+    return np.asarray(values[stop] - values[first])
+
+
+def _either(flag: bool | npt.NDArray[np.bool_], one: Value, other: Value) -> Value:
+    """The first where the flag holds, else the second."""
+    if isinstance(flag, bool):
+        return one if flag else other
+    return np.where(flag, one, other)
