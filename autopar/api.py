@@ -83,7 +83,7 @@ def profile(
     threads: int | None = None,
     compile: bool = False,  # noqa: A002  # torch's word
     seed: int = 0,
-    budget_s: float = 10.0,
+    budget_s: float | None = None,
     progress: Progress = no_progress,
 ) -> Profile:
     """Measure every layer of a model on this machine, or estimate them for GPUs that are not there.
@@ -109,7 +109,7 @@ def profile(
         threads: per rank on the CPU; None: one.
         compile: whether layers are compiled with ``torch.compile``.
         seed: for the weights that a model in a file draws.
-        budget_s: seconds to spend on timing layers, about.
+        budget_s: seconds to spend on timing layers, about; every micro-batch size runs once however few; None: 10.
         progress: told what is done.
 
     Raises:
@@ -125,10 +125,12 @@ def profile(
     from autopar.objects import user_model
     from autopar.profiler import ProfileOptions
 
-    kinds = device_kinds(device, threads, compile, None if calibrate_with is None else Path(calibrate_with))
+    runs = None if calibrate_with is None else Path(calibrate_with)
+    kinds = device_kinds(device, threads, compile, runs, budget_s)
     functions = {"loss": loss, "optimizer": optimizer, "layers": layers}
     user, rows = user_model(model, batch, functions, tuple(ignored_state), data, sequence)
-    options = ProfileOptions(rows, kinds.here or "cpu", threads or 1, seed, budget_s, precision, compile, accept_loss)
+    seconds = ProfileOptions.budget_s if budget_s is None else budget_s
+    options = ProfileOptions(rows, kinds.here or "cpu", threads or 1, seed, seconds, precision, compile, accept_loss)
     return profile_kinds(user, options, kinds, progress)
 
 

@@ -36,7 +36,11 @@ class DeviceKinds(NamedTuple):
 
 
 def device_kinds(
-    device: str, threads: int | None = None, compile_layers: bool = False, runs: Path | None = None
+    device: str,
+    threads: int | None = None,
+    compile_layers: bool = False,
+    runs: Path | None = None,
+    budget_s: float | None = None,
 ) -> DeviceKinds:
     """Return what ``--device`` names; refuse other options that do not go with it.
 
@@ -56,6 +60,10 @@ def device_kinds(
     if gpus and (threads is not None or compile_layers):
         option = "`compile`" if compile_layers else f"`threads={threads}`"
         raise UsageError(f"{option}: says how to measure, but `device={device!r}` is estimated; leave it out")
+    if budget_s is not None and not here:
+        raise UsageError(
+            f"`budget_s={budget_s:g}`: says how long to measure, but `device={device!r}` is estimated; leave it out"
+        )
     if runs is not None:
         _check_fitting(device, len(names), bool(gpus), f"`calibrate_with={str(runs)!r}`")
     return DeviceKinds(here[0] if here else None, gpus, runs)

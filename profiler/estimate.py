@@ -282,7 +282,7 @@ def _works(
     precision = subject.precision if single else "fp32"
     works: dict[int, GraphWork] = {}
     for index, size in enumerate(sizes):
-        progress("recording layers on fake tensors", index / len(sizes))
+        progress(f"recording layers on fake tensors: micro-batches of {size}", index / len(sizes))
         try:
             works[size] = graph_work(subject.graph, size, gpu, precision)
         except CaptureError:

@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
@@ -85,11 +84,20 @@ def measure(
     plain = recording(chain.step, IN_A_ROW, "forward", "backward")
     halves = recording(chain.split, EXTRA_IN_A_ROW, "backward_input", "backward_weight")
     again = recording(chain.recompute, EXTRA_IN_A_ROW, "recompute")
-    _rounds(warm_up, sizes[:1], WARM_UP * budget_s, partial(progress, "warming up"))
-    _rounds(plain, sizes, budget_s, partial(progress, "timing layers"))
-    if split:
-        _rounds(halves, sizes, EXTRA * budget_s, partial(progress, "timing split backwards"))
-    _rounds(again, sizes, EXTRA * budget_s, partial(progress, "timing recomputation"))
+    parts = [("warming up", warm_up, sizes[:1], WARM_UP), ("forwards and backwards", plain, sizes, 1.0)]
+    parts += [("split backwards", halves, sizes, EXTRA)] if split else []
+    parts += [("recomputation", again, sizes, EXTRA)]
+    whole, before = sum(part for *_, part in parts), 0.0
+    for name, run, own, part in parts:
+
+        def tell(
+            share: float, what: str = f"timing layers: {name}", before: float = before, part: float = part
+        ) -> None:
+            progress(what, (before + share * part) / whole)
+
+        tell(0.0)
+        _rounds(run, own, part * budget_s, tell)
+        before += part
     return timings
 
 

@@ -91,6 +91,7 @@ def measure_layers(subject: Subject, options: ProfileOptions, progress: Progress
             costs = survey.costs()
         after = observe(device)
         overhead_s = _overhead_s(subject, options.batch)
+    progress("analysing how teams divide layers", 0.0)
     layers = describe_layers(subject.graph, costs)
     if device.type == "cuda":
         overhead_s = max(0.0, overhead_s - _waiting_s(layers))
@@ -157,7 +158,7 @@ class _ModelMeasurement:
             self._one_at_a_time(batch)
         else:
             chain = self._chain(representatives(self._running.layers, self._most))
-            self._time(chain, self._record_sizes(chain, batch), self._options.budget_s)
+            self._time(chain, self._record_sizes(chain, batch), self._options.budget_s, self._progress)
             self._subject.module.zero_grad(set_to_none=True)
             self._measure_updates(self._graph.layers)
         kinds = {kind: layer.named_parameters() for kind, layer in self._firsts.items()}
@@ -170,15 +171,18 @@ class _ModelMeasurement:
     def _record_sizes(self, chain: LayerChain, batch: Mapping[str, torch.Tensor]) -> dict[int, LayerInputs]:
         """Run every size once for what it keeps; return what the chain is given at every size."""
         given: dict[int, LayerInputs] = {}
-        for size in self._sizes():
-            self._progress(f"recording micro-batches of {size}", 0.0)
+        sizes = self._sizes()
+        for number, size in enumerate(sizes):
+            what, share = f"recording layers: micro-batches of {size}", number / len(sizes)
+            self._progress(what, share)
             rows = {name: tensor.clone() for name, tensor in slice_rows(batch, 0, size).items()}
             started = time.perf_counter()
             found = record(self._running, rows, self._costs.crossing, self._context)
             forward_s = time.perf_counter() - started
             self._costs.recordings[size] = found
             given[size] = _missing(chain, found, size)
-            for layer in self._firsts.values():
+            for at, layer in enumerate(self._firsts.values()):
+                self._progress(f"{what}, {layer.name}", share + at / len(self._firsts) / len(sizes))
                 self._measure_bytes(layer, found.inputs[layer.name])
             found.inputs.clear()
             if self._enough(len(given), forward_s):
@@ -219,8 +223,10 @@ class _ModelMeasurement:
         else:
             self._costs.pending[layer.fingerprint, inputs.rows] = pending
 
-    def _time(self, chain: LayerChain, inputs_by_size: Mapping[int, LayerInputs], budget_s: float) -> None:
-        self._costs.timings |= measure(chain, inputs_by_size, budget_s, self._progress, self._splits)
+    def _time(
+        self, chain: LayerChain, inputs_by_size: Mapping[int, LayerInputs], budget_s: float, progress: Progress
+    ) -> None:
+        self._costs.timings |= measure(chain, inputs_by_size, budget_s, progress, self._splits)
 
     def _measure_updates(self, layers: Sequence[Layer]) -> None:
         self._progress("measuring the optimizer", 0.0)
@@ -236,19 +242,25 @@ class _ModelMeasurement:
     def _one_at_a_time(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Measure a model that is larger than memory: no two of its layers have weights at the same time."""
         budget_s = self._options.budget_s / len(self._firsts)
-        for kind, layer in self._firsts.items():
-            self._progress(f"measuring {layer.name} alone", 0.0)
+        for number, (kind, layer) in enumerate(self._firsts.items()):
+            progress = self._alone(layer, number)
+            progress("", 0.0)
             same = [other for other in self._graph.layers if other.fingerprint == kind]
             # Times and bytes depend on shapes; values only have to stay finite.
             materialize_random(layer, device=self._device)
             try:
                 given = self._record_alone(layer, same, batch)
-                self._time(self._chain([layer]), given, budget_s)
+                self._time(self._chain([layer]), given, budget_s, progress)
                 for places in {self._costs.update_kinds[other.name][1] for other in same}:
                     groups = [((kind, places), _parameters_at(layer, places))]
                     self._costs.updates |= measure_updates(self._subject.user, groups, self._device)
             finally:
                 release(layer)
+
+    def _alone(self, layer: Layer, number: int) -> Progress:
+        """Return what to tell while the layer of one kind is measured, whatever is done then."""
+        what = f"measuring layers one at a time: {layer.name}"
+        return lambda _, share: self._progress(what, (number + share) / len(self._firsts))
 
     def _record_alone(
         self, layer: Layer, same: Sequence[Layer], batch: Mapping[str, torch.Tensor]

@@ -36,6 +36,7 @@ from autopar.progress import Progress, no_progress
 from autopar.signals import unwinding_aborts
 
 MOST = 2**31 - 1
+LONGEST_S = 86_400
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,9 @@ class ProfileOptions:
         for name, value in (("`batch`", self.batch), ("`threads`", self.threads)):
             if not 1 <= value <= MOST:
                 raise UsageError(f"{name} must be at least 1 and below 2^31, found {value}")
+        # Not a number is between no two.
+        if not 0 < self.budget_s <= LONGEST_S:
+            raise UsageError(f"`budget_s={self.budget_s:g}`: must be above 0, and {LONGEST_S} s at most")
 
 
 # The weights, and the gradients of the plain model and of the layers that are held against each other.
@@ -145,8 +149,7 @@ def prepare(user: UserModel, options: ProfileOptions, progress: Progress = no_pr
         if graph.hollow:
             notes, difference = [HOLLOW], None
         else:
-            progress("checking gradients and loss", 0.0)
-            difference, note = _check(user, module, graph, samples, options.accept_loss)
+            difference, note = _check(user, module, graph, samples, options.accept_loss, progress)
             notes = [] if note is None else [note]
         notes += [*_remarks(module), *_remarks_on_writes(graph)]
         progress("trying the optimizer", 0.0)
@@ -209,13 +212,17 @@ def _precision(module: nn.Module, user: UserModel, precision: Precision | None) 
     return precision
 
 
-def _check(user: UserModel, module: nn.Module, graph: LayerGraph, samples: int, accept_loss: bool) -> LossCheck:
+def _check(
+    user: UserModel, module: nn.Module, graph: LayerGraph, samples: int, accept_loss: bool, progress: Progress
+) -> LossCheck:
     """Check gradients on a small batch, and whether the loss adds up."""
+    progress("checking gradients", 0.0)
     few = user.load_batch(user.dataset(), range(2))
     rows = 2 if graph.short is None and is_long(module, named_tensors(few)) else 4
     check_gradients(module, graph, user.load_batch(user.dataset(), range(min(rows, samples))), user.loss)
     if samples < LEAST:
         return LossCheck(note=f"{UNKNOWN}: the dataset has {samples} samples, and it takes {LEAST}")
+    progress("checking the loss", 0.0)
     return check_loss(user, module, graph, accept_loss=accept_loss)
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 _OWN = {
+    "budget_s": "budget",
     "bytes_per_s": "bandwidth",
     "deadline_s": "deadline",
     "largest_bytes": "largest",

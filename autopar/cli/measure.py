@@ -82,6 +82,12 @@ def profile(
         typer.Option("--accept-loss", help="Take a loss that depends on how a mini-batch is divided; plans say so."),
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed for the weights that model() draws.", min=0, max=2**63 - 1)] = 0,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds for timing layers, about; every micro-batch size runs once however few; default: 10."
+        ),
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile.")] = _PROFILE,
     cluster_output: Annotated[
         Path | None, typer.Option(help="Where to write the links; default: cluster.json beside the profile.")
@@ -107,7 +113,7 @@ def profile(
         )
     if links_output.resolve() == output.resolve():
         raise UsageError(f"{output} cannot hold both the profile and the cluster; name another --cluster-output")
-    kinds = device_kinds(device, threads, compile_layers, calibrate_with)
+    kinds = device_kinds(device, threads, compile_layers, calibrate_with, budget)
     source = path_of(model)
     inputs = tuple(path for path in (source and Path(source), data, calibrate_with) if path)
     check_output(output, _PROFILE, overwrite=overwrite, inputs=inputs)
@@ -118,7 +124,7 @@ def profile(
 
     here = None if kinds.gpus else kinds.here
     local = 0 if here is None else _local_ranks(here, ranks)
-    with phases() as progress:
+    with phases(sums_up=True) as progress:
         made = api.profile(
             model,
             batch,
@@ -131,6 +137,7 @@ def profile(
             calibrate_with=calibrate_with,
             accept_loss=accept_loss,
             seed=seed,
+            budget_s=budget,
             progress=progress,
         )
         cluster = None

@@ -6,6 +6,7 @@ writes to it; files are checked before they are written.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.errors import FileError, UsageError
+from autopar.progress import PhaseTimes, phase_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -207,33 +209,59 @@ def _lines(steps: int | None) -> Callable[[int, float], None]:
 
 
 @contextmanager
-def phases() -> Iterator[Callable[[str, float], None]]:
-    """Yield what to call with (what is being done, share done): a bar on a terminal, a line per phase elsewhere."""
+def phases(*, sums_up: bool = False) -> Iterator[Callable[[str, float], None]]:
+    """Yield what to call with (what is being done, share done): a bar on a terminal, a line per phase elsewhere.
+
+    Both say about how long a phase will take yet, lines every two seconds. Where it ``sums_up``, the phases that took
+    longest are named in the end.
+    """
+    times = PhaseTimes(time.monotonic)
     if is_quiet():
         yield lambda what, share: None
-    elif sys.stderr.isatty():
+        return
+    if sys.stderr.isatty():
         with _bar() as bar:
-            task = bar.add_task("loading the model", total=1.0)
-            yield lambda what, share: bar.update(task, description=what, completed=share)
+            task = bar.add_task("loading the model", total=1.0, left="")
+
+            def update(what: str, share: float) -> None:
+                bar.update(task, description=what, completed=share, left=_left(times.tell(what, share)))
+
+            yield update
     else:
-        yield _phase_lines()
+        yield _phase_lines(times)
+    if sums_up:
+        say(screen(), times.summary())
+
+
+def _left(seconds: float | None) -> str:
+    """Say how long something will take yet.
+
+    >>> _left(None), _left(0.2), _left(41.3)
+    ('', 'about 1 s left', 'about 42 s left')
+    """
+    return "" if seconds is None else f"about {max(1, math.ceil(seconds))} s left"
 
 
 def _bar() -> Progress:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
     return Progress(*columns, console=screen(), transient=True)
 
 
-def _phase_lines() -> Callable[[str, float], None]:
-    said = ""
+def _phase_lines(times: PhaseTimes) -> Callable[[str, float], None]:
+    phase, said_s = "", 0.0
 
     def say(what: str, share: float) -> None:
-        nonlocal said
-        if what != said:
-            said = what
-            sys.stderr.write(f"{what}\n")
+        nonlocal phase, said_s
+        left_s, now_s = times.tell(what, share), time.monotonic()
+        if phase_of(what) != phase:
+            phase, said_s = phase_of(what), now_s
+            sys.stderr.write(f"{phase}\n")
+        elif now_s - said_s >= LINE_EVERY_S and share < 1:
+            said_s = now_s
+            known = f" ({share:.0%} done, {_left(left_s)})" if left_s is not None else ""
+            sys.stderr.write(f"{what}{known}\n")
 
     return say
 
@@ -253,7 +281,7 @@ def slow_phases(begin: str) -> Iterator[Callable[[str, float], None]]:
         yield lambda what, share: None
         return
     bar = _bar()
-    task = bar.add_task(begin, total=None)
+    task = bar.add_task(begin, total=None, left="")
     # The one thread calls, the other begins to draw; whoever comes first, a bar that has ended is not begun.
     lock, ended = threading.Lock(), False
 

@@ -55,6 +55,15 @@ def test_profile_and_cluster_are_written_and_the_source_is_relative(run: Run) ->
         ("", "", ("--device", "tpu"), 2, "no GPU called 'tpu' is known"),
         ("", "", ("--ranks", "1"), 2, "at least 2 ranks"),
         ("", "", ("-o", "none/p.json"), 4, "no such folder"),
+        ("", "", ("--budget", "0"), 2, "--budget 0: must be above 0, and 86400 s at most"),
+        ("", "", ("--budget", "nan"), 2, "--budget nan: must be above 0"),
+        (
+            "",
+            "",
+            ("--budget", "1", "--device", "A100"),
+            2,
+            "--budget 1: says how long to measure, but --device A100 is",
+        ),
         ("", "", ("--cluster-output", "profile.json"), 2, "cannot hold both"),
     ],
 )

@@ -96,6 +96,18 @@ def test_elsewhere_a_line_comes_every_two_seconds_and_with_the_last_step_and_for
         for what, share in (("measuring", 0.1), ("measuring", 0.6), ("linking", 0.9), ("measuring", 1.0)):
             say(what, share)
     assert capsys.readouterr().err == "measuring\nlinking\nmeasuring\n"
+    told = [("timing: warming up", 0.0), ("timing: forwards", 0.1), ("timing: forwards", 0.4), ("timing: halves", 0.9)]
+    with output.phases(sums_up=True) as say:
+        for at_s, (what, share) in zip((0.0, 1.0, 4.0, 7.0, 8.0, 10.5), [*told, ("linking", 0.0)] * 2, strict=False):
+            now_s = 200.0 + at_s
+            say(what, share)
+    said = ["timing", "timing: forwards (40% done, about 6 s left)", "timing: halves (90% done, about 1 s left)"]
+    assert capsys.readouterr().err.splitlines() == [
+        *said,
+        "linking",
+        "timing",
+        "took 10.5 s: timing 8 s, linking 2.5 s",
+    ]
 
 
 def test_what_a_command_reads_or_writes_otherwise_is_not_its_output(tmp_path: Path) -> None:

@@ -78,3 +78,17 @@ def test_no_round_begins_that_would_end_beyond_the_budget(monkeypatch: pytest.Mo
         monkeypatch.setattr(measuring, "time", clock)
         measuring._rounds(run.append, (1, 2), budget_s, lambda share: None)
         assert run == [1, 2] * rounds
+
+
+def test_shares_of_timing_only_rise_and_say_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, float]] = []
+    chain = SimpleNamespace(layers=(), step=lambda _: (), split=lambda _: (), recompute=lambda _: ())
+    monkeypatch.setattr(measuring, "MAX_ROUNDS", 3)
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    for splits, names in ((True, 4), (False, 3)):
+        told.clear()
+        measuring.measure(chain, {1: None, 4: None}, 1.0, lambda *each: told.append(each), splits)  # type: ignore[arg-type]
+        assert [share for _, share in told] == sorted(share for _, share in told)
+        assert (told[0][1], told[-1][1]) == (0.0, pytest.approx(1.0))
+        assert len({what for what, _ in told}) == names
+        assert {what.partition(": ")[0] for what, _ in told} == {"timing layers"}
