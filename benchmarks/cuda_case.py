@@ -22,14 +22,14 @@ __all__ = ["rows"]
 CONTESTANTS = ("autopar", "autopar, loading", "plain")
 
 
-def rows(arguments: argparse.Namespace, device_type: str = "cuda") -> list[dict[str, Any]]:
-    """Race the transformer on one device: autopar given mini-batches, autopar loading them, and the plain loop."""
-    user = load(str(MODEL))
+def rows(arguments: argparse.Namespace, device_type: str = "cuda", model: Path = MODEL) -> list[dict[str, Any]]:
+    """Race a transformer on one device: autopar given mini-batches, autopar loading them, and the plain loop."""
+    user = load(str(model))
     plan = cut(capture(user, user.build(0)), user, "gpipe", (1,), MICRO_BATCHES, ROWS)
     plan = plan.model_copy(update={"device_type": device_type})
     with tempfile.TemporaryDirectory() as folder, RankPool(1, device_type=device_type) as pool:
         Workspace(Path(folder)).prepare(user, plan, None)
-        field = computing(arguments, {"autopar": plan}, ["plain"], MICRO_BATCHES, ROWS, MODEL, folder)
+        field = computing(arguments, {"autopar": plan}, ["plain"], MICRO_BATCHES, ROWS, model, folder)
         told = pool.run("race:alone", field, on_message=lambda rank, said: sys.stderr.write(f"cuda: {said}\n"))
     results: list[Any] = list(told)
     laps = {name: [result[name] for result in results] for name in CONTESTANTS}

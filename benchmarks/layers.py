@@ -179,7 +179,7 @@ class _Plain:
         model, loss = self._subject.module, self._subject.user.loss
         positional, named = model_arguments(model, batch, loss is not None)
         output = model(*positional, **named)
-        return loss_outputs(loss(output, batch) if loss else output, loss)[0]
+        return next(iter(loss_outputs(loss(output, batch) if loss else output, loss).values()))
 
     def _once(self, batch: object, optimizer: torch.optim.Optimizer) -> tuple[float, float, float]:
         marks = [self._now()]

@@ -191,7 +191,7 @@ def alone(context: RankContext, field: Field) -> dict[str, list[Lap]]:
     inputs = split_rows(plan, 0, named_tensors(batch), given.inputs, device)
     loop = torch_peers.plain(user.build(0).to(device), plan.micro_batches, nn.functional.mse_loss, batch)
     contestants = [
-        Contestant("autopar", _striding(device, lambda number: given.train(number, inputs))),
+        Contestant("autopar", _striding(device, lambda number: given.train(number, {number: inputs}, number + 1, 0))),
         Contestant("autopar, loading", _striding(device, lambda number: loading.step(number, number + 2))),
         Contestant("plain", _striding(device, lambda number: loop())),
     ]
