@@ -5,10 +5,14 @@ launches a micro-batch while the device computes the one before it. The host wai
 launch and for the kernel before it. So m micro-batches in a row that take the host L seconds each, and the device K,
 take no less than m max(L, K), and no more than that and min(L, K), in which the second queue begins or ends.
 
-A micro-batch of a stage is priced max(L, K), with L and K the sums over its layers' forwards and backwards. Its forward
-takes what it takes of the longer queue, its backward the rest. The queue is chosen by forward and whole backward
-without recomputation, so that a forward takes as long whatever its backward does. Launches of half a backward are the
-backward's, divided as the kernels are.
+A micro-batch of a stage is priced max(L, K), with L and K the sums over its layers' forwards and backwards. With l and
+k those of a forward, and l' and k' those of a whole backward without recomputation,
+
+    forward    max(k, l - max(0, k' - l'))      the host comes to it ahead by what it gained in the backward before
+    backward   max(L, K) - forward
+
+so that a forward takes as long whatever its backward does beside. Launches of half a backward are the backward's,
+divided as the kernels are; the weight half takes what it takes of the longer queue, the input half the rest.
 
 A device that computes itself has one queue, and sums of seconds.
 """
@@ -65,13 +69,10 @@ class Queues(NamedTuple):
         """Return the launches where ``launching``, else the kernels."""
         return _either(launching, self.launches, self.kernels)
 
-    def rest(self, launching: bool | npt.NDArray[np.bool_], before: Queues) -> Value:
-        """Return what is left of the longer queue, where the work ``before`` took what it takes :meth:`of` one."""
-        other = _either(launching, before.kernels + self.kernels, before.launches + self.launches)
-        own, left = self.of(launching), other - before.of(launching)
-        if isinstance(own, float) and isinstance(left, float):
-            return own if own >= left else left
-        return np.maximum(own, left)
+    @property
+    def longer(self) -> Value:
+        """The seconds of the longer queue."""
+        return _larger(self.kernels, self.launches)
 
 
 NOTHING = Queues(0.0, 0.0)
@@ -91,7 +92,7 @@ class StageSeconds:
         """Return the seconds of a forward."""
         if not self._layers(site).has_launches:
             return _between(self.sums.forward(rows, *site), first, stop)
-        return self._forward(first, stop, rows, site).of(self.is_launching(first, stop, rows, site))
+        return _forward_s(*self._passes(first, stop, rows, site))
 
     def backward(
         self, first: Positions, stop: Positions, rows: float, adding: float, site: Site, again: Queues = NOTHING
@@ -101,8 +102,8 @@ class StageSeconds:
         if not self._layers(site).has_launches:
             return kernels
         launches = _between(self._launched("backward_launch_s", rows, adding, site), first, stop) + again.launches
-        launching = self.is_launching(first, stop, rows, site)
-        return Queues(kernels, launches).rest(launching, self._forward(first, stop, rows, site))
+        forward, plain = self._passes(first, stop, rows, site)
+        return _rest(forward.plus(Queues(kernels, launches)), _forward_s(forward, plain))
 
     def halves(
         self,
@@ -115,7 +116,7 @@ class StageSeconds:
     ) -> tuple[Value, Value]:
         """Return the seconds of a backward's input half, which runs some layers forward again, and of its weight half.
 
-        Where halves in place of a whole backward make the other queue the longer one, the input half takes the rest.
+        The input half takes what the weight half leaves of both.
         """
         inputs_s, weights_s = (_between(each, first, stop) for each in self.sums.halves(rows, adding, recompute, *site))
         if not self._layers(site).has_launches:
@@ -125,8 +126,10 @@ class StageSeconds:
         inputs = Queues(inputs_s, launched_s).plus(again)
         launched_s = _between(self._launched("backward_weight_launch_s", rows, adding, site), first, stop)
         weights = Queues(weights_s, launched_s)
-        launching = self.is_launching(first, stop, rows, site)
-        return inputs.rest(launching, self._forward(first, stop, rows, site).plus(weights)), weights.of(launching)
+        forward, plain = self._passes(first, stop, rows, site)
+        both_s = _rest(forward.plus(inputs).plus(weights), _forward_s(forward, plain))
+        weight_s = -_larger(-both_s, -weights.of(forward.plus(plain).is_launching))
+        return both_s - weight_s, weight_s
 
     def least_weight_s(self, first: Positions, stop: Positions, rows: float, site: Site) -> Value:
         """Return the seconds of a weight half in the queue that is shorter there; those of more rows take no less."""
@@ -138,9 +141,8 @@ class StageSeconds:
 
     def is_launching(self, first: Positions, stop: Positions, rows: float, site: Site) -> bool | npt.NDArray[np.bool_]:
         """Whether the host is the slower queue of a stage's micro-batch."""
-        kernels = _between(self.sums.backward(rows, 0.0, frozenset(), *site), first, stop)
-        launches = _between(self._launched("backward_launch_s", rows, 0.0, site), first, stop)
-        return self._forward(first, stop, rows, site).plus(Queues(kernels, launches)).is_launching
+        forward, backward = self._passes(first, stop, rows, site)
+        return forward.plus(backward).is_launching
 
     @memoize
     def again_by_layer(self, rows: float, adding: float, site: Site) -> tuple[list[float], list[float]]:
@@ -191,9 +193,15 @@ class StageSeconds:
         fields = _HALF_LAUNCHES if split else _LAUNCHES
         return [kernels, [self._launched(field, rows, more * adding, site) for field, more in fields.items()]]
 
-    def _forward(self, first: Positions, stop: Positions, rows: float, site: Site) -> Queues:
-        kernels = _between(self.sums.forward(rows, *site), first, stop)
-        return Queues(kernels, _between(self._launched("forward_launch_s", rows, 0.0, site), first, stop))
+    def _passes(self, first: Positions, stop: Positions, rows: float, site: Site) -> tuple[Queues, Queues]:
+        """Return the queues of a forward, and of a plain backward: whole, of a step's first micro-batch."""
+        fields: tuple[Launches, Launches] = ("forward_launch_s", "backward_launch_s")
+        kernels = self.sums.forward(rows, *site), self.sums.backward(rows, 0.0, frozenset(), *site)
+        launches = [self._launched(field, rows, 0.0, site) for field in fields]
+        forward, backward = (
+            Queues(*(_between(each, first, stop) for each in queues)) for queues in zip(kernels, launches, strict=True)
+        )
+        return forward, backward
 
     def _launched(self, field: Launches, rows: float, adding: float, site: Site) -> list[float]:
         adding = adding / site.ranks if site.shard in SCATTERING else adding
@@ -208,11 +216,28 @@ _LAUNCHES: dict[Launches, float] = {"forward_launch_s": 0.0, "backward_launch_s"
 _HALF_LAUNCHES: dict[Launches, float] = {**_LAUNCHES, "backward_input_launch_s": 0.0, "backward_weight_launch_s": 1.0}
 
 
+def _forward_s(forward: Queues, backward: Queues) -> Value:
+    """Return a forward's seconds: its kernels', or its launches' beyond what the host gains in a backward."""
+    gained = _larger(0.0, backward.kernels - backward.launches)
+    return _larger(forward.kernels, forward.launches - gained)
+
+
+def _rest(work: Queues, before_s: Value) -> Value:
+    """Return what is left of the longer queue; rounding makes it no less than 0."""
+    return _larger(0.0, work.longer - before_s)
+
+
 def _between(sums: Sequence[float], first: Positions, stop: Positions) -> Value:
     if isinstance(first, int) and isinstance(stop, int):
         return sums[stop] - sums[first]
     values = np.array(sums)
     return np.asarray(values[stop] - values[first])
+
+
+def _larger(one: Value, other: Value) -> Value:
+    if isinstance(one, float) and isinstance(other, float):
+        return one if one >= other else other
+    return np.maximum(one, other)
 
 
 def _either(flag: bool | npt.NDArray[np.bool_], one: Value, other: Value) -> Value:

@@ -98,7 +98,8 @@ def test_no_plan_within_the_deadline_is_cheaper(part: int) -> None:
             continue
         slowest_s = max(step_s for step_s, cost in every if cost == free)
         _remedied(replace(options, deadline_s=0.999 * fastest[0]), profile, cluster, fastest[0])
-        for deadline_s in (None, 1.0001 * fastest[0], (fastest[0] + slowest_s) / 2):
+        soon_s = 1.0001 * fastest[0]
+        for deadline_s in (None, soon_s, max(soon_s, (fastest[0] + slowest_s) / 2)):
             least = min(cost for step_s, cost in every if deadline_s is None or step_s <= deadline_s)
             made = plan(profile, cluster, replace(options, deadline_s=deadline_s))
             price = made.predicted.price
