@@ -175,7 +175,7 @@ def _seconds() -> float:
         rows_of_products(torch.empty(4096, 4096), torch.empty(4096, 4096))
     gpu = gpus.find("H100")
     table = roofline.KernelTable.of([[each for each in log.kernels if each.op == "rows_of_products"]], gpu)
-    return float(roofline.seconds(table, gpu, roofline.default_constants(gpu), 0.0)[0])
+    return float(roofline.seconds(table, gpu, roofline.default_constants(gpu))[0])
 
 
 def test_a_new_operator_has_the_price_of_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
