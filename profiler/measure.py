@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -84,21 +85,33 @@ def measure(
     plain = recording(chain.step, IN_A_ROW, "forward", "backward")
     halves = recording(chain.split, EXTRA_IN_A_ROW, "backward_input", "backward_weight")
     again = recording(chain.recompute, EXTRA_IN_A_ROW, "recompute")
-    parts = [("warming up", warm_up, sizes[:1], WARM_UP), ("forwards and backwards", plain, sizes, 1.0)]
-    parts += [("split backwards", halves, sizes, EXTRA)] if split else []
-    parts += [("recomputation", again, sizes, EXTRA)]
-    whole, before = sum(part for *_, part in parts), 0.0
-    for name, run, own, part in parts:
+    parts = [_Part("warming up", warm_up, sizes[:1], WARM_UP), _Part("forwards and backwards", plain, sizes, 1.0)]
+    parts += [_Part("split backwards", halves, sizes, EXTRA)] if split else []
+    _measure_parts([*parts, _Part("recomputation", again, sizes, EXTRA)], budget_s, progress)
+    return timings
 
-        def tell(
-            share: float, what: str = f"timing layers: {name}", before: float = before, part: float = part
-        ) -> None:
-            progress(what, (before + share * part) / whole)
+
+class _Part(NamedTuple):
+    """Rounds of steps of one kind."""
+
+    name: str
+    run: Callable[[int], object]
+    sizes: Sequence[int]
+    share: float
+    """Of the budget."""
+
+
+def _measure_parts(parts: Sequence[_Part], budget_s: float, progress: Progress) -> None:
+    """Take the parts in turn, and tell which, and the share of all that lies behind."""
+    whole, before = sum(part.share for part in parts), 0.0
+    for part in parts:
+
+        def tell(done: float, part: _Part = part, before: float = before) -> None:
+            progress(f"timing layers: {part.name}", (before + done * part.share) / whole)
 
         tell(0.0)
-        _rounds(run, own, part * budget_s, tell)
-        before += part
-    return timings
+        _rounds(part.run, part.sizes, part.share * budget_s, tell)
+        before += part.share
 
 
 def _rounds(
