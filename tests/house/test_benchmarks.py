@@ -69,11 +69,11 @@ def test_constants_and_graphs_are_rehearsed_on_the_cpu() -> None:
 @pytest.mark.slow
 def test_what_wants_a_gpu_is_rehearsed_on_the_cpu(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/gpu.py", "--rehearse", "--json", str(tmp_path / "gpu.json")]
-    asked = ["--only", "kernels,tests,executor,graphs,gpt2,resnet-50"]
+    asked = ["--only", "kernels,tests,executor,graphs,gpt2"]
     done = subprocess.run([*command, *asked], cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     causes = {each["cause"] for each in parts["gpt2"]["causes"]}
     assert {"forwards", "backwards", "updates"} <= causes
-    assert parts["resnet-50"]["plain_step_s"] > 0
+    assert parts["gpt2"]["plain_step_s"] > 0
     assert "skipped" in parts["tests"]["summary"][0]
