@@ -14,9 +14,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from autopar.cache import Cache, Entry, users_cache
@@ -88,38 +89,66 @@ def capture_to_keep(
     kept = users_cache() if model.layers is None else None
     if kept is None:
         return Capture(capture(model, module), lambda: None)
-    made, hits = list[tuple[Entry, LayerGraph]](), list[str]()
+    attempt = _Attempt(kept, model, {**facts, "seed": seed}, layers, recalls, shapes)
+    graph = capture(model, module, attempt.captured)
+    return Capture(graph, attempt.keep, attempt.found)
 
-    def captured(module: nn.Module, batch: object, *rest: Any, keep_modes: bool = False) -> LayerGraph:  # noqa: ANN401
-        key = _identity_of(model, module, batch, {**facts, "seed": seed, "keep_modes": keep_modes})
-        if key is not None and recalls:
-            values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            graph = _found(kept, key, values, shapes=shapes)
-            if graph is not None and layers in (None, [layer.name for layer in graph.layers]):
+
+@dataclass
+class _Attempt:
+    """Finds a graph in a cache, or captures it; what it was captured of is then known."""
+
+    kept: Cache
+    model: UserModel
+    facts: Mapping[str, object]
+    layers: Sequence[str] | None
+    recalls: bool
+    shapes: bool
+    found: bool = False
+    made: tuple[Entry, LayerGraph] | None = None
+    """What was captured, if it can be kept."""
+
+    def captured(self, module: nn.Module, batch: object, *rest: Any, keep_modes: bool = False) -> LayerGraph:  # noqa: ANN401
+        """Stand for :func:`capture_module`."""
+        key = _identity_of(self.model, module, batch, {**self.facts, "keep_modes": keep_modes})
+        if self.recalls:
+            graph = None if key is None else self._found(key, module)
+            if graph is not None:
                 if not keep_modes:
                     module.train()
-                hits.append(key)
+                self.found = True
                 return graph
-        if recalls:
-            _say_changed(kept, model)
+            _say_changed(self.kept, self.model)
         reads = WorldReads()
         with reads.noted():
             graph = capture_module(module, batch, *rest, keep_modes=keep_modes)
         if key is not None and graph.portable:
             reads.add_files(graph.files_run)
-            about = _place(model), model.sha256, dict(model.imports), time.time(), len(graph.layers)
-            made.append((Entry(key, *about, reads.files, reads.environment), graph))
+            about = _place(self.model), self.model.sha256, dict(self.model.imports), time.time(), len(graph.layers)
+            self.made = Entry(key, *about, reads.files, reads.environment), graph
         return graph
 
-    graph = capture(model, module, captured)
-
-    def keep() -> Entry | None:
-        if not made:
+    def keep(self) -> Entry | None:
+        """Keep what was captured; return its entry."""
+        if self.made is None:
             return None
-        entry, kept_graph = made[0]
-        return kept.keep(entry, lambda folder: save_graph(kept_graph, folder))
+        entry, graph = self.made
+        return self.kept.keep(entry, partial(save_graph, graph))
 
-    return Capture(graph, keep, bool(hits))
+    def _found(self, key: str, module: nn.Module) -> LayerGraph | None:
+        """Return the graph of an identity, with the parameters and buffers of a module, where it is kept and sound.
+
+        What is torn, signed with another key, or read what has changed, is let go.
+        """
+        entry = self.kept.sound(key)
+        if entry is not None and WorldReads(dict(entry.files), dict(entry.environment)).changed() is None:
+            values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            with contextlib.suppress(FileError):
+                graph = load_graph(self.kept.folder_of(key), values, shapes=self.shapes)
+                wanted = self.layers is None or list(self.layers) == [layer.name for layer in graph.layers]
+                return graph if wanted else None
+        self.kept.drop(key)
+        return None
 
 
 def _place(model: UserModel) -> str:
@@ -132,19 +161,6 @@ def _say_changed(kept: Cache, model: UserModel) -> None:
     of_file = [entry for entry in kept.entries() if entry.model == _place(model)]
     if of_file and all((entry.sha256, entry.imports) != (model.sha256, model.imports) for entry in of_file):
         sys.stderr.write(f"autopar: {model.spec} has changed since it was captured, and is captured again\n")
-
-
-def _found(kept: Cache, key: str, values: Mapping[str, torch.Tensor], *, shapes: bool) -> LayerGraph | None:
-    """Return the graph of an identity, its parameters and buffers being ``values``, where it is kept and sound.
-
-    What is torn, signed with another key, or read what has changed, is let go.
-    """
-    entry = kept.sound(key)
-    if entry is not None and WorldReads(dict(entry.files), dict(entry.environment)).changed() is None:
-        with contextlib.suppress(FileError):
-            return load_graph(kept.folder_of(key), values, shapes=shapes)
-    kept.drop(key)
-    return None
 
 
 def _identity_of(model: UserModel, module: nn.Module, batch: object, more: Mapping[str, object]) -> str | None:

@@ -39,7 +39,7 @@ def test_help_ends_with_the_examples(words: tuple[str, ...], command: Run, monke
 
 def test_every_command_can_be_quiet() -> None:
     for words, each in COMMANDS.items():
-        if words not in (("cluster",), ("checkpoint",)):
+        if words not in (("cluster",), ("checkpoint",), ("cache",)):
             assert any("--quiet" in parameter.opts for parameter in each.params), words
 
 
