@@ -1,5 +1,9 @@
 """The user's model file: loaded once, its functions found, its mistakes named by file and line.
 
+Before any of it runs, the files that it is made of are found and hashed: the imports of a file are read from its text,
+and followed as far as they lead to files below the same folder. What is imported by a name that only running the code
+shows is not seen, nor is what a file reads.
+
 Its ``optimizer`` is told of the stage whose parameters it steps what it asks for by name. PipeDream multiplies a
 stage's rate by its replicas, PipeMare divides it by its delay; the function may do either, or anything else:
 
