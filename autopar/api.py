@@ -307,6 +307,7 @@ def train(
     accept_changes: bool = False,
     inject_fault: str | Sequence[str] = (),
     black_box: str | Path | None = None,
+    loaders: int | str = "auto",
     progress: StepProgress | None = None,
     phases: Progress = no_progress,
     **settings: Any,  # noqa: ANN401
@@ -329,6 +330,9 @@ def train(
             the run's first step.
         accept_changes: whether to go on though what is trained has changed, with all that still fits.
         inject_fault: what is to go wrong, as a drill: ``KIND@RANK:STEP[:ACTION]``, such as ``kill@1:7``; or several.
+        loaders: how many processes of the host read samples and collate them ahead of the ranks; 0: ranks do so
+            themselves. ``"auto"``: 0 where ranks compute on CPUs, else as many as there are processors beyond one a
+            rank, at most 8 a rank.
         black_box: file for the last actions of every rank, if the run fails; :func:`show` shows it.
         progress: called with (step, loss) as steps end.
         phases: told what else is done.
@@ -352,7 +356,7 @@ def train(
     files = partial(asked, weights=weights, save=save, program=program, data=data, black_box=black_box)
     safe = partial(files, checkpoint=checkpoint, every=every, resume=resume, accept_changes=accept_changes)
     with advise_on_memory(planned, plan):
-        outcome = run(planned, model, safe(inject_fault=inject_fault), progress)
+        outcome = run(planned, model, safe(inject_fault=inject_fault, loaders=loaders), progress)
     return compare_with_prediction(outcome, planned, partial(simulate, plan, progress=phases))
 
 

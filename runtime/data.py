@@ -6,8 +6,10 @@ there while it works on this one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
-from typing import Protocol, cast
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -39,7 +41,7 @@ def steps_of_epoch(model: UserModel, samples: int, plan: Plan, last: Last) -> in
     return found
 
 
-def _rows_of(plan: Plan, rank: int) -> tuple[int, int]:
+def rows_of(plan: Plan, rank: int) -> tuple[int, int]:
     """Return the first of a rank's rows in each of its micro-batches, and the one behind the last."""
     (stage, *_), replica = stages_of(plan, rank)
     start = plan.stages[stage].row_starts[replica]
@@ -50,7 +52,7 @@ def split_rows(
     plan: Plan, rank: int, values: Mapping[str, torch.Tensor], names: Iterable[str], device: torch.device
 ) -> list[dict[str, torch.Tensor]]:
     """Return a rank's rows of the named tensors of a whole mini-batch, micro-batch by micro-batch."""
-    (start, stop), size, own = _rows_of(plan, rank), plan.micro_batch_size, mine(plan, rank)
+    (start, stop), size, own = rows_of(plan, rank), plan.micro_batch_size, mine(plan, rank)
     return [
         {name: move_to_device(values[name][m * size + start : m * size + stop], device) for name in names if m in own}
         for m in range(plan.micro_batches)
@@ -97,12 +99,98 @@ def check_given(
     check_inputs(values, specs)
 
 
-class ShareLoader:
-    """Loads, for one rank, the model inputs that its layers read.
+class SampleReader:
+    """Reads the samples of a run's mini-batches in order, and collates them, seeded alike wherever they are read.
 
     An incomplete last mini-batch of an epoch is dropped, or filled up with the epoch's first samples. Data sets may
     draw random numbers: see ``docs/howto/verify.md``.
     """
+
+    def __init__(self, model: UserModel, plan: Plan, last: Last = "drop") -> None:
+        """Open the dataset.
+
+        Args:
+            model: the user's file.
+            plan: how a mini-batch is divided.
+            last: what becomes of an epoch's last mini-batch.
+
+        Raises:
+            FileError: the dataset has fewer samples than a mini-batch.
+        """
+        self._model, self._plan = model, plan
+        seed_data(plan.seed, "dataset")
+        self._dataset = model.dataset()
+        self.samples = len(cast(Sized, self._dataset))
+        """In the dataset."""
+        self._steps = steps_of_epoch(model, self.samples, plan, last)
+        self._orders: dict[int, torch.Tensor] = {}
+        """By epoch, of the latest two."""
+
+    @property
+    def micro_batch_size(self) -> int:
+        """How many rows a micro-batch has."""
+        return self._plan.micro_batch_size
+
+    @property
+    def collates_whole(self) -> bool:
+        """Whether ``collate`` is given mini-batches."""
+        return self._model.whole_batches
+
+    @property
+    def collates(self) -> bool:
+        """Whether what becomes of a sample may depend on the others of its micro-batch, or mini-batch."""
+        return self._model.whole_batches or self._model.collates
+
+    def whole(self, step: int) -> dict[str, torch.Tensor]:
+        """Return a mini-batch, collated at once.
+
+        Raises:
+            ModelError: reading a sample or ``collate`` failed.
+        """
+        epoch, picked = self._picked(step)
+        return self._collated(epoch, picked, step, 0)
+
+    def rows(self, step: int, micro_batch: int, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Return rows of a micro-batch.
+
+        The user's own ``collate`` is given the whole micro-batch on every rank: what it makes of a sample may depend
+        on the others (padding) or on chance, and must not depend on how a stage divides them.
+
+        Raises:
+            ModelError: as :meth:`whole`.
+        """
+        epoch, picked = self._picked(step)
+        first = micro_batch * self._plan.micro_batch_size
+        if not self._model.collates:
+            return self._collated(epoch, picked[first + start : first + stop], step, micro_batch)
+        indices = picked[first : first + self._plan.micro_batch_size]
+        return slice_rows(self._collated(epoch, indices, step, micro_batch), start, stop)
+
+    def _picked(self, step: int) -> tuple[int, list[int]]:
+        """Return a mini-batch's epoch, and its samples."""
+        (epoch, index), batch = divmod(step, self._steps), self._plan.batch
+        if epoch not in self._orders:
+            order = sample_order(self.samples, self._plan.seed, epoch)
+            latest = list(self._orders.items())[-1:]
+            self._orders = dict([*latest, (epoch, order.repeat(-(-self._steps * batch // self.samples)))])
+        picked: list[int] = self._orders[epoch][index * batch : (index + 1) * batch].tolist()
+        return epoch, picked
+
+    def _collated(self, epoch: int, indices: list[int], step: int, micro_batch: int) -> dict[str, torch.Tensor]:
+        samples = [self._sample(epoch, sample) for sample in indices]
+        seed_data(self._plan.seed, "collate", step, micro_batch)
+        values = named_tensors(self._model.collate(samples))
+        if row_count(values) != len(indices):
+            raise ModelError(f"{self._model.path}: collate() made {row_count(values)} rows of {len(indices)} samples")
+        return values
+
+    def _sample(self, epoch: int, index: int) -> object:
+        seed_data(self._plan.seed, "sample", epoch, index)
+        return self._model.sample(self._dataset, index)
+
+
+class ShareLoader:
+    """Loads, for one rank, the model inputs that its layers read, in the rank's own process."""
 
     def __init__(
         self,
@@ -126,75 +214,43 @@ class ShareLoader:
         Raises:
             FileError: the dataset has fewer samples than a mini-batch.
         """
-        self._model, self._plan, self._specs, self._device = model, plan, specs, device
-        self._rank = rank
-        self._start, self._stop = _rows_of(plan, rank)
-        self._mine = mine(plan, rank)
-        seed_data(plan.seed, "dataset")
-        self._dataset = model.dataset() if specs else None
-        self.samples = len(cast(Sized, self._dataset)) if specs else 0
+        self._plan, self._rank, self._specs, self._device = plan, rank, specs, device
+        self._rows, self._mine = rows_of(plan, rank), mine(plan, rank)
+        self._reader = SampleReader(model, plan, last) if specs else None
+        self.samples = 0 if self._reader is None else self._reader.samples
         """In the dataset; 0 where it is not read."""
-        self._steps = steps_of_epoch(model, self.samples, plan, last) if specs else 0
-        self._epoch, self._order = -1, torch.empty(0)
 
-    def load(self, step: int) -> list[dict[str, torch.Tensor]]:
+    def load(self, step: int) -> Batch:
         """Return the share's inputs of every micro-batch of a step, rows along each tensor's batch dimension.
 
         Raises:
             ModelError: reading a sample or ``collate`` failed; names rank, step and micro-batch.
             TrainingError: samples have other shapes than those that the model was captured with; likewise.
         """
-        plan = self._plan
-        if self._dataset is None:
-            return [{} for _ in range(plan.micro_batches)]
-        epoch, index = divmod(step, self._steps)
-        if epoch != self._epoch:
-            order = sample_order(self.samples, plan.seed, epoch)
-            repeats = -(-self._steps * plan.batch // self.samples)
-            self._epoch, self._order = epoch, order.repeat(repeats)
-        picked = self._order[index * plan.batch : (index + 1) * plan.batch].tolist()
-        whole: dict[str, torch.Tensor] = {}
-        loaded: list[dict[str, torch.Tensor]] = []
-        for micro_batch in range(plan.micro_batches):
-            if micro_batch not in self._mine:
-                loaded.append({})
-                continue
-            first = micro_batch * plan.micro_batch_size
-            try:
-                if self._model.whole_batches:
-                    whole = whole or self._collated(picked, step, 0)
-                    values = slice_rows(whole, first + self._start, first + self._stop)
+        loaded: Batch = [{} for _ in range(self._plan.micro_batches)]
+        if self._reader is None:
+            return loaded
+        (start, stop), whole = self._rows, dict[str, torch.Tensor]()
+        for micro_batch in (each for each in range(self._plan.micro_batches) if each in self._mine):
+            with naming(self._rank, step, micro_batch):
+                if self._reader.collates_whole:
+                    whole = whole or self._reader.whole(step)
+                    first = micro_batch * self._plan.micro_batch_size
+                    values = slice_rows(whole, first + start, first + stop)
                 else:
-                    values = self._share(picked[first : first + plan.micro_batch_size], step, micro_batch)
+                    values = self._reader.rows(step, micro_batch, start, stop)
                 check_inputs(values, self._specs)
-            except AutoparError as error:
-                raise type(error)(f"rank {self._rank} (step {step}, micro-batch {micro_batch}): {error}") from error
-            loaded.append({spec.name: values[spec.name].to(self._device) for spec in self._specs})
+            loaded[micro_batch] = {spec.name: values[spec.name].to(self._device) for spec in self._specs}
         return loaded
 
-    def _share(self, indices: list[int], step: int, micro_batch: int) -> dict[str, torch.Tensor]:
-        """Return this replica's rows of the micro-batch of the picked samples.
 
-        The user's own ``collate`` is given the whole micro-batch on every rank: what it makes of a sample may depend
-        on the others (padding) or on chance, and must not depend on how a stage divides them.
-        """
-        start, stop = self._start, self._stop
-        if not self._model.collates:
-            return self._collated(indices[start:stop], step, micro_batch)
-        return slice_rows(self._collated(indices, step, micro_batch), start, stop)
-
-    def _collated(self, indices: list[int], step: int, micro_batch: int) -> dict[str, torch.Tensor]:
-        samples = [self._sample(sample) for sample in indices]
-        seed_data(self._plan.seed, "collate", step, micro_batch)
-        values = named_tensors(self._model.collate(samples))
-        if row_count(values) != len(indices):
-            raise ModelError(f"{self._model.path}: collate() made {row_count(values)} rows of {len(indices)} samples")
-        return values
-
-    def _sample(self, index: int) -> object:
-        assert self._dataset is not None
-        seed_data(self._plan.seed, "sample", self._epoch, index)
-        return self._model.sample(self._dataset, index)
+@contextmanager
+def naming(rank: int, step: int, micro_batch: int) -> Iterator[None]:
+    """Say of an error which share of a mini-batch could not be loaded."""
+    try:
+        yield
+    except AutoparError as error:
+        raise type(error)(f"rank {rank} (step {step}, micro-batch {micro_batch}): {error}") from error
 
 
 Batch = list[dict[str, torch.Tensor]]
@@ -211,21 +267,57 @@ class Loader(Protocol):
         """Return a step's; steps count from 0."""
 
 
+@runtime_checkable
+class LoaderAhead(Loader, Protocol):
+    """One that others work for: it has mini-batches before they are asked for."""
+
+    def expect(self, step: int, following: range, first: int) -> None:
+        """Have a step's mini-batch read, and as many of those that follow as are read ahead.
+
+        Replicas that take turns began with mini-batch ``first``.
+        """
+
+    def is_there(self, step: int) -> bool:
+        """Tell whether a step's has been read."""
+
+    def work_s(self) -> float:
+        """Return the seconds in which others read and collated for it, since this was last asked."""
+
+    def close(self) -> None:
+        """Let those who work for it end."""
+
+
+class LoadingTimes(NamedTuple):
+    """What loading took of a rank, since it was last asked."""
+
+    spans_s: list[tuple[float, float]]
+    """When it had to wait for its mini-batches, by the clock of its host."""
+    work_s: float
+    """Seconds in which samples were read and collated for it, by whomever."""
+
+
 class Batches:
     """Loads mini-batches; for a GPU, in the host's memory, and copies them on: the next one while the GPU computes."""
 
-    def __init__(self, loader: Loader, copies: Copies | None) -> None:
+    def __init__(self, loader: Loader | LoaderAhead, copies: Copies | None) -> None:
         """Take what loads them, and what copies them on to a device with a memory of its own."""
         self.samples = loader.samples
         self._loader, self._copies = loader, copies
-        self._next: int | None = None
+        self._others = loader if isinstance(loader, LoaderAhead) else None
+        self._following = range(0)
         self._ahead: tuple[int, Batch] | None = None
+        self._spans_s: list[tuple[float, float]] = []
 
-    def load(self, step: int, following: int | None) -> Batch:
-        """Return a step's, on the device, whose work from now on waits for it; and say which is loaded next, if any."""
-        self._next = following
+    def load(self, step: int, following: range, first: int = 0) -> Batch:
+        """Return a step's, on the device, whose work from now on waits for it; and say which are loaded next, if any.
+
+        Replicas that take turns began with mini-batch ``first``.
+        """
+        self._following = following
+        if self._others is not None:
+            self._others.expect(step, following, first)
         if self._copies is None:
-            return self._loader.load(step)
+            return self._read(step)
         ahead, self._ahead = self._ahead, None
         batch = ahead[1] if ahead is not None and ahead[0] == step else self._bring(step, self._copies)
         self._copies.admit(tensor for inputs in batch for tensor in inputs.values())
@@ -236,12 +328,34 @@ class Batches:
 
         What is wrong with it is said when that step begins.
         """
-        if self._copies is not None and self._next is not None:
-            try:
-                self._ahead = self._next, self._bring(self._next, self._copies)
-            except Exception:
-                self._ahead = None
+        if self._copies is None or not self._following:
+            return
+        step = self._following[0]
+        if self._others is not None and not self._others.is_there(step):
+            # It is waited for when the device has been given the rest of this step.
+            return
+        try:
+            self._ahead = step, self._bring(step, self._copies)
+        except Exception:
+            self._ahead = None
+
+    def times(self) -> LoadingTimes:
+        """Return what loading took since this was last asked."""
+        spans_s, self._spans_s = self._spans_s, []
+        own_s = sum(end - start for start, end in spans_s)
+        return LoadingTimes(spans_s, own_s if self._others is None else self._others.work_s())
+
+    def close(self) -> None:
+        """Let those who load ahead end."""
+        if self._others is not None:
+            self._others.close()
+
+    def _read(self, step: int) -> Batch:
+        began_s = time.perf_counter()
+        try:
+            return self._loader.load(step)
+        finally:
+            self._spans_s.append((began_s, time.perf_counter()))
 
     def _bring(self, step: int, copies: Copies) -> Batch:
-        inputs_of_each = self._loader.load(step)
-        return [{name: copies.bring(tensor) for name, tensor in inputs.items()} for inputs in inputs_of_each]
+        return [{name: copies.bring(tensor) for name, tensor in inputs.items()} for inputs in self._read(step)]

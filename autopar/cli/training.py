@@ -139,6 +139,16 @@ class TrainingArguments:
         bool,
         typer.Option("--compile", help="Compile layers (torch.compile) before the first step, one of each kind."),
     ] = False
+    loaders: Annotated[
+        str,
+        typer.Option(
+            "--loaders",
+            help="Processes of each host that read samples and collate them ahead of its ranks, which wait for none "
+            "then; 0: ranks do so themselves. auto: none where ranks compute on CPUs, else as many as there are "
+            "processors beyond one a rank, at most 8 a rank.",
+            metavar="N|auto",
+        ),
+    ] = "auto"
     inject_fault: InjectFault = None
     report: Annotated[Path, typer.Option("--report", help="Where to write the report.")] = DEFAULT_REPORT
     trace: Annotated[
@@ -250,6 +260,7 @@ class TrainingArguments:
             "timeout_s",
             "checkpoint",
             "every",
+            "loaders",
             "black_box",
         )
         switches = ("resume", "accept_changes", "share_gpus", "cpu_offload", "deferred_batch_norm", "sync_batch_norm")

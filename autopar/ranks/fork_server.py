@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -324,14 +324,18 @@ def _fork_ranks(ends: Sequence[tuple[int, int]], reports: AnswerPipe) -> tuple[i
 def _become_rank(rank: int, server: int, own: tuple[int, int], ends: Sequence[tuple[int, int]]) -> None:
     """Leave what is the server's, and other ranks'."""
     os.setsid()
-    die_with(server)
-    if sys.platform == "linux":
-        # For `ps` and `top`.
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"autopar-rank-{rank}".encode())
+    become(f"autopar-rank-{rank}", server)
     for each in ends:
         if each != own:
             for descriptor in each:
                 os.close(descriptor)
+
+
+def become(name: str, parent: int) -> None:
+    """Have this process, which was just forked, end with its parent, and be called by a name in `ps` and `top`."""
+    die_with(parent)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
     if "numpy" in sys.modules:
         # Python's own generator is seeded anew in a process that was forked.
         sys.modules["numpy"].random.seed()
@@ -355,6 +359,9 @@ def _serve(job: dict[str, object], pipe: AnswerPipe) -> None:
     from autopar.ranks.context import join_ranks
     from autopar.ranks.failure import Failure
 
+    if "rank" not in job:
+        _serve_alone(job, pipe)
+        return
     rank, size = int(str(job["rank"])), int(str(job["size"]))
     with Board(Path(str(job["board"])), size) as board:
         board.write(rank, SETTING_UP)
@@ -363,8 +370,7 @@ def _serve(job: dict[str, object], pipe: AnswerPipe) -> None:
             pipe.send({"message": message})
 
         try:
-            module, _, function = str(job["target"]).partition(":")
-            target = getattr(importlib.import_module(module), function)
+            target = _target_of(job)
             place = (str(job["rendezvous"]), str(job["device"]), float(str(job["timeout_s"])))
             with join_ranks(rank, size, *place, board, report, bool(job["share_gpus"])) as context:
                 try:
@@ -377,6 +383,25 @@ def _serve(job: dict[str, object], pipe: AnswerPipe) -> None:
             pipe.send({"result": result})
         except Exception as error:
             pipe.send({"failure": Failure.of(error).as_dict()})
+
+
+def _serve_alone(job: dict[str, object], pipe: AnswerPipe) -> None:
+    """Call a function with what it is to do, and what reports, in a process that is none of the job's ranks."""
+    from autopar.ranks.failure import Failure
+
+    def report(message: dict[str, object]) -> None:
+        pipe.send({"message": message})
+
+    try:
+        pipe.send({"result": _target_of(job)(job["arguments"], report)})
+    except Exception as error:
+        pipe.send({"failure": Failure.of(error).as_dict()})
+
+
+def _target_of(job: dict[str, object]) -> Callable[..., object]:
+    module, _, function = str(job["target"]).partition(":")
+    found: Callable[..., object] = getattr(importlib.import_module(module), function)
+    return found
 
 
 def die_with(parent: int) -> None:

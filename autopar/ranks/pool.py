@@ -9,17 +9,18 @@ import os
 import queue
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Self
 
 from autopar.errors import AutoparError, TrainingError
 from autopar.ranks.board import SET_UP_S, Board
+from autopar.ranks.failure import Failure
 from autopar.ranks.fork_server import ForkServer, can_fork
-from autopar.ranks.monitor import Describe, RankMonitor, Watch
+from autopar.ranks.monitor import Describe, RankMonitor, RankProcess, Watch
 from autopar.ranks.scratch import Scratch
 from autopar.signals import stopping
 
@@ -43,24 +44,26 @@ class RankPool:
         share_gpus: bool = False,
         timeout_s: float = 300.0,
         imports: Sequence[str] = (),
+        spare: bool = False,
     ) -> None:
         """Start processes.
 
         Args:
-            size: how many.
+            size: how many run jobs.
             threads: of each.
             device_type: what they compute on.
             share_gpus: whether several may have the same GPU.
             timeout_s: longest that a rank may stand still.
             imports: modules that its jobs need, imported once for all of them.
+            spare: whether there is one more process, which :meth:`serving` has do something beside jobs.
         """
-        self.size = size
+        self.size, self.has_spare = size, spare
         self._device_type, self._share_gpus, self._timeout_s = device_type, share_gpus, timeout_s
         self._scratch = Scratch("ranks")
         self._jobs = 0
         self._server: ForkServer | None = None
         try:
-            start = partial(ForkServer, size, threads, imports)
+            start = partial(ForkServer, size + spare, threads, imports)
             # A fork is made by this process's only thread, and ends with it.
             self._server = start() if can_fork() else _LASTING.call(start, ForkServer.close)
         except BaseException:
@@ -126,6 +129,29 @@ class RankPool:
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
 
+    @contextmanager
+    def serving(self, target: str, arguments: object) -> Iterator[Callable[[], None]]:
+        """Have the spare process call ``target`` (``module:function``) with (arguments, report).
+
+        What is done in this context has the function end by itself; where it fails, the pool is closed.
+
+        Yields:
+            What waits until the function has reported something.
+
+        Raises:
+            AutoparError: what the function raised, or how the process ended.
+        """
+        if self._server is None or not self.has_spare:
+            raise TrainingError("a pool without a spare process was asked to serve")
+        link = self._server.links[self.size]
+        link.submit({"target": target, "arguments": arguments})
+        try:
+            yield partial(_await_word, link, "message")
+            _await_word(link, "result")
+        except BaseException:
+            self.close()
+            raise
+
     def _surroundings(self, folder: Path, timeout_s: float) -> dict[str, object]:
         """Return where the ranks of a job meet, how long they wait, and what they compute on."""
         return {
@@ -149,6 +175,17 @@ class RankPool:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _await_word(link: RankProcess, kind: str) -> None:
+    """Wait until a process that is none of a job's ranks says something of a kind."""
+    while (messages := link.read()) is not None:
+        for message in messages:
+            if "failure" in message:
+                raise Failure(**message["failure"]).as_error()  # type: ignore[arg-type]
+        if any(kind in message for message in messages):
+            return
+    raise TrainingError(f"the process that serves ranks ended with exit code {link.process.wait()}")
 
 
 class _LastingThread:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -32,6 +33,7 @@ from autopar.runtime.data import Batch, Batches, Loader, ShareLoader
 from autopar.runtime.device import Clock, clock_of, copies_of
 from autopar.runtime.execute import Executor, StepRecord, Surroundings
 from autopar.runtime.gradients import Reducer, reducer_of
+from autopar.runtime.loaders.client import LoadedShares
 from autopar.runtime.loss import BroughtLossTally, LossScale, LossTally, LossTerms
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.messages.transport import Transport, replica_ranks
@@ -95,6 +97,7 @@ class Job:
         note: Callable[[int, int], None],
         settings: TrainSettings = DEFAULTS,
         whole: Settings | None = None,
+        loaders: Path | None = None,
     ) -> None:
         """Build the rank's stages, holding only its own parameters.
 
@@ -110,6 +113,7 @@ class Job:
             note: called with (step, position in the program) before every action that may take a while.
             settings: what the user asks beyond the plan.
             whole: what the optimizer gives every parameter of the whole model, to be held against this rank's.
+            loaders: where processes listen that load this host's mini-batches; None: the rank does so itself.
         """
         self.plan, self.actions, self.rank, self._device = plan, program.ranks[rank], rank, device
         self._user = model
@@ -131,6 +135,7 @@ class Job:
         reducer = reducer_of(plan, rank, self.stages, self._local_parameters, transport, clock.mark, self.team)
         scale = LossScale() if plan.precision == "fp16" else None
         self._update = self._updating(graph, reducer, transport, settings, scale, whole)
+        self._loaders = loaders
         self._batches = Batches(self._loader(model, graph, settings), self._copies)
         crossing = {tensor.name: tensor for tensor in self._crossing_specs(graph)}
         marked = not graph.portable and self.reads_values
@@ -357,8 +362,8 @@ class Job:
         for later in range(max(start, step + ahead.start), min(stop, step + ahead.stop)):
             # The others are other replicas'.
             if later not in self._inputs and (later - start - self.replica) % self._turning == 0:
-                following = later + self._turning
-                self._inputs[later] = self._batches.load(later, following if following < stop else None)
+                following = range(later + self._turning, stop, self._turning)
+                self._inputs[later] = self._batches.load(later, following, start)
         return self.train(step, self._inputs, stop, start)
 
     def train(self, step: int, inputs: Mapping[int, Batch], stop: int, start: int) -> StepRecord:
@@ -419,6 +424,7 @@ class Job:
     def finish(self) -> None:
         """Wait until everything that was sent has arrived, and all work of the device is done."""
         self._mailbox.finish()
+        self._batches.close()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -452,6 +458,8 @@ class Job:
     def _loader(self, model: UserModel, graph: LayerGraph, settings: TrainSettings) -> Loader:
         """Return what loads mini-batches: in the host's memory, where copies bring them on from there."""
         specs = [graph.tensor(name) for name in self.inputs]
+        if self._loaders is not None:
+            return LoadedShares(model, self.plan, self.rank, specs, self._loaders, settings.last, self._copies)
         device = self._device if self._copies is None else torch.device("cpu")
         return ShareLoader(model, self.plan, self.rank, specs, device, settings.last)
 

@@ -8,7 +8,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from hashlib import sha256
@@ -35,6 +35,9 @@ from autopar.ranks.supervisor import SupervisedRank
 from autopar.runtime.checkpoint.training import Attempt, CheckpointArguments, attempt_in
 from autopar.runtime.checkpoint.writer import Every, known_every
 from autopar.runtime.data import steps_of_epoch
+from autopar.runtime.loaders.host import loading, spare_process
+from autopar.runtime.loaders.process import ReadingArguments
+from autopar.runtime.loaders.work import Loaders, count_of, known_loaders, processors
 from autopar.runtime.outcome import Outcome, RankResult, loss_of, outcome_of
 from autopar.runtime.settings import (
     DEFAULT_STEPS,
@@ -93,6 +96,8 @@ class RunOptions:
     """What is to go wrong, as a drill."""
     black_box: Path | None = None
     """File for the last actions of every rank, if the run fails."""
+    loaders: Loaders = 0
+    """How many processes of every host load mini-batches ahead of its ranks; 0: ranks do so themselves."""
 
     def __post_init__(self) -> None:
         if self.checkpoint is None and (self.resume or self.accept_changes or self.every != "auto"):
@@ -125,6 +130,7 @@ def run_options(
     accept_changes: bool = False,
     inject_fault: str | Sequence[str] = (),
     black_box: str | Path | None = None,
+    loaders: int | str = "auto",
     **settings: Any,  # noqa: ANN401
 ) -> RunOptions:
     """Return what the user asks of a run; its arguments are those of :func:`autopar.train`.
@@ -157,6 +163,7 @@ def run_options(
         accept_changes=accept_changes,
         faults=parse_faults(inject_fault),
         black_box=black_box,
+        loaders=known_loaders(loaders),
     )
 
 
@@ -190,17 +197,25 @@ def run(
         importlib.import_module(OPTIMIZERS_IMPORT)
         if file is not None:
             import_first(Path(file))
+    count = count_of(options.loaders, plan.device_type, len(plan.devices), processors())
     # The ranks start while this process loads and captures the model.
-    with _ranks(plan, pool, options.share_gpus) as ranks:
+    with (
+        _ranks(plan, pool, options.share_gpus, spare=count > 0) as ranks,
+        spare_process(ranks, plan, wanted=count > 0) as spare,
+    ):
         user_model = load_for(options.settings, model, options.data, plan)
         steps = _steps(user_model, plan, options)
         with folder_of(options.save), set_of(options.save, name), _attempt(options, steps) as attempt:
             facts = RunFacts(steps, name, attempt)
-            with Scratch("run") as scratch:
+            reading = _reading(plan, model, options)
+            with (
+                Scratch("run") as scratch,
+                loading(spare, scratch.path, count, range(len(plan.devices)), reading) as come,
+            ):
                 initial = Workspace(scratch.path).prepare(user_model, plan, options.weights)
                 results = ranks.run(
                     "autopar.runtime.start.worker:train",
-                    _arguments(plan, program, model, scratch.path, options, facts),
+                    _arguments(plan, program, model, scratch.path, options, facts, come()),
                     ranks=len(plan.devices),
                     timeout_s=options.timeout_s,
                     describe=describe(program),
@@ -232,8 +247,15 @@ def join(
     # Twice as long, so that a supervisor, which knows what every rank was doing, is the first to speak.
     patience_s = options.timeout_s if supervised_rank is None else 2 * max(options.timeout_s, SET_UP_S)
     board = None if supervised_rank is None else supervised_rank.board
+    count = count_of(options.loaders, plan.device_type, launch.local_size, processors())
+    leads = launch.local_rank == 0
     joining = (launch, plan.device_type, patience_s, len(plan.devices), files, options.share_gpus, board)
-    with join_from_environment(*joining) as context, _speaking(supervised_rank):
+    with (
+        # Started before this process computes, or has a GPU.
+        spare_process(None, plan, wanted=leads and count > 0) as spare,
+        join_from_environment(*joining) as context,
+        _speaking(supervised_rank),
+    ):
         for shared in (options.save, options.checkpoint):
             if shared is not None and not launch.one_host:
                 check_shared(context, shared)
@@ -242,9 +264,12 @@ def join(
             if scratch is not None:
                 stack.callback(scratch.close)
             place = scratch.path if scratch else None
-            folder, initial, facts = _prepare_host(context, place, model, plan, options, stack)
+            reading = _reading(plan, model, options)
+            serve = partial(loading, spare, count=count, ranks=launch.ranks_of_host, reading=reading)
+            folder, initial, facts = _prepare_host(context, place, model, plan, options, stack, serve)
+            loaders = folder if count else None
             with set_of(options.save, facts.save_as):
-                result = train(context, _arguments(plan, program, model, folder, options, facts))
+                result = train(context, _arguments(plan, program, model, folder, options, facts, loaders))
                 gathered = [json.loads(text) for text in context.gather(json.dumps(result))]
                 if context.rank != 0:
                     return None
@@ -278,6 +303,7 @@ def _digests(plan: Plan, program: Program, model: str, options: RunOptions) -> d
                 options.steps,
                 options.save is not None,
                 options.share_gpus,
+                options.loaders,
                 asdict(options.settings),
                 *_checkpoint_options(options),
             ]
@@ -351,11 +377,17 @@ def _steps(model: UserModel, plan: Plan, options: RunOptions) -> int:
 
 
 def _prepare_host(
-    context: RankContext, folder: Path | None, model: str, plan: Plan, options: RunOptions, stack: ExitStack
+    context: RankContext,
+    folder: Path | None,
+    model: str,
+    plan: Plan,
+    options: RunOptions,
+    stack: ExitStack,
+    serve: Callable[[Path], AbstractContextManager[Callable[[], Path | None]]],
 ) -> tuple[Path, str, RunFacts]:
     """Let one rank of every host prepare the workspace, and count steps; a failure is raised on all ranks alike.
 
-    Rank 0 has the folder of checkpoints for as long as ``stack`` is open.
+    Rank 0 has the folder of checkpoints for as long as ``stack`` is open, and every host has loaders, by ``serve``.
 
     Returns:
         The workspace's folder, where the initial weights are from, and what is the same on all hosts.
@@ -367,7 +399,9 @@ def _prepare_host(
         user_model = load_for(options.settings, model, options.data, plan)
         if options.save is not None:
             make_folder(options.save)
+        come = stack.enter_context(serve(folder))
         initial = Workspace(folder).prepare(user_model, plan, options.weights)
+        come()
         steps = _steps(user_model, plan, options)
         found: dict[str, object] = {"folder": str(folder), "steps": steps, "initial": initial, "save_as": new_set()}
         if context.rank == 0:
@@ -409,9 +443,22 @@ def _of_epochs(samples: int, plan: Plan, last: Last) -> list[str]:
     return [f"the last mini-batch of an epoch repeats {plan.batch - left} of its {samples} samples (`last='pad'`)"]
 
 
+def _reading(plan: Plan, model: str, options: RunOptions) -> ReadingArguments:
+    """Return what loaders are told."""
+    data, settings = None if options.data is None else str(options.data), options.settings
+    return ReadingArguments(plan=plan.dumps(), model=model, data=data, last=settings.last, double=settings.double)
+
+
 def _arguments(
-    plan: Plan, program: Program, model: str, folder: Path, options: RunOptions, facts: RunFacts
+    plan: Plan,
+    program: Program,
+    model: str,
+    folder: Path,
+    options: RunOptions,
+    facts: RunFacts,
+    loaders: Path | None,
 ) -> TrainArguments:
+    """Return what ranks are told; ``loaders`` is where those of the host listen."""
     return TrainArguments(
         plan=plan.dumps(),
         program=None if options.program is None else program.dumps(),
@@ -424,6 +471,7 @@ def _arguments(
         checkpoint=_checkpoint_arguments(plan, options, facts.attempt),
         settings=asdict(options.settings),
         faults=[str(each) for each in options.faults],
+        loaders=None if loaders is None else str(loaders),
         keep=None if options.keep is None else str(options.keep.resolve()),
     )
 
@@ -455,18 +503,12 @@ def _check_devices(plan: Plan, share: bool) -> None:
 
 
 @contextmanager
-def _ranks(plan: Plan, pool: RankPool | None, share_gpus: bool) -> Iterator[RankPool]:
+def _ranks(plan: Plan, pool: RankPool | None, share_gpus: bool, *, spare: bool) -> Iterator[RankPool]:
     if pool is not None:
         yield pool
     else:
-        size, device_type = len(plan.devices), plan.device_type
-        with RankPool(
-            size,
-            threads=plan.threads,
-            device_type=device_type,
-            share_gpus=share_gpus,
-            imports=[train.__module__, OPTIMIZERS_IMPORT],
-        ) as own:
+        how = {"threads": plan.threads, "device_type": plan.device_type, "share_gpus": share_gpus, "spare": spare}
+        with RankPool(len(plan.devices), imports=[train.__module__, OPTIMIZERS_IMPORT], **how) as own:  # type: ignore[arg-type]
             yield own
 
 

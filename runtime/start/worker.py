@@ -285,6 +285,8 @@ class TrainArguments(TypedDict):
     """What is asked of checkpoints; none: none are saved."""
     faults: list[str]
     """What is to go wrong."""
+    loaders: str | None
+    """Folder where this host's loaders listen; none: every rank loads for itself."""
     keep: str | None
     """Folder for what is compared with another training; see :class:`autopar.runtime.start.saving.ComparisonFiles`."""
 
@@ -305,8 +307,9 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     edited = arguments["program"]
     program = None if edited is None else Program.parse(edited, Path("program.json"))
     faults = [Fault.parse(each) for each in arguments["faults"]]
+    loaders = None if arguments["loaders"] is None else Path(arguments["loaders"])
     try:
-        job = build(context, plan, model, graph, workspace, settings, program, faults)
+        job = build(context, plan, model, graph, workspace, settings, program, faults, loaders)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -356,10 +359,11 @@ def build(
     settings: TrainSettings = DEFAULTS,
     program: Program | None = None,
     faults: Sequence[Fault] = (),
+    loaders: Path | None = None,
 ) -> Job:
     """Build this rank's job from what was prepared on its host; ``program`` is by default what the plan expands to.
 
-    ``faults`` happen as it is stepped.
+    ``faults`` happen as it is stepped; ``loaders`` is where those of the host listen, if it has any.
     """
     torch.set_num_threads(plan.threads)
     if context.device.type == "cpu":
@@ -370,7 +374,8 @@ def build(
     note = (lambda step, position: None) if context.board is None else context.board.stepping(context.rank)
     injector = FaultInjector(faults, context.rank, program.ranks[context.rank]) if faults else None
     place = (context.rank, graph, model, workspace.read, transport, context.device)
-    job = Job(plan, program, *place, injector.noting(note) if injector else note, settings, workspace.settings())
+    noting = injector.noting(note) if injector else note
+    job = Job(plan, program, *place, noting, settings, workspace.settings(), loaders)
     if injector is not None:
         injector.job = job
     job.try_optimizer()

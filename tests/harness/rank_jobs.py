@@ -124,7 +124,16 @@ def train_and_find_late(context: RankContext, arguments: dict[str, Any]) -> None
 
 def train_without_pickles(context: RankContext, arguments: dict[str, Any]) -> bool:
     """Train by some of a run's arguments, where nothing can be unpickled; return whether all losses are numbers."""
-    rest = {"program": None, "data": None, "checkpoint": None, "faults": [], "keep": None, "save": None, "save_as": ""}
+    rest = {
+        "program": None,
+        "data": None,
+        "checkpoint": None,
+        "faults": [],
+        "loaders": None,
+        "keep": None,
+        "save": None,
+        "save_as": "",
+    }
     with (
         patch("pickle.load", _refuse),
         patch("pickle.loads", _refuse),

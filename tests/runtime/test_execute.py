@@ -58,18 +58,18 @@ def test_a_mini_batch_is_loaded_once_and_what_is_wrong_with_it_is_said_when_its_
             raise TrainingError("step 3 has no samples")
         return [{"x": torch.tensor([step, micro_batch])} for micro_batch in range(2)]
 
-    batches = Batches(Mock(samples=8, load=load), copies)
+    batches = Batches(Mock(spec=["samples", "load"], samples=8, load=load), copies)
     for step in range(3):
-        loaded = batches.load(step, step + 1)
+        loaded = batches.load(step, range(step + 1, 9))
         assert [inputs["x"].tolist() for inputs in loaded] == [[step, 0], [step, 1]]
         assert copies.admitted == 2 * (step + 1)
         batches.look_ahead()
     assert all_loaded == [0, 1, 2, 3]
     with pytest.raises(TrainingError, match="step 3 has no samples"):
-        batches.load(3, 4)
+        batches.load(3, range(4, 9))
     # Another step than was expected is loaded in its own right.
     batches.look_ahead()
-    assert batches.load(5, None)[1]["x"].tolist() == [5, 1]
+    assert batches.load(5, range(0))[1]["x"].tolist() == [5, 1]
     batches.look_ahead()
     assert all_loaded == [0, 1, 2, 3, 3, 4, 5]
 

@@ -92,7 +92,7 @@ def test_nothing_is_saved_before_all_ranks_have_looked_at_their_gradients(pool: 
     case, saved = _case(tmp_path, 0), tmp_path / "saved"
     plan = case.plan((1, 1), MICRO_BATCHES, ROWS)
     saved.mkdir()
-    arguments: dict[str, object] = dict.fromkeys(("program", "data", "checkpoint", "keep"))
+    arguments: dict[str, object] = dict.fromkeys(("program", "data", "checkpoint", "loaders", "keep"))
     arguments |= {"plan": plan.dumps(), "model": str(case.file), "workspace": str(case.workspace), "faults": []}
     arguments |= {"steps": 1, "save": str(saved), "settings": asdict(TrainSettings())}
     with pytest.raises(TrainingError, match=r"the gradient of 0\.linear\.weight"):

@@ -1,0 +1,263 @@
+"""LoadedShares: a rank's rows of its mini-batches, as the loaders of its host read them.
+
+A thread of the rank takes in what loaders send, into memory from which a GPU copies beside its work, and puts together
+what several of them have read. What is wrong with rows that a rank would not have read as a whole, it has read again as
+a whole: then errors are the same as without loaders.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+
+from autopar.capture.graph import TensorSpec
+from autopar.capture.source import UserModel
+from autopar.errors import AutoparError, TrainingError
+from autopar.formats.plan import Plan
+from autopar.ranks.failure import Failure
+from autopar.runtime.data import Batch, check_inputs, naming, rows_of, steps_of_epoch
+from autopar.runtime.device import Copies
+from autopar.runtime.loaders import wire
+from autopar.runtime.loaders.server import SERVER
+from autopar.runtime.settings import Last
+from autopar.schedules.expand import mine
+
+_AWAY = "the process that deals out the loaders' work has ended"
+
+
+@dataclass
+class _Rows:
+    """A rank's rows of one micro-batch, as far as they have come."""
+
+    missing: int
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Of what has not been sent, only shapes and types."""
+    apart: bool = False
+    """Whether what has come does not go together, or could not be read."""
+    failure: AutoparError | None = None
+
+
+class LoadedShares:
+    """Loads, for one rank, the model inputs that its layers read, from the loaders of its host."""
+
+    def __init__(
+        self,
+        model: UserModel,
+        plan: Plan,
+        rank: int,
+        specs: Sequence[TensorSpec],
+        folder: Path,
+        last: Last = "drop",
+        copies: Copies | None = None,
+    ) -> None:
+        """Meet the loaders, once all ranks of the host do.
+
+        Args:
+            model: the user's file.
+            plan: how a mini-batch is divided.
+            rank: whose share is loaded.
+            specs: the model inputs that its layers read.
+            folder: where the loaders listen.
+            last: what becomes of an epoch's last mini-batch.
+            copies: of the rank's device, in whose buffers rows are put; None: it has no memory of its own.
+
+        Raises:
+            AutoparError: the dataset cannot be opened, or has too few samples.
+        """
+        self._plan, self._rank, self._specs, self._copies = plan, rank, specs, copies
+        self._rows, self._mine = rows_of(plan, rank), mine(plan, rank)
+        self._server = wire.connect(folder, SERVER)
+        wire.send(self._server, {"rank": rank, "reads": bool(specs)})
+        self.samples = 0
+        """In the dataset; 0 where it is not read."""
+        self._asked: set[int] = set()
+        self._come: dict[tuple[int, int], _Rows] = {}
+        self._changed, self._work_s, self._lost = threading.Condition(), 0.0, ""
+        if specs:
+            facts = self._facts()
+            self.samples, self._ahead = facts["samples"], facts["ahead"]
+            steps_of_epoch(model, self.samples, plan, last)
+            self._links = [wire.connect(folder, f"{SERVER}-{number}") for number in range(facts["loaders"])]
+            for link in self._links:
+                wire.send(link, {"rank": rank, "names": [spec.name for spec in specs]})
+            threading.Thread(target=self._take_in, name="autopar-loading", daemon=True).start()
+
+    def _facts(self) -> wire.Header:
+        """Return what the server says of the dataset, once that is open."""
+        said = wire.receive(self._server)
+        if said is not None and "failure" in said:
+            raise Failure(**said["failure"]).as_error()
+        if said is None or "lost" in said:
+            raise self._error("setting up", _AWAY if said is None else said["lost"])
+        return said
+
+    def expect(self, step: int, following: range, first: int) -> None:
+        """Have a step's mini-batch read, and as many of those that follow as are read ahead."""
+        if not self._specs:
+            return
+        wanted = [each for each in (step, *following[: self._ahead]) if each not in self._asked]
+        if wanted:
+            self._asked.update(wanted)
+            self._ask({"load": wanted, "first": first})
+
+    def _ask(self, message: wire.Header) -> None:
+        # If nobody hears it, whoever waits finds out.
+        with suppress(OSError):
+            wire.send(self._server, message)
+
+    def is_there(self, step: int) -> bool:
+        """Tell whether a step's mini-batch has been read."""
+        with self._changed:
+            return all(self._is_there(step, micro_batch) for micro_batch in self._own())
+
+    def _own(self) -> list[int]:
+        return [each for each in range(self._plan.micro_batches) if each in self._mine and self._specs]
+
+    def _is_there(self, step: int, micro_batch: int) -> bool:
+        rows = self._come.get((step, micro_batch))
+        return rows is not None and not rows.missing
+
+    def load(self, step: int) -> Batch:
+        """Return the share's inputs of every micro-batch of a step, rows along each tensor's batch dimension.
+
+        Raises:
+            AutoparError: as :meth:`autopar.runtime.data.ShareLoader.load`; or a loader has ended.
+        """
+        loaded: Batch = [{} for _ in range(self._plan.micro_batches)]
+        for micro_batch in self._own():
+            rows = self._await(step, micro_batch)
+            with naming(self._rank, step, micro_batch):
+                if rows.failure is not None:
+                    raise rows.failure
+                check_inputs(rows.values, self._specs)
+            loaded[micro_batch] = {spec.name: rows.values[spec.name] for spec in self._specs}
+        self._asked.discard(step)
+        return loaded
+
+    def _await(self, step: int, micro_batch: int) -> _Rows:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_there(step, micro_batch) or self._lost)
+            if not self._is_there(step, micro_batch):
+                raise self._error(f"step {step}, micro-batch {micro_batch}", self._lost)
+            return self._come.pop((step, micro_batch))
+
+    def _error(self, place: str, what: str) -> TrainingError:
+        return TrainingError(f"rank {self._rank} ({place}): {what}")
+
+    def work_s(self) -> float:
+        """Return the seconds in which loaders read and collated for this rank, since this was last asked."""
+        with self._changed:
+            found, self._work_s = self._work_s, 0.0
+            return found
+
+    def close(self) -> None:
+        """Leave the loaders; once all ranks of the host have, they end."""
+        # The thread, which reads from it, closes it.
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        if not self._specs:
+            self._server.close()
+
+    def _take_in(self) -> None:
+        """Take in what is sent, until the server or a loader has gone."""
+        try:
+            if self._copies is not None:
+                self._copies.prepare_thread()
+            lost = self._hear_all()
+        except Exception as error:
+            lost = f"{type(error).__name__}: {error}"
+        for link in (self._server, *self._links):
+            link.close()
+        with self._changed:
+            self._lost = lost
+            self._changed.notify_all()
+
+    def _hear_all(self) -> str:
+        """Take in messages until one says that the loaders are lost; return how."""
+        with selectors.DefaultSelector() as selector:
+            for link in (self._server, *self._links):
+                selector.register(link, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is self._server:
+                        return self._hear_server()
+                    assert isinstance(key.fileobj, socket.socket)
+                    if not self._hear(key.fileobj):
+                        # The server says how it has ended.
+                        selector.unregister(key.fileobj)
+
+    def _hear_server(self) -> str:
+        """Return what the server says: how a loader has ended, or failed."""
+        said = wire.receive(self._server)
+        return _AWAY if said is None else str(said.get("lost") or said["failure"]["message"])
+
+    def _hear(self, link: socket.socket) -> bool:
+        """Take in a message of a loader; return whether that is still there."""
+        header = wire.receive(link)
+        if header is None:
+            return False
+        (start, stop), (first, behind) = header["rows"], self._rows
+        key = header["step"], header["micro_batch"]
+        rows = self._come.get(key) or _Rows(behind - first)
+        if "failure" in header:
+            rows.apart = True
+            rows.failure = Failure(**header["failure"]).as_error() if header["exact"] else None
+        elif not self._fill(link, header["tensors"], rows, range(start - first, stop - first)):
+            return False
+        rows.missing -= stop - start
+        if not rows.missing and rows.apart and rows.failure is None:
+            rows = _Rows(behind - first)
+            self._ask({"again": list(key)})
+        with self._changed:
+            self._come[key] = rows
+            self._work_s += header.get("work_s", 0.0)
+            self._changed.notify_all()
+        return True
+
+    def _fill(self, link: socket.socket, tensors: Sequence[wire.Header], rows: _Rows, own: range) -> bool:
+        """Fill in the values of some rows; return whether whoever sends them is still there."""
+        rows.apart |= bool(rows.values) and [each["name"] for each in tensors] != list(rows.values)
+        for each in tensors:
+            name, shape, dtype = each["name"], each["shape"], wire.dtype_named(each["dtype"])
+            if each["strides"] is None:
+                # Not asked for, and named in what is said of others that lack.
+                rows.values.setdefault(name, torch.empty(shape, dtype=dtype, device="meta"))
+                continue
+            if name not in rows.values:
+                rows.values[name] = self._memory(shape, each["strides"], dtype)
+            place = _place(rows.values[name], own, shape, each["strides"], dtype)
+            rows.apart |= place is None
+            if not (
+                wire.receive_into(link, place) if place is not None else wire.skip(link, prod(shape) * dtype.itemsize)
+            ):
+                return False
+        return True
+
+    def _memory(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for all rows, given those of which a loader has sent the first."""
+        count = self._rows[1] - self._rows[0]
+        if shape[0] != count:
+            shape, strides = (count, *shape[1:]), (prod(shape[1:]), *strides[1:])
+        like = torch.empty(prod(shape), dtype=dtype, device="meta")
+        flat = torch.empty(prod(shape), dtype=dtype) if self._copies is None else self._copies.buffer(like)
+        return flat.as_strided(shape, strides)
+
+
+def _place(
+    tensor: torch.Tensor, own: range, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Return the rows of a tensor that others of a shape are to fill; None where they are not alike."""
+    found = tensor[own.start : own.stop]
+    alike = list(found.shape) == list(shape) and found.dtype == dtype
+    # Of a single row, no stride leads to the next.
+    if not alike or tensor.stride()[1:] != tuple(strides[1:]) or (len(own) > 1 and tensor.stride()[0] != strides[0]):
+        return None
+    return found

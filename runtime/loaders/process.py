@@ -1,0 +1,179 @@
+"""Loader: a process that reads samples and collates them, and sends their rows to the ranks that need them.
+
+In come tasks; out go messages to ranks, and word to the server that a task is done. It opens the dataset for itself:
+nothing that a dataset has opened, no thread that it has started, is shared with another process.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+
+from autopar.capture.batch import slice_rows
+from autopar.capture.plain import float64_model
+from autopar.capture.source import load
+from autopar.errors import TrainingError
+from autopar.formats.plan import Plan
+from autopar.ranks.failure import Failure
+from autopar.runtime.data import SampleReader
+from autopar.runtime.loaders import wire
+from autopar.runtime.loaders.work import Share, Task
+from autopar.runtime.settings import Last
+
+_LONGEST_TRACE = 20_000
+"""Of a traceback, the end; a packet may have some 200,000 bytes."""
+
+
+class ReadingArguments(TypedDict):
+    """What loaders need to know; plain data."""
+
+    plan: str
+    """The plan's JSON text."""
+    model: str
+    """MODEL, as :func:`autopar.capture.source.load` reads it."""
+    data: str | None
+    """The file that feeds an ``hf:`` model, if it has one."""
+    last: Last
+    double: bool
+    """Whether inputs are cast to float64."""
+
+
+def open_reader(arguments: ReadingArguments) -> SampleReader:
+    """Open the dataset.
+
+    Raises:
+        AutoparError: the model file, or its dataset, is not as it has to be.
+    """
+    plan = Plan.parse(arguments["plan"], Path("plan.json"))
+    # What is added up in parts depends on how many threads do so.
+    torch.set_num_threads(plan.threads)
+    data = arguments["data"]
+    found = load(arguments["model"], None if data is None else Path(data), plan.model)
+    return SampleReader(float64_model(found) if arguments["double"] else found, plan, arguments["last"])
+
+
+def serve_tasks(server: socket.socket, listener: socket.socket, arguments: ReadingArguments) -> None:
+    """Open the dataset, meet the ranks, and perform the server's tasks until there are no more.
+
+    Args:
+        server: gives tasks, in packets.
+        listener: where ranks ask for a connection.
+        arguments: what is read.
+    """
+    try:
+        reader = open_reader(arguments)
+    except Exception as error:
+        server.send(_packet({"failure": failure_of(error)}))
+        return
+    facts = {"samples": reader.samples, "collates": reader.collates, "whole": reader.collates_whole}
+    server.send(_packet({"opened": facts}))
+    ranks = _Ranks()
+    while packet := server.recv(1 << 20):
+        message = json.loads(packet)
+        if "ranks" in message:
+            ranks.meet(listener, message["ranks"])
+            continue
+        _perform(task_of(message["task"]), reader, ranks)
+        server.send(_packet({"done": True}))
+
+
+def failure_of(error: Exception) -> dict[str, object]:
+    """Return an error as plain data."""
+    found = Failure.of(error).as_dict()
+    return {**found, "trace": str(found["trace"])[-_LONGEST_TRACE:]}
+
+
+def task_of(fields: Mapping[str, Any]) -> Task:
+    """Return the task that was sent as plain data."""
+    return Task(**{**fields, "shares": tuple(Share(*share) for share in fields["shares"])})
+
+
+def task_packet(task: Task) -> bytes:
+    """Return a task as it is sent."""
+    return _packet({"task": {**asdict(task), "shares": [list(share) for share in task.shares]}})
+
+
+def _packet(message: Mapping[str, object]) -> bytes:
+    return json.dumps(message).encode()
+
+
+class _Ranks:
+    """Connections with ranks, and what each wants of a batch."""
+
+    def __init__(self) -> None:
+        self._links: dict[int, socket.socket] = {}
+        self._names: dict[int, frozenset[str]] = {}
+
+    def meet(self, listener: socket.socket, count: int) -> None:
+        """Take up as many connections as there are ranks that read."""
+        for _ in range(count):
+            link, _ = listener.accept()
+            hello = wire.receive(link)
+            if hello is not None:
+                self._links[hello["rank"]], self._names[hello["rank"]] = link, frozenset(hello["names"])
+        listener.close()
+
+    def send(self, rank: int, header: wire.Header, values: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Send a rank what it wants of some rows, and of the rest what it looks like.
+
+        Raises:
+            TrainingError: a tensor is not of a kind that can be sent.
+        """
+        wanted = self._names[rank]
+        found = {name: _sendable(name, value) for name, value in (values or {}).items() if name in wanted}
+        described = [_described(name, found.get(name, value), name in found) for name, value in (values or {}).items()]
+        try:
+            wire.send(self._links[rank], {**header, "tensors": described}, list(found.values()))
+        except OSError:
+            # It has gone: whoever watches over it knows why.
+            return
+
+
+def _sendable(name: str, value: torch.Tensor) -> torch.Tensor:
+    try:
+        return wire.dense(value)
+    except TrainingError as error:
+        raise TrainingError(f"{name} {error}") from None
+
+
+def _described(name: str, value: torch.Tensor, sent: bool) -> dict[str, object]:
+    strides = list(value.stride()) if sent else None
+    return {
+        "name": name,
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": list(value.shape),
+        "strides": strides,
+    }
+
+
+def _perform(task: Task, reader: SampleReader, ranks: _Ranks) -> None:
+    """Read what a task is of, and send everybody's rows, or what failed."""
+    began_s = time.perf_counter()
+    try:
+        whole = task.micro_batch is None
+        values = reader.whole(task.step) if whole else reader.rows(task.step, *task.rows)
+    except Exception as error:
+        for share in task.shares:
+            ranks.send(share.rank, {**_place(task, share), "failure": failure_of(error)})
+        return
+    work_s = (time.perf_counter() - began_s) / len(task.shares)
+    for share in task.shares:
+        first = share.micro_batch * reader.micro_batch_size if whole else -task.start
+        own = slice_rows(values, first + share.start, first + share.stop)
+        header = _place(task, share)
+        try:
+            ranks.send(share.rank, {**header, "work_s": work_s}, own)
+        except TrainingError as error:
+            ranks.send(share.rank, {**header, "failure": failure_of(error)})
+
+
+def _place(task: Task, share: Share) -> wire.Header:
+    rows = [share.start, share.stop]
+    return {"step": task.step, "micro_batch": share.micro_batch, "rows": rows, "exact": task.exact}
