@@ -271,6 +271,9 @@ class Loader(Protocol):
 class LoaderAhead(Loader, Protocol):
     """One that others work for: it has mini-batches before they are asked for."""
 
+    loaders: int
+    """How many others."""
+
     def expect(self, step: int, following: range, first: int) -> None:
         """Have a step's mini-batch read, and as many of those that follow as are read ahead.
 
@@ -287,13 +290,18 @@ class LoaderAhead(Loader, Protocol):
         """Let those who work for it end."""
 
 
-class LoadingTimes(NamedTuple):
-    """What loading took of a rank, since it was last asked."""
+class StepLoading(NamedTuple):
+    """What loading took of a rank in a step."""
 
     spans_s: list[tuple[float, float]]
     """When it had to wait for its mini-batches, by the clock of its host."""
     work_s: float
     """Seconds in which samples were read and collated for it, by whomever."""
+
+    @property
+    def waited_s(self) -> float:
+        """How long it had to wait."""
+        return sum(end - start for start, end in self.spans_s)
 
 
 class Batches:
@@ -304,6 +312,8 @@ class Batches:
         self.samples = loader.samples
         self._loader, self._copies = loader, copies
         self._others = loader if isinstance(loader, LoaderAhead) else None
+        self.loaders = 0 if self._others is None else self._others.loaders
+        """How many processes load for this rank."""
         self._following = range(0)
         self._ahead: tuple[int, Batch] | None = None
         self._spans_s: list[tuple[float, float]] = []
@@ -339,11 +349,11 @@ class Batches:
         except Exception:
             self._ahead = None
 
-    def times(self) -> LoadingTimes:
+    def times(self) -> StepLoading:
         """Return what loading took since this was last asked."""
         spans_s, self._spans_s = self._spans_s, []
-        own_s = sum(end - start for start, end in spans_s)
-        return LoadingTimes(spans_s, own_s if self._others is None else self._others.work_s())
+        found = StepLoading(spans_s, 0.0)
+        return found._replace(work_s=found.waited_s if self._others is None else self._others.work_s())
 
     def close(self) -> None:
         """Let those who load ahead end."""

@@ -36,6 +36,7 @@ from autopar.formats.program import (
     RankProgram,
 )
 from autopar.ranks.failure import PeerLostError, is_of_connection
+from autopar.runtime.data import StepLoading
 from autopar.runtime.device import Clock, is_out_of_memory, out_of_memory, value_of
 from autopar.runtime.gradients import Reducer
 from autopar.runtime.loss import LossScale, LossTally, LossTerms
@@ -136,6 +137,8 @@ class StepRecord:
     """Whether ``loss`` and ``count`` are there."""
     untold: Callable[[], list[tuple[float, float]]] | None = None
     """Tells ``times_s``, where nobody has asked yet."""
+    loading: StepLoading | None = None
+    """What loading took of the rank, where it loads by itself."""
     others: tuple[StepRecord, ...] = ()
     """Of further mini-batches of the same repetition, which have no times of their own."""
 

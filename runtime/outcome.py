@@ -6,6 +6,8 @@ In come the ranks' results, which are plain data: losses, times of steps and act
 from __future__ import annotations
 
 import hashlib
+import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +22,7 @@ from autopar.formats.document import least_certain
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Precision
 from autopar.formats.program import Program
-from autopar.formats.report import CheckpointTimes, RankTimes, Report, StepTimes
+from autopar.formats.report import CheckpointTimes, LoadingTimes, RankTimes, Report, StepTimes
 from autopar.formats.timeline import OwnTimes, Timeline, TimeUse, medians, own_times, time_use_between
 from autopar.hardware.gpus import find
 from autopar.runtime.checkpoint.writer import SaveResult
@@ -40,6 +42,10 @@ class StepResults(TypedDict):
     ends_s: list[float]
     times_s: dict[str, list[tuple[float, float]]]
     """Step -> start and end of every action, for the last steps."""
+    loading_s: dict[str, list[tuple[float, float]]]
+    """Step -> when the rank waited for its mini-batch, for the same steps."""
+    loading_work_s: list[float]
+    """Seconds in which samples were read and collated for it."""
     gradient_norm: list[float | None]
     overflow: list[bool]
     layers_s: dict[str, tuple[float, float]]
@@ -53,6 +59,10 @@ class RankResult(StepResults):
     """All of it."""
 
     rank: int
+    host: int
+    """The first rank of its host."""
+    loaders: int
+    """Of its host."""
     stages: list[int]
     replica: int
     backend: str
@@ -126,7 +136,23 @@ class Steps:
         for rank, actions in enumerate(self._program.ranks):
             for action, (start, end) in zip(actions, times[rank], strict=True):
                 timeline.add(rank, action, start - begin, end - begin)
+            for start, end in self._results[rank]["loading_s"][str(step)]:
+                timeline.loading.append((rank, start - begin, end - begin))
         return timeline
+
+    def loading(self, where: Sequence[TimeUse]) -> LoadingTimes:
+        """Return what loading took, given where the time of a typical step went."""
+        work: dict[tuple[int, int], float] = defaultdict(float)
+        for each in self._results:
+            # Of ranks that load for themselves, every stage has its own read the samples.
+            place = each["host"], 0 if each["loaders"] else each["stages"][0]
+            work[place] += median(each["loading_work_s"][1:] or each["loading_work_s"]) / self._span
+        step_s, waiting_s, work_s = median(self._steady), max(each.loading_s for each in where), max(work.values())
+        needed = 0
+        if waiting_s > max(NOTICED * step_s, NOTICED_S):
+            needed = math.ceil(SPARE * work_s / max(step_s - waiting_s, LEAST_REST * step_s))
+        loaders = max(each["loaders"] for each in self._results)
+        return LoadingTimes(loaders=loaders, waiting_s=waiting_s, work_s=work_s, loaders_needed=needed)
 
     def own_times(self) -> OwnTimes:
         """Return the median of every action by itself over the recorded steps."""
@@ -141,6 +167,12 @@ class Steps:
         return max(0.0, *found)
 
 
+NOTICED, NOTICED_S = 0.02, 0.001
+"""The share of a step, and the seconds, that are waited for a mini-batch before anything is said of it."""
+SPARE = 1.1
+"""How much faster than steps loaders should be, so that a slow sample is not waited for."""
+LEAST_REST = 0.01
+"""The share of a step that at least is no waiting."""
 BACKWARD_FLOPS = 2
 """Of a forward's: the products that make the gradients of inputs and of weights."""
 
@@ -195,6 +227,7 @@ def _report(
     first_step: int,
 ) -> Report:
     times, where = steps.times(), steps.time_use(steps.typical)
+    loading = steps.loading(where)
     losses = [zip(result["loss"], result["count"], strict=True) for result in results]
     model_flops, utilisation = _utilisation(results, times.median, plan.span)
     return Report(
@@ -222,11 +255,23 @@ def _report(
         model_flops=model_flops,
         flops_utilisation=utilisation,
         initial_weights=initial,
+        loading=loading,
         checkpoints=_checkpoint_times(results),
         gradient_norm=tuple(results[0]["gradient_norm"]) if any(results[0]["gradient_norm"]) else (),
         overflows=sum(results[0]["overflow"]),
-        notes=(*plan.caveats, *notes),
+        notes=(*plan.caveats, *notes, *_of_loading(loading, times.median)),
     )
+
+
+def _of_loading(loading: LoadingTimes, step_s: float) -> list[str]:
+    """Say that ranks waited for samples, and how many loaders would do."""
+    if not loading.loaders_needed:
+        return []
+    share = f"ranks waited {loading.waiting_s / step_s:.0%} of a step for their samples"
+    count, there = loading.loaders_needed, loading.loaders
+    if count <= there:
+        return [f"{share}, though their loaders should keep up: other work ran on the processors"]
+    return [f"{share}; {count} loader{'s' if count > 1 else ''} a host would keep up (`loaders={count}`)"]
 
 
 def _terms(results: Sequence[RankResult]) -> dict[str, tuple[float, ...]]:

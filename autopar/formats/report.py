@@ -44,6 +44,8 @@ class RankTimes(Record):
     replica: Index
     compute_s: Seconds
     """Forwards and backwards, with what they recompute."""
+    loading_s: Seconds = 0.0
+    """Waiting for a mini-batch, and nothing to compute meanwhile."""
     update_s: Seconds
     """The optimizer's step, with what ranks tell each other there."""
     reduce_s: Seconds = 0.0
@@ -53,7 +55,7 @@ class RankTimes(Record):
     transfer_s: Seconds = 0.0
     """Blocked in receives after that, and handing messages over."""
     idle_s: Seconds = 0.0
-    """The rest: loading mini-batches, and what ranks do between actions."""
+    """The rest: what ranks do between actions."""
     in_flight: tuple[Index, ...] = ()
     """By stage, the most micro-batches that were in flight."""
     predicted_in_flight: tuple[Index, ...] = ()
@@ -92,11 +94,24 @@ class CauseTimes(Record):
 
     cause: Name
     """``forwards``, ``backwards`` with what they recompute, ``messages`` that were waited for, ``reductions``,
-    ``updates``, and what lies ``between actions``."""
+    ``updates``, ``loading`` of mini-batches, and what lies ``between actions``."""
     measured_s: float
     """Less than 0 between actions where a step begins before the one before it has ended on all ranks."""
     predicted_s: float
     """Of the predicted step."""
+
+
+class LoadingTimes(Record):
+    """What reading samples and collating them took."""
+
+    loaders: Index
+    """Processes of a host that did so ahead of its ranks; 0: ranks did so themselves."""
+    waiting_s: Seconds
+    """In a step of median length, what the rank waited that waited longest, with nothing to compute."""
+    work_s: Seconds
+    """The seconds of reading and collating of a step, median, on the host that has most of it."""
+    loaders_needed: Index = 0
+    """How many loaders would keep up with the steps; 0 where nobody waited for long."""
 
 
 class CheckpointTimes(Record):
@@ -171,6 +186,8 @@ class Report(Document):
     """Measured over predicted by kind of action; empty where nothing was predicted of single actions."""
     causes: tuple[CauseTimes, ...] = ()
     """What a step of median length and the predicted one were spent on; empty like ``kinds``."""
+    loading: LoadingTimes | None = None
+    """How mini-batches were loaded."""
     model_flops: float | None = Field(default=None, ge=0)
     """Of a step: three times the operations of forwards, whatever is recomputed; null where the devices' peak is not
     known, as of CPUs. Peaks are those of the known GPUs in the plan's precision."""

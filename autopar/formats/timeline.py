@@ -69,6 +69,8 @@ class Timeline:
     """By rank, when how many bytes were held, at every change; empty where nobody counted."""
     limits_bytes: dict[int, int] = field(default_factory=dict)
     """By rank, what its device has for them."""
+    loading: list[tuple[int, float, float]] = field(default_factory=list)
+    """(rank, start, end) of when ranks waited for mini-batches; of a step, also before its first action."""
 
     def add(self, rank: int, action: Action, start_s: float, end_s: float) -> None:
         """Append an event; the one way a timeline grows while it is being made."""
@@ -221,7 +223,7 @@ def _microseconds(entry: dict[str, object], key: str, at: str) -> float:
     return float(value)
 
 
-_COMPUTE, _UPDATE, _REDUCE, _WAITING, _TRANSFER = range(5)
+_COMPUTE, _LOADING, _UPDATE, _REDUCE, _WAITING, _TRANSFER = range(6)
 _PLAIN = {
     **dict.fromkeys(_COMPUTATIONS, _COMPUTE),
     **dict.fromkeys((UPDATE, PREDICT, CORRECT, BEGIN_SUM), _UPDATE),
@@ -239,6 +241,8 @@ class TimeUse(NamedTuple):
 
     compute_s: float = 0.0
     """Forwards and backwards, with what they recompute."""
+    loading_s: float = 0.0
+    """Waiting for a mini-batch, and nothing to compute meanwhile."""
     update_s: float = 0.0
     """The optimizer's step, with what ranks tell each other there."""
     reduce_s: float = 0.0
@@ -248,7 +252,7 @@ class TimeUse(NamedTuple):
     transfer_s: float = 0.0
     """Blocked in a receive after that; and, as measured, handing a message over. A simulated send occupies no rank."""
     idle_s: float = 0.0
-    """The rest: loading mini-batches, and what ranks do between actions."""
+    """The rest: what ranks do between actions."""
 
 
 def time_use(timeline: Timeline) -> list[TimeUse]:
@@ -271,11 +275,8 @@ def time_use_between(steps: Sequence[Timeline], start_s: float, end_s: float) ->
             start, end = max(start, start_s), min(end, end_s)
             if start < end:
                 spans[rank].append((start, end, what))
-    found = []
-    for compute_s, update_s, reduce_s, waiting_s, transfer_s in map(_time_by_activity, spans):
-        idle_s = max(0.0, end_s - start_s - (compute_s + update_s + reduce_s + waiting_s + transfer_s))
-        found.append(TimeUse(compute_s, update_s, reduce_s, waiting_s, transfer_s, idle_s))
-    return found
+    known = map(_time_by_activity, spans)
+    return [TimeUse._make([*each, max(0.0, end_s - start_s - sum(each))]) for each in known]
 
 
 def sending_of(event: Event) -> tuple[int, Action]:
@@ -288,6 +289,8 @@ def sending_of(event: Event) -> tuple[int, Action]:
 def _spans(step: Timeline) -> Iterator[tuple[int, float, float, int]]:
     """Yield (rank, start, end, what it was spent on) of a step's events; a receive is parted where its send began."""
     begun = {(event.rank, event.action): event.start_s for event in step if event.action.kind in SENDS}
+    for rank, start, end in step.loading:
+        yield rank, start, end, _LOADING
     for event in step:
         rank, action, start, end = event
         if action.kind in _PLAIN:
@@ -303,9 +306,10 @@ def _spans(step: Timeline) -> Iterator[tuple[int, float, float, int]]:
 def _time_by_activity(spans: Sequence[_Span]) -> list[float]:
     """Return the seconds of every kind of span; of those at one moment, the lowest kind counts."""
     edges = sorted(edge for start, end, what in spans for edge in ((start, 1, what), (end, -1, what)))
-    open_now, total, before = [0] * 5, [0.0] * 5, 0.0
+    count = _TRANSFER + 1
+    open_now, total, before = [0] * count, [0.0] * count, 0.0
     for at, change, what in edges:
-        first = next((kind for kind in range(5) if open_now[kind]), None)
+        first = next((kind for kind in range(count) if open_now[kind]), None)
         if first is not None:
             total[first] += at - before
         before = at
@@ -386,8 +390,8 @@ def _messages(timeline: Timeline) -> dict[tuple[int, Action], float]:
 
 
 FORWARDS, BACKWARDS_WITH_RECOMPUTATION, MESSAGES = "forwards", "backwards", "messages"
-REDUCTIONS_OF_GRADIENTS, UPDATES, BETWEEN = "reductions", "updates", "between actions"
-CAUSES = (FORWARDS, BACKWARDS_WITH_RECOMPUTATION, MESSAGES, REDUCTIONS_OF_GRADIENTS, UPDATES, BETWEEN)
+REDUCTIONS_OF_GRADIENTS, UPDATES, LOADING, BETWEEN = "reductions", "updates", "loading", "between actions"
+CAUSES = (FORWARDS, BACKWARDS_WITH_RECOMPUTATION, MESSAGES, REDUCTIONS_OF_GRADIENTS, UPDATES, LOADING, BETWEEN)
 _CAUSE = {
     FORWARD: FORWARDS,
     **dict.fromkeys(BACKWARDS, BACKWARDS_WITH_RECOMPUTATION),
@@ -405,15 +409,16 @@ class _EventPlace(NamedTuple):
     """Among the events of the rank."""
 
 
-def critical_path(timeline: Timeline) -> dict[str, float]:
+def critical_path(timeline: Timeline, before_s: float = 0.0) -> dict[str, float]:
     """Return the seconds of every one of :data:`CAUSES` on the critical path of a step; they add up to the step.
 
     That is the one way through a step that nothing was waited for, found from the end of its last action backwards:
     what an action waited for is what its rank did before, or the message that it received, or the last of those that
     it reduced with. A backward counts with what it recomputes, and a message from its send to its arrival where it was
-    waited for. The rest lies between actions, before the first one among them.
+    waited for. What a rank waited for its mini-batch, with nothing to compute, is loading. The rest lies between
+    actions, before the first one among them, with ``before_s`` seconds that the step took before the timeline begins.
     """
-    return _CriticalPath(timeline).seconds()
+    return _CriticalPath(timeline).seconds(before_s)
 
 
 class _CriticalPath:
@@ -426,6 +431,9 @@ class _CriticalPath:
         self._joint: dict[tuple[str, int], list[_EventPlace]] = defaultdict(list)
         # A simulated send occupies no rank.
         self._occupied = timeline.origin == "measured"
+        self._loading: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        for rank, start_s, end_s in timeline.loading:
+            self._loading[rank].append((start_s, end_s))
         for event in timeline:
             row, kind = self._rows[event.rank], event.action.kind
             place = _EventPlace(event.rank, len(row))
@@ -435,7 +443,7 @@ class _CriticalPath:
                 self._joint[event.action.reduction].append(place)
             row.append(event)
 
-    def seconds(self) -> dict[str, float]:
+    def seconds(self, before_s: float) -> dict[str, float]:
         """Return what the way is made of."""
         found = dict.fromkeys(CAUSES, 0.0)
         if not self._rows:
@@ -443,14 +451,24 @@ class _CriticalPath:
         rank = max(self._rows, key=lambda each: max(event.end_s for event in self._rows[each]))
         place, now_s, gap = self._before(_EventPlace(rank, len(self._rows[rank]))), self._end_s, BETWEEN
         while place is not None and now_s > 0:
-            event = self._rows[place.rank][place.at]
+            event, rank = self._rows[place.rank][place.at], place.rank
             end_s = min(now_s, event.end_s)
-            found[gap] += now_s - end_s
+            self._add(found, gap, rank, end_s, now_s)
             place, begun_s, gap = self._step(event, place, end_s)
-            found[_CAUSE[event.action.kind]] += end_s - begun_s
+            self._add(found, _CAUSE[event.action.kind], rank, begun_s, end_s)
             now_s = begun_s
-        found[gap] += max(0.0, now_s)
+        self._add(found, gap, rank, 0.0, max(0.0, now_s))
+        self._add(found, BETWEEN, rank, -before_s, 0.0)
         return found
+
+    def _add(self, found: dict[str, float], cause: str, rank: int, start_s: float, end_s: float) -> None:
+        """Add a piece of the way: what it was spent on, and what a rank waited for its mini-batch meanwhile."""
+        loading_s = 0.0
+        if cause in (UPDATES, BETWEEN):
+            spans = self._loading[rank]
+            loading_s = sum(max(0.0, min(end_s, end) - max(start_s, start)) for start, end in spans)
+        found[LOADING] += loading_s
+        found[cause] += end_s - start_s - loading_s
 
     def _step(self, event: Event, place: _EventPlace, end_s: float) -> tuple[_EventPlace | None, float, str]:
         """Return what an event that ends at a moment waited for, when it began to, and what lies before that."""
@@ -490,10 +508,6 @@ def compare_paths(run: Timeline, prediction: Timeline, measured_s: float, predic
         measured_s: the step, from the end of the one before to its own.
         predicted_s: the step, with what comes before its first action.
     """
-    paths: list[Mapping[str, float]] = [critical_path(run), critical_path(prediction)]
-    rest = measured_s - run.end_s, predicted_s - prediction.end_s
-    found = []
-    for name in CAUSES:
-        seconds = [path[name] + (beside if name == BETWEEN else 0.0) for path, beside in zip(paths, rest, strict=True)]
-        found.append(CauseTimes(cause=name, measured_s=seconds[0], predicted_s=seconds[1]))
-    return tuple(found)
+    measured = critical_path(run, measured_s - run.end_s)
+    predicted = critical_path(prediction, predicted_s - prediction.end_s)
+    return tuple(CauseTimes(cause=name, measured_s=measured[name], predicted_s=predicted[name]) for name in CAUSES)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _SHOWN_LOSSES = 8
 _LAST_ACTIONS = 12
 """How many of a rank that has failed are listed; the file, and `--json`, have more."""
-_SPENT = ("compute", "update", "reduce", "waiting", "transfer", "idle")
+_SPENT = ("compute", "loading", "update", "reduce", "waiting", "transfer", "idle")
 _KINDS = {
     FORWARD: "forward",
     BACKWARD: "backward",

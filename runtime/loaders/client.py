@@ -78,14 +78,16 @@ class LoadedShares:
         wire.send(self._server, {"rank": rank, "reads": bool(specs)})
         self.samples = 0
         """In the dataset; 0 where it is not read."""
+        self.loaders = 0
+        """How many the host has; 0 where nothing is read."""
         self._asked: set[int] = set()
         self._come: dict[tuple[int, int], _Rows] = {}
         self._changed, self._work_s, self._lost = threading.Condition(), 0.0, ""
         if specs:
             facts = self._facts()
-            self.samples, self._ahead = facts["samples"], facts["ahead"]
+            self.samples, self.loaders, self._ahead = facts["samples"], facts["loaders"], facts["ahead"]
             steps_of_epoch(model, self.samples, plan, last)
-            self._links = [wire.connect(folder, f"{SERVER}-{number}") for number in range(facts["loaders"])]
+            self._links = [wire.connect(folder, f"{SERVER}-{number}") for number in range(self.loaders)]
             for link in self._links:
                 wire.send(link, {"rank": rank, "names": [spec.name for spec in specs]})
             threading.Thread(target=self._take_in, name="autopar-loading", daemon=True).start()

@@ -222,6 +222,11 @@ class Job:
         return self._batches.samples
 
     @property
+    def loaders(self) -> int:
+        """How many processes read samples for this rank; 0 where it does so itself, or reads none."""
+        return self._batches.loaders
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the model's inputs that layers of this rank read."""
         return tuple(dict.fromkeys(name for stage in self.stages.values() for name in stage.inputs))
@@ -364,7 +369,9 @@ class Job:
             if later not in self._inputs and (later - start - self.replica) % self._turning == 0:
                 following = range(later + self._turning, stop, self._turning)
                 self._inputs[later] = self._batches.load(later, following, start)
-        return self.train(step, self._inputs, stop, start)
+        record = self.train(step, self._inputs, stop, start)
+        record.loading = self._batches.times()
+        return record
 
     def train(self, step: int, inputs: Mapping[int, Batch], stop: int, start: int) -> StepRecord:
         """Train as :meth:`step` does, given this rank's rows of the model's inputs in every micro-batch.

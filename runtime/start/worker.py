@@ -219,6 +219,12 @@ class TrainingRun:
                 for step, record in enumerate(self._records)
                 if record.times_s
             },
+            loading_s={
+                str(step): [(start - self._origin_s, end - self._origin_s) for start, end in record.loading.spans_s]
+                for step, record in enumerate(self._records)
+                if record.times_s and record.loading is not None
+            },
+            loading_work_s=[each.loading.work_s for each in self._records if each.loading is not None],
             gradient_norm=[record.gradient_norm for record in ended],
             overflow=[record.overflow for record in ended],
             layers_s=self._watches.layers_s(),
@@ -327,6 +333,8 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
     return RankResult(
         **run.results(),
         rank=context.rank,
+        host=context.rank - context.local_rank,
+        loaders=job.loaders,
         stages=list(job.stages),
         replica=job.replica,
         backend=context.backend,

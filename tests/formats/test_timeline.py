@@ -147,7 +147,7 @@ def test_a_step_is_spent_on_what_was_waited_for_and_a_reduction_on_the_last_rank
     path = critical_path(timeline("measured", *rows))
     # Back: update 1, backward 2, message 8-11, backward 2, forward 1, message 3.5-5, 0.5 between, forward 2, 1 before.
     took = {"forwards": 3.0, "backwards": 4.0, "messages": 4.5, "reductions": 0.0, "updates": 1.0}
-    assert path == {**took, "between actions": 1.5}
+    assert path == {**took, "loading": 0.0, "between actions": 1.5}
     rows = ("B0@0 0 2  A@0 1 7  U@0 7 8", "B0@0 0 5  A@0 4 7  U@0 7 8")
     path = critical_path(timeline("simulated", *rows))
     assert (path["backwards"], path["reductions"], path["updates"]) == (5.0, 2.0, 1.0)
@@ -155,9 +155,12 @@ def test_a_step_is_spent_on_what_was_waited_for_and_a_reduction_on_the_last_rank
 
 def test_what_timelines_are_not_of_lies_between_actions() -> None:
     one, other = timeline("measured", "F0@0 1 3"), timeline("simulated", "F0@0 0 1.5")
+    # Before the first action, and while the rank computes.
+    one.loading.extend([(0, -0.75, 0.5), (0, 1.5, 2.0)])
     causes = {each.cause: (each.measured_s, each.predicted_s) for each in compare_paths(one, other, 4.0, 2.0)}
     assert causes["forwards"] == (2.0, 1.5)
-    assert causes["between actions"] == (2.0, 0.5)
+    assert (causes["loading"], causes["between actions"]) == ((1.25, 0.0), (0.75, 0.5))
+    assert [each.loading_s for each in time_use_between([one], -1.0, 3.0)] == [1.25]
     assert [sum(column) for column in zip(*causes.values(), strict=True)] == [4.0, 2.0]
 
 

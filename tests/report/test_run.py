@@ -16,7 +16,7 @@ KEPT = Path(__file__).parents[1] / "formats" / "kept" / "report.json"
 
 def _report() -> reports.Report:
     same: dict[str, Any] = {"update_s": 0.02, "reduce_s": 0.03, "waiting_s": 0.04, "transfer_s": 0.05, "idle_s": 0.06}
-    same |= {"replica": 0, "in_flight": (4, 5), "predicted_in_flight": (6, 7)}
+    same |= {"loading_s": 0.01, "replica": 0, "in_flight": (4, 5), "predicted_in_flight": (6, 7)}
     ranks = tuple(reports.RankTimes(rank=at, stages=(at, 3 - at), compute_s=0.1 * (at + 1), **same) for at in range(2))
     kinds = (reports.KindTimes(kind="SG", actions=12, measured_s=0.003, predicted_s=0.002, ratio=1.5),)
     changes = {
@@ -46,7 +46,7 @@ def _report() -> reports.Report:
 
 
 def test_every_figure_of_a_report_stands_in_its_row() -> None:
-    spent = "20 ms 30 ms 40 ms 50 ms 60 ms"
+    spent = "10 ms 20 ms 30 ms 40 ms 50 ms 60 ms"
     expected = {
         f"0 0, 3 0 100 ms {spent}",
         f"1 1, 2 0 200 ms {spent}",

@@ -72,6 +72,29 @@ def test_deciles_are_of_all_steps_but_the_first_and_the_typical_one_is_the_last_
     assert all(times == pytest.approx(1.0) for (_, action), times in slow.own_times.items() if action.kind in "FBU")
 
 
+@pytest.mark.parametrize(("loaders", "work_s", "said"), [(0, 3.0, 2), (1, 6.0, 3), (4, 6.0, 3), (0, 0.0, 0)])
+def test_what_is_waited_for_samples_is_apart_and_so_many_loaders_would_do(
+    loaders: int, work_s: float, said: int
+) -> None:
+    plan = plan_of("1f1b", (2,))
+    program, length_s = expand(plan), 0.25
+    results = results_of(plan, 4, lambda step, rank, action: length_s)
+    for rank, result in enumerate(results):
+        # Two ranks read half each; one waits in what is left of the second before every step.
+        result["loaders"], result["loading_work_s"] = loaders, [9.0, *[work_s / 2] * 3]
+        spans = {str(step): [(start, start + 0.75)] for step, start in enumerate(result["starts_s"])}
+        result["loading_s"] = spans if work_s and rank else {step: [] for step in spans}
+    report = outcome_of(plan, program, results, "drawn").report
+    step_s, waited_s = 1 + length_s * len(program.ranks[0]), 0.75 if work_s else 0.0
+    assert report.loading is not None
+    assert (report.loading.waiting_s, report.loading.work_s) == pytest.approx((waited_s, work_s))
+    assert report.loading.loaders_needed == said == -(-1.1 * work_s // (step_s - waited_s))
+    assert [each.loading_s for each in report.rank_times] == pytest.approx([0.0, waited_s])
+    notes = [note for note in report.notes if "samples" in note]
+    assert len(notes) == bool(said)
+    assert all((f"`loaders={said}`" in note) == (loaders < said) for note in notes)
+
+
 def test_of_repetitions_with_several_mini_batches_times_are_those_of_one() -> None:
     plan, draw = plan_of("1f1b", (2, 1)), random.Random(0)
     results = results_of(plan, 4, lambda step, rank, action: draw.uniform(0.1, 1.0))
