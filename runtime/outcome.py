@@ -227,7 +227,6 @@ def _report(
     first_step: int,
 ) -> Report:
     times, where = steps.times(), steps.time_use(steps.typical)
-    loading = steps.loading(where)
     losses = [zip(result["loss"], result["count"], strict=True) for result in results]
     model_flops, utilisation = _utilisation(results, times.median, plan.span)
     return Report(
@@ -255,23 +254,12 @@ def _report(
         model_flops=model_flops,
         flops_utilisation=utilisation,
         initial_weights=initial,
-        loading=loading,
+        loading=steps.loading(where),
         checkpoints=_checkpoint_times(results),
         gradient_norm=tuple(results[0]["gradient_norm"]) if any(results[0]["gradient_norm"]) else (),
         overflows=sum(results[0]["overflow"]),
-        notes=(*plan.caveats, *notes, *_of_loading(loading, times.median)),
+        notes=(*plan.caveats, *notes),
     )
-
-
-def _of_loading(loading: LoadingTimes, step_s: float) -> list[str]:
-    """Say that ranks waited for samples, and how many loaders would do."""
-    if not loading.loaders_needed:
-        return []
-    share = f"ranks waited {loading.waiting_s / step_s:.0%} of a step for their samples"
-    count, there = loading.loaders_needed, loading.loaders
-    if count <= there:
-        return [f"{share}, though their loaders should keep up: other work ran on the processors"]
-    return [f"{share}; {count} loader{'s' if count > 1 else ''} a host would keep up (`loaders={count}`)"]
 
 
 def _terms(results: Sequence[RankResult]) -> dict[str, tuple[float, ...]]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from autopar.formats.checkpoint import Checkpoint, CheckpointView, SavedPlan
     from autopar.formats.program import Program
-    from autopar.formats.report import BlackBox, CheckpointTimes, Report, Verification
+    from autopar.formats.report import BlackBox, CheckpointTimes, LoadingTimes, Report, Verification
 
 
 _SHOWN_LOSSES = 8
@@ -66,6 +66,8 @@ def render(report: Report, console: Console) -> None:
         console.print(_kinds(report))
     console.print(_ranks(report))
     console.print(_memory(report))
+    if report.loading is not None and report.loading.work_s > 0:
+        console.print(_loading(report.loading, report.step_s.median))
     if report.checkpoints is not None:
         console.print(_checkpoints(report.checkpoints))
     say(console, f"initial weights: {report.initial_weights}")
@@ -116,6 +118,20 @@ def _causes(report: Report) -> Table:
         times = (_signed_duration(seconds) for seconds in (each.measured_s, each.predicted_s))
         table.add_row(each.cause, *times, percentage(share, with_sign=True))
     return table
+
+
+def _loading(times: LoadingTimes, step_s: float) -> Table:
+    table = Table("Loading of mini-batches", ("", ""))
+    table.add_row("loaders of a host", str(times.loaders) if times.loaders else "none: ranks read for themselves")
+    table.add_row("reading and collating took, of a step", duration(times.work_s))
+    table.add_row("waited for it, with nothing to compute", f"{duration(times.waiting_s)}{_share(times, step_s)}")
+    if times.loaders_needed:
+        table.add_row("loaders that would keep up", str(times.loaders_needed))
+    return table
+
+
+def _share(times: LoadingTimes, step_s: float) -> str:
+    return f" ({percentage(times.waiting_s / step_s)} of a step)" if step_s else ""
 
 
 def _checkpoints(times: CheckpointTimes) -> Table:

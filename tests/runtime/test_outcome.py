@@ -90,9 +90,6 @@ def test_what_is_waited_for_samples_is_apart_and_so_many_loaders_would_do(
     assert (report.loading.waiting_s, report.loading.work_s) == pytest.approx((waited_s, work_s))
     assert report.loading.loaders_needed == said == -(-1.1 * work_s // (step_s - waited_s))
     assert [each.loading_s for each in report.rank_times] == pytest.approx([0.0, waited_s])
-    notes = [note for note in report.notes if "samples" in note]
-    assert len(notes) == bool(said)
-    assert all((f"`loaders={said}`" in note) == (loaders < said) for note in notes)
 
 
 def test_of_repetitions_with_several_mini_batches_times_are_those_of_one() -> None:

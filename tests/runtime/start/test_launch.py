@@ -23,7 +23,7 @@ from autopar.ranks.pool import RankPool
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.weights import read
 from autopar.schedules.expand import expand
-from launched import ended, launch, processes_in, until
+from launched import alive, ended, launch, processes_in, until
 from pooled import process_ids
 from suite import warm
 from words_plans import copy_model, save_plan
@@ -128,10 +128,13 @@ def test_a_launcher_starts_the_same_ranks(here: Path, command: Command) -> None:
     report = Report.load(here / "report.json")
     assert len(report.loss) == 2
     assert report.notes == ("the last mini-batch of an epoch repeats 32 of its 64 samples (--last pad)",)
-    found = ended(launch(2, ["-m", "autopar", "worker", "plan.json", "--epochs", "1", "--report", "other.json"]))
+    asked = ["--epochs", "1", "--report", "other.json", "--loaders", "2"]
+    found = ended(launch(2, ["-m", "autopar", "worker", "plan.json", *asked]))
     assert [code for code, *_ in found] == [0, 0], found
     other = Report.load(here / "other.json")
     assert other.loss == report.loss[:1]
+    assert [each.loading.loaders for each in (report, other) if each.loading] == [0, 2]
+    until(lambda: not any(map(alive, processes_in(here))))
     assert other.notes == ("an epoch leaves out 16 of 64 samples, which do not fill a mini-batch (--last drop)",)
 
 

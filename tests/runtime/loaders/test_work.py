@@ -1,0 +1,44 @@
+"""What loaders read for the ranks of a host: every row that a rank needs, once, in tasks that keep all of them busy."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from autopar.errors import UsageError
+from autopar.runtime.data import rows_of
+from autopar.runtime.loaders.work import Division, known_loaders
+from autopar.schedules.expand import mine
+from loaded import draw_plan
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_row_that_ranks_of_a_host_need_is_read_once_and_sent_to_all_that_need_it(seed: int) -> None:
+    rng = random.Random(seed)
+    plan = draw_plan(rng)
+    ranks = tuple(rank for rank in range(len(plan.devices)) if rng.random() < 0.7)
+    division = Division(plan, ranks, rng.randint(1, 6), collates=seed % 3 == 1, whole=seed % 3 == 2)
+    first, step = rng.randrange(3), rng.randrange(3, 9)
+    readers, tasks = division.readers(step, first), division.tasks(step, first)
+    sent = Counter(
+        (s.rank, s.micro_batch, row) for task in tasks for s in task.shares for row in range(s.start, s.stop)
+    )
+    needed = [(rank, m, row) for rank in readers for m in mine(plan, rank) for row in range(*rows_of(plan, rank))]
+    assert sent == Counter(needed)
+    read = Counter((task.micro_batch, row) for task in tasks for row in range(task.start, task.stop))
+    assert set(read.values()) <= {1}
+    if division.collates or division.whole:
+        assert all(task.exact for task in tasks)
+    else:
+        assert set(read) == {(m, row) for _, m, row in needed}
+        every = plan.batch // division.loaders
+        assert all(task.stop - task.start <= max(1, every + 1) for task in tasks)
+    # So many mini-batches have a task for every loader, and never fewer than two are read ahead.
+    assert division.ahead >= 2
+    assert not ranks or division.ahead * max(1, len(division.tasks(0, 0))) >= division.loaders
+
+
+@pytest.mark.parametrize("text", ["-1", "many", 1.5, ""])
+def test_a_number_of_loaders_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="`loaders` must be a number, 0 or more, or 'auto'; found"):
+        known_loaders(text)
