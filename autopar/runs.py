@@ -21,7 +21,7 @@ from autopar.inputs import planned_file, resolve_inputs
 if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster
     from autopar.formats.profile import Profile
-    from autopar.formats.report import CauseTimes
+    from autopar.formats.report import CauseTimes, Report
     from autopar.formats.timeline import Timeline
     from autopar.runtime.outcome import Outcome
 
@@ -43,6 +43,7 @@ def compare_with_prediction(outcome: Outcome, plan: Plan, predict: Callable[[], 
     try:
         timeline = predict()
         predicted: OwnTimes = own_times(timeline)
+        report = _loaded_ahead(report, plan, timeline)
         causes = compare_paths(outcome.timeline, timeline, report.step_s.median, report.predicted_step_s)
     except AutoparError as error:
         predicted = planned_times(plan, outcome)
@@ -50,6 +51,23 @@ def compare_with_prediction(outcome: Outcome, plan: Plan, predict: Callable[[], 
         report = report.model_copy(update={"notes": (*report.notes, note)}) if predicted else report
     kinds = compare_times(outcome.own_times, predicted)
     return replace(outcome, report=report.model_copy(update={"kinds": kinds, "causes": causes}))
+
+
+def _loaded_ahead(report: Report, plan: Plan, timeline: Timeline) -> Report:
+    """Return a report whose prediction is of its loaders, and put into the predicted timeline how far they are late.
+
+    Plans are predicted of ranks that load for themselves. Loaders read while ranks compute, and each mini-batch takes
+    them at least so long that together they are not behind.
+    """
+    own_s, loaders = plan.predicted.loading_s, 0 if report.loading is None else report.loading.loaders
+    if own_s is None or not loaders:
+        return report
+    hidden_s = max((end for _, _, end in timeline.loading), default=0.0)
+    computed_s = report.predicted_step_s - hidden_s
+    late_s = max(0.0, own_s / loaders - computed_s)
+    timeline.loading[:] = [(rank, hidden_s - late_s, hidden_s) for rank in range(timeline.rank_count())]
+    step_s = computed_s + late_s
+    return report.model_copy(update={"predicted_step_s": step_s, "error": step_s / report.step_s.median - 1})
 
 
 def planned_times(plan: Plan, outcome: Outcome) -> OwnTimes:

@@ -267,6 +267,7 @@ def prediction(costs: CostModel, candidate: Candidate, peak_bytes: Iterable[int]
         compute=tuple(_compute_provenance(costs, stage) for stage in stages),
         communication=_communication_provenance(costs, candidate),
         backward_s=tuple(_backward_s(costs, stage, candidate) for stage in stages),
+        loading_s=costs.profile.loading_s(costs.batch),
     )
 
 
@@ -363,7 +364,12 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, program: Program | 
     times, sharing = durations(costs, candidate), costs.sharing.among(candidate.devices)
     if plan.weight_policy != "sync":
         return trace_unflushed(plan, program or expand(plan), times, sharing)
-    return trace(program or expand(plan), times, sharing)
+    timeline = trace(program or expand(plan), times, sharing)
+    # Ranks that load for themselves do so before anything else; the rest is done while a GPU computes.
+    loading_s = min(times.overhead_s, profile.loading_s(plan.batch) or 0.0)
+    if loading_s:
+        timeline.loading.extend((rank, 0.0, loading_s) for rank in range(timeline.rank_count()))
+    return timeline
 
 
 def action_prices(plan: Plan, profile: Profile, cluster: Cluster, program: Program | None = None) -> ActionPrices:

@@ -177,6 +177,8 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     return fake
 
 
+READ = 16
+"""How many samples are read to know what one takes."""
 CONTEXT_BYTES = 400_000_000
 """CUDA's context, kernels loaded (0.3 to 0.4 GB: pytorch#20532, #107667)."""
 WORKSPACE_BYTES = 2 * 32 * 2**20
@@ -345,6 +347,9 @@ def profile_of(
         each.name: (dtypes[each.name], each.bytes_per_sample // each.dtype.itemsize * dtypes[each.name].itemsize)
         for each in subject.graph.tensors
     }
+    # What this machine takes to read samples, of which a few tell enough.
+    rows = min(batch, READ)
+    read_s, collate_s = subject.loading_s(rows)
     return subject.record(
         batch,
         device=formats.DeviceKind(
@@ -355,6 +360,8 @@ def profile_of(
         updates_at_once=load.optimizer.at_once,
         noise=formats.Noise(median_spread=0.0, max_spread=0.0, caches="cold"),
         step_overhead_s=constants.step_s,
+        read_s=read_s / rows,
+        collate_s=collate_s / rows,
         notes=(
             *subject.notes,
             f"times are estimated for {gpu.name} by its data sheet, not measured (docs/howto/other_gpus.md)",

@@ -90,7 +90,8 @@ def measure_layers(subject: Subject, options: ProfileOptions, progress: Progress
             survey = _ModelMeasurement(subject, options, device, context, progress)
             costs = survey.costs()
         after = observe(device)
-        overhead_s = _overhead_s(subject, options.batch)
+        loading_s = subject.loading_s(options.batch)
+        overhead_s = sum(loading_s) + _zeroing_s(subject)
     progress("analysing how teams divide layers", 0.0)
     layers = describe_layers(subject.graph, costs)
     if device.type == "cuda":
@@ -105,6 +106,8 @@ def measure_layers(subject: Subject, options: ProfileOptions, progress: Progress
         updates_at_once=costs.optimizer.at_once,
         noise=noise,
         step_overhead_s=overhead_s,
+        read_s=loading_s[0] / options.batch,
+        collate_s=loading_s[1] / options.batch,
         notes=(*subject.notes, *survey.notes, *notes),
     )
 
@@ -358,12 +361,11 @@ def _waiting_s(layers: Sequence[formats.Layer]) -> float:
     )
 
 
-def _overhead_s(subject: Subject, batch: int) -> float:
-    """Return the seconds of a step that belong to no layer: loading the mini-batch, forgetting gradients."""
+def _zeroing_s(subject: Subject) -> float:
+    """Return the seconds of forgetting gradients."""
     times = []
     for _ in range(3):
         started = time.perf_counter()
-        subject.batch(batch)
         subject.module.zero_grad(set_to_none=True)
         times.append(time.perf_counter() - started)
     return statistics.median(times)

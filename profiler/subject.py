@@ -7,7 +7,9 @@ kind is analysed once. Layers that share a parameter have to cut it alike, or le
 from __future__ import annotations
 
 import contextlib
+import statistics
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -107,6 +109,17 @@ class Subject:
     def batch(self, rows: int) -> dict[str, torch.Tensor]:
         """Return the dataset's first samples as named tensors, on the CPU."""
         return named_tensors(self.user.load_batch(self.user.dataset(), range(rows)))
+
+    def loading_s(self, rows: int) -> tuple[float, float]:
+        """Return the seconds of reading the dataset's first samples, and of collating them; medians of three times."""
+        dataset, times = self.user.dataset(), list[tuple[float, float]]()
+        for _ in range(3):
+            began_s = time.perf_counter()
+            samples = [self.user.sample(dataset, index) for index in range(rows)]
+            read_s = time.perf_counter()
+            named_tensors(self.user.collate(samples))
+            times.append((read_s - began_s, time.perf_counter() - read_s))
+        return statistics.median(read for read, _ in times), statistics.median(collated for _, collated in times)
 
     def record(self, batch: int, layers: Sequence[formats.Layer], **fields: Any) -> Profile:  # noqa: ANN401
         """Return a profile of the model; ``layers`` and ``fields`` are what was measured or estimated of it."""

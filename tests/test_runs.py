@@ -58,6 +58,28 @@ def test_where_nothing_can_be_predicted_the_plan_s_own_times_are_taken_and_a_not
     assert (report.kinds, report.causes, report.notes) == ((), (), ())
 
 
+@pytest.mark.parametrize("loaders", [0, 1, 2, 3])
+def test_a_step_is_predicted_to_wait_for_its_loaders_where_they_are_slower(loaders: int) -> None:
+    profile, cluster, options = gpt_profile(blocks=4), local_cluster(2), PlanOptions(stages="0-2:1,3-5:1")
+    computed_s = plan(profile, cluster, options).predicted.step_s - profile.step_overhead_s
+    read_s = 2.0 * computed_s / profile.batch
+    known = profile.model_copy(update={"read_s": 0.75 * read_s, "collate_s": 0.25 * read_s})
+    known = known.model_copy(update={"step_overhead_s": 2.0 * computed_s})
+    planned = plan(known, cluster, options)
+    assert (planned.predicted.loading_s, planned.predicted.step_s) == pytest.approx((2 * computed_s, 3 * computed_s))
+    results = results_of(planned, 4, lambda step, rank, action: 1.0)
+    for result in results:
+        result["loaders"] = loaders
+    outcome = outcome_of(planned, expand(planned), results, "drawn")
+    report = compare_with_prediction(outcome, planned, lambda: simulate(planned, known, cluster)).report
+    late_s = max(0.0, 2 * computed_s / loaders - computed_s) if loaders else 2 * computed_s
+    assert report.predicted_step_s == pytest.approx(computed_s + late_s)
+    assert report.error == pytest.approx(report.predicted_step_s / report.step_s.median - 1)
+    causes = {each.cause: each.predicted_s for each in report.causes}
+    assert causes["loading"] == pytest.approx(late_s, abs=1e-12)
+    assert sum(causes.values()) == pytest.approx(report.predicted_step_s)
+
+
 def test_recalibrated_inputs_predict_the_step_that_was_run() -> None:
     profile, cluster = gpt_profile(blocks=6), local_cluster(2)
     link = cluster.links[0].model_copy(update={"latency_s": 2e-3, "bytes_per_s": 2e8})

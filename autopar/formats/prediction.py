@@ -93,6 +93,9 @@ class Prediction(Record):
     """Per stage, where these times come from; empty where unknown."""
     communication: Provenance | None = None
     """Where the times of messages and reductions come from; none where nothing is communicated."""
+    loading_s: Seconds | None = None
+    """In which one process reads and collates a mini-batch; null where the profile does not say. ``step_s`` has it in
+    it as far as ranks that load for themselves do nothing meanwhile; loaders read while ranks compute."""
     bounds: Bounds | None = None
     """Weaker bounds than ``lower_bound_s``; none where unknown."""
     binding: tuple[BoundPart, ...] = ()

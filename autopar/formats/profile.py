@@ -456,6 +456,10 @@ class Profile(Document):
     noise: Noise
     step_overhead_s: Seconds = 0.0
     """Time of a step that belongs to no layer: loading the mini-batch, zeroing gradients."""
+    read_s: Seconds | None = None
+    """Of reading one sample of the dataset, in one process; null where nobody measured."""
+    collate_s: Seconds | None = None
+    """Of collating, for every sample; likewise."""
     others: tuple[DeviceCosts, ...] = ()
     """The same layers on other kinds of devices."""
     ignored_state: tuple[Name, ...] = ()
@@ -465,6 +469,10 @@ class Profile(Document):
     counts_labels: bool = False
     """Whether the loss of a Transformers model that is given from Python is taken as a sum over labels and a count."""
     notes: tuple[Name, ...] = ()
+
+    def loading_s(self, batch: int) -> float | None:
+        """Return the seconds in which one process reads and collates a mini-batch; None where that is not known."""
+        return None if self.read_s is None or self.collate_s is None else batch * (self.read_s + self.collate_s)
 
     def crossing_bytes(self) -> list[int]:
         """Return the bytes per sample that a cut behind each layer would send; model inputs are given, not sent."""

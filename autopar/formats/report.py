@@ -162,7 +162,7 @@ class Report(Document):
     """Steps whose scaled gradients were not finite, and which updated nothing (float16)."""
     step_s: StepTimes
     predicted_step_s: Seconds
-    """As planned."""
+    """As planned; with loaders, as far as they are known to keep up."""
     error: float
     """Predicted over measured median, less one."""
     predicted_compute: Provenance | None = None

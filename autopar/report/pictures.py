@@ -177,7 +177,7 @@ def render(timeline: Timeline, console: Console) -> None:
     rows = []
     for row, where in zip(_rows([timeline], [""]), time_use(timeline), strict=True):
         computed = [sum(e.end_s - e.start_s for e in row.events if e.action.kind in kinds) for kinds in _SPENT]
-        blocked = where.reduce_s, where.waiting_s, where.transfer_s, where.idle_s
+        blocked = where.reduce_s, where.waiting_s, where.transfer_s, where.loading_s + where.idle_s
         times = [duration(seconds) for seconds in (*computed, *blocked)]
         rows.append((str(row.rank), _stage_text(row.events), *times))
     fill(table, rows)

@@ -74,8 +74,7 @@ class LoadedShares:
         """
         self._plan, self._rank, self._specs, self._copies = plan, rank, specs, copies
         self._rows, self._mine = rows_of(plan, rank), mine(plan, rank)
-        self._server = wire.connect(folder, SERVER)
-        wire.send(self._server, {"rank": rank, "reads": bool(specs)})
+        self._server = self._connected(folder, SERVER, {"rank": rank, "reads": bool(specs)})
         self.samples = 0
         """In the dataset; 0 where it is not read."""
         self.loaders = 0
@@ -87,10 +86,18 @@ class LoadedShares:
             facts = self._facts()
             self.samples, self.loaders, self._ahead = facts["samples"], facts["loaders"], facts["ahead"]
             steps_of_epoch(model, self.samples, plan, last)
-            self._links = [wire.connect(folder, f"{SERVER}-{number}") for number in range(self.loaders)]
-            for link in self._links:
-                wire.send(link, {"rank": rank, "names": [spec.name for spec in specs]})
+            hello = {"rank": rank, "names": [spec.name for spec in specs]}
+            self._links = [self._connected(folder, f"{SERVER}-{number}", hello) for number in range(self.loaders)]
             threading.Thread(target=self._take_in, name="autopar-loading", daemon=True).start()
+
+    def _connected(self, folder: Path, name: str, hello: wire.Header) -> socket.socket:
+        """Return a connection with the server, or a loader, which has been told who it is with."""
+        try:
+            link = wire.connect(folder, name)
+            wire.send(link, hello)
+        except OSError as error:
+            raise self._error("setting up", _AWAY) from error
+        return link
 
     def _facts(self) -> wire.Header:
         """Return what the server says of the dataset, once that is open."""
