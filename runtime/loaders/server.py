@@ -5,7 +5,7 @@ nothing to do, in the order in which they were asked for. Samples go from loader
 itself, starts no thread and computes nothing, so that it can be forked from; a loader that ends is known to be gone at
 once, and all ranks are told how.
 
-Why: docs/design/decisions.md, "Data: Loaders are processes of a host, and send bytes".
+Why: docs/design/decisions.md, "Ranks: Loaders are processes of a host, and send bytes".
 """
 
 from __future__ import annotations
