@@ -8,11 +8,11 @@ Every tensor of a batch has the samples as its first dimension. Other sizes are 
 
 A model that a script holds already, with its batch and functions, becomes what a model file would give.
 
-Every rank, or loader, has a dataset of its own, and reads the samples of its own share. A sample is the same however often, and in
-whichever order, samples are read: what one gives may depend on its index and on the default generators, which are
-seeded alike on every rank that reads it (``docs/howto/verify.md``), and on nothing that was read before. ``dataset()``
-and ``collate`` may cache. A few samples are read twice, and once more from another ``dataset()``, in other orders and
-seeded alike; if they differ, ``dataset()[i]`` or ``collate()`` is refused.
+Every rank, or loader, has a dataset of its own. A sample is the same however often, and in whichever order, samples are
+read: what one gives may depend on its index and on the default generators, which are seeded alike wherever it is read
+(``docs/howto/verify.md``), and on nothing that was read before. ``dataset()`` and ``collate`` may cache. A few samples
+are read twice, and once more from another ``dataset()``, in other orders and seeded alike; if they differ,
+``dataset()[i]`` or ``collate()`` is refused.
 
 ``collate`` is given the samples of a micro-batch. So it may pad, sort and draw, but one that weights, centres or mixes
 samples by the others of their batch is refused: with ``whole_batches = True`` it is given those of a mini-batch.
