@@ -347,9 +347,6 @@ def profile_of(
         each.name: (dtypes[each.name], each.bytes_per_sample // each.dtype.itemsize * dtypes[each.name].itemsize)
         for each in subject.graph.tensors
     }
-    # What this machine takes to read samples, of which a few tell enough.
-    rows = min(batch, READ)
-    read_s, collate_s = subject.loading_s(rows)
     return subject.record(
         batch,
         device=formats.DeviceKind(
@@ -360,8 +357,7 @@ def profile_of(
         updates_at_once=load.optimizer.at_once,
         noise=formats.Noise(median_spread=0.0, max_spread=0.0, caches="cold"),
         step_overhead_s=constants.step_s,
-        read_s=read_s / rows,
-        collate_s=collate_s / rows,
+        **subject.sample_times(min(batch, READ)),
         notes=(
             *subject.notes,
             f"times are estimated for {gpu.name} by its data sheet, not measured (docs/howto/other_gpus.md)",

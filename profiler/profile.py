@@ -90,8 +90,8 @@ def measure_layers(subject: Subject, options: ProfileOptions, progress: Progress
             survey = _ModelMeasurement(subject, options, device, context, progress)
             costs = survey.costs()
         after = observe(device)
-        loading_s = subject.loading_s(options.batch)
-        overhead_s = sum(loading_s) + _zeroing_s(subject)
+        sample_times = subject.sample_times(options.batch)
+        overhead_s = options.batch * sum(sample_times.values()) + _zeroing_s(subject)
     progress("analysing how teams divide layers", 0.0)
     layers = describe_layers(subject.graph, costs)
     if device.type == "cuda":
@@ -106,8 +106,7 @@ def measure_layers(subject: Subject, options: ProfileOptions, progress: Progress
         updates_at_once=costs.optimizer.at_once,
         noise=noise,
         step_overhead_s=overhead_s,
-        read_s=loading_s[0] / options.batch,
-        collate_s=loading_s[1] / options.batch,
+        **sample_times,
         notes=(*subject.notes, *survey.notes, *notes),
     )
 

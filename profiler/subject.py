@@ -110,8 +110,8 @@ class Subject:
         """Return the dataset's first samples as named tensors, on the CPU."""
         return named_tensors(self.user.load_batch(self.user.dataset(), range(rows)))
 
-    def loading_s(self, rows: int) -> tuple[float, float]:
-        """Return the seconds of reading the dataset's first samples, and of collating them; medians of three times."""
+    def sample_times(self, rows: int) -> dict[str, float]:
+        """Return ``read_s`` and ``collate_s`` of a profile: medians of three times, by the dataset's first samples."""
         dataset, times = self.user.dataset(), list[tuple[float, float]]()
         for _ in range(3):
             began_s = time.perf_counter()
@@ -119,7 +119,8 @@ class Subject:
             read_s = time.perf_counter()
             named_tensors(self.user.collate(samples))
             times.append((read_s - began_s, time.perf_counter() - read_s))
-        return statistics.median(read for read, _ in times), statistics.median(collated for _, collated in times)
+        read, collated = (statistics.median(column) / rows for column in zip(*times, strict=True))
+        return {"read_s": read, "collate_s": collated}
 
     def record(self, batch: int, layers: Sequence[formats.Layer], **fields: Any) -> Profile:  # noqa: ANN401
         """Return a profile of the model; ``layers`` and ``fields`` are what was measured or estimated of it."""

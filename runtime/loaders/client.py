@@ -75,20 +75,22 @@ class LoadedShares:
         self._plan, self._rank, self._specs, self._copies = plan, rank, specs, copies
         self._rows, self._mine = rows_of(plan, rank), mine(plan, rank)
         self._server = self._connected(folder, SERVER, {"rank": rank, "reads": bool(specs)})
-        self.samples = 0
-        """In the dataset; 0 where it is not read."""
-        self.loaders = 0
-        """How many the host has; 0 where nothing is read."""
-        self._asked: set[int] = set()
-        self._come: dict[tuple[int, int], _Rows] = {}
+        self.samples = self.loaders = 0
+        """In the dataset, and how many read them; 0 where this rank needs none."""
+        self._asked, self._come = set[int](), dict[tuple[int, int], _Rows]()
         self._changed, self._work_s, self._lost = threading.Condition(), 0.0, ""
         if specs:
-            facts = self._facts()
-            self.samples, self.loaders, self._ahead = facts["samples"], facts["loaders"], facts["ahead"]
+            self._ahead = self._meet(folder)
             steps_of_epoch(model, self.samples, plan, last)
-            hello = {"rank": rank, "names": [spec.name for spec in specs]}
-            self._links = [self._connected(folder, f"{SERVER}-{number}", hello) for number in range(self.loaders)]
             threading.Thread(target=self._take_in, name="autopar-loading", daemon=True).start()
+
+    def _meet(self, folder: Path) -> int:
+        """Connect with every loader; return how many mini-batches are read ahead."""
+        facts = self._facts()
+        self.samples, self.loaders = facts["samples"], facts["loaders"]
+        hello = {"rank": self._rank, "names": [spec.name for spec in self._specs]}
+        self._links = [self._connected(folder, f"{SERVER}-{number}", hello) for number in range(self.loaders)]
+        return int(facts["ahead"])
 
     def _connected(self, folder: Path, name: str, hello: wire.Header) -> socket.socket:
         """Return a connection with the server, or a loader, which has been told who it is with."""

@@ -376,6 +376,10 @@ def _steps(model: UserModel, plan: Plan, options: RunOptions) -> int:
     return options.epochs * steps_of_epoch(model, samples, plan, options.settings.last)
 
 
+Serve = Callable[[Path], AbstractContextManager[Callable[[], Path | None]]]
+"""Has loaders serve a host's ranks, which find them in a folder; see :func:`autopar.runtime.loaders.host.loading`."""
+
+
 def _prepare_host(
     context: RankContext,
     folder: Path | None,
@@ -383,7 +387,7 @@ def _prepare_host(
     plan: Plan,
     options: RunOptions,
     stack: ExitStack,
-    serve: Callable[[Path], AbstractContextManager[Callable[[], Path | None]]],
+    serve: Serve,
 ) -> tuple[Path, str, RunFacts]:
     """Let one rank of every host prepare the workspace, and count steps; a failure is raised on all ranks alike.
 

@@ -69,7 +69,7 @@ WHOLE = "whole_batches = True\n"
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadingCase:
     """What is loaded, and how."""
 
     user: UserModel
@@ -85,7 +85,7 @@ class Loaded:
     """Whether ranks have memory of their own to which mini-batches are copied."""
 
 
-def draw(seed: int, folder: Path) -> Loaded:
+def draw(seed: int, folder: Path) -> LoadingCase:
     """Draw a dataset, a collate and a plan; some samples cannot be read, or are of another shape, at times."""
     rng = random.Random(seed)
     plan, samples = draw_plan(rng), rng.randint(24, 60)
@@ -100,7 +100,9 @@ def draw(seed: int, folder: Path) -> Loaded:
     specs = _specs(user)
     of_rank = [tuple(spec for spec in specs if rng.random() < 0.6) for _ in plan.devices]
     ahead = steps_of_epoch(user, samples, plan, last)
-    return Loaded(user, plan, tuple(of_rank), last, rng.randint(1, 4), rng.randrange(2 * ahead), 4, rng.random() < 0.5)
+    return LoadingCase(
+        user, plan, tuple(of_rank), last, rng.randint(1, 4), rng.randrange(2 * ahead), 4, rng.random() < 0.5
+    )
 
 
 def draw_plan(rng: random.Random) -> Plan:
@@ -145,7 +147,7 @@ Outcome = Batch | str
 """A mini-batch, or what was said of it."""
 
 
-def in_loaders(case: Loaded, pool: RankPool, folder: Path) -> list[list[Outcome]]:
+def in_loaders(case: LoadingCase, pool: RankPool, folder: Path) -> list[list[Outcome]]:
     """Return what every rank is given by loaders, step by step."""
     ranks = range(len(case.plan.devices))
     found: list[list[Outcome]] = [[] for _ in ranks]
@@ -168,7 +170,7 @@ def in_loaders(case: Loaded, pool: RankPool, folder: Path) -> list[list[Outcome]
     return found
 
 
-def alone(case: Loaded) -> list[list[Outcome]]:
+def alone(case: LoadingCase) -> list[list[Outcome]]:
     """Return what every rank reads by itself, step by step."""
     cpu = torch.device("cpu")
     place = case.user, case.plan
@@ -178,7 +180,7 @@ def alone(case: Loaded) -> list[list[Outcome]]:
     ]
 
 
-def _outcomes(case: Loaded, rank: int, opened: Callable[[], Loader]) -> list[Outcome]:
+def _outcomes(case: LoadingCase, rank: int, opened: Callable[[], Loader]) -> list[Outcome]:
     try:
         loader = opened()
     except AutoparError as error:
