@@ -197,7 +197,7 @@ def _shared_files(process: psutil.Process) -> list[str]:
     """Return the files in shared memory that a process has mapped, or open."""
     with suppress(OSError):
         maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-        return sorted({line.split()[-1] for line in maps if "/dev/shm" in line or "memfd:" in line})
+        return sorted({line.split()[-1] for line in maps if "/dev/shm" in line})
     return []
 
 

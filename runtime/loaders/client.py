@@ -77,7 +77,9 @@ class LoadedShares:
         self._server = self._connected(folder, SERVER, {"rank": rank, "reads": bool(specs)})
         self.samples = self.loaders = 0
         """In the dataset, and how many read them; 0 where this rank needs none."""
-        self._asked, self._come = set[int](), dict[tuple[int, int], _Rows]()
+        self._come: dict[tuple[int, int], _Rows] = {}
+        self._latest = -1
+        """Of the mini-batches that were asked for."""
         self._changed, self._work_s, self._lost = threading.Condition(), 0.0, ""
         if specs:
             self._ahead = self._meet(folder)
@@ -114,9 +116,9 @@ class LoadedShares:
         """Have a step's mini-batch read, and as many of those that follow as are read ahead."""
         if not self._specs:
             return
-        wanted = [each for each in (step, *following[: self._ahead]) if each not in self._asked]
+        wanted = [each for each in (step, *following[: self._ahead]) if each > self._latest]
         if wanted:
-            self._asked.update(wanted)
+            self._latest = wanted[-1]
             self._ask({"load": wanted, "first": first})
 
     def _ask(self, message: wire.Header) -> None:
@@ -150,7 +152,9 @@ class LoadedShares:
                     raise rows.failure
                 check_inputs(rows.values, self._specs)
             loaded[micro_batch] = {spec.name: rows.values[spec.name] for spec in self._specs}
-        self._asked.discard(step)
+        with self._changed:
+            for micro_batch in self._own():
+                del self._come[step, micro_batch]
         return loaded
 
     def _await(self, step: int, micro_batch: int) -> _Rows:
@@ -158,7 +162,7 @@ class LoadedShares:
             self._changed.wait_for(lambda: self._is_there(step, micro_batch) or self._lost)
             if not self._is_there(step, micro_batch):
                 raise self._error(f"step {step}, micro-batch {micro_batch}", self._lost)
-            return self._come.pop((step, micro_batch))
+            return self._come[step, micro_batch]
 
     def _error(self, place: str, what: str) -> TrainingError:
         return TrainingError(f"rank {self._rank} ({place}): {what}")

@@ -4,6 +4,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,9 +16,10 @@ from autopar.errors import AutoparError, FileError
 from autopar.formats.plan import Plan
 from autopar.formats.profile import ModelSource
 from autopar.ranks.pool import RankPool
-from autopar.runtime.data import Batch, Loader, ShareLoader, steps_of_epoch
+from autopar.runtime.data import Batch, Batches, ShareLoader, steps_of_epoch
 from autopar.runtime.loaders.client import LoadedShares
 from autopar.runtime.loaders.host import loading
+from autopar.runtime.loaders.work import Division
 from autopar.runtime.settings import Last
 from autopar.schedules.expand import stages_of
 from drawn_plans import chain, make
@@ -39,6 +41,8 @@ class Drawn(torch.utils.data.Dataset):
         return {samples}
 
     def __getitem__(self, index):
+        with open({reads!r}, "ab", 0) as file:
+            file.write(b".")
         if index in {bad!r}:
             raise KeyError(f"sample {{index}}")
         x = torch.rand(3, 2, 4) * self.scale + random.random() + np.random.rand()
@@ -84,13 +88,35 @@ class LoadingCase:
     copies: bool
     """Whether ranks have memory of their own to which mini-batches are copied."""
 
+    @property
+    def reads(self) -> int:
+        """How many samples have been read so far."""
+        file = self.user.path.with_name(self.user.path.stem.replace("drawn", "reads"))
+        return file.stat().st_size
+
+    @property
+    def needed(self) -> int:
+        """How many a host has to read."""
+        readers = tuple(rank for rank, specs in enumerate(self.specs) if specs)
+        whole, collates = self.user.whole_batches, self.user.collates
+        division = Division(self.plan, readers, self.loaders, collates or whole, whole)
+        last = self.steps * max((stage.turning for stage in self.plan.stages), default=1)
+        asked = {step for rank in readers for step in steps_of(self, rank)}
+        return sum(
+            task.stop - task.start
+            for step in range(self.first, self.first + last)
+            if step in asked
+            for task in division.tasks(step, self.first)
+        )
+
 
 def draw(seed: int, folder: Path) -> LoadingCase:
     """Draw a dataset, a collate and a plan; some samples cannot be read, or are of another shape, at times."""
     rng = random.Random(seed)
     plan, samples = draw_plan(rng), rng.randint(24, 60)
     few = lambda chance: rng.sample(range(samples), 1) if rng.random() < chance else []  # noqa: E731
-    text = HEAD.format(samples=samples, bad=few(0.25), ragged=few(0.2), sample=rng.choice(SAMPLES))
+    reads = str(folder / f"reads_{seed}")
+    text = HEAD.format(samples=samples, reads=reads, bad=few(0.25), ragged=few(0.2), sample=rng.choice(SAMPLES))
     collate = rng.choice(COLLATES)
     file = folder / f"drawn_{seed}.py"
     file.write_text(text + collate + (WHOLE if rng.random() < 0.2 else ""))
@@ -153,9 +179,10 @@ def in_loaders(case: LoadingCase, pool: RankPool, folder: Path) -> list[list[Out
     found: list[list[Outcome]] = [[] for _ in ranks]
 
     def work(rank: int) -> None:
-        def opened() -> LoadedShares:
+        def opened() -> Batches:
             copies = FakeCopies() if case.copies else None
-            return LoadedShares(case.user, case.plan, rank, case.specs[rank], folder, case.last, copies)
+            place = case.user, case.plan, rank, case.specs[rank]
+            return Batches(LoadedShares(*place, folder, case.last, copies), copies)
 
         found[rank] = _outcomes(case, rank, opened)
 
@@ -172,31 +199,34 @@ def in_loaders(case: LoadingCase, pool: RankPool, folder: Path) -> list[list[Out
 
 def alone(case: LoadingCase) -> list[list[Outcome]]:
     """Return what every rank reads by itself, step by step."""
-    cpu = torch.device("cpu")
-    place = case.user, case.plan
-    return [
-        _outcomes(case, rank, lambda rank=rank: ShareLoader(*place, rank, case.specs[rank], cpu, case.last))
-        for rank in range(len(case.plan.devices))
-    ]
+
+    def opened(rank: int) -> Batches:
+        loader = ShareLoader(case.user, case.plan, rank, case.specs[rank], torch.device("cpu"), case.last)
+        return Batches(loader, None)
+
+    return [_outcomes(case, rank, partial(opened, rank)) for rank in range(len(case.plan.devices))]
 
 
-def _outcomes(case: LoadingCase, rank: int, opened: Callable[[], Loader]) -> list[Outcome]:
-    try:
-        loader = opened()
-    except AutoparError as error:
-        return [str(error)]
+def steps_of(case: LoadingCase, rank: int) -> range:
+    """Return the mini-batches that a rank has."""
     (stage, *_), replica = stages_of(case.plan, rank)
     turning = 1 if case.plan.weight_policy == "sync" else case.plan.stages[stage].turning
-    stop, found = case.first + case.steps * turning, list[Outcome]()
-    for step in range(case.first + replica % turning, stop, turning):
+    return range(case.first + replica % turning, case.first + case.steps * turning, turning)
+
+
+def _outcomes(case: LoadingCase, rank: int, opened: Callable[[], Batches]) -> list[Outcome]:
+    try:
+        batches = opened()
+    except AutoparError as error:
+        return [str(error)]
+    found, steps = list[Outcome](), steps_of(case, rank)
+    for at, step in enumerate(steps):
         try:
-            if isinstance(loader, LoadedShares):
-                loader.expect(step, range(step + turning, stop, turning), case.first)
-            found.append(loader.load(step))
+            found.append(batches.load(step, steps[at + 1 :], case.first))
         except AutoparError as error:
             found.append(f"{error.exit_code}: {error}")
-    if isinstance(loader, LoadedShares):
-        loader.close()
+        batches.look_ahead()
+    batches.close()
     return found
 
 
