@@ -366,7 +366,7 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, program: Program | 
         return trace_unflushed(plan, program or expand(plan), times, sharing)
     timeline = trace(program or expand(plan), times, sharing)
     # Ranks that load for themselves do so before anything else; the rest is done while a GPU computes.
-    loading_s = min(times.overhead_s, profile.loading_s(plan.batch) or 0.0)
+    loading_s = profile.loading_beside_s(plan.batch)
     if loading_s:
         timeline.loading.extend((rank, 0.0, loading_s) for rank in range(timeline.rank_count()))
     return timeline

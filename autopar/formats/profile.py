@@ -474,6 +474,11 @@ class Profile(Document):
         """Return the seconds in which one process reads and collates a mini-batch; None where that is not known."""
         return None if self.read_s is None or self.collate_s is None else batch * (self.read_s + self.collate_s)
 
+    def loading_beside_s(self, batch: int) -> float:
+        """Return how much of that is in ``step_overhead_s``, where ranks load for themselves: estimates have none."""
+        estimated = self.layers[0].costs[0].provenance == "estimated"
+        return 0.0 if estimated else min(self.step_overhead_s, self.loading_s(batch) or 0.0)
+
     def crossing_bytes(self) -> list[int]:
         """Return the bytes per sample that a cut behind each layer would send; model inputs are given, not sent."""
         order = {layer.name: index for index, layer in enumerate(self.layers)}
