@@ -132,7 +132,7 @@ def test_training_without_flushes_equals_its_rule(policy: str, how: str, pool: R
 def test_a_run_reports_what_carried_its_tensors_and_times_of_the_device(cases: dict[str, Case]) -> None:
     case = cases["mlp"]
     plan = _on_gpu(case.plan((1, 1), 3, 7))
-    outcome = run(plan, str(case.file), RunOptions(steps=STEPS, share_gpus=True))
+    outcome = run(plan, str(case.file), RunOptions(steps=STEPS, share_gpus=True, loaders=2))
     assert outcome.report.loss == pytest.approx(case.truth(plan, device="cuda").losses, rel=1e-12)
     assert outcome.report.backend == ("nccl" if GPUS > 1 else "gloo")
     assert ("ranks share GPUs" in " ".join(outcome.report.notes)) == (GPUS == 1)

@@ -80,7 +80,7 @@ WAIT = 'code=0; for rank in "${ranks[@]}"; do wait $rank || code=$?; done; exit 
 
 @pytest.mark.slow
 def test_two_hosts_train_as_the_threads_of_one_do(case: Case, tmp_path: Path) -> None:
-    script = "".join(srun(rank, "plan.json --steps 3 --save trained") for rank in range(4))
+    script = "".join(srun(rank, "plan.json --steps 3 --save trained --loaders 1") for rank in range(4))
     done = in_hosts(script + WAIT, tmp_path)
     assert done.returncode == 0, done.stderr
     losses = case.train(Plan.load(tmp_path / "plan.json"), tmp_path / "kept", 3)
