@@ -18,14 +18,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from autopar.cache import Cache, Entry, users_cache
 from autopar.capture.export import capture, capture_module
 from autopar.capture.graph import LayerGraph
 from autopar.capture.identity import WorldReads, identity
+from autopar.capture.python_state import roots_of, tensors_reached
 from autopar.capture.source import UserModel
-from autopar.capture.store import load_graph, save_graph
+from autopar.capture.store import constants_of, load_graph, save_graph
 from autopar.errors import CaptureError, FileError, ModelError
 
 
@@ -122,11 +124,24 @@ class _Attempt:
         reads = WorldReads()
         with reads.noted():
             graph = capture_module(module, batch, *rest, keep_modes=keep_modes)
-        if key is not None and graph.portable:
+        if (
+            key is not None
+            and graph.portable
+            and not (self.facts["seed"] is None and self._shares_constants(graph, module))
+        ):
             reads.add_files(graph.files_run)
             about = _place(self.model), self.model.sha256, dict(self.model.imports), time.time(), len(graph.layers)
             self.made = Entry(key, *about, reads.files, reads.environment), graph
         return graph
+
+    def _shares_constants(self, graph: LayerGraph, module: nn.Module) -> bool:
+        """Tell whether layers read tensors of a script, which may write into them: a copy would not see it."""
+        if self.facts["seed"] is not None:
+            return False
+        reached = tensors_reached(roots_of(module, self.model.loss))
+        own = {tensor.untyped_storage().data_ptr() for _, tensor in reached if tensor.layout is torch.strided}
+        constants = (value for layer in graph.layers for _, value in constants_of(layer))
+        return any(value.untyped_storage().data_ptr() in own for value in constants)
 
     def keep(self) -> Entry | None:
         """Keep what was captured; return its entry."""

@@ -129,12 +129,18 @@ def _layer_content(layer: Layer, constants: dict[str, torch.Tensor]) -> dict[str
         "fingerprint": layer.fingerprint,
         "writes": None if layer.writes is None else layer.writes.model_dump(),
         "rows": [layer.least_rows, layer.most_rows],
-        "constants": {name: _kept(value, constants) for name, value in _constants(layer, layer.module)},
+        "constants": {name: _kept(value, constants) for name, value in constants_of(layer)},
         "graph": graph_content(layer.module),
     }
 
 
-def _constants(layer: Layer, module: fx.GraphModule) -> Iterator[tuple[str, torch.Tensor]]:
+def constants_of(layer: Layer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a captured layer reads beside inputs, parameters and buffers, with their names in it.
+
+    Raises:
+        CaptureError: what it reads is no tensor.
+    """
+    module: Any = layer.module
     read = dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "get_attr")
     for name in read:
         value: Any = getattr(module, name)

@@ -10,6 +10,7 @@ import torch
 
 from autopar.cache import VARIABLE, Cache
 from autopar.capture.check import check_gradients
+from autopar.capture.recall import capture_to_keep
 from autopar.capture.source import load
 from autopar.errors import AutoparError
 from cached_models import CHANGES, STATE, recalled, restored, tear, write
@@ -82,3 +83,15 @@ def test_a_kept_graph_has_the_parameters_of_the_model_it_is_found_for(folder: Pa
     found, graph, _ = recalled(folder, "net.first.weight.data.fill_(3.0)")
     assert found
     assert torch.equal(graph.parameter("first.weight"), torch.full((6, 4), 3.0))
+
+
+def test_a_script_s_own_tensors_are_read_where_they_are(folder: Path) -> None:
+    for table, expected in (("TABLE", [False, False]), ("4.0", [False, True])):
+        (folder / "model.py").write_text((folder / "model.py").read_text().replace("+ TABLE", f"+ {table}"))
+        found = []
+        for _ in expected:
+            user = load(str(folder / "model.py"))
+            capture = capture_to_keep(user, user.build(0), recalls=True)
+            capture.keep()
+            found.append(capture.found)
+        assert found == expected
