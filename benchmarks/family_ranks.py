@@ -5,7 +5,7 @@
 With ranks as threads, every model with both kinds of attention. In processes, a pairwise cover: every two of a model,
 its kind of attention, replicas and ranks of each, slices of the sequence or whole tensors, a schedule, recomputation,
 and what replicas divide meet in some case. Each case trains five steps with dropout, in float64, and is held against
-one rank for each replica (tests/harness/family_cases.py).
+one rank for each replica (benchmarks/family_cases.py).
 """
 
 from __future__ import annotations

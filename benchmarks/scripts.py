@@ -2,7 +2,7 @@
 
     python benchmarks/scripts.py --cases 500 --seed 0 --json benchmarks/results/scripts.json
 
-Draws scripts (tests/harness/random_scripts.py): models, losses that read closures, globals, objects and trainers, and
+Draws scripts (benchmarks/random_scripts.py): models, losses that read closures, globals, objects and trainers, and
 changes before steps: of numbers, rates, modes, buffers, tensors, frozen parameters. Each is trained plainly over two
 epochs of a loader that shuffles, and by a job of a plan of one to four ranks, as processes. Every case is *equal*, or
 *refused* by name; else it is *wrong*. `--case N` runs one and shows both. The exit code is 0 if none is wrong.
@@ -23,9 +23,10 @@ from autopar.errors import AutoparError
 from autopar.ranks.pool import RankPool
 from machine import Watch
 
-HARNESS = Path(__file__).parents[1] / "tests" / "harness"
+HERE = Path(__file__).parent
+HARNESS = HERE.parent / "tests" / "harness"
 sys.path[:0] = [str(HARNESS)]
-os.environ["PYTHONPATH"] = os.pathsep.join((str(HARNESS), os.environ.get("PYTHONPATH", "")))
+os.environ["PYTHONPATH"] = os.pathsep.join((str(HARNESS), str(HERE), os.environ.get("PYTHONPATH", "")))
 
 from random_scripts import difference, draw, plan_of, train_plainly  # noqa: E402
 

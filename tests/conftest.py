@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 from autopar.cli import main
-from paths import HARNESS
+from paths import BENCHMARKS, HARNESS
 from suite import warm
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def living_pool(pools: list[RankPool], monkeypatch: pytest.MonkeyPatch) -> Calla
     def living() -> RankPool:
         if not pools or pools[-1].is_closed:
             with monkeypatch.context() as patch:
-                patch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
+                patch.setenv("PYTHONPATH", f"{HARNESS}{os.pathsep}{BENCHMARKS}", prepend=os.pathsep)
                 pools.append(RankPool(6, imports=["autopar.runtime.start.worker"]))
         return pools[-1]
 
