@@ -19,6 +19,8 @@ from autopar.planner.simulator.simulate import Simulator
 from autopar.report.plan import plan_text
 from autopar.runtime.settings import check_scope
 from random_problems import gpt_profile, local_cluster
+from reproductions.all_pipedream_plans import check_pipedream, nodes_of
+from reproductions.all_piper_plans import check_piper
 from reproductions.pipedream import pipedream_plan
 from reproductions.piper import piper_plan
 from reproductions.plans import planned_by_pipedream, planned_by_piper
@@ -106,3 +108,25 @@ def test_pipers_plan_has_its_bottleneck_and_autopars_simulated_step(memory: int)
     assert made.predicted.step_s == pytest.approx(Simulator(costs).step_s(candidate_of(made, profile)))
     assert simulate(made, profile, cluster).end_s == pytest.approx(made.predicted.step_s)
     check_scope(made)
+
+
+def test_no_plan_has_a_lower_bottleneck_and_none_is_missed() -> None:
+    found, infeasible, bound_by_memory = check_piper(range(120))
+    assert (found >= 80, infeasible >= 4, bound_by_memory >= 24) == (True, True, True)
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_no_pipeline_has_a_lower_bottleneck(levels: int) -> None:
+    check_pipedream(range(24), levels)
+
+
+def test_stages_of_a_node_lie_at_the_same_places_of_all_nodes_that_share_the_layers() -> None:
+    lines = [
+        "node0 -- a -- forward_compute_time=8, backward_compute_time=8, activation_size=1, parameter_size=0",
+        "node1 -- b -- forward_compute_time=4, backward_compute_time=4, activation_size=1, parameter_size=1e6",
+        "\tnode0 -- node1",
+    ]
+    plan = pipedream_plan(pipedream_profile("\n".join(lines), Path("two.txt")), nodes_of(2, 3, 1e6, 1e9))
+    assert [stage.devices for stage in plan.stages] == [(0, 1, 3, 4), (2, 5)]
+    assert plan.bottleneck_s == pytest.approx((0.008 + 4 * 1e6 / (2 * 1e9) / 3) / 2)
+    assert plan.one_device_s == pytest.approx(0.024)

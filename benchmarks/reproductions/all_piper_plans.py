@@ -1,13 +1,12 @@
-"""Piper's objective: the search against all plans."""
+"""Piper's objective by trying all plans, straight from its file: what the search in ``piper.py`` is held against."""
 
 import json
 import math
 import random
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.formats.cluster import Cluster, Device, Link
@@ -121,7 +120,7 @@ class _Slow:
             assert stage.recompute == tuple("recomp" in name for name in stage.options)
             assert stage.in_flight == math.ceil(behind / stage.replicas)
             stage_s = self.stage_s(stage.first, stage.stop, stage.replicas, ways, stage.in_flight)
-            assert stage.seconds == pytest.approx(stage_s, rel=1e-12)
+            assert math.isclose(stage.seconds, stage_s, rel_tol=1e-12)
             assert stage.memory_bytes <= self.memory
         assert behind <= self.batch
         assert plan.devices <= devices
@@ -129,23 +128,24 @@ class _Slow:
         assert plan.bottleneck_s == max(stage.seconds for stage in plan.stages)
 
 
-def test_no_plan_has_a_lower_bottleneck_and_none_is_missed() -> None:
+def check_piper(seeds: Sequence[int]) -> tuple[int, int, int]:
+    """See that no plan has a lower bottleneck, and none is missed; count those found, without, and bound by memory."""
     found = infeasible = bound_by_memory = 0
-    for seed in range(120):
+    for seed in seeds:
         content = _random_file(seed)
         profile = piper_profile(json.dumps(content), Path("random.json"))
         rng = random.Random(seed + 1000)
         devices, memory = rng.randint(1, 6), rng.randint(40, 300)
         slow = _Slow(content, profile, memory)
         least = slow.least_s(len(slow.nodes), devices, 0, min(devices, slow.batch))
-        if least == math.inf:
+        try:
+            plan = piper_plan(profile, _cluster(devices, memory))
+        except InfeasibleError:
+            assert least == math.inf, seed
             infeasible += 1
-            with pytest.raises(InfeasibleError, match="no plan of Piper's fits"):
-                piper_plan(profile, _cluster(devices, memory))
             continue
-        plan = piper_plan(profile, _cluster(devices, memory))
-        assert plan.bottleneck_s == pytest.approx(least, rel=1e-12), seed
+        assert math.isclose(plan.bottleneck_s, least, rel_tol=1e-12), seed
         slow.check(plan, devices)
         found += 1
         bound_by_memory += piper_plan(profile, _cluster(devices, 10**9)).bottleneck_s < least * (1 - 1e-9)
-    assert (found >= 80, infeasible >= 4, bound_by_memory >= 24) == (True, True, True)
+    return found, infeasible, bound_by_memory
