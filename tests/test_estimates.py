@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from autopar import estimates
 from autopar.errors import FileError, UsageError
 from autopar.estimates import calibrate_gpu, device_kinds, estimate_profile, node_of
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import DeviceCosts, Profile
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import Gpu, find
+from autopar.profiler.calibrate import MeasuredRun
 from autopar.profiler.estimate import estimate
 from autopar.profiler.subject import ProfileOptions, Subject
 from autopar.progress import no_progress
@@ -53,13 +55,10 @@ def test_devices_and_options_that_do_not_go_together_are_refused(arguments: tupl
         device_kinds(*arguments)
 
 
-def test_what_is_measured_here_is_told_from_what_is_estimated() -> None:
+def test_nodes_and_devices_are_told_from_kinds_and_what_is_here() -> None:
     assert device_kinds("cpu", 2, True) == ("cpu", (), None)
     assert device_kinds("A100, cuda,V100") == ("cuda", (A100, find("V100")), None)
     assert device_kinds("A100", runs=Path("runs.csv")) == (None, (A100,), Path("runs.csv"))
-
-
-def test_a_node_has_eight_of_every_kind_that_the_profile_has_costs_for() -> None:
     profile = gpt_profile(blocks=1)
     assert node_of(profile) is None
     kind = profile.device.model_copy(update={"type": "cuda", "name": "NVIDIA A100-SXM4-80GB"})
@@ -69,6 +68,8 @@ def test_a_node_has_eight_of_every_kind_that_the_profile_has_costs_for() -> None
         expected = cluster_named(f"{count}xA100-80G+{count}xV100")
         assert found is not None
         assert (found.devices, found.links, found.curves) == (expected.devices, expected.links, expected.curves)
+    run = MeasuredRun("runs.csv: row 2", 1.0, 18, devices=9)
+    assert len(estimates._cluster(run, A100).devices) == 16
 
 
 def _written(folder: Path, *lines: str) -> Path:

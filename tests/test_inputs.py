@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import autopar
+from autopar import inputs
 from autopar.cache import Cache, Entry
 from autopar.code import code_of_file
 from autopar.errors import FileError, UsageError
@@ -22,6 +23,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.schedules.check import ProgramError, read_program
 from autopar.schedules.expand import expand
 from equal_plans import llama_profile
+from played import small_plan
 from random_problems import gpt_profile, local_cluster
 
 
@@ -42,13 +44,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("made")
 
 
-def test_a_plan_s_inputs_are_those_that_it_was_made_of_and_predict_the_step_that_it_says(folder: Path) -> None:
+def test_inputs_are_those_named_or_recorded_or_beside_the_profile(folder: Path, tmp_path: Path) -> None:
     path = folder / "plans" / "plan.json"
     found = read_inputs(path)
     assert found == (Plan.load(path), Profile.load(folder / "profile.json"), Cluster.load(folder / "cluster.json"))
     assert predict(path).end_s == found[0].predicted.step_s
-    text = (folder / "cluster.json").read_text()
-    (folder / "cluster.json").write_text(text + "\n")
+    (folder / "cluster.json").write_text((folder / "cluster.json").read_text() + "\n")
     with pytest.raises(FileError, match=r"\$\.cluster\.sha256: .*cluster\.json has changed since the plan was made"):
         read_inputs(path)
     assert read_inputs(path, cluster="4xH100")[2] == cluster_named("4xH100")
@@ -56,6 +57,27 @@ def test_a_plan_s_inputs_are_those_that_it_was_made_of_and_predict_the_step_that
     with pytest.raises(FileError, match=r"\$\.profile\.path: no such file: .*; or pass `profile`"):
         read_inputs(path, cluster="4xH100")
     assert read_inputs(path, folder / "other.json", "4xH100")[1] == found[1]
+    profile = gpt_profile(blocks=4)
+    beside = cluster_file(None, folder / "profile.json")
+    assert beside == folder / "cluster.json"
+    assert machines(None, beside, profile, 5) == (local_cluster(2), beside.read_text())
+    named = cluster_file("2xH100", folder / "profile.json")
+    assert machines("2xH100", named, profile, 5) == (cluster_named("2xH100"), None)
+    beside.unlink()
+    estimated, text = machines(None, beside, profile, 5)
+    assert (len(estimated.devices), text) == (5, None)
+    assert {device.memory_bytes for device in estimated.devices} == {profile.device.memory_bytes}
+    with pytest.raises(UsageError, match="name a file or a cluster"):
+        cluster_file("", folder / "profile.json")
+    for read, what in ((autopar.import_piper, "Piper"), (autopar.import_pipedream, "PipeDream")):
+        with pytest.raises(FileError, match=rf"none\.json: .*{what}"):
+            read(tmp_path / "none.json")
+    with pytest.raises(UsageError, match=r"`replicas` must be at least 1, found 0"):
+        autopar.import_layout("Et*6|t*6L", llama_profile(), replicas=0)
+    made = small_plan((1, 1), 2)
+    later = made.stages[1].model_copy(update={"devices": (4,)})
+    alone = made.model_copy(update={"stages": (made.stages[0], later), "cluster": None})
+    assert len(inputs._cluster(alone, path, None, profile).devices) == 5
 
 
 def test_a_model_file_elsewhere_is_opened_if_this_user_has_captured_it_as_it_is(
@@ -104,21 +126,6 @@ def test_model_and_data_are_found_from_the_plan_s_folder(folder: Path) -> None:
         model_of(plan.model_copy(update={"model": source}), path)
 
 
-def test_the_cluster_is_the_one_named_else_the_one_beside_the_profile_else_estimated(folder: Path) -> None:
-    profile = gpt_profile(blocks=4)
-    beside = cluster_file(None, folder / "profile.json")
-    assert beside == folder / "cluster.json"
-    assert machines(None, beside, profile, 5) == (local_cluster(2), beside.read_text())
-    named = cluster_file("2xH100", folder / "profile.json")
-    assert machines("2xH100", named, profile, 5) == (cluster_named("2xH100"), None)
-    beside.unlink()
-    estimated, text = machines(None, beside, profile, 5)
-    assert (len(estimated.devices), text) == (5, None)
-    assert {device.memory_bytes for device in estimated.devices} == {profile.device.memory_bytes}
-    with pytest.raises(UsageError, match="name a file or a cluster"):
-        cluster_file("", folder / "profile.json")
-
-
 def test_programs_whose_reductions_stand_elsewhere_are_run_but_not_simulated(tmp_path: Path) -> None:
     costs = CostModel(gpt_profile(blocks=2), local_cluster(2), PlanOptions(gpus=2))
     # Both are on the same two replicas.
@@ -138,11 +145,3 @@ def test_programs_whose_reductions_stand_elsewhere_are_run_but_not_simulated(tmp
         program_of(path, plan)
     path.write_text(expand(plan).dumps())
     assert program_of(path, plan) == expand(plan)
-
-
-def test_files_of_other_systems_that_are_not_there_are_named(tmp_path: Path) -> None:
-    for read, what in ((autopar.import_piper, "Piper"), (autopar.import_pipedream, "PipeDream")):
-        with pytest.raises(FileError, match=rf"none\.json: .*{what}"):
-            read(tmp_path / "none.json")
-    with pytest.raises(UsageError, match=r"`replicas` must be at least 1, found 0"):
-        autopar.import_layout("Et*6|t*6L", llama_profile(), replicas=0)

@@ -12,7 +12,7 @@ from autopar.planner.plan import compare
 from random_problems import gpt_profile, local_cluster
 
 
-def test_a_plan_from_python_is_the_planners_and_knows_its_timeline(tmp_path: Path) -> None:
+def test_a_plan_from_python_is_the_planners_and_a_cluster_has_a_name(tmp_path: Path) -> None:
     profile, cluster = gpt_profile(blocks=4), local_cluster(2)
     made = autopar.plan(profile, cluster, gpus=2, min_stages=2, schedule="1f1b")
     assert made.dumps() == search(profile, cluster, PlanOptions(gpus=2, min_stages=2, schedule="1f1b")).dumps()
@@ -27,9 +27,6 @@ def test_a_plan_from_python_is_the_planners_and_knows_its_timeline(tmp_path: Pat
     with pytest.raises(UsageError, match="read from a file needs its profile and cluster"):
         read.timeline()
     assert list(read.timeline(profile, cluster)) == list(expected)
-
-
-def test_a_cluster_has_a_name_and_the_module_no_other_attributes() -> None:
     cluster = autopar.Cluster.of("2x4xA100-80G:200Gbps")
     assert isinstance(cluster, autopar.Cluster)
     assert len(cluster.devices) == 8

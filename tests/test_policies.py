@@ -12,14 +12,35 @@ from autopar.formats.plan import WeightPolicy
 from autopar.formats.program import BACKWARD, BEGIN_SUM, FORWARD, UPDATE, Action
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.simulator.simulate import skeleton
-from autopar.policies import POLICIES, StageDepths, kept_versions, stage_depths, updates_ahead
+from autopar.policies import POLICIES, StageDepths, kept_versions, rate_factor, stage_depths, updates_ahead
 from autopar.schedules.continuing import Repetition, depths_of, lead, repetition
 from autopar.schedules.one_forward_one_backward import warmups
 from oracles.unflushed import RULES, SAME_BACKWARD, Question
 
 
-def test_plans_and_rules_know_the_same_policies() -> None:
+def test_plans_and_rules_know_the_same_policies_and_xpipes_constants_are_seldom_what_is_counted() -> None:
     assert set(get_args(WeightPolicy)) - {"sync"} == set(POLICIES) == set(RULES)
+    agreeing, places = [0, 0], 0
+    for stages in range(2, 9):
+        for micro_batches in range(1, 9):
+            depths = warmups(stages, 1, stages)["PA"]
+            counted = stage_depths(POLICIES["predict"], depths, micro_batches)
+            given = stage_depths(POLICIES["predict"], depths, micro_batches, ahead="xpipe")
+            for stage in range(stages):
+                exact = (
+                    (stages + micro_batches - Fraction(stage, 2) - 2) / micro_batches,
+                    Fraction(micro_batches + stage // 2 - 1, micro_batches),
+                )
+                own, other = updates_ahead(given[stage]), updates_ahead(counted[stage])
+                assert own == tuple(math.floor(each + Fraction(1, 2)) for each in exact)
+                assert other == (math.ceil((depths[stage] - 1) / micro_batches), 0)
+                assert POLICIES["predict"].buffers(given[stage]) == sum(each > 0 for each in own)
+                agreeing = [sum_ + (one == two) for sum_, one, two in zip(agreeing, own, other, strict=True)]
+                places += 1
+    # The docstring of autopar.policies.Predict says so.
+    assert [f"{100 * each / places:.0f}" for each in agreeing] == ["34", "5"]
+    assert [rate_factor(4.0, step, 4) for step in (0, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
+    assert rate_factor(0.5, 0, 4) == 1.0
 
 
 @pytest.mark.some(12)
@@ -75,15 +96,6 @@ def test_every_policy_sees_the_version_of_its_papers_formula(depth: int, micro_b
     assert kept_versions(POLICIES["2bw"], buffered) == 1 + (depth > 1)
 
 
-def test_the_late_update_of_two_buffers_is_there_before_the_next_but_one_mini_batch() -> None:
-    """By counting what a stage does: forwards run ``depth`` micro-batches ahead of backwards."""
-    for depth, micro_batches in ((each, count) for count in range(2, 7) for each in range(1, count + 2)):
-        lag = POLICIES["2bw"].lag(StageDepths(depth, depth, micro_batches))
-        last_backward, next_but_one = micro_batches - 1, 2 * micro_batches
-        # The forward of micro-batch m comes behind the backward of m - depth.
-        assert 0 <= lag <= max(0, next_but_one - depth - last_backward)
-
-
 @pytest.mark.some(10)
 @pytest.mark.parametrize("seed", range(30))
 def test_replicas_in_turn_see_the_rules_version(seed: int) -> None:
@@ -120,37 +132,8 @@ def test_replicas_in_turn_see_the_rules_version(seed: int) -> None:
         assert (met, seen) == (set(range(start, stop)), {})
 
 
-def test_xpipes_constants_are_halves_rounded_up_and_seldom_what_is_counted() -> None:
-    agreeing, places = [0, 0], 0
-    for stages in range(2, 9):
-        for micro_batches in range(1, 9):
-            depths = warmups(stages, 1, stages)["PA"]
-            counted = stage_depths(POLICIES["predict"], depths, micro_batches)
-            given = stage_depths(POLICIES["predict"], depths, micro_batches, ahead="xpipe")
-            for stage in range(stages):
-                exact = (
-                    (stages + micro_batches - Fraction(stage, 2) - 2) / micro_batches,
-                    Fraction(micro_batches + stage // 2 - 1, micro_batches),
-                )
-                own, other = updates_ahead(given[stage]), updates_ahead(counted[stage])
-                assert own == tuple(math.floor(each + Fraction(1, 2)) for each in exact)
-                assert other == (math.ceil((depths[stage] - 1) / micro_batches), 0)
-                assert POLICIES["predict"].buffers(given[stage]) == sum(each > 0 for each in own)
-                agreeing = [sum_ + (one == two) for sum_, one, two in zip(agreeing, own, other, strict=True)]
-                places += 1
-    # The docstring of autopar.policies.Predict says so.
-    assert [f"{100 * each / places:.0f}" for each in agreeing] == ["34", "5"]
-
-
-def test_an_update_waits_for_the_latest_of_several_shared_parameters_unless_it_is_late_anyway() -> None:
-    for shared in permutations(([0, 3], [1, 3], [2, 3])):
-        lags = {name: [each.lag for each in stage_depths(POLICIES[name], (7, 5, 3, 1), 7, shared)] for name in POLICIES}
-        assert lags["stash"] == lags["predict"] == [0, 0, 0, 3]
-        assert lags["2bw"] == [each.lag for each in stage_depths(POLICIES["2bw"], (7, 5, 3, 1), 7)]
-    assert [StageDepths(3, 3, 4, lag).gradients for lag in (0, 1, 4, 5)] == [1, 2, 2, 3]
-
-
-def test_what_backwards_see_is_made_behind_every_update_where_it_is_not_the_newest() -> None:
+def test_backwards_see_what_is_made_for_them_and_updates_wait_for_shared_parameters() -> None:
+    """By counting what a stage does: forwards run ``depth`` micro-batches ahead of backwards."""
     stages = tuple(CandidateStage(at, at + 1, (at,), (1,), depth) for at, depth in enumerate((3, 2, 1)))
     plan = skeleton(Candidate(2, 1, "1f1b", stages), (), ()).model_copy(update={"weight_policy": "predict"})
     for ahead, made in (("counted", [["P"], ["P"], []]), ("xpipe", [["C", "P"], ["C", "P"], ["C", "P"]])):
@@ -158,3 +141,13 @@ def test_what_backwards_see_is_made_behind_every_update_where_it_is_not_the_newe
         kinds = [[each.kind for each in repetition(asked, stage)] for stage in range(3)]
         assert [sorted(set(each) & {"P", "C"}) for each in kinds] == made
         assert all(each[each.index("U") + 1] == "C" for each in kinds if "C" in each)
+    for shared in permutations(([0, 3], [1, 3], [2, 3])):
+        lags = {name: [each.lag for each in stage_depths(POLICIES[name], (7, 5, 3, 1), 7, shared)] for name in POLICIES}
+        assert lags["stash"] == lags["predict"] == [0, 0, 0, 3]
+        assert lags["2bw"] == [each.lag for each in stage_depths(POLICIES["2bw"], (7, 5, 3, 1), 7)]
+    assert [StageDepths(3, 3, 4, lag).gradients for lag in (0, 1, 4, 5)] == [1, 2, 2, 3]
+    for depth, micro_batches in ((each, count) for count in range(2, 7) for each in range(1, count + 2)):
+        lag = POLICIES["2bw"].lag(StageDepths(depth, depth, micro_batches))
+        last_backward, next_but_one = micro_batches - 1, 2 * micro_batches
+        # The forward of micro-batch m comes behind the backward of m - depth.
+        assert 0 <= lag <= max(0, next_but_one - depth - last_backward)

@@ -96,7 +96,18 @@ def test_a_signal_ends_a_command_at_once(
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == before
 
 
-def test_what_ends_by_itself_is_asked_first_and_the_second_signal_unwinds(capfd: pytest.CaptureFixture[str]) -> None:
+def test_interrupts_are_noted_and_unwind_only_where_they_may_and_newest_first(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    came: list[int] = []
+    with record_interrupts(came), pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert came == [signal.SIGINT]
+    assert [ended_by(each) for each in (signal.SIGINT, signal.SIGHUP)] == ["interrupted", "ended by SIGHUP"]
+    assert may_unwind()
+    with unwinding_aborts(), unwinding_aborts():
+        assert not may_unwind()
+    assert may_unwind()
     came: list[int] = []
     ask = Mock(return_value=True)
     with unwind_on_termination(came), stopping(ask):
@@ -107,21 +118,8 @@ def test_what_ends_by_itself_is_asked_first_and_the_second_signal_unwinds(capfd:
     assert (came, ask.call_count) == ([signal.SIGTERM] * 2, 1)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert capfd.readouterr().err == "autopar: ended by SIGTERM: ending behind this step; once more ends at once\n"
-
-
-def test_an_interrupt_is_noted_even_if_it_turns_into_something_else() -> None:
-    came: list[int] = []
-    with record_interrupts(came), pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
-    assert came == [signal.SIGINT]
-    assert [ended_by(each) for each in (signal.SIGINT, signal.SIGHUP)] == ["interrupted", "ended by SIGHUP"]
-
-
-def test_nothing_unwinds_inside_code_that_lets_no_exception_through() -> None:
-    assert may_unwind()
-    with unwinding_aborts(), unwinding_aborts():
-        assert not may_unwind()
-    assert may_unwind()
+    found = warm.run([sys.executable, "-c", ENDING], capture_output=True, text=True)
+    assert (found.returncode, found.stdout.split(), found.stderr) == (7, ["first", "second", "last"], "why\n")
 
 
 ENDING = """
@@ -139,8 +137,3 @@ with closing(lambda: print("last", flush=True)), closing(fail), closing(lambda: 
     finally:
         print("unwound")
 """
-
-
-def test_what_is_to_be_closed_is_closed_newest_first_without_unwinding() -> None:
-    found = warm.run([sys.executable, "-c", ENDING], capture_output=True, text=True)
-    assert (found.returncode, found.stdout.split(), found.stderr) == (7, ["first", "second", "last"], "why\n")

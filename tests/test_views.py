@@ -35,22 +35,7 @@ def _files(folder: Path) -> dict[str, tuple[Path, Document | Program]]:
     return found
 
 
-def test_every_kind_of_document_is_seen_as_what_it_is(tmp_path: Path) -> None:
-    texts = set()
-    for kind, (path, content) in _files(tmp_path).items():
-        view = view_file(path)
-        assert view.kind == kind
-        assert view.json == content.dumps() == path.read_text()
-        assert (view.draw is not None) == (kind in ("profile", "plan"))
-        texts.add(str(view))
-        if isinstance(content, Program):
-            assert all(str(action) in str(view) for action in content.ranks[0])
-        if isinstance(content, Plan):
-            assert all(layer in str(view) for stage in content.stages for layer in stage.layers)
-    assert len(texts) == len(KINDS) - 1
-
-
-def test_two_timelines_are_compared_alike_in_either_order(tmp_path: Path) -> None:
+def test_timelines_are_compared_alike_in_either_order_and_refused_where_they_cannot_be(tmp_path: Path) -> None:
     plan = small_plan((1, 1), 4)
     slow, quick = play(plan, "measured", unit_s=0.02), play(plan, "simulated", unit_s=0.01)
     slow.save(tmp_path / "measured.json")
@@ -65,9 +50,6 @@ def test_two_timelines_are_compared_alike_in_either_order(tmp_path: Path) -> Non
         assert figures["error"] == pytest.approx(0.5 - 1)
         assert figures["measured"] == alone
         assert view.draw is not None
-
-
-def test_timelines_that_cannot_be_compared_are_refused_by_name(tmp_path: Path) -> None:
     files = {kind: path for kind, (path, _) in _files(tmp_path).items()}
     play(small_plan((1, 1), 4), "measured").save(tmp_path / "a.json")
     play(small_plan((1, 1), 5), "simulated").save(tmp_path / "b.json")
@@ -103,7 +85,7 @@ class _Outline(HTMLParser):
         assert tag == "meta" or self.open.pop() == tag
 
 
-def test_a_page_is_whole_by_itself_and_the_same_every_time() -> None:
+def test_pages_are_whole_and_every_kind_of_document_is_seen_as_what_it_is(tmp_path: Path) -> None:
     profile = gpt_profile(blocks=2)
     profile = profile.model_copy(update={"model": profile.model.model_copy(update={"source": "<model>.py"})})
     made, again = (
@@ -120,3 +102,15 @@ def test_a_page_is_whole_by_itself_and_the_same_every_time() -> None:
     assert "<title>&lt;model&gt; &amp; more</title>" in made
     assert "profile of &lt;model&gt;.py" in made
     assert "@import" not in made
+    texts = set()
+    for kind, (path, content) in _files(tmp_path).items():
+        view = view_file(path)
+        assert view.kind == kind
+        assert view.json == content.dumps() == path.read_text()
+        assert (view.draw is not None) == (kind in ("profile", "plan"))
+        texts.add(str(view))
+        if isinstance(content, Program):
+            assert all(str(action) in str(view) for action in content.ranks[0])
+        if isinstance(content, Plan):
+            assert all(layer in str(view) for stage in content.stages for layer in stage.layers)
+    assert len(texts) == len(KINDS) - 1

@@ -46,19 +46,6 @@ def _rows_of(value: Any, start: int, stop: int) -> Any:  # noqa: ANN401
     return (type(value), [_rows_of(item, start, stop) for item in value])
 
 
-def test_rows_of_any_batch_are_batches_of_its_structure() -> None:
-    draw = random.Random(3)
-    for _ in range(50):
-        rows = draw.randint(1, 6)
-        batch = _draw(draw, rows, 3)
-        start, stop = sorted((draw.randint(0, rows), draw.randint(0, rows)))
-        tensors = named_tensors(batch)
-        part = rebuild(batch, slice_rows(tensors, start, stop))
-        assert row_count(tensors) == rows
-        assert _rows_of(part, 0, rows) == _rows_of(batch, start, stop)
-        assert list(named_tensors(part)) == list(tensors)
-
-
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
@@ -100,12 +87,22 @@ def test_a_step_gives_the_model_its_inputs_and_the_loss_the_whole_batch() -> Non
         loss_outputs("text", None)
 
 
-def test_models_are_of_one_structure_whatever_their_values() -> None:
+def test_models_and_any_rows_of_a_batch_are_of_one_structure() -> None:
     models = [nn.Sequential(nn.Linear(2, 3), nn.ReLU()) for _ in range(2)]
     assert structure_of(models[0]) == structure_of(models[1])
     frozen = nn.Sequential(nn.Linear(2, 3), nn.ReLU()).requires_grad_(False)
     others = [frozen, nn.Sequential(nn.Linear(2, 3), nn.Tanh()), nn.Sequential(nn.Linear(3, 3), nn.ReLU())]
     assert len({structure_of(model) for model in (models[0], *others)}) == 4
+    draw = random.Random(3)
+    for _ in range(50):
+        rows = draw.randint(1, 6)
+        batch = _draw(draw, rows, 3)
+        start, stop = sorted((draw.randint(0, rows), draw.randint(0, rows)))
+        tensors = named_tensors(batch)
+        part = rebuild(batch, slice_rows(tensors, start, stop))
+        assert row_count(tensors) == rows
+        assert _rows_of(part, 0, rows) == _rows_of(batch, start, stop)
+        assert list(named_tensors(part)) == list(tensors)
 
 
 FILE = """

@@ -77,15 +77,12 @@ def test_layers_take_what_the_model_is_captured_for_if_a_range_tells_it(
     assert limits(load_graph(tmp_path)) == expected
 
 
-def test_listed_modules_that_raise_for_one_sample_take_two() -> None:
+def test_listed_modules_that_raise_for_one_sample_take_two_and_evaluation_has_limits_of_its_own() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).double()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     graph = capture_module(model, regression(4), mean_square, list)
     assert [layer.least_rows for layer in graph.layers] == [1, 2, 1]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_evaluation_has_limits_of_its_own() -> None:
     model, batch = made(Made(lambda m, x: x if m.training else alone(x))), regression(4)
     graph = capture_module(model, batch, mean_square)
     assert limits(graph) == {(1, None)}

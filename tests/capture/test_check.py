@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.capture import capture_module, named_tensors, slice_rows
+from autopar.capture import capture_module, check, named_tensors, slice_rows
 from autopar.capture.batch import rebuild
 from autopar.capture.check import check_gradients
 from autopar.capture.store import load_graph, save_graph
@@ -55,21 +55,6 @@ def test_a_refusal_names_what_is_wrong_and_its_remedy(make, loss, said):
         capture_module(make().double(), regression(), loss)
 
 
-def test_remedies_work():
-    model, batch = carrying(fresh=True).double(), regression()
-    check_gradients(model, capture_module(model, batch, mean_square), batch, mean_square)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
-    check_gradients(model, capture_module(model, batch, ctc, list), batch, ctc)
-
-
-def test_old_weight_norm_is_captured_after_a_backward():
-    with warnings.catch_warnings(action="ignore"):
-        model = nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 8)).double()
-    batch = regression()
-    mean_square(model(batch[0]), batch).backward()
-    assert [layer.name for layer in capture_module(model, batch, mean_square).layers] == ["0", "1", "2"]
-
-
 @pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each in DEAR)) for each in MODELS])
 def test_stages_at_any_boundaries_equal_the_plain_model_with_any_rows_saved_or_not(name, tmp_path):
     """The graph is captured at two samples."""
@@ -86,7 +71,7 @@ def test_stages_at_any_boundaries_equal_the_plain_model_with_any_rows_saved_or_n
     assert_equal_to_plain(model, loaded, part, loss, every)
 
 
-def test_capturing_leaves_the_model_as_it_was():
+def test_capturing_leaves_the_model_as_it_was_and_remedies_work():
     model, batch, loss = build("norms")
     before, state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
     graph = capture_module(model, batch, loss)
@@ -95,3 +80,16 @@ def test_capturing_leaves_the_model_as_it_was():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert {p for layer in graph.layers for p in layer.module.parameters()} == {*model.parameters()}
+    model, batch = carrying(fresh=True).double(), regression()
+    check_gradients(model, capture_module(model, batch, mean_square), batch, mean_square)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
+    check_gradients(model, capture_module(model, batch, ctc, list), batch, ctc)
+    with warnings.catch_warnings(action="ignore"):
+        model = nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 8)).double()
+    batch = regression()
+    mean_square(model(batch[0]), batch).backward()
+    assert [layer.name for layer in capture_module(model, batch, mean_square).layers] == ["0", "1", "2"]
+    # A small gradient is held to its own size, not to that of the largest.
+    small = torch.full((1,), 1e-4, dtype=torch.float64)
+    with pytest.raises(CaptureError, match="another gradient of w"):
+        check._check_gradient("w", small, small + 5e-10, 1e-4, 1.0)

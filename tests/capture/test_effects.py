@@ -78,8 +78,7 @@ def test_what_cannot_be_captured_is_named_with_its_line_and_the_fallback(kind, c
     message, file = str(caught.value), Path(inspect.getfile(kind))
     assert construct in message
     assert "layers(model)" in message
-    lines = file.read_text().splitlines()
-    number = next(index for index, text in enumerate(lines, 1) if line in text)
+    number = next(index for index, text in enumerate(file.read_text().splitlines(), 1) if line in text)
     assert f"{file}:{number}" in message
 
 
@@ -129,23 +128,29 @@ def test_what_ranks_would_not_have_or_is_for_one_number_of_samples_is_refused(ki
         capture_module(model, ONES, mean_square)
 
 
-def test_parts_of_one_memory_that_do_not_overlap_are_captured():
+def test_parts_of_one_memory_are_captured_and_what_changes_its_size_is_counted():
     model, whole = Chain(), torch.randn(8, 16)
     model.steps[1].weight, model.steps[2].weight = nn.Parameter(whole[:, :8]), nn.Parameter(whole[:, 8:])
     assert len(capture_module(model, ONES, mean_square).layers) == 4
-
-
-def test_a_gradient_that_is_no_number_or_sparse_is_the_users_and_a_wrong_one_is_found():
-    model, batch, loss, graph = captured("chain")
-    with pytest.raises(CaptureError, match=r"gives another gradient of steps\.\d"):
-        check_gradients(Chain().double(), graph, batch, loss)
-    loss = lambda output, batch: mean_square(output, batch) * float("nan")  # noqa: E731
-    with pytest.raises(ModelError, match=r"gradient of .* is not finite"):
-        check_gradients(model, capture_module(model, batch, loss), batch, loss)
-    model, batch = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 1)), torch.zeros(3, dtype=torch.long)
-    loss = lambda output, batch: output.mean()  # noqa: E731
-    with pytest.raises(ModelError, match=r"gradient of 0\.weight is sparse"):
-        check_gradients(model, capture_module(model, batch, loss), batch, loss)
+    old = torch.ones(100)
+    with StorageTracker() as tracker:
+        old.mul_(2)
+        view = old[1:]
+        made = torch.ones(10)
+        assert tracker.alive_bytes == 40
+        made.untyped_storage().resize_(0)
+        old.untyped_storage().resize_(800)
+        assert tracker.alive_bytes == 0
+        made.untyped_storage().resize_(400)
+        assert (tracker.alive_bytes, tracker.peak_bytes) == (400, 400)
+    del view, made
+    assert tracker.alive_bytes == 0
+    dense = torch.eye(4)
+    with StorageTracker() as tracker:
+        sparse = dense.to_sparse()
+        # Two indices of eight bytes and a value of four for each of four entries.
+        assert tracker.alive_bytes == 4 * (2 * 8 + 4)
+        assert sparse.layout is torch.sparse_coo
 
 
 class Reentrant(capture_zoo.Checkpointed):
@@ -158,7 +163,7 @@ class Failing(capture_zoo.Doubled):
         raise ValueError("no gradient today")
 
 
-def test_a_backward_that_raises_is_the_models_own():
+def test_what_the_plain_backward_does_wrong_is_the_users_and_listed_graphs_are_not_saved(tmp_path):
     for model, said in (
         (Reentrant(), "the plain backward raised RuntimeError: .*set use_reentrant=False"),
         (By(lambda _, x: Failing.apply(x)), r"test_effects\.py:\d+: the plain backward raised ValueError: no gradient"),
@@ -166,6 +171,26 @@ def test_a_backward_that_raises_is_the_models_own():
         graph = capture_module(model.double(), regression(), mean_square, listed)
         with pytest.raises(ModelError, match=said):
             check_gradients(model, graph, regression(), mean_square)
+    model, batch, loss, graph = captured("chain")
+    with pytest.raises(CaptureError, match=r"gives another gradient of steps\.\d"):
+        check_gradients(Chain().double(), graph, batch, loss)
+    loss = lambda output, batch: mean_square(output, batch) * float("nan")  # noqa: E731
+    with pytest.raises(ModelError, match=r"gradient of .* is not finite"):
+        check_gradients(model, capture_module(model, batch, loss), batch, loss)
+    model, batch = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 1)), torch.zeros(3, dtype=torch.long)
+    loss = lambda output, batch: output.mean()  # noqa: E731
+    with pytest.raises(ModelError, match=r"gradient of 0\.weight is sparse"):
+        check_gradients(model, capture_module(model, batch, loss), batch, loss)
+    model, batch, loss, portable = captured("chain")
+    graph = capture_module(model, batch, loss, lambda model: [nn.Sequential(*model.steps)])
+    with pytest.raises(CaptureError, match="cannot be saved"):
+        save_graph(graph, tmp_path)
+    with pytest.raises(FileError, match="cannot read"):
+        load_graph(tmp_path)
+    save_graph(portable, tmp_path)
+    (tmp_path / "layers.json").write_text("{}")
+    with pytest.raises(FileError, match="capture it again"):
+        load_graph(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -185,24 +210,10 @@ def test_a_wrong_list_of_layers_is_refused(layers, message):
         capture_module(model, batch, loss, layers)
 
 
-def test_a_listed_graph_cannot_be_saved_and_a_broken_one_not_loaded(tmp_path):
-    model, batch, loss, portable = captured("chain")
-    graph = capture_module(model, batch, loss, lambda model: [nn.Sequential(*model.steps)])
-    with pytest.raises(CaptureError, match="cannot be saved"):
-        save_graph(graph, tmp_path)
-    with pytest.raises(FileError, match="cannot read"):
-        load_graph(tmp_path)
-    save_graph(portable, tmp_path)
-    (tmp_path / "layers.json").write_text("{}")
-    with pytest.raises(FileError, match="capture it again"):
-        load_graph(tmp_path)
-
-
 @pytest.mark.parametrize("fake", [False, True])
 def test_any_order_of_making_viewing_and_freeing_is_counted(fake: bool) -> None:
     draw = random.Random(9)
-    mode = FakeTensorMode()
-    with mode if fake else torch.no_grad(), StorageTracker() as tracker:
+    with FakeTensorMode() if fake else torch.no_grad(), StorageTracker() as tracker:
         # Of every tensor, the storage that it lies in: a storage is alive as long as one of its tensors.
         tensors: list[tuple[int, torch.Tensor]] = []
         sizes: dict[int, int] = {}
@@ -223,28 +234,6 @@ def test_any_order_of_making_viewing_and_freeing_is_counted(fake: bool) -> None:
             alive = sum(sizes[key] for key in {key for key, _ in tensors})
             peak = max(peak, alive)
             assert (tracker.alive_bytes, tracker.peak_bytes) == (alive, peak)
-
-
-def test_what_was_there_before_is_not_counted_what_changes_its_size_is_and_so_are_indices_of_sparse_tensors() -> None:
-    old = torch.ones(100)
-    with StorageTracker() as tracker:
-        old.mul_(2)
-        view = old[1:]
-        made = torch.ones(10)
-        assert tracker.alive_bytes == 40
-        made.untyped_storage().resize_(0)
-        old.untyped_storage().resize_(800)
-        assert tracker.alive_bytes == 0
-        made.untyped_storage().resize_(400)
-        assert (tracker.alive_bytes, tracker.peak_bytes) == (400, 400)
-    del view, made
-    assert tracker.alive_bytes == 0
-    dense = torch.eye(4)
-    with StorageTracker() as tracker:
-        sparse = dense.to_sparse()
-        # Two indices of eight bytes and a value of four for each of four entries.
-        assert tracker.alive_bytes == 4 * (2 * 8 + 4)
-        assert sparse.layout is torch.sparse_coo
 
 
 @pytest.mark.parametrize("norm", [torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default])

@@ -42,13 +42,6 @@ def test_the_loss_and_the_outputs_are_those_of_the_plain_model(name: str) -> Non
         assert set(layer.parameters.values()) <= held[layer.name]
 
 
-def test_a_model_that_returns_nothing_but_a_loss_predicts_nothing() -> None:
-    model, batch = Made(lambda m, x: m.linear(x).square().mean(), linear=nn.Linear(3, 3)), torch.randn(4, 3)
-    graph = capture_module(model, batch)
-    with pytest.raises(ModelError, match="returns no tensor that has the samples as one dimension"):
-        capture_prediction(model, batch, None, graph)
-
-
 def changing(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:  # noqa: ANN401
     """Return tensors of another size, or fewer of them, once it is evaluated."""
     found = model.linear(x)
@@ -71,7 +64,7 @@ def test_listed_layers_whose_outputs_change_in_evaluation_are_named(key: str) ->
         run(predicted.layers, named_tensors(batch))
 
 
-def test_a_boundary_that_evaluation_does_not_have_is_refused() -> None:
+def test_a_boundary_or_output_that_evaluation_does_not_have_is_refused() -> None:
     model, _, _, graph = captured("norm twice")
     exported = graph.segmented_program
     layers = [[name] for layer in graph.layers for name in layer.modules]
@@ -80,3 +73,7 @@ def test_a_boundary_that_evaluation_does_not_have_is_refused() -> None:
     same = segment_like(exported.program.graph, exported.inputs, model, [layer.modules for layer in graph.layers])
     assert all(isinstance(part, LayerNodes) for part in same)
     assert [part.nodes for part in same] == [part.nodes for part in exported.segments]
+    model, batch = Made(lambda m, x: m.linear(x).square().mean(), linear=nn.Linear(3, 3)), torch.randn(4, 3)
+    graph = capture_module(model, batch)
+    with pytest.raises(ModelError, match="returns no tensor that has the samples as one dimension"):
+        capture_prediction(model, batch, None, graph)

@@ -37,7 +37,7 @@ class Own(nn.Module):
         return torch.tanh(self.step(x)) * (2 if self.state["n"] > 40 else 1) - self.mean
 
 
-def test_a_listed_module_says_which_state_it_changes_keeps_its_first_and_is_not_evaluated():
+def test_listed_modules_have_their_state_which_changes_once_or_is_global():
     model = nn.Sequential(*(Own(nn.Linear(8, 8), count) for count in (0, 1, 0))).double()
     graph = capture_module(model, regression(), mean_square, list)
     assert [set(layer.stateful) for layer in graph.layers] == [
@@ -51,6 +51,25 @@ def test_a_listed_module_says_which_state_it_changes_keeps_its_first_and_is_not_
     assert torch.equal(own.draws.get_state(), torch.Generator().manual_seed(0).get_state())
     with pytest.raises(CaptureError, match=r"Sequential\.1\.\S+ changes with every forward, and a copy"):
         capture_evaluation(model, regression(), mean_square, graph)
+    before = TABLE["n"]
+    model, batch = Chain().double(), regression()
+    graph = capture_module(model, batch, mean_square, lambda model: [Doing(model.steps[0], count), *model.steps[1:]])
+    assert graph.layers[0].stateful == ("global TABLE['n'] of test_fallback.py",)
+    assert TABLE["n"] == before
+    both = lambda model: [Doing(step, count) for step in model.steps]  # noqa: E731
+    with pytest.raises(CaptureError, match=r"layers\(\): global TABLE\['n'\] of .* belongs to no single module"):
+        capture_module(model, batch, mean_square, both)
+    graph = capture_module(model, batch, mean_square, both, ignored_state=("TABLE",))
+    assert not any(layer.stateful for layer in graph.layers)
+    loss = counting_loss()
+    graph = capture_module(Chain().double(), regression(), loss, lambda model: list(model.steps))
+    assert [layer.stateful for layer in graph.layers] == [(), (), (), ("closure variable n of loss",)]
+    assert loss.__closure__[0].cell_contents == 0
+    steps = nn.Sequential(*(Once(nn.Linear(8, 8)) for _ in range(3))).double()
+    for step in steps:
+        step.means = [step.mean]
+    graph = capture_module(steps, regression(), mean_square, list)
+    assert [layer.stateful for layer in graph.layers] == [(f"Sequential.{index}.calls",) for index in range(3)]
 
 
 class Doing(nn.Module):
@@ -69,19 +88,6 @@ def count():
     TABLE["n"] += 1
 
 
-def test_the_state_of_one_listed_module_may_be_global():
-    before = TABLE["n"]
-    model, batch = Chain().double(), regression()
-    graph = capture_module(model, batch, mean_square, lambda model: [Doing(model.steps[0], count), *model.steps[1:]])
-    assert graph.layers[0].stateful == ("global TABLE['n'] of test_fallback.py",)
-    assert TABLE["n"] == before
-    both = lambda model: [Doing(step, count) for step in model.steps]  # noqa: E731
-    with pytest.raises(CaptureError, match=r"layers\(\): global TABLE\['n'\] of .* belongs to no single module"):
-        capture_module(model, batch, mean_square, both)
-    graph = capture_module(model, batch, mean_square, both, ignored_state=("TABLE",))
-    assert not any(layer.stateful for layer in graph.layers)
-
-
 def shared_generator(model):
     draws = torch.Generator().manual_seed(0)
     found = [Own(step, 0) for step in model.steps]
@@ -93,13 +99,6 @@ def shared_generator(model):
 def counts_before(model):
     places = itertools.count()
     return [Doing(model.steps[0], lambda: next(places)), *model.steps[1:]]
-
-
-def test_state_of_the_loss_is_the_last_listed_modules():
-    loss = counting_loss()
-    graph = capture_module(Chain().double(), regression(), loss, lambda model: list(model.steps))
-    assert [layer.stateful for layer in graph.layers] == [(), (), (), ("closure variable n of loss",)]
-    assert loss.__closure__[0].cell_contents == 0
 
 
 @pytest.mark.parametrize(
@@ -130,14 +129,6 @@ class Once(nn.Module):
         self.calls = min(self.calls + 1, 3)
         self.means[0].mul_(0.9).add_(x.detach().mean(0))
         return self.step(x) - self.means[0]
-
-
-def test_state_that_changes_once_is_found_and_buffers_are_none():
-    steps = nn.Sequential(*(Once(nn.Linear(8, 8)) for _ in range(3))).double()
-    for step in steps:
-        step.means = [step.mean]
-    graph = capture_module(steps, regression(), mean_square, list)
-    assert [layer.stateful for layer in graph.layers] == [(f"Sequential.{index}.calls",) for index in range(3)]
 
 
 LLAMA = tiny_config("llama", 3, 10, attention_dropout=0.1, architectures=["LlamaForCausalLM"])
@@ -196,7 +187,7 @@ def test_the_declared_plan_trains_and_evaluates_as_the_plain_model(content, tmp_
         assert_equal_to_plain(model, graph, part, user.loss, cuts, tolerance=1e-6)
 
 
-def test_a_model_that_declares_no_plan_or_one_that_leaves_parameters_out_is_refused_as_before(tmp_path):
+def test_a_model_whose_plan_leaves_parameters_out_or_does_not_hold_is_refused_as_before(tmp_path):
     user, model = models(tmp_path, LLAMA)
     model.model.rotary_emb.scale = nn.Parameter(torch.ones(()))
     with pytest.raises(CaptureError, match=r"autograd\.Function Doubled"):
@@ -205,18 +196,15 @@ def test_a_model_that_declares_no_plan_or_one_that_leaves_parameters_out_is_refu
     model._pp_plan, model.config.base_model_pp_plan = {}, None
     with pytest.raises(CaptureError, match=r"autograd\.Function Doubled"):
         capture(user, model)
+    model = Made(lambda m, x: m.second(signal=m.first(x)), first=nn.Linear(4, 4), second=Second(4, 4))
+    model._pp_plan = {"first": (), "second": ()}
+    with pytest.raises(CaptureError, match=r"autograd\.Function Doubled"):
+        capture_module(model, torch.ones(3, 4), lambda output, batch: output.mean())
 
 
 class Second(nn.Linear):
     def forward(self, signal):
         return super().forward(Doubled.apply(signal))
-
-
-def test_a_plan_whose_second_module_is_called_with_an_argument_of_its_own_name_does_not_hold():
-    model = Made(lambda m, x: m.second(signal=m.first(x)), first=nn.Linear(4, 4), second=Second(4, 4))
-    model._pp_plan = {"first": (), "second": ()}
-    with pytest.raises(CaptureError, match=r"autograd\.Function Doubled"):
-        capture_module(model, torch.ones(3, 4), lambda output, batch: output.mean())
 
 
 @pytest.mark.slow

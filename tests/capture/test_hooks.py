@@ -63,8 +63,8 @@ def test_a_broken_model_file_is_refused_with_its_line(text, message, tmp_path):
     assert message in _told(_captured, write(tmp_path, text))
 
 
-@pytest.mark.reliability(44)
-def test_other_specs_are_refused(tmp_path):
+@pytest.mark.reliability(44, 45)
+def test_model_files_factories_and_their_neighbours_are_found_and_other_specs_refused(tmp_path, monkeypatch, capsys):
     with pytest.raises(UsageError, match="only hf: models"):
         load(str(tmp_path / "model.py"), data="data.py")
     with pytest.raises(UsageError):
@@ -73,10 +73,13 @@ def test_other_specs_are_refused(tmp_path):
         load(str(tmp_path / "none.py"))
     with pytest.raises(ModelError, match="no module is called"):
         load("autopar_has_no_such_module:model")
-
-
-@pytest.mark.reliability(45)
-def test_a_model_file_prints_to_standard_error_and_finds_its_neighbours(tmp_path, capsys):
+    (tmp_path / "capture_factory.py").write_text(GOOD.replace("def model", "def make"))
+    monkeypatch.syspath_prepend(tmp_path)
+    user = load("capture_factory:make")
+    assert user.path.name == "capture_factory.py"
+    assert len(capture(user, user.build()).layers) == 1
+    with pytest.raises(AutoparError, match=r"defines no model\(\)"):
+        load("capture_factory:model")
     (tmp_path / "capture_neighbour.py").write_text("WIDTH = 2\n")
     text = "import capture_neighbour as near\nprint('hello')\n" + GOOD.replace("2, 1", "near.WIDTH, 1")
     path = write(tmp_path, text)
@@ -125,16 +128,6 @@ def test_an_optimizer_is_told_of_its_stage_what_it_asks_for(tmp_path, text, told
     assert found.told == {"delay": 0.0, "replicas": 1} | told
     assert set(user.optimizer_options) <= {"delay", "replicas"}
     assert user.make_optimizer(user.build().named_parameters()).told["replicas"] == 1
-
-
-def test_a_factory_is_found_by_its_module(tmp_path, monkeypatch):
-    (tmp_path / "capture_factory.py").write_text(GOOD.replace("def model", "def make"))
-    monkeypatch.syspath_prepend(tmp_path)
-    user = load("capture_factory:make")
-    assert user.path.name == "capture_factory.py"
-    assert len(capture(user, user.build()).layers) == 1
-    with pytest.raises(AutoparError, match=r"defines no model\(\)"):
-        load("capture_factory:model")
 
 
 HOOKED = """
@@ -228,15 +221,12 @@ def test_what_does_not_fit_together_or_is_not_there_is_told_with_what_to_write(t
     assert said.replace("(self, x)", "(x)") in _told(_captured, write(tmp_path, f"{HOOKED}{text}\n"))
 
 
-def test_an_optimizer_that_wants_the_model_is_told_what_it_is_given(tmp_path):
-    user = load(write(tmp_path, f"{HOOKED}def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.1)\n"))
-    with pytest.raises(ModelError, match=r"raised AttributeError: .*; optimizer\(parameters\) is given a list"):
-        user.make_optimizer(user.build().named_parameters())
-
-
-def test_from_python_a_class_and_a_wrong_loss_are_told():
+def test_classes_wrong_losses_and_optimizers_that_want_the_model_are_told_what_they_are_given(tmp_path):
     batch = (torch.ones(4, 2), torch.ones(4, 1))
     with pytest.raises(ModelError, match=r"is the class Linear, where a torch.nn.Module is needed: pass Linear\("):
         autopar.profile(torch.nn.Linear, batch)
     with pytest.raises(ModelError, match=r"called as loss\(output, batch\): too many positional"):
         autopar.profile(torch.nn.Linear(2, 1), batch, loss=lambda output: output)
+    user = load(write(tmp_path, f"{HOOKED}def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.1)\n"))
+    with pytest.raises(ModelError, match=r"raised AttributeError: .*; optimizer\(parameters\) is given a list"):
+        user.make_optimizer(user.build().named_parameters())

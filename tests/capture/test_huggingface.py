@@ -45,13 +45,30 @@ def batch_of(user, rows=3):
     return user.load_batch(user.dataset(), range(rows))
 
 
-def test_a_folder_and_a_file_are_the_same_model_with_equal_weights_for_equal_seeds(tmp_path):
+@pytest.mark.reliability(21)
+def test_a_folder_and_a_file_are_the_same_model_which_takes_any_length(tmp_path):
     path = write(tmp_path, GPT)
     one, other = load(f"hf:{tmp_path}"), load(f"hf:{path}")
     assert (one.path, one.sha256) == (other.path, other.sha256)
     pairs = zip(one.build(3).parameters(), other.build(3).parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert one.notes == ("inputs are synthetic, of the configuration's shapes",)
+    write(tmp_path, {**GPT, "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}})
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: ...\nclass Model: ...\n")
+    assert type(load(f"hf:{tmp_path}").build(0)).__name__ == "GPT2LMHeadModel"
+    assert not (tmp_path / "ran").exists()
+    unbounded = {name: value for name, value in T5.items() if name != "n_positions"}
+    assert load(f"hf:{write(tmp_path, unbounded)}").sequence == 512
+    assert len(load(f"hf:{tmp_path}", sequence=700).dataset()[0]["input_ids"]) == 700
+    long = {**GPT, "n_positions": 8192}
+    assert load(f"hf:{write(tmp_path, long)}").sequence == 2048
+    assert load(f"hf:{tmp_path}", sequence=8192).sequence == 8192
+    with pytest.raises(UsageError, match="ViTForImageClassification reads no sequences of tokens; leave it out"):
+        load(f"hf:{write(tmp_path, VIT)}", sequence=8)
+    assert load(f"hf:{tmp_path}").sequence is None
+    (tmp_path / "data.py").write_text("def dataset():\n    return []\n")
+    with pytest.raises(UsageError, match="only hf: models have synthetic inputs"):
+        load(str(tmp_path / "data.py"), sequence=8)
 
 
 @pytest.mark.some(4)
@@ -74,11 +91,10 @@ def test_samples_have_the_shapes_of_the_configuration_and_the_loss_adds_up(conte
     assert {name: tuple(tensor.shape) for name, tensor in dataset[5].items()} == shapes
     assert all(torch.equal(dataset[5][name], dataset[5][name]) for name in shapes)
     assert any(not torch.equal(dataset[5][name], dataset[6][name]) for name in shapes)
-    found = separation(user.build().train(), batch_of(user, 6), user.loss)
-    assert found.difference == 0
+    assert separation(user.build().train(), batch_of(user, 6), user.loss).difference == 0
 
 
-def test_a_loss_of_tokens_counts_labels_that_are_not_ignored(tmp_path):
+def test_tokens_are_counted_by_labels_and_what_has_no_architecture_or_loss_says_so(tmp_path):
     user = loaded(tmp_path, GPT)
     model, batch = user.build().eval(), batch_of(user)
     batch["labels"][0, :] = -100
@@ -92,9 +108,6 @@ def test_a_loss_of_tokens_counts_labels_that_are_not_ignored(tmp_path):
     assert (float(total.detach()), float(count)) == (0.0, 0.0)
     total.backward()
     assert all(float(parameter.grad.abs().sum()) == 0 for parameter in model.parameters())
-
-
-def test_a_configuration_without_an_architecture_gets_the_usual_one_and_what_is_not_known_of_others_is_said(tmp_path):
     user = loaded(tmp_path, BERT)
     assert type(user.build()).__name__ == "BertForMaskedLM"
     assert "names no architecture" in user.notes[0]
@@ -200,24 +213,6 @@ def test_sequences_are_as_long_as_asked_and_up_to_the_positions(tmp_path, conten
         load(f"hf:{path}", sequence=1)
 
 
-def test_a_model_without_positions_takes_any_length_and_long_contexts_more_than_the_usual(tmp_path):
-    unbounded = {name: value for name, value in T5.items() if name != "n_positions"}
-    assert load(f"hf:{write(tmp_path, unbounded)}").sequence == 512
-    assert len(load(f"hf:{tmp_path}", sequence=700).dataset()[0]["input_ids"]) == 700
-    long = {**GPT, "n_positions": 8192}
-    assert load(f"hf:{write(tmp_path, long)}").sequence == 2048
-    assert load(f"hf:{tmp_path}", sequence=8192).sequence == 8192
-
-
-def test_what_has_no_synthetic_sequences_is_refused_a_length(tmp_path):
-    with pytest.raises(UsageError, match="ViTForImageClassification reads no sequences of tokens; leave it out"):
-        load(f"hf:{write(tmp_path, VIT)}", sequence=8)
-    assert load(f"hf:{tmp_path}").sequence is None
-    (tmp_path / "data.py").write_text("def dataset():\n    return []\n")
-    with pytest.raises(UsageError, match="only hf: models have synthetic inputs"):
-        load(str(tmp_path / "data.py"), sequence=8)
-
-
 @pytest.mark.slow
 def test_a_profile_prints_and_records_how_long_sequences_are(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
@@ -243,15 +238,6 @@ def test_a_profile_prints_and_records_how_long_sequences_are(tmp_path, monkeypat
     code, _, err = command("import", "profiles", "long.json", "short.json")
     assert code == 4
     assert "$.model.sequence is 6, and 12 in long.json; profile with the same --sequence" in err
-
-
-@pytest.mark.reliability(21)
-def test_code_that_lies_beside_a_configuration_is_not_run(tmp_path):
-    write(tmp_path, {**GPT, "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}})
-    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: ...\nclass Model: ...\n")
-    user = load(f"hf:{tmp_path}")
-    assert type(user.build(0)).__name__ == "GPT2LMHeadModel"
-    assert not (tmp_path / "ran").exists()
 
 
 FOUR = {

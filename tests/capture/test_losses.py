@@ -23,8 +23,7 @@ def test_means_over_samples_are_those_of_their_parts_whatever_the_layers_draw_or
     model, batch, loss = build(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    found = separation(model, batch, loss)
-    assert found.difference == 0
+    assert separation(model, batch, loss).difference == 0
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(part.training for part in model.modules())
@@ -170,14 +169,7 @@ def test_a_loss_that_does_not_is_refused_with_what_to_write_or_what_is_exact(pad
 
 @pytest.mark.some(3)
 @pytest.mark.parametrize("seed", range(8))
-def test_labels_that_are_left_out_anywhere_are_found(seed):
-    with pytest.raises(ModelError, match="a mean over something that samples have unevenly many of"):
-        check_loss(*prepared(masked_here_and_there(seed), usual), accept_loss=False)
-
-
-@pytest.mark.some(3)
-@pytest.mark.parametrize("seed", range(8))
-def test_samples_without_any_label_are_found(seed):
+def test_samples_without_labels_anywhere_are_found(seed):
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, 3, (24,), generator=generator)
     labels[torch.randint(0, 24, (1 + seed % 4,), generator=generator)] = -100
@@ -187,18 +179,8 @@ def test_samples_without_any_label_are_found(seed):
     )
     with pytest.raises(ModelError, match="a mean over something that samples have unevenly many of"):
         check_loss(user, model, capture(user, model), accept_loss=False)
-
-
-def test_python_state_does_not_count():
-    calls = []
-
-    def logged(output, batch):
-        calls.append(1)
-        return usual(output, batch) * (1 + len(calls))
-
-    user, model, graph = prepared(texts(None), usual)
-    user = replace(user, functions={**user.functions, "loss": logged})
-    assert check_loss(user, model, graph, accept_loss=False) == LossCheck()
+    with pytest.raises(ModelError, match="a mean over something that samples have unevenly many of"):
+        check_loss(*prepared(masked_here_and_there(seed), usual), accept_loss=False)
 
 
 @pytest.mark.parametrize(("loss", "same"), [(usual, True), (contrastive, False)])
@@ -207,8 +189,7 @@ def test_a_model_that_cannot_be_copied_is_compared_as_it_is(loss, same):
     model, batch = words().train(), texts(None, rows=6)
     model.lock = threading.Lock()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    found = separation(model, batch, loss)
-    assert (found.difference == 0) == same
+    assert (separation(model, batch, loss).difference == 0) == same
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -234,7 +215,7 @@ def test_what_cannot_be_compared_is_noted(batch, model, why):
     assert re.search(f"not known: .*{why}", found.note)
 
 
-def test_labels_are_counted_and_not_the_inputs_that_are_padded_with_them() -> None:
+def test_labels_are_counted_and_not_padded_inputs_or_python_state() -> None:
     sizes = torch.arange(2, 6)
     short = torch.arange(8) < sizes[:, None]
     inside = short[:, None, :] & short[:, :, None]
@@ -245,3 +226,12 @@ def test_labels_are_counted_and_not_the_inputs_that_are_padded_with_them() -> No
         assert _count_expression(batch, {}, weights) == '(batch["label"] != -100).sum()'
     assert _count_expression({"image": image, "mask": inside.float()}, {}, weights) == '(batch["mask"] != 0).sum()'
     assert _count_expression({"image": image}, {}, weights) is None
+    calls = []
+
+    def logged(output, batch):
+        calls.append(1)
+        return usual(output, batch) * (1 + len(calls))
+
+    user, model, graph = prepared(texts(None), usual)
+    user = replace(user, functions={**user.functions, "loss": logged})
+    assert check_loss(user, model, graph, accept_loss=False) == LossCheck()

@@ -67,7 +67,7 @@ def write(folder, line="pass"):
     return load(str(folder / "model.py"))
 
 
-def test_constants_and_buffers_of_a_hollow_model_keep_their_values(tmp_path):
+def test_constants_of_a_hollow_model_keep_their_values_and_listed_layers_have_none_at_once(tmp_path):
     user = write(tmp_path)
     real, hollow = user.build(2), user.build(2, hollow=True)
     assert torch.equal(real.table, hollow.table)
@@ -77,6 +77,19 @@ def test_constants_and_buffers_of_a_hollow_model_keep_their_values(tmp_path):
     save_graph(graph, tmp_path)
     assert [part.fingerprint for part in load_graph(tmp_path).layers] == [layer.fingerprint for layer in graph.layers]
     assert_equal_to_plain(real, graph, user.load_batch(user.dataset(), range(3)), user.loss, (1, 2))
+    alive: list[int] = []
+
+    class Counting(capture_zoo.Between):
+        def forward(self, x):
+            held = [p for step in self.model[0].steps for p in step.parameters() if type(p) is nn.Parameter]
+            alive.append(sum(not isinstance(p.data, FakeTensor) for p in held))
+            return super().forward(x)
+
+    with hollow_parameters():
+        model = Branching().double()
+    layers = lambda model: [Counting(model, step) for step in model.steps]  # noqa: E731
+    capture_module(model, regression(), mean_square, layers, ignored_state=("alive",))
+    assert set(alive) == {0, 2}  # of a step, its weight and its bias
 
 
 @pytest.mark.parametrize(
@@ -90,13 +103,7 @@ def test_a_constructor_that_reads_parameters_is_refused_with_its_line(line, tmp_
         user.build(hollow=True)
 
 
-def test_a_buffer_computed_from_parameters_is_refused(tmp_path):
-    user = write(tmp_path, 'self.register_buffer("mean", self.first.weight.detach().mean(0))')
-    with pytest.raises(CaptureError, match="the buffer mean is computed from parameters"):
-        capture(user, user.build(hollow=True))
-
-
-def test_a_model_of_more_bytes_than_the_machine_has_takes_hardly_any(tmp_path):
+def test_a_hollow_model_takes_no_bytes_and_no_computed_parameters(tmp_path):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with hollow_parameters():
         model = nn.Sequential(*(nn.Linear(16384, 16384) for _ in range(64)))
@@ -104,12 +111,18 @@ def test_a_model_of_more_bytes_than_the_machine_has_takes_hardly_any(tmp_path):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 2**10
     assert sum(parameter.nbytes for parameter in model.parameters()) > 64 * 2**30
     assert len({layer.fingerprint for layer in graph.layers}) <= 3
+    user = write(tmp_path, 'self.register_buffer("mean", self.first.weight.detach().mean(0))')
+    with pytest.raises(CaptureError, match="the buffer mean is computed from parameters"):
+        capture(user, user.build(hollow=True))
+    with hollow_parameters():
+        model = Branching().double()
+    with pytest.raises(ModelError, match=r"layers\(model\) raised RuntimeError"):
+        capture_module(model, regression(), mean_square, lambda model: [model.steps[0], nn.Linear(3, 3).double()])
 
 
 def test_one_layer_at_a_time_is_given_values_and_made_hollow_again(tmp_path):
     user = write(tmp_path)
-    graph = capture(user, user.build(hollow=True))
-    layer = graph.layers[0]
+    layer = capture(user, user.build(hollow=True)).layers[0]
     materialize_random(layer, seed=1)
     first = {name: value.clone() for name, value in layer.module.named_parameters()}
     assert float(first["parameter_first_weight"].std().detach()) == pytest.approx(0.02, rel=0.3)
@@ -139,26 +152,3 @@ def test_the_layers_fallback_runs_what_cannot_be_captured_and_is_the_same_of_a_h
     assert [tensor.sizes for tensor in real.tensors] == [(8,)] * 5
     assert real.tensors[2].gradient
     assert [layer.random for layer in hollow.layers] == [kind in MODELS["dropout"]] * 4
-
-
-def test_no_two_listed_layers_of_a_hollow_model_have_values_at_once():
-    alive: list[int] = []
-
-    class Counting(capture_zoo.Between):
-        def forward(self, x):
-            held = [p for step in self.model[0].steps for p in step.parameters() if type(p) is nn.Parameter]
-            alive.append(sum(not isinstance(p.data, FakeTensor) for p in held))
-            return super().forward(x)
-
-    with hollow_parameters():
-        model = Branching().double()
-    layers = lambda model: [Counting(model, step) for step in model.steps]  # noqa: E731
-    capture_module(model, regression(), mean_square, layers, ignored_state=("alive",))
-    assert set(alive) == {0, 2}  # of a step, its weight and its bias
-
-
-def test_a_mistake_in_the_listed_layers_of_a_hollow_model_is_the_users():
-    with hollow_parameters():
-        model = Branching().double()
-    with pytest.raises(ModelError, match=r"layers\(model\) raised RuntimeError"):
-        capture_module(model, regression(), mean_square, lambda model: [model.steps[0], nn.Linear(3, 3).double()])

@@ -147,13 +147,6 @@ def test_state_of_the_loss_is_refused(loss, path):
         capture_module(Chain().double(), regression(), loss())
 
 
-def test_state_in_a_hook_is_refused():
-    model, seen = Chain().double(), []
-    model.steps[1].register_forward_hook(lambda module, inputs, output: seen.append(1))
-    with pytest.raises(CaptureError, match="closure variable seen of <lambda>"):
-        capture_module(model, regression(), mean_square)
-
-
 class Reads(Held):
     """An object that is held is no module of the model: its tensors are state, too."""
 
@@ -245,16 +238,17 @@ def test_state_that_is_only_logged_is_named_by_the_user(value, change, name):
         capture_module(make().double(), regression(), mean_square, ignored_state=("other", "hel"))
 
 
-def test_a_model_file_names_ignored_state(tmp_path):
+def test_a_model_file_names_ignored_state_and_attributes_made_inside_are_gone(tmp_path):
     path = tmp_path / "model.py"
     path.write_text("def model(): ...\nignored_state = ['Net.calls']\n")
     assert load(str(path)).ignored_state == ("Net.calls",)
     path.write_text("def model(): ...\nignored_state = 'Net.calls'\n")
     with pytest.raises(ModelError, match="ignored_state is a str; it must be a list of paths"):
         load(str(path))
-
-
-def test_attributes_that_are_made_inside_are_gone_and_others_as_they_were() -> None:
+    model, seen = Chain().double(), []
+    model.steps[1].register_forward_hook(lambda module, inputs, output: seen.append(1))
+    with pytest.raises(CaptureError, match="closure variable seen of <lambda>"):
+        capture_module(model, regression(), mean_square)
     held = types.SimpleNamespace(count=1, gone="x")
     with preserve_state({StatePath("held"): held}, ("held.kept",)):
         held.count, held.new = 2, 3

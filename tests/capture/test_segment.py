@@ -46,7 +46,13 @@ def test_layers_begin_and_end_where_they_may(name, expected, tied):
     assert graph.tied_parameters() == tied
 
 
-def test_a_mask_made_of_inputs_is_computed_where_it_is_read_and_does_not_cross():
+def test_what_crosses_is_known_by_its_readers_size_type_and_batch_dimension_and_a_mask_made_of_inputs_does_not():
+    first = next(tensor for tensor in captured("skips")[-1].tensors if tensor.producer == "down1")
+    assert first.consumers == ("down2", "up2")  # what joins it runs behind up2 and ahead of up1
+    assert first.bytes_per_sample == 6 * 8
+    # An integer crosses without gradient.
+    crossing = {tensor.dtype: tensor.gradient for tensor in captured("integers")[-1].tensors if tensor.producer}
+    assert crossing == {torch.float64: True, torch.int64: False}
     *_, graph = captured("language")
     assert all("batch.tokens" in layer.inputs for layer in graph.layers[:-1])
     assert [tensor.name for tensor in graph.tensors if tensor.producer] == [
@@ -57,15 +63,6 @@ def test_a_mask_made_of_inputs_is_computed_where_it_is_read_and_does_not_cross()
     assert len(set(prints)) == 3
 
 
-def test_what_crosses_is_known_by_its_readers_size_type_and_batch_dimension():
-    first = next(tensor for tensor in captured("skips")[-1].tensors if tensor.producer == "down1")
-    assert first.consumers == ("down2", "up2")  # what joins it runs behind up2 and ahead of up1
-    assert first.bytes_per_sample == 6 * 8
-    # An integer crosses without gradient.
-    crossing = {tensor.dtype: tensor.gradient for tensor in captured("integers")[-1].tensors if tensor.producer}
-    assert crossing == {torch.float64: True, torch.int64: False}
-
-
 @pytest.mark.slow
 def test_the_batch_dimension_of_a_crossing_tensor_is_known():
     specs = [tensor for tensor in captured("transformer")[-1].tensors if tensor.producer]
@@ -73,34 +70,23 @@ def test_the_batch_dimension_of_a_crossing_tensor_is_known():
     assert specs[0].shape(7) == (5, 7, 8)
 
 
-def test_layers_that_draw_random_numbers_are_marked():
+def test_layers_are_marked_and_named_by_what_they_draw_freeze_read_and_return():
     # Dropout of zero and in evaluation draws nothing.
     zero = By(lambda _, x: F.dropout(F.dropout(x, 0.0, True), 0.5, False)).double()
     graphs = captured("dropout")[-1], captured("chain")[-1], capture_module(zero, regression(), mean_square)
     assert [{layer.random for layer in graph.layers[:-1]} for graph in graphs] == [{True}, {False}, {False}]
-
-
-def test_a_frozen_parameter_makes_another_fingerprint_and_no_gradient_flows_before_it():
+    model = By(lambda _, x: x * [torch.rand_like(x), torch.rand_like(x)][1])
+    graph = capture_module(model.double(), regression(), mean_square)
+    nodes = [node for layer in graph.layers for node in layer.module.graph.nodes]
+    assert sum("rand_like" in str(node.target) for node in nodes) == 8
     model, batch, loss = build("chain")
     model.steps[0].requires_grad_(False)
     graph = capture_module(model, batch, loss)
     assert graph.layers[0].fingerprint != graph.layers[1].fingerprint
-    gradients = [tensor.gradient for tensor in graph.tensors if tensor.producer]
-    assert gradients == [False, True, True]
+    assert [tensor.gradient for tensor in graph.tensors if tensor.producer] == [False, True, True]
     # The second layer's backward has no input gradient to compute, the third's has.
     assert graph.layers[1].fingerprint != graph.layers[2].fingerprint
 
-
-def test_sum_and_count_are_two_loss_outputs():
-    model, batch, _ = build("chain")
-    graph = capture_module(model, batch, lambda output, batch: (output.square().sum(), output.shape[0] * 2))
-    assert (graph.loss, graph.outputs) == ("sum_count", ("loss_sum", "loss_count"))
-    assert graph.layers[-1].outputs == ("loss_sum", "loss_count")
-    known = dict(zip(graph.layers[-1].inputs, [torch.zeros(5, 8, dtype=torch.float64)], strict=True))
-    assert float(graph.layers[-1].module(5, *known.values())[1]) == 10
-
-
-def test_a_forward_that_takes_any_keyword_is_given_all_keys_and_its_own_loss_is_used_without_a_loss_function():
     class Keywords(Chain):
         def forward(self, **batch):
             return {"loss": (super().forward(batch["x"]) - batch["y"]).square().mean(), "extra": batch["x"]}
@@ -109,6 +95,12 @@ def test_a_forward_that_takes_any_keyword_is_given_all_keys_and_its_own_loss_is_
     graph = capture_module(Keywords().double(), {"x": x, "y": y})
     assert (graph.loss, graph.inputs) == ("mean", ("batch.x", "batch.y"))
     assert len(graph.layers) == 4
+    model, batch, _ = build("chain")
+    graph = capture_module(model, batch, lambda output, batch: (output.square().sum(), output.shape[0] * 2))
+    assert (graph.loss, graph.outputs) == ("sum_count", ("loss_sum", "loss_count"))
+    assert graph.layers[-1].outputs == ("loss_sum", "loss_count")
+    known = dict(zip(graph.layers[-1].inputs, [torch.zeros(5, 8, dtype=torch.float64)], strict=True))
+    assert float(graph.layers[-1].module(5, *known.values())[1]) == 10
 
 
 def norm():
@@ -157,10 +149,3 @@ def test_a_layer_that_joins_modules_is_named_after_those_that_hold_parameters(mo
     made = {"drop": nn.Dropout(0.5), "head": linear(8, 4), "stem": norm()}
     layers = layers_by_name({name: made.get(name, norm()) for name in modules})
     assert [layer.name for layer in layers] == expected
-
-
-def test_a_draw_that_nobody_reads_is_made_in_its_layer():
-    model = By(lambda _, x: x * [torch.rand_like(x), torch.rand_like(x)][1])
-    graph = capture_module(model.double(), regression(), mean_square)
-    nodes = [node for layer in graph.layers for node in layer.module.graph.nodes]
-    assert sum("rand_like" in str(node.target) for node in nodes) == 8

@@ -30,8 +30,7 @@ def _all_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _batch(rows: int = 6, length: int = LENGTH) -> Batch:
-    generator = torch.Generator().manual_seed(rows)
-    tokens = torch.randint(5, 50, (rows, length), generator=generator)
+    tokens = torch.randint(5, 50, (rows, length), generator=torch.Generator().manual_seed(rows))
     mask = torch.ones(rows, length, dtype=torch.int64)
     for row in range(1, rows):
         mask[row, length - 3 * row :] = 0
@@ -226,12 +225,13 @@ class _Cached(_Net):
         return super().forward(tokens, mask) * _table(50)
 
 
-def test_samples_are_shortened_within_what_the_model_does_with_whole_ones() -> None:
+def test_rows_and_lengths_are_shortened_within_what_the_model_does_with_whole_ones() -> None:
     assert _captured(_Fixed().double()).short is None
     assert set(_captured(_Branching([_Added]).double()).short.shortening.short.values()) == {32}
-
-
-def test_what_a_first_forward_sets_is_that_of_whole_samples() -> None:
+    model = _Deciding(by_length=False).double()
+    assert _captured(model).short is not None
+    assert model.kind == ""
+    assert _captured(_Deciding(by_length=True).double()).short is None
     model = _Remembering([_Added]).double()
     graph = _captured(model)
     assert graph.short is None
@@ -239,6 +239,19 @@ def test_what_a_first_forward_sets_is_that_of_whole_samples() -> None:
     model = _Cached([_Added]).double()
     check_gradients(model, _captured(model), _batch(), _counted)
     assert type(_table(50)) is torch.Tensor
+    mask = torch.ones(4, 1000, dtype=torch.int64)
+    mask[2, -1] = 0
+    places = shortening._places([mask], 16)
+    assert places is not None
+    assert len(places) == 16
+    assert mask[:, places].sum(1).tolist() == [16, 16, 15, 16]
+    assert shortening._places([], 16) is None
+    # So many tensors that differ, each at a place of its own, that no 16 places show it.
+    tensors = [torch.ones(2, 1000, dtype=torch.int64) for _ in range(20)]
+    for at, tensor in enumerate(tensors):
+        tensor[1, 7 * at + 500 : 7 * at + 502] = 0
+    with pytest.raises(DifferentError):
+        shortening._places(tensors, 16)
 
 
 class _Deciding(_Net):
@@ -251,13 +264,6 @@ class _Deciding(_Net):
     def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         self.kind = self.kind or (f"of {tokens.shape[1]:d}" if self.by_length else "of tokens")
         return super().forward(tokens, mask)
-
-
-def test_what_a_first_forward_sets_may_be_the_same_for_all_lengths() -> None:
-    model = _Deciding(by_length=False).double()
-    assert _captured(model).short is not None
-    assert model.kind == ""
-    assert _captured(_Deciding(by_length=True).double()).short is None
 
 
 class _Hooked(_Net):
@@ -297,19 +303,3 @@ def test_losses_that_differ_by_few_labels_are_refused_on_short_samples(length: i
     graph = _captured(model, _mean, {name: tensor[:2] for name, tensor in batch.items()})
     with pytest.raises(ModelError, match="a mean over something that samples have unevenly many of"):
         check_loss(user, model, graph, accept_loss=False)
-
-
-def test_rows_that_differ_in_padding_still_do_at_the_places_that_are_kept() -> None:
-    mask = torch.ones(4, 1000, dtype=torch.int64)
-    mask[2, -1] = 0
-    places = shortening._places([mask], 16)
-    assert places is not None
-    assert len(places) == 16
-    assert mask[:, places].sum(1).tolist() == [16, 16, 15, 16]
-    assert shortening._places([], 16) is None
-    # So many tensors that differ, each at a place of its own, that no 16 places show it.
-    tensors = [torch.ones(2, 1000, dtype=torch.int64) for _ in range(20)]
-    for at, tensor in enumerate(tensors):
-        tensor[1, 7 * at + 500 : 7 * at + 502] = 0
-    with pytest.raises(DifferentError):
-        shortening._places(tensors, 16)

@@ -55,14 +55,11 @@ def test_delays_are_the_updates_between_a_forward_and_its_own(seed: int, policy:
     assert [each.delay for each in told] == pytest.approx([counted_delay(plan, at) for at in range(len(depths))])
 
 
-def test_with_flushes_there_is_no_delay_and_what_is_not_asked_for_is_as_if_alone() -> None:
+def test_delays_are_told_alike_of_shared_parameters_and_none_with_flushes() -> None:
     flushed, stash = (planned([3, 2, 1], [2, 1, 3], 2, policy) for policy in ("sync", "stash"))
     assert stage_traits(flushed, BOTH) == [StageTraits(0.0, 2), StageTraits(0.0, 1), StageTraits(0.0, 3)]
     assert stage_traits(stash, ()) == [StageTraits()] * 3
     assert stage_traits(stash, ("delay",)) == [StageTraits(1.0), StageTraits(0.5), StageTraits(0.0)]
-
-
-def test_stages_that_share_a_parameter_and_would_be_told_different_things_are_refused_by_name() -> None:
     tied = {"tied": (SharedParameter(parameter="wte.weight", stages=(0, 2), bytes=8),)}
     for policy, options, said in (
         ("stash", ("delay",), "asks for delay, which is 1 and 0.5 on stages that share wte.weight"),

@@ -167,17 +167,6 @@ def test_between_the_halves_nothing_is_alive_but_what_the_second_needs() -> None
         assert found is not None
 
 
-def test_of_a_parameter_that_is_used_twice_the_second_half_only_adds_the_gradient() -> None:
-    model, x = Parts(torch.float64), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    halves = SplitBackward()
-    with halves.recording():
-        y = model.one(model.two(model.one(x)))
-    halves.input([get_gradient_edge(y)], [torch.ones_like(y)], [x])
-    shapes = sorted(tuple(tensor.shape) for tensor in halves.pending())
-    # The gradients of the first layer's weight and bias; argument, transposed weight and gradient of the second's.
-    assert shapes == sorted([(4, 4), (4,), (3, 4), (4, 4), (3, 4)])
-
-
 class ReadTwice(torch.autograd.Function):
     """Asks for what it saved as often as it needs it."""
 
@@ -192,7 +181,7 @@ class ReadTwice(torch.autograd.Function):
         return gradient * x + context.saved_tensors[0] * gradient
 
 
-def test_the_first_half_lets_go_as_it_runs_of_what_it_alone_reads() -> None:
+def test_the_first_half_lets_go_of_what_it_alone_reads_and_the_second_adds_shared_gradients() -> None:
     x, layers = torch.randn(4, 3, requires_grad=True), [nn.Linear(3, 3) for _ in range(3)]
     halves, alive = SplitBackward(), list[int]()
     squared = []
@@ -212,3 +201,11 @@ def test_the_first_half_lets_go_as_it_runs_of_what_it_alone_reads() -> None:
         squares = reduce(lambda y, layer: ReadTwice.apply(layer(y)), layers, x)
         (expected,) = torch.autograd.grad(squares.sum(), leaf)
         assert torch.equal(gradient, expected)
+    model, x = Parts(torch.float64), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    halves = SplitBackward()
+    with halves.recording():
+        y = model.one(model.two(model.one(x)))
+    halves.input([get_gradient_edge(y)], [torch.ones_like(y)], [x])
+    shapes = sorted(tuple(tensor.shape) for tensor in halves.pending())
+    # The gradients of the first layer's weight and bias; argument, transposed weight and gradient of the second's.
+    assert shapes == sorted([(4, 4), (4,), (3, 4), (4, 4), (3, 4)])

@@ -132,16 +132,13 @@ class Net(nn.Module):
 """
 
 
-def test_modules_whose_names_have_a_plus_and_joined_second_calls_train_as_plainly(tmp_path: Path) -> None:
+def test_names_with_a_plus_and_constants_without_elements_are_read_back(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(FILE.replace("class Net", "class Before") + WITH_PLUS)
     user = load(str(tmp_path / "model.py"))
     graph = capture(user, user.build(0))
-    names = [layer.name for layer in graph.layers]
-    assert names == ["norm+parts.c", "parts.a+b+norm@2", "head"]
+    assert [layer.name for layer in graph.layers] == ["norm+parts.c", "parts.a+b+norm@2", "head"]
     check(user, dictate(graph, user, [1, 1], 3, 4, cuts=[1]), tmp_path)
 
-
-def test_constants_without_elements_are_read_back(tmp_path: Path) -> None:
     class Caching(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(torch.cat([torch.tensor([]), x.flatten()]).reshape(x.shape)) * self.scale

@@ -89,12 +89,7 @@ def test_what_terms_must_not_be_is_refused(loss: Callable[..., Any], kind: type[
         check_loss(user, model, capture(user, model), accept_loss=False)
 
 
-def test_counts_of_a_model_whose_layers_are_listed_are_refused_when_it_is_captured() -> None:
-    with pytest.raises(CaptureError, match="'one' by a count of its own, which a model whose layers are listed"):
-        capture_module(_model(), BATCH, _two, list)
-
-
-def test_counts_are_those_of_the_batch_before_anything_runs_and_terms_outlive_files(tmp_path: Path) -> None:
+def test_counts_are_known_before_anything_runs_and_refused_of_listed_layers(tmp_path: Path) -> None:
     model = _model()
     user = given_model(model, BATCH, loss=_two)
     graph = capture(user, model)
@@ -107,9 +102,8 @@ def test_counts_are_those_of_the_batch_before_anything_runs_and_terms_outlive_fi
         assert module is not None
         assert counts_of(module, 12, each.layers[-1], named_tensors(BATCH)).tolist() == [4.0]
     assert counting_module(graph.layers[0], graph.inputs) is None
-
-
-def test_a_term_that_counts_nothing_adds_nothing() -> None:
     terms = terms_of(("sum:a", "count:a", "mean:b", "logsum:c", "logcount:c"))
     assert terms[2] == Term("c", "logsum:c", "logcount:c", logged=True)
     assert total_of(terms, [(5.0, 0.0), (6.0, 4.0), (7.0, 1.0)]) == 1.5
+    with pytest.raises(CaptureError, match="'one' by a count of its own, which a model whose layers are listed"):
+        capture_module(_model(), BATCH, _two, list)

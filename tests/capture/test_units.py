@@ -120,12 +120,15 @@ def test_blocks_of_a_stage_that_are_a_sequence_are_layers(stages: list[nn.Module
     assert names(Net(*stages)) == expected
 
 
-def test_named_blocks_that_read_all_before_them_are_layers() -> None:
+def test_named_blocks_that_read_all_before_them_are_layers_and_those_of_no_such_names_are_not_joined() -> None:
     transition = nn.Sequential(OrderedDict(norm=nn.LayerNorm(WIDTH), conv=nn.Linear(WIDTH, WIDTH)))
     features = nn.Sequential(OrderedDict(conv0=nn.Linear(WIDTH, WIDTH), denseblock1=Dense(3), transition1=transition))
     model = nn.Sequential(OrderedDict(features=features, relu=nn.ReLU(), classifier=nn.Linear(WIDTH, WIDTH)))
     dense = [f"features.denseblock1.denselayer{at}" for at in (1, 2, 3)]
     assert names(model) == ["features.conv0", *dense, "features.transition1", "classifier"]
+    graph = captured(Net(Stage(2), block()))
+    assert merge_layers(graph, ["stages.0", "other", "head"]) is graph
+    assert merge_layers(graph, ["stages.1", "head"]) is graph
 
 
 def as_before(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> LayerGraph:
@@ -163,9 +166,3 @@ def test_finer_layers_join_again_to_those_of_before(seed: int, monkeypatch: pyte
         assert one.fingerprint == other.fingerprint
     assert joined.tensors == before.tensors
     check_gradients(model, joined, regression(4), mean_square)
-
-
-def test_layers_of_no_such_names_are_not_joined() -> None:
-    graph = captured(Net(Stage(2), block()))
-    assert merge_layers(graph, ["stages.0", "other", "head"]) is graph
-    assert merge_layers(graph, ["stages.1", "head"]) is graph

@@ -32,11 +32,24 @@ def _options(command: Command) -> Iterator[str]:
         yield from parameter.opts
 
 
-def test_every_argument_that_errors_name_is_an_option_and_every_option_of_plans_such_an_argument() -> None:
+def test_every_argument_that_errors_name_is_an_option_and_no_text_names_a_flag() -> None:
     flags = set(_options(typer.main.get_command(app)))
     assert {as_flags(f"`{name}`") for name in ARGUMENTS} <= flags
     # Of the search's own, nothing can be typed.
     assert {field.name for field in fields(PlanOptions)} - ARGUMENTS == {"max_candidates"}
+    flags = set(_options(typer.main.get_command(app)))
+    folders = (ROOT / "autopar", *(ROOT / each for each in ("planner", "profiler", "runtime")))
+    files = {path.resolve() for folder in folders for path in folder.rglob("*.py")}
+    files = {path for path in files if not {"cli", "examples"} & set(path.relative_to(ROOT).parts)}
+    assert len(files) > 200
+    named = [
+        f"{path.relative_to(ROOT)}:{line} {flag}"
+        for path in sorted(files)
+        for line, text in _texts(path)
+        for flag in re.findall(r"--[a-z][a-z-]*", TYPED.sub("", text))
+        if flag in flags and flag not in OTHERS
+    ]
+    assert named == []
 
 
 def _texts(path: Path) -> Iterator[tuple[int, str]]:
@@ -52,22 +65,6 @@ def _texts(path: Path) -> Iterator[tuple[int, str]]:
 OTHERS = ("--nproc-per-node", "--master-port", "--distribution", "--query-gpu", "--id", "--format", "--trust-paths")
 # Commands as they are typed, and a note of the tables of `autopar profile`.
 TYPED = re.compile(r"`autopar [^`]*`|\(--sequence\)")
-
-
-def test_no_text_of_the_library_names_a_flag() -> None:
-    flags = set(_options(typer.main.get_command(app)))
-    folders = (ROOT / "autopar", *(ROOT / each for each in ("planner", "profiler", "runtime")))
-    files = {path.resolve() for folder in folders for path in folder.rglob("*.py")}
-    files = {path for path in files if not {"cli", "examples"} & set(path.relative_to(ROOT).parts)}
-    assert len(files) > 200
-    named = [
-        f"{path.relative_to(ROOT)}:{line} {flag}"
-        for path in sorted(files)
-        for line, text in _texts(path)
-        for flag in re.findall(r"--[a-z][a-z-]*", TYPED.sub("", text))
-        if flag in flags and flag not in OTHERS
-    ]
-    assert named == []
 
 
 @pytest.mark.parametrize(
@@ -92,7 +89,7 @@ def test_errors_name_arguments_in_python_and_flags_typed(
     refused(run, 2, typed, "plan", *words)
 
 
-def test_a_remedy_is_typed_as_it_is_said_in_python_and_on_the_command_line(run: Run) -> None:
+def test_remedies_are_typed_as_said_and_what_is_no_argument_stays(run: Run) -> None:
     profile, cluster = gpt_profile(blocks=2), local_cluster(2)
     profile.save("profile.json")
     with pytest.raises(InfeasibleError) as caught:
@@ -101,15 +98,6 @@ def test_a_remedy_is_typed_as_it_is_said_in_python_and_on_the_command_line(run: 
     text = ast.literal_eval(remedy.partition("=")[2])
     autopar.plan(profile, cluster, gpus=2, memory_bytes=text)
     refused(run, 3, f"with --memory {text}", "plan", "--gpus", "2", "--memory", "1MiB")
-
-
-@pytest.mark.parametrize("value", ["16GiB", "a b", "it's", "", "$HOME", "a,b same stage", "--gpus", "\\"])
-def test_a_shell_takes_every_value_as_it_was_meant(value: str) -> None:
-    words = shlex.split(as_flags(f"`gpus=4, memory_bytes={value!r}, exact=True`"))
-    assert words == ["--gpus", "4", "--memory", value, "--exact"]
-
-
-def test_what_is_no_argument_stays_as_it_is_and_a_plan_s_texts_are_changed_throughout() -> None:
     for text in ("`autopar plan`", "`gpus=4, colour=2`", "`model.py`", "`x = 1`", "gpus=4", "`f(gpus=4)`", "`"):
         assert as_flags(text) == text
     others = Alternative(name="x", infeasible="`gpus=2`"), Alternative(name="y", step_s=1.0, excluded="`use_all`")
@@ -117,6 +105,12 @@ def test_what_is_no_argument_stays_as_it_is_and_a_plan_s_texts_are_changed_throu
     found = plan_with_flags(small_plan((1, 1), 2).model_copy(update=changes))
     assert found.notes == ("pass --seed 3",)
     assert (found.alternatives[0].infeasible, found.alternatives[1].excluded) == ("--gpus 2", "--use-all")
+
+
+@pytest.mark.parametrize("value", ["16GiB", "a b", "it's", "", "$HOME", "a,b same stage", "--gpus", "\\"])
+def test_a_shell_takes_every_value_as_it_was_meant(value: str) -> None:
+    words = shlex.split(as_flags(f"`gpus=4, memory_bytes={value!r}, exact=True`"))
+    assert words == ["--gpus", "4", "--memory", value, "--exact"]
 
 
 @pytest.mark.parametrize(

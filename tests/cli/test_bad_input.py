@@ -214,17 +214,26 @@ def test_truncated_files_are_refused_with_the_place(run: Run, kept: int) -> None
         path.write_text(whole)
 
 
-@pytest.mark.reliability(55)
-def test_a_plan_whose_profile_has_changed_is_refused(run: Run) -> None:
+@pytest.mark.reliability(46, 49, 55)
+def test_changed_profiles_and_what_the_system_refuses_end_as_bad_files_do(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpt_profile(blocks=3).save("profile.json")
     refused(run, 4, "autopar: plan.json: $.profile.sha256: profile.json has changed", "simulate")
     code, _, err = run("show", "plan.json", "--png", "step.png")
     assert (code, Path("step.png").exists()) == (4, False)
     assert "has changed since the plan was made" in err
     refused(run, 4, "not of this profile", "simulate", "--profile", "profile.json")
+    gpt_profile(blocks=3).save("profile.json")
+    well(run, "plan", "--gpus", "7")
+    well(run, "plan", "--gpus", "7", "--min-stages", "5", "--schedule", "1f1b")
+    assert len(Plan.load("plan.json").stages) == 5
 
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
 
-def test_what_is_no_regular_file_is_not_replaced(run: Run) -> None:
+    monkeypatch.setattr("autopar.formats.references.kind_of", refuse)
+    refused(run, 4, "autopar: plan.json: Permission denied\n", "show", "plan.json")
     os.mkfifo("pipe")
     for words in (("plan", "--gpus", "2", "-o", "pipe"), ("simulate", "--trace", "pipe")):
         refused(run, 2, "pipe is not a regular file", *words, "--overwrite")
@@ -273,19 +282,3 @@ def test_degenerate_profiles_are_planned_simulated_and_compared(run: Run, edit: 
     planned = "plan --gpus 2"
     for line in (planned, f"{planned} --gap 0", f"{planned} --exact", "simulate", "show plan.json", "compare"):
         well(run, *line.split())
-
-
-@pytest.mark.reliability(46, 49)
-def test_more_devices_than_layers_are_planned(run: Run) -> None:
-    gpt_profile(blocks=3).save("profile.json")
-    well(run, "plan", "--gpus", "7")
-    well(run, "plan", "--gpus", "7", "--min-stages", "5", "--schedule", "1f1b")
-    assert len(Plan.load("plan.json").stages) == 5
-
-
-def test_what_the_system_refuses_ends_as_a_bad_file_does(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr("autopar.formats.references.kind_of", refuse)
-    refused(run, 4, "autopar: plan.json: Permission denied\n", "show", "plan.json")

@@ -15,21 +15,7 @@ NODES = [{"id": 0, "TMPCs": {"1": [{**WAY, "syncTimeFw": {}, "syncTimeBw": {}}]}
 PIPER = {"maxDevices": 2, "maxMemoryPerDevice": 1000, "bandwidth": 1e9, "mbsInBatch": 4, "nodes": NODES, "edges": []}
 
 
-def test_exports_are_written_beside_each_other_and_not_over_others(run: Run) -> None:
-    profile = llama_profile()
-    plan, cluster = equal_plan(profile, "1f1b", 2)
-    for each, name in ((plan, "plan"), (profile, "measured"), (cluster, "machines")):
-        each.save(f"{name}.json")
-    Path("out").mkdir()
-    asked = ("export", "torch", "--profile", "measured.json", "--cluster", "machines.json", "-o")
-    assert "Written: out/order.csv, out/stages.py" in well(run, *asked, "out/order.csv")[1]
-    assert 'FOLDER / "order.csv"' in Path("out/stages.py").read_text()
-    refused(run, 2, "out/stages.py exists; pass --overwrite", *asked, "out/other.csv")
-    well(run, *asked, "out/other.csv", "--overwrite")
-    refused(run, 4, "the plan records no profile", "export", "torch")
-
-
-def test_a_text_graph_becomes_a_profile_that_can_be_planned_for_and_pipers_file_one_with_options(run: Run) -> None:
+def test_text_graphs_become_profiles_and_exports_are_written_beside_each_other(run: Run) -> None:
     Path("cluster.json").unlink()
     Path("graph.txt").write_text(TEXT)
     Path("old.json").write_text("{}")
@@ -47,9 +33,20 @@ def test_a_text_graph_becomes_a_profile_that_can_be_planned_for_and_pipers_file_
     well(run, "import", "piper", "piper.json", "-o", "bert.json")
     assert [len(layer.options) for layer in Profile.load("bert.json").layers] == [1]
     well(run, "show", "bert.json")
+    profile = llama_profile()
+    plan, cluster = equal_plan(profile, "1f1b", 2)
+    for each, name in ((plan, "plan"), (profile, "measured"), (cluster, "machines")):
+        each.save(f"{name}.json")
+    Path("out").mkdir()
+    asked = ("export", "torch", "--profile", "measured.json", "--cluster", "machines.json", "-o")
+    assert "Written: out/order.csv, out/stages.py" in well(run, *asked, "out/order.csv")[1]
+    assert 'FOLDER / "order.csv"' in Path("out/stages.py").read_text()
+    refused(run, 2, "out/stages.py exists; pass --overwrite", *asked, "out/other.csv")
+    well(run, *asked, "out/other.csv", "--overwrite")
+    refused(run, 4, "the plan records no profile", "export", "torch")
 
 
-def test_a_layout_becomes_stages_that_plan_and_compare_take(run: Run) -> None:
+def test_a_layout_and_a_torchtitan_configuration_become_stages(run: Run) -> None:
     llama_profile(4).save("profile.json")
     local_cluster(6).save("cluster.json")
     out, err = well(run, "import", "layout", "Et|ttt|L", "--replicas", "2")
@@ -62,9 +59,6 @@ def test_a_layout_becomes_stages_that_plan_and_compare_take(run: Run) -> None:
     rows = {row["name"]: row for row in json.loads(out)}
     assert rows["dictated"]["stages"] == "0-1:2,2-4:2,5:2"
     assert rows["autopar"]["step_s"] < rows["dictated"]["step_s"]
-
-
-def test_a_torchtitan_configuration_becomes_stages(run: Run) -> None:
     llama_profile(2).save("measured.json")
     parts = '[["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]]'
     Path("config.py").write_text(f"config.parallelism.module_fqns_per_model_part = {parts}\n")

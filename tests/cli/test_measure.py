@@ -27,7 +27,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     return command
 
 
-def test_profile_and_cluster_are_written_and_the_source_is_relative(run: Run) -> None:
+def test_profile_and_cluster_are_written_and_float64_is_not_estimated(run: Run) -> None:
     Path("out").mkdir()
     asked = ("profile", "model.py", "--batch", "4", "--device", "A100", "-o", "out/p.json")
     out, _ = well(run, *asked, "--json")
@@ -36,6 +36,12 @@ def test_profile_and_cluster_are_written_and_the_source_is_relative(run: Run) ->
     assert out == profile.dumps()
     assert len(Cluster.load("out/cluster.json").devices) >= 1
     refused(run, 2, "--overwrite", *asked)
+    double = MODEL.replace("Linear(4, 1))", "Linear(4, 1)).double()").replace("ones(8, 2)", "ones(8, 2).double()")
+    Path("model.py").write_text(double)
+    code, _, err = run(*ESTIMATED)
+    assert code == 2
+    assert "--device A100-SXM-80G: the parameters of model.py are float64, and no rate of A100" in err
+    assert err.endswith("build them in float32, or profile on a device that is there\n")
 
 
 @pytest.mark.parametrize(
@@ -118,15 +124,6 @@ def test_links_of_an_earlier_profile_are_replaced_and_those_that_one_gpu_leaves_
     assert Path("cluster.json").read_text() == links("local")
     Path("cluster.json").unlink()
     assert "was there before" not in well(run, *MEASURED)[1]
-
-
-def test_float64_is_not_estimated_and_no_option_is_advised_that_would_not_help(run: Run) -> None:
-    double = MODEL.replace("Linear(4, 1))", "Linear(4, 1)).double()").replace("ones(8, 2)", "ones(8, 2).double()")
-    Path("model.py").write_text(double)
-    code, _, err = run(*ESTIMATED)
-    assert code == 2
-    assert "--device A100-SXM-80G: the parameters of model.py are float64, and no rate of A100" in err
-    assert err.endswith("build them in float32, or profile on a device that is there\n")
 
 
 KINDS = ["p2p", "all_reduce", "all_gather", "reduce_scatter"]

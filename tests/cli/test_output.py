@@ -28,10 +28,21 @@ print("afterwards")
 
 
 @pytest.mark.reliability(45)
-def test_what_libraries_and_programs_print_goes_to_standard_error() -> None:
+def test_what_libraries_print_and_long_phases_show_stay_off_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "the result\nafterwards\n"
     assert done.stderr == "a library\na program\n"
+    assert "searching families" in _on_a_terminal(SLOW_PHASES.format(1.0))
+    assert _on_a_terminal(SLOW_PHASES.format(0.0)).strip() == "done"
+    # Nor does it in a pipe.
+    slow = [sys.executable, "-c", SLOW_PHASES.format(0.5)]
+    assert subprocess.run(slow, cwd=ROOT, capture_output=True, text=True).stderr == "done\n"
+    with quietly(), output.phases() as say, output.steps_progress(2) as step, output.slow_phases("x") as slow:
+        for each in (say, slow):
+            each("a phase", 0.5)
+        step(0, 1.0)
+        screen().print("a note")
+    assert capfd.readouterr() == ("", "")
 
 
 SLOW_PHASES = """
@@ -62,23 +73,6 @@ def _on_a_terminal(script: str) -> str:
     finally:
         os.close(leader)
     return found.decode()
-
-
-def test_what_takes_long_shows_on_a_terminal_how_far_it_is_and_what_is_quick_does_not() -> None:
-    assert "searching families" in _on_a_terminal(SLOW_PHASES.format(1.0))
-    assert _on_a_terminal(SLOW_PHASES.format(0.0)).strip() == "done"
-    # Nor does it in a pipe.
-    slow = [sys.executable, "-c", SLOW_PHASES.format(0.5)]
-    assert subprocess.run(slow, cwd=ROOT, capture_output=True, text=True).stderr == "done\n"
-
-
-def test_a_quiet_bar_is_none(capfd: pytest.CaptureFixture[str]) -> None:
-    with quietly(), output.phases() as say, output.steps_progress(2) as step, output.slow_phases("x") as slow:
-        for each in (say, slow):
-            each("a phase", 0.5)
-        step(0, 1.0)
-        screen().print("a note")
-    assert capfd.readouterr() == ("", "")
 
 
 def test_elsewhere_a_line_comes_every_two_seconds_and_with_the_last_step_and_for_every_phase(

@@ -20,7 +20,7 @@ def _simulated(run: Run, *words: str) -> float:
     return float(json.loads(well(run, "simulate", *words, "--json")[0])["step_s"])
 
 
-def test_plan_writes_a_plan_that_simulate_predicts_and_show_says_alike(run: Run) -> None:
+def test_plans_are_predicted_shown_and_constrained_alike(run: Run) -> None:
     out, err = well(run, *TWO, "--schedule", "1f1b", "--json")
     plan = Plan.load("plan.json")
     assert out == plan.dumps() == Path("plan.json").read_text()
@@ -32,28 +32,12 @@ def test_plan_writes_a_plan_that_simulate_predicts_and_show_says_alike(run: Run)
     out, _ = well(run, "simulate", "--trace", "trace.json", "--json")
     assert json.loads(out)["step_s"] == plan.predicted.step_s
     assert Timeline.load("trace.json").end_s == pytest.approx(plan.predicted.step_s, abs=1e-8)
-
-
-def test_files_are_recorded_relative_to_the_plan(run: Run) -> None:
-    Path("out/deep").mkdir(parents=True)
-    well(run, "plan", "--gpus", "2", "-o", "out/deep/p.json")
-    plan = Plan.load("out/deep/p.json")
-    paths = [each and each.path for each in (plan.profile, plan.cluster)]
-    assert paths == ["../../profile.json", "../../cluster.json"]
-    assert plan.model.source == "../../model.py"
-    well(run, "simulate", "out/deep/p.json")
-
-
-def test_constraints_of_stages_are_obeyed(run: Run) -> None:
     whole = (*TWO, "--schedule", "1f1b")
     well(run, *whole)
     assert Plan.load("plan.json").stages[0].layers[-1] == "h.6"
     pins = ("--pin", "h.6,head same stage", "--pin", "wte on test")
     well(run, *whole, "--forbid-cut", "h.5", "--forbid-cut", "4", *pins)
     assert Plan.load("plan.json").stages[0].layers[-1] == "h.4"
-
-
-def test_a_plan_is_made_by_a_mixed_integer_program(run: Run) -> None:
     asked = (*TWO, "--max-stages", "2", "--micro-batches", "4")
     well(run, *asked)
     step_s = Plan.load("plan.json").predicted.step_s
@@ -63,7 +47,31 @@ def test_a_plan_is_made_by_a_mixed_integer_program(run: Run) -> None:
     assert not any("--solver milp" in note for note in plan.notes)
 
 
-def test_what_is_assumed_is_recorded_and_simulated(run: Run) -> None:
+@pytest.mark.reliability(57)
+def test_files_are_recorded_relative_and_replaced_where_asked(run: Run) -> None:
+    Path("out/deep").mkdir(parents=True)
+    well(run, "plan", "--gpus", "2", "-o", "out/deep/p.json")
+    plan = Plan.load("out/deep/p.json")
+    paths = [each and each.path for each in (plan.profile, plan.cluster)]
+    assert paths == ["../../profile.json", "../../cluster.json"]
+    assert plan.model.source == "../../model.py"
+    well(run, "simulate", "out/deep/p.json")
+    well(run, "plan")
+    younger = {"objective": True, "stages": {"__all__": {"tensor_parallel"}}}
+    Path("plan.json").write_text(Plan.load("plan.json").model_dump_json(exclude=younger))
+    assert Plan.load("plan.json").objective == "step"
+    well(run, "simulate")
+    well(run, "plan", "--gpus", "2")
+    well(run, "plan", "--gpus", "1")
+    for words in (("plan", "--gpus", "1", "-o", "other.json"), ("simulate", "--trace", "other.json")):
+        Path("other.json").write_text("old")
+        before = files()
+        assert (run(*words)[0], files()) == (2, before)
+        well(run, *words, "--overwrite")
+        assert Path("other.json").read_text() != "old"
+
+
+def test_what_is_assumed_or_an_objective_is_recorded_and_simulated(run: Run) -> None:
     for bytes_per_s, options in ((20e6, ("--bandwidth", "20MB/s")), (1e6, ("--divisible", "--bandwidth", "1MB/s"))):
         well(run, *TWO, *options)
         plan = Plan.load("plan.json")
@@ -75,21 +83,6 @@ def test_what_is_assumed_is_recorded_and_simulated(run: Run) -> None:
     assert plan.cluster is None
     assert "estimated" in plan.notes[0]
     assert _simulated(run) == plan.predicted.step_s
-
-
-@pytest.mark.reliability(57)
-def test_an_existing_file_is_replaced_with_overwrite_and_the_default_one_without(run: Run) -> None:
-    well(run, "plan", "--gpus", "2")
-    well(run, "plan", "--gpus", "1")
-    for words in (("plan", "--gpus", "1", "-o", "other.json"), ("simulate", "--trace", "other.json")):
-        Path("other.json").write_text("old")
-        before = files()
-        assert (run(*words)[0], files()) == (2, before)
-        well(run, *words, "--overwrite")
-        assert Path("other.json").read_text() != "old"
-
-
-def test_an_objective_is_planned_shown_and_recorded(run: Run) -> None:
     cluster = local_cluster(2)
     devices = tuple(device.model_copy(update={"price_per_hour": 1.5}) for device in cluster.devices)
     cluster.model_copy(update={"devices": devices}).save("cluster.json")
@@ -104,24 +97,7 @@ def test_an_objective_is_planned_shown_and_recorded(run: Run) -> None:
         well(run, "simulate")
 
 
-def test_a_plan_without_an_objective_is_of_the_least_step(run: Run) -> None:
-    well(run, "plan")
-    younger = {"objective": True, "stages": {"__all__": {"tensor_parallel"}}}
-    Path("plan.json").write_text(Plan.load("plan.json").model_dump_json(exclude=younger))
-    assert Plan.load("plan.json").objective == "step"
-    well(run, "simulate")
-
-
-def test_sizes_and_bandwidths_read_as_typed() -> None:
-    assert parse_bytes("16GiB", "--memory") == 16 * 2**30
-    assert parse_bytes("1.5gb", "--memory") == 1_500_000_000
-    assert parse_bandwidth("25GB/s", "--bandwidth") == 25e9
-    for text in ("", "GiB", "-1GiB", "1e9", "nan", "inf", "5 parsec", "1__0", "9" * 18 + "TiB"):
-        with pytest.raises(UsageError):
-            parse_bytes(text, "--memory")
-
-
-def test_a_plan_for_a_named_cluster_records_the_name_and_is_simulated_with_it(run: Run) -> None:
+def test_clusters_by_name_or_file_are_recorded_and_sizes_read_as_typed(run: Run) -> None:
     well(run, "plan", "--cluster", "2x2xV100:1Gbps", "--times-of", "cpu", "--stages", "0-6:2,7-13:2")
     plan = Plan.load("plan.json")
     assert (plan.cluster, plan.cluster_name) == (None, "2x2xV100:1Gbps")
@@ -130,9 +106,6 @@ def test_a_plan_for_a_named_cluster_records_the_name_and_is_simulated_with_it(ru
     assert _simulated(run) == plan.predicted.step_s
     assert _simulated(run, "--cluster", "2x2xV100:400Gbps") < plan.predicted.step_s
     well(run, "show", "plan.json", "--png", "step.png")
-
-
-def test_a_plan_for_a_described_cluster_records_the_file(run: Run) -> None:
     Path("lab.toml").write_text(TOML)
     well(run, "plan", "--cluster", "lab.toml", "--times-of", "cpu", "--stages", "0-6:2,7-13:2")
     plan = Plan.load("plan.json")
@@ -141,6 +114,16 @@ def test_a_plan_for_a_described_cluster_records_the_file(run: Run) -> None:
     refused(run, 2, "is read by this command", "simulate", "--trace", "lab.toml", "--overwrite")
     Path("lab.toml").write_text(TOML.replace("10Gbps", "20Gbps"))
     refused(run, 4, "lab.toml has changed since the plan was made", "simulate")
+    asked = ("--cluster", "2x2xA100-80G:100Gbps", "--times-of", "cpu", "--micro-batches", "4", "--json")
+    out, err = well(run, "compare", *asked)
+    assert {row["micro_batches"] for row in json.loads(out) if row["micro_batches"]} == {4}
+    assert "times of test stand for A100-SXM-80G" in err
+    assert parse_bytes("16GiB", "--memory") == 16 * 2**30
+    assert parse_bytes("1.5gb", "--memory") == 1_500_000_000
+    assert parse_bandwidth("25GB/s", "--bandwidth") == 25e9
+    for text in ("", "GiB", "-1GiB", "1e9", "nan", "inf", "5 parsec", "1__0", "9" * 18 + "TiB"):
+        with pytest.raises(UsageError):
+            parse_bytes(text, "--memory")
 
 
 V100S = "4 devices (V100-SXM2-32G) in 2 nodes of 2; within a node 22.3 GB/s per device; between nodes 400 Gbit/s per "
@@ -186,10 +169,3 @@ def test_compare_shows_every_planner_writes_nothing_and_rows_on_stdout_hold_what
         assert (row["step_s"] is None) == (row["over"] is None) == (row["infeasible"] is not None)
         assert row["peak_bytes"] is None or (row["peak_bytes"] <= 45 * 2**20) == (row["step_s"] is not None)
     assert any(row["infeasible"] is not None for row in rows)
-
-
-def test_a_named_cluster_with_several_nodes_and_asked_micro_batches_are_planned_for(run: Run) -> None:
-    asked = ("--cluster", "2x2xA100-80G:100Gbps", "--times-of", "cpu", "--micro-batches", "4", "--json")
-    out, err = well(run, "compare", *asked)
-    assert {row["micro_batches"] for row in json.loads(out) if row["micro_batches"]} == {4}
-    assert "times of test stand for A100-SXM-80G" in err

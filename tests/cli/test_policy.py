@@ -67,23 +67,6 @@ def test_a_policy_is_planned_simulated_rehearsed_verified_and_run(run: Run, poli
             assert set(alike("free", bound)) == {equal}
 
 
-@pytest.mark.slow
-def test_what_does_not_go_with_a_policy_is_refused_in_one_line(run: Run) -> None:
-    well(run, *TWO, "--policy", "stash")
-    bound = "--clip-norm takes a flush, which weight policy stash has none of"
-    for line, said in {
-        "run --clip-norm 1": bound,
-        "run --clip-norm 2": "clip each stage by its own norm (--clip stage), or plan with --policy 2bw",
-        "run --clip stage": "--clip stage says whose norm is bounded; say by what, too: --clip-norm",
-        "run --compile": "--compile takes a flush",
-        "run --update-profile": "--update-profile: what a run under weight policy stash measures is not taken over",
-        "rehearse": "is never flushed (weight policy stash)",
-        "plan --policy stash --ahead xpipe": "--ahead is of --policy predict; leave it out",
-        "plan --policy pipemare": "pipemare reduces rates at first; say for how many mini-batches: --anneal-steps",
-    }.items():
-        ended(run, 2, said, *line.split())
-
-
 MORE = {"pipemare": ("--anneal-steps", "5", "--synchronous-steps", "1"), "predict": ("--ahead", "xpipe")}
 
 
@@ -110,7 +93,7 @@ def test_what_is_resumed_equals_a_run_that_was_drained_at_the_same_steps(run: Ru
 
 
 @pytest.mark.slow
-def test_replicas_in_turn_are_planned_rehearsed_run_resumed_and_verified(run: Run) -> None:
+def test_replicas_in_turn_are_resumed_and_what_does_not_go_with_a_policy_refused(run: Run) -> None:
     asked = ("--gpus", "4", "--batch", "2", "--stages", "0-2:3,3-4:1", "--micro-batches", "1", "--policy", "stash")
     assert "in turns" in well(run, "plan", *asked)[1]
     plan = Plan.load("plan.json")
@@ -129,6 +112,19 @@ def test_replicas_in_turn_are_planned_rehearsed_run_resumed_and_verified(run: Ru
     well(run, *common, "parts", "--steps", "4")
     well(run, *common, "parts", "--steps", "13", "--resume", "--save", "two")
     assert all(alike("one", "two"))
+    well(run, *TWO, "--policy", "stash")
+    bound = "--clip-norm takes a flush, which weight policy stash has none of"
+    for line, said in {
+        "run --clip-norm 1": bound,
+        "run --clip-norm 2": "clip each stage by its own norm (--clip stage), or plan with --policy 2bw",
+        "run --clip stage": "--clip stage says whose norm is bounded; say by what, too: --clip-norm",
+        "run --compile": "--compile takes a flush",
+        "run --update-profile": "--update-profile: what a run under weight policy stash measures is not taken over",
+        "rehearse": "is never flushed (weight policy stash)",
+        "plan --policy stash --ahead xpipe": "--ahead is of --policy predict; leave it out",
+        "plan --policy pipemare": "pipemare reduces rates at first; say for how many mini-batches: --anneal-steps",
+    }.items():
+        ended(run, 2, said, *line.split())
 
 
 @pytest.mark.slow
@@ -148,7 +144,7 @@ def test_a_first_stage_that_no_gradient_comes_back_to_is_trained(run: Run, turns
 
 
 @pytest.mark.slow
-def test_an_edited_repetition_is_simulated_rehearsed_and_run(run: Run) -> None:
+def test_edited_repetitions_and_predictions_of_known_optimizers_are_run(run: Run) -> None:
     well(run, *TWO, "--micro-batches", "2", "--policy", "stash")
     with_depths(3, 3)
     well(run, "simulate", "--write-program", "own.json")
@@ -162,10 +158,6 @@ def test_an_edited_repetition_is_simulated_rehearsed_and_run(run: Run) -> None:
     Path("other.json").write_text(other.replace(" U@0", "", 1))
     said = "without flushes, only forwards and messages may stand elsewhere"
     ended(run, 4, said, "run", "--program", "other.json", "--overwrite")
-
-
-@pytest.mark.slow
-def test_weights_are_predicted_for_optimizers_that_are_known_and_as_far_as_is_asked(run: Run) -> None:
     predict = (*FOUR, "--policy", "predict", "--overwrite")
     well(run, *predict)
     ended(run, 2, "predict knows the next steps of Adam, AdamW and SGD with momentum", "run", "--steps", "8")

@@ -11,11 +11,12 @@ from autopar.formats.profile import Profile
 from autopar.formats.timeline import Timeline
 from autopar.inputs import predict
 from autopar.schedules.expand import action_count
-from calls import Run, refused, well
+from calls import Run, ended, refused, well
 from played import timeline
 from random_problems import gpt_profile
 
 PNG = b"\x89PNG"
+KEPT = Path(__file__).parents[1] / "formats" / "kept"
 
 
 @pytest.fixture
@@ -28,7 +29,9 @@ def run(run: Run) -> Run:
     return run
 
 
-def test_a_trace_is_drawn_where_asked_and_replaces_nothing_unasked(run: Run) -> None:
+def test_steps_are_drawn_where_asked_and_every_kind_of_file_becomes_a_page(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, err = well(run, "show", "cluster.json")
     assert (out, "8 GiB" in err) == ("", True)
     out, _ = well(run, "show", "measured.json", "--png", "picture.png", "--json")
@@ -39,6 +42,24 @@ def test_a_trace_is_drawn_where_asked_and_replaces_nothing_unasked(run: Run) -> 
     assert (code, "--overwrite" in err, Path("mine.png").read_text()) == (2, True, "precious")
     well(run, "show", "measured.json", "--png", "mine.png", "--overwrite")
     assert Path("mine.png").read_bytes().startswith(PNG)
+    for name, count in {"cluster": 0, "plan": 1, "measured": 1, "profile": 1}.items():
+        out, _ = well(run, "show", f"{name}.json", "--html", f"{name}.html", "--json")
+        text = Path(f"{name}.html").read_text()
+        assert text.startswith("<!DOCTYPE html>")
+        assert text.count("<svg") == count
+    assert Profile.parse(out, Path("stdout")) == gpt_profile(blocks=2)
+    assert "Where time and memory are" in text
+    well(run, "show", "profile.json", "--png", "bars.png")
+    assert Path("bars.png").read_bytes().startswith(PNG)
+    well(run, "show", "measured.json", "--over", "simulated.json", "--html", "both.html")
+    assert "Measured step" in Path("both.html").read_text()
+    count = action_count(Plan.load("plan.json"))
+    monkeypatch.setattr(inputs, "MANY_ACTIONS", count - 1)
+    assert f"Simulating {count:,} actions of" in well(run, "show", "plan.json", "--png", "step.png")[1]
+    monkeypatch.setattr(inputs, "MOST_ACTIONS", count - 1)
+    code, _, err = run("show", "plan.json", "--png", "other.png")
+    assert (code, Path("other.png").exists()) == (2, False)
+    assert f"a timeline of {count:,} actions of" in err
 
 
 def test_two_traces_are_laid_over_each_other_and_a_measured_one_over_a_plan_that_is_drawn(run: Run) -> None:
@@ -62,25 +83,8 @@ def test_two_traces_are_laid_over_each_other_and_a_measured_one_over_a_plan_that
     assert json.loads(out)["error"] == pytest.approx(-0.5, abs=1e-6)
 
 
-def test_a_step_of_too_many_actions_is_not_drawn_and_a_long_one_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = action_count(Plan.load("plan.json"))
-    monkeypatch.setattr(inputs, "MANY_ACTIONS", count - 1)
-    assert f"Simulating {count:,} actions of" in well(run, "show", "plan.json", "--png", "step.png")[1]
-    monkeypatch.setattr(inputs, "MOST_ACTIONS", count - 1)
-    code, _, err = run("show", "plan.json", "--png", "other.png")
-    assert (code, Path("other.png").exists()) == (2, False)
-    assert f"a timeline of {count:,} actions of" in err
-
-
-def test_every_kind_of_file_becomes_a_page(run: Run) -> None:
-    for name, count in {"cluster": 0, "plan": 1, "measured": 1, "profile": 1}.items():
-        out, _ = well(run, "show", f"{name}.json", "--html", f"{name}.html", "--json")
-        text = Path(f"{name}.html").read_text()
-        assert text.startswith("<!DOCTYPE html>")
-        assert text.count("<svg") == count
-    assert Profile.parse(out, Path("stdout")) == gpt_profile(blocks=2)
-    assert "Where time and memory are" in text
-    well(run, "show", "profile.json", "--png", "bars.png")
-    assert Path("bars.png").read_bytes().startswith(PNG)
-    well(run, "show", "measured.json", "--over", "simulated.json", "--html", "both.html")
-    assert "Measured step" in Path("both.html").read_text()
+def test_checkpoints_are_listed_by_their_manifests_and_verified_with_every_file(run: Run) -> None:
+    Path("saved/step-3").mkdir(parents=True)
+    Path("saved/step-3/manifest.json").write_bytes((KEPT / "checkpoint.json").read_bytes())
+    assert "step 3" not in well(run, "checkpoint", "list", "saved")[1]
+    ended(run, 4, "1 of 1 checkpoints are damaged: ", "checkpoint", "verify", "saved")

@@ -30,7 +30,7 @@ def test_simulate_writes_the_program_that_is_run_and_all_that_perform_one_read_i
         refused(run, 4, "autopar: program.json", *command, *asked)
 
 
-def test_another_profile_or_cluster_takes_the_place_of_the_recorded_one(run: Run) -> None:
+def test_another_profile_or_cluster_takes_the_place_of_the_recorded_one_and_python_has_the_same(run: Run) -> None:
     well(run, "plan", "--stages", "0-7:1,8-13:1", "--schedule", "1f1b", "--micro-batches", "4")
     times_as_long(gpt_profile(), 3).save("slow.json")
     cluster = local_cluster(2)
@@ -44,6 +44,17 @@ def test_another_profile_or_cluster_takes_the_place_of_the_recorded_one(run: Run
     assert figures[1]["step_s"] == pytest.approx(3 * figures[0]["step_s"], rel=1e-3)
     assert figures[1]["bubble"] == pytest.approx(figures[0]["bubble"], abs=1e-3)
     assert Timeline.load("slow.json.trace").end_s == pytest.approx(figures[1]["step_s"], abs=1e-8)
+    well(run, "plan", "--gpus", "2", "--stages", "0-6:1,7-13:1")
+    rehearsal = autopar.rehearse("plan.json", steps=1, threads=True)
+    assert rehearsal.steps_s == (pytest.approx(autopar.simulate("plan.json").end_s),)
+    assert rehearsal.timeline.plot() is not None
+    for options, error, said in (
+        ({"steps": 0}, UsageError, "`steps` must be at least 1, found 0"),
+        ({"real_time": True}, UsageError, "`real_time` is of steps"),
+        ({"steps": 1, "program": "no.json"}, FileError, "no.json"),
+    ):
+        with pytest.raises(error, match=re.escape(said)):
+            autopar.rehearse("plan.json", **options)  # type: ignore[call-overload]
 
 
 @pytest.mark.slow
@@ -62,17 +73,3 @@ def test_steps_take_as_long_as_simulated_and_their_trace_lies_over_the_predictio
     shown = json.loads(well(run, "show", "trace.json", "--over", "plan.json", "--json")[0])
     assert shown["error"] == pytest.approx(0.0, abs=1e-6)
     assert set(shown) == {"rehearsed", "predicted", "error"}
-
-
-def test_python_has_the_same(run: Run) -> None:
-    well(run, "plan", "--gpus", "2", "--stages", "0-6:1,7-13:1")
-    rehearsal = autopar.rehearse("plan.json", steps=1, threads=True)
-    assert rehearsal.steps_s == (pytest.approx(autopar.simulate("plan.json").end_s),)
-    assert rehearsal.timeline.plot() is not None
-    for options, error, said in (
-        ({"steps": 0}, UsageError, "`steps` must be at least 1, found 0"),
-        ({"real_time": True}, UsageError, "`real_time` is of steps"),
-        ({"steps": 1, "program": "no.json"}, FileError, "no.json"),
-    ):
-        with pytest.raises(error, match=re.escape(said)):
-            autopar.rehearse("plan.json", **options)  # type: ignore[call-overload]

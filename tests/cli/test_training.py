@@ -83,7 +83,7 @@ DIFFER = "loss and gradients of a mini-batch differ by"
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-def test_an_accepted_loss_is_stated_by_plans_that_divide_it(run: Run) -> None:
+def test_accepted_losses_and_ignored_state_are_stated_by_plans_and_reports(run: Run) -> None:
     Path("model.py").write_text(UNDIVIDED)
     ended(run, 4, "pass --accept-loss, then plan with --micro-batches 1", *PROFILE)
     _, err = well(run, *PROFILE, "--accept-loss")
@@ -97,11 +97,6 @@ def test_an_accepted_loss_is_stated_by_plans_that_divide_it(run: Run) -> None:
     assert Plan.load("plan.json").loss_difference == difference
     well(run, "run", "--steps", "1")
     assert DIFFER in " ".join(Report.load("report.json").notes)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick")
-def test_ignored_state_is_in_profile_plan_and_report_and_in_no_older_file(run: Run) -> None:
     Path("model.py").write_text(COUNTING)
     ended(run, 4, "Net.state['n'] changes from 1 to 2 with every forward", *PROFILE)
     Path("model.py").write_text(COUNTING + 'ignored_state = ["Net.state"]\n')
@@ -137,16 +132,6 @@ def test_teams_are_planned_verified_run_and_gone_on_with_by_others(run: Run) -> 
     assert "initial weights: the checkpoint of step 3" in err
     well(run, "checkpoint", "export", "kept", "-o", "whole.safetensors")
     assert load_file("whole.safetensors")
-
-
-@pytest.mark.slow
-def test_a_dry_run_holds_less_of_a_team_than_of_one_rank(run: Run) -> None:
-    write_profiled(Path(), "narrow_gpt")
-    held = []
-    for size in (1, 2):
-        well(run, "plan", "--stages", f"0-10:1x{size}", "-o", "p.json", "--overwrite")
-        held.append(json.loads(well(run, "rehearse", "p.json", "--json")[0])["peak_bytes"][0])
-    assert held[0] > held[1]
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from autopar.formats.checkpoint import (
     StoredTensor,
     merge,
 )
+from played import small_plan
 
 RUN = SavedRun(model="model.py", batch=8, seed=0, samples=64)
 SHAPE: dict[str, Any] = {"ranks": 2, "stages": 1, "schedule": "1f1b", "micro_batches": 2, "division": ((2, 2),)}
@@ -55,7 +56,8 @@ def manifest() -> Checkpoint:
     return merge(parts, 3, RUN, PLAN, [StateKey(key="w", tensor="w"), StateKey(key="tied", tensor="w")])
 
 
-def test_parts_of_ranks_become_one_manifest() -> None:
+@pytest.mark.reliability(19)
+def test_parts_of_ranks_become_one_manifest_of_which_each_byte_counts() -> None:
     found = manifest()
     assert [each.file for each in found.tensors[0].pieces] == [file.name for file in FILES]
     assert found.optimizer is not None
@@ -69,10 +71,6 @@ def test_parts_of_ranks_become_one_manifest() -> None:
     joined = merge(parts, 3, RUN, PLAN, []).optimizer
     assert joined is not None
     assert [group.parameters for group in joined.groups] == [("a", "c"), ("b",)]
-
-
-@pytest.mark.reliability(19)
-def test_each_byte_of_a_manifest_counts() -> None:
     text = manifest().dumps().encode()
     for at in range(len(text)):
         for bit in (0, 3, 7):
@@ -82,6 +80,19 @@ def test_each_byte_of_a_manifest_counts() -> None:
                 Checkpoint.read(bytes(changed).decode(), Path("manifest.json"))
     with pytest.raises(FileError, match="damaged"):
         Checkpoint.read(manifest().dumps() + "\n", Path("manifest.json"))
+    text = manifest().dumps()
+    assert "tensor_parallel" not in text
+    assert '"key": "1:' not in text
+    pieces = piece(0, (0, 0, 2)), piece(0, (0, 2, 4)).model_copy(update={"key": "1:parameter/w"})
+    plan = PLAN.model_copy(update={"tensor_parallel": (2,)})
+    found = merge([RankPart(tensors=(tensor(*pieces),), files=(FILES[0],))], 3, RUN, plan, [])
+    read = Checkpoint.read(found.dumps(), Path("manifest.json"))
+    assert read.plan.tensor_parallel == (2,)
+    assert [each.key for each in read.tensors[0].pieces] == [None, "1:parameter/w"]
+    made = small_plan((2, 1), 4)
+    first = made.stages[0].model_copy(update={"shard": "optimizer", "tensor_parallel": 2})
+    said = SavedPlan.of(made.model_copy(update={"stages": (first, made.stages[1])}), "2.13.0")
+    assert (said.sharded, said.tensor_parallel, SavedPlan.of(made, "2.13.0").sharded) == (True, (2, 1), False)
 
 
 @pytest.mark.parametrize(
@@ -141,15 +152,3 @@ def test_pieces_cut_at_random_make_up_a_tensor_and_without_one_of_them_or_with_o
         if wrong:
             with pytest.raises(ValidationError):
                 merge([RankPart(tensors=(tensor(*wrong, shape=shape),), files=tuple(FILES))], 3, RUN, PLAN, [])
-
-
-def test_a_manifest_says_of_teams_and_of_several_pieces_in_a_file_only_where_there_are_any() -> None:
-    text = manifest().dumps()
-    assert "tensor_parallel" not in text
-    assert '"key": "1:' not in text
-    pieces = piece(0, (0, 0, 2)), piece(0, (0, 2, 4)).model_copy(update={"key": "1:parameter/w"})
-    plan = PLAN.model_copy(update={"tensor_parallel": (2,)})
-    found = merge([RankPart(tensors=(tensor(*pieces),), files=(FILES[0],))], 3, RUN, plan, [])
-    read = Checkpoint.read(found.dumps(), Path("manifest.json"))
-    assert read.plan.tensor_parallel == (2,)
-    assert [each.key for each in read.tensors[0].pieces] == [None, "1:parameter/w"]

@@ -31,13 +31,25 @@ def _refusal(tmp_path: Path, text: str) -> str:
     return message.removeprefix(str(path))
 
 
-def test_a_document_written_and_read_is_the_same_to_the_byte(tmp_path: Path) -> None:
+def test_documents_are_the_same_to_the_byte_and_refused_at_once_however_nested(tmp_path: Path) -> None:
     link = Link(level="node", latency_s=1e-5, bytes_per_s=1e9 / 3)
     cluster = Cluster(name="größe", devices=(Device(type="cpu", memory_bytes=2**62),), links=(link,))
     cluster.save(tmp_path / "c.json")
     again = Cluster.load(tmp_path / "c.json")
     assert again == cluster
     assert again.dumps() == cluster.dumps() == (tmp_path / "c.json").read_text(encoding="utf-8")
+    with pytest.raises(FileError) as caught:
+        Cluster.parse(_text(links=[1] * 1000, devices=["x"] * 1000), Path("cluster.json"))
+    cause = caught.value.__cause__
+    assert isinstance(cause, ValidationError)
+    assert cause.error_count() < 5
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(10**6)
+    try:
+        assert ": $: nested deeper" in _refusal(tmp_path, "[" * 100_000)
+        assert ": not JSON: " not in _refusal(tmp_path, _text(version=2))
+    finally:
+        sys.setrecursionlimit(before)
 
 
 @pytest.mark.parametrize(
@@ -71,16 +83,6 @@ def test_a_document_written_and_read_is_the_same_to_the_byte(tmp_path: Path) -> 
 @pytest.mark.reliability(53, 54, 56)
 def test_what_is_not_strictly_the_schema_is_refused_with_its_path(tmp_path: Path, text: str, message: str) -> None:
     assert message in _refusal(tmp_path, text)
-
-
-def test_nesting_ends_no_process_whose_limit_of_recursion_somebody_has_raised(tmp_path: Path) -> None:
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(10**6)
-    try:
-        assert ": $: nested deeper" in _refusal(tmp_path, "[" * 100_000)
-        assert ": not JSON: " not in _refusal(tmp_path, _text(version=2))
-    finally:
-        sys.setrecursionlimit(before)
 
 
 @pytest.mark.timeout(10)
@@ -148,11 +150,3 @@ def test_what_takes_long_to_refuse_is_refused_first(content: str, said: str) -> 
     with pytest.raises(FileError, match=said) as caught:
         Cluster.parse(text, Path("cluster.json"))
     assert len(str(caught.value)) < 300
-
-
-def test_lists_are_refused_at_their_first_fault() -> None:
-    with pytest.raises(FileError) as caught:
-        Cluster.parse(_text(links=[1] * 1000, devices=["x"] * 1000), Path("cluster.json"))
-    cause = caught.value.__cause__
-    assert isinstance(cause, ValidationError)
-    assert cause.error_count() < 5

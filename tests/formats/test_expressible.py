@@ -22,7 +22,7 @@ def refusal(plan: Plan, trainer: Expressible = TRAINER) -> str | None:
     return trainer.refusal(plan, BLOCKS, usual_depths(plan))
 
 
-def test_a_grid_counts_what_a_pipeline_does_and_plans_that_are_alike_are_expressible() -> None:
+def test_plans_that_are_alike_are_expressible_and_recomputation_is_all_or_the_first_blocks() -> None:
     assert grid_of(plan_of("1f1b", 3, 2, 4)) == Grid(3, 2, 4, 2, "none")
     assert grid_of(plan_of("1f1b", 3, 2, 4, division="round-robin")) == Grid(3, 2, 2, 4, "none")
     assert grid_of(plan_of("interleaved", 2, 1, 4, chunks=3)) == Grid(2, 1, 4, 4, "none")
@@ -34,6 +34,14 @@ def test_a_grid_counts_what_a_pipeline_does_and_plans_that_are_alike_are_express
     alone = TRAINER._replace(schedules=(), shards_alone=("parameters",), most_stages=1)
     assert refusal(plan_of("1f1b", 1, 2, shard="parameters"), alone) is None
     assert "no pipelines, and the plan has 2 stages" in str(refusal(plan_of("1f1b", 2), alone))
+    assert recomputation_of(plan_of("1f1b", 2), BLOCKS) == "none"
+    assert recomputation_of(plan_of("1f1b", 2, recompute=range(1, 13)), BLOCKS) == "blocks"
+    assert recomputation_of(plan_of("1f1b", 2, recompute=range(14)), BLOCKS) == "all"
+    first = plan_of("1f1b", 2, recompute=(1, 2, 7, 8))
+    assert recomputation_of(first, BLOCKS) == "first"
+    assert first_blocks(first, BLOCKS) == 2
+    for others in ((1, 8), (1, 2, 7)):
+        assert recomputation_of(plan_of("1f1b", 2, recompute=others), BLOCKS) is None
 
 
 @pytest.mark.parametrize(
@@ -76,14 +84,3 @@ def test_unequal_stages_turns_and_skips_are_refused() -> None:
     long = plan_of("1f1b", 3)
     assert "tensor x passes from stage 0 to stage 2" in str(refusal(long.model_copy(update={"tensors": (skipping,)})))
     assert "never flushed" in str(refusal(plan.model_copy(update={"weight_policy": "stash"})))
-
-
-def test_recomputation_is_all_of_a_kind_or_the_first_blocks_of_every_stage() -> None:
-    assert recomputation_of(plan_of("1f1b", 2), BLOCKS) == "none"
-    assert recomputation_of(plan_of("1f1b", 2, recompute=range(1, 13)), BLOCKS) == "blocks"
-    assert recomputation_of(plan_of("1f1b", 2, recompute=range(14)), BLOCKS) == "all"
-    first = plan_of("1f1b", 2, recompute=(1, 2, 7, 8))
-    assert recomputation_of(first, BLOCKS) == "first"
-    assert first_blocks(first, BLOCKS) == 2
-    for others in ((1, 8), (1, 2, 7)):
-        assert recomputation_of(plan_of("1f1b", 2, recompute=others), BLOCKS) is None

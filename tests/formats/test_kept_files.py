@@ -92,13 +92,18 @@ def folder(tmp_path: Path) -> Path:
     return shutil.copytree(KEPT, tmp_path / "kept")
 
 
-def test_every_kind_has_a_sample() -> None:
+def test_every_kind_has_a_sample_and_a_plan_finds_its_files(folder: Path) -> None:
+    """Their digests are those of the samples; the plan's program and timeline have the actions of the samples."""
     for module in pkgutil.iter_modules(autopar.formats.__path__, "autopar.formats."):
         importlib.import_module(module.name)
-    documents = {document.KIND for document in Document.__subclasses__()}
-    assert documents <= set(KINDS) <= set(AGAIN)
+    assert {document.KIND for document in Document.__subclasses__()} <= set(KINDS) <= set(AGAIN)
     assert [kind for kind, paths in BY_KIND.items() if not paths] == []
     assert {name for _, name in SAMPLES} == {path.name for path in KEPT.iterdir()}
+    program = read_program(folder / "program.json", Plan.load(folder / "plan.json"))
+    actions = sorted((rank, str(action)) for rank, own in enumerate(program.ranks) for action in own)
+    timelines = [api.simulate(folder / "plan.json"), *map(Timeline.load, sorted(folder.glob("trace-*.json")))]
+    for timeline in timelines:
+        assert sorted((event.rank, str(event.action)) for event in timeline) == actions
 
 
 @pytest.mark.parametrize(("kind", "name"), SAMPLES)
@@ -107,15 +112,6 @@ def test_a_file_of_an_earlier_version_is_read_and_written_again(kind: str, name:
     assert path.stat().st_size < 30_000
     assert kind not in KINDS or kind_of(path) == kind
     assert _holds(json.loads(AGAIN[kind](path)), json.loads(path.read_text()))
-
-
-def test_a_plan_finds_the_files_that_it_was_made_of(folder: Path) -> None:
-    """Their digests are those of the samples; the plan's program and timeline have the actions of the samples."""
-    program = read_program(folder / "program.json", Plan.load(folder / "plan.json"))
-    actions = sorted((rank, str(action)) for rank, own in enumerate(program.ranks) for action in own)
-    timelines = [api.simulate(folder / "plan.json"), *map(Timeline.load, sorted(folder.glob("trace-*.json")))]
-    for timeline in timelines:
-        assert sorted((event.rank, str(event.action)) for event in timeline) == actions
 
 
 @pytest.mark.some(1)

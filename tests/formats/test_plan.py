@@ -2,6 +2,8 @@
 
 import random
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -94,9 +96,15 @@ def test_a_plan_says_what_its_stages_divide_alike() -> None:
         plan = small_plan(widths, micro_batches).model_copy(update={"loss_difference": 0.1})
         assert any("differ by 0.1" in each for each in plan.caveats) == said
     teams = make("1f1b", 2, [(2,)] * 3, [2, 2, 1], chain(3))
-    part = {"sequence": (SequenceCut(tensor="t0", dim=1),)}
-    teams = teams.model_copy(update=_with(0, teams, **part))
+    teams = teams.model_copy(update=_with(0, teams, sequence=(SequenceCut(tensor="t0", dim=1),)))
     assert [teams.passes_parts(*ends) for ends in ((0, 1), (0, 2), (1, 2))] == [True, False, False]
+    # Parts that are as many are not the same ones.
+    shared: Any = SimpleNamespace(parameter="w", stages=(0, 1))
+    stages = [SimpleNamespace(tensor_parallel=2, cut=lambda name, at=at: at) for at in (0, 1, 0)]
+    plans: list[Any] = [SimpleNamespace(stages=stages[at : at + 2]) for at in (0, 1)] + [
+        SimpleNamespace(stages=stages[::2])
+    ]
+    assert [Plan.cuts_alike(each, shared) for each in plans] == [False, False, True]
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -6,12 +6,15 @@ from pydantic import ValidationError
 from autopar.formats.prediction import Alternative, BoundPart, Bounds, Prediction, Price, Shares
 
 
-def test_an_alternative_has_a_step_time_or_a_reason_and_never_both() -> None:
+def test_an_alternative_has_a_time_or_a_reason_and_what_is_not_known_is_left_out() -> None:
     assert Alternative(name="slow", step_s=2.0).infeasible is None
     assert Alternative(name="large", infeasible="stage 1 needs more").step_s is None
     for step_s, infeasible in ((None, None), (2.0, "stage 1 needs more")):
         with pytest.raises(ValidationError, match="exactly one of step_s and infeasible must be given"):
             Alternative(name="both or none", step_s=step_s, infeasible=infeasible)
+    known = Prediction(step_s=1.0, lower_bound_s=0.5, bubble=0.25, peak_bytes=(3, 2), communication="measured")
+    assert Prediction.model_validate_json(known.model_dump_json()) == known
+    assert (known.bounds, known.shares, known.binding, known.limit_bytes) == (None, None, (), ())
 
 
 @pytest.mark.parametrize(
@@ -31,9 +34,3 @@ def test_an_alternative_has_a_step_time_or_a_reason_and_never_both() -> None:
 def test_values_that_no_prediction_has_are_refused(kind: type, values: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         kind(**values)
-
-
-def test_what_is_not_known_of_a_prediction_is_left_out_and_read_as_it_was() -> None:
-    known = Prediction(step_s=1.0, lower_bound_s=0.5, bubble=0.25, peak_bytes=(3, 2), communication="measured")
-    assert Prediction.model_validate_json(known.model_dump_json()) == known
-    assert (known.bounds, known.shares, known.binding, known.limit_bytes) == (None, None, (), ())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from autopar.errors import FileError
-from autopar.formats.profile import Layer, LayerSplit, ParameterCut, Profile, Tensor
+from autopar.formats.profile import DeviceCosts, Layer, LayerSplit, ParameterCut, Profile, Tensor
 from random_problems import cost, profile_of, random_profile
 
 
@@ -34,13 +34,24 @@ def _profile() -> Profile:
     return profile_of(layers, made, 4)
 
 
-def test_a_frame_has_a_row_per_size_and_charges_a_cut_with_every_tensor_that_crosses_it_but_inputs() -> None:
+def test_a_frame_charges_a_cut_with_what_crosses_it_and_a_split_has_its_parts() -> None:
     table = _profile().to_frame()
     assert len(table) == 6
     assert table.loc[("b", 4), "backward_s"] == 16.0
     assert table.loc[("b", 4), "saved_bytes"] == 44
     crossing = table["crossing_bytes_per_sample"].xs(1, level="micro_batch")
     assert crossing.to_dict() == {"a": 100, "b": 110, "c": 0}
+    assert FUSED.size == 16
+    assert list(FUSED.pieces(1)) == [(4, 0, 4, (1,)), (12, 4, 4, (1,))]
+    assert [piece.parts for part in range(4) for piece in SHARED.pieces(part)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert list(KEYS.pieces(0)) == [(0, 0, 2, (0,)), (4, 2, 2, (0, 1))]
+    assert list(KEYS.pieces(1)) == [(2, 0, 2, (1,)), (4, 2, 2, (0, 1))]
+    others = (DeviceCosts(device=_profile().device, layers=_profile().layers),)
+    with pytest.raises(FileError, match=r"others\[0\]\.device\.name: .* is given twice"):
+        Profile.parse(_profile().model_copy(update={"others": others}).dumps(), Path("p.json"))
+    assert LayerSplit(count=2, cuts=(FUSED,)).cuts == (FUSED,)
+    with pytest.raises(ValidationError, match="4 parts of 'keys', for 2"):
+        LayerSplit(count=2, cuts=(FUSED, SHARED))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -82,17 +93,6 @@ FUSED = ParameterCut(parameter="qkv", dim=0, parts=(((0, 4), (8, 12)), ((4, 8), 
 SHARED = ParameterCut(parameter="keys", dim=1, parts=(((0, 3),), ((0, 3),), ((3, 6),), ((3, 6),)))
 # Queries of each, and keys of both.
 KEYS = ParameterCut(parameter="qkv", dim=0, parts=(((0, 2), (4, 6)), ((2, 6),)))
-
-
-def test_a_cut_says_what_parts_have_and_with_whom_and_a_split_has_as_many_parts_as_it_says() -> None:
-    assert FUSED.size == 16
-    assert list(FUSED.pieces(1)) == [(4, 0, 4, (1,)), (12, 4, 4, (1,))]
-    assert [piece.parts for part in range(4) for piece in SHARED.pieces(part)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
-    assert list(KEYS.pieces(0)) == [(0, 0, 2, (0,)), (4, 2, 2, (0, 1))]
-    assert list(KEYS.pieces(1)) == [(2, 0, 2, (1,)), (4, 2, 2, (0, 1))]
-    assert LayerSplit(count=2, cuts=(FUSED,)).cuts == (FUSED,)
-    with pytest.raises(ValidationError, match="4 parts of 'keys', for 2"):
-        LayerSplit(count=2, cuts=(FUSED, SHARED))
 
 
 @pytest.mark.parametrize(

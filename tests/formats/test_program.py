@@ -62,12 +62,34 @@ def test_a_program_survives_its_file(ranks: list[list[Action]]) -> None:
     assert read.dumps() == program.dumps()
 
 
-def test_a_program_that_repeats_says_by_how_many_micro_batches() -> None:
+def test_programs_repeat_and_timelines_survive_and_what_is_no_fault_is_refused(tmp_path: Path) -> None:
     rank = RankProgram.of([Action("B", 0, 0, version=1), Action("U", 0), Action("F", 0, 3)])
     program = Program((rank,), shift=2)
     assert '"shift": 2' in program.dumps()
     assert Program.parse(program.dumps(), Path("p.json")) == program
     assert "shift" not in Program((rank,)).dumps()
+    repeating = Program((), shift=2)
+    assert [repeating.text_of(Action(kind, 0, 3)) for kind in ("F", "T")] == ["F1@0", "T3@0"]
+    made = timeline("simulated", "S0@0>1@1 0.123456789 0.5  A@0 1.25 1.5", "F0@1 0.5 1.25")
+    made.save(tmp_path / "t.json")
+    again = Timeline.load(tmp_path / "t.json")
+    assert again.origin == "simulated"
+    for read, event in zip(*(sorted(each, key=lambda event: event[:2]) for each in (again, made)), strict=True):
+        assert (read.rank, read.action) == (event.rank, event.action)
+        assert (read.start_s, read.end_s) == pytest.approx((event.start_s, event.end_s), abs=1.1e-9)
+    again.save(tmp_path / "u.json")
+    assert (tmp_path / "u.json").read_bytes() == (tmp_path / "t.json").read_bytes()
+    texts = ["F0@0", "F1@0", "F0@1", "S0@0>1@1", "S1@0>1@1", "S0@0>2@1", "S0@0>1@2", "T0@0", "T1@0", "A@0", "U@0"]
+    keys = [price_key(Action.parse(text)) for text in texts]
+    assert (len(set(keys)), keys[0], keys[3]) == (9, keys[1], keys[4])
+    for text, message in {
+        "kill": r"a fault is KIND@RANK:STEP\[:ACTION\[MICRO-BATCH\]\], such as kill@1:7:B0; found 'kill'",
+        "kill@1:7:": "a fault is KIND",
+        "melt@1:7": "a fault is one of kill, stop, .*; found 'melt'",
+        "kill@1:7:ZZ": "an action of a program is one of F, B, .*; found 'ZZ'",
+    }.items():
+        with pytest.raises(UsageError, match=message):
+            parse_faults(["kill@0:0", text])
 
 
 HEAD = '{"format": "autopar.program", "version": 1'
@@ -97,18 +119,6 @@ def test_a_malformed_program_or_trace_is_refused_with_its_path(
         kind.load(tmp_path / "p.json")
 
 
-def test_a_timeline_survives_its_trace_to_the_nanosecond(tmp_path: Path) -> None:
-    made = timeline("simulated", "S0@0>1@1 0.123456789 0.5  A@0 1.25 1.5", "F0@1 0.5 1.25")
-    made.save(tmp_path / "t.json")
-    again = Timeline.load(tmp_path / "t.json")
-    assert again.origin == "simulated"
-    for read, event in zip(*(sorted(each, key=lambda event: event[:2]) for each in (again, made)), strict=True):
-        assert (read.rank, read.action) == (event.rank, event.action)
-        assert (read.start_s, read.end_s) == pytest.approx((event.start_s, event.end_s), abs=1.1e-9)
-    again.save(tmp_path / "u.json")
-    assert (tmp_path / "u.json").read_bytes() == (tmp_path / "t.json").read_bytes()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -127,12 +137,6 @@ def test_an_edited_event_is_refused_with_its_path(tmp_path: Path, change: dict[s
     (tmp_path / "t.json").write_text(f'{TRACE}: "measured"}}, "traceEvents": [{json.dumps({**event, **change})}]}}')
     with pytest.raises(FileError, match=message):
         Timeline.load(tmp_path / "t.json")
-
-
-def test_actions_that_differ_in_their_micro_batch_have_one_price() -> None:
-    texts = ["F0@0", "F1@0", "F0@1", "S0@0>1@1", "S1@0>1@1", "S0@0>2@1", "S0@0>1@2", "T0@0", "T1@0", "A@0", "U@0"]
-    keys = [price_key(Action.parse(text)) for text in texts]
-    assert (len(set(keys)), keys[0], keys[3]) == (9, keys[1], keys[4])
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -175,19 +179,3 @@ def test_a_fault_is_written_and_read_and_comes_at_the_first_action_that_it_names
         # Of a send, what follows is the first that is noticed.
         first = fits.index(True) if any(fits) else 0
         assert at == first + (actions[first].kind == "S")
-
-
-def test_what_is_no_fault_is_refused() -> None:
-    for text, message in {
-        "kill": r"a fault is KIND@RANK:STEP\[:ACTION\[MICRO-BATCH\]\], such as kill@1:7:B0; found 'kill'",
-        "kill@1:7:": "a fault is KIND",
-        "melt@1:7": "a fault is one of kill, stop, .*; found 'melt'",
-        "kill@1:7:ZZ": "an action of a program is one of F, B, .*; found 'ZZ'",
-    }.items():
-        with pytest.raises(UsageError, match=message):
-            parse_faults(["kill@0:0", text])
-
-
-def test_micro_batches_are_shown_within_a_repetition_and_shared_parameters_are_not() -> None:
-    repeating = Program((), shift=2)
-    assert [repeating.text_of(Action(kind, 0, 3)) for kind in ("F", "T")] == ["F1@0", "T3@0"]

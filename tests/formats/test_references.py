@@ -27,30 +27,21 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("plans/plan.json")
 
 
-def test_files_of_the_folder_and_of_the_working_folder_are_named_and_folders_where_they_are_read(plan: Path) -> None:
+@pytest.mark.reliability(22)
+def test_files_below_are_named_and_others_only_where_paths_are_trusted(plan: Path) -> None:
     for name in ("model.py", "../model.py", "parts/model.py", "parts/../model.py", "near.py"):
         assert named_file(plan, name, "model.source") == plan.parent / name
     assert named_file(plan, "parts", "model.source", folders=True) == Path("plans/parts")
-
-
-@pytest.mark.reliability(22)
-def test_what_leads_out_is_refused_with_the_flag_that_allows_it_and_absolute_paths_even_within(plan: Path) -> None:
     for name in ("../../outside/model.py", "/etc/passwd", "link.py", "folder/model.py", "/dev/zero"):
         with pytest.raises(FileError, match=r"plan\.json: \$\.model\.source: .* leads out of .*--trust-paths"):
             named_file(plan, name, "model.source")
     with pytest.raises(FileError, match=r"is an absolute path.*--trust-paths"):
         named_file(plan, str(Path("model.py").resolve()), "model.source")
-
-
-def test_what_is_no_file_is_refused_without_being_opened(plan: Path) -> None:
     irregular = "not a regular file"
     said = {"pipe.py": irregular, "parts": irregular, "none.py": "no such file", "loop.py": "levels of symbolic links"}
     for name, words in said.items():
         with pytest.raises(FileError, match=words):
             named_file(plan, name, "model.source")
-
-
-def test_whoever_trusts_the_paths_has_them_all_but_those_that_are_no_files(plan: Path) -> None:
     with allow_any_path():
         for name in ("../../outside/model.py", "link.py", str(Path("model.py").resolve())):
             assert named_file(plan, name, "model.source").exists()
@@ -58,9 +49,6 @@ def test_whoever_trusts_the_paths_has_them_all_but_those_that_are_no_files(plan:
             named_file(plan, "/dev/zero", "model.source")
     with pytest.raises(FileError):
         named_file(plan, "link.py", "model.source")
-
-
-def test_what_a_file_names_is_named_from_another_folder_too(plan: Path) -> None:
     model = ModelSource(source="model.py", sha256="0" * 64, data="parts/model.py")
     found = rebase_paths(model, plan, Path("../outside/other.json"))
     assert (found.source, found.data) == ("../here/plans/model.py", "../here/plans/parts/model.py")

@@ -74,7 +74,7 @@ def test_a_name_says_nodes_gpus_and_the_network_of_a_node_and_adds_nodes_with_ot
     assert cluster_named("4xA100+4xA100:100Gbps").links == cluster_named("2x4xA100:100Gbps").links
 
 
-def test_a_name_says_racks_and_the_network_between_them() -> None:
+def test_a_name_says_racks_and_a_network_that_is_not_stated_is_assumed() -> None:
     cluster = cluster_named("2x4x8xH100:400Gbps:100Gbps")
     assert [(device.rack, device.node) for device in cluster.devices[::8]] == [(at // 4, at) for at in range(8)]
     for parts, racks in (("2x2x4xH100+4xH100", [0, 0, 1, 1, 2]), ("4xH100+2x2x4xH100", [0, 1, 1, 2, 2])):
@@ -88,9 +88,6 @@ def test_a_name_says_racks_and_the_network_between_them() -> None:
     of_near = {("rack", curve.kind, curve.ranks): curve.seconds for curve in near.curves if curve.level != "node"}
     of_far = {(curve.level, curve.kind, curve.ranks): curve.seconds for curve in far.curves}
     assert seconds == {**of_near, **of_far}
-
-
-def test_a_network_that_is_not_stated_is_assumed_and_one_between_racks_to_be_as_fast_and_said_so() -> None:
     cluster = cluster_named("2x4x8xH100:400Gbps")
     assert "400Gbps per node between racks is assumed; 2x4x8xH100:400Gbps:100Gbps would say another" in cluster.notes
     assert cluster.links == cluster_named("2x4x8xH100:400Gbps:400Gbps").links
@@ -150,7 +147,9 @@ def test_what_is_no_cluster_gets_one_line(name: str, message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_a_described_cluster_may_mix_nodes_and_a_measured_one_is_read_from_json(lab: Path, tmp_path: Path) -> None:
+def test_described_clusters_have_racks_mix_nodes_and_are_told_from_names(
+    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster = read_cluster(lab)
     assert cluster.name == "lab"
     assert [device.node for device in cluster.devices] == [0] * 4 + [1] * 4 + [2] * 8
@@ -162,6 +161,11 @@ def test_a_described_cluster_may_mix_nodes_and_a_measured_one_is_read_from_json(
     assert 2 * 7 / 8 * reached.sizes[-1] / reached.seconds[-1] == pytest.approx(40e9, rel=0.05)
     cluster_named("8xH100").save(tmp_path / "cluster.json")
     assert read_cluster(tmp_path / "cluster.json") == cluster_named("8xH100")
+    monkeypatch.chdir(tmp_path)
+    assert all(map(is_file, ("none.json", "deep/cluster", "4x8xA100/lab", "C:\\lab")))
+    assert not any(map(is_file, ("8xH100", "4x8xA100-80G:25GB/s", "8xH100+8xA100-80G:25GB/s")))
+    Path("8xH100").write_text("")
+    assert is_file("8xH100")
 
 
 @pytest.mark.parametrize(
@@ -193,14 +197,6 @@ def test_a_broken_description_is_refused_with_its_key(lab: Path, old: str, new: 
     assert message in str(caught.value)
 
 
-def test_files_and_names_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert all(map(is_file, ("none.json", "deep/cluster", "4x8xA100/lab", "C:\\lab")))
-    assert not any(map(is_file, ("8xH100", "4x8xA100-80G:25GB/s", "8xH100+8xA100-80G:25GB/s")))
-    Path("8xH100").write_text("")
-    assert is_file("8xH100")
-
-
 @pytest.mark.parametrize("of", ["/gpu", "/device", " / GPU"])
 @pytest.mark.parametrize("rate", ["400Gbps", "50GB/s"])
 def test_a_bandwidth_of_each_device_is_shared_with_none_and_that_of_all_of_a_node(rate: str, of: str) -> None:
@@ -214,7 +210,7 @@ def test_a_bandwidth_of_each_device_is_shared_with_none_and_that_of_all_of_a_nod
     assert cluster_named(f"2x8xH100:{rate}/node").links == cluster_named(f"2x8xH100:{rate}").links
 
 
-def test_racks_nodes_and_kinds_take_a_bandwidth_of_each_device() -> None:
+def test_devices_may_have_a_bandwidth_each_in_nodes_racks_and_files(tmp_path: Path) -> None:
     racks = cluster_named("2x4x8xH100:400Gbps/gpu:100Gbps")
     assert [(link.level, link.shared_by) for link in racks.links] == [("node", 1), ("rack", 1), ("network", 8)]
     both = cluster_named("2x4x8xH100:100Gbps:400Gbps/gpu")
@@ -224,18 +220,12 @@ def test_racks_nodes_and_kinds_take_a_bandwidth_of_each_device() -> None:
     assert assumed.links == cluster_named("2x4x8xH100:400Gbps/gpu:400Gbps/gpu").links
     mixed = cluster_named("4xA100+8xV100:100Gbps/gpu")
     assert (mixed.links[1].bytes_per_s, mixed.links[1].shared_by) == (pytest.approx(12.5e9 * NETWORK_SHARE), 1)
-
-
-def test_one_node_takes_the_bandwidth_of_each_device_for_its_own_links() -> None:
     slow, slower, usual = (cluster_named(f"8xH100{text}") for text in (":400Gbps/gpu", ":25GB/s/device", ""))
     assert [link.level for link in slow.links] == ["node"]
     rates = [cluster.links[0].bytes_per_s for cluster in (slower, slow, usual)]
     assert rates == sorted(rates)
     assert rates[1] == pytest.approx(2 * rates[0])
     assert any("links of 400Gbps/gpu within the node are taken in place of" in note for note in slow.notes)
-
-
-def test_a_described_network_may_be_that_of_each_device(tmp_path: Path) -> None:
     path = tmp_path / "lab.toml"
     path.write_text('[[nodes]]\ncount=2\ngpus=8\ngpu="H100"\n[network]\nbandwidth="400Gbps/gpu"\nlatency_s = 1e-5\n')
     link = read_cluster(path).links[1]

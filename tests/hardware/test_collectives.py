@@ -54,7 +54,7 @@ def test_larger_messages_never_take_less(kind: CurveKind, nodes: int, per_node: 
     assert 0 < collective_s(kind, size, group, A100) <= collective_s(kind, size + more, group, A100)
 
 
-def test_large_messages_approach_the_bus_bandwidth_and_small_ones_take_a_tree() -> None:
+def test_large_messages_approach_the_bus_bandwidth_and_ranks_share_a_networks_rate() -> None:
     size = 2**33
     for kind in ("all_reduce", "all_gather", "reduce_scatter"):
         seconds = collective_s(kind, size, RankGroup(1, 8), A100)
@@ -66,9 +66,6 @@ def test_large_messages_approach_the_bus_bandwidth_and_small_ones_take_a_tree() 
     assert collective_s("all_reduce", size, group, A100) == pytest.approx(halves, rel=0.03)
     many = collective_s("all_reduce", 1024, RankGroup(128, 8), A100)
     assert many < 2 * collective_s("all_reduce", 1024, RankGroup(2, 8), A100)
-
-
-def test_ranks_that_share_a_network_share_its_rate() -> None:
     size = 2**32
     alone = collective_s("all_reduce", size, RankGroup(2, 1), A100)
     together = collective_s("all_reduce", size, RankGroup(2, 8), A100)

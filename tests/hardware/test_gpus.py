@@ -10,9 +10,18 @@ from autopar.errors import UsageError
 from autopar.hardware.gpus import GPUS, Gpu, find
 
 
-def test_no_name_means_two_gpus() -> None:
+def test_no_name_means_two_gpus_and_unknown_ones_get_the_nearest() -> None:
     names = [name.casefold().replace("-", "").replace(" ", "") for gpu in GPUS for name in {gpu.name, *gpu.aliases}]
     assert len(names) == len(set(names))
+    with pytest.raises(UsageError, match=r"no GPU called 'H10O-SXM' is known; the nearest are H100-SXM"):
+        find("H10O-SXM")
+    with pytest.raises(UsageError, match="known are V100-SXM2-32G, T4, A100-SXM-80G"):
+        find("abacus")
+    assert find("V100").flops_per_s("fp16") == 125e12
+    with pytest.raises(UsageError, match="V100-SXM2-32G has no bfloat16; use one of fp32, fp16"):
+        find("V100").flops_per_s("bf16")
+    with pytest.raises(UsageError, match="no known rate in fp64"):
+        find("H100").flops_per_s("fp64")
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
@@ -40,18 +49,6 @@ def test_numbers_are_plausible_and_have_sources(gpu: Gpu) -> None:
 )
 def test_usual_names_are_found(text: str, name: str) -> None:
     assert find(text).name == name
-
-
-def test_unknown_names_get_the_nearest_and_precisions_that_a_gpu_has_not_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"no GPU called 'H10O-SXM' is known; the nearest are H100-SXM"):
-        find("H10O-SXM")
-    with pytest.raises(UsageError, match="known are V100-SXM2-32G, T4, A100-SXM-80G"):
-        find("abacus")
-    assert find("V100").flops_per_s("fp16") == 125e12
-    with pytest.raises(UsageError, match="V100-SXM2-32G has no bfloat16; use one of fp32, fp16"):
-        find("V100").flops_per_s("bf16")
-    with pytest.raises(UsageError, match="no known rate in fp64"):
-        find("H100").flops_per_s("fp64")
 
 
 @pytest.mark.skipif("AUTOPAR_DATA" not in os.environ, reason="AUTOPAR_DATA names no folder of published data")

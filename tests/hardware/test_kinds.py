@@ -46,13 +46,25 @@ def of(*types: str) -> Cluster:
     return local_cluster(1).model_copy(update={"devices": devices})
 
 
-def test_names_of_one_kind_are_that_kind() -> None:
+def test_names_of_one_kind_are_that_kind_and_another_beside_it_is_its_own() -> None:
     aliases = [(gpu.name, alias) for gpu in GPUS for alias in gpu.aliases]
     others = [("NVIDIA H100 80GB HBM3", "cuda"), ("cpu of mine", "cpu"), ("H100", "h100_sxm")]
     for profiled, planned in (*aliases, *((alias, name) for name, alias in aliases), *others):
         costs = CostModel(on(profiled), of(planned), PlanOptions())
         assert (costs.notes, costs.stands) == ([], None), (profiled, planned)
         assert PlanOptions(times_of=planned).times_of == planned
+    profile, cluster = on("H100"), of("H100", "A100", "V100")
+    with pytest.raises(FileError, match=r"\$\.devices\[1\]\.type: the profile has no costs for 'A100'.*`times_of"):
+        plan(profile, cluster)
+    options = PlanOptions(times_of="H100", pin=("h.0 on V100",))
+    found = plan(profile, cluster, replace(options, min_stages=2))
+    stage = next(stage for stage in found.stages if "h.0" in stage.layers)
+    assert stage.types == ("V100",)
+    assert cluster.devices[stage.devices[0]].type == "V100"
+    assert found.times_of == "H100"
+    assert any("times of H100 stand for A100, V100" in note for note in found.notes)
+    with pytest.raises(UsageError, match=r"h\.0 on V100"):
+        plan(profile, cluster, replace(options, stages="0-1:1,2-3:1"))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +116,7 @@ def test_a_name_that_no_table_knows_is_taken_with_a_note(profiled: str, planned:
     assert meant.predicted == found.predicted
 
 
-def test_of_several_kinds_the_one_that_is_named_stands_for_what_is_missing() -> None:
+def test_times_stand_in_for_what_is_missing_and_memory_is_the_clusters_own() -> None:
     profile = on("H100", "V100")
     cluster = of("A100", "A100")
     with pytest.raises(UsageError, match="times of H100-SXM and V100-SXM2-32G only"):
@@ -112,23 +124,12 @@ def test_of_several_kinds_the_one_that_is_named_stands_for_what_is_missing() -> 
     quick, slow = (plan(profile, cluster, PlanOptions(times_of=name)) for name in ("h100-sxm", "V100"))
     assert (quick.times_of, slow.times_of) == ("H100", "V100")
     assert quick.predicted.step_s < slow.predicted.step_s
-    alone = plan(on("H100"), of("H100", "H100"))
-    assert quick.predicted.step_s == alone.predicted.step_s
-
-
-def test_a_stand_in_beside_the_kind_that_it_is_of_stays_a_kind_of_its_own() -> None:
-    profile, cluster = on("H100"), of("H100", "A100", "V100")
-    with pytest.raises(FileError, match=r"\$\.devices\[1\]\.type: the profile has no costs for 'A100'.*`times_of"):
-        plan(profile, cluster)
-    options = PlanOptions(times_of="H100", pin=("h.0 on V100",))
-    found = plan(profile, cluster, replace(options, min_stages=2))
-    stage = next(stage for stage in found.stages if "h.0" in stage.layers)
-    assert stage.types == ("V100",)
-    assert cluster.devices[stage.devices[0]].type == "V100"
-    assert found.times_of == "H100"
-    assert any("times of H100 stand for A100, V100" in note for note in found.notes)
-    with pytest.raises(UsageError, match=r"h\.0 on V100"):
-        plan(profile, cluster, replace(options, stages="0-1:1,2-3:1"))
+    assert quick.predicted.step_s == plan(on("H100"), of("H100", "H100")).predicted.step_s
+    profile = on("H100")
+    model = CostModel(profile, cluster_named("1xH100+1xA100-40G:100Gbps"), PlanOptions(times_of="H100"))
+    assert model.limits_bytes == [80 * 10**9, 40 * 10**9]
+    assert model.kind_of == [0, 1]
+    assert [kind.name for kind in model.kinds] == ["H100", "A100-SXM-40G"]
 
 
 def test_a_kind_that_stands_for_nothing_or_that_the_profile_lacks_is_refused() -> None:
@@ -145,14 +146,6 @@ def test_a_kind_that_stands_for_nothing_or_that_the_profile_lacks_is_refused() -
             assert message in str(caught.value)
     with pytest.raises(UsageError, match="`times_of='cuda'`: the profile has times of H100-SXM and V100-SXM2-32G only"):
         plan(on("H100", "V100"), of("A100"), PlanOptions(times_of="cuda"))
-
-
-def test_memory_is_the_clusters_own_where_times_stand_in() -> None:
-    profile = on("H100")
-    model = CostModel(profile, cluster_named("1xH100+1xA100-40G:100Gbps"), PlanOptions(times_of="H100"))
-    assert model.limits_bytes == [80 * 10**9, 40 * 10**9]
-    assert model.kind_of == [0, 1]
-    assert [kind.name for kind in model.kinds] == ["H100", "A100-SXM-40G"]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -188,7 +181,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run) -> Run:
     return command
 
 
-def test_joined_profiles_hold_the_costs_of_every_kind_and_are_shown(run: Run) -> None:
+def test_joined_profiles_hold_and_show_every_kind_and_keep_what_is_worst(run: Run) -> None:
     out, err = well(run, "import", "profiles", "quick.json", "slow.json", "--json")
     profile = Profile.load("profile.json")
     assert out == profile.dumps()
@@ -198,9 +191,6 @@ def test_joined_profiles_hold_the_costs_of_every_kind_and_are_shown(run: Run) ->
     _, err = well(run, "show", "profile.json")
     assert "on quick and slow" in err
     assert re.search(r" slow 16 GiB .* 3\.00 measured", err)
-
-
-def test_joining_goes_on_and_keeps_what_is_worst() -> None:
     kinds = [on_cpu(name) for name in ("a", "b", "c")]
     kinds[1] = kinds[1].model_copy(update={"step_overhead_s": 9.0, "noise": Noise(median_spread=0.5, max_spread=0.6)})
     kinds[2] = kinds[2].model_copy(update={"notes": ("slowed", "c: seen")})
@@ -253,7 +243,7 @@ def test_bad_input_gets_a_line_and_its_exit_code(run: Run, arguments: tuple[str,
     refused(run, code, message, *arguments)
 
 
-def test_a_plan_says_which_kind_each_stage_is_on_and_one_of_a_single_kind_does_not(run: Run) -> None:
+def test_a_plan_says_which_kind_each_stage_is_on_and_names_what_the_profile_lacks(run: Run) -> None:
     well(run, "import", "profiles", "quick.json", "slow.json")
     of("slow", "quick").save("cluster.json")
     _, err = well(run, "plan", "--stages", "0-2:1,3-5:1")
@@ -263,9 +253,6 @@ def test_a_plan_says_which_kind_each_stage_is_on_and_one_of_a_single_kind_does_n
     well(run, "show", "plan.json")
     well(run, "plan", "quick.json", "--stages", "0-5:1", "--cluster", "cluster.json", "--gpus", "1")
     assert [stage.types for stage in Plan.load("plan.json").stages] == [()]
-
-
-def test_a_device_whose_kind_the_profile_lacks_or_cannot_tell_is_named_with_the_commands_that_help(run: Run) -> None:
     well(run, "import", "profiles", "quick.json", "slow.json")
     of("slow", "other").save("cluster.json")
     said = "$.devices[1].type: the profile has no costs for 'other', only for quick, slow; estimate them with"
@@ -277,7 +264,7 @@ def test_a_device_whose_kind_the_profile_lacks_or_cannot_tell_is_named_with_the_
     well(run, "plan", "--gpus", "2")
 
 
-def test_a_gpus_other_names_are_its_own(run: Run) -> None:
+def test_a_gpus_names_are_its_own_and_virtual_workers_are_shown(run: Run) -> None:
     gpu = DeviceKind(type="cuda", name="NVIDIA A100-SXM4-80GB", memory_bytes=80 * 10**9)
     on_cpu("quick").model_copy(update={"device": gpu}).save("a100.json")
     well(run, "plan", "a100.json", "--cluster", "2xA100-80G")
@@ -285,6 +272,18 @@ def test_a_gpus_other_names_are_its_own(run: Run) -> None:
     on_cpu("quick").model_copy(update={"device": gpu.model_copy(update={"name": "A100"})}).save("same.json")
     said = '$.device.name is "A100", which a100.json has costs for'
     refused(run, 4, said, "import", "profiles", "a100.json", "same.json")
+    well(run, "import", "profiles", "quick.json", "slow.json")
+    of("slow", "quick", "slow", "quick").save("cluster.json")
+    out, err = well(run, "compare", "--json")
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert [name for name, row in rows.items() if row["virtual_workers"] is not None] == ["HetPipe"]
+    found = rows["HetPipe"]["virtual_workers"]
+    assert list(found) == ["policy", "in_flight", "workers", "samples_per_s"]
+    assert "HetPipe's virtual workers" in err
+    stages = [stage for worker in found["workers"] for stage in worker["stages"]]
+    assert sorted((stage["device"], stage["type"]) for stage in stages) == [*enumerate(("slow", "quick") * 2)]
+    # Reducing gradients, filling the pipelines and waiting for each other is what a step takes longer.
+    assert rows["HetPipe"]["step_s"] >= 8 / found["samples_per_s"]
 
 
 @pytest.mark.parametrize("where", ["name", "file"])
@@ -315,18 +314,3 @@ def test_a_kind_that_the_profile_lacks_is_refused_by_every_command_until_it_is_m
     well(run, "show", "plan.json", "--png", "step.png")
     said = "times of NVIDIA H100 80GB HBM3 stand for other devices (--times-of)"
     refused(run, 2, said, "run", "--update-profile")
-
-
-def test_hetpipes_virtual_workers_are_shown_and_put_on_stdout(run: Run) -> None:
-    well(run, "import", "profiles", "quick.json", "slow.json")
-    of("slow", "quick", "slow", "quick").save("cluster.json")
-    out, err = well(run, "compare", "--json")
-    rows = {row["name"]: row for row in json.loads(out)}
-    assert [name for name, row in rows.items() if row["virtual_workers"] is not None] == ["HetPipe"]
-    found = rows["HetPipe"]["virtual_workers"]
-    assert list(found) == ["policy", "in_flight", "workers", "samples_per_s"]
-    assert "HetPipe's virtual workers" in err
-    stages = [stage for worker in found["workers"] for stage in worker["stages"]]
-    assert sorted((stage["device"], stage["type"]) for stage in stages) == [*enumerate(("slow", "quick") * 2)]
-    # Reducing gradients, filling the pipelines and waiting for each other is what a step takes longer.
-    assert rows["HetPipe"]["step_s"] >= 8 / found["samples_per_s"]

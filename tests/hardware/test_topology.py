@@ -34,7 +34,7 @@ def test_the_level_of_devices_is_the_widest_of_any_two_and_levels_between_groups
     assert seen == set(LEVELS)
 
 
-def test_some_devices_and_more_than_are_listed_stand_where_the_clusters_own_do() -> None:
+def test_devices_stand_and_share_a_way_out_where_the_clusters_own_do() -> None:
     for seed in range(100):
         rng = random.Random(seed)
         cluster = hierarchy(seed, [rng.randint(1, 3) for _ in range(rng.randint(1, 4))], racks=rng.randint(1, 3))
@@ -45,9 +45,6 @@ def test_some_devices_and_more_than_are_listed_stand_where_the_clusters_own_do()
         for one, other in combinations(range(4), 2):
             ends = some[one] % listed, some[other] % listed
             assert among.pair(one, other) == topology.pair(*ends) == _plain_level(cluster, ends), f"seed {seed}"
-
-
-def test_devices_share_a_way_out_exactly_where_they_reach_each_other_below_its_level() -> None:
     shared = apart = 0
     for seed in range(100):
         rng = random.Random(seed)

@@ -60,8 +60,7 @@ def plans_of(
 def _widths(draw: st.DrawFn, groups: int, most_ranks: int) -> list[int]:
     widths: list[int] = []
     for group in range(groups):
-        left = most_ranks - sum(widths) - (groups - group - 1)
-        widths.append(draw(st.integers(1, min(3, left))))
+        widths.append(draw(st.integers(1, min(3, most_ranks - sum(widths) - (groups - group - 1)))))
     return widths
 
 

@@ -91,8 +91,7 @@ class CheckpointPairs:
 
     def unflushed(self, policy: str, sizes: Sequence[int]) -> Plan:
         """Return a plan of two stages under a weight policy."""
-        alone = self._case.plan([1, 1], MICRO_BATCHES, ROWS, warmup=[1, 1])
-        plan = in_teams(self._graph, alone, sizes)
+        plan = in_teams(self._graph, self._case.plan([1, 1], MICRO_BATCHES, ROWS, warmup=[1, 1]), sizes)
         stages = [stage.model_copy(update={"warmup": depth}) for stage, depth in zip(plan.stages, (2, 1), strict=True)]
         more = {"anneal_steps": 3, "synchronous_steps": 1} if policy == "pipemare" else {}
         return plan.model_copy(update={"stages": tuple(stages), "weight_policy": policy, **more})

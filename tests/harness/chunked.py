@@ -34,8 +34,7 @@ def halved(profile: Profile, seed: int) -> Profile:
 
 def random_costs(seed: int, most_devices: int = 6) -> CostModel:
     """Return costs of a random profile with halves, on one kind of device or two."""
-    rng = random.Random(seed)
-    devices = rng.randint(1, most_devices)
+    devices = random.Random(seed).randint(1, most_devices)
     profile, cluster = random_profile(seed, most_layers=10, batches=(2, 4, 6, 12)), random_cluster(seed, devices)
     if seed % 2:
         profile, cluster = two_kinds(profile, cluster, seed)

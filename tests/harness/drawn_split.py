@@ -103,8 +103,7 @@ def heads(module: Drawn, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
         rate = draw.choice([0.0, 0.2])
         found = F.scaled_dot_product_attention(query, keys, values, dropout_p=rate, is_causal=True)
     else:
-        weights = (query @ keys.transpose(-1, -2)).softmax(-1)
-        found = F.dropout(weights, draw.choice([0.0, 0.2])) @ values
+        found = F.dropout((query @ keys.transpose(-1, -2)).softmax(-1), draw.choice([0.0, 0.2])) @ values
     return found.transpose(1, 2).reshape(-1, LENGTH, x.shape[-1])
 
 

@@ -36,8 +36,7 @@ def norm(module: Stream, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
 
 
 def plain_norm(module: Stream, draw: random.Random, x: torch.Tensor) -> torch.Tensor:
-    found = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1)
-    return found * (1 + module.weight(WIDTH))
+    return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1)) * (1 + module.weight(WIDTH))
 
 
 def matrices(module: Stream, draw: random.Random, x: torch.Tensor) -> torch.Tensor:

@@ -84,8 +84,7 @@ def random_equal(
     turning = schedule in ("1f1b", "gpipe") and replicas > 1 and rng.random() < 0.3
     counts = [groups * each for each in (1, 2, 4) if 24 % (groups * each) == 0] or [groups]
     micro_batches = rng.choice(counts) * (replicas if turning else 1)
-    layers = len(profile.layers)
-    cuts = sorted(rng.sample(range(1, layers), count - 1))
+    cuts = sorted(rng.sample(range(1, len(profile.layers)), count - 1))
     division: Division = "round-robin" if turning else "split"
     plan, cluster = equal_plan(
         profile, schedule, groups, replicas, micro_batches, chunks=chunks, cuts=cuts or None, division=division

@@ -20,8 +20,7 @@ def prices_of(seed: int, sizes: tuple[int, ...], most_layers: int = 5) -> Prices
     """Return the prices of a random profile on nodes of given sizes, in a random micro-batch count."""
     devices = sum(sizes)
     profile = random_profile(seed, most_layers=most_layers, batches=(4, 6, 8))
-    cluster = nodes_of(random_cluster(seed, devices), sizes)
-    costs = CostModel(profile, cluster, PlanOptions(gpus=devices))
+    costs = CostModel(profile, nodes_of(random_cluster(seed, devices), sizes), PlanOptions(gpus=devices))
     return Prices(costs, random.Random(seed).choice([count for count in (1, 2, 4) if costs.batch % count == 0]))
 
 

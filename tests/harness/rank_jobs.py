@@ -23,7 +23,7 @@ from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.loss import all_finite
-from autopar.runtime.messages.staging import StagedTransport, connect
+from autopar.runtime.messages.staging import connect
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage.sharded import whole
 from autopar.runtime.start.evaluate import Evaluation
@@ -33,19 +33,12 @@ from autopar.runtime.start.worker import TrainArguments, build, train
 from autopar.runtime.start.workspace import GRAPH, Workspace
 from autopar.schedules.continuing import lead
 from autopar.schedules.expand import expand
-from fake_copies import FakeCopies
 
 
 def train_and_keep(context: RankContext, arguments: dict[str, Any]) -> list[float]:
     """Train, and write ``gradients-R``, ``parameters-R`` and ``buffers-R`` files; return this rank's losses."""
     job = _built(context, arguments)
     return [record.loss for record in keep(job, context.rank, arguments["steps"], Path(arguments["folder"]))]
-
-
-def train_and_stage(context: RankContext, arguments: dict[str, Any]) -> list[float]:
-    """Do as :func:`train_and_keep`, with messages that are copied once more at both ends."""
-    with patch("autopar.runtime.start.worker.connect", lambda *how: StagedTransport(connect(*how), FakeCopies())):
-        return train_and_keep(context, arguments)
 
 
 @cache

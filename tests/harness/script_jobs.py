@@ -70,8 +70,7 @@ def train_and_refuse(context: RankContext, arguments: dict[str, Any]) -> dict[st
     inputs, targets = steps[0]
     reads = context.rank in (*plan.stages[0].devices, *plan.stages[-1].devices)
     wrong = (inputs[:5], targets[:5]) if context.rank == 0 else (inputs, targets)
-    apart = (inputs + context.rank, targets)
-    for batch in (wrong, apart):
+    for batch in (wrong, (inputs + context.rank, targets)):
         try:
             job.step(batch)
         except AutoparError as error:

@@ -17,8 +17,7 @@ def plain(model, batch, loss):
     torch.manual_seed(5)
     outputs = StepModule(model, batch, loss)(*(t.clone() for t in named_tensors(batch).values()))
     outputs[0].backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    return outputs, gradients, dict(model.named_buffers())
+    return outputs, {name: p.grad for name, p in model.named_parameters()}, dict(model.named_buffers())
 
 
 def run(layers, values, rows=None):
@@ -62,8 +61,7 @@ def assert_equal_to_plain(model, graph, batch, loss, cuts, tolerance=1e-12, of_l
     own_buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
     for layer in graph.layers:
         materialize(layer, {**parameters, **own_buffers})
-    outputs = run_stages(graph, batch, cuts)
-    for one, other in zip(outputs, expected, strict=True):
+    for one, other in zip(run_stages(graph, batch, cuts), expected, strict=True):
         assert float((one - other).detach().abs().max()) <= of_loss * float(other.detach().abs().max())
     largest = max(float(g.abs().max()) for g in gradients.values() if g is not None)
     for name, gradient in gradients.items():

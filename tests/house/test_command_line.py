@@ -19,7 +19,7 @@ def _python(script: str, *options: str, cwd: Path = ROOT, **more: Any) -> subpro
     return subprocess.run([sys.executable, *options, "-c", script], cwd=cwd, capture_output=True, text=True, **more)
 
 
-def test_help_lists_every_command_from_an_uninstalled_checkout() -> None:
+def test_help_and_commands_that_read_files_import_nothing_heavy(tmp_path: Path) -> None:
     # -S leaves site-packages' .pth files, and with them the editable install, out; the libraries are put back by path.
     libraries = [path for path in sys.path if path.endswith("site-packages")]
     script = f"import sys; sys.path += {libraries!r}; import runpy; sys.argv = ['autopar', '--help']"
@@ -27,6 +27,17 @@ def test_help_lists_every_command_from_an_uninstalled_checkout() -> None:
     assert found.returncode == 0, found.stderr
     for name in typer.main.get_command(app).commands:  # type: ignore[attr-defined]
         assert f" {name} " in found.stdout
+    gpt_profile(blocks=3).save(tmp_path / "profile.json")
+    local_cluster(2).save(tmp_path / "cluster.json")
+    line = "forward_compute_time=1, backward_compute_time=1, activation_size=1, parameter_size=1"
+    (tmp_path / "graph.txt").write_text(f"node1 -- x -- {line}\n")
+    done = _python(LIGHTLY, cwd=tmp_path, input=LIGHT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^autopar 0\.\S*, .*torch 2\.", done.stdout, re.MULTILINE)
+    script = "print(dir(autopar) == sorted(autopar.__all__), 'torch' in sys.modules, len(sys.modules))"
+    same, torch, count = _python(f"import autopar, sys; {script}").stdout.split()
+    assert (same, torch) == ("True", "False")
+    assert int(count) < 100
 
 
 LIGHT = """\
@@ -60,16 +71,6 @@ assert "torch" not in sys.modules
 """
 
 
-def test_commands_that_read_files_import_nothing_heavy(tmp_path: Path) -> None:
-    gpt_profile(blocks=3).save(tmp_path / "profile.json")
-    local_cluster(2).save(tmp_path / "cluster.json")
-    line = "forward_compute_time=1, backward_compute_time=1, activation_size=1, parameter_size=1"
-    (tmp_path / "graph.txt").write_text(f"node1 -- x -- {line}\n")
-    done = _python(LIGHTLY, cwd=tmp_path, input=LIGHT, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^autopar 0\.\S*, .*torch 2\.", done.stdout, re.MULTILINE)
-
-
 @pytest.mark.parametrize(
     ("raised", "code", "said"),
     [
@@ -101,10 +102,3 @@ def test_whatever_ends_a_command_is_one_line_without_a_traceback(raised: str, co
     assert found.returncode == code
     assert found.stderr.startswith(said)
     assert found.stderr.count("\n") == 1
-
-
-def test_the_modules_names_are_listed_without_importing_anything_heavy() -> None:
-    script = "print(dir(autopar) == sorted(autopar.__all__), 'torch' in sys.modules, len(sys.modules))"
-    same, torch, count = _python(f"import autopar, sys; {script}").stdout.split()
-    assert (same, torch) == ("True", "False")
-    assert int(count) < 100

@@ -90,22 +90,13 @@ def test_what_the_wheel_installs_can_be_imported_without_the_checkout(tree: Path
     assert Path(found.stdout.strip()) == tmp_path / "installed" / "autopar" / "planner" / "__init__.py"
 
 
-def test_every_folder_with_modules_is_listed_as_a_package_and_those_elsewhere_are_mapped_and_linked() -> None:
+def test_every_folder_with_modules_is_a_package_and_pins_satisfy_what_is_declared() -> None:
     assert {".".join(Path(name).parent.parts) for name in _modules()} == set(_setuptools()["packages"])
     mapping = dict(_setuptools()["package-dir"])
     assert mapping.pop("autopar") == "autopar"
     assert mapping == {name: folder for folder, name in FOLDERS.items()}
     for folder in FOLDERS:
         assert (ROOT / "autopar" / folder).readlink() == Path("..") / folder
-
-
-@pytest.mark.parametrize("folder", ["planner", "profiler", "runtime"])
-def test_a_code_folder_refuses_to_be_imported_under_its_short_name(folder: str) -> None:
-    found = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True)
-    assert f"import this package as autopar.{folder}" in found.stderr
-
-
-def test_what_is_pinned_satisfies_what_is_declared() -> None:
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
@@ -114,3 +105,9 @@ def test_what_is_pinned_satisfies_what_is_declared() -> None:
     assert not [name for name in bare if name != "autopar" and name not in names]
     assert pins["torch"] == "2.13.0"
     assert not [name for name in pins if name.startswith(("nvidia", "triton"))]
+
+
+@pytest.mark.parametrize("folder", ["planner", "profiler", "runtime"])
+def test_a_code_folder_refuses_to_be_imported_under_its_short_name(folder: str) -> None:
+    found = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True)
+    assert f"import this package as autopar.{folder}" in found.stderr

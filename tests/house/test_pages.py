@@ -63,8 +63,21 @@ def _run(tmp_path: Path, text: str) -> None:
     run_page(read_page(tmp_path / "page.md"), tmp_path / "folder", processes=warm)
 
 
-def test_a_sound_page_passes(tmp_path: Path) -> None:
+def test_pages_pass_or_fail_as_expected_and_calls_are_told_from_shells(tmp_path: Path) -> None:
     _run(tmp_path, SOUND)
+    printed = "ValueError: invalid literal for int() with base 10: 'x'"
+    page = f"<!-- fails -->\n```python\nint('x')\n```\n```text\n{printed}\n```\n"
+    _run(tmp_path, page)
+    with pytest.raises(PageError, match=r"page\.md:6: .* 'y'\", and the block prints .* 'x'\""):
+        _run(tmp_path, page.replace("'x'\n```\n", "'y'\n```\n"))
+    text = "ls\nmkdir a \\\n  b\nautopar plan 'a | b' \\\n  --gpus 2  # two; or more\nautopar show x > y\nautopar run\n"
+    assert list(commands_of(Block(10, "bash", text))) == [
+        (10, "ls\nmkdir a \\\n  b\n", None),
+        (13, "autopar plan 'a | b' \\\n  --gpus 2  # two; or more\n", ["plan", "a | b", "--gpus", "2"]),
+        (15, "autopar show x > y\n", None),
+        (16, "autopar run\n", ["run"]),
+    ]
+    assert list(commands_of(Block(10, "bash", "cd x\nautopar run\n"))) == [(10, "cd x\nautopar run\n", None)]
 
 
 @pytest.mark.parametrize(
@@ -91,22 +104,3 @@ def test_a_fault_is_found_with_its_file_and_line(tmp_path: Path, old: str, new: 
         _run(tmp_path, SOUND.replace(old, new))
     assert str(found.value).startswith(f"page.md:{line}: ")
     assert said in str(found.value)
-
-
-def test_an_error_may_be_expected_and_is_compared(tmp_path: Path) -> None:
-    printed = "ValueError: invalid literal for int() with base 10: 'x'"
-    page = f"<!-- fails -->\n```python\nint('x')\n```\n```text\n{printed}\n```\n"
-    _run(tmp_path, page)
-    with pytest.raises(PageError, match=r"page\.md:6: .* 'y'\", and the block prints .* 'x'\""):
-        _run(tmp_path, page.replace("'x'\n```\n", "'y'\n```\n"))
-
-
-def test_calls_of_autopar_that_need_no_shell_are_told_from_what_does() -> None:
-    text = "ls\nmkdir a \\\n  b\nautopar plan 'a | b' \\\n  --gpus 2  # two; or more\nautopar show x > y\nautopar run\n"
-    assert list(commands_of(Block(10, "bash", text))) == [
-        (10, "ls\nmkdir a \\\n  b\n", None),
-        (13, "autopar plan 'a | b' \\\n  --gpus 2  # two; or more\n", ["plan", "a | b", "--gpus", "2"]),
-        (15, "autopar show x > y\n", None),
-        (16, "autopar run\n", ["run"]),
-    ]
-    assert list(commands_of(Block(10, "bash", "cd x\nautopar run\n"))) == [(10, "cd x\nautopar run\n", None)]

@@ -19,22 +19,25 @@ def test_a_page_is_what_the_code_says(name: str) -> None:
     assert page.read_text() == reference.PAGES[name](), f"{name} is out of date; run `python benchmarks/reference.py`"
 
 
-def test_there_are_no_other_pages() -> None:
-    assert {page.name for page in reference.FOLDER.iterdir()} == set(reference.PAGES)
-
-
-def test_every_public_function_is_under_one_heading() -> None:
-    named = [name for names in python_api.TOPICS.values() for name in names]
-    assert sorted(named) == sorted(name for name in autopar.__all__ if name.islower())
-
-
-def test_every_option_of_every_command_is_on_the_page_with_its_help() -> None:
+def test_every_option_function_key_and_case_is_on_its_page() -> None:
+    """Every fault and bad input that is promised to be tried has tests that bear its number; no test bears another."""
     text = reference.PAGES["commands.md"]()
     for words, command in [each for each in command_lines.commands() if not hasattr(each[1], "commands")]:
         section = text.split(f"\n## autopar {' '.join(words)}\n")[1].split("\n## ")[0]
         for parameter in command.params:
             missing = [each for each in parameter.opts if each.startswith("-") and f"`{each}`" not in section]
             assert not missing, words
+    named = [name for names in python_api.TOPICS.values() for name in names]
+    assert sorted(named) == sorted(name for name in autopar.__all__ if name.islower())
+    rows = [line for line in reference.PAGES["files.md"]().split("\n") if line.startswith("| `")]
+    assert len(rows) > 300
+    assert [row for row in rows if row.endswith("|  |")] == []
+    assert {page.name for page in reference.FOLDER.iterdir()} == set(reference.PAGES)
+    found = commands._arguments("plan")
+    assert found["memory_bytes"] == found["profile"] == "plan"
+    assert "`train(timeout_s=)`" in reference.PAGES["commands.md"]()
+    assert list(CASES) == list(range(1, 59))
+    assert list(files_of_cases()) == list(CASES)
 
 
 @pytest.mark.parametrize("name", [name for name in autopar.__all__ if name.islower()])
@@ -44,21 +47,3 @@ def test_a_public_function_has_an_example_that_compiles(name: str) -> None:
     assert examples
     for each in examples:
         compile(each.source, name, "single")
-
-
-def test_an_argument_on_the_page_of_commands_is_one_of_the_function() -> None:
-    found = commands._arguments("plan")
-    assert found["memory_bytes"] == found["profile"] == "plan"
-    assert "`train(timeout_s=)`" in reference.PAGES["commands.md"]()
-
-
-def test_every_key_of_every_file_has_a_meaning() -> None:
-    rows = [line for line in reference.PAGES["files.md"]().split("\n") if line.startswith("| `")]
-    assert len(rows) > 300
-    assert [row for row in rows if row.endswith("|  |")] == []
-
-
-def test_every_case_has_tests_and_every_mark_a_case() -> None:
-    """Every fault and bad input that is promised to be tried has tests that bear its number; no test bears another."""
-    assert list(CASES) == list(range(1, 59))
-    assert list(files_of_cases()) == list(CASES)

@@ -25,13 +25,10 @@ def unpicklers(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.reliability(21)
-def test_nothing_can_unpickle() -> None:
+def test_nothing_can_unpickle_and_files_that_the_page_names_are_there() -> None:
     files = [file for part in ("autopar", "planner", "profiler", "runtime") for file in (ROOT / part).rglob("*.py")]
     found = {file.relative_to(ROOT).as_posix(): sorted(unpicklers(file)) for file in files}
     assert {name: calls for name, calls in found.items() if calls} == {}
-
-
-def test_files_that_the_page_names_are_there() -> None:
     named = re.findall(r"`((?:tests|benchmarks)/[\w/]+\.py)`", PAGE) + re.findall(r"\]\((docs/[\w/]+\.md)", PAGE)
     assert len(named) > 10
     assert [name for name in named if not (ROOT / name).is_file()] == []

@@ -20,7 +20,7 @@ def test_shards_are_stages_of_zero(shard: str, stage: int, tmp_path: Path) -> No
     assert found["train_batch_size"] == sizes[0] * sizes[1] * 4 == 16
 
 
-def test_a_pipeline_has_parts_and_recomputes_all_layers_or_none(tmp_path: Path) -> None:
+def test_a_pipeline_has_parts_and_what_deepspeed_has_not_is_refused(tmp_path: Path) -> None:
     made = planned(llama_profile(), "1f1b", 3, 2, 4, cuts=(2, 9), recompute=range(14), shard="optimizer")
     for precision in ("bf16", "fp16"):
         text, parts = exported("deepspeed", tmp_path, made, precision=precision)
@@ -29,9 +29,6 @@ def test_a_pipeline_has_parts_and_recomputes_all_layers_or_none(tmp_path: Path) 
         (assigned,) = [node.value for node in ast.parse(parts).body if isinstance(node, ast.Assign)]
         assert ast.literal_eval(assigned) == [0, 2, 9, 14]
         assert "model.embed_tokens model.layers.0" in parts.replace("\n#  ", "")
-
-
-def test_what_deepspeed_has_not_is_refused(tmp_path: Path) -> None:
     refused: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         (("1f1b", 2, 2), {"shard": "gradients"}, "of a pipeline's stages that divide gradients"),
         (("1f1b", 2), {"recompute": range(1, 13)}, "all blocks, and DeepSpeed recomputes no layer or all layers"),

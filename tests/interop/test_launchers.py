@@ -31,7 +31,7 @@ def test_shells_take_the_scripts_with_any_name_of_the_plan(name: str, nodes: Seq
         assert script.splitlines()[0] == "#!/bin/bash"
 
 
-def test_a_launch_starts_as_many_ranks_on_every_machine(tmp_path: Path) -> None:
+def test_as_many_ranks_are_launched_on_every_machine_of_any_plan_that_runs(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     assert "torchrun --standalone --nproc-per-node 4 -m autopar worker" in launch("torchrun", path, (0,) * 4)
     two = launch("torchrun", path, (0, 0, 1, 1))
@@ -40,17 +40,13 @@ def test_a_launch_starts_as_many_ranks_on_every_machine(tmp_path: Path) -> None:
     for line in ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2"):
         assert f"#SBATCH {line}\n" in slurm
     assert "#SBATCH --cpus-per-task=3\n" in launch("slurm", path, (0, 0, 1, 1), "cpu")
-    manifest = yaml.safe_load(launch("kubernetes", path, (0, 0, 1, 1)))
-    trainer = manifest["spec"]["trainer"]
+    trainer = yaml.safe_load(launch("kubernetes", path, (0, 0, 1, 1)))["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 2)
     assert trainer["command"] == ["torchrun", "-m", "autopar", "worker", str(path)]
     assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": "2"}}
     assert yaml.safe_load(launch("kubernetes", path, (0,) * 4, "cpu"))["spec"]["trainer"]["resourcesPerNode"] == {
         "limits": {"cpu": "12"}
     }
-
-
-def test_any_plan_that_runs_is_launched_and_others_are_not(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     assert "predicted" in launch("torchrun", path, (0,) * 4, recompute=(1,), depths=(3, 1))
     for name in ("torchrun", "slurm", "kubernetes"):

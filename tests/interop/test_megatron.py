@@ -12,7 +12,7 @@ from autopar.planner.constraints import parse
 from equal_plans import exported, llama_profile, planned, random_equal, stops
 
 
-def test_megatron_says_recomputation_shards_and_precision(tmp_path: Path) -> None:
+def test_megatron_says_recomputation_and_precision_and_has_no_name_for_cuts_around_the_blocks(tmp_path: Path) -> None:
     def text(**options: object) -> str:
         return exported("megatron", tmp_path, planned(llama_profile(), "1f1b", 2, 2, **options))[0]
 
@@ -24,9 +24,6 @@ def test_megatron_says_recomputation_shards_and_precision(tmp_path: Path) -> Non
         assert f"    {line}\n" in sharded
     with pytest.raises(UsageError, match="no replicas of a pipeline's stages that divide parameters"):
         text(shard="parameters")
-
-
-def test_a_cut_among_what_stands_around_the_blocks_has_no_name(tmp_path: Path) -> None:
     profile = llama_profile(3)
     names, tensor = ("model.norm", "lm_head"), profile.tensors[-1]
     ends = [profile.layers[-1].model_copy(update={"name": name, "modules": (name,)}) for name in names]
@@ -52,7 +49,7 @@ def plain(text: str) -> list[str]:
     return found.split("|")
 
 
-def test_texts_mean_what_a_plain_reading_finds_and_any_stages_fold_and_unfold() -> None:
+def test_layouts_mean_what_a_plain_reading_finds_and_others_are_refused() -> None:
     for text in ("Et*7|(t*8|)*2t*9L", "Ettt|(tt|)*3,t|L", "E|(t|)*12tL", "EtL", "E|t|L", "E,t*3|(t*2|t|)*2tL"):
         assert unfold(text) == plain(text), text
     rng = random.Random(0)
@@ -62,6 +59,17 @@ def test_texts_mean_what_a_plain_reading_finds_and_any_stages_fold_and_unfold() 
         stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}L"
         assert unfold(fold(stages)) == stages
         assert plain(fold(stages)) == stages
+    profile = llama_profile(4)
+    assert parts_of(profile) is not None
+    three = {"stages": "0:1,1:1,2:1,3:1,4:1,5:1", "schedule": "interleaved", "chunks": 3}
+    assert import_layout("E|t|t|t|t|L", profile, 1, 2).options == three
+    for text, groups, words in (
+        ("Ettt|L", None, "3 blocks, and the profile 4"),
+        ("Ett|t|tL", 2, "2 devices do not divide the layout's 3 stages"),
+        ("Ett||ttL", None, "stage 1 has no layers"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            import_layout(text, profile, 1, groups)
 
 
 @pytest.mark.parametrize("text", ["", "tttL", "Ett", "EtmL", "Et*|L", "LtE", "EtE|tL", "(Et", "E(t*9999)*9999L", "EL"])
@@ -88,17 +96,3 @@ def test_random_plans_are_the_same_stages_after_export_and_import(tmp_path: Path
         assert (found.schedule, found.chunks) == (plan.schedule, len(plan.groups[0]))
         seen.add((found.schedule, found.chunks, replicas, plan.stages[0].division))
     assert len(seen) >= 10
-
-
-def test_a_layout_of_other_layers_or_devices_is_refused() -> None:
-    profile = llama_profile(4)
-    assert parts_of(profile) is not None
-    three = {"stages": "0:1,1:1,2:1,3:1,4:1,5:1", "schedule": "interleaved", "chunks": 3}
-    assert import_layout("E|t|t|t|t|L", profile, 1, 2).options == three
-    for text, groups, words in (
-        ("Ettt|L", None, "3 blocks, and the profile 4"),
-        ("Ett|t|tL", 2, "2 devices do not divide the layout's 3 stages"),
-        ("Ett||ttL", None, "stage 1 has no layers"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            import_layout(text, profile, 1, groups)

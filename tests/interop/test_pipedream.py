@@ -51,23 +51,20 @@ def test_nodes_become_layers_that_keep_their_tensors_and_edges_tensors() -> None
     assert [layer.costs[0].peak_bytes for layer in profile.layers] == [2 * 80, 2 * 64 + 80, 2 * 65 + 64 + 80]
 
 
-def test_sizes_are_per_sample_of_the_profiled_mini_batch_of_at_least_one_and_never_rounded_down() -> None:
+def test_sizes_and_gradients_are_as_read_and_what_is_assumed_is_noted() -> None:
     profile = _read(LINES, batch=32)
     assert profile.batch == 32
     assert {layer.costs[0].micro_batch for layer in profile.layers} == {32}
     assert [tensor.bytes_per_sample for tensor in profile.tensors] == [4, 3, 2]
     with pytest.raises(UsageError, match="`profiled_batch`"):
         _read(LINES, batch=0)
-
-
-def test_gradients_flow_only_back_to_parameters() -> None:
     lines = [line.replace("parameter_size=40", "parameter_size=0") for line in LINES]
     assert {tensor.gradient for tensor in _read(lines).tensors} == {False}
     found = {tensor.name: tensor.gradient for tensor in _read(LINES).tensors}
     assert found == {"node1": False, "node2": True, "node3": True}
+    lines = "\ufeff" + "\r\n".join([*reversed(LINES), "", ""])
+    assert pipedream_profile(lines, PATH).layers == _read(LINES).layers
 
-
-def test_what_is_left_out_or_assumed_and_the_files_own_stages_are_noted() -> None:
     def staged(*stages: int) -> str:
         tails = {LINES[at]: f" -- stage_id={stage}" for at, stage in zip((1, 2, 4), stages, strict=True)}
         return _read([line + tails.get(line, "") for line in LINES]).notes[-1]
@@ -79,11 +76,6 @@ def test_what_is_left_out_or_assumed_and_the_files_own_stages_are_noted() -> Non
     assert "__getitem__ nodes that nothing reads (node4)" in notes
     assert "optimizer" in notes
     assert "V100" in notes
-
-
-def test_the_order_of_lines_windows_line_ends_and_a_byte_order_mark_do_not_matter() -> None:
-    lines = "\ufeff" + "\r\n".join([*reversed(LINES), "", ""])
-    assert pipedream_profile(lines, PATH).layers == _read(LINES).layers
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def _read(content: dict[str, Any]) -> Profile:
     return piper_profile(json.dumps(content), PATH)
 
 
-def test_layers_keep_all_their_options_and_cost_what_one_device_takes_that_keeps_everything() -> None:
+def test_layers_keep_all_their_options_and_limits_are_noted() -> None:
     profile = _read(FILE)
     assert [layer.name for layer in profile.layers] == ["layer.3", "head.7"]
     first = profile.layers[0]
@@ -62,13 +62,18 @@ def test_layers_keep_all_their_options_and_cost_what_one_device_takes_that_keeps
     assert (first.parameters_bytes, first.gradient_bytes, first.buffers_bytes) == (40, 40, 10)
     assert profile.batch == 12
     assert [(each.name, each.bytes_per_sample, each.gradient) for each in profile.tensors] == [("3>7", 64, True)]
-
-
-def test_limits_that_the_file_states_are_noted_and_the_batch_has_two_names() -> None:
     notes = "\n".join(_read(FILE).notes)
     assert "8 devices of 1000000000 bytes, which each send 25000000000 bytes/s, and 12 micro-batches" in notes
     renamed = {key: value for key, value in FILE.items() if key != "mbsInBatch"} | {"maxBatchSize": 12}
     assert _read(renamed).batch == 12
+    for text, said in (('{"nodes": NaN}', r"\$.nodes: NaN"), ("[", ":1:2: not JSON"), ("[]", r"\$: Input should be")):
+        with pytest.raises(FileError, match=said):
+            piper_profile(text, PATH)
+    # Over what depends on no parameter, no gradient flows back.
+    frozen = copy.deepcopy(FILE)
+    for each in (way for ways in frozen["nodes"][1]["TMPCs"].values() for way in ways):
+        each["parameterSize"] = 0
+    assert [each.gradient for each in _read(frozen).tensors] == [False]
 
 
 Edit = Callable[[dict[str, Any]], object]
@@ -99,12 +104,6 @@ def test_a_bad_file_is_refused_by_its_json_path(edit: Edit, message: str) -> Non
         _read(content)
     assert str(caught.value).startswith(f"{PATH}: $.{message}")
     assert "\n" not in str(caught.value)
-
-
-def test_what_is_no_such_json_is_refused() -> None:
-    for text, said in (('{"nodes": NaN}', r"\$.nodes: NaN"), ("[", ":1:2: not JSON"), ("[]", r"\$: Input should be")):
-        with pytest.raises(FileError, match=said):
-            piper_profile(text, PATH)
 
 
 @pytest.mark.skipif("AUTOPAR_DATA" not in os.environ, reason="AUTOPAR_DATA names no folder of published data")

@@ -20,7 +20,7 @@ def subject(schedule: str = "1f1b", nodes: Sequence[int] | None = None, **option
     return target.ExportSubject(plan, profile, cluster.model_copy(update={"devices": tuple(devices)}), "plan.json")
 
 
-def test_a_head_says_stages_prediction_and_notes_in_comments_that_end_no_line_early() -> None:
+def test_heads_say_stages_and_families_are_known_by_class_and_names() -> None:
     own = subject("interleaved")._replace(notes=("a note",))
     first, form, predicted, note = target.heading(own, TARGETS["megatron"])
     assert first.startswith("model.py, planned by autopar. Written for Megatron-LM core 0.16.1: ")
@@ -31,9 +31,27 @@ def test_a_head_says_stages_prediction_and_notes_in_comments_that_end_no_line_ea
     assert all(line.startswith("#") for line in lines)
     assert max(map(len, lines)) <= 120
     assert lines[-1] == "# one rm -rf /"
+    assert target.family_of(llama_profile(), "LlamaForCausalLM") == target.LLAMA_LIKE
+    assert target.family_of(llama_profile(), "GPT2LMHeadModel") is None
+    assert target.family_of(llama_profile(), None) is None
+    assert target.family_of(gpt_profile(), "LlamaForCausalLM") is None
+    assert target.family_of(renamed(llama_profile(), {0: ("embed",)}), "LlamaForCausalLM") is None
+    assert target.parts_of(random_profile(3)) is not None
+    ours = target.LLAMA_LIKE, target.GPT_LIKE
+    names = ("model.layers.11", "model.embed_tokens", "model.norm", "lm_head")
+    found = [target.rename(name, *ours) for name in names]
+    assert found == ["transformer.h.11", "transformer.wte", "transformer.ln_f", "lm_head"]
 
 
-def test_edges_and_depths_are_those_of_blocks_and_of_the_schedule() -> None:
+def test_machines_edges_and_depths_are_those_of_ranks_blocks_and_the_schedule() -> None:
+    assert target.nodes_of(subject(nodes=(3, 3, 3, 1))) == [3, 1]
+    assert target.equal_nodes(subject(nodes=(0, 0, 1, 1))) == (2, 2)
+    with pytest.raises(UsageError, match="do not follow each other"):
+        target.nodes_of(subject(nodes=(0, 1, 0, 1)))
+    own = subject()
+    assert target.modules_of_stage(own, 0)[:2] == ("model.embed_tokens", "model.layers.0")
+    with pytest.raises(UsageError, match="lm_head@2"):
+        target.modules_of_stage(own._replace(profile=renamed(own.profile, {7: ("lm_head@2",)})), 1)
     own = subject()
     assert TARGETS["megatron"].edges(own) == (0, 1, 2, 3, 4, 5, 6, 7, 8)
     assert TARGETS["torch"].edges(own) == tuple(range(9))
@@ -46,20 +64,6 @@ def test_edges_and_depths_are_those_of_blocks_and_of_the_schedule() -> None:
         assert str(target.ends_refusal(own.plan, parts)).startswith(words)
     assert target.usual_depths(subject().plan) == [(2, 1)]
     assert target.usual_depths(subject(division="round-robin").plan) == [(2, 1)]
-
-
-def test_a_module_that_is_called_twice_has_no_name() -> None:
-    own = subject()
-    assert target.modules_of_stage(own, 0)[:2] == ("model.embed_tokens", "model.layers.0")
-    with pytest.raises(UsageError, match="lm_head@2"):
-        target.modules_of_stage(own._replace(profile=renamed(own.profile, {7: ("lm_head@2",)})), 1)
-
-
-def test_machines_are_counted_in_the_order_of_ranks() -> None:
-    assert target.nodes_of(subject(nodes=(3, 3, 3, 1))) == [3, 1]
-    assert target.equal_nodes(subject(nodes=(0, 0, 1, 1))) == (2, 2)
-    with pytest.raises(UsageError, match="do not follow each other"):
-        target.nodes_of(subject(nodes=(0, 1, 0, 1)))
 
 
 def renamed(profile: Profile, modules: dict[int, tuple[str, ...]]) -> Profile:
@@ -80,16 +84,3 @@ def test_blocks_are_an_unbroken_run_of_elements_of_a_list_none_of_them_in_pieces
     assert two.blocks_list == "model.layers"
     for name in ("model.layers.3", "model.layers.2.attention", "other"):
         assert target.parts_of(renamed(profile, {3: (name,)})) is None
-
-
-def test_a_family_is_known_by_its_class_and_names_and_these_are_renamed_to_anothers() -> None:
-    assert target.family_of(llama_profile(), "LlamaForCausalLM") == target.LLAMA_LIKE
-    assert target.family_of(llama_profile(), "GPT2LMHeadModel") is None
-    assert target.family_of(llama_profile(), None) is None
-    assert target.family_of(gpt_profile(), "LlamaForCausalLM") is None
-    assert target.family_of(renamed(llama_profile(), {0: ("embed",)}), "LlamaForCausalLM") is None
-    assert target.parts_of(random_profile(3)) is not None
-    ours = target.LLAMA_LIKE, target.GPT_LIKE
-    names = ("model.layers.11", "model.embed_tokens", "model.norm", "lm_head")
-    found = [target.rename(name, *ours) for name in names]
-    assert found == ["transformer.h.11", "transformer.wte", "transformer.ln_f", "lm_head"]

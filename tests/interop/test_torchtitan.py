@@ -46,7 +46,7 @@ def test_random_plans_are_the_same_stages_after_export_and_import(tmp_path: Path
     assert len(seen) > 15
 
 
-def test_names_are_torchtitans_for_classes_that_it_knows_and_the_models_own_for_others(tmp_path: Path) -> None:
+def test_names_are_torchtitans_or_the_models_and_the_plans_order_goes_into_a_file(tmp_path: Path) -> None:
     made = two_stages(blocks=2, cuts=(2,))
     native = [["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]]
     for architecture, parts, words in (
@@ -57,6 +57,14 @@ def test_names_are_torchtitans_for_classes_that_it_knows_and_the_models_own_for_
         (text,) = exported("torchtitan", tmp_path, made, architecture)
         assert values(text)["module_fqns_per_model_part"] == parts
         assert words in text.replace("\n#  ", "")
+    made = two_stages(depths=(3, 1))
+    with pytest.raises(UsageError, match="stage 0 keeps 3 micro-batches in flight, and 2 by torchtitan's 1f1b"):
+        exported("torchtitan", tmp_path, made)
+    text, schedule = exported("torchtitan", tmp_path, made, file="own.csv")
+    assert values(text)["pipeline_parallel_schedule_csv"] == "own.csv"
+    assert schedule.splitlines()[0] == "0F0,0F1,0F2,0B0,0F3,0B1,0B2,0B3"
+    with pytest.raises(UsageError, match="`schedule_file` is of torchtitan"):
+        exported("megatron", tmp_path, made, file="own.csv")
 
 
 def test_a_module_sets_degrees_batches_precision_and_recomputation(tmp_path: Path) -> None:
@@ -78,17 +86,6 @@ def test_a_module_sets_degrees_batches_precision_and_recomputation(tmp_path: Pat
     assert "module_fqns_per_model_part" not in text
     assert values(text)["fsdp_reshard_after_forward"] == "always"
     assert "config.training.local_batch_size = 2\n" in text
-
-
-def test_the_plans_own_order_goes_into_a_file(tmp_path: Path) -> None:
-    made = two_stages(depths=(3, 1))
-    with pytest.raises(UsageError, match="stage 0 keeps 3 micro-batches in flight, and 2 by torchtitan's 1f1b"):
-        exported("torchtitan", tmp_path, made)
-    text, schedule = exported("torchtitan", tmp_path, made, file="own.csv")
-    assert values(text)["pipeline_parallel_schedule_csv"] == "own.csv"
-    assert schedule.splitlines()[0] == "0F0,0F1,0F2,0B0,0F3,0B1,0B2,0B3"
-    with pytest.raises(UsageError, match="`schedule_file` is of torchtitan"):
-        exported("megatron", tmp_path, made, file="own.csv")
 
 
 @pytest.mark.parametrize(

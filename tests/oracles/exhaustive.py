@@ -64,8 +64,7 @@ class _Free(NamedTuple):
         begun = (*self.begun, *(at for at in some if at not in self.begun))
         devices: list[int] = []
         for at in sorted(some, key=lambda at: (self.groups[at][1].alike, begun.index(at))):
-            own = self.groups[at][1].devices[-self.left[at] :]
-            devices += own[: counts[at]]
+            devices += self.groups[at][1].devices[-self.left[at] :][: counts[at]]
         left = tuple(count - counts.get(at, 0) for at, count in enumerate(self.left))
         return tuple(devices), self._replace(left=left, begun=begun)
 

@@ -14,7 +14,7 @@ from autopar.schedules.order import places
 from random_problems import gpt_profile, local_cluster
 
 
-def test_families_are_all_ways_to_divide_a_batch_and_those_beside_one_the_next_ways() -> None:
+def test_families_divide_batches_and_placed_stages_take_every_layer_once() -> None:
     for batch in range(1, 130):
         counts = [count for count in range(1, batch + 1) if batch % count == 0]
         found = families(batch, PlanOptions())
@@ -25,9 +25,6 @@ def test_families_are_all_ways_to_divide_a_batch_and_those_beside_one_the_next_w
             assert families(batch, PlanOptions(micro_batches=count)) == [found[at]]
     with pytest.raises(UsageError, match="`micro_batches=7` does not divide the batch 60; near ones do: 4, 5, 6"):
         families(60, PlanOptions(micro_batches=7))
-
-
-def test_stages_that_are_placed_take_every_layer_and_device_once_and_their_text_dictates_them() -> None:
     profile = gpt_profile(blocks=6)
     for seed in range(4):
         rng = random.Random(seed)

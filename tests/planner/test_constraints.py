@@ -135,7 +135,7 @@ def _statements(options: PlanOptions) -> list[tuple[str, PlanOptions]]:
     return found
 
 
-def test_what_is_called_a_contradiction_is_one_and_needs_every_statement_that_it_names() -> None:
+def test_contradictions_need_every_statement_and_pins_of_many_layers_are_obeyed() -> None:
     met = 0
     for _, cluster, free, options, costs, message in _asked(range(240), 6):
         if message is None or "no device to plan for" in message or "names one layer" in message:
@@ -150,6 +150,24 @@ def test_what_is_called_a_contradiction_is_one_and_needs_every_statement_that_it
         for text, fewer in _statements(named):
             assert _refused(costs, fewer) is None, f"{text} of {message}"
     assert met >= 12
+    options = PlanOptions(gpus=4, pin=("96,97 different stages",), forbid_cut=("95", "100"), max_stages=2)
+    costs = CostModel(gpt_profile(blocks=148), local_cluster(4), options)
+    edges = Constraints.of(costs, options).edges(64)
+    assert {96, 97, 101} & {*edges} == {97}
+    assert (edges[0], edges[-1], len(edges) < 80) == (0, costs.layer_count, True)
+    _, found = closest(costs, families(costs.batch, options)[-1:], options)  # type: ignore[misc]
+    assert found.cuts == (97, 150)
+    profile, cluster = two_kinds(gpt_profile(blocks=2, batch=2), local_cluster(2), 1)
+    pins = ("wte on other", "head on other", "wte,head different stages")
+    with pytest.raises(InfeasibleError, match="no plan for 2 devices obeys all of `max_stages`, `forbid_cut`, `pin`"):
+        plan(profile, cluster, PlanOptions(gpus=2, pin=pins))
+    options = PlanOptions(gpus=2, pin=("wte,head different stages",), schedule="1f1b")
+    found = compare(gpt_profile(blocks=4, batch=4), local_cluster(2), options)
+    rows = {row.name: row for row in found.rows}
+    assert len(found.plan.stages) == 2
+    assert rows["pure data parallelism"].stages == "0-5:2"
+    others = [row for row in found.rows if "," in (row.stages or "") and row.schedule != "interleaved"]
+    assert all(row.step_s is None or row.step_s >= found.plan.predicted.step_s for row in others)
 
 
 def test_neighbours_obey_and_what_comes_closest_is_the_least_of_any_number_of_stages() -> None:
@@ -180,16 +198,6 @@ def test_neighbours_obey_and_what_comes_closest_is_the_least_of_any_number_of_st
     assert min(near, compared) >= 9
 
 
-def test_of_many_layers_those_next_to_what_is_pinned_may_begin_and_end_stages() -> None:
-    options = PlanOptions(gpus=4, pin=("96,97 different stages",), forbid_cut=("95", "100"), max_stages=2)
-    costs = CostModel(gpt_profile(blocks=148), local_cluster(4), options)
-    edges = Constraints.of(costs, options).edges(64)
-    assert {96, 97, 101} & {*edges} == {97}
-    assert (edges[0], edges[-1], len(edges) < 80) == (0, costs.layer_count, True)
-    _, found = closest(costs, families(costs.batch, options)[-1:], options)  # type: ignore[misc]
-    assert found.cuts == (97, 150)
-
-
 def test_a_plan_of_others_is_excluded_by_what_it_does_not_obey_and_by_nothing_else() -> None:
     family, cuts, divided = Family(4, 4, "1f1b"), (7, 14), ("split", "gradients")
     every = CostModel(gpt_profile(), local_cluster(4), PlanOptions()).recompute_levels(4)
@@ -208,13 +216,6 @@ def test_a_plan_of_others_is_excluded_by_what_it_does_not_obey_and_by_nothing_el
         question = Question.of(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, **{option: value}))  # type: ignore[arg-type]
         said = [question.excluding_option(Candidate(*family, tuple(stages))) for stages in (obeys, breaks)]
         assert said == [None, f"`{option}`" if value is True else f"`{option}={value!r}`"]
-
-
-def test_a_model_on_devices_too_few_for_its_pins_is_infeasible() -> None:
-    profile, cluster = two_kinds(gpt_profile(blocks=2, batch=2), local_cluster(2), 1)
-    pins = ("wte on other", "head on other", "wte,head different stages")
-    with pytest.raises(InfeasibleError, match="no plan for 2 devices obeys all of `max_stages`, `forbid_cut`, `pin`"):
-        plan(profile, cluster, PlanOptions(gpus=2, pin=pins))
 
 
 @pytest.mark.parametrize(
@@ -240,16 +241,6 @@ def test_a_constraint_that_cannot_be_obeyed_is_refused(asked: dict[str, object],
     with pytest.raises(UsageError) as caught:
         plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2, **asked))  # type: ignore[arg-type]
     assert message in str(caught.value)
-
-
-def test_peers_are_compared_whatever_they_obey_and_only_started_from_where_they_obey() -> None:
-    options = PlanOptions(gpus=2, pin=("wte,head different stages",), schedule="1f1b")
-    found = compare(gpt_profile(blocks=4, batch=4), local_cluster(2), options)
-    rows = {row.name: row for row in found.rows}
-    assert len(found.plan.stages) == 2
-    assert rows["pure data parallelism"].stages == "0-5:2"
-    others = [row for row in found.rows if "," in (row.stages or "") and row.schedule != "interleaved"]
-    assert all(row.step_s is None or row.step_s >= found.plan.predicted.step_s for row in others)
 
 
 NAMES = ["wte", "h.0", "h.1", "h.2", "ln-f", "head"]

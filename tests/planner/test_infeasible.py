@@ -106,12 +106,11 @@ def test_every_remedy_that_an_error_names_works_and_is_the_least_of_its_kind() -
 )
 def test_a_gpt_that_does_not_fit_is_helped(asked: dict[str, Any], expected: dict[str, Any]) -> None:
     options = PlanOptions(gpus=2, **{"shard": "none", **asked})
-    found = _remedies(gpt_profile(), local_cluster(2), options)
-    assert expected in found
+    assert expected in _remedies(gpt_profile(), local_cluster(2), options)
     assert plan(gpt_profile(), local_cluster(2), replace(options, **expected)).predicted.step_s > 0
 
 
-def test_a_layer_larger_than_any_device_is_named_and_no_number_of_devices_offered() -> None:
+def test_layers_and_limits_too_large_for_any_device_are_told() -> None:
     profile = gpt_profile(blocks=2)
     large = profile.layers[1].model_copy(update={"parameters_bytes": 2**40})
     profile = profile.model_copy(update={"layers": (profile.layers[0], large, *profile.layers[2:])})
@@ -122,9 +121,6 @@ def test_a_layer_larger_than_any_device_is_named_and_no_number_of_devices_offere
     changes = _options(str(caught.value).rpartition("a plan fits with ")[2])
     assert changes["memory_bytes"] > 2**40
     assert plan(profile, local_cluster(2), PlanOptions(gpus=2, **changes)).predicted.step_s > 0
-
-
-def test_a_limit_below_what_the_process_takes_is_told_from_one_that_layers_exceed() -> None:
     profile = random_profile(1, most_layers=3)
     profile = profile.model_copy(update={"device": profile.device.model_copy(update={"reserved_bytes": 3 * MIB})})
     with pytest.raises(InfeasibleError, match=r"needs 256 B beside the 3.00 MiB of the process itself"):
@@ -146,8 +142,7 @@ ASKED = (
 def test_the_least_shortfall_is_that_of_all_plans_for_any_number_of_stages_and_for_each() -> None:
     compared = several = 0
     for seed in range(40):
-        rng = random.Random(seed)
-        devices = rng.randint(2, 3)
+        devices = random.Random(seed).randint(2, 3)
         profile, cluster = problem(seed, devices, 3, most_layers=4, batches=(1, 2, 3, 4), skips=0.0)
         if len(profile.layers) == 1:
             continue
@@ -300,8 +295,7 @@ def test_every_remedy_that_is_printed_works_when_it_is_typed(run: Run, part: int
         found = re.search(r"; a plan fits ((?:with|without) .*)\n$", err)
         assert found is not None or "no options were found with which a plan would fit" in err, err
         for remedy in re.split(r", or (?=with(?:out)? )", found[1]) if found else ():
-            changed = _changed(typed, remedy)
-            code, _, err = run("plan", *changed)
+            code, _, err = run("plan", *_changed(typed, remedy))
             assert code == 0, f"seed {seed}: {shlex.join(typed)}: {remedy}: {err}"
             seen[remedy.split()[1]] += 1
     assert seen.total() >= 2

@@ -128,7 +128,7 @@ def placed(rows: Iterable[ComparisonRow]) -> list[tuple[range, int]]:
     return [(range(int(first), int(last or first) + 1), int(width)) for first, last, width in found]
 
 
-def test_peers_and_references_obey_or_say_why() -> None:
+def test_one_replica_binds_plans_and_their_peers_and_is_explained() -> None:
     profile = limited(gpt_profile(batch=8), dict.fromkeys(range(14), (8, None)))
     rows = compare(profile, local_cluster(4), PlanOptions(gpus=4)).rows
     parallel = next(row for row in rows if row.name == "pure data parallelism")
@@ -139,6 +139,19 @@ def test_peers_and_references_obey_or_say_why() -> None:
     assert wide
     assert not any(4 in layers for layers in wide)
     assert any("layer h.3 has one replica" in str(row.infeasible) for row in rows)
+    writes = {1: BUFFER}
+    profile = written(gpt_profile(blocks=1, batch=4), writes)
+    found, searched = (
+        plan(profile, local_cluster(3), PlanOptions(gpus=3, gap=0.0, solver=solver, micro_batches=2))  # type: ignore[arg-type]
+        for solver in ("milp", "dp")
+    )
+    assert singles(found, writes, profile) == [1]
+    assert found.predicted.step_s == pytest.approx(searched.predicted.step_s, rel=1e-9)
+    profile = written(gpt_profile(blocks=1, batch=4), {0: BUFFER, 1: BUFFER, 2: BUFFER})
+    with pytest.raises(InfeasibleError, match=r"no plan uses all 4 devices: layer wte has one replica"):
+        plan(profile, local_cluster(4), PlanOptions(gpus=4, use_all=True))
+    found = plan(profile, local_cluster(4), PlanOptions(gpus=4))
+    assert simulate(found, profile, local_cluster(4)).end_s == pytest.approx(found.predicted.step_s)
 
 
 def singles(found: Plan, writes: dict[int, Writes], profile: Profile) -> list[int]:
@@ -168,20 +181,8 @@ def test_an_exact_search_finds_the_oracles_step_where_layers_have_one_replica() 
                 held = [writes[at] for at in range(stage.first, stage.stop) if at in writes]
                 assert len(stage.devices) == 1 or not any(each.single for each in held), f"seed {seed}"
                 assert not any(at in writes and writes[at].once for at in stage.recompute), f"seed {seed}"
-        free = plan(plain, cluster, options)
-        differing += any(width > 1 for width in singles(free, writes, profile))
+        differing += any(width > 1 for width in singles(plan(plain, cluster, options), writes, profile))
     assert differing >= 1
-
-
-def test_the_mixed_integer_program_keeps_to_one_replica() -> None:
-    writes = {1: BUFFER}
-    profile = written(gpt_profile(blocks=1, batch=4), writes)
-    found, searched = (
-        plan(profile, local_cluster(3), PlanOptions(gpus=3, gap=0.0, solver=solver, micro_batches=2))  # type: ignore[arg-type]
-        for solver in ("milp", "dp")
-    )
-    assert singles(found, writes, profile) == [1]
-    assert found.predicted.step_s == pytest.approx(searched.predicted.step_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["auto", "gpipe", "interleaved"])
@@ -192,8 +193,7 @@ def test_plans_say_why_a_layer_has_one_replica_and_dictated_ones_are_refused(sch
     assert singles(found, writes, profile) == [1, 1]
     assert any("layer h.2 has one replica, since its forward changes the buffer b" in note for note in found.notes)
     assert any("layer h.4 is not recomputed, since its forward changes the parameter b" in note for note in found.notes)
-    chunked = schedule == "interleaved"
-    stages = "0-3:2,4-6:2,7-9:2,10-13:2" if chunked else "0-3:2,4-13:1"
+    stages = "0-3:2,4-6:2,7-9:2,10-13:2" if schedule == "interleaved" else "0-3:2,4-13:1"
     with pytest.raises(UsageError, match=r"`stages`: layer h.2 has one replica.*`replicate_state='first'` or average"):
         plan(profile, cluster, PlanOptions(schedule=schedule, stages=stages))
     for row in found.alternatives:
@@ -202,7 +202,7 @@ def test_plans_say_why_a_layer_has_one_replica_and_dictated_ones_are_refused(sch
             assert "has one replica" in str(row.infeasible)
 
 
-def test_replicas_that_are_asked_for_are_planned_and_recorded_but_never_of_parameters_or_python_state() -> None:
+def test_written_copies_are_counted_and_asked_for_only_of_buffers() -> None:
     cluster, stages = local_cluster(3), PlanOptions(stages="0-6:2,7-13:1")
     found = plan(written(gpt_profile(), {3: BUFFER}), cluster, replace(stages, replicate_state="average"))
     assert found.replicate_state == "average"
@@ -214,9 +214,6 @@ def test_replicas_that_are_asked_for_are_planned_and_recorded_but_never_of_param
             plan(written(gpt_profile(), {3: kind}), cluster, replace(stages, replicate_state="first"))
     with pytest.raises(UsageError, match="`replicate_state` must be first or average"):
         PlanOptions(replicate_state="last")  # type: ignore[arg-type]
-
-
-def test_copies_of_what_is_written_are_counted_for_every_micro_batch_in_flight() -> None:
     plain, cluster = gpt_profile(), local_cluster(2)
     options = PlanOptions(stages="0-6:1,7-13:1", micro_batches=4, schedule="gpipe", recompute="full")
     profile = written(plain, {2: BUFFER})
@@ -228,19 +225,8 @@ def test_copies_of_what_is_written_are_counted_for_every_micro_batch_in_flight()
     inputs = written(plain, {0: Writes(inputs=("tokens",))})
     before, after = (plan(each, cluster, options).predicted.peak_bytes for each in (plain, inputs))
     assert 3 * 4 * 1024 <= after[0] - before[0] <= 4 * 4 * 1024
-
-
-def test_layers_that_run_once_are_left_out_of_full_recomputation() -> None:
     profile = written(gpt_profile(), {2: PARAMETER, 3: STATE, 4: BUFFER})
     found = plan(profile, local_cluster(2), PlanOptions(stages="0-6:1,7-13:1", recompute="full"))
     again = {name for stage in found.stages for name in stage.recompute}
     assert {"h.1", "h.2"}.isdisjoint(again)
     assert "h.3" in again
-
-
-def test_devices_that_layers_of_one_replica_leave_idle_are_explained() -> None:
-    profile = written(gpt_profile(blocks=1, batch=4), {0: BUFFER, 1: BUFFER, 2: BUFFER})
-    with pytest.raises(InfeasibleError, match=r"no plan uses all 4 devices: layer wte has one replica"):
-        plan(profile, local_cluster(4), PlanOptions(gpus=4, use_all=True))
-    found = plan(profile, local_cluster(4), PlanOptions(gpus=4))
-    assert simulate(found, profile, local_cluster(4)).end_s == pytest.approx(found.predicted.step_s)

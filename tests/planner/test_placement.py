@@ -42,7 +42,7 @@ def _pools() -> list[tuple[list[DeviceGroup], list[DeviceGroup], Pool]]:
     return found
 
 
-def test_states_ascend_as_devices_are_taken_and_the_first_variant_is_cluster_order() -> None:
+def test_states_ascend_and_moves_are_the_variants_of_all() -> None:
     richest = 0
     for groups, others, pool in _pools():
         every = {kind: [d for group in own for d in group.devices] for kind, own in enumerate((groups, others)) if own}
@@ -64,9 +64,6 @@ def test_states_ascend_as_devices_are_taken_and_the_first_variant_is_cluster_ord
                         assert not set(devices) & set(pool.remaining(after))
                     richest += len(variants) > 1
     assert richest > 100
-
-
-def test_moves_are_the_variants_of_all_states() -> None:
     for groups, others, pool in _pools():
         for kind in pool.kinds:
             count = pool.kind_devices_left(0, kind)
@@ -79,7 +76,7 @@ def test_moves_are_the_variants_of_all_states() -> None:
                     assert there == found
 
 
-def test_of_nodes_that_are_alike_every_way_is_gone_through_once() -> None:
+def test_alike_nodes_are_gone_through_once_and_policies_take_what_is_asked() -> None:
     """Histories of what stages took, told apart by all but the names of alike nodes, and found by brute force."""
     for sizes in ((2, 2), (1, 1, 1), (2, 2, 1), (1, 2, 2)):
         groups = _groups(sizes)
@@ -87,6 +84,29 @@ def test_of_nodes_that_are_alike_every_way_is_gone_through_once() -> None:
         unnamed = {_unnamed(groups, history) for history in found}
         assert {_unnamed(groups, history) for history in every} == unnamed
         assert len(unnamed) == len(set(found)) < len(every)
+    chain = TakenCounts(_groups((3, 3, 2)), skip=True)
+    assert chain.devices(1, 3, 0) == (1, 2, 3)
+    assert chain.devices(1, 3, 1) == (3, 4, 5)
+    assert [after.tolist() for after in chain.after(3)][1] == [-1, 6, 6, -1, -1, -1, -1, -1, -1]
+    assert chain.after(2)[1].tolist() == [-1, -1, 5, -1, -1, 8, -1, -1, -1]
+    # Where all devices are to be used, none is skipped.
+    groups = {0: _groups((8, 8))}
+    assert [len(Pool(groups, 100, idle=idle).moves(0, 2)) for idle in (True, False)] == [2, 1]
+    assert [Pool(groups, most).complete for most in (100, 5_000)] == [False, True]
+    for seed in range(200):
+        rng = random.Random(seed)
+        sizes = [rng.randint(1, 6) for _ in range(rng.randint(1, 5))]
+        free = [rng.randint(0, size) for size in sizes]
+        if not sum(free):
+            continue
+        count = rng.randint(1, sum(free))
+        for taken in placement.choices(free, sizes, count):
+            assert sum(taken) == count
+            assert all(0 <= one <= most for one, most in zip(taken, free, strict=True)), f"seed {seed}"
+    # One node leaves no choice but the number; a stage takes no more devices than a micro-batch has samples.
+    assert choose((5,), (8,), 8).free_after == [(4,), (3,), (2,), (1,)]
+    assert reachable((8,), 1000) == 8
+    assert choose((8, 8), (8, 8), 3).groups.widths.max() == 3
 
 
 History = tuple[tuple[int, ...], ...]
@@ -94,8 +114,7 @@ History = tuple[tuple[int, ...], ...]
 
 def _histories(groups: list[DeviceGroup], free: tuple[int, ...], *, restricted: bool) -> list[History]:
     found: list[History] = [()]
-    some = every_way(groups, free) if restricted else np.ndindex(*(count + 1 for count in free))
-    for taken in some:
+    for taken in every_way(groups, free) if restricted else np.ndindex(*(count + 1 for count in free)):
         if any(taken):
             left = tuple(one - other for one, other in zip(free, taken, strict=True))
             found += [(tuple(taken), *rest) for rest in _histories(groups, left, restricted=restricted)]
@@ -111,17 +130,6 @@ def _unnamed(groups: list[DeviceGroup], history: History) -> object:
         return groups[at].alike, first, at
 
     return tuple(columns[at] for at in sorted(range(len(groups)), key=begun))
-
-
-def test_a_stage_may_begin_with_the_next_node_where_it_would_stand_in_fewer() -> None:
-    chain = TakenCounts(_groups((3, 3, 2)), skip=True)
-    assert chain.devices(1, 3, 0) == (1, 2, 3)
-    assert chain.devices(1, 3, 1) == (3, 4, 5)
-    assert [after.tolist() for after in chain.after(3)][1] == [-1, 6, 6, -1, -1, -1, -1, -1, -1]
-    # Where all devices are to be used, none is skipped.
-    groups = {0: _groups((8, 8))}
-    assert [len(Pool(groups, 100, idle=idle).moves(0, 2)) for idle in (True, False)] == [2, 1]
-    assert [Pool(groups, most).complete for most in (100, 5_000)] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -143,23 +151,6 @@ def test_each_policy_takes_what_its_paper_says(
     free: tuple[int, ...], count: int, fresh: tuple[int, ...], append: tuple[int, ...], scatter: tuple[int, ...]
 ) -> None:
     assert placement.choices(free, (8, 8, 8), count) == list(dict.fromkeys((fresh, append, scatter)))
-
-
-def test_policies_take_exactly_what_is_asked_of_what_is_there() -> None:
-    for seed in range(200):
-        rng = random.Random(seed)
-        sizes = [rng.randint(1, 6) for _ in range(rng.randint(1, 5))]
-        free = [rng.randint(0, size) for size in sizes]
-        if not sum(free):
-            continue
-        count = rng.randint(1, sum(free))
-        for taken in placement.choices(free, sizes, count):
-            assert sum(taken) == count
-            assert all(0 <= one <= most for one, most in zip(taken, free, strict=True)), f"seed {seed}"
-    # One node leaves no choice but the number; a stage takes no more devices than a micro-batch has samples.
-    assert choose((5,), (8,), 8).free_after == [(4,), (3,), (2,), (1,)]
-    assert reachable((8,), 1000) == 8
-    assert choose((8, 8), (8, 8), 3).groups.widths.max() == 3
 
 
 SIZES = ([1, 2], [2, 2], [1, 1, 2], [3, 1], [2, 2, 2], [3, 2, 1], [1, 1, 1], [4, 2], [2, 1, 1])
@@ -259,7 +250,7 @@ def test_nodes_are_alike_only_where_nothing_tells_them_apart() -> None:
     assert runs(cluster.model_copy(update={"links": tuple(racked)})) == [0, 1, 2, 3]
 
 
-def test_a_plan_says_what_placements_were_left_out_and_where_ranks_belong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placements_left_out_are_said_and_states_looked_at_together_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     apart = 0
     for seed in range(12):
         profile, cluster, options = _instance(seed)
@@ -274,9 +265,6 @@ def test_a_plan_says_what_placements_were_left_out_and_where_ranks_belong(monkey
     monkeypatch.setattr("autopar.planner.placement._MOST_WORK", 0)
     hasty = plan(profile, cluster, replace(options, gap=0.02))
     assert any("not all placements on nodes were searched" in note for note in hasty.notes)
-
-
-def test_states_looked_at_together_have_the_places_of_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = tuple(Device(type="cpu", memory_bytes=size, node=at // 2) for at, size in enumerate((4, 2, 3, 3, 5)))
     links = tuple(Link(level=level, latency_s=0.0, bytes_per_s=1e9) for level in ("node", "network"))
     costs = CostModel(random_profile(0), Cluster(devices=devices, links=links), PlanOptions())

@@ -61,7 +61,7 @@ def test_a_plan_is_sound_and_never_slower_than_its_alternatives() -> None:
 
 
 @pytest.mark.reliability(50)
-def test_when_nothing_fits_the_error_names_the_stage_and_the_least_shortfall() -> None:
+def test_what_does_not_fit_or_stays_idle_is_told() -> None:
     checked = 0
     for seed in range(8):
         profile, cluster = random_profile(seed, most_layers=4, batches=(1, 2, 3)), random_cluster(seed, 3)
@@ -75,9 +75,13 @@ def test_when_nothing_fits_the_error_names_the_stage_and_the_least_shortfall() -
             plan(profile, cluster, options)
         assert re.search(rf"stage .*\({least} bytes\).*a plan fits with `", str(caught.value))
     assert checked >= 5
-
-
-def test_an_alternative_that_does_not_fit_or_has_too_small_a_batch_says_so() -> None:
+    profile, cluster = gpt_profile(), local_cluster(2)
+    slow = plan(profile, cluster, PlanOptions(gpus=2, bytes_per_s=1e4))
+    assert len(slow.devices) == 1
+    assert slow.notes[0].startswith("1 of 2 devices stay idle")
+    assert len(plan(profile, cluster, PlanOptions(gpus=2, bytes_per_s=1e4, use_all=True)).devices) == 2
+    with pytest.raises(InfeasibleError, match=r"no plan uses all 20 devices"):
+        plan(gpt_profile(blocks=1), local_cluster(2), PlanOptions(gpus=20, use_all=True, batch=1))
     options = PlanOptions(gpus=2, memory_bytes=60 * MIB, shard="none", schedule="1f1b")
     made = plan(gpt_profile(), local_cluster(2), options)
     assert "stage 0 (layers wte..head) needs 24.66 MiB more than 60.00 MiB" in str(made.alternatives[0].infeasible)
@@ -86,17 +90,7 @@ def test_an_alternative_that_does_not_fit_or_has_too_small_a_batch_says_so() -> 
     assert made.alternatives[0].infeasible == "no micro-batch of a batch of 3 has a sample for each of 4"
 
 
-def test_devices_that_stay_idle_are_mentioned_and_use_all_forbids_them() -> None:
-    profile, cluster = gpt_profile(), local_cluster(2)
-    slow = plan(profile, cluster, PlanOptions(gpus=2, bytes_per_s=1e4))
-    assert len(slow.devices) == 1
-    assert slow.notes[0].startswith("1 of 2 devices stay idle")
-    assert len(plan(profile, cluster, PlanOptions(gpus=2, bytes_per_s=1e4, use_all=True)).devices) == 2
-    with pytest.raises(InfeasibleError, match=r"no plan uses all 20 devices"):
-        plan(gpt_profile(blocks=1), local_cluster(2), PlanOptions(gpus=20, use_all=True, batch=1))
-
-
-def test_dictated_stages_are_priced_and_kept() -> None:
+def test_dictated_stages_and_rows_are_priced_and_kept() -> None:
     options = PlanOptions(stages="wte-h.2:2,4-13:1", schedule="gpipe", micro_batches=4)
     made = plan(gpt_profile(), local_cluster(2), options)
     assert [(stage.layers[0], stage.layers[-1], stage.devices) for stage in made.stages] == [
@@ -104,8 +98,28 @@ def test_dictated_stages_are_priced_and_kept() -> None:
         ("h.3", "head", (2,)),
     ]
     assert (made.schedule, made.micro_batches) == ("gpipe", 4)
-    best = next(each for each in made.alternatives if each.name == "best")
-    assert best.step_s <= made.predicted.step_s
+    assert next(each for each in made.alternatives if each.name == "best").step_s <= made.predicted.step_s
+    cluster = random_cluster(0, 6)
+    for asked in ({"gap": 0}, {"equal_widths": True}, {"effort": 2}, {"exact": True}, {"min_stages": 2}):
+        options = PlanOptions(gpus=6, **asked)  # type: ignore[arg-type]
+        for name, value in re.findall(r"`(\w+)=([\w.]+)`", str(plan(gpt_profile(blocks=4), cluster, options).notes)):
+            check_flags(replace(options, **{name: literal_eval(value)}))
+    options = PlanOptions(gpus=4, bytes_per_s=3e8, memory_bytes=60 * MIB)
+    found = compare(gpt_profile(), local_cluster(4), options)
+    assert found.plan == plan(gpt_profile(), local_cluster(4), options)
+    assert {row.name for row in found.rows} >= {"autopar", "pure data parallelism", "equal split", "GPipe", "DAPPLE"}
+    steps = [row.step_s for row in found.rows if row.step_s is not None]
+    assert steps == sorted(steps)
+    assert [row.step_s is None for row in found.rows] == sorted(row.step_s is None for row in found.rows)
+    assert all((row.step_s is None) == (row.infeasible is not None) for row in found.rows)
+    own, predicted = found.rows[0], found.plan.predicted
+    assert (own.name, own.step_s, own.peak_bytes) == ("autopar", predicted.step_s, max(predicted.peak_bytes))
+    profile, cluster = gpt_profile(blocks=6), local_cluster(4)
+    for row in compare(profile, cluster, PlanOptions(gpus=4, bytes_per_s=3e8)).rows:
+        shard: Shard = "parameters" if row.name == "sharded data parallelism" else "none"
+        asked = {"stages": row.stages, "micro_batches": row.micro_batches, "schedule": row.schedule or "auto"}
+        options = PlanOptions(bytes_per_s=3e8, shard=shard, **asked)  # type: ignore[arg-type]
+        assert plan(profile, cluster, options).predicted.step_s == pytest.approx(row.step_s, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -126,14 +140,6 @@ def test_what_contradicts_itself_is_refused(asked: dict[str, object], message: s
     with pytest.raises(UsageError) as caught:
         plan(gpt_profile(), local_cluster(2), PlanOptions(**asked))  # type: ignore[arg-type]
     assert message in str(caught.value)
-
-
-def test_notes_advise_only_options_that_go_with_those_that_were_asked_for() -> None:
-    cluster = random_cluster(0, 6)
-    for asked in ({"gap": 0}, {"equal_widths": True}, {"effort": 2}, {"exact": True}, {"min_stages": 2}):
-        options = PlanOptions(gpus=6, **asked)  # type: ignore[arg-type]
-        for name, value in re.findall(r"`(\w+)=([\w.]+)`", str(plan(gpt_profile(blocks=4), cluster, options).notes)):
-            check_flags(replace(options, **{name: literal_eval(value)}))
 
 
 @pytest.mark.parametrize("said", [{"compiled": True}, {"indivisible": "its step raises AssertionError"}], ids=str)
@@ -202,28 +208,6 @@ def test_the_same_question_has_a_byte_equal_answer_under_any_hash_seed_and_no_to
         answers.append(done.stdout)
     assert len(answers[0]) > 10_000
     assert answers[0] == answers[1]
-
-
-def test_rows_are_the_plans_of_all_peers_and_autopars_own_fastest_first() -> None:
-    options = PlanOptions(gpus=4, bytes_per_s=3e8, memory_bytes=60 * MIB)
-    found = compare(gpt_profile(), local_cluster(4), options)
-    assert found.plan == plan(gpt_profile(), local_cluster(4), options)
-    assert {row.name for row in found.rows} >= {"autopar", "pure data parallelism", "equal split", "GPipe", "DAPPLE"}
-    steps = [row.step_s for row in found.rows if row.step_s is not None]
-    assert steps == sorted(steps)
-    assert [row.step_s is None for row in found.rows] == sorted(row.step_s is None for row in found.rows)
-    assert all((row.step_s is None) == (row.infeasible is not None) for row in found.rows)
-    own, predicted = found.rows[0], found.plan.predicted
-    assert (own.name, own.step_s, own.peak_bytes) == ("autopar", predicted.step_s, max(predicted.peak_bytes))
-
-
-def test_every_plan_that_takes_devices_in_cluster_order_can_be_dictated_and_takes_as_long() -> None:
-    profile, cluster = gpt_profile(blocks=6), local_cluster(4)
-    for row in compare(profile, cluster, PlanOptions(gpus=4, bytes_per_s=3e8)).rows:
-        shard: Shard = "parameters" if row.name == "sharded data parallelism" else "none"
-        asked = {"stages": row.stages, "micro_batches": row.micro_batches, "schedule": row.schedule or "auto"}
-        options = PlanOptions(bytes_per_s=3e8, shard=shard, **asked)  # type: ignore[arg-type]
-        assert plan(profile, cluster, options).predicted.step_s == pytest.approx(row.step_s, rel=1e-12)
 
 
 def test_a_plan_of_1f1b_is_called_so_where_it_is_asked_for_and_does_what_gpipe_does_with_all_in_flight() -> None:

@@ -37,7 +37,7 @@ def planned(stages: str, devices: int = 8, **options: Any) -> Plan:  # noqa: ANN
     return plan(splitting(), local_cluster(devices), PlanOptions(stages=stages, **options))
 
 
-def test_a_plan_has_the_stages_of_single_devices_on_teams_with_what_the_profile_cuts() -> None:
+def test_teams_have_the_cuts_and_memory_of_their_devices() -> None:
     made = planned(f"0-4:2x2,5-{LAYERS - 1}:1x4")
     alone = plan(splitting(), local_cluster(8), PlanOptions(stages=f"0-4:2,5-{LAYERS - 1}:1"))
     assert [stage.devices for stage in made.stages] == [(0, 1, 2, 3), (4, 5, 6, 7)]
@@ -51,14 +51,41 @@ def test_a_plan_has_the_stages_of_single_devices_on_teams_with_what_the_profile_
     assert NOT_PRICED in made.notes
     assert made.refusal is None
     check(expand(made), made)
+    least = planned(f"0-{LAYERS - 1}:1", micro_batches=1, recompute="none").predicted.peak_bytes[0]
+    options = {"micro_batches": 1, "recompute": "none", "memory_bytes": least * 3 // 4}
+    with pytest.raises(InfeasibleError):
+        planned(f"0-{LAYERS - 1}:1", **options)
+    assert planned(f"0-{LAYERS - 1}:1x2", **options).stages[0].tensor_parallel == 2
+    stages = [f"0-4:1x2,5-{LAYERS - 1}:1x4", f"0-4:1,5-{LAYERS - 1}:1x4"]
+    options = {"micro_batches": 1, "recompute": "none"}
+    roomy = planned(stages[0], **options).predicted
+    assert roomy.limit_bytes[1] == 2 * roomy.limit_bytes[0]
+    options["memory_bytes"] = roomy.peak_bytes[0] * 3 // 4
+    assert planned(stages[0], **options).predicted.limit_bytes[0] == 2 * options["memory_bytes"]
+    with pytest.raises(InfeasibleError, match=r"a replica of stage 0 needs .*, and has .* on 1 device; give it more"):
+        planned(stages[1], **options)
 
 
-def test_a_plan_survives_its_file_and_is_not_simulated() -> None:
+def test_plans_with_teams_survive_their_file_and_stay_on_a_node_unless_asked() -> None:
     made = planned(f"0-{LAYERS - 1}:1x2")
     assert Plan.model_validate_json(made.dumps()) == made
     assert planned(f"0-{LAYERS - 1}:2x1") == planned(f"0-{LAYERS - 1}:2")
     with pytest.raises(UsageError, match="stage 0 runs each replica on 2 devices, which nothing prices yet"):
         simulate(made, splitting(), local_cluster(2))
+    made = planned(f"0-{LAYERS - 1}:1x4", devices=2)
+    assert made.stages[0].devices == (0, 1, 2, 3)
+    assert any("the plan assumes 2 more like them" in note for note in made.notes)
+    profile, cluster, end = splitting(), cluster_named("2x4xH100"), LAYERS - 1
+    options = PlanOptions(times_of="cpu", stages=f"0-4:1x2,5-{end}:1x4")
+    made = plan(profile, cluster, options)
+    assert [stage.devices for stage in made.stages] == [(0, 1), (4, 5, 6, 7)]
+    wide = PlanOptions(times_of="cpu", stages=f"0-4:3,5-{end}:1x4", micro_batches=1)
+    assert plan(profile, cluster, wide).stages[1].devices == (4, 5, 6, 7)
+    narrow = cluster_named("4x2xH100")
+    with pytest.raises(UsageError, match=r"no node has 4 devices left for a replica of stage 1.*`across_nodes=True`"):
+        plan(profile, narrow, options)
+    across = PlanOptions(times_of="cpu", stages=options.stages, across_nodes=True)
+    assert plan(profile, narrow, across).stages[1].devices == (2, 3, 4, 5)
 
 
 @pytest.mark.parametrize(
@@ -78,46 +105,6 @@ def test_a_plan_survives_its_file_and_is_not_simulated() -> None:
 def test_stages_that_cannot_be_so_are_refused(stages: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         planned(stages, **options)
-
-
-def test_a_team_is_on_one_node_unless_asked() -> None:
-    profile, cluster, end = splitting(), cluster_named("2x4xH100"), LAYERS - 1
-    options = PlanOptions(times_of="cpu", stages=f"0-4:1x2,5-{end}:1x4")
-    made = plan(profile, cluster, options)
-    assert [stage.devices for stage in made.stages] == [(0, 1), (4, 5, 6, 7)]
-    wide = PlanOptions(times_of="cpu", stages=f"0-4:3,5-{end}:1x4", micro_batches=1)
-    assert plan(profile, cluster, wide).stages[1].devices == (4, 5, 6, 7)
-    narrow = cluster_named("4x2xH100")
-    with pytest.raises(UsageError, match=r"no node has 4 devices left for a replica of stage 1.*`across_nodes=True`"):
-        plan(profile, narrow, options)
-    across = PlanOptions(times_of="cpu", stages=options.stages, across_nodes=True)
-    assert plan(profile, narrow, across).stages[1].devices == (2, 3, 4, 5)
-
-
-def test_a_replica_may_need_the_memory_of_all_devices_that_run_it() -> None:
-    least = planned(f"0-{LAYERS - 1}:1", micro_batches=1, recompute="none").predicted.peak_bytes[0]
-    options = {"micro_batches": 1, "recompute": "none", "memory_bytes": least * 3 // 4}
-    with pytest.raises(InfeasibleError):
-        planned(f"0-{LAYERS - 1}:1", **options)
-    made = planned(f"0-{LAYERS - 1}:1x2", **options)
-    assert made.stages[0].tensor_parallel == 2
-
-
-def test_a_stage_has_the_memory_of_its_own_team_and_not_of_the_largest() -> None:
-    stages = [f"0-4:1x2,5-{LAYERS - 1}:1x4", f"0-4:1,5-{LAYERS - 1}:1x4"]
-    options = {"micro_batches": 1, "recompute": "none"}
-    roomy = planned(stages[0], **options).predicted
-    assert roomy.limit_bytes[1] == 2 * roomy.limit_bytes[0]
-    options["memory_bytes"] = roomy.peak_bytes[0] * 3 // 4
-    assert planned(stages[0], **options).predicted.limit_bytes[0] == 2 * options["memory_bytes"]
-    with pytest.raises(InfeasibleError, match=r"a replica of stage 0 needs .*, and has .* on 1 device; give it more"):
-        planned(stages[1], **options)
-
-
-def test_a_cluster_that_lists_too_few_devices_is_taken_for_more_of_them() -> None:
-    made = planned(f"0-{LAYERS - 1}:1x4", devices=2)
-    assert made.stages[0].devices == (0, 1, 2, 3)
-    assert any("the plan assumes 2 more like them" in note for note in made.notes)
 
 
 @settings(max_examples=4, deadline=None)

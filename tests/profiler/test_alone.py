@@ -90,27 +90,20 @@ def test_a_hollow_models_profile_has_the_sizes_and_names_of_the_real_ones(
     assert all(min(cost.forward_s, cost.backward_s, cost.repeats) > 0 for cost in every)
 
 
-def test_a_size_too_slow_for_one_layer_is_left_out_of_all(prepared: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_too_slow_are_left_out_and_too_large_ones_refused(
+    prepared: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         _ModelMeasurement, "_enough", lambda self, sizes, forward_s: sizes >= 3 and len(self._costs.timings) > 5
     )
     found = measure_layers(*prepared(CHAIN, 8000, 16))
     assert {tuple(cost.micro_batch for cost in layer.costs) for layer in found.layers} == {(1, 2, 4)}
-
-
-def test_layers_that_are_measured_one_at_a_time_are_not_compiled(prepared: Prepare) -> None:
     with pytest.raises(UsageError, match=r"^`compile`: .*model\.py is larger than memory, .*leave the option out$"):
         measure_layers(*prepared(CHAIN, 8000, 2, compile=True))
-
-
-def test_a_device_without_room_is_told_in_one_line(prepared: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.\nTried"))
     subject, options = prepared(CHAIN, 2**40, 2)
     monkeypatch.setitem(inspect.unwrap(measure_layers).__globals__, "measure", full)
     with pytest.raises(UsageError, match=r"^`batch=2`: .* more memory than the device has; give less.*$"):
         measure_layers(subject, options)
-
-
-def test_a_batch_that_no_memory_holds_is_refused(prepared: Prepare) -> None:
     with pytest.raises(UsageError, match="`batch=16`: so many samples of"):
         prepared(MODEL, 500, 16)

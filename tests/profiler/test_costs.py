@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from autopar.capture import LayerGraph, capture_module
+from autopar.formats.profile import Writes
 from autopar.profiler.costs import (
     Costs,
     describe_layers,
@@ -19,6 +20,7 @@ from autopar.profiler.device import Time
 from autopar.profiler.layer_runs import Recording
 from autopar.profiler.measure import Timing
 from autopar.profiler.optimizer import OptimizerMemory, UpdateCosts
+from capture_zoo import Made
 
 
 def _graph() -> LayerGraph:
@@ -47,7 +49,7 @@ def _costs(graph: LayerGraph) -> Costs:
     return costs
 
 
-def test_a_shared_parameter_is_updated_by_the_first_layer_that_holds_it() -> None:
+def test_shared_parameters_are_updated_once_and_crossing_tensors_have_their_bytes() -> None:
     graph = _graph()
     owned = list(owned_parameters(graph).values())
     assert [len(each) for each in owned] == [2, 1, 1, 2]
@@ -61,6 +63,11 @@ def test_a_shared_parameter_is_updated_by_the_first_layer_that_holds_it() -> Non
         assert tuple(held[place] for place in each) == owned_parameters(graph)[layer.name]
     (tie,) = describe_ties(graph)
     assert (tie.parameter, tie.layers, tie.bytes, tie.trainable) == ("0.weight", ("0", "2"), 4 * 36, True)
+    graph = _graph()
+    for tensor, spec in zip(describe_tensors(graph, _costs(graph).crossing_tensors()), graph.tensors, strict=True):
+        expected = ("float32", 4 * 6) if spec.producer is None else ("bfloat16", 12)
+        assert (tensor.name, tensor.dtype, tensor.bytes_per_sample) == (spec.name, *expected)
+    assert {tensor.dtype for tensor in describe_tensors(graph)} == {"float32"}
 
 
 def test_layers_get_the_medians_of_their_kind_and_the_bytes_of_their_own() -> None:
@@ -82,11 +89,13 @@ def test_layers_get_the_medians_of_their_kind_and_the_bytes_of_their_own() -> No
         assert record.forward_fit is not None
         assert (record.forward_fit.fixed_s, record.forward_fit.per_sample_s) == pytest.approx((1.0, 1.0))
         assert (record.update_s, record.accumulate_s, record.optimizer_bytes) == (0.25, 0.125, 40)
-
-
-def test_crossing_tensors_have_the_type_and_bytes_with_which_they_were_made() -> None:
-    graph = _graph()
-    for tensor, spec in zip(describe_tensors(graph, _costs(graph).crossing_tensors()), graph.tensors, strict=True):
-        expected = ("float32", 4 * 6) if spec.producer is None else ("bfloat16", 12)
-        assert (tensor.name, tensor.dtype, tensor.bytes_per_sample) == (spec.name, *expected)
-    assert {tensor.dtype for tensor in describe_tensors(graph)} == {"float32"}
+    # Constants of a layer are no buffers of the model; of those, some are written.
+    made = Made(
+        lambda m, x: m.lin(x) * torch.tensor([1.0, 2.0, 3.0]) + m.shift, lin=nn.Linear(3, 3), shift=torch.ones(3)
+    )
+    model = nn.Sequential(nn.Linear(3, 3), made, nn.BatchNorm1d(3), nn.Linear(3, 1))
+    graph = capture_module(model, (torch.ones(2, 3), torch.ones(2, 1)), lambda output, batch: output.mean())
+    layers = [replace(each, writes=Writes(buffers=("2.running_mean",))) for each in graph.layers]
+    records = describe_layers(changed := replace(graph, layers=tuple(layers)), _costs(changed))
+    assert [each.buffers_bytes for each in records] == [0, 12, 12 + 12 + 8, 0]
+    assert [each.written_bytes for each in records] == [0, 0, 12, 0]

@@ -10,7 +10,7 @@ from autopar.profiler.kernels import KernelLog, as_on_cuda, attention_kernel
 A100 = find("A100")
 
 
-def test_views_and_allocations_launch_nothing_and_the_rest_is_counted_once() -> None:
+def test_views_launch_nothing_and_dropout_and_gathers_move_what_they_name() -> None:
     a, b = torch.ones(4, 6), torch.ones(6)
     with KernelLog() as log:
         torch.empty(100)
@@ -22,6 +22,16 @@ def test_views_and_allocations_launch_nothing_and_the_rest_is_counted_once() -> 
     assert c.shape == (12, 2)
     found = [(k.op, k.read_bytes, k.written_bytes) for k in log.kernels]
     assert found == [("add", 96 + 24, 96), ("mul_", 96, 96), ("copy_", 96, 96), ("sum", 48, 4)]
+    x = torch.ones(4, 8, requires_grad=True)
+    with as_on_cuda(A100, "fp32")(), KernelLog() as log:
+        dropped = F.dropout(x, 0.5, training=True)
+        F.dropout(x, 0.5, training=False)
+    assert [(k.op, k.written_bytes) for k in log.kernels] == [("native_dropout", 128 + 32)]
+    assert dropped.grad_fn is not None
+    rows, table = torch.tensor([1, 3, 3]), torch.ones(100, 4)
+    with KernelLog() as log:
+        F.embedding(rows, table)
+    assert [(k.kind, k.read_bytes, k.written_bytes) for k in log.kernels] == [("gather", 3 * 8 + 3 * 16, 3 * 16)]
 
 
 def test_products_convolutions_and_grouped_products_are_counted_with_their_outputs_and_depth() -> None:
@@ -38,7 +48,7 @@ def test_products_convolutions_and_grouped_products_are_counted_with_their_outpu
     assert [(k.kind, k.flops, k.outputs, k.depth) for k in log.kernels] == [("matmul", 2 * 32 * 16 * 64, 32 * 64, 16)]
 
 
-def test_attention_that_no_kernel_takes_is_computed_step_by_step_with_all_its_weights() -> None:
+def test_attention_and_autocast_are_cudas_or_step_by_step() -> None:
     assert attention_kernel(A100, torch.float16, 320, 320, None) == "efficient"
     assert attention_kernel(A100, torch.float16, 63, 63, torch.ones(1)) == "math"
     q = torch.zeros(2, 2, 16, 63, dtype=torch.float64)
@@ -46,9 +56,6 @@ def test_attention_that_no_kernel_takes_is_computed_step_by_step_with_all_its_we
         F.scaled_dot_product_attention(q, q, q)
     assert any("softmax" in kernel.op for kernel in log.kernels)
     assert not any(kernel.kind == "attention" for kernel in log.kernels)
-
-
-def test_autocast_is_cudas_and_not_the_cpus() -> None:
     with FakeTensorMode(), as_on_cuda(A100, "fp16")(), KernelLog() as log:
         x, weight = torch.empty(2, 8), torch.empty(8, 8)
         product = x @ weight
@@ -60,19 +67,3 @@ def test_autocast_is_cudas_and_not_the_cpus() -> None:
     assert [k.op for k in log.kernels][:4] == ["_to_copy", "_to_copy", "mm", "_softmax"]
     with FakeTensorMode(), as_on_cuda(A100, "fp32")():
         assert (torch.empty(2, 8) @ torch.empty(8, 8)).dtype == torch.float32
-
-
-def test_dropout_keeps_a_mask_of_bytes() -> None:
-    x = torch.ones(4, 8, requires_grad=True)
-    with as_on_cuda(A100, "fp32")(), KernelLog() as log:
-        dropped = F.dropout(x, 0.5, training=True)
-        F.dropout(x, 0.5, training=False)
-    assert [(k.op, k.written_bytes) for k in log.kernels] == [("native_dropout", 128 + 32)]
-    assert dropped.grad_fn is not None
-
-
-def test_a_gather_reads_its_indices_and_the_rows_that_they_name() -> None:
-    rows, table = torch.tensor([1, 3, 3]), torch.ones(100, 4)
-    with KernelLog() as log:
-        F.embedding(rows, table)
-    assert [(k.kind, k.read_bytes, k.written_bytes) for k in log.kernels] == [("gather", 3 * 8 + 3 * 16, 3 * 16)]

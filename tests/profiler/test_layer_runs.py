@@ -4,13 +4,14 @@ import shutil
 
 import pytest
 import torch
+from torch import nn
 
 from autopar.capture import capture_module, named_tensors
 from autopar.capture.batch import StepModule
 from autopar.profiler import layer_runs as runs
 from autopar.profiler.device import CallClock, Time, as_it_is, peak_bytes
 from autopar.profiler.measure import representatives
-from capture_zoo import build
+from capture_zoo import Made, build, mean_square
 
 CPU = torch.device("cpu")
 
@@ -47,20 +48,6 @@ def test_every_way_of_running_the_layers_gives_the_plain_models_gradients(name: 
         for key in expected if way != "recompute" or not any(layer.random for layer in graph.layers) else ():
             torch.testing.assert_close(found[way][key], expected[key], rtol=1e-12, atol=1e-12)
     assert all(torch.equal(found["step"][key], found["split"][key]) for key in expected)
-
-
-def test_of_many_alike_the_first_sixteen_run_and_what_is_missing_is_given() -> None:
-    layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(20)]
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), *layers, torch.nn.Linear(4, 1))
-    graph = capture_module(model, (torch.ones(2, 4), torch.ones(2, 1)), lambda out, to: (out - to[1]).square().mean())
-    chosen = representatives(graph.layers)
-    counts = [layer.fingerprint for layer in chosen]
-    assert max(counts.count(kind) for kind in counts) == 16
-    assert [graph.layers.index(layer) for layer in chosen[:10]] == list(range(10))
-    chain = runs.LayerChain(chosen, graph.outputs, as_it_is, CPU)
-    made = {name for layer in chosen for name in layer.outputs}
-    assert chain.missing()
-    assert not made & set(chain.missing())
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
@@ -110,7 +97,7 @@ def test_the_layers_saved_storages_are_those_of_the_whole_model(name: str) -> No
     assert outputs[0].requires_grad
 
 
-def test_the_peak_of_a_linear_layer_is_what_one_counts_by_hand() -> None:
+def test_a_linear_layers_peak_is_what_one_counts_and_of_many_alike_sixteen_run() -> None:
     model, batch, loss = build("chain")
     graph = capture_module(model, batch, loss)
     inputs = runs.record(graph, named_tensors(batch), {tensor.name for tensor in graph.tensors}).inputs
@@ -121,8 +108,26 @@ def test_the_peak_of_a_linear_layer_is_what_one_counts_by_hand() -> None:
     activation, weight, bias = 6 * 8 * 8, 8 * 8 * 8, 8 * 8
     # Forward: linear, tanh (saved). Backward: gradient of the output; of tanh; then at once the gradients of the
     # input, of the weight and of the bias, before they are added to those that are there.
-    found = peak_bytes(work.whole, CPU)
-    assert 3 * activation + weight <= found <= 4 * activation + weight + bias
+    assert 3 * activation + weight <= peak_bytes(work.whole, CPU) <= 4 * activation + weight + bias
+    layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(20)]
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), *layers, torch.nn.Linear(4, 1))
+    graph = capture_module(model, (torch.ones(2, 4), torch.ones(2, 1)), lambda out, to: (out - to[1]).square().mean())
+    chosen = representatives(graph.layers)
+    counts = [layer.fingerprint for layer in chosen]
+    assert max(counts.count(kind) for kind in counts) == 16
+    assert [graph.layers.index(layer) for layer in chosen[:10]] == list(range(10))
+    chain = runs.LayerChain(chosen, graph.outputs, as_it_is, CPU)
+    made = {name for layer in chosen for name in layer.outputs}
+    assert chain.missing()
+    assert not made & set(chain.missing())
+    # Between its halves a layer holds its input, three products and what was summed, twice, but no parameters.
+    held = {name: nn.Parameter(torch.ones(10)) for name in ("one", "two")}
+    scaled = Made(lambda m, x: m.lin(x).sum(1, keepdim=True) * m.one * m.two, lin=nn.Linear(4, 4), **held)
+    model = nn.Sequential(nn.Linear(4, 4), scaled, nn.Linear(10, 1))
+    graph = capture_module(model, (torch.ones(3, 4), torch.ones(3, 1)), mean_square, list)
+    layer = graph.layers[1]
+    inputs = runs.LayerInputs(3, {name: torch.ones(3, 4) for name in layer.inputs}, dict.fromkeys(layer.inputs, True))
+    assert runs.pending_bytes(layer, inputs, graph, as_it_is) == 48 + 12 + 3 * 120 + 12
 
 
 def test_a_step_gives_every_layer_its_own_times(monkeypatch: pytest.MonkeyPatch) -> None:

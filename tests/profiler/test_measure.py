@@ -61,17 +61,14 @@ def test_no_other_line_without_a_negative_part_has_less_relative_error() -> None
 
 
 @pytest.mark.reliability(48)
-def test_spread_is_the_interquartile_range_over_the_median() -> None:
+def test_spread_is_over_the_median_and_no_round_ends_beyond_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of 4 seconds: two end within 8 to 12, and a third would end at 12."""
     times = [float(number) for number in range(1, 8)]
     random.Random(0).shuffle(times)
     # Of 1 to 7 the quartiles are 2, 4 and 6; of three times they are the times themselves.
     assert spread(times) == pytest.approx((6 - 2) / 4)
     assert spread([3.0, 1.0, 2.0]) == pytest.approx((3 - 1) / 2)
     assert spread([9.0, 1.0]) == 0.0
-
-
-def test_no_round_begins_that_would_end_beyond_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds of 4 seconds: two end within 8 to 12, and a third would end at 12."""
     for budget_s, rounds in ((8.0, 2), (11.9, 2), (12.0, 3)):
         run: list[int] = []
         clock = SimpleNamespace(perf_counter=iter(range(0, 400, 4)).__next__)

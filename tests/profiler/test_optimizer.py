@@ -26,50 +26,20 @@ def _memory(make: Make, device: str = "cpu") -> OptimizerMemory:
     return optimizer_memory(user, {**LAYERS, "none": []}, torch.device(device))
 
 
-def test_one_parameter_after_the_other_holds_two_of_its_sizes_for_adam() -> None:
+def test_states_are_counted_and_updates_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     found = _memory(lambda parameters: torch.optim.AdamW(parameters, lr=0.1))
     assert found.state == {"a": 2 * 4040 + 8, "b": 2 * 200 + 4, "none": 0}
     assert found.workspace == {"a": 2 * 4000, "b": 2 * 200, "none": 0}
     assert not found.at_once
 
-
-def test_on_cuda_an_optimizer_works_on_all_at_once_unless_told_otherwise() -> None:
-    assert _memory(lambda parameters: torch.optim.AdamW(parameters, lr=0.1), "cuda").at_once
-    told = _memory(lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=False), "cuda")
-    assert not told.at_once
-    fused = _memory(lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True), "cuda")
-    assert fused.workspace == {"a": 0, "b": 0, "none": 0}
-    # Layers of a single kind are worked on at once, too.
-    user = load(str(MLP))
-    user.functions["optimizer"] = lambda parameters: torch.optim.AdamW(parameters, lr=0.1)
-    single = [optimizer_memory(user, {"a": LAYERS["a"], "none": []}, torch.device(each)) for each in ("cpu", "cuda")]
-    assert [each.at_once for each in single] == [False, True]
-
-
-def test_an_optimizer_that_divides_by_a_norm_is_stepped_on_real_values() -> None:
     class Reading(torch.optim.SGD):
         @torch.no_grad()
         def step(self, closure: object = None) -> None:  # type: ignore[override]
-            norm = self.param_groups[0]["params"][0].grad.norm().item()
-            self.param_groups[0]["lr"] = 0.1 / norm
+            self.param_groups[0]["lr"] = 0.1 / self.param_groups[0]["params"][0].grad.norm().item()
             super().step()
 
     found = _memory(lambda parameters: Reading(parameters, lr=0.1, momentum=0.9))
     assert found.state == {"a": 4040, "b": 200, "none": 0}
-
-
-def test_an_optimizer_that_fails_says_so_in_one_line() -> None:
-    with pytest.raises(Exception, match="Invalid learning rate"):
-        _memory(lambda parameters: torch.optim.SGD(parameters, lr=-1.0))
-    with pytest.raises(ModelError, match=r"the optimizer's step\(\) raised TypeError"):
-        _memory(torch.optim.LBFGS)
-    user = load(str(MLP))
-    user.functions["optimizer"] = lambda parameters: torch.optim.Adafactor(parameters)
-    with pytest.raises(ModelError, match=r"the optimizer's step\(\) raised ZeroDivisionError"):
-        measure_updates(user, [("empty", [("e", nn.Parameter(torch.zeros(0)))])], CPU)
-
-
-def test_updates_are_of_copies_and_free_for_what_is_not_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = nn.Parameter(torch.ones(64, 64))
     found = measure_updates(load(str(MLP)), [("own", [("w", weight)]), ("own", [("v", weight)]), ("none", [])], CPU)
     assert min(found["own"].seconds, found["own"].accumulate_s) > 0
@@ -85,3 +55,24 @@ def test_updates_are_of_copies_and_free_for_what_is_not_trained(monkeypatch: pyt
     monkeypatch.setattr(optimizer._LayerOptimizer, "_seconds", lambda self, work: work() or 2.0)
     # A row of 64 and its bias are timed.
     assert measure_updates(load(str(MLP)), large, CPU)["large"] == optimizer.UpdateCosts(2.0 * 64, 2.0 * 64)
+
+
+def test_an_optimizer_works_on_all_at_once_on_cuda_and_says_so_where_it_fails() -> None:
+    assert _memory(lambda parameters: torch.optim.AdamW(parameters, lr=0.1), "cuda").at_once
+    told = _memory(lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=False), "cuda")
+    assert not told.at_once
+    fused = _memory(lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True), "cuda")
+    assert fused.workspace == {"a": 0, "b": 0, "none": 0}
+    # Layers of a single kind are worked on at once, too.
+    user = load(str(MLP))
+    user.functions["optimizer"] = lambda parameters: torch.optim.AdamW(parameters, lr=0.1)
+    single = [optimizer_memory(user, {"a": LAYERS["a"], "none": []}, torch.device(each)) for each in ("cpu", "cuda")]
+    assert [each.at_once for each in single] == [False, True]
+    with pytest.raises(Exception, match="Invalid learning rate"):
+        _memory(lambda parameters: torch.optim.SGD(parameters, lr=-1.0))
+    with pytest.raises(ModelError, match=r"the optimizer's step\(\) raised TypeError"):
+        _memory(torch.optim.LBFGS)
+    user = load(str(MLP))
+    user.functions["optimizer"] = lambda parameters: torch.optim.Adafactor(parameters)
+    with pytest.raises(ModelError, match=r"the optimizer's step\(\) raised ZeroDivisionError"):
+        measure_updates(user, [("empty", [("e", nn.Parameter(torch.zeros(0)))])], CPU)

@@ -42,13 +42,28 @@ def test_no_two_groups_are_of_one_operation_level_and_size(nodes: list[int]) -> 
         assert {len(group) for group in each.members} == {len(each.members[0])}
 
 
-def test_what_runs_on_undisturbed_does_not_count_as_slowed() -> None:
+def test_links_are_probed_where_ranks_are_and_nodes_of_one_have_none() -> None:
     assert slowdowns(1.0, 1.0, 1.0, 1.0) == (1.0, 1.0)
     assert slowdowns(1.0, 3.0, 1.2, 3.1) == pytest.approx((1.2, 1.2 / 1.1))
     assert slowdowns(3.0, 1.0, 3.5, 2.0) == pytest.approx((2.0 / 1.5, 2.0))
     assert slowdowns(1.0, 1.0, 0.9, 0.9) == (1.0, 1.0)
     one, other = (probe.MeasuredOverlap(level="node", compute=n, communication=3 * n) for n in (1.0, 2.0))
     assert probe._merge_overlaps([[one], [], [other]]) == [{"level": "node", "compute": 1.5, "communication": 4.5}]
+    found = [each for each in probe.groups_of([0, 1, 1, 1]) if each.level == "node"]
+    assert [each.members for each in found if each.kind == "all_reduce"] == [((1, 2),), ((1, 2, 3),)]
+    curve = probe.MeasuredCurve(kind="p2p", ranks=2, level="network", sizes=[1024, 2048], seconds=[1e-3, 2e-3])
+    memory = [2**30, 2**31]
+    measured = probe.LinkMeasurements(
+        curves=[curve], overlaps=[], nodes=[0, 1], memory_bytes=memory, names=["one", "other"], notes=["seen"]
+    )
+    cluster = probe.measured_cluster(measured, "cpu", "two")
+    assert {device.type for device in cluster.devices} == {"cpu"}
+    assert [device.type for device in probe.measured_cluster(measured, "cuda", "two").devices] == ["one", "other"]
+    measured["names"] = ["one", "one"]
+    assert {device.type for device in probe.measured_cluster(measured, "cuda", "two").devices} == {"cuda"}
+    assert [(link.level, link.provenance) for link in cluster.links] == [("node", "estimated"), ("network", "measured")]
+    assert [(device.node, device.memory_bytes) for device in cluster.devices] == [(0, 2**30), (1, 2**31)]
+    assert cluster.notes == ("seen",)
 
 
 @pytest.mark.slow
@@ -99,7 +114,7 @@ NIC Legend:
 """
 
 
-def test_the_drivers_table_is_told_in_words_and_nothing_of_a_single_gpu_or_of_other_text() -> None:
+def test_the_drivers_table_is_told_in_words_and_falling_times_are_made_to_rise() -> None:
     pairs = probe.parse_topology(DGX)
     assert (pairs["GPU0", "GPU3"], pairs["GPU2", "NIC1"], len(pairs)) == ("NV12", "PXB", 6 + 8 + 1)
     assert probe.topology_notes(DGX) == [
@@ -114,22 +129,20 @@ def test_the_drivers_table_is_told_in_words_and_nothing_of_a_single_gpu_or_of_ot
     single = "\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \t0-15\t0\t\tN/A\n"
     failed = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
     assert [probe.topology_notes(text) for text in (single, "", failed)] == [[], [], []]
-
-
-def test_nodes_of_one_rank_have_no_links_of_their_own() -> None:
-    curve = probe.MeasuredCurve(kind="p2p", ranks=2, level="network", sizes=[1024, 2048], seconds=[1e-3, 2e-3])
-    memory = [2**30, 2**31]
-    measured = probe.LinkMeasurements(
-        curves=[curve], overlaps=[], nodes=[0, 1], memory_bytes=memory, names=["one", "other"], notes=["seen"]
-    )
-    cluster = probe.measured_cluster(measured, "cpu", "two")
-    assert {device.type for device in cluster.devices} == {"cpu"}
-    assert [device.type for device in probe.measured_cluster(measured, "cuda", "two").devices] == ["one", "other"]
-    measured["names"] = ["one", "one"]
-    assert {device.type for device in probe.measured_cluster(measured, "cuda", "two").devices} == {"cuda"}
-    assert [(link.level, link.provenance) for link in cluster.links] == [("node", "estimated"), ("network", "measured")]
-    assert [(device.node, device.memory_bytes) for device in cluster.devices] == [(0, 2**30), (1, 2**31)]
-    assert cluster.notes == ("seen",)
+    draw = random.Random(4)
+    for _ in range(30):
+        count = draw.randint(2, 9)
+        seconds = [draw.uniform(1e-3, 2e-3) for _ in range(count)]
+        (found,) = in_a_node(2, ("p2p", 2, [1024 * 2**place for place in range(count)], seconds)).curves
+        # Isotonic regression in closed form: the largest, over beginnings, of the least mean of what follows.
+        expected = [
+            max(
+                min(statistics.fmean(seconds[first : last + 1]) for last in range(place, count))
+                for first in range(place + 1)
+            )
+            for place in range(count)
+        ]
+        assert found.seconds == pytest.approx(expected)
 
 
 def in_a_node(ranks: int, *curves: tuple[CurveKind, int, list[int], list[float]]) -> Cluster:
@@ -155,25 +168,3 @@ def test_messages_beyond_a_curve_that_ends_flat_go_at_the_links_bandwidth(second
         line = model._lines["all_reduce", 4, "node"]
         # A ring of four sends every byte one and a half times.
         assert float(line(np.array([sizes[-1] + more]))[0]) == pytest.approx(last_s + 1.5 * beyond_s, rel=1e-3)
-
-
-def test_times_that_fall_are_made_the_nearest_that_rise() -> None:
-    draw = random.Random(4)
-    for _ in range(30):
-        count = draw.randint(2, 9)
-        seconds = [draw.uniform(1e-3, 2e-3) for _ in range(count)]
-        (found,) = in_a_node(2, ("p2p", 2, [1024 * 2**place for place in range(count)], seconds)).curves
-        # Isotonic regression in closed form: the largest, over beginnings, of the least mean of what follows.
-        expected = [
-            max(
-                min(statistics.fmean(seconds[first : last + 1]) for last in range(place, count))
-                for first in range(place + 1)
-            )
-            for place in range(count)
-        ]
-        assert found.seconds == pytest.approx(expected)
-
-
-def test_links_in_a_node_are_probed_where_most_ranks_are() -> None:
-    found = [each for each in probe.groups_of([0, 1, 1, 1]) if each.level == "node"]
-    assert [each.members for each in found if each.kind == "all_reduce"] == [((1, 2),), ((1, 2, 3),)]

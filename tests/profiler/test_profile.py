@@ -2,6 +2,8 @@
 
 import gc
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from autopar.capture import load
 from autopar.errors import ModelError
 from autopar.formats.profile import Profile
 from autopar.profiler import ProfileOptions, prepare, profile
+from autopar.profiler.profile import _ModelMeasurement, _waiting_s, sizes_up_to
 
 MODEL = """
 import torch
@@ -86,3 +89,8 @@ def test_times_that_spread_are_noted_with_the_layer_of_most(model_file: Path, mo
     measured = profile(load(str(model_file)), ProfileOptions(batch=2, device="cpu", budget_s=0.05))
     assert (measured.noise.median_spread, measured.noise.max_spread) == (0.5, 0.5)
     assert sum(note.startswith(SPREAD) for note in measured.notes) == 1
+    times = SimpleNamespace(forward_s=3.0, forward_launch_s=1.0, backward_s=5.0, backward_launch_s=0.5)
+    layers: Any = [SimpleNamespace(name="a", most_rows=most, least_rows=2, costs=[times]) for most in (6, None)]
+    assert _waiting_s(layers) == 2 * (2.0 + 4.5)
+    measurement: Any = SimpleNamespace(_graph=SimpleNamespace(layers=layers), _options=ProfileOptions(batch=64))
+    assert _ModelMeasurement._sizes(measurement) == sizes_up_to(6, 2)

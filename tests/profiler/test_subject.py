@@ -74,13 +74,34 @@ def test_what_cannot_be_profiled_is_refused_before_it_is_measured(
         _prepare(tmp_path, ProfileOptions(batch=8, **options), change, samples)
 
 
-def test_a_model_is_captured_with_its_samples_and_the_precision_of_its_layers(tmp_path: Path) -> None:
+def test_models_are_captured_in_their_precision_with_the_splits_of_every_layer(tmp_path: Path) -> None:
     subject = _prepare(tmp_path, ProfileOptions(batch=8, precision="bf16"))
     assert [layer.name for layer in subject.graph.layers] == ["0", "1"]
     assert (subject.precision, subject.loss_difference) == ("bf16", None)
     assert subject.parameter_bytes == 4 * (8 * 8 + 8 + 8 + 1)
     assert {name: len(each) for name, each in subject.batch(3).items()} == dict.fromkeys(subject.graph.inputs, 3)
     assert _prepare(tmp_path, ProfileOptions(batch=4)).precision == "fp32"
+    graph = graph_of(tied=True, folded=True)
+    ((name, layers),) = graph.tied_parameters().items()
+    assert cut_of(cuts_of(graph_of(folded=True), 2)["embedding"], "embedding.weight") is not None
+    cuts = cuts_of(graph, 2)
+    assert len({cut_of(cuts[layer], name) for layer in layers}) == 1
+    _, graph, _ = captured("everything")
+    records = records_of(graph)
+    assert [record.name for record in records] == [layer.name for layer in graph.layers]
+    for count in COUNTS:
+        cuts = cuts_of(graph, count)
+        for record in records:
+            found = record.split(count)
+            assert (() if found is None else found.cuts) == cuts[record.name]
+    _, graph, _ = captured("narrow_resnet")
+    writing = [record for record in records_of(graph) if record.name.startswith("blocks")]
+    assert writing
+    for record in writing:
+        assert not record.splits
+        assert record.split_obstacles[0].startswith("splits in no number of parts: it writes into")
+        (written,) = (name for name in graph.layer(record.name).buffers.values() if name in record.split_obstacles[0])
+        assert written
 
 
 class Words(nn.Module):
@@ -126,17 +147,13 @@ def cut_of(cuts: tuple[ParameterCut, ...], name: str) -> ParameterCut | None:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_layers_of_a_kind_split_alike_each_under_its_own_names(count: int) -> None:
+def test_layers_of_a_kind_that_share_a_parameter_split_alike(count: int) -> None:
     cuts = cuts_of(graph_of(), count)
     blocks = [name for name in cuts if name.startswith("blocks")]
     of_kinds = {name: [cut.model_copy(update={"parameter": ""}) for cut in cuts[name]] for name in blocks}
     assert {cut.parameter for name in blocks for cut in cuts[name]} >= {f"blocks.{at}.0.weight" for at in range(3)}
     first, *others = of_kinds.values()
     assert all(other == first for other in others) or len({len(each) for each in of_kinds.values()}) > 1
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_layers_that_share_a_parameter_cut_it_alike(count: int) -> None:
     graph = graph_of(tied=True)
     cuts = cuts_of(graph, count)
     ((name, layers),) = graph.tied_parameters().items()
@@ -144,50 +161,15 @@ def test_layers_that_share_a_parameter_cut_it_alike(count: int) -> None:
     assert found[0] is not None
     assert found[0].dim == 0
     assert len(set(found)) == 1
-
-
-def test_a_parameter_that_one_layer_cannot_cut_is_whole_in_all() -> None:
-    graph = graph_of(tied=True, folded=True)
-    ((name, layers),) = graph.tied_parameters().items()
-    apart = cuts_of(graph_of(folded=True), 2)
-    assert cut_of(apart["embedding"], "embedding.weight") is not None
-    cuts = cuts_of(graph, 2)
-    assert len({cut_of(cuts[layer], name) for layer in layers}) == 1
-
-
-def records_of(graph: LayerGraph) -> list[Record]:
-    sizes = {"parameters_bytes": 0, "trainable_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
-    costs = (cost(1, 1.0, 2.0, {}, 0, 0),)
-    return with_splits(graph, [Record(name=each.name, modules=(), costs=costs, **sizes) for each in graph.layers])
-
-
-def test_a_profile_has_the_splits_of_every_layer_and_what_does_not_split() -> None:
-    _, graph, _ = captured("everything")
-    records = records_of(graph)
-    assert [record.name for record in records] == [layer.name for layer in graph.layers]
-    for count in COUNTS:
-        cuts = cuts_of(graph, count)
-        for record in records:
-            found = record.split(count)
-            assert (() if found is None else found.cuts) == cuts[record.name]
-
-
-def test_a_profile_says_of_a_layer_that_writes_buffers_which_it_writes() -> None:
-    _, graph, _ = captured("narrow_resnet")
-    writing = [record for record in records_of(graph) if record.name.startswith("blocks")]
-    assert writing
-    for record in writing:
-        assert not record.splits
-        assert record.split_obstacles[0].startswith("splits in no number of parts: it writes into")
-        (written,) = (name for name in graph.layer(record.name).buffers.values() if name in record.split_obstacles[0])
-        assert written
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_what_layers_may_have_in_slices_is_what_each_says_for_itself(count: int) -> None:
     graph = graph_of(8)
     found = {name: {cut.tensor: cut.dim for cut in split.sequence} for name, split in splits_of(graph, count).items()}
     assert found == {name: sequence_dims(graph.layer(name), count) for name in found}
     between = [tensor.name for tensor in graph.tensors if tensor.producer is not None]
     assert all(dims.get(name) == 1 for dims in found.values() for name in dims)
     assert {name for dims in found.values() for name in dims} == set(between)
+
+
+def records_of(graph: LayerGraph) -> list[Record]:
+    sizes = {"parameters_bytes": 0, "trainable_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
+    costs = (cost(1, 1.0, 2.0, {}, 0, 0),)
+    return with_splits(graph, [Record(name=each.name, modules=(), costs=costs, **sizes) for each in graph.layers])

@@ -31,7 +31,7 @@ with Board(Path(sys.argv[1]), 1) as board:
 """
 
 
-def test_a_board_that_is_read_while_a_rank_writes_never_goes_back(tmp_path: Path) -> None:
+def test_boards_are_never_read_back_and_lost_stores_end_the_thread_alone(tmp_path: Path) -> None:
     path = tmp_path / "board"
     with Board(path, 1) as board, warm.Popen([sys.executable, "-c", WRITER, str(path)]) as writer:
         until(lambda: board.read(0).time_s)
@@ -43,6 +43,14 @@ def test_a_board_that_is_read_while_a_rank_writes_never_goes_back(tmp_path: Path
             seen.add(found.time_s)
             before = found
         writer.kill()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=2))
+    with Board(tmp_path / "board", 2) as board:
+        client = dist.TCPStore("127.0.0.1", store.port, wait_for_workers=False, timeout=timedelta(seconds=2))
+        link = HostsLink(client, board, (0,), (0, 1))
+        del store
+        board.request_stop()
+        link.close()
+        assert board.last_step is None
 
 
 def test_a_note_says_what_its_rank_does_and_when_and_outlives_who_wrote_it(tmp_path: Path) -> None:
@@ -152,14 +160,3 @@ def test_a_host_that_is_told_while_it_looks_passes_it_on(tmp_path: Path) -> None
         until(lambda: one.last_step is not None and two.last_step is not None)
         for link in links:
             link.close()
-
-
-def test_a_store_that_is_gone_ends_the_thread_alone(tmp_path: Path) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=2))
-    with Board(tmp_path / "board", 2) as board:
-        client = dist.TCPStore("127.0.0.1", store.port, wait_for_workers=False, timeout=timedelta(seconds=2))
-        link = HostsLink(client, board, (0,), (0, 1))
-        del store
-        board.request_stop()
-        link.close()
-        assert board.last_step is None

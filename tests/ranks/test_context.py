@@ -23,15 +23,6 @@ from autopar.ranks.pool import RankPool
 PLAIN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-def test_another_number_of_ranks_than_the_plan_s_is_refused_before_any_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"^the number of ranks started is 2, fewer than the 3 that the plan needs"):
-        join_from_environment(rank_from_environment(PLAIN), "cpu", 1.0, 3).__enter__()
-    for name, value in PLAIN.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match="number of ranks started is 2, more than the 1 that the plan needs"):
-        join_in_script("cpu", 5.0, 1).__enter__()
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
 @pytest.mark.reliability(32)
 def test_a_host_without_gpus_is_told_what_to_do() -> None:
@@ -103,16 +94,13 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_process_by_itself_is_the_only_rank_while_it_takes_part() -> None:
+def test_a_process_by_itself_or_in_the_scripts_own_group_takes_part() -> None:
     with join_in_script("cpu", 5.0, 1) as own:
         found = (own.rank, own.size, own.backend, own.leads_host, own.gather("größe"))
         assert found == (0, 1, "gloo", True, ["größe"])
     assert not dist.is_initialized()
     with pytest.raises(UsageError, match=r"needs 3 ranks, and this process is alone; .* --nproc-per-node 3"):
         join_in_script("cpu", 5.0, 3).__enter__()
-
-
-def test_the_script_s_own_group_is_joined_and_stays_also_behind_an_error() -> None:
     left = []
     with own_group("gloo"):
         with pytest.raises(RuntimeError, match="in training"), join_in_script("cpu", 5.0, 1) as context:  # noqa: PT012
@@ -126,8 +114,14 @@ def test_the_script_s_own_group_is_joined_and_stays_also_behind_an_error() -> No
 
 
 @pytest.mark.reliability(34)
-def test_a_group_that_cannot_carry_a_plan_is_refused_with_the_backend_that_can() -> None:
+def test_a_group_or_number_of_ranks_that_cannot_carry_a_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with own_group("gloo"), pytest.raises(UsageError, match="process group has 1 ranks, the plan needs 2"):
         join_in_script("cpu", 5.0, 2).__enter__()
     with own_group("cuda:gloo"), pytest.raises(UsageError, match=r"has the backend .*; initialise it with 'gloo'"):
+        join_in_script("cpu", 5.0, 1).__enter__()
+    with pytest.raises(UsageError, match=r"^the number of ranks started is 2, fewer than the 3 that the plan needs"):
+        join_from_environment(rank_from_environment(PLAIN), "cpu", 1.0, 3).__enter__()
+    for name, value in PLAIN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="number of ranks started is 2, more than the 1 that the plan needs"):
         join_in_script("cpu", 5.0, 1).__enter__()

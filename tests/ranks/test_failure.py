@@ -41,23 +41,17 @@ def test_an_error_of_autopar_is_raised_again_of_its_kind_with_its_words_and_its_
 
 
 @pytest.mark.reliability(9)
-def test_an_error_of_the_user_s_code_is_one_line_with_the_place_where_it_was_raised() -> None:
+def test_an_error_is_one_line_of_the_user_s_code_or_a_consequence_said_once() -> None:
     failure = caught(ValueError("two\n  lines"))
     line = caught.__code__.co_firstlineno + 3
     assert failure.message == f"ValueError: two lines ({__file__}:{line})"
     assert (failure.exit_code, failure.consequence, failure.has_location) == (5, False, False)
     assert failure.trace.endswith("ValueError: two\n  lines\n")
     assert caught(KeyError()).message.startswith("KeyError: no message (")
-
-
-def test_a_collective_that_fails_is_a_consequence() -> None:
     with pytest.raises(ValueError, match="process group") as raised:
         dist.all_reduce(torch.ones(1))
     assert Failure.of(raised.value).consequence
     assert not caught(ValueError(str(raised.value))).consequence
-
-
-def test_what_all_ranks_know_of_is_said_by_the_first_alone() -> None:
     failure = caught(FileError("plan.json: no"))
     errors = [failure.as_common_error(rank) for rank in range(3)]
     assert [type(each) for each in errors] == [FileError, SaidElsewhereError, SaidElsewhereError]

@@ -20,7 +20,8 @@ from pooled import process_ids
 OF_RUNS = ["autopar.runtime.start.worker", "autopar.runtime.rehearsal.steps", "autopar.profiler.probe"]
 
 
-def test_ranks_share_what_was_imported_draw_other_numbers_and_hold_no_pipe_of_another() -> None:
+def test_servers_share_what_was_imported_and_are_closed_while_they_start(capfd: pytest.CaptureFixture[str]) -> None:
+    """At every moment between a start and the ranks' first answer."""
     with RankPool(3, imports=["jobs_for_ranks"]) as pool:
         found = pool.run("jobs_for_ranks:fresh_numbers")
         pipes = []
@@ -32,6 +33,15 @@ def test_ranks_share_what_was_imported_draw_other_numbers_and_hold_no_pipe_of_an
     # The end of the server's reports is shared by all.
     (shared,) = pipes[0] & pipes[1] & pipes[2]
     assert not (pipes[0] & pipes[1] | pipes[1] & pipes[2] | pipes[0] & pipes[2]) - {shared}
+    for tenth in range(5):
+        server = ForkServer(2, 1)
+        time.sleep(tenth / 10)
+        pids = [each for rank in range(2) if (each := server.pid_of(rank))]
+        server.close()
+        assert not any(map(alive, pids))
+    with RankPool(2, imports=["no_such_module"]) as pool, pytest.raises(TrainingError, match=r"^rank . \(setting up\)"):
+        pool.run("jobs_for_ranks:add_up")
+    assert "No module named 'no_such_module'" in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -54,12 +64,6 @@ def test_what_is_imported_keeps_no_thread_behind_a_fork_and_asks_for_no_gpu() ->
     assert (done.stdout, done.stderr) == ("1\n", "")
 
 
-def test_a_server_that_cannot_import_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-    with RankPool(2, imports=["no_such_module"]) as pool, pytest.raises(TrainingError, match=r"^rank . \(setting up\)"):
-        pool.run("jobs_for_ranks:add_up")
-    assert "No module named 'no_such_module'" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_ranks_end_with_a_server_that_is_killed_or_stopped(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.ranks.fork_server.END_S", 0.5)
@@ -69,16 +73,6 @@ def test_ranks_end_with_a_server_that_is_killed_or_stopped(number: int, monkeypa
     os.kill(pool._server._process.pid, number)
     pool.close()
     until(lambda: not any(map(alive, ranks)))
-
-
-def test_servers_are_closed_while_they_start() -> None:
-    """At every moment between a start and the ranks' first answer."""
-    for tenth in range(5):
-        server = ForkServer(2, 1)
-        time.sleep(tenth / 10)
-        pids = [each for rank in range(2) if (each := server.pid_of(rank))]
-        server.close()
-        assert not any(map(alive, pids))
 
 
 def serve(jobs: list[dict[str, Any]], parent: int) -> tuple[int, list[dict[str, Any]], str]:

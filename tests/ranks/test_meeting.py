@@ -37,43 +37,14 @@ def meetings(ranks: list[LaunchedRank], files: list[dict[str, str]], timeout_s: 
         return list(threads.map(one, ranks, files))
 
 
-def test_all_meet_on_loopback_whatever_the_host_is_called() -> None:
+def test_all_meet_on_loopback_and_other_plans_and_versions_are_refused() -> None:
     assert meetings(ranks_of(3, "a-name-of-no-host"), [{"plan": "1"}] * 3, 60.0) == [None] * 3
-
-
-def test_ranks_that_never_come_are_named_and_the_others_end_alike() -> None:
-    found = meetings(ranks_of(4)[:2], [{}] * 2, 1.0)
-    assert isinstance(found[0], TrainingError)
-    assert "ranks 2, 3 of 4 did not come to 127.0.0.1:" in str(found[0])
-    assert isinstance(found[1], SaidElsewhereError)
-    assert found[1].exit_code == 5
-
-
-def test_what_is_waited_for_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(meeting, "PATIENCE_S", 0.2)
-    first, alone = ranks_of(3)[0], ranks_of(3)[2]
-    assert isinstance(meetings([first], [{}], 0.5)[0], TrainingError)
-    assert capsys.readouterr().err == f"rank 0: waiting at 127.0.0.1:{first.port} for ranks 1, 2 of 3\n"
-    assert isinstance(meetings([alone], [{}], 0.5)[0], TrainingError)
-    assert f"rank 2: waiting for rank 0 at 127.0.0.1:{alone.port}\n" in capsys.readouterr().err
-
-
-def test_a_host_with_another_plan_is_named_and_all_end_with_the_code_of_a_bad_file() -> None:
     found = meetings(ranks_of(3), [{"plan": "aa"}, {"plan": "bb"}, {"plan": "aa"}], 60.0)
     assert isinstance(found[0], FileError)
     assert "the plan is not the same on all hosts, by SHA-256: aa on ranks 0, 2 (" in str(found[0])
     assert ", bb on rank 1 (" in str(found[0])
     assert [error.exit_code for error in found if error is not None] == [4, 4, 4]
 
-
-@pytest.mark.reliability(30)
-def test_a_port_that_is_taken_is_named() -> None:
-    rank = ranks_of(1)[0]
-    with socket.create_server(("127.0.0.1", rank.port)), pytest.raises(TrainingError, match=f"127.0.0.1:{rank.port}"):
-        meet(rank, {}, 1.0)
-
-
-def test_other_versions_and_ranks_dealt_to_hosts_in_turn_are_refused() -> None:
     def arrivals(*places: tuple[str, int], torch: str = "2") -> list[Arrival]:
         known = [Arrival(host, local_rank, 2, {"torch": "2"}, {}) for host, local_rank in places]
         return [*known[:-1], known[-1]._replace(versions={"torch": torch})]
@@ -84,6 +55,26 @@ def test_other_versions_and_ranks_dealt_to_hosts_in_turn_are_refused() -> None:
     assert [type(each) for each in (dealt, other)] == [UsageError] * 2
     assert "rank 0 is number 0 of 2 on a, but the ranks of a host must follow each other" in str(dealt)
     assert "different versions of torch: 2 on ranks 0, 1, 2 (a, b), 3 on rank 3 (b)" in str(other)
+
+
+@pytest.mark.reliability(30)
+def test_ranks_that_never_come_or_whose_port_is_taken_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank = ranks_of(1)[0]
+    with socket.create_server(("127.0.0.1", rank.port)), pytest.raises(TrainingError, match=f"127.0.0.1:{rank.port}"):
+        meet(rank, {}, 1.0)
+    found = meetings(ranks_of(4)[:2], [{}] * 2, 1.0)
+    assert isinstance(found[0], TrainingError)
+    assert "ranks 2, 3 of 4 did not come to 127.0.0.1:" in str(found[0])
+    assert isinstance(found[1], SaidElsewhereError)
+    assert found[1].exit_code == 5
+    monkeypatch.setattr(meeting, "PATIENCE_S", 0.2)
+    first, alone = ranks_of(3)[0], ranks_of(3)[2]
+    assert isinstance(meetings([first], [{}], 0.5)[0], TrainingError)
+    assert capsys.readouterr().err == f"rank 0: waiting at 127.0.0.1:{first.port} for ranks 1, 2 of 3\n"
+    assert isinstance(meetings([alone], [{}], 0.5)[0], TrainingError)
+    assert f"rank 2: waiting for rank 0 at 127.0.0.1:{alone.port}\n" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -105,14 +96,11 @@ def connects(server: socket.socket) -> bool:
     return False
 
 
-def test_nobody_connects_to_ranks_that_are_connected_and_new_groups_are_made_all_the_same() -> None:
+def test_nobody_connects_to_listeners_but_ranks_also_later(monkeypatch: pytest.MonkeyPatch) -> None:
     with RankPool(3) as pool:
         for found in pool.run("jobs_for_ranks:listen_to_strangers"):
             # The default group and two others; one is made after strangers have come.
             assert found == {"listeners": 3, "connected": 0, "descriptors": 0, "sums": [3.0] * 4}
-
-
-def test_what_was_listened_on_before_is_left_alone_and_ranks_may_connect_later(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as before:
         with late_connections_dropped():
             new = socket.create_server(("127.0.0.1", 0))

@@ -100,19 +100,6 @@ def test_of_ranks_that_stand_still_the_one_that_does_not_wait_is_named(ranks: li
         _monitor(ranks, board, watch).until_done()
 
 
-def test_a_rank_that_has_answered_stands_still_and_one_that_sets_up_has_time(
-    ranks: list[Played], board: Board, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(monitors, "SET_UP_S", 0.3)
-    board.write(1, SETTING_UP)
-    ranks[0].say(result=None)
-    ranks[2].say(result=None)
-    began_s = time.monotonic()
-    with pytest.raises(TrainingError, match=r"^rank 1 \(setting up\) made no progress"):
-        _monitor(ranks, board, Watch(0.05)).until_done()
-    assert time.monotonic() - began_s > 0.3
-
-
 def test_a_mistake_of_the_users_blames_no_rank_and_messages_may_come_in_parts(
     ranks: list[Played], board: Board
 ) -> None:
@@ -146,12 +133,27 @@ def _play(ranks: list[Played], board: Board, ratios: Sequence[Sequence[float]], 
     _monitor(ranks, board, Watch(60.0, on_message=step, on_slow=on_slow)).until_done()
 
 
-def test_a_rank_is_called_slow_after_three_steps_and_not_once_it_is_quick(ranks: list[Played], board: Board) -> None:
+def test_slow_and_still_ranks_are_told(ranks: list[Played], board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[int, float, float]] = []
     # Two slow steps, a quick one, four slow ones, one that is neither, and a quick one.
     ratios = [2.0, 2.0, 1.0, 2.0, 2.0, 2.0, 2.0, 1.4, 1.1]
     _play(ranks, board, [(1.0, each, 1.0) for each in ratios], lambda *each: said.append(each))
     assert said == [(1, 2.0, 1.0), (1, 1.1, 1.0)]
+    # Nobody is blamed for what was before the monitor, nor at once a rank that has a monitor of its own.
+    monkeypatch.setattr(monitors, "GRACE_S", 60.0)
+    other = RankMonitor({0: ranks[0].link}, board, Watch(0.05), [0, 1])
+    time.sleep(0.06)
+    board.write(0, STEPPING, 6)
+    other._check_progress()
+    _monitor(ranks, board, Watch(0.05))._check_progress()
+    monkeypatch.setattr(monitors, "SET_UP_S", 0.3)
+    board.write(1, SETTING_UP)
+    ranks[0].say(result=None)
+    ranks[2].say(result=None)
+    began_s = time.monotonic()
+    with pytest.raises(TrainingError, match=r"^rank 1 \(setting up\) made no progress"):
+        _monitor(ranks, board, Watch(0.05)).until_done()
+    assert time.monotonic() - began_s > 0.3
 
 
 @pytest.mark.parametrize("ratios", [(2.0, 2.0, 2.1), (0.0, 3.0, 1.0), (1.0, 1.4, 1.0)])

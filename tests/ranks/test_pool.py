@@ -26,7 +26,8 @@ def pool() -> Iterator[RankPool]:
         yield pool
 
 
-def test_jobs_run_one_after_the_other_on_the_same_processes(pool: RankPool) -> None:
+@pytest.mark.reliability(30)
+def test_jobs_follow_each_other_on_the_same_processes_and_two_runs_do_not_meet(pool: RankPool) -> None:
     before = process_ids(pool)
     assert pool.run("jobs_for_ranks:add_up") == [[0, 1.0], [1, 1.0]]
     assert pool.run("jobs_for_ranks:add_up", ranks=1) == [[0, 0.0]]
@@ -35,6 +36,10 @@ def test_jobs_run_one_after_the_other_on_the_same_processes(pool: RankPool) -> N
     assert texts == [["", "rank 1"]] * 2
     assert sorted(heard) == [(0, {"from": 0}), (1, {"from": 1})]
     assert process_ids(pool) == before
+    with RankPool(2) as other, ThreadPoolExecutor(2) as threads:
+        for _ in range(2):
+            found = list(threads.map(lambda each: each.run("jobs_for_ranks:tell"), [pool, other]))
+            assert found == [[["", "rank 1"]] * 2] * 2
 
 
 @pytest.mark.parametrize(
@@ -73,31 +78,12 @@ def test_ranks_of_one_host_listen_on_loopback_only(pool: RankPool) -> None:
 
 
 @pytest.mark.reliability(8)
-def test_a_rank_that_crashes_says_where_in_python_it_was(capfd: pytest.CaptureFixture[str]) -> None:
+def test_crashes_say_where_and_processes_outlive_threads(capfd: pytest.CaptureFixture[str]) -> None:
     with RankPool(2) as pool, pytest.raises(TrainingError, match=r"^rank 1 \(.*\) was killed by SIGSEGV$"):
         pool.run("jobs_for_ranks:misbehave", {"rank": 1, "how": "segfault"})
     written = capfd.readouterr().err
     assert written.count("Fatal Python error: Segmentation fault") == 1
     assert re.search(r'jobs_for_ranks.py", line \d+ in misbehave', written)
-
-
-@pytest.mark.reliability(30)
-def test_two_runs_on_one_host_do_not_meet(pool: RankPool) -> None:
-    with RankPool(2) as other, ThreadPoolExecutor(2) as threads:
-        for _ in range(2):
-            found = list(threads.map(lambda each: each.run("jobs_for_ranks:tell"), [pool, other]))
-            assert found == [[["", "rank 1"]] * 2] * 2
-
-
-@pytest.mark.parametrize("told", ["many", "-1", "64"])
-@pytest.mark.reliability(58)
-def test_ranks_have_the_threads_asked_for_not_the_environment_s(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", told)
-    with RankPool(1, threads=2) as pool:
-        assert pool.run("jobs_for_ranks:threads") == [[2, 2]]
-
-
-def test_processes_outlive_the_thread_that_asked_for_them() -> None:
     pools: list[RankPool] = []
     # Once a job has run, they have asked the kernel to end with who started them.
     thread = threading.Thread(target=lambda: [pools.append(RankPool(2)), pools[0].run("jobs_for_ranks:add_up")])
@@ -107,6 +93,14 @@ def test_processes_outlive_the_thread_that_asked_for_them() -> None:
         os.sched_yield()
     with pools[0] as pool:
         assert pool.run("jobs_for_ranks:add_up") == [[0, 1.0], [1, 1.0]]
+
+
+@pytest.mark.parametrize("told", ["many", "-1", "64"])
+@pytest.mark.reliability(58)
+def test_ranks_have_the_threads_asked_for_not_the_environment_s(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", told)
+    with RankPool(1, threads=2) as pool:
+        assert pool.run("jobs_for_ranks:threads") == [[2, 2]]
 
 
 @pytest.mark.slow

@@ -17,17 +17,14 @@ def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("tempfile.tempdir", None)
 
 
-def test_a_scratch_folder_is_removed_with_all_that_is_in_it(tmp_path: Path) -> None:
+@pytest.mark.reliability(31)
+def test_scratch_folders_are_removed_also_behind_killed_processes(tmp_path: Path) -> None:
     with Scratch("run") as scratch:
         (scratch.path / "deep").mkdir()
         (scratch.path / "deep" / "file").write_text("x")
         assert scratch.path.parent == tmp_path
     assert list(tmp_path.iterdir()) == []
     scratch.close()
-
-
-@pytest.mark.reliability(31)
-def test_what_a_killed_process_leaves_is_removed_and_what_a_living_one_uses_is_not(tmp_path: Path) -> None:
     (tmp_path / "autopar-notes").mkdir()
     (tmp_path / "autopar-link").symlink_to(tmp_path / "autopar-notes")
     command = [sys.executable, "-c", OWNER]

@@ -53,8 +53,7 @@ def test_one_of_several_that_are_at_work_is_refused_and_the_remedy_leaves_it_alo
     refuse_siblings(own)
     with ExitStack() as running:
         running.enter_context(process(own))
-        other = "mpirun" if launcher == "srun" else "srun"
-        running.enter_context(process(variables(other, 2)))
+        running.enter_context(process(variables("mpirun" if launcher == "srun" else "srun", 2)))
         refuse_siblings(own)
         running.enter_context(process(variables(launcher, 2)))
         with pytest.raises(UsageError, match=f"{launcher} has started it 3 times .here as rank 1.") as refusal:

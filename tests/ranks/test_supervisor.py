@@ -64,8 +64,8 @@ def run(acts: list[str], timeout_s: float = 5.0) -> list[object]:
         return list(threads.map(watching, range(2)))
 
 
-@pytest.mark.reliability(31)
-def test_a_board_is_shared_cleared_by_the_first_and_removed_by_the_last(tmp_path: Path) -> None:
+@pytest.mark.reliability(30, 31)
+def test_boards_are_shared_by_one_job_and_one_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with shared_board(launched(0)) as (path, one):
         one.write(1, STEPPING, 7)
         with shared_board(launched(1)) as (same, other):
@@ -82,10 +82,6 @@ def test_a_board_is_shared_cleared_by_the_first_and_removed_by_the_last(tmp_path
     with shared_board(launched(0)) as (again, board):
         assert again == path
         assert board.blamed_rank is None
-
-
-@pytest.mark.reliability(30, 31)
-def test_jobs_of_other_ports_attempts_and_hosts_have_other_boards(monkeypatch: pytest.MonkeyPatch) -> None:
     found = set()
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
@@ -93,16 +89,12 @@ def test_jobs_of_other_ports_attempts_and_hosts_have_other_boards(monkeypatch: p
             with shared_board(launch) as (path, _):
                 found.add(path)
     assert len(found) == 6
-
-
-def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with shared_board(launched(0)) as (path, _):
         name = path.parent.name
     (tmp_path / name).mkdir()
     own = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: own + 1)
-    other = tmp_path / name.replace(f"-{own}-", f"-{own + 1}-")
-    other.mkdir()
+    (tmp_path / name.replace(f"-{own}-", f"-{own + 1}-")).mkdir()
     with pytest.raises(AutoparError, match="is another user's; remove it, or set TMPDIR"), shared_board(launched(0)):
         pass
 

@@ -14,7 +14,17 @@ from autopar.formats.cluster import Cluster, Curve, Device, Level, Link, Overlap
 from autopar.formats.document import Provenance
 from autopar.formats.plan import Plan
 from autopar.formats.prediction import Alternative
-from autopar.formats.profile import DeviceKind, Layer, Line, ModelSource, Noise, Profile, Tensor
+from autopar.formats.profile import (
+    DeviceCosts,
+    DeviceKind,
+    Layer,
+    Line,
+    ModelSource,
+    Noise,
+    Profile,
+    Tensor,
+    TiedParameter,
+)
 from autopar.report.inputs import render_cluster, render_profile
 from autopar.report.pictures import draw_profile
 from autopar.report.plan import render
@@ -79,9 +89,30 @@ def test_tables_state_layers_shares_how_times_were_found_and_the_greatest_kinds_
     shares = text[text.index("Where time and memory are") :].splitlines()
     assert shares[4].split()[:3] == ["model.transformer.decoder.layers.19", "1", "9.5"]
     assert any(line.split()[:3] == ["all", "others", "12"] for line in shares)
+    # What ends a run of layers that are alike is another crossing; shared parameters count once.
+    known = _profile(4)
+    layers = [
+        known.layers[0],
+        *(each.model_copy(update={"measured_as": known.layers[0].name}) for each in known.layers[1:]),
+    ]
+    larger = known.tensors[1].model_copy(update={"bytes_per_sample": 2 * MIB})
+    tied = TiedParameter(parameter="w", layers=(layers[0].name, layers[2].name), bytes=MIB // 2, trainable=True)
+    tensors = (known.tensors[0], larger, known.tensors[2])
+    slow = DeviceKind(type="cuda", name="slow", memory_bytes=2**33)
+    costs = [each.costs[0].model_copy(update={"forward_s": 2e-3, "backward_s": 1.8e-2}) for each in layers]
+    other = [each.model_copy(update={"costs": (cost,)}) for each, cost in zip(layers, costs, strict=True)]
+    changes = {"layers": tuple(layers), "tensors": tensors, "tied": (tied,)}
+    changes["others"] = (DeviceCosts(device=slow, layers=tuple(other)),)
+    rows = shown(lambda console: render_profile(known.model_copy(update=changes), console), 120)
+    name = "model.transformer.decoder.layers"
+    assert f"0 {name}.0 1 MiB 1 ms 2 ms 3 MiB 5 MiB 4 MiB" in rows
+    assert f"1 {name}.1 2 MiB 2 ms 4 ms 3 MiB 5 MiB 8 MiB" in rows
+    assert f"2 {name}.2 3 MiB 3 ms 6 ms 3 MiB 5 MiB 4 MiB" in rows
+    assert any(row.startswith("4 layers 9.5 MiB 10 ms 20 ms") for row in rows)
+    assert "slow 8 GiB 4 8 ms 72 ms 2.67 measured" in rows
 
 
-def test_what_is_not_known_for_sure_is_marked_layer_by_layer() -> None:
+def test_what_is_not_known_for_sure_is_marked_and_racks_are_told_apart() -> None:
     profile = _profile(2)
     estimated = _profile(2, "estimated")
     mixed = profile.model_copy(update={"layers": (profile.layers[0], estimated.layers[1])})
@@ -90,6 +121,13 @@ def test_what_is_not_known_for_sure_is_marked_layer_by_layer() -> None:
     assert "times: 1 of 2 measured, 1 of 2 estimated" in text
     assert "times: estimated" in _text(estimated)
     assert "measuring" not in _text(estimated)
+    devices = tuple(Device(type="cuda", memory_bytes=2**33, node=node, rack=node // 2) for node in (0, 1, 2, 3, 4, 4))
+    levels: tuple[Level, ...] = ("node", "network", "rack")
+    links = tuple(Link(level=level, latency_s=2e-5, bytes_per_s=5e9) for level in levels)
+    tables = (_cluster_lines(Cluster(devices=devices, links=links[:count])) for count in (3, 2))
+    rows = [[line.split()[:3] for line in table if "cuda" in line] for table in tables]
+    # Racks and nodes of each make, devices of a node; without a link of their level, racks are not there.
+    assert rows == [[["2", "2", "1"], ["1", "1", "2"]], [["4", "1", "cuda"], ["1", "2", "cuda"]]]
 
 
 @pytest.mark.parametrize("count", [1, 2, 200])
@@ -108,7 +146,7 @@ def test_tables_are_whole_on_a_narrow_terminal_bars_stand_for_every_layer_and_na
     assert all(axes.get_window_extent().height > 60 for axes in figure.axes)
 
 
-def test_names_that_look_like_formulas_are_drawn_as_they_are() -> None:
+def test_names_are_drawn_as_they_are_and_plans_say_where_times_come_from() -> None:
     text = _profile(2).dumps().replace("model.transformer.decoder.layers.0", r"$\\frac{$")
     profile = Profile.parse(text, Path("profile.json"))
     model = profile.model.model_copy(update={"source": "$\\frac{$.py"})
@@ -117,6 +155,17 @@ def test_names_that_look_like_formulas_are_drawn_as_they_are() -> None:
     (title,) = figure.texts
     assert title.get_text().startswith("profile of $\\frac{$.py")
     assert "$\\frac{$" in [label.get_text() for axes in figure.axes for label in axes.get_xticklabels()]
+    plan = small_plan((1, 1), 2)
+    assert "computing times" not in "\n".join(_plan_lines(plan))
+    alike = "\n".join(_plan_lines(plan, compute=("measured", "measured"), communication="interpolated"))
+    assert "Stages (times of one micro-batch, measured)" in alike
+    assert "known" not in alike
+    assert "interpolated" in alike
+    mixed = _plan_lines(plan, compute=("measured", "estimated"))
+    assert any("known" in line for line in mixed)
+    assert not any("communication times" in line for line in mixed)
+    assert "computing times estimated" in mixed
+    assert [line.split()[-1] for line in mixed if line[:1] in ("0", "1")] == ["measured", "estimated"]
 
 
 UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -143,7 +192,7 @@ def _cluster_lines(cluster: Cluster, *, sizes: bool = False) -> list[str]:
     return shown(lambda console: render_cluster(cluster, console, sizes=sizes), 120)
 
 
-def test_a_cluster_table_groups_equal_devices_and_shows_both_bandwidths_and_every_size_where_asked() -> None:
+def test_tables_cut_many_stages_short_and_group_equal_devices() -> None:
     devices = (Device(type="[cpu]", memory_bytes=2**33),) * 4
     link = Link(level="node", latency_s=2e-5, bytes_per_s=5e9, provenance="measured")
     curve = Curve(kind="all_reduce", ranks=2, level="node", sizes=(1024, 2**20), seconds=(1e-4, 2e-3))
@@ -162,38 +211,6 @@ def test_a_cluster_table_groups_equal_devices_and_shows_both_bandwidths_and_ever
         # 10^9 bytes in a tenth of a second; an all-reduce among 4 moves 1.5 times as much.
         assert all(part in text for part in ("10 GB/s", "15 GB/s", "1.25 x"))
     assert any("1.5 GB/s" in line for line in every)
-
-
-def test_a_cluster_table_tells_racks_apart_where_they_mean_something() -> None:
-    devices = tuple(Device(type="cuda", memory_bytes=2**33, node=node, rack=node // 2) for node in (0, 1, 2, 3, 4, 4))
-    levels: tuple[Level, ...] = ("node", "network", "rack")
-    links = tuple(Link(level=level, latency_s=2e-5, bytes_per_s=5e9) for level in levels)
-    tables = (_cluster_lines(Cluster(devices=devices, links=links[:count])) for count in (3, 2))
-    rows = [[line.split()[:3] for line in table if "cuda" in line] for table in tables]
-    # Racks and nodes of each make, devices of a node; without a link of their level, racks are not there.
-    assert rows == [[["2", "2", "1"], ["1", "1", "2"]], [["4", "1", "cuda"], ["1", "2", "cuda"]]]
-
-
-def _plan_lines(plan: Plan, **known: object) -> list[str]:
-    predicted = plan.predicted.model_copy(update=known)
-    return shown(lambda console: render(plan.model_copy(update={"predicted": predicted}), console))
-
-
-def test_a_plan_table_says_where_its_times_come_from() -> None:
-    plan = small_plan((1, 1), 2)
-    assert "computing times" not in "\n".join(_plan_lines(plan))
-    alike = "\n".join(_plan_lines(plan, compute=("measured", "measured"), communication="interpolated"))
-    assert "Stages (times of one micro-batch, measured)" in alike
-    assert "known" not in alike
-    assert "interpolated" in alike
-    mixed = _plan_lines(plan, compute=("measured", "estimated"))
-    assert any("known" in line for line in mixed)
-    assert not any("communication times" in line for line in mixed)
-    assert "computing times estimated" in mixed
-    assert [line.split()[-1] for line in mixed if line[:1] in ("0", "1")] == ["measured", "estimated"]
-
-
-def test_a_table_of_many_stages_shows_the_first_and_the_last_ones() -> None:
     stages = ",".join(f"{stage}:1" for stage in range(60))
     other = Alternative(name="equal split", step_s=1.0, stages=stages, micro_batches=2, schedule="1f1b")
     plan = small_plan((1,) * 60, 2).model_copy(update={"alternatives": (other,)})
@@ -202,3 +219,8 @@ def test_a_table_of_many_stages_shows_the_first_and_the_last_ones() -> None:
     assert numbers == [str(stage) for stage in (*range(30), *range(50, 60))]
     assert any("20 more" in line for line in lines)
     assert any("0:1,1:1,2:1, ... 54 more ..., 57:1,58:1,59:1" in line for line in lines)
+
+
+def _plan_lines(plan: Plan, **known: object) -> list[str]:
+    predicted = plan.predicted.model_copy(update=known)
+    return shown(lambda console: render(plan.model_copy(update={"predicted": predicted}), console))

@@ -33,7 +33,7 @@ def _texts(figure: Figure) -> list[str]:
     return [text.get_text() for text in figure.axes[0].texts]
 
 
-def test_blocks_lie_at_their_times_in_milliseconds_and_numbers_are_written_where_they_fit() -> None:
+def test_blocks_lie_at_their_times_and_mini_batches_are_said_without_flushes() -> None:
     timeline = play(small_plan((1, 1), 2, "gpipe"))
     expected = {(round(event.start_s * 1e3, 6), round(event.end_s * 1e3, 6)) for event in timeline}
     paths = (path for collection in draw_timeline(timeline).axes[0].collections for path in collection.get_paths())
@@ -41,6 +41,18 @@ def test_blocks_lie_at_their_times_in_milliseconds_and_numbers_are_written_where
     few, many = play(small_plan((1, 1), 4)), play(small_plan((1,) * 16, 64))
     assert {"0", "1", "2", "3"} <= set(_texts(draw_timeline(few)))
     assert "63" not in _texts(draw_timeline(many))
+    profile, cluster = random_profile(10), local_cluster(2)
+    flushed, unflushed = (
+        simulate(plan(profile, cluster, PlanOptions(policy=policy, min_stages=2)), profile, cluster)  # type: ignore[arg-type]
+        for policy in ("sync", "stash")
+    )
+    assert extent(flushed) == "step"
+    assert draw_timeline(flushed).axes[0].get_title(loc="left").startswith("Predicted step: ")
+    updates = sum(event.action.kind == "U" for event in unflushed) // 2
+    assert updates > 20
+    assert extent(unflushed) == f"{updates} mini-batches from fill to drain"
+    title = draw_timeline(unflushed).axes[0].get_title(loc="left")
+    assert title.startswith(f"Predicted {updates} mini-batches from fill to drain: ")
 
 
 @pytest.mark.parametrize(("widths", "micro_batches", "schedule"), SHAPES)
@@ -62,7 +74,7 @@ def test_events_are_drawn_once_and_no_text_over_another(
             assert min(box.y1, other.y1) - max(box.y0, other.y0) <= 0.5
 
 
-def test_the_title_states_the_error_of_the_prediction_the_table_sums_and_equal_timelines_look_equal() -> None:
+def test_titles_state_errors_and_maps_stand_above_the_same_step() -> None:
     plan = small_plan((1, 1), 4)
     measured, predicted = play(plan, "measured", unit_s=0.02), play(plan, unit_s=0.01)
     assert "(-50.0%)" in draw_over(measured, predicted).axes[0].get_title(loc="left")
@@ -73,6 +85,24 @@ def test_the_title_states_the_error_of_the_prediction_the_table_sums_and_equal_t
     assert pictures[0].getvalue() == pictures[1].getvalue()
     rows = shown(lambda console: render(play(small_plan((1, 1), 4)), console))
     assert "0 0 40 ms 80 ms 2 ms 0 s 0 s 6 ms 32 ms" in rows
+    cluster = cluster_named("2x4xH100:100Gbps")
+    profile = gpt_profile(blocks=4)
+    gpu = profile.device.model_copy(update={"type": "cuda", "name": "H100-SXM"})
+    made = autopar.plan(profile.model_copy(update={"device": gpu}), cluster, gpus=8, stages="0-2:4,3-5:4")
+    timeline = made.timeline()
+    both, alone = draw_placement(made, cluster, timeline), timeline.plot()
+    step, places = both.axes
+    (only,) = alone.axes
+    assert isinstance(timeline, Timeline)
+    assert step.get_xlim() == only.get_xlim()
+    assert len(step.collections) == len(only.collections)
+    assert places.get_position().y0 > step.get_position().y1
+    held = play(small_plan((1, 1), 2))
+    held.memory.update({0: [(0.0, 2**20)], 1: [(0.0, 3 * 2**20)]})
+    held.limits_bytes.update({0: 5 * 2**20, 1: 4 * 2**20})
+    assert "most memory: rank 1 holds 3 MiB of 4 MiB" in shown(lambda console: render(held, console))
+    (line,) = [each for axes in draw_timeline(held).axes for each in axes.lines if each.get_linestyle() == "--"]
+    assert list(line.get_ydata()) == [4.0, 4.0]  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -84,21 +114,6 @@ def test_a_picture_of_a_thousand_ranks_is_no_taller_than_a_file_can_be() -> None
     width, height = figure.get_size_inches() * figure.dpi
     assert max(width, height) < 2**15
     assert _bars(figure) == 2 * 1024
-
-
-def test_a_timeline_without_flushes_is_said_to_be_of_mini_batches() -> None:
-    profile, cluster = random_profile(10), local_cluster(2)
-    flushed, unflushed = (
-        simulate(plan(profile, cluster, PlanOptions(policy=policy, min_stages=2)), profile, cluster)  # type: ignore[arg-type]
-        for policy in ("sync", "stash")
-    )
-    assert extent(flushed) == "step"
-    assert draw_timeline(flushed).axes[0].get_title(loc="left").startswith("Predicted step: ")
-    updates = sum(event.action.kind == "U" for event in unflushed) // 2
-    assert updates > 20
-    assert extent(unflushed) == f"{updates} mini-batches from fill to drain"
-    title = draw_timeline(unflushed).axes[0].get_title(loc="left")
-    assert title.startswith(f"Predicted {updates} mini-batches from fill to drain: ")
 
 
 def _drawn(made: Plan, cluster: Cluster) -> tuple[list[tuple[float, ...]], set[str]]:
@@ -130,18 +145,3 @@ def test_devices_of_a_stage_have_one_colour_and_those_of_others_another(name: st
     assert sum("node" in text for text in texts) == len({(each.rack, each.node) for each in cluster.devices})
     numbered = {",".join(str(at) for at, s in enumerate(made.stages) if device in s.devices) for device in groups}
     assert (numbered <= texts) == (len(cluster.devices) <= 256)
-
-
-def test_the_map_stands_above_the_same_step() -> None:
-    cluster = cluster_named("2x4xH100:100Gbps")
-    profile = gpt_profile(blocks=4)
-    gpu = profile.device.model_copy(update={"type": "cuda", "name": "H100-SXM"})
-    made = autopar.plan(profile.model_copy(update={"device": gpu}), cluster, gpus=8, stages="0-2:4,3-5:4")
-    timeline = made.timeline()
-    both, alone = draw_placement(made, cluster, timeline), timeline.plot()
-    step, places = both.axes
-    (only,) = alone.axes
-    assert isinstance(timeline, Timeline)
-    assert step.get_xlim() == only.get_xlim()
-    assert len(step.collections) == len(only.collections)
-    assert places.get_position().y0 > step.get_position().y1

@@ -32,7 +32,7 @@ def _plan(*parts: BoundPart) -> Plan:
     return plan.model_copy(update={"predicted": plan.predicted.model_copy(update=update)})
 
 
-def test_the_stack_of_bounds_ends_with_the_gap_and_shares_are_named() -> None:
+def test_bounds_gaps_and_stages_are_shown_as_the_plan_says() -> None:
     assert bound_rows(_plan()) == [
         ("bound of any plan: work alone", "500 ms"),
         ("one stage a device: contiguous", "700 ms"),
@@ -40,12 +40,27 @@ def test_the_stack_of_bounds_ends_with_the_gap_and_shares_are_named() -> None:
         ("+ memory: their lower bound", "1 s"),
         ("gap to it", "10.0 %"),
     ]
+    # Of a plan with two stages a device, the others' bound stands aside, and is no less than its own.
+    chunked = small_plan((1, 1), 2, "interleaved", 2)
+    for linked_s, said in ((0.75, "1 s"), (2.0, "2 s")):
+        bounds = Bounds(work_s=0.5, contiguous_s=0.7, linked_s=linked_s)
+        predicted = _plan().predicted.model_copy(update={"bounds": bounds})
+        found = bound_rows(chunked.model_copy(update={"predicted": predicted}))
+        assert found[-1] == ("one stage a device: at least", said)
     expected = "computing 70.0 %, waiting for messages 10.0 %, for gradients to be reduced 5.0 %, idle 15.0 %"
     assert share_text(_plan()) == expected
     assert expected in plan_text(_plan())
+    timed = [Alternative(name=name, step_s=step_s) for name, step_s in (("slow", 2.0), ("best", 1.0))]
+    others = (Alternative(name="equal split", infeasible="stage 1 needs more"), *timed)
+    plan = small_plan((2, 1), 4).model_copy(update={"alternatives": others})
+    assert stages_frame(plan)["devices"].tolist() == [[0, 1], [2]]
+    assert alternatives_frame(plan)["name"].tolist() == ["best", "slow", "equal split"]
+    assert alternatives_frame(small_plan((1,), 1)).empty
+    figure = draw_memory(small_plan((2, 1), 4), [2**22, 2**21, 2**22])
+    assert [text.get_text() for text in figure.axes[0].texts] == ["1 MiB of 2 MiB (50.0%)", "1 MiB of 4 MiB (25.0%)"]
 
 
-def test_every_figure_of_a_plan_stands_in_its_row() -> None:
+def test_figures_stand_in_their_rows_and_parts_of_no_stage_are_refused() -> None:
     plan = small_plan((2, 1), 4)
     changes = ({"layers": ("a", "b"), "recompute": ("a",), "shard": "optimizer"}, {"recompute": plan.stages[1].layers})
     stages = tuple(each.model_copy(update=update) for each, update in zip(plan.stages, changes, strict=True))
@@ -63,6 +78,17 @@ def test_every_figure_of_a_plan_stands_in_its_row() -> None:
     assert "slow 1.5 s +50.0 % 3 +50.0 % gpipe 2 0:1" in rows
     rows = shown(lambda console: render_memory(plan, (2**21, 0), console))
     assert {"0 1 MiB 2 MiB -50.0 % 2 MiB", "1 1 MiB 0 B 3 MiB"} <= set(rows)
+    old = small_plan((1, 1), 2)
+    predicted = {"predicted": {"bounds", "binding", "shares"}}
+    assert Plan.model_validate_json(old.model_dump_json(exclude=predicted)) == old
+    text = plan_text(old)
+    assert "lower bound" in text
+    assert "what binds" not in text
+    assert "ranks' time" not in text
+    for term, stage in (("update", 2), ("link", 1)):
+        text = _plan(BoundPart(term=term, stage=stage, seconds=1.0)).dumps()  # type: ignore[arg-type]
+        with pytest.raises(FileError, match=r"\$\.predicted\.binding\[0\]\.stage: "):
+            Plan.parse(text, Path("plan.json"))
 
 
 @pytest.mark.parametrize(
@@ -82,34 +108,6 @@ def test_what_binds_is_named_with_its_part_of_the_bound(term: Term, text: str) -
     plan = _plan(BoundPart(term=term, stage=0, seconds=0.6, full=term == "round trip"), update)
     assert binding_text(plan) == f"{text}: 600 ms of its own bound of 800 ms; then the update of stage 1: 200 ms"
     assert f"what binds: {text}" in plan_text(plan)
-
-
-def test_a_plan_without_these_records_is_read_and_shown_as_before() -> None:
-    old = small_plan((1, 1), 2)
-    predicted = {"predicted": {"bounds", "binding", "shares"}}
-    assert Plan.model_validate_json(old.model_dump_json(exclude=predicted)) == old
-    text = plan_text(old)
-    assert "lower bound" in text
-    assert "what binds" not in text
-    assert "ranks' time" not in text
-
-
-def test_a_part_of_a_stage_that_is_not_there_is_refused_with_its_path() -> None:
-    for term, stage in (("update", 2), ("link", 1)):
-        text = _plan(BoundPart(term=term, stage=stage, seconds=1.0)).dumps()  # type: ignore[arg-type]
-        with pytest.raises(FileError, match=r"\$\.predicted\.binding\[0\]\.stage: "):
-            Plan.parse(text, Path("plan.json"))
-
-
-def test_stages_and_alternatives_hold_what_the_plan_says_and_memory_is_held_against_the_smallest_device() -> None:
-    timed = [Alternative(name=name, step_s=step_s) for name, step_s in (("slow", 2.0), ("best", 1.0))]
-    others = (Alternative(name="equal split", infeasible="stage 1 needs more"), *timed)
-    plan = small_plan((2, 1), 4).model_copy(update={"alternatives": others})
-    assert stages_frame(plan)["devices"].tolist() == [[0, 1], [2]]
-    assert alternatives_frame(plan)["name"].tolist() == ["best", "slow", "equal split"]
-    assert alternatives_frame(small_plan((1,), 1)).empty
-    figure = draw_memory(small_plan((2, 1), 4), [2**22, 2**21, 2**22])
-    assert [text.get_text() for text in figure.axes[0].texts] == ["1 MiB of 2 MiB (50.0%)", "1 MiB of 4 MiB (25.0%)"]
 
 
 def worker(devices: tuple[int, int], kinds: tuple[str, str], cut: int) -> VirtualWorker:

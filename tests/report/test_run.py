@@ -91,7 +91,7 @@ def test_a_long_program_says_how_many_actions_it_leaves_out(count: int) -> None:
     assert words[at + len(first) :][: len(left) + 3] == [*left, "1", "1", "U@0"]
 
 
-def test_a_verification_shows_what_differs_beside_what_may() -> None:
+def test_verifications_show_what_differs_and_checkpoints_are_rows() -> None:
     differences = (
         reports.Difference("losses", 3, 1e-12, "step 1", 1e-9, "the largest loss"),
         reports.Difference("gradients", 40, None, "w on rank 1", 1e-9, "the norm"),
@@ -103,9 +103,6 @@ def test_a_verification_shows_what_differs_beside_what_may() -> None:
     assert "gradients 40 no number 1e-09 w on rank 1" in rows
     assert "differences are divided: losses by the largest loss; gradients by the norm" in rows
     assert rows[-2:] == ["by choice: shares differ", "note: a note"]
-
-
-def test_checkpoints_are_rows_of_what_saved_them_and_whether_they_are_sound() -> None:
     manifest = Checkpoint.load(KEPT.with_name("checkpoint.json"))
     read = ((manifest, None), (manifest, None), (manifest, "w.safetensors has other bytes"), (None, "no manifest.json"))
     found = [CheckpointView(3 * at, Path(f"saved/step-{3 * at}"), *each, at == 1) for at, each in enumerate(read, 1)]
@@ -115,3 +112,12 @@ def test_checkpoints_are_rows_of_what_saved_them_and_whether_they_are_sound() ->
     assert ends == [("3", "verified"), ("6", "verified"), ("9", "damaged"), ("12", "damaged")]
     assert sum("not verified" in row for row in rows) == 1
     assert rows[-2:] == ["step 9: w.safetensors has other bytes", "step 12: no manifest.json"]
+    rows = shown(lambda console: run.render_manifest(manifest, "It", console))
+    assert "parameter 1 2" in rows
+    began = [reports.BeganAction(step=step, action=f"F0@{step}", before_s=9.0 - step) for step in range(3)]
+    box = reports.BlackBox(
+        message="lost", date="now", ranks=(reports.RankActions(rank=4, doing="waiting", actions=tuple(began)),)
+    )
+    rows = shown(lambda console: run.render_black_box(box, console))
+    assert "4 waiting 7 s" in rows
+    assert [row for row in rows if "F0@" in row] == ["2 F0@2", "1 F0@1", "0 F0@0"]

@@ -113,7 +113,7 @@ def test_long_text_stands_below_its_row_short_text_beside_and_too_many_columns_b
 
 
 @pytest.mark.reliability(56)
-def test_what_a_file_brings_along_cannot_steer_the_terminal_and_markup_is_shown_as_it_is() -> None:
+def test_what_a_file_brings_along_is_shown_as_it_is_and_many_rows_cut_short() -> None:
     table = Table("a\x1b[31m title", ("name",))
     table.add_row("layer\x1b[2J\x07")
     assert "\x1b[" not in "".join(printed(table, 80)).replace("\\x1b[", "")
@@ -121,14 +121,17 @@ def test_what_a_file_brings_along_cannot_steer_the_terminal_and_markup_is_shown_
     table = Table("[bold]", ("[red]name",))
     table.add_row("[link]x[/link]")
     assert [line for line in printed(table, 80) if "[" in line] == ["[bold]", "[red]name", "[link]x[/link]"]
-
-
-def test_of_many_rows_the_first_and_the_last_are_shown_and_how_many_are_not() -> None:
     table = Table("Ranks", (">rank", ">time"))
     fill(table, [(str(rank), "1 ms") for rank in range(MOST_ROWS + 25)])
     lines = printed(table, 80)
     assert "... 25 more" in lines
     assert len([line for line in lines if "1 ms" in line]) == MOST_ROWS
+    table = Table("Plans", ("planner", ">step"))
+    table.add_row("autopar", "1 ms")
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    Console(file=stream, width=80).print(table)
+    stream.seek(0)
+    assert "-------------" in stream.read()
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -137,12 +140,3 @@ def test_notes_fold_at_words_and_leave_paths_whole(width: int) -> None:
     stream = io.StringIO()
     say(Console(file=stream, width=width), f"Written: {path}; `autopar run {path}` carries it out")
     assert stream.getvalue().split() == f"Written: {path}; `autopar run {path}` carries it out".split()
-
-
-def test_without_unicode_lines_are_ascii() -> None:
-    table = Table("Plans", ("planner", ">step"))
-    table.add_row("autopar", "1 ms")
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    Console(file=stream, width=80).print(table)
-    stream.seek(0)
-    assert "-------------" in stream.read()

@@ -44,7 +44,16 @@ def test_trained_weights_equal_the_plain_loops(
         assert all((last[name] != found[name]).any() for name in truth.parameters)
 
 
-def test_the_norm_of_complex_gradients_is_torchs(tmp_path: Path) -> None:
+def test_complex_numbers_are_profiled_and_their_norm_is_torchs(tmp_path: Path) -> None:
+    narrow = tmp_path / "narrow.py"
+    narrow.write_text(FILE.read_text().replace("complex128", "complex64").replace("float64", "float32"))
+    for file, precision in ((FILE, "fp64"), (narrow, "fp32")):
+        assert prepare(load(str(file)), ProfileOptions(batch=8)).precision == precision
+    value = torch.randn(3, 4, dtype=torch.complex128)
+    for view in (value.conj(), value.imag, value.conj().imag, value.conj().T, torch._neg_view(value.real)):
+        sent = sendable(view)
+        assert torch.equal(sent, view.clone())
+        assert sent.view(torch.uint8).numel() == view.numel() * view.element_size()
     source, case = plain.load_file(FILE), model_case("conjugated")
     torch.manual_seed(0)
     module = source.model()
@@ -55,18 +64,3 @@ def test_the_norm_of_complex_gradients_is_torchs(tmp_path: Path) -> None:
     records: dict[int, list[StepRecord]] = {}
     case.train(case.plan([1, 2], 1, 12), tmp_path, 1, TrainSettings(clip_norm=1.0), records)
     assert [record.gradient_norm for record in records[0]] == pytest.approx([float(norm)], rel=1e-12)
-
-
-def test_a_model_of_complex_and_real_numbers_of_one_width_is_profiled(tmp_path: Path) -> None:
-    narrow = tmp_path / "narrow.py"
-    narrow.write_text(FILE.read_text().replace("complex128", "complex64").replace("float64", "float32"))
-    for file, precision in ((FILE, "fp64"), (narrow, "fp32")):
-        assert prepare(load(str(file)), ProfileOptions(batch=8)).precision == precision
-
-
-def test_numbers_are_sent_as_they_are_read() -> None:
-    value = torch.randn(3, 4, dtype=torch.complex128)
-    for view in (value.conj(), value.imag, value.conj().imag, value.conj().T, torch._neg_view(value.real)):
-        sent = sendable(view)
-        assert torch.equal(sent, view.clone())
-        assert sent.view(torch.uint8).numel() == view.numel() * view.element_size()

@@ -39,21 +39,27 @@ def test_shares_of_a_mini_batch_are_its_rows_in_order_and_epochs_reshuffle() -> 
 
 
 @pytest.mark.reliability(35, 36)
-def test_an_incomplete_mini_batch_is_filled_up_with_the_first_samples_of_the_epoch_or_refused() -> None:
+def test_a_batch_is_divided_whole_and_filled_up_where_it_is_incomplete(tmp_path: Path) -> None:
     case = model_case("dropout")
     data, inputs = case.model.dataset(), case.graph.tensor("batch.0")
     for rows, steps in ((7, 8), (60, 1)):
         # 100 samples make 8 mini-batches of 14, 12 samples twice; or one of 120, 20 samples twice.
         loader = ShareLoader(case.model, case.plan([1], 2, rows, seed=5), 0, [inputs], CPU, "pad")
         for epoch in (0, 1):
-            order = sample_order(100, 5, epoch).tolist()
-            taken = (order * 2)[: steps * 2 * rows]
+            taken = (sample_order(100, 5, epoch).tolist() * 2)[: steps * 2 * rows]
             loaded = [loader.load(epoch * steps + step) for step in range(steps)]
             found = torch.cat([part["batch.0"] for parts in loaded for part in parts])
             assert torch.equal(found, torch.stack([data[index][0] for index in taken]))
     said = r"dropout.py: the dataset has 100 samples, a mini-batch takes 102; plan with .* or pass `last='pad'`"
     with pytest.raises(FileError, match=said):
         ShareLoader(case.model, case.plan([1], 2, 51), 0, [inputs], CPU)
+    centring = COLLATE.replace(" + torch.rand(len(samples), 1)", "")
+    case = make_case(tmp_path / "model.py", f"{DRAWN}{centring}whole_batches = True\n")
+    plan, specs = case.plan([3, 1], 2, 5, seed=5), [case.graph.tensor("batch.0")]
+    parts = [ShareLoader(case.model, plan, rank, specs, CPU).load(3) for rank in range(3)]
+    (whole,) = ShareLoader(case.model, case.plan([1], 1, 10, seed=5), 0, specs, CPU).load(3)
+    assert torch.equal(torch.cat([part[m]["batch.0"] for m in range(2) for part in parts]), whole["batch.0"])
+    assert whole["batch.0"].mean(0).abs().max() < 1e-6
 
 
 BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
@@ -79,13 +85,18 @@ def test_samples_that_are_not_as_the_models_are_refused_by_name(wrong: str) -> N
 
 
 @pytest.mark.reliability(37)
-def test_outputs_of_another_shape_than_the_plan_sends_are_refused_by_name() -> None:
+def test_outputs_or_samples_not_as_planned_are_refused_by_name() -> None:
     graph, plan = model_case("dropout").graph, model_case("dropout").plan([1, 1], 2, 3)
     layers = [graph.layer(name) for name in plan.stages[0].layers]
     stage = Stage(layers, [spec for spec in graph.tensors if spec.producer is not None], graph.inputs, graph.outputs)
     (sent,) = stage.sent_specs
     with pytest.raises(TrainingError, match=rf"tensor {sent.name} has shape \(3, 9\), the plan sends \(3, 8\)"):
         stage.sendable(3, {sent.name: torch.zeros(3, 9)})
+    with pytest.raises(UsageError, match="a batch of 3 samples, the plan is for 4"):
+        check_given(0, {}, 3, [], 4)
+    with pytest.raises(UsageError, match="a batch without samples"):
+        check_given(0, {}, 0, [], None)
+    check_given(0, {}, None, [], 4)
 
 
 DRAWN = """
@@ -125,21 +136,3 @@ def test_what_is_drawn_for_a_sample_is_the_same_on_all_ranks(text: str, tmp_path
     assert not any(torch.equal(a, b) for a, b in combinations(seen, 2))
     # A sample is drawn anew in every epoch.
     assert len(torch.cat(seen).unique(dim=0)) == 40
-
-
-def test_a_mini_batch_that_is_collated_whole_is_divided_behind_that(tmp_path: Path) -> None:
-    centring = COLLATE.replace(" + torch.rand(len(samples), 1)", "")
-    case = make_case(tmp_path / "model.py", f"{DRAWN}{centring}whole_batches = True\n")
-    plan, specs = case.plan([3, 1], 2, 5, seed=5), [case.graph.tensor("batch.0")]
-    parts = [ShareLoader(case.model, plan, rank, specs, CPU).load(3) for rank in range(3)]
-    (whole,) = ShareLoader(case.model, case.plan([1], 1, 10, seed=5), 0, specs, CPU).load(3)
-    assert torch.equal(torch.cat([part[m]["batch.0"] for m in range(2) for part in parts]), whole["batch.0"])
-    assert whole["batch.0"].mean(0).abs().max() < 1e-6
-
-
-def test_what_a_rank_is_not_given_as_planned_is_refused() -> None:
-    with pytest.raises(UsageError, match="a batch of 3 samples, the plan is for 4"):
-        check_given(0, {}, 3, [], 4)
-    with pytest.raises(UsageError, match="a batch without samples"):
-        check_given(0, {}, 0, [], None)
-    check_given(0, {}, None, [], 4)

@@ -86,6 +86,10 @@ def test_a_layers_backward_lasts_from_its_outputs_gradients_to_the_next_ones() -
             spans.append((start, clock.now))
         times.end_step([*spans, (clock.now, clock.now + step)])
     assert times.medians() == seconds
+    # Of layers whose gradients seem to come in another order, or behind the end, the later ones take no time.
+    times = LayerTimes(_program("F0@0 B0@0"), {0: list(seconds)}, clock)
+    times._part(0, {"a": 9.0, "b": 3.0, "c": 5.0}, (1.0, 8.0))
+    assert [times._seconds[layer][1] for layer in seconds] == [[0.0], [3.0], [0.0]]
 
 
 def test_a_recomputed_layers_backward_begins_with_its_recomputation_and_halves_have_no_time() -> None:
@@ -222,7 +226,7 @@ def copies(cuda: Cuda) -> CudaCopies:
     return CudaCopies(torch.device("cuda", 0))
 
 
-def test_a_copy_to_the_host_follows_what_makes_the_tensor_and_holds_up_nothing(cuda: Cuda, copies: CudaCopies) -> None:
+def test_copies_to_and_from_the_device_hold_up_nothing(cuda: Cuda, copies: CudaCopies) -> None:
     source = Tensor(cuda)
     made = cuda.compute.do()
     copy: HostCopy = copies.to_host(source)  # type: ignore[arg-type]
@@ -239,25 +243,6 @@ def test_a_copy_to_the_host_follows_what_makes_the_tensor_and_holds_up_nothing(c
     copy.wait()
     assert event.waited
     assert copy._source is None  # type: ignore[attr-defined]
-
-
-def test_a_copy_to_the_device_overlaps_with_all_but_what_used_and_will_use_the_tensor(
-    cuda: Cuda, copies: CudaCopies
-) -> None:
-    tensor = Tensor(cuda)
-    used = cuda.compute.do()
-    since = copies.moment()
-    meanwhile = cuda.compute.do()
-    copies.to_device(Tensor(cuda), tensor, since)  # type: ignore[arg-type]
-    (copied,) = tensor.copied
-    assert used.before(copied)
-    assert not meanwhile.before(copied)
-    assert copied.before(cuda.compute.do())
-
-
-def test_what_is_brought_waits_for_nothing_and_is_kept_while_the_computing_stream_uses_it(
-    cuda: Cuda, copies: CudaCopies
-) -> None:
     computed = cuda.compute.do()
     brought: Tensor = copies.bring(Tensor(cuda))  # type: ignore[assignment, arg-type]
     (copied,) = brought.copied
@@ -269,7 +254,16 @@ def test_what_is_brought_waits_for_nothing_and_is_kept_while_the_computing_strea
     assert brought.users == [cuda.compute]
 
 
-def test_purposes_do_not_hold_each_other_up(cuda: Cuda, copies: CudaCopies) -> None:
+def test_copies_overlap_with_all_but_the_use_of_their_tensor(cuda: Cuda, copies: CudaCopies) -> None:
+    tensor = Tensor(cuda)
+    used = cuda.compute.do()
+    since = copies.moment()
+    meanwhile = cuda.compute.do()
+    copies.to_device(Tensor(cuda), tensor, since)  # type: ignore[arg-type]
+    (copied,) = tensor.copied
+    assert used.before(copied)
+    assert not meanwhile.before(copied)
+    assert copied.before(cuda.compute.do())
     since = copies.moment()
     landing = Tensor(cuda)
     brought: Tensor = copies.bring(Tensor(cuda))  # type: ignore[assignment, arg-type]

@@ -40,13 +40,29 @@ def test_losses_that_are_brought_settle_as_others_do_after_what_is_done_meanwhil
         assert brought.settle(step) == plainly.settle(step)
 
 
-@pytest.mark.reliability(11)
-def test_a_loss_that_is_not_finite_is_found_before_the_update() -> None:
+@pytest.mark.reliability(11, 13)
+def test_losses_count_by_rows_and_a_gpu_without_room_says_so() -> None:
     tally = BroughtLossTally(1, 2, FakeCopies(), lambda: None)
     for value in (1.0, float("nan")):
         tally.add(0, [torch.tensor(value)])
     with pytest.raises(TrainingError, match="not finite in micro-batch 1; nothing was updated"):
         tally.settle(0)
+    equals_plain("dropout", model_case("dropout").plan((1, 2), 2, 3))
+    executor = object.__new__(Executor)
+    predicted = Mock(peak_bytes=(3 << 30, 2 << 30), limit_bytes=())
+    surroundings = Mock(rank=2, device=torch.device("cpu"), actions=[Action("F", 1, 3)])
+    surroundings.plan.predicted = predicted
+    executor._surroundings, executor._repetition = surroundings, Repetition(5, 4, 6)
+    text = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.50 GiB is "
+        "free. Including non-PyTorch memory, this process has 77.61 GiB memory in use. If reserved"
+    )
+    error = executor._error_at(torch.OutOfMemoryError(text), Action("F", 1, 3))
+    assert str(error).startswith(
+        "rank 2 (stage 1, step 5, F3@1): CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+        "79.15 GiB of which 1.50 GiB is free; the process held at most "
+    )
+    assert str(error).endswith(" MiB, 2,048 MiB of 2,048 MiB were planned")
 
 
 def test_a_mini_batch_is_loaded_once_and_what_is_wrong_with_it_is_said_when_its_step_begins() -> None:
@@ -169,26 +185,3 @@ def test_training_is_the_same_bit_for_bit_with_a_device_that_may_be_behind(tmp_p
         assert record.untold is not None
         assert all(start_s <= end_s for start_s, end_s in record.times_s)
         assert record.untold is None
-
-
-@pytest.mark.reliability(13)
-def test_a_gpu_without_room_says_what_was_asked_for_and_where() -> None:
-    executor = object.__new__(Executor)
-    predicted = Mock(peak_bytes=(3 << 30, 2 << 30), limit_bytes=())
-    surroundings = Mock(rank=2, device=torch.device("cpu"), actions=[Action("F", 1, 3)])
-    surroundings.plan.predicted = predicted
-    executor._surroundings, executor._repetition = surroundings, Repetition(5, 4, 6)
-    text = (
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.50 GiB is "
-        "free. Including non-PyTorch memory, this process has 77.61 GiB memory in use. If reserved"
-    )
-    error = executor._error_at(torch.OutOfMemoryError(text), Action("F", 1, 3))
-    assert str(error).startswith(
-        "rank 2 (stage 1, step 5, F3@1): CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
-        "79.15 GiB of which 1.50 GiB is free; the process held at most "
-    )
-    assert str(error).endswith(" MiB, 2,048 MiB of 2,048 MiB were planned")
-
-
-def test_a_mean_over_unequal_shares_counts_by_their_rows() -> None:
-    equals_plain("dropout", model_case("dropout").plan((1, 2), 2, 3))

@@ -128,22 +128,25 @@ def test_buffers_and_parameters_that_forwards_write_train_as_in_one_process(
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_listed_module_may_assign_its_buffer_anew(recompute: bool, tmp_path: Path) -> None:
+def test_written_inputs_and_buffers_assigned_anew_are_as_in_one_process(recompute: bool, tmp_path: Path) -> None:
     found = case(tmp_path, block(SCALE, "self.scale = self.scale * 0.9; return self.lin(x) * self.scale"), listed=True)
     check(found, tmp_path, [1, 1], 3, 4, recompute=recompute)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_inputs_that_a_forward_writes_are_as_in_one_process(recompute: bool, tmp_path: Path) -> None:
     found = case(tmp_path, DETACHED, entry="x.mul_(0.5).add_(1.0)")
     assert found.graph.layers[0].writes is not None
     assert found.graph.layers[0].writes.inputs == ("batch.0",)
     check(found, tmp_path, [1], 3, 4, recompute=recompute)
 
 
-def test_rows_that_an_embedding_limits_are_those_of_the_model_until_a_step_reads_them(tmp_path: Path) -> None:
+def test_limited_rows_and_modules_that_decide_train_as_the_model_does(tmp_path: Path) -> None:
     found = case(tmp_path, DETACHED, first="nn.Embedding(9, 6, max_norm=0.5)", data=INTEGERS)
     check(found, tmp_path, [1, 1], 2, 2)
+    deciding = block(
+        "self.lin = nn.Linear(6, 6)",
+        "x = x.detach() if float(x.detach().sum()) > THRESHOLD else x; return self.lin(x).tanh()",
+    )
+    for threshold in (-1e9, 0.0):
+        found = case(tmp_path, f"THRESHOLD = {threshold}\n\n\n{deciding}", listed=True)
+        check(found, tmp_path, [1, 1, 1], 3, 4)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
@@ -155,18 +158,8 @@ def test_no_gradient_stays_none_across_cuts_and_replicas(cut: int, schedule: str
     check(case(tmp_path, detaching, listed=listed), tmp_path, widths, 3, 4, schedule, cuts=[cut])
 
 
-def test_modules_that_decide_while_they_run_leave_parameters_without_gradient_only_where_all_do(tmp_path: Path) -> None:
-    deciding = block(
-        "self.lin = nn.Linear(6, 6)",
-        "x = x.detach() if float(x.detach().sum()) > THRESHOLD else x; return self.lin(x).tanh()",
-    )
-    for threshold in (-1e9, 0.0):
-        found = case(tmp_path, f"THRESHOLD = {threshold}\n\n\n{deciding}", listed=True)
-        check(found, tmp_path, [1, 1, 1], 3, 4)
-
-
 @pytest.mark.reliability(41, 43)
-def test_edited_plans_that_replicate_or_recompute_what_forwards_change_are_refused(tmp_path: Path) -> None:
+def test_edited_plans_and_writes_to_others_are_refused(tmp_path: Path) -> None:
     found = case(tmp_path, BLOCKS["average before reading"])
     with pytest.raises(FileError, match=r"replicas of layer blocks.0, .* changes the buffer blocks.0.mean"):
         fit_to_plan(found.graph, found.plan([2, 1], 3, 4), found.model)
@@ -174,6 +167,17 @@ def test_edited_plans_that_replicate_or_recompute_what_forwards_change_are_refus
     plan = clamped.plan([1, 1], 3, 4, recompute=True)
     with pytest.raises(FileError, match=r"recomputes layer blocks.0, .* the parameter blocks.0.lin.weight"):
         fit_to_plan(clamped.graph, plan, clamped.model)
+    shared = block(MEAN, "self.mean.mul_(0.9); return self.lin(x)")
+    text = case(tmp_path, shared, listed=True).file.read_text()
+    sharing = "\n    model.blocks[1].mean = model.blocks[0].mean\n    return [model.first"
+    with pytest.raises(ModelError, match=r"blocks.0 writes blocks.0.mean, which blocks.1 is given too"):
+        make_case(tmp_path / "shared.py", text.replace(" return [model.first", sharing))
+    drawing = block(
+        "self.lin = nn.Linear(6, 6); self.generator = torch.Generator().manual_seed(3)",
+        "return self.lin(x) + torch.empty_like(x).normal_(generator=self.generator)",
+    )
+    with pytest.raises(CaptureError, match="generator"):
+        case(tmp_path, drawing)
 
 
 @pytest.mark.parametrize("how", ["first", "average"])
@@ -194,19 +198,3 @@ def test_replicas_that_are_asked_for_have_equal_buffers_after_every_step(
         assert torch.allclose(value, truth.buffers[name], rtol=1e-10), name
     for name, value in load_file(tmp_path / "parameters-0").items():
         assert torch.allclose(value, truth.parameters[name], rtol=1e-10, atol=1e-10), name
-
-
-def test_a_write_to_what_another_module_holds_and_a_generator_of_the_models_own_are_refused(
-    tmp_path: Path,
-) -> None:
-    shared = block(MEAN, "self.mean.mul_(0.9); return self.lin(x)")
-    text = case(tmp_path, shared, listed=True).file.read_text()
-    sharing = "\n    model.blocks[1].mean = model.blocks[0].mean\n    return [model.first"
-    with pytest.raises(ModelError, match=r"blocks.0 writes blocks.0.mean, which blocks.1 is given too"):
-        make_case(tmp_path / "shared.py", text.replace(" return [model.first", sharing))
-    drawing = block(
-        "self.lin = nn.Linear(6, 6); self.generator = torch.Generator().manual_seed(3)",
-        "return self.lin(x) + torch.empty_like(x).normal_(generator=self.generator)",
-    )
-    with pytest.raises(CaptureError, match="generator"):
-        case(tmp_path, drawing)

@@ -49,10 +49,28 @@ def test_values_out_of_range_are_refused_and_others_come_back_from_json(settings
     assert TrainSettings(**json.loads(json.dumps(asdict(some)))) == some
 
 
-def test_steps_are_told_by_number_or_by_epochs_and_not_by_both() -> None:
+def test_clipping_and_steps_are_told_alike_and_without_flushes_by_stage() -> None:
     assert [known_steps(None, None), known_steps(3, None), known_steps(None, 2)] == [DEFAULT_STEPS, 3, None]
     with pytest.raises(UsageError, match="`epochs=2` and `steps=3` contradict each other"):
         known_steps(3, 2)
+    plan = _plan((1, 1))
+    shared = SharedParameter(parameter="weight", stages=(0, 1), bytes=8)
+    tied, asked = plan.model_copy(update={"tied": (shared,)}), TrainSettings(clip_norm=1.0, clip="stage")
+    check_clipping(plan, asked)
+    check_clipping(tied, TrainSettings(clip_norm=1.0))
+    check_clipping(tied, TrainSettings(clip_norm=1.0, clip="model"))
+    with pytest.raises(UsageError, match=r"`clip='stage'`: stages 0 and 1 share weight, .* \(`clip='model'`\)"):
+        check_clipping(tied, asked)
+    for policy in POLICIES:
+        plan = _plan((1, 1)).model_copy(update={"weight_policy": policy})
+        check_unflushed(plan, TrainSettings(clip_norm=1.0, clip="stage"))
+        said = r"`clip_norm` takes a flush, .* \(`clip='stage'`\), or .*`policy='2bw'`"
+        with nullcontext() if policy == "2bw" else pytest.raises(UsageError, match=said):
+            check_unflushed(plan, TrainSettings(clip_norm=1.0))
+    for policy, precision, refused in (("predict", "bf16", True), ("predict", "fp32", False), ("stash", "bf16", False)):
+        plan = _plan((1, 1)).model_copy(update={"weight_policy": policy, "precision": precision})
+        with pytest.raises(UsageError, match="bf16 keeps weights as forwards have cast") if refused else nullcontext():
+            check_unflushed(plan, TrainSettings())
 
 
 def test_what_a_run_cannot_do_of_a_plan_is_refused() -> None:
@@ -70,6 +88,8 @@ def test_what_a_run_cannot_do_of_a_plan_is_refused() -> None:
     check_offload(sharded.model_copy(update=on_gpus))
     check_compiling(whole, expand(whole))
     stages = tuple(stage.model_copy(update={"tensor_parallel": 2}) for stage in whole.stages)
+    with pytest.raises(UsageError, match=r"does not say how they divide it.*trains no such plan"):
+        check_scope(whole.model_copy(update={"stages": stages}))
     for plan, said in (
         (sharded, "sharded layers are not compiled"),
         (halves, r"the program \(schedule zb-v\) runs backwards in halves"),
@@ -77,30 +97,6 @@ def test_what_a_run_cannot_do_of_a_plan_is_refused() -> None:
     ):
         with pytest.raises(UsageError, match=f"`compile`: {said}"):
             check_compiling(plan, expand(plan))
-
-
-def test_stages_that_share_a_parameter_are_not_clipped_by_norms_of_their_own() -> None:
-    plan = _plan((1, 1))
-    shared = SharedParameter(parameter="weight", stages=(0, 1), bytes=8)
-    tied, asked = plan.model_copy(update={"tied": (shared,)}), TrainSettings(clip_norm=1.0, clip="stage")
-    check_clipping(plan, asked)
-    check_clipping(tied, TrainSettings(clip_norm=1.0))
-    check_clipping(tied, TrainSettings(clip_norm=1.0, clip="model"))
-    with pytest.raises(UsageError, match=r"`clip='stage'`: stages 0 and 1 share weight, .* \(`clip='model'`\)"):
-        check_clipping(tied, asked)
-
-
-def test_without_flushes_stages_are_clipped_by_their_own_norms_and_backwards_in_bf16_see_forwards_weights() -> None:
-    for policy in POLICIES:
-        plan = _plan((1, 1)).model_copy(update={"weight_policy": policy})
-        check_unflushed(plan, TrainSettings(clip_norm=1.0, clip="stage"))
-        said = r"`clip_norm` takes a flush, .* \(`clip='stage'`\), or .*`policy='2bw'`"
-        with nullcontext() if policy == "2bw" else pytest.raises(UsageError, match=said):
-            check_unflushed(plan, TrainSettings(clip_norm=1.0))
-    for policy, precision, refused in (("predict", "bf16", True), ("predict", "fp32", False), ("stash", "bf16", False)):
-        plan = _plan((1, 1)).model_copy(update={"weight_policy": policy, "precision": precision})
-        with pytest.raises(UsageError, match="bf16 keeps weights as forwards have cast") if refused else nullcontext():
-            check_unflushed(plan, TrainSettings())
 
 
 @pytest.mark.parametrize(

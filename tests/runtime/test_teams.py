@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
-from autopar.ranks.pool import RankPool
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.messages.transport import InProcessTransport, Pending, Transport
 from autopar.runtime.settings import TrainSettings
@@ -25,7 +24,7 @@ from oracles.unflushed import RULES
 from policy_cases import differs, planned
 from pooled import eight_ranks
 from threads import act_in_threads
-from training_cases import OPTIMIZERS, STEPS, Case, check, make_case, own_part, text_of, train
+from training_cases import OPTIMIZERS, STEPS, Case, check, make_case, own_part, text_of
 
 __all__ = ["eight_ranks"]
 
@@ -77,40 +76,6 @@ def test_training_without_flushes_equals_its_rule(
     assert differs(tmp_path, plan) < 1e-12
 
 
-IN_PROCESSES: list[tuple[list[int], list[int], str, int, bool, dict[str, Any]]] = [
-    ([1], [2], "1f1b", 1, True, {}),
-    ([2, 1], [2, 4], "1f1b", 1, False, {"recompute": True}),
-    ([1, 2], [4, 1], "zb-h1", 1, True, {}),
-    ([1, 2], [2, 2], "interleaved", 2, True, {"shard": "parameters"}),
-    ([2], [2], "gpipe", 1, True, {"shard": "gradients", "recompute": True}),
-    ([1, 1, 2], [1, 4, 1], "zb-h2", 1, False, {"shard": "optimizer"}),
-    ([2, 1], [1, 2], "zb-v", 2, False, {"recompute": True}),
-]
-"""Replicas and ranks of each, by stage; schedule, chunks, whether sequences are in slices, and more."""
-
-
-@pytest.mark.slow
-@pytest.mark.some(4)
-@pytest.mark.parametrize(("widths", "sizes", "schedule", "chunks", "sequence", "more"), IN_PROCESSES)
-def test_rank_processes_train_as_the_plain_loop(
-    widths: list[int],
-    sizes: list[int],
-    schedule: str,
-    chunks: int,
-    sequence: bool,
-    more: dict[str, Any],
-    gpt: Case,
-    eight_ranks: RankPool,
-    tmp_path: Path,
-) -> None:
-    alone = gpt.plan(widths, 2, 5, schedule, chunks=chunks, **more)
-    group_of = {stage: group for group, stages in enumerate(alone.groups) for stage in stages}
-    by_stage = [sizes[group_of[stage]] for stage in range(len(alone.stages))]
-    plan = in_teams(gpt.graph, alone, by_stage, sequence=sequence)
-    losses = train(eight_ranks, gpt, plan, tmp_path)
-    check(plan, gpt.truth(plan), tmp_path, losses)
-
-
 class Recorder:
     """A transport that notes what is summed, in order."""
 
@@ -144,14 +109,13 @@ def sums_of(name: str, plan: Plan) -> list[list[tuple[tuple[int, ...], bool, tup
     return sums
 
 
-def test_blocks_sum_twice_forwards_and_twice_backwards_and_gather_no_weight() -> None:
+def test_blocks_sum_twice_and_norms_have_what_is_added_up_late(tmp_path: Path) -> None:
     case = model_case("narrow_gpt")
     graph = case.graph
     blocks = [at for at, layer in enumerate(graph.layers) if layer.fingerprint == graph.layers[2].fingerprint]
     rows, micro_batches = 3, 2
     alone = case.plan([1, 1, 1], micro_batches, rows, cuts=[blocks[0], blocks[-1] + 1])
-    plan = in_teams(graph, alone, [1, 2, 1])
-    found = sums_of("narrow_gpt", plan)
+    found = sums_of("narrow_gpt", in_teams(graph, alone, [1, 2, 1]))
     (hidden,) = {tensor.sizes for tensor in graph.tensors if tensor.producer == graph.layers[blocks[0]].name}
     for rank in (1, 2):
         own = [shape for ranks, apart, shape in found[rank] if ranks == (1, 2)]
@@ -159,6 +123,14 @@ def test_blocks_sum_twice_forwards_and_twice_backwards_and_gather_no_weight() ->
         # What it receives is joined as bytes, a tensor and a gradient of each micro-batch.
         assert len(own) - len(between) == 2 * 2 * micro_batches
         assert len(between) == 2 * micro_batches * 4 * len(blocks)
+    case, norms = _untied(tmp_path), []
+    for sizes in ((1, 1), (2, 2), (2, 4)):
+        plan = in_teams(case.graph, case.plan([1, 1], 2, 5), sizes, sequence=sizes != (2, 4))
+        records: dict[int, list[StepRecord]] = {}
+        case.train(plan, tmp_path / str(sizes), STEPS, TrainSettings(clip_norm=0.05), records)
+        norms.append([record.gradient_norm for record in records[0]])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-12)
+    assert norms[2] == pytest.approx(norms[0], rel=1e-12)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -207,17 +179,6 @@ def _untied(folder: Path) -> Case:
     text = text_of("gpt", OPTIMIZERS["sgd"], BLOCKS=2)
     untied = "found = base.model()\n    found.head.weight = torch.nn.Parameter(found.head.weight.detach().clone())\n"
     return make_case(folder / "untied.py", text.replace("return base.model()", f"{untied}    return found"))
-
-
-def test_the_norm_of_all_gradients_has_those_that_are_added_up_late(tmp_path: Path) -> None:
-    case, norms = _untied(tmp_path), []
-    for sizes in ((1, 1), (2, 2), (2, 4)):
-        plan = in_teams(case.graph, case.plan([1, 1], 2, 5), sizes, sequence=sizes != (2, 4))
-        records: dict[int, list[StepRecord]] = {}
-        case.train(plan, tmp_path / str(sizes), STEPS, TrainSettings(clip_norm=0.05), records)
-        norms.append([record.gradient_norm for record in records[0]])
-    assert norms[1] == pytest.approx(norms[0], rel=1e-12)
-    assert norms[2] == pytest.approx(norms[0], rel=1e-12)
 
 
 def _of_matrices(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -143,8 +143,11 @@ def test_a_delay_off_by_one_on_one_stage_is_found(tmp_path: Path, policy: str, m
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_pipemare_begins_with_synchronous_steps(tmp_path: Path, recompute: bool) -> None:
+def test_xpipe_predicts_for_what_runs_again_and_pipemare_waits(tmp_path: Path, recompute: bool) -> None:
     plan = planned(tmp_path, "adamw", "pipemare", [5, 3, 1], 2, synchronous_steps=5, recompute=recompute)
+    assert differs(tmp_path, plan) < 1e-12
+    special = {"DROPS": 0.3, "COUNTS": True}
+    plan = planned(tmp_path, "adam", "predict", [5, 3, 1], 4, special=special, recompute=recompute, ahead="xpipe")
     assert differs(tmp_path, plan) < 1e-12
 
 
@@ -155,13 +158,6 @@ def test_xpipe_predicts_as_far_ahead_as_its_constants_say(tmp_path: Path, optimi
     depths, micro_batches = _shape(shape)
     widths = _alternating(depths)
     plan = planned(tmp_path, optimizer, "predict", depths, micro_batches, widths=widths, ahead="xpipe")
-    assert differs(tmp_path, plan) < 1e-12
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_xpipes_backwards_see_predictions_when_layers_run_again_and_draw(tmp_path: Path, recompute: bool) -> None:
-    special = {"DROPS": 0.3, "COUNTS": True}
-    plan = planned(tmp_path, "adam", "predict", [5, 3, 1], 4, special=special, recompute=recompute, ahead="xpipe")
     assert differs(tmp_path, plan) < 1e-12
 
 

@@ -104,14 +104,7 @@ def test_scaled_losses_overflow_and_recover_as_with_torchs_scaler(
     _close(truth, plan, tmp_path, 2e-3)
 
 
-def test_bfloat16_needs_no_scale(tmp_path: Path) -> None:
-    case, plan = _single("bf16", (1, 1))
-    (records, _) = _train(case, plan, tmp_path)
-    assert not any(record.overflow or record.gradient_norm for record in records)
-    _close(case.truth(plan, STEPS), plan, tmp_path, 2e-2)
-
-
-def test_a_scale_follows_torchs_rule() -> None:
+def test_scales_follow_torchs_rule_and_bfloat16_needs_none(tmp_path: Path, double: Case) -> None:
     overflows = [True, False, False, False, True, False, False]
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     weight = nn.Parameter(torch.ones(1))
@@ -124,9 +117,10 @@ def test_a_scale_follows_torchs_rule() -> None:
         scaler.update()
         scale.settle(overflow)
         assert scale.value == scaler.get_scale()
-
-
-def test_an_optimizer_that_runs_the_model_itself_is_refused(double: Case, tmp_path: Path) -> None:
+    case, plan = _single("bf16", (1, 1))
+    (records, _) = _train(case, plan, tmp_path)
+    assert not any(record.overflow or record.gradient_norm for record in records)
+    _close(case.truth(plan, STEPS), plan, tmp_path, 2e-2)
     text = double.file.read_text().replace("Adam(parameters, lr=1e-3)", "LBFGS(parameters)")
     case = make_case(tmp_path / "other.py", text)
     with pytest.raises(ModelError, match="returned a LBFGS, whose step runs the model itself"):

@@ -17,7 +17,7 @@ from paths import MODELS
 from training_cases import make_case
 
 
-def test_weights_in_one_file_or_several_read_the_same(tmp_path: Path) -> None:
+def test_weights_of_any_file_read_the_same_also_complex_or_of_many_experts(tmp_path: Path) -> None:
     tensors = {f"w{i}": torch.randn(2, i + 1) for i in range(4)}
     one, many = tmp_path / "one", tmp_path / "many"
     one.mkdir()
@@ -31,6 +31,22 @@ def test_weights_in_one_file_or_several_read_the_same(tmp_path: Path) -> None:
         assert sorted(found) == ["w1", "w2"]
         assert all(torch.equal(found[name], tensors[name]) for name in found)
     assert sorted(path.name for path in one.iterdir()) == [weights.SINGLE]
+    tensors = {"both": torch.randn(2, 3, dtype=torch.complex128).conj(), "real": torch.randn(2, 2)}
+    weights.write(tmp_path / weights.SINGLE, tensors)
+    found = weights.read(tmp_path, tensors)
+    assert all(torch.equal(found[name], tensor.resolve_conj()) for name, tensor in tensors.items())
+    assert weights.shapes(tmp_path) == {name: weights.shape_of(tensor) for name, tensor in tensors.items()}
+    # Other libraries read them in pairs.
+    assert torch.equal(load_file(tmp_path / weights.SINGLE)["both"], torch.view_as_real(found["both"]))
+    names = [f"model.layers.{index // 768}.mlp.experts.{index % 768}.weight" for index in range(45_000)]
+    (tmp_path / weights.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "a.bin")}))
+    assert weights.indexed_file_names(tmp_path) == set()
+    with pytest.raises(FileError, match=r"cannot read weights .*a\.bin"):
+        weights.shapes(tmp_path)
+    nothing = "\n\ndef loss(output, batch):\n    return output.sum() * 0, (batch[1] < 0).sum()\n"
+    case = make_case(tmp_path / "nothing.py", (MODELS / "dropout.py").read_text() + nothing)
+    with pytest.raises(TrainingError, match="count of 0 for the whole mini-batch"):
+        case.train(case.plan([1], 2, 4), tmp_path, 1)
 
 
 def test_the_library_of_the_format_reads_what_is_written(tmp_path: Path) -> None:
@@ -52,25 +68,8 @@ def test_the_library_of_the_format_reads_what_is_written(tmp_path: Path) -> None
     assert weights.shapes(tmp_path) == {name: weights.shape_of(tensor) for name, tensor in tensors.items()}
 
 
-def test_complex_numbers_of_double_precision_are_read_as_they_were_written(tmp_path: Path) -> None:
-    tensors = {"both": torch.randn(2, 3, dtype=torch.complex128).conj(), "real": torch.randn(2, 2)}
-    weights.write(tmp_path / weights.SINGLE, tensors)
-    found = weights.read(tmp_path, tensors)
-    assert all(torch.equal(found[name], tensor.resolve_conj()) for name, tensor in tensors.items())
-    assert weights.shapes(tmp_path) == {name: weights.shape_of(tensor) for name, tensor in tensors.items()}
-    # Other libraries read them in pairs.
-    assert torch.equal(load_file(tmp_path / weights.SINGLE)["both"], torch.view_as_real(found["both"]))
-
-
-def test_what_cannot_be_written_is_asked_for_all_the_same(tmp_path: Path) -> None:
-    asked: list[str] = []
-    with pytest.raises(FileError, match="cannot write"):
-        weights.write(tmp_path / "absent" / "file", dict.fromkeys("abc", torch.zeros(1)), asked.append)
-    # Others wait until their parts were asked for.
-    assert asked == ["a", "b", "c"]
-
-
-def test_writing_copies_only_tensors_that_have_no_bytes_in_a_row(tmp_path: Path) -> None:
+@pytest.mark.reliability(16)
+def test_writing_copies_little_and_a_new_folder_goes_with_a_run_that_fails(tmp_path: Path) -> None:
     whole = torch.arange(6.0)
     parts = {"whole": whole, "again": whole, "row": whole.view(2, 3)[1], "column": whole.view(2, 3).T}
     weights.write(tmp_path / weights.SINGLE, parts)
@@ -80,10 +79,11 @@ def test_writing_copies_only_tensors_that_have_no_bytes_in_a_row(tmp_path: Path)
     with StorageTracker() as tracker:
         weights.write(tmp_path / weights.SINGLE, dict(layer.named_parameters()))
     assert tracker.peak_bytes == 0
-
-
-@pytest.mark.reliability(16)
-def test_a_new_folder_goes_with_a_run_that_fails_unless_there_is_something_in_it_or_is_named(tmp_path: Path) -> None:
+    asked: list[str] = []
+    with pytest.raises(FileError, match="cannot write"):
+        weights.write(tmp_path / "absent" / "file", dict.fromkeys("abc", torch.zeros(1)), asked.append)
+    # Others wait until their parts were asked for.
+    assert asked == ["a", "b", "c"]
     (tmp_path / "old").mkdir()
     for name, made in (("old", ()), ("new", ()), ("begun", ("model.safetensors",))):
         with pytest.raises(TrainingError), folder_of(tmp_path / name):  # noqa: PT012
@@ -96,8 +96,8 @@ def test_a_new_folder_goes_with_a_run_that_fails_unless_there_is_something_in_it
         make_folder(tmp_path / "file" / "trained")
 
 
-@pytest.mark.reliability(22)
-def test_damaged_weights_are_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.reliability(21, 22)
+def test_damaged_weights_and_pickles_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / weights.SINGLE).write_bytes(b"not safetensors")
     with pytest.raises(FileError, match=r"cannot read weights .*model.safetensors"):
         weights.read(tmp_path, ["w"])
@@ -110,10 +110,6 @@ def test_damaged_weights_are_refused_by_name(tmp_path: Path) -> None:
         (tmp_path / weights.INDEX).write_text(text)
         with pytest.raises(FileError, match=said):
             weights.read(tmp_path, ["w"])
-
-
-@pytest.mark.reliability(21)
-def test_pickles_are_not_loaded(tmp_path: Path) -> None:
     payload = type("Touching", (), {"__reduce__": lambda _: (Path.touch, (tmp_path / "ran",))})()
     torch.save(payload, tmp_path / "pytorch_model.bin")
     with pytest.raises(FileError, match=r"holds neither model\.safetensors nor"):
@@ -126,18 +122,3 @@ def test_pickles_are_not_loaded(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
     torch.load(tmp_path / "pytorch_model.bin", weights_only=False)
     assert (tmp_path / "ran").exists()
-
-
-def test_a_mini_batch_in_which_nothing_counts_is_refused(tmp_path: Path) -> None:
-    nothing = "\n\ndef loss(output, batch):\n    return output.sum() * 0, (batch[1] < 0).sum()\n"
-    case = make_case(tmp_path / "nothing.py", (MODELS / "dropout.py").read_text() + nothing)
-    with pytest.raises(TrainingError, match="count of 0 for the whole mini-batch"):
-        case.train(case.plan([1], 2, 4), tmp_path, 1)
-
-
-def test_an_index_names_as_many_tensors_as_a_mixture_of_experts_has(tmp_path: Path) -> None:
-    names = [f"model.layers.{index // 768}.mlp.experts.{index % 768}.weight" for index in range(45_000)]
-    (tmp_path / weights.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "a.bin")}))
-    assert weights.indexed_file_names(tmp_path) == set()
-    with pytest.raises(FileError, match=r"cannot read weights .*a\.bin"):
-        weights.shapes(tmp_path)

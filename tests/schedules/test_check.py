@@ -29,8 +29,7 @@ def test_a_plans_own_program_is_within_its_bounds(plan: Plan) -> None:
 @settings(max_examples=30)
 @given(plans(most_groups=3, most_micro_batches=4, most_replicas=2), st.integers(0, 2**16))
 def test_an_edited_program_that_is_accepted_holds_no_more_than_the_plans_own(plan: Plan, seed: int) -> None:
-    program = edited(plan, seed)
-    for actions, own in zip(program.ranks, expand(plan).ranks, strict=True):
+    for actions, own in zip(edited(plan, seed).ranks, expand(plan).ranks, strict=True):
         allowed = holdings(own)
         for stage, holding in holdings(actions).items():
             assert _counted(actions, stage) == holding.micro_batches <= allowed[stage].micro_batches
@@ -50,7 +49,7 @@ def _counted(actions: RankProgram, stage: int) -> int:
     return most
 
 
-def test_a_written_program_reads_back_as_the_plans_own_and_a_replica_of_no_turn_only_updates(tmp_path: Path) -> None:
+def test_a_written_program_reads_back_and_one_of_another_length_is_refused(tmp_path: Path) -> None:
     plan = make("gpipe", 1, [(3,), (1, 2)], [1, 1], chain(2))
     waiting = plan.stages[1].model_copy(update={"division": "round-robin", "shares": (3, 3)})
     turning = plan.model_copy(update={"stages": (plan.stages[0], waiting)})
@@ -58,6 +57,13 @@ def test_a_written_program_reads_back_as_the_plans_own_and_a_replica_of_no_turn_
     for each in (turning, make("zb-v", 3, [(1, 2), (3,)], [3, 3, 2, 1], chain(4))):
         expand(each).save(tmp_path / "p.json")
         assert read_program(tmp_path / "p.json", each) == expand(each)
+    plan = make("1f1b", 2, [(1,), (1,)], [1, 1], chain(2)).model_copy(update={"weight_policy": "stash"})
+    (tmp_path / "p.json").write_text(json.dumps({**json.loads(expand(plan).dumps()), "shift": 3}))
+    with pytest.raises(FileError, match=r"p.json: \$\.shift: the plan's repetitions have 2 micro-batches, found 3"):
+        read_program(tmp_path / "p.json", plan)
+    tied = (SharedParameter(parameter="w", stages=(0, 1), bytes=4),)
+    plan = make("1f1b", 1, [(1, 1), (1, 1)], [1, 1], chain(2), tied)
+    check_bounds(expand(plan), plan)
 
 
 def _moved(action: str, behind: str) -> Edit:
@@ -126,17 +132,3 @@ def test_a_broken_program_is_refused_by_rank_and_action(
         read_program(tmp_path / "p.json", PLANS[plan])
     assert str(refused.value).startswith(f"{tmp_path / 'p.json'}: ")
     assert "\n" not in str(refused.value)
-
-
-def test_a_repetition_of_another_length_is_refused(tmp_path: Path) -> None:
-    plan = make("1f1b", 2, [(1,), (1,)], [1, 1], chain(2)).model_copy(update={"weight_policy": "stash"})
-    content = json.loads(expand(plan).dumps())
-    (tmp_path / "p.json").write_text(json.dumps({**content, "shift": 3}))
-    with pytest.raises(FileError, match=r"p.json: \$\.shift: the plan's repetitions have 2 micro-batches, found 3"):
-        read_program(tmp_path / "p.json", plan)
-
-
-def test_replicas_may_sum_a_shared_parameter_after_their_stages() -> None:
-    tied = (SharedParameter(parameter="w", stages=(0, 1), bytes=4),)
-    plan = make("1f1b", 1, [(1, 1), (1, 1)], [1, 1], chain(2), tied)
-    check_bounds(expand(plan), plan)

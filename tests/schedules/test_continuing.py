@@ -47,7 +47,7 @@ def test_what_is_written_out_fills_goes_on_and_drains_as_a_plain_loop(policy: st
         assert found == list(_plain(depths[stage], lag, micro_batches, micro_batches * mini_batches))
 
 
-def test_a_plan_with_flushes_leads_by_nothing_and_the_last_update_of_replicas_in_turn_is_of_what_is_left() -> None:
+def test_positions_are_those_of_mini_batches_and_none_lead_with_flushes() -> None:
     assert lead(_plan("sync", (3, 2, 1), 4)) == 0
     # Three micro-batches in flight of two each: the first backward comes in the second repetition behind.
     assert lead(_plan("stash", (3, 2, 1), 2)) == 2
@@ -56,9 +56,6 @@ def test_a_plan_with_flushes_leads_by_nothing_and_the_last_update_of_replicas_in
     assert here.mini_batches_of(Action(UPDATE, 0, 0), 4) == range(4, 6)
     assert here.mini_batches_of(Action(UPDATE, 0, 0), 1) == range(4, 5)
     assert here.place(3) == (7, 0)
-
-
-def test_positions_are_those_of_mini_batches_that_there_are() -> None:
     plan = _plan("stash", (2, 1), 1)
     program = expand(plan)
     first = -lead(plan)

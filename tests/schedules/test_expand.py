@@ -48,7 +48,7 @@ def test_any_program_is_complete_and_free_of_deadlock_and_holds_what_its_depth_s
     assert sent == received
 
 
-def test_a_shared_parameter_is_summed_among_all_its_ranks_and_by_its_first_stage_early() -> None:
+def test_shared_parameters_are_summed_among_all_ranks_and_broken_programs_refused() -> None:
     tied = (SharedParameter(parameter="w", stages=(0, 3), bytes=4),)
     for shares, count in (((1, 1), 2), ((2,), 0)):
         ranks = expand(make("zb-v", 2, [shares, (2,)], [2, 2, 2, 1], chain(4), tied)).ranks
@@ -57,6 +57,17 @@ def test_a_shared_parameter_is_summed_among_all_its_ranks_and_by_its_first_stage
     plan = make("1f1b", 2, [(1,), (1,)], [2, 1], chain(2), tied).model_copy(update={"weight_policy": "2bw"})
     kinds = [[action.kind for action in actions] for actions in expand(plan).ranks]
     assert [each[each.index(REDUCE_TIED) + 1] for each in kinds] == [BEGIN_SUM, UPDATE]
+    plan = make("1f1b", 2, [(4,), (4,)], [2, 1], chain(2))
+    with pytest.raises(ProgramError, match="the program has 1 ranks, the plan 2"):
+        check(Program(expand(plan).ranks[:1]), plan)
+    first, second = (list(rank) for rank in expand_forwards(plan).ranks)
+    for broken, said in (
+        ((first[:-1], second), r"rank 0 \(stage 0\): S1@0>1@1 is missing"),
+        ((first, [second[1], second[0], *second[2:]]), r"F0@1 stands before R0@1<0@0"),
+        (([*first, list(expand(plan).ranks[0])[-1]], second), r"U@0 is not part of the plan"),
+    ):
+        with pytest.raises(ProgramError, match=said):
+            check(Program(tuple(RankProgram.of(actions) for actions in broken)), plan, FORWARDS)
 
 
 _Change = Callable[[list[Action], int], list[Action]]
@@ -98,17 +109,3 @@ def test_programs_of_forwards_are_those_of_training_in_its_order_and_end(plan: P
     check(program, plan, FORWARDS)
     for forwards, whole in zip(program.ranks, expand(plan).ranks, strict=True):
         assert list(forwards) == [action for action in whole if str(action.kind) in ("F", "S", "R")]
-
-
-def test_a_broken_program_of_forwards_or_of_other_ranks_is_refused() -> None:
-    plan = make("1f1b", 2, [(4,), (4,)], [2, 1], chain(2))
-    with pytest.raises(ProgramError, match="the program has 1 ranks, the plan 2"):
-        check(Program(expand(plan).ranks[:1]), plan)
-    first, second = (list(rank) for rank in expand_forwards(plan).ranks)
-    for broken, said in (
-        ((first[:-1], second), r"rank 0 \(stage 0\): S1@0>1@1 is missing"),
-        ((first, [second[1], second[0], *second[2:]]), r"F0@1 stands before R0@1<0@0"),
-        (([*first, list(expand(plan).ranks[0])[-1]], second), r"U@0 is not part of the plan"),
-    ):
-        with pytest.raises(ProgramError, match=said):
-            check(Program(tuple(RankProgram.of(actions) for actions in broken)), plan, FORWARDS)

@@ -45,7 +45,7 @@ def test_every_row_of_every_micro_batch_takes_the_one_route_between_its_owners()
     assert turning > 50
 
 
-def test_shares_are_whole_and_differ_by_a_row_at_most_or_flow_freely_over_slivers() -> None:
+def test_shares_are_whole_and_buckets_hold_every_gradient_once() -> None:
     for rows in range(1, 30):
         for replicas in range(1, rows + 1):
             shares = even_shares(rows, replicas)
@@ -55,16 +55,12 @@ def test_shares_are_whole_and_differ_by_a_row_at_most_or_flow_freely_over_sliver
             assert [(route.sender, route.receiver) for route in free] == [(at, at) for at in range(replicas)]
             taken = chain.from_iterable(turns("round-robin", replicas, each, rows) for each in range(replicas))
             assert sorted(taken) == list(range(rows))
-
-
-def test_buckets_close_before_they_exceed_the_limit_and_hold_every_gradient_once() -> None:
     sizes = [10 * MIB, 10 * MIB, 10 * MIB, 0, 300 * MIB, 1, 5]
     limit = routing.bucket_limit_bytes(sum(sizes))
     found = buckets(sizes)
     assert limit == 25 * MIB
     assert found == [[6, 5], [4], [2, 1], [0]]
     assert all(sum(sizes[index] for index in bucket) <= limit or len(bucket) == 1 for bucket in found)
-    small = [MIB] * 16
-    assert buckets(small) == [[index, index - 1] for index in range(15, 0, -2)]
+    assert buckets([MIB] * 16) == [[index, index - 1] for index in range(15, 0, -2)]
     assert routing.bucket_limit_bytes(100) == MIB
     assert buckets([]) == buckets([0, 0]) == []

@@ -23,7 +23,7 @@ def team_plans(draw: st.DrawFn, most_groups: int = 4) -> Plan:
 
 @settings(max_examples=80)
 @given(team_plans())
-def test_ranks_are_parts_of_replicas_and_their_program_is_complete_and_free_of_deadlock(plan: Plan) -> None:
+def test_teams_are_complete_and_every_row_goes_to_one_once(plan: Plan) -> None:
     program = expand(plan)
     check(program, plan)
     assert action_count(plan) == sum(map(len, program.ranks))
@@ -36,11 +36,6 @@ def test_ranks_are_parts_of_replicas_and_their_program_is_complete_and_free_of_d
         assert len(team_of(plan, rank)) == plan.stages[stage].tensor_parallel
         seen.add((stage, replica, part))
     assert len(seen) == len(plan.devices)
-
-
-@settings(max_examples=80)
-@given(team_plans())
-def test_every_row_goes_to_a_team_once_and_a_team_hands_itself_all(plan: Plan) -> None:
     found = messages(plan)
     for tensor in range(len(plan.tensors)):
         producer = plan.tensors[tensor].producer
@@ -53,16 +48,12 @@ def test_every_row_goes_to_a_team_once_and_a_team_hands_itself_all(plan: Plan) -
                 rows = Counter(row for each in carried for row in range(each.start, each.stop))
                 times = plan.stages[consumer].tensor_parallel if same else 1
                 assert rows == dict.fromkeys(range(plan.micro_batch_size), times)
-                senders = Counter((each.sender, each.receiver) for each in carried)
-                assert set(senders.values()) <= {1}
+                assert set(Counter((each.sender, each.receiver) for each in carried).values()) <= {1}
 
 
-def test_as_many_ranks_send_and_receive_as_there_are() -> None:
+def test_as_many_send_and_receive_and_ranks_in_another_order_are_refused() -> None:
     plan = resized(make("1f1b", 2, [(8,), (8,)], [2, 1], chain(2)), [2, 4])
     assert [each[2:6] for each in messages(plan)] == [(0, 2, 0, 2), (1, 3, 2, 4), (0, 4, 4, 6), (1, 5, 6, 8)]
-
-
-def test_ranks_of_a_team_that_compute_in_another_order_are_refused() -> None:
     plan = resized(make("gpipe", 3, [(4,)], [3], ()), [2])
     program = expand(plan)
     actions = list(program.ranks[1])

@@ -33,7 +33,7 @@ def test_a_command_sees_and_says_what_it_does_under_subprocess(form: str, tmp_pa
     assert forked.stdout.endswith("at the end\n")
 
 
-def test_torch_is_there_already_and_what_was_changed_in_one_process_is_not_in_the_next() -> None:
+def test_processes_know_nothing_of_each_other_and_end_by_signals() -> None:
     says = "import sys, torch; print('autopar.cli' in sys.modules, torch.initial_seed(), end=' ')"
     command = [sys.executable, "-c", says]
     changed = [sys.executable, "-c", "import os, torch; torch.manual_seed(1); os.environ['WORD'] = '1'"]
@@ -41,18 +41,11 @@ def test_torch_is_there_already_and_what_was_changed_in_one_process_is_not_in_th
     warm.run(changed, check=True)
     assert first == warm.run(command, capture_output=True, text=True).stdout
     assert first.startswith("True ")
-
-
-def test_an_error_has_its_traceback_and_code_and_check_raises_it() -> None:
     with pytest.raises(subprocess.CalledProcessError) as raised:
         warm.run([sys.executable, "-c", "1 / 0"], capture_output=True, text=True, check=True)
     assert raised.value.returncode == 1
     assert raised.value.stderr.endswith("ZeroDivisionError: division by zero\n")
-
-
-def test_a_signal_ends_a_process_and_waiting_may_take_too_long() -> None:
-    waits = "import signal; print('there', flush=True); signal.pause()"
-    command = [sys.executable, "-c", waits]
+    command = [sys.executable, "-c", "import signal; print('there', flush=True); signal.pause()"]
     with warm.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "there\n"

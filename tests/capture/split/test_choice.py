@@ -71,12 +71,29 @@ def two() -> nn.Module:
     return Made(lambda m, x: x + m.first(x) + m.second(x), first=first, second=second)
 
 
-def test_what_saves_the_most_comes_first_and_only_even_parts_of_many_or_uneven_ones_of_a_plain_name_are_taken() -> None:
+def test_what_saves_most_is_first_and_parts_have_ranges_of_queries_keys_and_values() -> None:
     for count, sizes in ((2, [6, 4]), (4, [6, 4]), (5, [6]), (7, [])):
         assert [split.names[0].size for split in splits(two(), count)] == sizes
     saved = [split.numbers_saved for split in splits(two(), 2)]
     assert saved == [(8 * 6 + 6 + 6 * 8) / 2, (8 * 4 + 4 + 4 * 8) / 2]
     assert [split.numbers_summed for split in splits(two(), 2)] == [3 * 8, 3 * 8]
+    analysis = analyse(grouped())
+    cuts = cuts_of(analysis, choose(analysis, 2))
+    without = cuts_of(analysis, choose(analysis, 2, forbidden=["held_down_weight", "held_down_bias", "no_such"]))
+    assert cuts.keys() - without.keys() == {"held_up_weight", "held_up_bias", "held_down_weight"}
+    assert without.items() <= cuts.items()
+    assert cuts_of(analysis, choose(analysis, 2, without, ["held_up_bias"])) == without
+    analysis = analyse(grouped())
+    cuts = cuts_of(analysis, choose(analysis, 4))
+    assert cuts["held_up_weight"] == AttributeCut(0, (((0, 3),), ((3, 6),), ((6, 8),), ((8, 10),)))
+    assert cuts_of(analysis, choose(analysis, 2))["held_qkv_weight"] == AttributeCut(
+        0, (((0, 4), (8, 10), (12, 14)), ((4, 8), (10, 12), (14, 16)))
+    )
+    assert "held_down_bias" not in cuts
+    # Of two key heads, two parts have the same one.
+    keys, others = ((8, 10), (12, 14)), ((10, 12), (14, 16))
+    expected = (((0, 2), *keys), ((2, 4), *keys), ((4, 6), *others), ((6, 8), *others))
+    assert cuts["held_qkv_weight"] == AttributeCut(0, expected)
 
 
 class Grouped(FewKeys):
@@ -93,20 +110,6 @@ class Grouped(FewKeys):
 
 def grouped() -> Layer:
     return layer_of(Grouped(), torch.zeros(2, 3, 8))
-
-
-def test_a_part_has_ranges_of_queries_keys_and_values_and_uneven_ones_of_a_plain_name() -> None:
-    analysis = analyse(grouped())
-    cuts = cuts_of(analysis, choose(analysis, 4))
-    assert cuts["held_up_weight"] == AttributeCut(0, (((0, 3),), ((3, 6),), ((6, 8),), ((8, 10),)))
-    assert cuts_of(analysis, choose(analysis, 2))["held_qkv_weight"] == AttributeCut(
-        0, (((0, 4), (8, 10), (12, 14)), ((4, 8), (10, 12), (14, 16)))
-    )
-    assert "held_down_bias" not in cuts
-    # Of two key heads, two parts have the same one.
-    keys, others = ((8, 10), (12, 14)), ((10, 12), (14, 16))
-    expected = (((0, 2), *keys), ((2, 4), *keys), ((4, 6), *others), ((6, 8), *others))
-    assert cuts["held_qkv_weight"] == AttributeCut(0, expected)
 
 
 @pytest.mark.some(4)
@@ -137,7 +140,7 @@ def test_ranges_are_those_that_a_part_is_cut_by_and_those_of_the_first_split_of_
 
 @pytest.mark.some(6)
 @pytest.mark.parametrize("seed", range(20))
-def test_a_choice_repeats_the_cuts_that_were_recorded_of_any(seed: int) -> None:
+def test_a_choice_is_repeated_and_numbers_of_parts_cut_nearly_as_much_as_any(seed: int) -> None:
     """Also of a choice that would not be made now: one of fewer regions."""
     analysis, another, count = analyse(drawn_layer(seed)), analyse(drawn_layer(seed)), 2 if seed % 3 else 4
     splits = choose(analysis, count)
@@ -146,59 +149,6 @@ def test_a_choice_repeats_the_cuts_that_were_recorded_of_any(seed: int) -> None:
         again = choose(another, count, cuts)
         assert [split.counts for split in again] == [split.counts for split in splits[:end]]
         assert cuts_of(analysis, choose(analysis, count, cuts)) == cuts
-
-
-def test_cuts_that_cannot_be_repeated_are_refused_with_the_parameter() -> None:
-    analysis = analyse(grouped())
-    cuts = cuts_of(analysis, choose(analysis, 2))
-    up = cuts["held_up_weight"]
-    for wrong in (up._replace(dim=1), up._replace(parts=up.parts[::-1])):
-        with pytest.raises(MismatchError, match="held_up_weight cannot be cut in 2 parts"):
-            choose(analysis, 2, {**cuts, "held_up_weight": wrong})
-    with pytest.raises(MismatchError, match="held_down_bias"):
-        choose(analysis, 2, {**cuts, "held_down_bias": AttributeCut(0, (((0, 4),), ((4, 8),)))})
-    with pytest.raises(MismatchError, match="in 4 parts"):
-        choose(analysis, 4, cuts)
-    with pytest.raises(MismatchError, match="held_other"):
-        split_layer(grouped(), None, 0, 2, {"held_other": up})  # type: ignore[arg-type]
-
-
-def test_a_parameter_that_stays_whole_keeps_those_whole_that_are_cut_with_it() -> None:
-    analysis = analyse(grouped())
-    cuts = cuts_of(analysis, choose(analysis, 2))
-    without = cuts_of(analysis, choose(analysis, 2, forbidden=["held_down_weight", "held_down_bias", "no_such"]))
-    assert cuts.keys() - without.keys() == {"held_up_weight", "held_up_bias", "held_down_weight"}
-    assert without.items() <= cuts.items()
-    assert cuts_of(analysis, choose(analysis, 2, without, ["held_up_bias"])) == without
-
-
-def analysis_of(module: nn.Module, size: int) -> Analysis:
-    return analyse(layer_of(module, torch.zeros(2, 3, size)))
-
-
-def test_a_block_splits_in_the_numbers_that_its_heads_allow() -> None:
-    six = analysis_of(FewKeys(6, 1), 8)
-    assert counts_that_split(six) == (2, 3, 6)
-    assert counts_that_split(six, 3) == (2, 3)
-    assert explain(six, 3) is None
-    assert explain(six, 4) == "does not split in 4 parts; 2, 3, 6 would"
-    assert explain(analysis_of(FewKeys(12, 1), 8), 12) is None
-
-
-def test_what_splits_in_no_number_of_parts_says_what_keeps_it_whole_or_which_buffer_it_writes() -> None:
-    assert explain(analysis_of(nn.LayerNorm(6), 6), 2) == "splits in no number of parts: it is normalised as a whole"
-    assert explain(analysis_of(nn.GELU(), 6), 2) == "splits in no number of parts: it has no parameters"
-    module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
-    analysis = analyse(layer_of(module, torch.zeros(2, 6)))
-    assert explain(analysis, 2) == "splits in no number of parts: it writes into held_1_num_batches_tracked"
-    seen = analysis_of(between(lambda x: (x.view(-1, 3, 6), x.relu_())[0]), 4)
-    assert written_tensor(seen.module) == "tensors that are read again (aten.relu_.default)"
-    assert written_tensor(analysis_of(between(F.relu_), 4).module) is None
-
-
-@pytest.mark.some(6)
-@pytest.mark.parametrize("seed", range(20))
-def test_numbers_of_parts_are_those_that_cut_nearly_as_much_as_any(seed: int) -> None:
     layer = drawn_layer(seed)
     analysis = analyse(layer)
     numbers = list[float]()
@@ -213,3 +163,36 @@ def test_numbers_of_parts_are_those_that_cut_nearly_as_much_as_any(seed: int) ->
     wanted = [count for count, found in enumerate(numbers, 2) if found and found >= 0.9 * max(numbers)]
     assert list(counts_that_split(analysis, 5)) == wanted
     assert [count for count in range(2, 6) if explain(analysis, count, 5) is None] == wanted
+
+
+def analysis_of(module: nn.Module, size: int) -> Analysis:
+    return analyse(layer_of(module, torch.zeros(2, 3, size)))
+
+
+def test_blocks_split_as_their_heads_allow_and_cuts_that_cannot_be_repeated_are_refused() -> None:
+    six = analysis_of(FewKeys(6, 1), 8)
+    assert counts_that_split(six) == (2, 3, 6)
+    assert counts_that_split(six, 3) == (2, 3)
+    assert explain(six, 3) is None
+    assert explain(six, 4) == "does not split in 4 parts; 2, 3, 6 would"
+    assert explain(analysis_of(FewKeys(12, 1), 8), 12) is None
+    assert explain(analysis_of(nn.LayerNorm(6), 6), 2) == "splits in no number of parts: it is normalised as a whole"
+    assert explain(analysis_of(nn.GELU(), 6), 2) == "splits in no number of parts: it has no parameters"
+    module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    analysis = analyse(layer_of(module, torch.zeros(2, 6)))
+    assert explain(analysis, 2) == "splits in no number of parts: it writes into held_1_num_batches_tracked"
+    seen = analysis_of(between(lambda x: (x.view(-1, 3, 6), x.relu_())[0]), 4)
+    assert written_tensor(seen.module) == "tensors that are read again (aten.relu_.default)"
+    assert written_tensor(analysis_of(between(F.relu_), 4).module) is None
+    analysis = analyse(grouped())
+    cuts = cuts_of(analysis, choose(analysis, 2))
+    up = cuts["held_up_weight"]
+    for wrong in (up._replace(dim=1), up._replace(parts=up.parts[::-1])):
+        with pytest.raises(MismatchError, match="held_up_weight cannot be cut in 2 parts"):
+            choose(analysis, 2, {**cuts, "held_up_weight": wrong})
+    with pytest.raises(MismatchError, match="held_down_bias"):
+        choose(analysis, 2, {**cuts, "held_down_bias": AttributeCut(0, (((0, 4),), ((4, 8),)))})
+    with pytest.raises(MismatchError, match="in 4 parts"):
+        choose(analysis, 4, cuts)
+    with pytest.raises(MismatchError, match="held_other"):
+        split_layer(grouped(), None, 0, 2, {"held_other": up})  # type: ignore[arg-type]

@@ -49,8 +49,7 @@ def draw_dim(draw: random.Random, names: list[Name], depth: int = 2) -> Dim:
 @pytest.mark.parametrize("seed", range(60))
 def test_positions_are_those_whose_label_is_in_the_part(seed: int) -> None:
     draw = random.Random(seed)
-    names = [Name(draw.randint(1, 4)) for _ in range(3)]
-    dim = draw_dim(draw, names)
+    dim = draw_dim(draw, [Name(draw.randint(1, 4)) for _ in range(3)])
     for name in dict.fromkeys(leaves(dim)):
         try:
             if not carries(dim, name):
@@ -65,7 +64,7 @@ def test_positions_are_those_whose_label_is_in_the_part(seed: int) -> None:
         assert is_partial(dim, name) == (len({name in label for label in every}) > 1)
 
 
-def test_uniting_factors_what_is_not_factored_yet() -> None:
+def test_uniting_factors_what_is_not_factored_and_a_cut_goes_through_pieces() -> None:
     whole, heads, width = Name(12), Name(3), Name(4)
     unite((whole,), (heads, width))
     assert resolve((whole,)) == (heads, width)
@@ -73,9 +72,17 @@ def test_uniting_factors_what_is_not_factored_yet() -> None:
     unite((whole,), (outer, inner))
     assert [name.size for name in resolve((outer, inner))] == [3, 2, 2]
     assert resolve((outer, inner)) == resolve((whole,))
+    first, inner = Name(6), Name(2)
+    left, right = cut((first, inner), (0, 4, 12))
+    assert (size(left), size(right)) == (4, 8)
+    assert [size(piece) for piece in cut((first, inner), (0, 8, 12))] == [8, 4]
+    assert first.pieces is not None
+    assert [size(piece) for piece in first.pieces] == [2, 2, 2]
+    with pytest.raises(MismatchError):
+        cut((first, inner), (0, 3, 12))
 
 
-def test_uniting_what_does_not_fit_is_refused_and_what_splits_twice() -> None:
+def test_pieces_unite_once_where_they_fit_and_have_the_obstacles_of_any() -> None:
     with pytest.raises(MismatchError, match="4 and 6"):
         unite((Name(4),), (Name(6),))
     with pytest.raises(MismatchError, match="2 times"):
@@ -89,20 +96,6 @@ def test_uniting_what_does_not_fit_is_refused_and_what_splits_twice() -> None:
         factor(one, 2)
     with pytest.raises(MismatchError, match="twice"):
         carries((name := Name(2), name), name)
-
-
-def test_a_cut_goes_through_pieces_and_leaves_inner_names_whole() -> None:
-    first, inner = Name(6), Name(2)
-    left, right = cut((first, inner), (0, 4, 12))
-    assert (size(left), size(right)) == (4, 8)
-    assert [size(piece) for piece in cut((first, inner), (0, 8, 12))] == [8, 4]
-    assert first.pieces is not None
-    assert [size(piece) for piece in first.pieces] == [2, 2, 2]
-    with pytest.raises(MismatchError):
-        cut((first, inner), (0, 3, 12))
-
-
-def test_an_obstacle_goes_with_a_name_wherever_it_was_found_out() -> None:
     whole, other = Name(6), Name(6)
     block((whole,), "first")
     pieces = cut((whole,), (0, 2, 6))

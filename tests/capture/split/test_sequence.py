@@ -40,20 +40,6 @@ def test_a_block_gathers_twice_and_scatters_twice_forwards_and_backwards(count: 
     assert moves(found, 1)[1]["sum"] == 6
 
 
-def test_gradients_of_whole_parameters_may_be_added_up_after_the_last_backward() -> None:
-    """All that a block has as a whole: scales and shifts of two norms, and two biases behind sums."""
-    layer = layer_of(AttentionBlock().double(), numbers(2, 8, 16))
-    apart, inside = (
-        compare(layer, [numbers(2, 8, 16)], 2, sequence=sequence_dims(layer, 2), deferred=deferred)
-        for deferred in (True, False)
-    )
-    whole = sum(not is_cut for is_cut in apart.parameters.values())
-    assert inside.kinds[1].count("sum") == whole
-    assert apart.kinds[1][-whole:].count("sum") == whole
-    assert apart.kinds[1][:-whole].count("sum") == 0
-    assert apart.error < CLOSE
-
-
 class Rescaled(AttentionBlock):
     """Scale what is in slices and what a region reads by the same numbers, twice or once, or the input, too."""
 
@@ -87,10 +73,21 @@ def test_tensors_that_are_not_named_cross_whole(ends: str) -> None:
     assert (forward - usual, backward - usual) == ((extra, Counter()) if ends == "input" else (Counter(), extra))
 
 
-def test_sums_are_over_the_parts_that_the_sequence_is_split_among() -> None:
+def test_sums_are_over_the_sequences_parts_and_may_be_made_after_the_last_backward() -> None:
+    """All that a block has as a whole: scales and shifts of two norms, and two biases behind sums."""
     layer = layer_of(AttentionBlock(), torch.zeros(2, 8, 16))
     part = split_layer(layer, None, 0, 4, sequence=sequence_dims(layer, 4))  # type: ignore[arg-type]
     assert part.summing_parts == {(0, 1, 2, 3)}
+    layer = layer_of(AttentionBlock().double(), numbers(2, 8, 16))
+    apart, inside = (
+        compare(layer, [numbers(2, 8, 16)], 2, sequence=sequence_dims(layer, 2), deferred=deferred)
+        for deferred in (True, False)
+    )
+    whole = sum(not is_cut for is_cut in apart.parameters.values())
+    assert inside.kinds[1].count("sum") == whole
+    assert apart.kinds[1][-whole:].count("sum") == whole
+    assert apart.kinds[1][:-whole].count("sum") == 0
+    assert apart.error < CLOSE
 
 
 @pytest.mark.some(8)

@@ -73,9 +73,21 @@ def test_halves_of_drawn_layers_make_the_gradients_of_a_whole_backward(seed: int
     check(drawn_layer(seed), 2 if seed % 2 else 4, numbers(2, 3, 8))
 
 
-def test_halves_in_slices_make_the_gradients_of_a_whole_backward() -> None:
+def test_halves_in_slices_and_sums_of_whole_pieces_make_the_whole_gradients() -> None:
+    """Of six columns, the first two and the last are the same on both parts."""
     layer = layer_of(AttentionBlock().double(), numbers(2, 8, 16))
     check(layer, 2, numbers(2, 8, 16), sequence_dims(layer, 2))
+    factors, ranges = numbers(2, 3, 6), ((0, 2), (5, 6))
+
+    def act(sums: ThreadSums, index: int) -> torch.Tensor | None:
+        x = torch.ones(3, 6, dtype=torch.float64, requires_grad=True)
+        (Enter(sums)(x, (0, 1), 1, ranges) * factors[index]).sum().backward()
+        return x.grad
+
+    for index, gradient in enumerate(run_parts(2, act)):
+        expected = factors[index].clone()
+        expected[:, [0, 1, 5]] = factors[:, :, [0, 1, 5]].sum(0)
+        torch.testing.assert_close(gradient, expected)
 
 
 @pytest.mark.parametrize("parts", [(0, 1), (0, 2, 3), (0, 1, 2, 3)])
@@ -98,27 +110,11 @@ def test_what_enters_has_the_sum_of_gradients_and_what_leaves_is_the_sum(parts: 
             torch.testing.assert_close(gradient, total * weights)
 
 
-def test_gradients_of_pieces_that_are_whole_alone_are_summed() -> None:
-    """Of six columns, the first two and the last are the same on both parts."""
-    factors, ranges = numbers(2, 3, 6), ((0, 2), (5, 6))
-
-    def act(sums: ThreadSums, index: int) -> torch.Tensor | None:
-        x = torch.ones(3, 6, dtype=torch.float64, requires_grad=True)
-        (Enter(sums)(x, (0, 1), 1, ranges) * factors[index]).sum().backward()
-        return x.grad
-
-    for index, gradient in enumerate(run_parts(2, act)):
-        expected = factors[index].clone()
-        expected[:, [0, 1, 5]] = factors[:, :, [0, 1, 5]].sum(0)
-        torch.testing.assert_close(gradient, expected)
-
-
 def own(tensor: torch.Tensor, index: int, count: int, period: int | None) -> torch.Tensor:
     """Take a part's indices of the second dimension, one by one."""
     length = tensor.shape[1]
     every = period or length
-    kept = [place for place in range(length) if place % every // (every // count) == index]
-    return tensor[:, kept]
+    return tensor[:, [place for place in range(length) if place % every // (every // count) == index]]
 
 
 @pytest.mark.parametrize("period", [None, 4])

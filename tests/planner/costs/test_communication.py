@@ -10,7 +10,7 @@ from autopar.planner import PlanOptions
 from autopar.planner.costs.communication import LinkModel, Sharing
 from autopar.planner.costs.model import CostModel
 from drawn import random_candidate
-from random_problems import hierarchy, random_cluster, random_profile
+from random_problems import gpt_profile, hierarchy, local_cluster, random_cluster, random_profile
 
 
 def test_of_several_links_the_quickest_counts_and_its_port_is_passed() -> None:
@@ -35,7 +35,7 @@ def test_of_several_links_the_quickest_counts_and_its_port_is_passed() -> None:
     assert second > 50
 
 
-def test_over_several_links_no_longer_message_takes_less_time_and_no_rate_is_undercut() -> None:
+def test_links_curves_and_ways_out_are_shared_and_no_rate_undercut() -> None:
     for seed in range(60):
         cluster = hierarchy(seed, [1, 1, 1], racks=2, more_links=True)
         model = LinkModel(cluster, cluster.devices)
@@ -44,9 +44,13 @@ def test_over_several_links_no_longer_message_takes_less_time_and_no_rate_is_und
             least = model.least_per_byte("all_reduce", 3, level)
             for size in (1, 10**4, 10**7, 10**12):
                 assert model.collective_s("all_reduce", size, 3, level) >= least * size * (1 - 1e-12)
-
-
-def test_a_curve_is_of_its_level_and_continues_with_the_widest_of_its_links() -> None:
+    devices = tuple(Device(type="cpu", memory_bytes=1, node=at // 2, rack=at // 4) for at in range(8))
+    links = tuple(Link(level=level, latency_s=0.0, bytes_per_s=1e9, shared_by=4) for level in LEVELS)
+    sharing = Sharing.of(Cluster(devices=devices, links=links), devices)
+    out = [sharing.ports("network", device, device, 1.0)[0] for device in range(8)]
+    assert [(port.unit, port.number) for port in out] == [(0, 0)] * 4 + [(1, 0)] * 4
+    near = [sharing.ports("rack", device, device, 1.0)[0] for device in range(8)]
+    assert [(port.unit, port.number) for port in near] == [(node, 0) for node in range(4) for _ in range(2)]
     links = (
         Link(level="node", latency_s=0.0, bytes_per_s=1e6),
         Link(level="node", latency_s=0.0, bytes_per_s=1e8, shared_by=2),
@@ -65,16 +69,6 @@ def test_a_curve_is_of_its_level_and_continues_with_the_widest_of_its_links() ->
     assert model.collective_note("all_reduce", 3, "node") == "all-reduce among 3 ranks is estimated from 2"
 
 
-def test_a_rack_s_devices_share_its_way_out_and_a_nodes_those_to_its_rack() -> None:
-    devices = tuple(Device(type="cpu", memory_bytes=1, node=at // 2, rack=at // 4) for at in range(8))
-    links = tuple(Link(level=level, latency_s=0.0, bytes_per_s=1e9, shared_by=4) for level in LEVELS)
-    sharing = Sharing.of(Cluster(devices=devices, links=links), devices)
-    out = [sharing.ports("network", device, device, 1.0)[0] for device in range(8)]
-    assert [(port.unit, port.number) for port in out] == [(0, 0)] * 4 + [(1, 0)] * 4
-    near = [sharing.ports("rack", device, device, 1.0)[0] for device in range(8)]
-    assert [(port.unit, port.number) for port in near] == [(node, 0) for node in range(4) for _ in range(2)]
-
-
 def test_exchanges_are_what_every_pair_of_stages_has_between_them() -> None:
     exchanged = 0
     for seed in range(80):
@@ -88,5 +82,18 @@ def test_exchanges_are_what_every_pair_of_stages_has_between_them() -> None:
                 if flow.tensors:
                     expected.append((producer, consumer, flow))
         assert costs.flows.exchanges([stage.stop for stage in stages]) == expected
+        for cut in range(1, costs.layer_count):
+            crossing = [each for each in costs.flows.crossing if each.producer < cut <= each.consumers[-1]]
+            for sizes, own in zip(
+                costs.flows.crossing_bytes, (crossing, [t for t in crossing if t.gradient]), strict=True
+            ):
+                np.testing.assert_equal(sizes[cut], sum(each.bytes_per_sample for each in own) if own else np.nan)
         exchanged += len(expected)
     assert exchanged > 80
+    # A mask that two stages read, of which one alone sends gradients back, is not answered.
+    profile = gpt_profile(blocks=2)
+    names = tuple(layer.name for layer in profile.layers)
+    changes = {"name": "mask", "producer": names[0], "consumers": names[1:3], "gradient": False, "bytes_per_sample": 7}
+    tensors = (*profile.tensors, profile.tensors[1].model_copy(update=changes))
+    flows = CostModel(profile.model_copy(update={"tensors": tensors}), local_cluster(), PlanOptions()).flows
+    assert [flows.unanswered_bytes(0, 1, cuts) for cuts in ([1, 2, 3, 4], [1, 3, 4])] == [7, 0]

@@ -12,7 +12,7 @@ from autopar.planner.costs.model import CostModel
 from random_problems import gpt_profile, random_cluster, random_profile
 
 
-def test_costs_outside_the_measured_sizes_follow_numpys_line_and_never_turn_negative() -> None:
+def test_costs_follow_lines_between_measured_bytes_and_sets_grow_in_order() -> None:
     sizes, values = (2, 4, 8), (3.0, 4.2, 7.0)
     slope, start = np.polyfit(sizes, values, 1)
     assert at_rows(sizes, values, 1) == pytest.approx(slope + start)
@@ -21,6 +21,32 @@ def test_costs_outside_the_measured_sizes_follow_numpys_line_and_never_turn_nega
     assert at_rows(sizes, values, 6) == pytest.approx(5.6)
     assert at_rows((8, 16), (1.0, 9.0), 1) == 0.0
     assert at_rows((4,), (2.0,), 1) == 0.5
+    layers = list(gpt_profile(blocks=4).layers)
+    for at, (least, most) in {1: (2, None), 2: (1, 4), 4: (2, None)}.items():
+        layers[at] = layers[at].model_copy(update={"least_samples": least, "most_samples": most})
+    limits = share_limits(gpt_profile(blocks=4).model_copy(update={"layers": tuple(layers)}))
+    assert [limit.layers for limit in limits] == [(1, 4), (2,)]
+    for shares in ((1, 1), (2, 3), (4, 4), (4, 5), (1, 4)):
+        assert [limit.admits(shares) for limit in limits] == [min(shares) >= 2, max(shares) <= 4]
+    for seed in range(40):
+        profile = random_profile(seed)
+        costs = LayerCosts(profile.layers)
+        for at, layer in enumerate(profile.layers):
+            for rows in range(layer.costs[0].micro_batch, layer.costs[-1].micro_batch + 1):
+                for name, size in costs.saved_at(at, rows).items():
+                    per_row = next(each.bytes for each in layer.costs[0].saved if each.storage == name)
+                    assert size == per_row // layer.costs[0].micro_batch * rows, f"seed {seed}: {name}"
+                assert costs.bytes_at(at, "output_bytes", rows) == 1000 * rows
+    for seed in range(100):
+        rng = random.Random(seed)
+        order = rng.sample(range(8), rng.randint(0, 8))
+        first, stop = sorted(rng.sample(range(9), 2))
+        own = [layer for layer in order if first <= layer < stop]
+        low, high = rng.randint(0, 9), rng.choice([None, rng.randint(0, 9)])
+        most = len(own) if high is None else min(high, len(own))
+        expected = [tuple(sorted(own[:count])) for count in range(min(low, most), most + 1)]
+        found = Span(Levels(order), low, high).within(first, stop)
+        assert ([*found], found[-1]) == (expected, expected[-1]), f"seed {seed}"
 
 
 def test_sums_over_layers_are_those_of_single_layers_with_what_recomputing_and_communicating_add() -> None:
@@ -44,39 +70,3 @@ def test_sums_over_layers_are_those_of_single_layers_with_what_recomputing_and_c
                 back_s += gathered_s + (scatters[at] if shard in SCATTERING else 0.0)
                 assert forward[at + 1] - forward[at] == pytest.approx(there_s + gathered_s, abs=1e-12), f"seed {seed}"
                 assert backward[at + 1] - backward[at] == pytest.approx(back_s, abs=1e-12), f"seed {seed}"
-
-
-def test_a_storage_of_several_costs_is_kept_at_what_lies_between_its_measured_bytes() -> None:
-    for seed in range(40):
-        profile = random_profile(seed)
-        costs = LayerCosts(profile.layers)
-        for at, layer in enumerate(profile.layers):
-            for rows in range(layer.costs[0].micro_batch, layer.costs[-1].micro_batch + 1):
-                for name, size in costs.saved_at(at, rows).items():
-                    per_row = next(each.bytes for each in layer.costs[0].saved if each.storage == name)
-                    assert size == per_row // layer.costs[0].micro_batch * rows, f"seed {seed}: {name}"
-                assert costs.bytes_at(at, "output_bytes", rows) == 1000 * rows
-
-
-def test_sets_of_a_stages_layers_grow_in_the_order_of_recomputation() -> None:
-    for seed in range(100):
-        rng = random.Random(seed)
-        order = rng.sample(range(8), rng.randint(0, 8))
-        first, stop = sorted(rng.sample(range(9), 2))
-        own = [layer for layer in order if first <= layer < stop]
-        low, high = rng.randint(0, 9), rng.choice([None, rng.randint(0, 9)])
-        most = len(own) if high is None else min(high, len(own))
-        expected = [tuple(sorted(own[:count])) for count in range(min(low, most), most + 1)]
-        found = Span(Levels(order), low, high).within(first, stop)
-        assert ([*found], found[-1]) == (expected, expected[-1]), f"seed {seed}"
-
-
-def test_layers_that_take_the_same_shares_have_one_limit_and_admit_no_other_share() -> None:
-    layers = list(gpt_profile(blocks=4).layers)
-    asked = {1: (2, None), 2: (1, 4), 4: (2, None)}
-    for at, (least, most) in asked.items():
-        layers[at] = layers[at].model_copy(update={"least_samples": least, "most_samples": most})
-    limits = share_limits(gpt_profile(blocks=4).model_copy(update={"layers": tuple(layers)}))
-    assert [limit.layers for limit in limits] == [(1, 4), (2,)]
-    for shares in ((1, 1), (2, 3), (4, 4), (4, 5), (1, 4)):
-        assert [limit.admits(shares) for limit in limits] == [min(shares) >= 2, max(shares) <= 4]

@@ -62,8 +62,7 @@ def test_sums_of_arrays_are_those_of_single_stages_and_of_whole_numbers(seed: in
     memory, layers = costs.memory[0], costs.layer_count
     for shard in SHARDS:
         held = PeakTerms(1, 1, 2, 1 if shard == "none" else 3, 0, frozenset(), shard)
-        every = memory.arrays(1, frozenset(), layers)
-        peaks = np.asarray(peak_of(every, held))
+        peaks = np.asarray(peak_of(memory.arrays(1, frozenset(), layers), held))
         for first in range(layers):
             for stop in range(first + 1, layers + 1):
                 parts = memory.parts(first, stop, 1)
@@ -167,8 +166,7 @@ def test_all_stages_at_once_hold_what_each_does(rows: float) -> None:
         profile = random_profile(seed, most_layers=8, skips=0.4)
         layers = len(profile.layers)
         rng = random.Random(seed)
-        recompute = frozenset(layer for layer in range(layers) if rng.random() < 0.4)
-        _compare(profile, rows, recompute, layers)
+        _compare(profile, rows, frozenset(layer for layer in range(layers) if rng.random() < 0.4), layers)
         _compare(profile, rows, frozenset(), max(1, layers // 2))
 
 

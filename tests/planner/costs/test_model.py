@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from autopar.errors import FileError
 from autopar.formats.cluster import Cluster, Curve, Device, Link, Overlap
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Layer, Line, Profile, Tensor, TiedParameter
@@ -31,7 +32,7 @@ def _cluster(*curves: Curve) -> Cluster:
     return Cluster(devices=(Device(type="cpu", memory_bytes=1),) * 2, links=(link,), curves=curves)
 
 
-def test_an_all_reduce_is_the_curve_where_measured_or_a_rings_scaling_or_of_the_bandwidth_that_is_given() -> None:
+def test_reductions_are_measured_or_rings_and_exposed_beyond_the_backward() -> None:
     cluster = _cluster(Curve(kind="all_reduce", ranks=2, level="node", sizes=(1000, 2000), seconds=(0.010, 0.012)))
     links = LinkModel(cluster, cluster.devices)
     assert links.collective_s("all_reduce", 1500, 2, "node") == pytest.approx(0.011)
@@ -46,26 +47,11 @@ def test_an_all_reduce_is_the_curve_where_measured_or_a_rings_scaling_or_of_the_
     links = LinkModel(cluster, cluster.devices, bytes_per_s=1e9)
     assert links.message_s(10**9, "node") == pytest.approx(1.001)
     assert links.collective_s("all_reduce", 10**9, 2, "node") == pytest.approx(1.002)
-
-
-def test_a_longer_message_never_takes_less_time_though_it_was_measured_so() -> None:
     curve = Curve(kind="p2p", ranks=2, level="node", sizes=(10, 20, 30), seconds=(3.0, 2.0, 4.0))
     links = LinkModel(_cluster(curve), _cluster().devices)
     times = [links.message_s(size, "node") for size in range(60)]
     assert times == sorted(times)
     assert links.message_s(40, "node") == pytest.approx(4.0 + 10 * 0.1)
-
-
-def _layer(name: str, backward_s: float, trainable: int) -> Layer:
-    sizes = dict.fromkeys(("parameters_bytes", "trainable_bytes", "gradient_bytes"), trainable)
-    costs = (cost(1, 1.0, backward_s, {f"{name}/s": 100, "x": 8}, 150, 30),)
-    return Layer(name=name, modules=(name,), costs=costs, **sizes, optimizer_bytes=2 * trainable, buffers_bytes=10)
-
-
-LAYERS = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 0)]
-
-
-def test_a_reduction_is_exposed_by_what_the_backward_does_not_hide() -> None:
     layers = [_layer("a", 5.0, 20 * MIB), _layer("b", 7.0, 20 * MIB), _layer("c", 1.0, 20 * MIB)]
     slow = Curve(kind="all_reduce", ranks=2, level="node", sizes=(1, 20 * MIB), seconds=(0.0, 6.0))
     costs = CostModel(profile_of(layers, [], 1), _cluster(slow), PlanOptions())
@@ -79,6 +65,15 @@ def test_a_reduction_is_exposed_by_what_the_backward_does_not_hide() -> None:
     adding = [each.model_copy(update={"accumulate_s": 1.0}) for each in layers]
     costs = CostModel(profile_of(adding, [], 1), _cluster(slow), PlanOptions())
     assert costs.reductions.exposed_s(Reduction(0, 3, 2, "node")) == pytest.approx(6.0, rel=1e-5)
+
+
+def _layer(name: str, backward_s: float, trainable: int) -> Layer:
+    sizes = dict.fromkeys(("parameters_bytes", "trainable_bytes", "gradient_bytes"), trainable)
+    costs = (cost(1, 1.0, backward_s, {f"{name}/s": 100, "x": 8}, 150, 30),)
+    return Layer(name=name, modules=(name,), costs=costs, **sizes, optimizer_bytes=2 * trainable, buffers_bytes=10)
+
+
+LAYERS = [_layer("a", 1.0, 1000), _layer("b", 1.0, 500), _layer("c", 1.0, 0)]
 
 
 def test_a_parameter_tied_within_a_stage_is_reduced_once_and_between_stages_apart() -> None:
@@ -104,17 +99,7 @@ def test_a_parameter_tied_within_a_stage_is_reduced_once_and_between_stages_apar
     assert (whole.lasting, costs.memory[0].parts(0, 2, 1).lasting) == (0, 1000)
 
 
-def test_a_copy_of_a_shared_parameter_is_updated_at_the_time_that_its_first_layer_takes() -> None:
-    profile = gpt_profile()
-    costs = CostModel(profile, local_cluster(), PlanOptions())
-    head = costs.layer_count - 1
-    stage = CandidateStage(head, head + 1, (0,), (1,), 1)
-    assert costs.update_s(stage) == pytest.approx(2 * profile.layers[0].update_s)
-    quick = [layer.model_copy(update={"update_s": 0.0}) for layer in profile.layers]
-    assert costs.with_layer_costs(LayerCosts(tuple(quick))).update_s(stage) == 0.0
-
-
-def test_memory_is_the_sum_the_docstring_says() -> None:
+def test_memory_is_the_docstrings_sum_and_each_ranks_own() -> None:
     tensors = [
         Tensor(name="x", producer=None, consumers=("a",), bytes_per_sample=8, dtype="i64", gradient=False),
         Tensor(name="ab", producer="a", consumers=("b", "c"), bytes_per_sample=40, dtype="f32", gradient=True),
@@ -130,8 +115,23 @@ def test_memory_is_the_sum_the_docstring_says() -> None:
     # `ab` that it sent has not arrived; `ab` and two of `bc`, or three of `bc`, are to come.
     second = (500 * 4 + 10) + 1 * (100 + 40 + 24) * 3 + (100 + 2 + 40 + 24) * 3 + 3 * (40 + 40 + 2 * 24)
     # Stage 2 has both to come, and a gradient of each on its way: of `ab` two, since stage 0 leads by as many.
-    third = 10 + (150 + 40 + 24) * 3 + 3 * (40 + 24 + 2 * 40 + 24)
-    assert peaks == [first, second, third]
+    assert peaks == [first, second, 10 + (150 + 40 + 24) * 3 + 3 * (40 + 24 + 2 * 40 + 24)]
+    devices = tuple(Device(type="cpu", memory_bytes=size) for size in (300, 200))
+    costs = CostModel(profile_of(LAYERS, [], 4), _cluster().model_copy(update={"devices": devices}), PlanOptions())
+    held = rank_bytes(costs, Candidate(4, 1, "1f1b", (_replicas("none"),)))
+    assert [each.limit for each in held] == [300, 200]
+    profile = gpt_profile()
+    costs = CostModel(profile, local_cluster(), PlanOptions())
+    head = costs.layer_count - 1
+    stage = CandidateStage(head, head + 1, (0,), (1,), 1)
+    assert costs.update_s(stage) == pytest.approx(2 * profile.layers[0].update_s)
+    quick = [layer.model_copy(update={"update_s": 0.0}) for layer in profile.layers]
+    assert costs.with_layer_costs(LayerCosts(tuple(quick))).update_s(stage) == 0.0
+    layers = list(gpt_profile().layers)
+    layers[3] = layers[3].model_copy(update={"parameters_bytes": 10**17, "optimizer_bytes": 10**18})
+    large = gpt_profile().model_copy(update={"layers": tuple(layers)})
+    with pytest.raises(FileError, match=r"\$\.layers\[3\] \(h\.2\) holds most"):
+        CostModel(large, local_cluster(1), PlanOptions(gpus=1))
 
 
 @pytest.mark.parametrize(("schedule", "cuts"), [("1f1b", (3,)), ("zb-h1", (3,)), ("zb-v", (1, 3))])
@@ -146,14 +146,7 @@ def test_an_update_holds_what_its_largest_layer_does_or_all_where_they_are_updat
         assert set(peaks) == {1500 * 4 + 3 * 10 + most}
 
 
-def test_a_rank_has_the_memory_of_its_own_device_and_not_of_its_stages_smallest() -> None:
-    devices = tuple(Device(type="cpu", memory_bytes=size) for size in (300, 200))
-    costs = CostModel(profile_of(LAYERS, [], 4), _cluster().model_copy(update={"devices": devices}), PlanOptions())
-    held = rank_bytes(costs, Candidate(4, 1, "1f1b", (_replicas("none"),)))
-    assert [each.limit for each in held] == [300, 200]
-
-
-def test_in_flight_micro_batches_add_their_activations_and_nothing_else() -> None:
+def test_in_flight_micro_batches_add_activations_and_recomputation_keeps_inputs_only() -> None:
     for seed in range(20):
         costs = CostModel(random_profile(seed), random_cluster(seed, 4), PlanOptions(gpus=4))
         memory, count = costs.memory[0], costs.layer_count
@@ -165,47 +158,6 @@ def test_in_flight_micro_batches_add_their_activations_and_nothing_else() -> Non
                 # What nobody answers to stays, in flight or not.
                 assert grown == {parts.activations - 2 * parts.unanswered_sends}
                 assert parts.peak >= parts.activations
-
-
-def test_every_time_says_where_it_comes_from_and_a_plan_repeats_it() -> None:
-    profile, cluster = gpt_profile(), local_cluster(2)
-    costs = CostModel(profile, cluster, PlanOptions(gpus=2))
-    kinds = ["measured", "interpolated", "estimated"]
-    assert [costs.layers[0].provenance(0, 3, rows) for rows in (4, 3, 32)] == kinds
-    assert [costs.links.message_provenance(size, "node") for size in (1024, 1025, 2**40)] == kinds
-    assert [costs.links.collective_provenance("all_reduce", 2048, ranks, "node") for ranks in (2, 3)] == kinds[1:]
-    assumed = CostModel(profile, cluster, PlanOptions(gpus=2, bytes_per_s=1e9))
-    assert assumed.links.message_provenance(1024, "node") == "estimated"
-    options = PlanOptions(gpus=2, stages="0-6:1,7-13:1", micro_batches=4, batch=12)
-    made = plan(profile, cluster, options)
-    assert made.predicted.compute == ("interpolated", "interpolated")
-    assert made.predicted.communication == "interpolated"
-    alone = plan(gpt_profile(), local_cluster(1), PlanOptions(gpus=1, micro_batches=4, batch=16))
-    assert alone.predicted.compute == ("measured",)
-    assert alone.predicted.communication is None
-    sharded = plan(profile, cluster, PlanOptions(gpus=2, stages="0-13:2", shard="optimizer", micro_batches=4))
-    for kind in ("reduce-scatter", "all-gather"):
-        assert any(note.startswith(f"{kind} among 2 ranks is computed from") for note in sharded.notes)
-
-
-def test_the_profiles_own_fit_and_what_a_process_takes_for_itself_are_reckoned_with() -> None:
-    profile = gpt_profile()
-    fit = Line(fixed_s=1.0, per_sample_s=0.5, residual=0.0)
-    layers = tuple(layer.model_copy(update={"forward_fit": fit}) for layer in profile.layers)
-    costs = CostModel(profile.model_copy(update={"layers": layers}), local_cluster(1), PlanOptions(gpus=1))
-    assert costs.forward_s(CandidateStage(0, 1, (0,), (32,), 1), 0) == pytest.approx(17.0)
-    measured_s = profile.layers[0].costs[3].forward_s
-    assert costs.forward_s(CandidateStage(0, 1, (0,), (8,), 1), 0) == pytest.approx(measured_s)
-    device = profile.device.model_copy(update={"reserved_bytes": 2**30})
-    costs = CostModel(profile.model_copy(update={"device": device}), local_cluster(1), PlanOptions(gpus=1))
-    assert costs.limits_bytes == [7 * 2**30]
-
-
-def _replicas(shard: str, recompute: tuple[int, ...] = ()) -> CandidateStage:
-    return CandidateStage(0, 3, (0, 1), (1, 1), 1, recompute, shard)  # type: ignore[arg-type]
-
-
-def test_recomputation_keeps_inputs_only_and_adds_its_forwards() -> None:
     tensors = [
         Tensor(name="ab", producer="a", consumers=("b",), bytes_per_sample=40, dtype="f32", gradient=True),
         Tensor(name="bc", producer="b", consumers=("c",), bytes_per_sample=24, dtype="f32", gradient=True),
@@ -220,6 +172,40 @@ def test_recomputation_keeps_inputs_only_and_adds_its_forwards() -> None:
     assert costs.memory[0].parts(0, 3, 1, frozenset({0, 1, 2})).peak == 40 + 24 + 150
     assert costs.recompute_levels(1)[0] == frozenset()
     assert costs.recompute_levels(1)[-1] == {0, 1, 2}
+
+
+def test_times_say_where_they_come_from_and_processes_what_they_take() -> None:
+    profile, cluster = gpt_profile(), local_cluster(2)
+    costs = CostModel(profile, cluster, PlanOptions(gpus=2))
+    kinds = ["measured", "interpolated", "estimated"]
+    assert [costs.layers[0].provenance(0, 3, rows) for rows in (4, 3, 32)] == kinds
+    assert [costs.links.message_provenance(size, "node") for size in (1024, 1025, 2**40)] == kinds
+    assert [costs.links.collective_provenance("all_reduce", 2048, ranks, "node") for ranks in (2, 3)] == kinds[1:]
+    assumed = CostModel(profile, cluster, PlanOptions(gpus=2, bytes_per_s=1e9))
+    assert assumed.links.message_provenance(1024, "node") == "estimated"
+    made = plan(profile, cluster, PlanOptions(gpus=2, stages="0-6:1,7-13:1", micro_batches=4, batch=12))
+    assert made.predicted.compute == ("interpolated", "interpolated")
+    assert made.predicted.communication == "interpolated"
+    alone = plan(gpt_profile(), local_cluster(1), PlanOptions(gpus=1, micro_batches=4, batch=16))
+    assert alone.predicted.compute == ("measured",)
+    assert alone.predicted.communication is None
+    sharded = plan(profile, cluster, PlanOptions(gpus=2, stages="0-13:2", shard="optimizer", micro_batches=4))
+    for kind in ("reduce-scatter", "all-gather"):
+        assert any(note.startswith(f"{kind} among 2 ranks is computed from") for note in sharded.notes)
+    profile = gpt_profile()
+    fit = Line(fixed_s=1.0, per_sample_s=0.5, residual=0.0)
+    layers = tuple(layer.model_copy(update={"forward_fit": fit}) for layer in profile.layers)
+    costs = CostModel(profile.model_copy(update={"layers": layers}), local_cluster(1), PlanOptions(gpus=1))
+    assert costs.forward_s(CandidateStage(0, 1, (0,), (32,), 1), 0) == pytest.approx(17.0)
+    measured_s = profile.layers[0].costs[3].forward_s
+    assert costs.forward_s(CandidateStage(0, 1, (0,), (8,), 1), 0) == pytest.approx(measured_s)
+    device = profile.device.model_copy(update={"reserved_bytes": 2**30})
+    costs = CostModel(profile.model_copy(update={"device": device}), local_cluster(1), PlanOptions(gpus=1))
+    assert costs.limits_bytes == [7 * 2**30]
+
+
+def _replicas(shard: str, recompute: tuple[int, ...] = ()) -> CandidateStage:
+    return CandidateStage(0, 3, (0, 1), (1, 1), 1, recompute, shard)  # type: ignore[arg-type]
 
 
 def test_sharding_divides_what_it_names_and_communicates_for_it() -> None:
@@ -253,7 +239,7 @@ def test_sharding_divides_what_it_names_and_communicates_for_it() -> None:
     assert waiting.forward_s(by_shard["parameters"], 0) == slow.forward_s(by_shard["parameters"], 0)
 
 
-def test_a_gpu_gathers_and_scatters_beside_computing() -> None:
+def test_sharded_gradients_are_added_up_and_gathered_beside_computing() -> None:
     known = _gpu(profile_of(LAYERS, [], 4))
     by_shard = {shard: _replicas(shard) for shard in ("optimizer", "gradients", "parameters")}
     # Where both slow each other to 0.8 and 0.5 of their speeds, a second of computing lasts 1.25 with the gathering.
@@ -270,9 +256,6 @@ def test_a_gpu_gathers_and_scatters_beside_computing() -> None:
     assert apart.replica_exposed_s(by_shard["gradients"], 0) == pytest.approx(5.001)
     assert apart.reduce_s(by_shard["optimizer"]) == pytest.approx(7.501)
     assert apart.update_s(by_shard["optimizer"]) == pytest.approx(7.501)
-
-
-def test_replicas_add_up_the_parts_of_sharded_gradients_only() -> None:
     halves = {"backward_input_s": 0.25, "backward_weight_s": 0.75}
     layers = [_layer("a", 1.0, 8), _layer("b", 1.0, 8)]
     update = {"accumulate_s": 0.5, "costs": (layers[0].costs[0].model_copy(update=halves),)}

@@ -68,7 +68,7 @@ def _least_s(program: Linear, path: tuple[int, ...] | None = None) -> float:
     return float("inf") if answer.x is None else float(answer.x[-1]) * program.unit_s
 
 
-def test_the_program_of_a_path_has_the_paths_own_bound_and_the_least_is_that_of_all_paths() -> None:
+def test_programs_and_paths_hold_the_least_bounds() -> None:
     several = 0
     for costs, _, found, program in _problems(range(40)):
         overhead_s, paths = costs.profile.step_overhead_s, _paths(found)
@@ -78,9 +78,6 @@ def test_the_program_of_a_path_has_the_paths_own_bound_and_the_least_is_that_of_
         assert _least_s(program) + overhead_s == pytest.approx(min(bounds), rel=1e-5)
         several += len(paths) > 8
     assert several >= 4
-
-
-def test_a_program_without_a_path_finds_the_next_one_and_none_below_all() -> None:
     compared = 0
     for costs, _, found, program in _problems(range(100, 124)):
         paths = _paths(found)
@@ -92,9 +89,6 @@ def test_a_program_without_a_path_finds_the_next_one_and_none_below_all() -> Non
             compared += 1
         assert _least_s(program.below(0.9 * (bounds[0][0] - overhead_s))) == float("inf")
     assert compared > 18
-
-
-def test_paths_hold_the_least_bound_of_every_plan_whose_stages_fit() -> None:
     compared = 0
     for costs, options, found, _ in _problems(range(40, 60)):
         plans = [each for each in everything(costs, options) if max(costs.shortfalls(each)) <= 0]

@@ -187,7 +187,8 @@ def test_a_solver_that_fails_leaves_the_plan_to_the_search(fault: Answer, note: 
     assert found.lower_bound_s == pytest.approx(expected.step_s)
 
 
-def test_the_second_solver_is_asked_where_the_first_fails() -> None:
+@pytest.mark.reliability(52)
+def test_programs_prove_no_less_than_the_search_and_denials_are_exposed() -> None:
     options = PlanOptions(gpus=3, micro_batches=4, gap=0.0, max_stages=2, solver_seconds=1000)
     costs = CostModel(gpt_profile(blocks=4), local_cluster(2), options)
     expected, _ = _searched(costs, options)
@@ -199,20 +200,25 @@ def test_the_second_solver_is_asked_where_the_first_fails() -> None:
         assert found.notes[0].startswith("Odd failed: ")
     _, found = _programmed(costs, options, [Solver("Odd", _crashes), Solver("Even", _denies)])
     assert found.notes[0].startswith("`solver='milp'`: Odd failed: RuntimeError out of memory; Even failed: it said")
-
-
-@pytest.mark.reliability(52)
-def test_a_known_plan_exposes_a_solver_that_denies_it() -> None:
     options = PlanOptions(gpus=2, micro_batches=4, min_stages=2, bytes_per_s=1e8, gap=0.0)
     costs = CostModel(gpt_profile(blocks=4), local_cluster(2), options)
     best, _ = _searched(costs, options)
     assert candidate_bound_s(costs, best.fastest.candidate) < 0.995 * best.step_s
     found = search_by_milp(Simulator(costs), families(costs.batch, options), options, best, [Solver("Odd", _denies)])
     assert "but a known plan's is" in found.notes[0]
+    options = PlanOptions(gpus=3, memory_bytes=22 * 2**20, micro_batches=8)
+    costs = CostModel(gpt_profile(blocks=6), local_cluster(2), options)
+    best, found = _programmed(costs, options, [HIGHS])
+    searched = Best()
+    proved = search(Simulator(costs), families(costs.batch, options), options, searched)
+    assert found.notes == ()
+    assert any(stage.recompute for stage in best.fastest.candidate.stages)
+    assert proved.lower_bound_s <= found.lower_bound_s * (1 + 1e-6)
+    assert found.lower_bound_s <= min(best.step_s, searched.step_s)
 
 
 @pytest.mark.reliability(51)
-def test_without_pulp_or_time_a_plan_is_the_searchs_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_solvers_that_fail_or_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     profile, cluster = gpt_profile(blocks=4), local_cluster(3)
     hurried = plan(profile, cluster, PlanOptions(gpus=3, solver="milp", solver_seconds=1e-9))
     expected = plan(profile, cluster, PlanOptions(gpus=3))
@@ -223,11 +229,6 @@ def test_without_pulp_or_time_a_plan_is_the_searchs_and_says_so(monkeypatch: pyt
     assert (without.stages, without.predicted) == (expected.stages, expected.predicted)
     assert re.search("HiGHS failed: ModuleNotFoundError.* CBC failed: ModuleNotFoundError", without.notes[0])
 
-
-@pytest.mark.reliability(51)
-def test_solvers_that_cannot_be_executed_are_named_and_more_stages_than_a_program_takes_left_to_the_search(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     def notes() -> tuple[str, ...]:
         options = PlanOptions(gpus=2, solver="milp", min_stages=2)
         return plan(gpt_profile(blocks=2), local_cluster(2), options).notes
@@ -239,15 +240,3 @@ def test_solvers_that_cannot_be_executed_are_named_and_more_stages_than_a_progra
     assert notes()[0].startswith(f"`solver='milp'`: {failed}; CBC")
     monkeypatch.setattr("autopar.planner.milp.program.MOST_ARCS", 5)
     assert "stages to choose from; the plan is that of `solver='dp'`" in notes()[0]
-
-
-def test_a_program_proves_no_less_than_the_search_where_memory_binds() -> None:
-    options = PlanOptions(gpus=3, memory_bytes=22 * 2**20, micro_batches=8)
-    costs = CostModel(gpt_profile(blocks=6), local_cluster(2), options)
-    best, found = _programmed(costs, options, [HIGHS])
-    searched = Best()
-    proved = search(Simulator(costs), families(costs.batch, options), options, searched)
-    assert found.notes == ()
-    assert any(stage.recompute for stage in best.fastest.candidate.stages)
-    assert proved.lower_bound_s <= found.lower_bound_s * (1 + 1e-6)
-    assert found.lower_bound_s <= min(best.step_s, searched.step_s)

@@ -149,20 +149,7 @@ def test_of_equal_devices_the_cheaper_are_used(most_by_nodes: int, monkeypatch: 
     assert made.notes[0] == "1 of 2 devices stay idle, and are not paid for (`use_all` forbids this)"
 
 
-def test_a_device_without_a_price_is_named() -> None:
-    cluster = _priced(local_cluster(3), 0)
-    for price, said in ((None, "has no price of this one"), (0.0, "has 0 of this one")):
-        devices = (*cluster.devices[:2], cluster.devices[2].model_copy(update={"price_per_hour": price}))
-        with pytest.raises(FileError, match=rf"^\$\.devices\[2\]\.price_per_hour: .* {said}"):
-            plan(gpt_profile(), cluster.model_copy(update={"devices": devices}), PlanOptions(objective="cost"))
-
-
-def test_what_does_not_fit_is_said() -> None:
-    with pytest.raises(InfeasibleError, match=r"nothing fits the memory.* a plan fits with `memory_bytes="):
-        plan(gpt_profile(), _priced(local_cluster(2), 0), PlanOptions(objective="cost", memory_bytes=1000))
-
-
-def test_alternatives_have_their_cost_and_only_where_it_is_the_objective() -> None:
+def test_alternatives_have_their_cost_and_what_lacks_a_price_is_named() -> None:
     cluster = _priced(local_cluster(3), 2)
     made = plan(gpt_profile(), cluster, PlanOptions(objective="cost"))
     known = [each for each in made.alternatives if each.step_s is not None]
@@ -175,9 +162,13 @@ def test_alternatives_have_their_cost_and_only_where_it_is_the_objective() -> No
     fastest = plan(gpt_profile(), cluster, PlanOptions())
     assert {each.price_per_step for each in fastest.alternatives} == {None}
     assert "cost of" not in plan_text(fastest)
-
-
-def test_a_million_samples_cost_what_their_steps_do_whatever_batch_was_profiled() -> None:
+    cluster = _priced(local_cluster(3), 0)
+    for price, said in ((None, "has no price of this one"), (0.0, "has 0 of this one")):
+        devices = (*cluster.devices[:2], cluster.devices[2].model_copy(update={"price_per_hour": price}))
+        with pytest.raises(FileError, match=rf"^\$\.devices\[2\]\.price_per_hour: .* {said}"):
+            plan(gpt_profile(), cluster.model_copy(update={"devices": devices}), PlanOptions(objective="cost"))
+    with pytest.raises(InfeasibleError, match=r"nothing fits the memory.* a plan fits with `memory_bytes="):
+        plan(gpt_profile(), _priced(local_cluster(2), 0), PlanOptions(objective="cost", memory_bytes=1000))
     options = PlanOptions(gpus=2, batch=8, schedule="1f1b", objective="cost")
     price = plan(gpt_profile(blocks=2, batch=16), _priced(local_cluster(2), 0), options).predicted.price
     assert price.per_million_samples == pytest.approx(price.per_step / 8 * 1e6)

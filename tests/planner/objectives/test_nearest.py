@@ -83,12 +83,20 @@ def test_the_nearest_plan_is_accepted_and_no_slower_than_equal_splits(name: str)
     assert compared > 1
 
 
-def test_an_equal_plan_that_is_asked_for_again_is_not_beaten_by_its_own_cuts() -> None:
+def test_an_equal_plan_is_not_beaten_by_its_own_cuts_and_keeps_its_memory() -> None:
     profile = llama_profile(10)
     own, cluster = equal_plan(profile, "1f1b", 2, 2, 4, cuts=(5,))
     target = TRAINERS["megatron"]
     found = nearest_plan(own, profile, cluster, target.expressible, range(1, 11), tuple(range(13)))
     assert found.predicted.step_s <= own.predicted.step_s
+    profile, cluster = llama_profile(8), local_cluster(4, 2**40)
+    limits = TRAINERS["torchtitan"].expressible
+    small = plan(profile, cluster, PlanOptions(memory_bytes=60 * 2**20))
+    found = nearest_plan(small, profile, cluster, limits, range(1, 9), tuple(range(11)))
+    assert max(found.predicted.peak_bytes) <= 60 * 2**20
+    little = small.predicted.model_copy(update={"limit_bytes": (1,) * len(small.stages)})
+    with pytest.raises(InfeasibleError, match="no plan that torchtitan can express fits the memory of 4 devices"):
+        nearest_plan(small.model_copy(update={"predicted": little}), profile, cluster, limits, range(1, 9), range(11))
 
 
 def _found(profile: Profile, cluster: Cluster, limits: Expressible, **asked: Any) -> Plan:  # noqa: ANN401
@@ -120,14 +128,3 @@ def test_the_nearest_plan_has_nothing_that_the_trainer_or_the_model_does_not_adm
     ):
         with pytest.raises(InfeasibleError, match="no plan that own can express"):
             _found(model, local_cluster(devices), limits)
-
-
-def test_the_memory_that_a_plan_was_made_for_is_the_nearests_too() -> None:
-    profile, cluster = llama_profile(8), local_cluster(4, 2**40)
-    limits = TRAINERS["torchtitan"].expressible
-    small = plan(profile, cluster, PlanOptions(memory_bytes=60 * 2**20))
-    found = nearest_plan(small, profile, cluster, limits, range(1, 9), tuple(range(11)))
-    assert max(found.predicted.peak_bytes) <= 60 * 2**20
-    little = small.predicted.model_copy(update={"limit_bytes": (1,) * len(small.stages)})
-    with pytest.raises(InfeasibleError, match="no plan that torchtitan can express fits the memory of 4 devices"):
-        nearest_plan(small.model_copy(update={"predicted": little}), profile, cluster, limits, range(1, 9), range(11))

@@ -84,7 +84,8 @@ def test_no_partition_and_no_depths_have_a_shorter_period(seed: int, policy: str
     assert pipeline_times(simulate(made, profile, cluster), made).period_s == pytest.approx(made.predicted.step_s)
 
 
-def test_dictated_stages_are_kept_and_micro_batches_too() -> None:
+def test_stages_are_kept_where_dictated_and_kinds_taken_in_every_order() -> None:
+    """The slow device is the first of the cluster, and is better off with the small stage behind."""
     profile, cluster = random_profile(10), random_cluster(10, 4)
     stages = ",".join(f"{layer}:1" for layer in range(len(profile.layers)))
     made = plan(profile, cluster, PlanOptions(policy="stash", stages=f"0-{len(profile.layers) - 1}:2"))
@@ -93,6 +94,15 @@ def test_dictated_stages_are_kept_and_micro_batches_too() -> None:
     assert [stage.layers for stage in made.stages] == [(layer.name,) for layer in profile.layers]
     assert (made.weight_policy, made.schedule, made.objective) == ("stash", "1f1b", "step")
     assert Plan.parse(made.dumps(), Path("plan.json")) == made
+    with pytest.raises(UsageError, match=r"no pipeline of policy pipemare obeys the options: .*`policy='sync'`"):
+        plan(gpt_profile(), local_cluster(2), PlanOptions(policy="pipemare", anneal_steps=9, min_stages=2))
+    profile, cluster = two_kinds(random_profile(3).model_copy(update={"tied": ()}), local_cluster(2), 3)
+    assert device_orders(CostModel(profile, cluster, PlanOptions())) == [(0, 1), (1, 0)]
+    best_s = plan(profile, cluster, PlanOptions(policy="stash", min_stages=2, use_all=True)).predicted.step_s
+    for first in range(2):
+        ordered = cluster.model_copy(update={"devices": (cluster.devices[first], cluster.devices[1 - first])})
+        judged = plan(profile, ordered, PlanOptions(policy="stash", min_stages=2, use_all=True)).predicted.step_s
+        assert best_s == pytest.approx(judged, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -115,11 +125,6 @@ def test_what_no_pipeline_without_flushes_has_is_refused_by_name(options: dict[s
         plan(gpt_profile(), local_cluster(2), PlanOptions(**({"policy": "stash"} | options)))  # type: ignore[arg-type]
 
 
-def test_stages_that_share_a_parameter_are_not_planned_where_their_rates_differ() -> None:
-    with pytest.raises(UsageError, match=r"no pipeline of policy pipemare obeys the options: .*`policy='sync'`"):
-        plan(gpt_profile(), local_cluster(2), PlanOptions(policy="pipemare", anneal_steps=9, min_stages=2))
-
-
 @pytest.mark.parametrize("policy", ["stash", "2bw", "predict"])
 def test_stages_that_share_a_parameter_are_planned(policy: str) -> None:
     found = plan(gpt_profile(), local_cluster(2), PlanOptions(policy=policy, min_stages=2))
@@ -136,7 +141,8 @@ def test_what_does_not_fit_says_with_what_it_would(asked: dict[str, str]) -> Non
     assert plan(profile, local_cluster(4), replace(options, memory_bytes=int(size) * 2**20)).weight_policy == "stash"
 
 
-def test_the_quickest_pipeline_is_one_of_stashing_but_where_another_policy_is_named() -> None:
+def test_the_quickest_is_stashing_and_versions_are_charged() -> None:
+    """The last stage keeps one version under stashing, and as many as the first under vertical sync."""
     profile, cluster = random_profile(10), local_cluster(4)
     quickest = plan(profile, cluster, PlanOptions(objective="throughput"))
     stash = plan(profile, cluster, PlanOptions(policy="stash"))
@@ -146,22 +152,9 @@ def test_the_quickest_pipeline_is_one_of_stashing_but_where_another_policy_is_na
     assert names <= {"pure data parallelism", "pure data parallelism, in turns"}
     other = plan(profile, cluster, PlanOptions(objective="throughput", policy="2bw"))
     assert (other.objective, other.weight_policy) == ("throughput", "2bw")
-
-
-def test_kinds_of_devices_are_taken_in_every_order() -> None:
-    """The slow device is the first of the cluster, and is better off with the small stage behind."""
-    profile, cluster = two_kinds(random_profile(3).model_copy(update={"tied": ()}), local_cluster(2), 3)
-    costs = CostModel(profile, cluster, PlanOptions())
-    assert device_orders(costs) == [(0, 1), (1, 0)]
-    best_s = plan(profile, cluster, PlanOptions(policy="stash", min_stages=2, use_all=True)).predicted.step_s
-    for first in range(2):
-        ordered = cluster.model_copy(update={"devices": (cluster.devices[first], cluster.devices[1 - first])})
-        judged = plan(profile, ordered, PlanOptions(policy="stash", min_stages=2, use_all=True)).predicted.step_s
-        assert best_s == pytest.approx(judged, rel=1e-9)
-
-
-def test_versions_are_charged() -> None:
-    """The last stage keeps one version under stashing, and as many as the first under vertical sync."""
+    assert unflushed.shallow_depths([15, 1]) == [2, 1]
+    assert unflushed.shallow_depths([1, 1, 1, 1]) == [4, 3, 2, 1]
+    assert unflushed.shallow_depths([3, 1, 2]) == [2, 3, 1]
     profile, cluster = random_profile(10), local_cluster(4)
     options = PlanOptions(policy="stash", stages="0:1,1-2:1,3-4:1", micro_batches=1, recompute="none")
     stash, sync = (plan(profile, cluster, replace(options, policy=each)) for each in POLICIES[:2])  # type: ignore[arg-type]
@@ -189,8 +182,7 @@ def test_predictions_of_forwards_and_backwards_are_charged(micro_batches: int) -
     stages = [[stage.warmup for stage in each.stages] for each in plans.values()]
     assert stages[0] == stages[1]
     for at, depth in enumerate(stages[0]):
-        constants = xpipe_constants(at, 3, micro_batches)
-        more = sum(each > 0 for each in constants) - (depth > 1)
+        more = sum(each > 0 for each in xpipe_constants(at, 3, micro_batches)) - (depth > 1)
         assert xpipe[at] - counted[at] == more * trained[at]
 
 
@@ -231,9 +223,3 @@ def test_all_partitions_come_those_of_the_least_busy_first(seed: int) -> None:
         assert each.busiest_s == max(judge.busy_s(family, stage) for stage in stages)
         assert [device for stage in stages for device in stage.devices] == list(devices[: each.width])
     assert {len(each.stops) for each in table.in_order(1, 64)} == {1}
-
-
-def test_pipedreams_micro_batches_in_flight_keep_all_replicas_busy() -> None:
-    assert unflushed.shallow_depths([15, 1]) == [2, 1]
-    assert unflushed.shallow_depths([1, 1, 1, 1]) == [4, 3, 2, 1]
-    assert unflushed.shallow_depths([3, 1, 2]) == [2, 3, 1]

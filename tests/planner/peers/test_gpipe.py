@@ -19,7 +19,8 @@ def _variance(costs: list[float], cuts: tuple[int, ...]) -> float:
     return pvariance([sum(costs[start:stop]) for start, stop in pairwise((0, *cuts))])
 
 
-def test_cells_vary_as_little_as_any_enumerated_cells() -> None:
+def test_cells_and_blocks_are_as_all_cuts_say() -> None:
+    """Sums differ by no more than a number, and the largest exceeds the enumerated least by no more either."""
     for seed in range(200):
         rng = random.Random(seed)
         count = rng.randint(1, 9)
@@ -30,6 +31,22 @@ def test_cells_vary_as_little_as_any_enumerated_cells() -> None:
         assert all(stop > start for start, stop in pairwise((0, *cuts)))
         every = [_variance(costs, (*inner, count)) for inner in combinations(range(1, count), cells - 1)]
         assert _variance(costs, cuts) == pytest.approx(min(every), rel=1e-9, abs=1e-12), f"seed {seed}"
+    for seed in range(400):
+        rng = random.Random(seed)
+        length, draw = rng.randint(1, 9), rng.choice(DRAWS)
+        values, count = [draw(rng) for _ in range(length)], rng.randint(1, 5)
+        ends = blocks(values, count)
+        assert (len(ends), ends[-1]) == (count, len(values))
+        assert list(ends) == sorted(ends)
+        sums, largest = _sums(values, ends), Fraction(max(values))
+        assert max(sums) - min(sums) <= largest, f"seed {seed}"
+        if count < 5 and seed % 2:
+            every = combinations_with_replacement(range(len(values) + 1), count - 1)
+            least = min(max(_sums(values, (*inner, len(values)))) for inner in every)
+            assert least <= max(sums) <= least + largest, f"seed {seed}"
+    assert blocks([0.1] * 12, 4) == (3, 6, 9, 12)
+    # Numbers without any size stay as they were cut.
+    assert blocks([0.0] * 6, 3) == (2, 4, 6)
 
 
 @pytest.mark.parametrize(
@@ -71,23 +88,3 @@ DRAWS: tuple[Callable[[random.Random], float], ...] = (
 
 def _sums(values: list[float], ends: tuple[int, ...]) -> list[Fraction]:
     return [sum(map(Fraction, values[start:stop]), Fraction(0)) for start, stop in pairwise((0, *ends))]
-
-
-def test_blocks_are_as_the_theorem_and_all_cuts_say() -> None:
-    """Sums differ by no more than a number, and the largest exceeds the enumerated least by no more either."""
-    for seed in range(400):
-        rng = random.Random(seed)
-        length, draw = rng.randint(1, 9), rng.choice(DRAWS)
-        values, count = [draw(rng) for _ in range(length)], rng.randint(1, 5)
-        ends = blocks(values, count)
-        assert (len(ends), ends[-1]) == (count, len(values))
-        assert list(ends) == sorted(ends)
-        sums, largest = _sums(values, ends), Fraction(max(values))
-        assert max(sums) - min(sums) <= largest, f"seed {seed}"
-        if count < 5 and seed % 2:
-            every = combinations_with_replacement(range(len(values) + 1), count - 1)
-            least = min(max(_sums(values, (*inner, len(values)))) for inner in every)
-            assert least <= max(sums) <= least + largest, f"seed {seed}"
-    assert blocks([0.1] * 12, 4) == (3, 6, 9, 12)
-    # Numbers without any size stay as they were cut.
-    assert blocks([0.0] * 6, 3) == (2, 4, 6)

@@ -19,7 +19,7 @@ from priced import mixed, nodes_of
 from random_problems import gpt_profile, hierarchy, random_cluster, random_profile, two_kinds
 
 
-def test_the_papers_cluster_is_dealt_as_the_paper_does() -> None:
+def test_the_papers_cluster_is_dealt_and_described_as_it_was_partitioned() -> None:
     # Four nodes of four: V is the quickest, then R, G and Q.
     nodes = [[tuple(range(4 * node, 4 * node + 4))] for node in range(4)]
     found = hetpipe.allocations(nodes, [float(1 + device // 4) for device in range(16)])
@@ -31,6 +31,22 @@ def test_the_papers_cluster_is_dealt_as_the_paper_does() -> None:
     assert names[11:] == ["VVQQ", "VVQQ", "RRGG", "RRGG"]
     for each in found:
         assert sorted(device for worker in each.workers for device in worker) == list(range(16))
+    costs = mixed(8, 4, limited=False)
+    prices = Prices(costs, costs.batch)
+    given = hetpipe.allocate_workers(prices, prices.micro_batches)
+    assert not isinstance(given, str)
+    found = hetpipe.best(Simulator(costs), [prices], given)
+    described = hetpipe.describe(prices, found.workers)
+    assert len(described.workers) == len(found.workers.workers)
+    for at, worker in enumerate(described.workers):
+        slowest_s = max(stage.stage_s for stage in worker.stages)
+        makeup, _ = hetpipe.makeup_of(costs, sorted(found.workers.workers[at].devices))
+        partition = Partitioner(prices).partition(makeup, found.workers.pipeline)
+        assert slowest_s == pytest.approx(partition.slowest_s, rel=1e-12)
+        assert worker.samples_per_s <= prices.rows / slowest_s * (1 + 1e-12)
+        assert [stage.peak_bytes for stage in worker.stages] == hetpipe.peaks(costs, found.workers, at)
+        assert [stage.device for stage in worker.stages] == list(found.workers.workers[at].devices)
+    assert described.samples_per_s == len(described.workers) * min(each.samples_per_s for each in described.workers)
 
 
 def test_workers_that_cut_alike_are_priced_as_the_plan_that_they_are_where_links_cost_nothing() -> None:
@@ -44,8 +60,7 @@ def test_workers_that_cut_alike_are_priced_as_the_plan_that_they_are_where_links
         if costs.profile.tied:
             continue
         count = rng.choice([each for each in divisors(costs.batch) if each >= 2])
-        cut = rng.randint(1, max(1, costs.layer_count - 1))
-        cuts = (cut, costs.layer_count)[-stages:]
+        cuts = (rng.randint(1, max(1, costs.layer_count - 1)), costs.layer_count)[-stages:]
         pipelined = PipelineCounts(rng.randint(1, 4), -(-count // 2), 2)
         workers = (Worker(cuts, (0, 2)[:stages]), Worker(cuts, (1, 3)[:stages]))
         found = Workers("ED", count, costs.batch // count, pipelined, workers)
@@ -55,7 +70,7 @@ def test_workers_that_cut_alike_are_priced_as_the_plan_that_they_are_where_links
     assert compared >= 24
 
 
-def test_workers_of_one_device_take_the_slowest_ones_time_and_the_reduction() -> None:
+def test_workers_of_one_device_are_priced_and_long_allocations_left_out() -> None:
     for seed in range(40):
         costs = mixed(seed, 2, limited=False)
         count = divisors(costs.batch)[1]
@@ -72,6 +87,17 @@ def test_workers_of_one_device_take_the_slowest_ones_time_and_the_reduction() ->
         updated_s = max(costs.layers[kind].update_sums[-1] for kind in set(costs.kind_of))
         expected = costs.profile.step_overhead_s + max(done) + reduced_s + updated_s
         assert hetpipe.step_s(costs, found) == pytest.approx(expected, rel=1e-9), f"seed {seed}"
+    profile, cluster = two_kinds(gpt_profile(blocks=62), random_cluster(1, 64), 1)
+    devices = tuple(
+        each.model_copy(update={"node": at // 8, "type": ("test", "other")[at // 32]})
+        for at, each in enumerate(cluster.devices)
+    )
+    costs = CostModel(profile, cluster.model_copy(update={"devices": devices}), PlanOptions())
+    given = hetpipe.allocate_workers(Prices(costs, 16), 16)
+    assert not isinstance(given, str)
+    dealt = [(each.policy, len(each.workers)) for each in given]
+    # Four or two devices of each of eight nodes have millions of states; of one each, nodes of a kind are alike.
+    assert dealt == [("NP", 8), ("ED", 8), ("HD", 8)]
 
 
 def test_the_best_is_the_least_of_all_policies_counts_and_depths_and_no_bound_is_above_its_step() -> None:
@@ -108,25 +134,6 @@ def test_the_best_is_the_least_of_all_policies_counts_and_depths_and_no_bound_is
     assert min(plans, 9 * others, apart) >= 9
 
 
-def test_what_is_described_is_what_was_partitioned() -> None:
-    costs = mixed(8, 4, limited=False)
-    prices = Prices(costs, costs.batch)
-    given = hetpipe.allocate_workers(prices, prices.micro_batches)
-    assert not isinstance(given, str)
-    found = hetpipe.best(Simulator(costs), [prices], given)
-    described = hetpipe.describe(prices, found.workers)
-    assert len(described.workers) == len(found.workers.workers)
-    for at, worker in enumerate(described.workers):
-        slowest_s = max(stage.stage_s for stage in worker.stages)
-        makeup, _ = hetpipe.makeup_of(costs, sorted(found.workers.workers[at].devices))
-        partition = Partitioner(prices).partition(makeup, found.workers.pipeline)
-        assert slowest_s == pytest.approx(partition.slowest_s, rel=1e-12)
-        assert worker.samples_per_s <= prices.rows / slowest_s * (1 + 1e-12)
-        assert [stage.peak_bytes for stage in worker.stages] == hetpipe.peaks(costs, found.workers, at)
-        assert [stage.device for stage in worker.stages] == list(found.workers.workers[at].devices)
-    assert described.samples_per_s == len(described.workers) * min(each.samples_per_s for each in described.workers)
-
-
 @pytest.mark.parametrize(
     ("nodes", "options", "reason"),
     [
@@ -141,20 +148,6 @@ def test_without_virtual_workers_the_row_says_why(nodes: tuple[int, ...], option
     found = {each.name: each for each in peers(Simulator(costs), asked)}["HetPipe"]
     assert found.candidate is None
     assert reason in str(found.reason)
-
-
-def test_allocations_that_would_take_long_to_partition_are_left_out() -> None:
-    profile, cluster = two_kinds(gpt_profile(blocks=62), random_cluster(1, 64), 1)
-    devices = tuple(
-        each.model_copy(update={"node": at // 8, "type": ("test", "other")[at // 32]})
-        for at, each in enumerate(cluster.devices)
-    )
-    costs = CostModel(profile, cluster.model_copy(update={"devices": devices}), PlanOptions())
-    given = hetpipe.allocate_workers(Prices(costs, 16), 16)
-    assert not isinstance(given, str)
-    dealt = [(each.policy, len(each.workers)) for each in given]
-    # Four or two devices of each of eight nodes have millions of states; of one each, nodes of a kind are alike.
-    assert dealt == [("NP", 8), ("ED", 8), ("HD", 8)]
 
 
 def test_devices_of_a_sort_are_those_that_no_other_device_tells_apart() -> None:

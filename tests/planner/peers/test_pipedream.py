@@ -27,8 +27,7 @@ def _pipelines(first: int, stop: int, components: int) -> Iterator[Pipeline]:
 def _bottleneck(prices: Prices, pipeline: Pipeline, level: Level, below: dict[tuple[int, int], float]) -> float:
     slowest = [2 * float(prices.forth_s(level)[stop]) for _, stop, _ in pipeline[:-1]]
     for first, stop, width in pipeline:
-        layers = prices.costs.profile.layers[first:stop]
-        weights = sum(layer.trainable_bytes for layer in layers)
+        weights = sum(layer.trainable_bytes for layer in prices.costs.profile.layers[first:stop])
         slowest.append(max(below[first, stop], width * prices.reduce_rate(width, level) * weights) / width)
     return max(slowest)
 
@@ -39,7 +38,7 @@ def _alone(prices: Prices) -> dict[tuple[int, int], float]:
     return {(first, stop): float(prices.layer_s[first:stop].sum()) for first, stop in spans}
 
 
-def test_a_flat_plan_has_the_least_bottleneck_of_all_pipelines() -> None:
+def test_plans_have_the_least_bottleneck_flat_and_by_levels() -> None:
     for seed in range(100):
         prices = prices_of(seed, (seed % 5 + 1,) if seed % 3 else (2, seed % 3 + 1))
         level = prices.costs.links.level(range(prices.device_count))
@@ -48,12 +47,9 @@ def test_a_flat_plan_has_the_least_bottleneck_of_all_pipelines() -> None:
         least = min(_bottleneck(prices, pipeline, level, below) for pipeline in every)
         assert pipedream.flat_splits(prices).slowest_s[-1, 0, -1] == pytest.approx(least, rel=1e-9, abs=1e-15)
         proposal = pipedream.flat(prices)
-        starts = (0, *proposal.cuts[:-1])
-        chosen = [*zip(starts, proposal.cuts, map(len, proposal.devices), strict=True)]
+        chosen = [*zip((0, *proposal.cuts[:-1]), proposal.cuts, map(len, proposal.devices), strict=True)]
         assert _bottleneck(prices, chosen, level, below) == pytest.approx(least, rel=1e-9, abs=1e-15), f"seed {seed}"
-
-
-def test_a_plan_by_levels_has_the_least_bottleneck_of_all_nested_pipelines() -> None:
+    assert [len(pipedream.propose(prices_of(1, sizes))) for sizes in ((4,), (2, 2), (3, 1), (1, 1))] == [1, 2, 1, 1]
     for seed in range(50):
         sizes = ((2, 2), (3, 3), (2, 2, 2))[seed % 3]
         prices = prices_of(seed, sizes)
@@ -71,7 +67,3 @@ def test_a_plan_by_levels_has_the_least_bottleneck_of_all_nested_pipelines() -> 
         for group in proposal.devices:
             counts = Counter(prices.costs.devices[device].node for device in group)
             assert len(set(counts.values())) == 1, "a stage takes the same number of each of its nodes"
-
-
-def test_plans_by_levels_are_proposed_for_nodes_of_equal_sizes_only() -> None:
-    assert [len(pipedream.propose(prices_of(1, sizes))) for sizes in ((4,), (2, 2), (3, 1), (1, 1))] == [1, 2, 1, 1]

@@ -19,7 +19,7 @@ from priced import nodes_of, prices_of
 from random_problems import gpt_profile, local_cluster, random_cluster, random_profile
 
 
-def test_times_are_those_of_the_largest_share() -> None:
+def test_times_are_the_largest_shares_and_sizes_and_reductions_those_of_the_cost_model() -> None:
     for seed in range(40):
         prices = prices_of(seed, (4,))
         costs = prices.costs
@@ -29,6 +29,17 @@ def test_times_are_those_of_the_largest_share() -> None:
             for stop in range(prices.layer_count + 1):
                 assert prices.forward_s(replicas)[stop] == costs.sums.forward(rows)[stop]
                 assert prices.backward_s(replicas)[stop] == costs.sums.backward(rows, adding)[stop]
+    for seed in range(40):
+        prices = prices_of(seed, (3, 3))
+        total = prices.weights_bytes[-1]
+        assert prices.reduce_rate(1, "node") == 0
+        for replicas, level in ((2, "node"), (3, "node"), (6, "network")):
+            expected = prices.costs.links.collective_s("all_reduce", int(total), replicas, level)  # type: ignore[arg-type]
+            assert prices.reduce_rate(replicas, level) * total == pytest.approx(expected)  # type: ignore[arg-type]
+    prices = prices_of(3, (2,))
+    for at, layer in enumerate(prices.costs.profile.layers):
+        states = layer.parameters_bytes + layer.gradient_bytes + layer.optimizer_bytes
+        assert prices.layer_bytes[at] == sum(prices.costs.layers[0].saved_at(at, prices.rows).values()) + states
 
 
 def test_a_cut_costs_a_message_of_all_tensors_that_cross_it_and_nothing_where_none_does() -> None:
@@ -52,23 +63,6 @@ def test_a_cut_costs_a_message_of_all_tensors_that_cross_it_and_nothing_where_no
                 crossed += bool(sent)
         assert prices.forth_s("node")[[0, count]].tolist() == [0.0, 0.0]
     assert crossed > 100
-
-
-def test_reducing_the_whole_model_takes_what_the_cost_model_says() -> None:
-    for seed in range(40):
-        prices = prices_of(seed, (3, 3))
-        total = prices.weights_bytes[-1]
-        assert prices.reduce_rate(1, "node") == 0
-        for replicas, level in ((2, "node"), (3, "node"), (6, "network")):
-            expected = prices.costs.links.collective_s("all_reduce", int(total), replicas, level)  # type: ignore[arg-type]
-            assert prices.reduce_rate(replicas, level) * total == pytest.approx(expected)  # type: ignore[arg-type]
-
-
-def test_a_layers_size_is_what_it_keeps_and_its_states() -> None:
-    prices = prices_of(3, (2,))
-    for at, layer in enumerate(prices.costs.profile.layers):
-        states = layer.parameters_bytes + layer.gradient_bytes + layer.optimizer_bytes
-        assert prices.layer_bytes[at] == sum(prices.costs.layers[0].saved_at(at, prices.rows).values()) + states
 
 
 NAMES = ["GPipe", "torchgpipe, by time", "torchgpipe, by size", "PipeDream", "DAPPLE", "HetPipe"]
@@ -147,17 +141,23 @@ def test_a_trial_finds_the_fastest_of_all_counts_and_depths() -> None:
         assert simulator.step_s(candidate) == pytest.approx(min(every), rel=1e-12), f"seed {seed}"
 
 
-def test_a_peer_that_does_not_fit_says_which_stage_and_by_how_much() -> None:
+def test_peers_say_why_they_do_not_fit_or_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, found = _peers(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, micro_batches=4))
+    made = {name: peer.candidate for name, peer in found.items() if peer.candidate is not None}
+    assert [made[name].schedule for name in NAMES] == ["gpipe", "gpipe", "gpipe", "1f1b", "1f1b", "1f1b"]
+    assert {each.micro_batches for each in made.values()} == {4}
+    with pytest.raises(UsageError, match="`micro_batches=5` does not divide the batch 16"):
+        _peers(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, micro_batches=5))
     options = PlanOptions(gpus=4, memory_bytes=40 * MIB, bytes_per_s=3e8)
     simulator, found = _peers(gpt_profile(), local_cluster(4), options)
     peer = found["GPipe"]
     assert max(simulator.costs.peak_bytes(peer.candidate)) > 40 * MIB
     assert re.match(r"stage 0 \(layers wte\.\..*more than 40\.00 MiB", str(peer.reason))
-
-
-def test_a_planner_that_would_take_too_long_says_so_and_one_that_may_plans_for_some_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    proposal = Proposal((2, 5), ((0, 3), (1, 2)))
+    costs = CostModel(gpt_profile(batch=8), local_cluster(4), PlanOptions(gpus=4))
+    candidates = list(candidates_of(costs, proposal, 2, "1f1b"))
+    assert [stage.devices for stage in candidates[0].stages] == [(0, 3), (1, 2)]
+    assert [[stage.warmup for stage in candidate.stages] for candidate in candidates] == [[2, 1]]
     monkeypatch.setattr("autopar.planner.peers.MOST_WORK", 10)
     _, found = _peers(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, micro_batches=1))
     assert found["DAPPLE"].reason == "its planner takes too long for 14 layers on 4 devices"
@@ -166,20 +166,3 @@ def test_a_planner_that_would_take_too_long_says_so_and_one_that_may_plans_for_s
     assert planned_counts(prices, lambda _: MOST_WORK) == [6]  # type: ignore[arg-type]
     assert planned_counts(prices, lambda _: MOST_WORK + 1) == []  # type: ignore[arg-type]
     assert planned_counts(prices, lambda _: 1) == prices  # type: ignore[arg-type]
-
-
-def test_peers_keep_to_their_schedules_and_to_the_micro_batches_that_are_asked_for() -> None:
-    _, found = _peers(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, micro_batches=4))
-    made = {name: peer.candidate for name, peer in found.items() if peer.candidate is not None}
-    assert [made[name].schedule for name in NAMES] == ["gpipe", "gpipe", "gpipe", "1f1b", "1f1b", "1f1b"]
-    assert {each.micro_batches for each in made.values()} == {4}
-    with pytest.raises(UsageError, match="`micro_batches=5` does not divide the batch 16"):
-        _peers(gpt_profile(), local_cluster(4), PlanOptions(gpus=4, micro_batches=5))
-
-
-def test_a_proposal_on_any_devices_is_placed_there() -> None:
-    proposal = Proposal((2, 5), ((0, 3), (1, 2)))
-    costs = CostModel(gpt_profile(batch=8), local_cluster(4), PlanOptions(gpus=4))
-    candidates = list(candidates_of(costs, proposal, 2, "1f1b"))
-    assert [stage.devices for stage in candidates[0].stages] == [(0, 3), (1, 2)]
-    assert [[stage.warmup for stage in candidate.stages] for candidate in candidates] == [[2, 1]]

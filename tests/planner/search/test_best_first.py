@@ -88,7 +88,7 @@ def test_an_exact_search_finds_the_oracles_step_time_under_constraints(asked: di
     assert compared >= 2
 
 
-def test_a_search_that_stops_early_stays_honest_about_the_bound() -> None:
+def test_a_search_that_stops_early_is_honest_and_folding_chains_is_folding() -> None:
     for seed in range(2000, 2010):
         devices = seed % 2 + 2
         profile, cluster = random_profile(seed, most_layers=4, batches=(2, 4)), random_cluster(seed, devices)
@@ -98,6 +98,27 @@ def test_a_search_that_stops_early_stays_honest_about_the_bound() -> None:
         assert exact <= best.step_s * (1 + 1e-9)
         hasty, result = searched(profile, cluster, PlanOptions(gpus=devices, gap=0.0, max_candidates=1))
         assert result.lower_bound_s <= exact * (1 + 1e-9) <= hasty.step_s * (1 + 2e-9)
+    for seed in range(100):
+        rng = random.Random(seed)
+        stage, link = _stage(rng), _link(rng, whole=True)
+        rows = np.array([[rng.uniform(0, 20) for _ in range(6)] for _ in range(4)])
+        rows[3] = np.maximum(rows[2], rows[3])
+        expected = fold(stage, link, Terms(*rows))
+        for one, other in zip(fold_chain(stage, link, Terms(*rows.copy())), expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12)
+    for seed in range(200):
+        rng = random.Random(seed)
+        chain = [(_stage(rng), _link(rng)) for _ in range(rng.randint(0, 7))]
+        rows = np.array([[rng.uniform(0, 20) for _ in range(3)] for _ in range(4)])
+        rows[3] = np.maximum(rows[2], rows[3])
+        behind = Terms(*rows)
+        prefix: Prefix = NOTHING
+        for stage, link in chain:
+            prefix = prefix.then(stage, link)
+        folded = behind
+        for stage, link in reversed(chain):
+            folded = fold(stage, link, folded)
+        np.testing.assert_allclose(prefix.step_s(behind), folded.step_s, rtol=1e-12)
 
 
 @pytest.mark.some(2)
@@ -140,39 +161,10 @@ def _link(rng: random.Random, *, whole: bool = False) -> LinkTerms:
     return LinkTerms(forth, back, *numbers, *(4 * each for each in numbers))
 
 
-def test_a_prefix_gives_what_folding_its_stages_gives() -> None:
-    for seed in range(200):
-        rng = random.Random(seed)
-        chain = [(_stage(rng), _link(rng)) for _ in range(rng.randint(0, 7))]
-        rows = np.array([[rng.uniform(0, 20) for _ in range(3)] for _ in range(4)])
-        rows[3] = np.maximum(rows[2], rows[3])
-        behind = Terms(*rows)
-        prefix: Prefix = NOTHING
-        for stage, link in chain:
-            prefix = prefix.then(stage, link)
-        folded = behind
-        for stage, link in reversed(chain):
-            folded = fold(stage, link, folded)
-        np.testing.assert_allclose(prefix.step_s(behind), folded.step_s, rtol=1e-12)
-
-
-def test_folding_a_chain_is_folding() -> None:
-    for seed in range(100):
-        rng = random.Random(seed)
-        stage, link = _stage(rng), _link(rng, whole=True)
-        rows = np.array([[rng.uniform(0, 20) for _ in range(6)] for _ in range(4)])
-        rows[3] = np.maximum(rows[2], rows[3])
-        expected = fold(stage, link, Terms(*rows))
-        found = fold_chain(stage, link, Terms(*rows.copy()))
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-12)
-
-
 def test_every_bound_of_the_stack_is_below_every_plan_that_fits_and_none_is_below_the_one_before() -> None:
     rising = 0
     for seed in range(18):
-        rng = random.Random(seed)
-        devices = rng.randint(1, 3)
+        devices = random.Random(seed).randint(1, 3)
         profile, cluster = problem(seed, devices, 3, most_layers=4, batches=(1, 2, 4))
         asked = ({}, {"shard": "auto"}, {"recompute": "full"}, *ASKED[:3])[seed % 6]
         options = PlanOptions(gpus=devices, gap=0.0, **asked)  # type: ignore[arg-type]
@@ -189,7 +181,7 @@ def test_every_bound_of_the_stack_is_below_every_plan_that_fits_and_none_is_belo
     assert rising >= 3
 
 
-def test_each_bound_of_the_stack_is_below_the_bounds_of_all_plans_without_what_it_leaves_out() -> None:
+def test_bounds_are_below_what_they_leave_out_and_free_links_take_no_time() -> None:
     for seed in range(16):
         profile, cluster = random_profile(seed, most_layers=4, batches=(2, 4)), random_cluster(seed, 2)
         options = PlanOptions(gpus=2, shard="auto" if seed % 2 else "none")
@@ -202,9 +194,6 @@ def test_each_bound_of_the_stack_is_below_the_bounds_of_all_plans_without_what_i
         ):
             least_s = min(candidate_bound_s(model, candidate) for candidate in plans)
             assert expected <= least_s * (1 + 1e-9), f"seed {seed}"
-
-
-def test_without_links_nothing_that_is_communicated_takes_time_and_all_else_stays() -> None:
     for seed in range(20):
         rng = random.Random(seed)
         profile, cluster = random_profile(seed), random_cluster(seed, 4)

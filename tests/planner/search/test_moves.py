@@ -14,7 +14,7 @@ from drawn import random_layout
 from random_problems import random_cluster, random_profile
 
 
-def test_moves_lead_to_other_layouts_of_all_layers_on_no_more_devices() -> None:
+def test_moves_lead_to_other_layouts_and_cuts_to_every_edge() -> None:
     seen = 0
     for seed in range(80):
         rng = random.Random(seed)
@@ -35,9 +35,6 @@ def test_moves_lead_to_other_layouts_of_all_layers_on_no_more_devices() -> None:
             assert len(other.cuts) == len(other.widths) == len(other.manners)
             seen += 1
     assert seen > 400
-
-
-def test_a_cut_moves_to_every_edge_within_reach_that_leaves_both_stages_a_layer() -> None:
     for seed in range(100):
         rng = random.Random(seed)
         layers, reach = rng.randint(2, 9), rng.randint(1, 3)

@@ -48,7 +48,7 @@ def _table_values(costs: CostModel, family: Family, options: PlanOptions) -> dic
     return values
 
 
-def test_a_table_never_exceeds_the_bound_of_any_candidate_and_is_mostly_close() -> None:
+def test_tables_are_close_below_bounds_and_refused_where_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = close = 0
     for seed in range(18):
         devices = seed % 2 + 2
@@ -68,15 +68,19 @@ def test_a_table_never_exceeds_the_bound_of_any_candidate_and_is_mostly_close() 
             mine = [value for key, value in least.items() if key[0] == family.micro_batches]
             assert work_s(costs, family) <= min(mine, default=np.inf) * (1 + 1e-9)
     assert close >= 0.5 * compared >= 55
-
-
-def test_of_unequal_replicas_the_busiest_sets_the_pace() -> None:
     costs = CostModel(random_profile(8, batches=(6,)), random_cluster(8, 2), PlanOptions(gpus=2))
     uneven = CandidateStage(0, costs.layer_count, (0, 1), (1, 2), 1)
     slow = Candidate(2, 3, "1f1b", (uneven,))
     busiest = costs.forward_s(uneven, 1) + costs.backward_s(uneven, 1, 2)
     assert busiest > 1e-3
     assert candidate_bound_s(costs, slow) >= 2 * busiest
+    options = PlanOptions(gpus=16)
+    costs = CostModel(gpt_profile(blocks=40, batch=64), local_cluster(16), options)
+    family, pool = families(64, options)[3], pool_of(costs, exact=True, use_all=False)
+    tables = StageTables(costs, Places(costs, pool), family, options)
+    monkeypatch.setattr(stages, "MOST_BYTES", sum(tables.next(first).stages.nbytes for first in range(tables.layers)))
+    with pytest.raises(UsageError, match=r"42 layers on 16 devices takes about .* GiB of tables; narrow it with fewer"):
+        StageTables(costs, Places(costs, pool), family, options)
 
 
 @pytest.mark.parametrize("apart", [True, False])
@@ -143,13 +147,3 @@ def test_every_stage_that_fits_is_there_once_and_no_term_exceeds_the_stages_own(
                     assert term[:3] == pytest.approx([float(each) for each in own[:3]], rel=1e-9), f"seed {seed}"
                     exact += 1
     assert min(exact / 20, absent) > 30
-
-
-def test_tables_that_no_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = PlanOptions(gpus=16)
-    costs = CostModel(gpt_profile(blocks=40, batch=64), local_cluster(16), options)
-    family, pool = families(64, options)[3], pool_of(costs, exact=True, use_all=False)
-    tables = StageTables(costs, Places(costs, pool), family, options)
-    monkeypatch.setattr(stages, "MOST_BYTES", sum(tables.next(first).stages.nbytes for first in range(tables.layers)))
-    with pytest.raises(UsageError, match=r"42 layers on 16 devices takes about .* GiB of tables; narrow it with fewer"):
-        StageTables(costs, Places(costs, pool), family, options)

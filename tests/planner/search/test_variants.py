@@ -12,15 +12,19 @@ from autopar.schedules.route import FixedStageShares, routes, shares_of
 from random_problems import random_cluster, random_profile
 
 
-def test_of_the_layers_that_a_stage_may_recompute_every_number_is_in_exactly_one_range() -> None:
+def test_ranges_lengths_and_widths_hold_every_number() -> None:
     for parts in range(1, 8):
         for layers in range(20):
             ranges = [Choice("split", "none", at, parts).recompute_range(np.array([layers])) for at in range(parts + 1)]
             numbers = [number for low, high in ranges for number in range(int(low[0]), int(high[0]) + 1)]
             assert numbers == list(range(layers + 1))
-
-
-def test_every_width_is_in_one_way_and_with_classes_to_spare_only_with_others_as_busy() -> None:
+    for longest in (1, 7, 24, 25, 100, 1000):
+        found = lengths_of(longest, Fineness(lengths=20, growth=1.3))
+        assert lengths_of(longest) == list(range(1, longest + 1))
+        assert found[: min(longest, 20)] == list(range(1, min(longest, 20) + 1))
+        for length in range(1, longest + 1):
+            below = max(each for each in found if each <= length)
+            assert below == length or (length > 20 and length <= 1.3 * below), f"{length} of {longest}"
     together = 0
     for seed in range(40):
         rng = random.Random(seed)
@@ -42,17 +46,6 @@ def test_every_width_is_in_one_way_and_with_classes_to_spare_only_with_others_as
                     assert len(set(rows if choice.division == "split" else turns)) == 1
                     together += len(way.widths) > 1
     assert together > 20
-
-
-def test_every_length_is_told_apart_or_at_most_a_growth_above_one_that_is() -> None:
-    for longest in (1, 7, 24, 25, 100, 1000):
-        fineness = Fineness(lengths=20, growth=1.3)
-        found = lengths_of(longest, fineness)
-        assert lengths_of(longest) == list(range(1, longest + 1))
-        assert found[: min(longest, 20)] == list(range(1, min(longest, 20) + 1))
-        for length in range(1, longest + 1):
-            below = max(each for each in found if each <= length)
-            assert below == length or (length > 20 and length <= 1.3 * below), f"{length} of {longest}"
 
 
 def test_no_next_stage_has_smaller_messages_or_emptier_queues_than_are_counted_on() -> None:

@@ -249,7 +249,7 @@ def _all(cluster: Cluster, compute: float | None, **ports: object) -> Cluster:
     return cluster.model_copy(update={"links": links, "overlaps": overlaps})
 
 
-def test_where_nothing_is_shared_the_step_is_the_plain_one() -> None:
+def test_without_sharing_or_looked_at_after_every_event_the_step_is_the_same() -> None:
     """Nor where ports are wide enough for all transfers."""
     for seed in range(120):
         case = _Case(seed)
@@ -260,9 +260,10 @@ def test_where_nothing_is_shared_the_step_is_the_plain_one() -> None:
         wide = Sharing.of(_all(case.cluster, None, shared_by=100), case.costs.devices)
         assert wide
         assert run(case.rows, case.times, wide.among(case.devices)) == plain_s
-
-
-def test_the_step_is_that_of_looking_at_everything_after_every_event() -> None:
+    case = _Case(3)
+    cluster = _all(case.cluster, None, shared_by=2)
+    assert Sharing.of(cluster, case.costs.devices)
+    assert not Sharing.of(cluster, case.costs.devices, bytes_per_s=1e9)
     slowed = 0
     for seed in range(240):
         case = _Case(seed)
@@ -275,7 +276,7 @@ def test_the_step_is_that_of_looking_at_everything_after_every_event() -> None:
     assert slowed > 28
 
 
-def test_a_timeline_ends_with_the_step_and_begins_nothing_before_what_it_needs() -> None:
+def test_timelines_end_with_the_step_and_limits_give_lower_bounds() -> None:
     for seed in range(60):
         case = _Case(seed)
         made = assemble(case.costs, case.candidate, PlanOptions(), 0.0, (), ())
@@ -290,16 +291,6 @@ def test_a_timeline_ends_with_the_step_and_begins_nothing_before_what_it_needs()
                 kind = "S" if event.action.kind == "R" else "SG"
                 arrived = sent[event.action.peer, event.rank, kind, event.action.micro_batch]
                 assert event.end_s >= arrived - 1e-12
-
-
-def test_a_bandwidth_that_is_assumed_of_every_link_is_nobodys_to_share() -> None:
-    case = _Case(3)
-    cluster = _all(case.cluster, None, shared_by=2)
-    assert Sharing.of(cluster, case.costs.devices)
-    assert not Sharing.of(cluster, case.costs.devices, bytes_per_s=1e9)
-
-
-def test_a_step_that_is_not_below_a_limit_may_be_a_lower_bound_that_is_not_either() -> None:
     spared = 0
     for seed in range(60):
         case = _Case(seed)

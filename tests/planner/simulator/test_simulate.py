@@ -30,7 +30,7 @@ from random_problems import cost, gpt_profile, local_cluster, profile_of, random
 simulating = sys.modules["autopar.planner.simulator.simulate"]
 
 
-def test_whichever_simulator_is_asked_a_step_takes_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulators_agree_and_too_many_late_arrivals_are_left_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
     turning = tied = 0
     for seed in range(140):
         rng = random.Random(seed)
@@ -47,15 +47,40 @@ def test_whichever_simulator_is_asked_a_step_takes_as_long(monkeypatch: pytest.M
         if simulating.action_levels(candidate) is not None:
             turning, tied = turning + bool(times.turns), tied + bool(times.tied_s)
     assert min(turning, tied) >= 3
+    candidate, times, _ = long_candidate(3)
+    levels = simulating.action_levels(candidate)
+    assert simulating.simulate_levels(candidate, times, (), levels) is not None
+    monkeypatch.setattr("autopar.planner.simulator.simulate.MOST_LATE", 1)
+    assert simulating.simulate_levels(candidate, times, (), levels) is None
 
 
-def test_candidates_that_differ_in_depths_are_told_apart() -> None:
+def test_depths_reductions_and_other_profiles_are_told_apart() -> None:
+    """By hand: equal depths wait for the last stage's backward, one more than the stage behind does for its own.
+
+    Depths that deadlock have none.
+    """
     costs = CostModel(_chain(4, 32, 1.0, 2.0), _free_cluster(4), PlanOptions())
     family = Family(32, 1, "1f1b")
     frame = place(family, range(1, 5), (1,) * 4)
     simulator = Simulator(costs)
     steps = [simulator.step_s(with_depths(family, frame, depths)) for depths in ((4, 3, 2, 1), (1,) * 4, (4, 3, 2, 1))]
     assert steps == [pytest.approx(105.0), pytest.approx(32 * 12.0), pytest.approx(105.0)]
+    for depths, period in (((4, 3, 2, 1), 2), ((2, 2, 2, 2), 8), ((8, 8, 8), 1), ((3, 3, 1), 4), ((1, 3), None)):
+        levels = simulating.action_levels(_line(8, depths))
+        assert (levels and levels.period) == period
+    profile = gpt_profile(blocks=24)
+    made = plan(profile, local_cluster(2), PlanOptions(stages="0-25:2"))
+    timeline = simulate(made, profile, local_cluster(2))
+    last = max(event.end_s for event in timeline if event.action.kind == "B")
+    begun = max(event.start_s for event in timeline if event.action.kind == "B")
+    reduced = [event for event in timeline if event.action.kind == "A"]
+    assert len(reduced) == 2
+    for event in reduced:
+        assert begun <= event.start_s < last < event.end_s
+    made: Plan = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2))
+    with pytest.raises(Exception, match=r"not of this profile: layer 3 is 'h.2' in the plan and 'head'"):
+        simulate(made, gpt_profile(blocks=2), local_cluster(2))
+    assert isinstance(simulate(made, gpt_profile(), local_cluster(2)), Timeline)
 
 
 def _chain(layers: int, batch: int, forward_s: float, backward_s: float) -> Profile:
@@ -104,25 +129,6 @@ def test_a_timeline_holds_every_action_once_and_no_rank_computes_two_things_at_o
     for kind in ("S", "SG"):
         sent = sorted((e.start_s, e.end_s) for e in timeline if e.action.kind == kind)
         assert all(before[1] <= after[0] + 1e-12 for before, after in pairwise(sent))
-
-
-def test_gradients_are_reduced_behind_the_last_backward_only_where_they_are_late() -> None:
-    profile = gpt_profile(blocks=24)
-    made = plan(profile, local_cluster(2), PlanOptions(stages="0-25:2"))
-    timeline = simulate(made, profile, local_cluster(2))
-    last = max(event.end_s for event in timeline if event.action.kind == "B")
-    begun = max(event.start_s for event in timeline if event.action.kind == "B")
-    reduced = [event for event in timeline if event.action.kind == "A"]
-    assert len(reduced) == 2
-    for event in reduced:
-        assert begun <= event.start_s < last < event.end_s
-
-
-def test_a_plan_of_another_profile_is_refused() -> None:
-    made: Plan = plan(gpt_profile(), local_cluster(2), PlanOptions(gpus=2))
-    with pytest.raises(Exception, match=r"not of this profile: layer 3 is 'h.2' in the plan and 'head'"):
-        simulate(made, gpt_profile(blocks=2), local_cluster(2))
-    assert isinstance(simulate(made, gpt_profile(), local_cluster(2)), Timeline)
 
 
 def _line(micro_batches: int, depths: Sequence[int]) -> Candidate:
@@ -216,7 +222,7 @@ def _durations(overhead_s: float, stages: Sequence[_StageTimes], tied_s: Sequenc
     return Durations(overhead_s, list(range(count)), *columns, updates, message_s=messages, tied_s=list(tied_s))
 
 
-def test_long_programs_of_any_shape_take_as_long_as_one_action_after_the_other() -> None:
+def test_long_programs_and_queues_take_as_long_as_one_action_after_the_other() -> None:
     """And as long without the messages that nobody waits for."""
     periods, turning, dropped, kept = set(), 0, 0, 0
     for seed in range(120):
@@ -233,34 +239,6 @@ def test_long_programs_of_any_shape_take_as_long_as_one_action_after_the_other()
         kept += any(abs(times.stage[sender] - times.stage[receiver]) > 1 for sender, receiver in needed.message_s)
     assert min(turning, dropped, kept) > 20
     assert len(periods) > 10
-
-
-def test_a_step_of_too_many_late_arrivals_is_not_simulated_by_levels(monkeypatch: pytest.MonkeyPatch) -> None:
-    candidate, times, _ = long_candidate(3)
-    levels = simulating.action_levels(candidate)
-    assert simulating.simulate_levels(candidate, times, (), levels) is not None
-    monkeypatch.setattr("autopar.planner.simulator.simulate.MOST_LATE", 1)
-    assert simulating.simulate_levels(candidate, times, (), levels) is None
-
-
-def test_a_period_is_the_least_one() -> None:
-    """By hand: equal depths wait for the last stage's backward, one more than the stage behind does for its own.
-
-    Depths that deadlock have none.
-    """
-    for depths, period in (((4, 3, 2, 1), 2), ((2, 2, 2, 2), 8), ((8, 8, 8), 1), ((3, 3, 1), 4), ((1, 3), None)):
-        levels = simulating.action_levels(_line(8, depths))
-        assert (levels and levels.period) == period
-
-
-def _skipping(past_s: float, hand_s: float) -> tuple[Candidate, Durations]:
-    """Three stages with forwards of a second; the first one's tensor goes to both others."""
-    messages = {(0, 1): hand_s, (1, 2): hand_s, (1, 0): hand_s, (2, 1): hand_s, (0, 2): past_s}
-    columns = [[1.0] * 3 for _ in range(5)]
-    return _line(6, (6,) * 3), Durations(0.0, [0, 1, 2], *columns, message_s=messages)
-
-
-def test_a_message_stays_where_it_may_come_last_or_has_to_queue() -> None:
     for past_s, hand_s, stays in ((1.0, 0.0, False), (1.0, 2.0, False), (1.1, 0.0, True), (2.0, 2.0, False)):
         candidate, times = _skipping(past_s, hand_s)
         assert ((0, 2) in simulating.drop_covered_messages(candidate, times).message_s) == stays
@@ -274,6 +252,13 @@ def test_a_message_stays_where_it_may_come_last_or_has_to_queue() -> None:
     candidate, times = _skipping(0.5, 1.0)
     broken = {pair: seconds for pair, seconds in times.message_s.items() if pair != (1, 2)}
     assert (0, 2) in simulating.drop_covered_messages(candidate, replace(times, message_s=broken)).message_s
+
+
+def _skipping(past_s: float, hand_s: float) -> tuple[Candidate, Durations]:
+    """Three stages with forwards of a second; the first one's tensor goes to both others."""
+    messages = {(0, 1): hand_s, (1, 2): hand_s, (1, 0): hand_s, (2, 1): hand_s, (0, 2): past_s}
+    columns = [[1.0] * 3 for _ in range(5)]
+    return _line(6, (6,) * 3), Durations(0.0, [0, 1, 2], *columns, message_s=messages)
 
 
 @pytest.mark.some(24)

@@ -30,8 +30,7 @@ def pairs_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
 def test_a_plan_goes_on_from_what_another_saved(pairs_of: Callable[..., CheckpointPairs], seed: int) -> None:
     pairs, rng = pairs_of(), random.Random(seed)
     first, second = pairs.draw(rng), pairs.draw(rng)
-    found = pairs.train(first, second, rng.randint(1, STEPS - 1))
-    assert difference(found, pairs.truth) < 1e-10
+    assert difference(pairs.train(first, second, rng.randint(1, STEPS - 1)), pairs.truth) < 1e-10
 
 
 @pytest.mark.slow
@@ -40,8 +39,7 @@ def test_a_plan_goes_on_from_what_another_saved(pairs_of: Callable[..., Checkpoi
 def test_any_team_goes_on_from_what_another_saved(pairs_of: Callable[..., CheckpointPairs], seed: int) -> None:
     pairs, rng = pairs_of("narrow_gpt"), random.Random(f"teams {seed}")
     first, second = pairs.draw_teams(rng), pairs.draw_teams(rng)
-    found = pairs.train(first, second, rng.randint(1, STEPS - 1))
-    assert difference(found, pairs.truth) < 1e-10
+    assert difference(pairs.train(first, second, rng.randint(1, STEPS - 1)), pairs.truth) < 1e-10
     assert difference(pairs.train(first, first, 2), pairs.train(first, first, 4)) == 0.0
 
 

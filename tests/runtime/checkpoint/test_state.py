@@ -54,11 +54,20 @@ def test_pieces_that_ranks_answer_for_make_up_the_whole_and_all_are_read_back(
     assert written.eq(1).all()
 
 
-def test_what_is_alike_on_all_of_a_team_is_the_first_ones() -> None:
+def test_what_a_team_has_alike_is_the_first_ones_and_values_come_back_through_json() -> None:
     plan = team_plan([{0}, {1}, {2}])
     teams = [Team(plan, part, InProcessTransport(Exchange(), part)) for part in range(PARTS)]
     pieces = [held_pieces("buffer", "b", torch.ones(2), None, team) for team in teams]
     assert [[piece.answers for piece in each] for each in pieces] == [[True], [False], [False]]
+    for seed in range(200):
+        value = _value(random.Random(seed))
+        assert _same(from_plain(json.loads(json.dumps(to_plain(value), allow_nan=False))), value), seed
+    assert math.isnan(float(str(from_plain(to_plain(math.nan)))))
+    with pytest.raises(NotPlainError):
+        to_plain(print)
+    with pytest.raises(NotPlainError):
+        to_plain(torch.zeros(5000))
+    assert plain_items({"lr": 0.1, "hook": print}) == {"lr": 0.1}
 
 
 def _value(rng: random.Random, depth: int = 3) -> object:
@@ -90,19 +99,3 @@ def _same(one: object, other: object) -> bool:
     if isinstance(one, float) and isinstance(other, float):
         return one == other and math.copysign(1, one) == math.copysign(1, other)
     return type(one) is type(other) and one == other
-
-
-def test_values_drawn_at_random_come_back_through_json() -> None:
-    for seed in range(200):
-        value = _value(random.Random(seed))
-        text = json.dumps(to_plain(value), allow_nan=False)
-        assert _same(from_plain(json.loads(text)), value), seed
-
-
-def test_nan_is_kept_and_code_is_not() -> None:
-    assert math.isnan(float(str(from_plain(to_plain(math.nan)))))
-    with pytest.raises(NotPlainError):
-        to_plain(print)
-    with pytest.raises(NotPlainError):
-        to_plain(torch.zeros(5000))
-    assert plain_items({"lr": 0.1, "hook": print}) == {"lr": 0.1}

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import autopar
 from autopar.errors import FileError, UsageError
@@ -21,7 +22,8 @@ from autopar.formats.profile import Writes
 from autopar.formats.program import Fault
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.folder import CheckpointFolder, export, read_verified
-from autopar.runtime.checkpoint.training import changes, check_state, plan_notes
+from autopar.runtime.checkpoint.state import class_name
+from autopar.runtime.checkpoint.training import changes, check_state, optimizer_changes, plan_notes
 from autopar.runtime.outcome import Outcome
 from autopar.runtime.start.launch import RunOptions, run
 from autopar.runtime.start.script import ScriptJob
@@ -123,20 +125,6 @@ def test_without_flushes_no_clock_and_no_stop_changes_what_is_trained(
     assert said == [f"the pipeline is drained every {count + 1} steps", *off]
 
 
-def test_a_scale_of_float16_goes_on_where_it_was(tmp_path: Path, pool: RankPool) -> None:
-    # The last layer's gradients overflow until the scale has shrunk.
-    source = SOURCE.replace("Model().double()", "Model()").replace("return self.head(x)", "return 300 * self.head(x)")
-    case = make_case(tmp_path / "model.py", source)
-    plan = case.plan([1, 2], 4, 4).model_copy(update={"precision": "fp16"})
-    goes_on(pool, plan, tmp_path, (10, 13), case)
-    between, *scales = (
-        read_verified(tmp_path / folder).loss_scale for folder in ("parts/step-12", "whole/step-13", "parts/step-13")
-    )
-    assert between is not None
-    assert between.value < 2.0**16
-    assert scales[0] == scales[1] != between
-
-
 KEPT = {
     "SGD with momentum": (
         "SGD(named, lr=1e-2, momentum=0.9, nesterov=True)",
@@ -167,7 +155,7 @@ def test_whatever_an_optimizer_keeps_and_a_scheduler_does_goes_on(name: str, tmp
     goes_on(pool, case.plan([1, 1], 4, 4), tmp_path, (4, 9), case)
 
 
-def test_an_exported_model_is_loaded_strictly_under_all_its_names(tmp_path: Path, pool: RankPool) -> None:
+def test_exports_load_strictly_and_manifests_say_what_replicas_wrote(tmp_path: Path, pool: RankPool) -> None:
     train(pool, plan_of([2, 1], shard="parameters"), tmp_path / "c", 4)
     assert export(tmp_path / "c", tmp_path / "model.safetensors") == 4
     state = load_file(tmp_path / "model.safetensors")
@@ -176,6 +164,15 @@ def test_an_exported_model_is_loaded_strictly_under_all_its_names(tmp_path: Path
     model.load_state_dict(state, strict=True)
     stored = saved(tmp_path / "c", 4)
     assert torch.equal(model.get_parameter("blocks.1.inner.weight"), stored["parameter/blocks.1.inner.weight"])
+    train(pool, plan_of([3], micro_batches=1, shard="parameters", shares=[[6, 5, 5]]), tmp_path / "d", 4)
+    manifest = read_verified(tmp_path / "d" / "step-4")
+    inner = manifest.tensor("optimizer", "blocks.0.inner.weight", "exp_avg")
+    assert inner is not None
+    assert inner.shape == (24, 12)
+    ranges = [each.ranges[0] for each in inner.pieces]
+    assert [(each.dim, each.start, each.stop) for each in ranges] == [(0, 0, 8), (0, 8, 16), (0, 16, 24)]
+    # Tied weights stay whole, and one replica writes them.
+    assert manifest.tensor("parameter", "embedding.weight") is not None
 
 
 CHANGES = [
@@ -207,26 +204,6 @@ def test_what_may_not_change_is_refused_with_both_values_unless_that_is_accepted
         shutil.rmtree(folder)
 
 
-def test_a_model_file_may_have_moved_with_the_classes_that_it_makes(tmp_path: Path, pool: RankPool) -> None:
-    source = SOURCE.replace("torch.optim.AdamW(", "Own(") + "\n\nclass Own(torch.optim.AdamW):\n    pass\n"
-    for at, name in enumerate(("one.py", "other.py"), start=1):
-        case = make_case(tmp_path / name, source)
-        outcome = train(pool, case.plan([1, 1], 4, 4), tmp_path / "c", 2 * at, at > 1, case)
-        assert outcome.report.first_step == 2 * (at - 1)
-
-
-def test_a_schedulers_settings_are_the_new_codes_and_its_position_the_checkpoints(
-    tmp_path: Path, pool: RankPool
-) -> None:
-    train(pool, plan_of([1, 1]), tmp_path / "c", 4)
-    case = make_case(tmp_path / "model.py", SOURCE.replace("STEP_SIZE = 3", "STEP_SIZE = 5"))
-    train(pool, case.plan([1, 1], 4, 4), tmp_path / "c", 6, True, case)
-    manifest = read_verified(tmp_path / "c" / "step-6")
-    assert manifest.optimizer is not None
-    rates = sorted({group.current["lr"] for group in manifest.optimizer.groups})  # type: ignore[type-var]
-    assert rates == pytest.approx([0.7 * 1e-2, 0.7 * 2e-2])
-
-
 @pytest.mark.reliability(18, 19, 20)
 def test_damage_is_noticed_the_file_named_and_the_older_checkpoint_taken(
     tmp_path: Path, living_pool: Callable[[], RankPool]
@@ -246,7 +223,7 @@ def test_damage_is_noticed_the_file_named_and_the_older_checkpoint_taken(
         train(living_pool(), plan, folder, 16, True)
 
 
-def test_one_run_at_a_time_and_none_over_anothers_checkpoints(
+def test_one_run_at_a_time_and_with_the_new_files_schedulers(
     tmp_path: Path, living_pool: Callable[[], RankPool]
 ) -> None:
     plan, folder = plan_of([1]), tmp_path / "c"
@@ -257,30 +234,21 @@ def test_one_run_at_a_time_and_none_over_anothers_checkpoints(
         train(living_pool(), plan, folder, 8, True)
     with pytest.raises(UsageError, match="the newest checkpoint is of step 4, and the run has 4"):
         train(living_pool(), plan, folder, 4, True)
+    source = SOURCE.replace("torch.optim.AdamW(", "Own(") + "\n\nclass Own(torch.optim.AdamW):\n    pass\n"
+    for at, name in enumerate(("one.py", "other.py"), start=1):
+        case = make_case(tmp_path / name, source)
+        outcome = train(living_pool(), case.plan([1, 1], 4, 4), tmp_path / "own", 2 * at, at > 1, case)
+        assert outcome.report.first_step == 2 * (at - 1)
+    train(living_pool(), plan_of([1, 1]), tmp_path / "other", 4)
+    case = make_case(tmp_path / "model.py", SOURCE.replace("STEP_SIZE = 3", "STEP_SIZE = 5"))
+    train(living_pool(), case.plan([1, 1], 4, 4), tmp_path / "other", 6, True, case)
+    manifest = read_verified(tmp_path / "other" / "step-6")
+    assert manifest.optimizer is not None
+    rates = sorted({group.current["lr"] for group in manifest.optimizer.groups})  # type: ignore[type-var]
+    assert rates == pytest.approx([0.7 * 1e-2, 0.7 * 2e-2])
 
 
-def test_a_manifest_says_which_indices_of_which_tensor_a_replica_has_written(tmp_path: Path, pool: RankPool) -> None:
-    train(pool, plan_of([3], micro_batches=1, shard="parameters", shares=[[6, 5, 5]]), tmp_path / "c", 4)
-    manifest = read_verified(tmp_path / "c" / "step-4")
-    inner = manifest.tensor("optimizer", "blocks.0.inner.weight", "exp_avg")
-    assert inner is not None
-    assert inner.shape == (24, 12)
-    ranges = [each.ranges[0] for each in inner.pieces]
-    assert [(each.dim, each.start, each.stop) for each in ranges] == [(0, 0, 8), (0, 8, 16), (0, 16, 24)]
-    # Tied weights stay whole, and one replica writes them.
-    assert manifest.tensor("parameter", "embedding.weight") is not None
-
-
-def test_python_state_that_a_forward_changes_is_refused_by_name() -> None:
-    layers = [SimpleNamespace(name="a", writes=None), SimpleNamespace(name="b", writes=Writes(state=("b.count",)))]
-    graph: Any = SimpleNamespace(layers=layers)
-    with pytest.raises(UsageError, match=r"layer b changes the Python state b\.count .*register_buffer"):
-        check_state(graph)
-    layers.pop()
-    check_state(graph)
-
-
-def test_what_of_training_is_not_as_it_was_is_said_with_both_values() -> None:
+def test_state_that_is_not_as_it_was_or_of_python_is_said() -> None:
     stored = [
         SimpleNamespace(name=name, shape=(2, 3), kind=kind) for name, kind in (("w", "parameter"), ("b", "buffer"))
     ]
@@ -295,6 +263,27 @@ def test_what_of_training_is_not_as_it_was_is_said_with_both_values() -> None:
         "the last is pad, it was drop", "the model has v, x, y and 1 more that the checkpoint has not",
         "the checkpoint has b that the model has not", "w has shape [3, 2], it had [2, 3]",
     ]  # fmt: skip
+    layers = [SimpleNamespace(name="a", writes=None), SimpleNamespace(name="b", writes=Writes(state=("b.count",)))]
+    graph: Any = SimpleNamespace(layers=layers)
+    with pytest.raises(UsageError, match=r"layer b changes the Python state b\.count .*register_buffer"):
+        check_state(graph)
+    layers.pop()
+    check_state(graph)
+    parameter = nn.Parameter(torch.ones(1))
+    update = SimpleNamespace(optimizer=torch.optim.SGD([parameter]), optimizer_parameters={"w": parameter})
+    update.fresh_groups, update.scheduler = [{"lr": 0.1}], None
+    job: Any = SimpleNamespace(update=update)
+    kind = class_name(update.optimizer)
+    for name, settings, past, said in (
+        (kind, {"lr": 0.1}, None, []),
+        ("Adam", {"lr": 0.1}, None, [f"the optimizer is {kind}, it was Adam"]),
+        (kind, {"lr": 0.2}, None, ["the optimizer's lr is 0.1 for w, it was 0.2"]),
+        (kind, {"lr": 0.1}, "StepLR", ["the scheduler is absent, it was StepLR"]),
+    ):
+        group = SimpleNamespace(settings=settings, parameters=("w",))
+        checkpoint: Any = SimpleNamespace(optimizer=SimpleNamespace(kind=name, groups=[group]), scheduler=None)
+        checkpoint.scheduler = past and SimpleNamespace(kind=past)
+        assert list(optimizer_changes(checkpoint, job)) == said
 
 
 @pytest.mark.reliability(23, 26)
@@ -350,11 +339,22 @@ def test_a_script_goes_on_from_what_another_plan_saved(tmp_path: Path, pool: Ran
     assert CheckpointFolder(tmp_path / "parts").steps() == [6, 7]
 
 
-def test_generators_go_on_where_there_are_as_many_ranks(tmp_path: Path, pool: RankPool) -> None:
+def test_generators_and_scales_go_on_where_they_were(tmp_path: Path, pool: RankPool) -> None:
     train_by_script(pool, [1, 1], tmp_path, 3)
     torch.manual_seed(2)
     expected = float(torch.rand(()))
     assert [result["drawn"] for result in train_by_script(pool, [1, 1], tmp_path, 4)] == [expected, expected]
+    # The last layer's gradients overflow until the scale has shrunk.
+    source = SOURCE.replace("Model().double()", "Model()").replace("return self.head(x)", "return 300 * self.head(x)")
+    case = make_case(tmp_path / "model.py", source)
+    plan = case.plan([1, 2], 4, 4).model_copy(update={"precision": "fp16"})
+    goes_on(pool, plan, tmp_path, (10, 13), case)
+    between, *scales = (
+        read_verified(tmp_path / folder).loss_scale for folder in ("parts/step-12", "whole/step-13", "parts/step-13")
+    )
+    assert between is not None
+    assert between.value < 2.0**16
+    assert scales[0] == scales[1] != between
 
 
 @pytest.mark.slow

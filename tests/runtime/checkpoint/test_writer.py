@@ -68,7 +68,8 @@ def remains(folder: Path) -> list[Path]:
         return [each for each in folder.iterdir() if each.name.endswith((".new", ".old", ".gone"))]
 
 
-def test_the_newest_two_that_are_sound_are_kept_without_what_training_does_meanwhile(tmp_path: Path) -> None:
+@pytest.mark.reliability(16)
+def test_sound_checkpoints_are_kept_and_cadences_count_from_the_first_step(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, "0" * 16)
     for step in (3, 5, 9, 12):
         ranks.save(step)
@@ -84,6 +85,23 @@ def test_the_newest_two_that_are_sound_are_kept_without_what_training_does_meanw
     ranks.save(14)
     assert values(tmp_path) == (14, [14, 14])
     assert CheckpointFolder(tmp_path).steps() == [13, 14]
+    # All ranks have waited as long as the one that waited longest.
+    ranks.save(15, conclude=False)
+    for rank, writer in enumerate(ranks.writers):
+        writer._pause_s = 40.0 + rank
+    in_ranks(2, lambda rank, transport: ranks.writers[rank].conclude())
+    assert [writer.results[-1].pause_s for writer in ranks.writers] == [41.0, 41.0]
+    assert saved(Cadence(4, 0, float), 13, 1.0, 1.0) == [4, 8, 12]
+    assert saved(Cadence(4, 6, float), 13, 1.0, 1.0, first=6) == [8, 12]
+    # By itself, ranks go by what the slowest takes.
+    assert saved(Cadence("auto", 0, lambda number: 10 * number), 1000, 1.0, 1.0)[:3] == [5, 39, 73]
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "c", Path("/proc/self/c"), Path("/sys/kernel/c")):
+        with (
+            pytest.raises(FileError, match=f"{folder}: checkpoints cannot be written there"),
+            CheckpointFolder(folder).lock(),
+        ):
+            pass
 
 
 def _calls(folder: Path) -> int:
@@ -142,7 +160,7 @@ def _saves_and_is_killed(folder: Path, at: int, again: bool) -> int:
 
 @pytest.mark.slow
 @pytest.mark.reliability(4, 5)
-def test_wherever_the_process_is_killed_the_old_set_or_the_new_is_there_whole(tmp_path: Path) -> None:
+def test_wherever_the_process_is_killed_a_whole_set_is_there(tmp_path: Path) -> None:
     seen = set[int]()
     for at in range(_calls(tmp_path / "all")):
         folder = tmp_path / str(at)
@@ -151,16 +169,10 @@ def test_wherever_the_process_is_killed_the_old_set_or_the_new_is_there_whole(tm
         assert found == [step, step]
         seen.add(step)
         assert not remains(folder)
-        again = Ranks(folder, "1" * 16, (step,))
-        again.save(2 + step)
+        Ranks(folder, "1" * 16, (step,)).save(2 + step)
         assert values(folder)[0] == 2 + step
         assert len(CheckpointFolder(folder).steps()) == 2
     assert seen == {1, 2}
-
-
-@pytest.mark.slow
-@pytest.mark.reliability(5)
-def test_wherever_a_checkpoint_that_is_written_again_is_killed_one_of_the_two_is_there(tmp_path: Path) -> None:
     for at in range(200):
         folder = tmp_path / str(at)
         ended = _saves_and_is_killed(folder, at, again=True)
@@ -256,17 +268,6 @@ def test_a_pickle_in_place_of_pieces_is_refused_and_not_loaded(tmp_path: Path) -
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.reliability(16)
-def test_a_folder_that_cannot_be_made_or_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for folder in (tmp_path / "file", tmp_path / "file" / "c", Path("/proc/self/c"), Path("/sys/kernel/c")):
-        with (
-            pytest.raises(FileError, match=f"{folder}: checkpoints cannot be written there"),
-            CheckpointFolder(folder).lock(),
-        ):
-            pass
-
-
 def saved(cadence: Cadence, steps: int, step_s: float, cost_s: float | None, first: int = 0) -> list[int]:
     """Return after which steps a checkpoint was due; ``cost_s`` is what each takes."""
     found: list[int] = []
@@ -275,13 +276,6 @@ def saved(cadence: Cadence, steps: int, step_s: float, cost_s: float | None, fir
         if cadence.due(done, lambda: cost_s if found else None):
             found.append(done)
     return found
-
-
-def test_a_number_of_steps_counts_from_the_runs_first_and_time_by_the_slowest() -> None:
-    assert saved(Cadence(4, 0, float), 13, 1.0, 1.0) == [4, 8, 12]
-    assert saved(Cadence(4, 6, float), 13, 1.0, 1.0, first=6) == [8, 12]
-    # By itself, ranks go by what the slowest takes.
-    assert saved(Cadence("auto", 0, lambda number: 10 * number), 1000, 1.0, 1.0)[:3] == [5, 39, 73]
 
 
 @pytest.mark.parametrize(("step_s", "cost_s"), [(0.1, 0.03), (1.0, 0.001), (0.01, 0.5)])

@@ -15,7 +15,6 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import SEND, SEND_GRADIENT
 from autopar.ranks.failure import PeerLostError
-from autopar.ranks.pool import RankPool
 from autopar.runtime.messages.staging import StagedTransport, directions, warm_up
 from autopar.runtime.messages.transport import (
     Exchange,
@@ -28,8 +27,7 @@ from autopar.runtime.messages.transport import (
 from autopar.schedules.expand import expand
 from drawn_models import model_case, plans, team_plans
 from fake_copies import TIMEOUT_S, FakeCopies
-from paths import MODELS
-from training_cases import make_case, same_bits
+from training_cases import same_bits
 
 
 class Said:
@@ -82,7 +80,7 @@ def test_what_is_sent_and_reduced_begins_in_order_when_its_copy_is_there_and_nob
     assert (copies.landed, copies.threads) == (1, 1)
 
 
-def test_what_arrives_is_copied_on_in_the_order_in_which_it_was_sent() -> None:
+def test_what_arrives_or_is_scattered_is_copied_in_order() -> None:
     exchange = Exchange()
     one, other = (StagedTransport(InProcessTransport(exchange, rank), FakeCopies()) for rank in range(2))
     sent = [torch.arange(3.0), torch.tensor([True, False]), torch.tensor([[7]])]
@@ -94,9 +92,11 @@ def test_what_arrives_is_copied_on_in_the_order_in_which_it_was_sent() -> None:
         pending.wait()
     assert all(map(torch.equal, received, sent))
     assert [part.tolist() for part in sums] == [[11.0, 22.0]] * 2
-
-
-def test_what_is_gathered_and_scattered_is_copied_both_ways() -> None:
+    transport = StagedTransport(Mock(send=Mock(side_effect=PeerLostError("gone"))), FakeCopies())
+    with pytest.raises(PeerLostError, match="gone"):
+        transport.send(torch.zeros(1), 1).wait()
+    with pytest.raises(UsageError, match=r"ranks 0, 1 shard, .*plan with `shard='none'`"):
+        transport.mesh((0, 1))
     exchange, copies = Exchange(TIMEOUT_S), [FakeCopies(), FakeCopies()]
     transports = [StagedTransport(InProcessTransport(exchange, rank), copies[rank]) for rank in range(2)]
     own, wholes = torch.randn(2, 3), [torch.randn(4, 3), torch.randn(4, 3)]
@@ -109,14 +109,6 @@ def test_what_is_gathered_and_scattered_is_copied_both_ways() -> None:
     assert all(torch.equal(each, torch.cat([own, own + 1])) for each in gathered)
     assert torch.equal(torch.cat(slices), total)
     assert [each.landed for each in copies] == [2, 2]
-
-
-def test_a_lost_peer_is_found_by_who_waits_and_sharding_is_refused() -> None:
-    transport = StagedTransport(Mock(send=Mock(side_effect=PeerLostError("gone"))), FakeCopies())
-    with pytest.raises(PeerLostError, match="gone"):
-        transport.send(torch.zeros(1), 1).wait()
-    with pytest.raises(UsageError, match=r"ranks 0, 1 shard, .*plan with `shard='none'`"):
-        transport.mesh((0, 1))
 
 
 def _staged(transport: Transport) -> Transport:
@@ -134,17 +126,6 @@ def test_skips_ties_masks_and_integers_train_bit_for_bit_as_without_copies(
     plainly, staged = tmp_path / "plainly", tmp_path / "staged"
     assert case.train(plan, plainly, 3) == case.train(plan, staged, 3, carry=_staged)
     same_bits(plan, plainly, staged)
-
-
-@pytest.mark.slow
-def test_processes_train_bit_for_bit_as_without_copies(tmp_path: Path, pool: RankPool) -> None:
-    case = make_case(tmp_path / "everything.py", (MODELS / "everything.py").read_text())
-    plan = case.plan((1, 2), 3, 4)
-    arguments = {"plan": plan.dumps(), "model": str(case.file), "workspace": str(case.workspace), "steps": 3}
-    for folder in ("keep", "stage"):
-        (tmp_path / folder).mkdir()
-        pool.run(f"rank_jobs:train_and_{folder}", {**arguments, "folder": str(tmp_path / folder)}, ranks=3)
-    same_bits(plan, tmp_path / "keep", tmp_path / "stage")
 
 
 Communicator = tuple[str, tuple[int, ...]]

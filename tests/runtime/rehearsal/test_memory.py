@@ -87,26 +87,30 @@ def test_a_rehearsal_counts_what_training_holds(
     assert rehearse(plan, own(case.graph), case.model) == pytest.approx(real, rel=within, abs=200)
 
 
-def test_a_rehearsal_draws_no_random_numbers_and_needs_no_data() -> None:
+def test_a_rehearsal_needs_no_data_and_holds_a_model_larger_than_memory(tmp_path: Path) -> None:
     case, before = case_of("everything"), torch.get_rng_state()
     functions = {name: each for name, each in case.model.functions.items() if name != "dataset"}
     plan = case.plan((1, 1), micro_batches=2, rows=2)
     assert all(peak > 0 for peak in rehearse(plan, own(case.graph), replace(case.model, functions=functions)))
     assert torch.equal(before, torch.get_rng_state())
+    case = case_of("everything")
+    functions = {**case.model.functions, "optimizer": lambda parameters: Reading(parameters, lr=0.1)}
+    said = r"cannot be rehearsed without real values: rank 0 \(stage 0, step 0, U@0\)"
+    with pytest.raises(TrainingError, match=said):
+        rehearse(case.plan((1, 1), 2, 2), own(case.graph), replace(case.model, functions=functions))
+    path = tmp_path / "model.py"
+    path.write_text(LARGE)
+    user = load(str(path))
+    plan = dictate(capture(user, user.build(0, hollow=True)), user, (1, 1), micro_batches=2, rows=2)
+    peaks = rehearse_model(plan, str(path), None)
+    # Parameters, gradients, two sets of states, and the optimizer's workspace.
+    assert min(peaks) > 4 * 32 * 2**30
 
 
 class Reading(torch.optim.SGD):
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         if self.param_groups[0]["params"][0].grad.sum().item() > 0:
             super().step()
-
-
-def test_an_optimizer_that_reads_values_is_named() -> None:
-    case = case_of("everything")
-    functions = {**case.model.functions, "optimizer": lambda parameters: Reading(parameters, lr=0.1)}
-    said = r"cannot be rehearsed without real values: rank 0 \(stage 0, step 0, U@0\)"
-    with pytest.raises(TrainingError, match=said):
-        rehearse(case.plan((1, 1), 2, 2), own(case.graph), replace(case.model, functions=functions))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -128,16 +132,6 @@ def model(): return torch.nn.Sequential(*(torch.nn.Linear(16384, 16384, bias=Fal
 def dataset(): return torch.utils.data.TensorDataset(*[torch.zeros(4, 16384)] * 2)
 def loss(output, batch): return output.mean()
 """
-
-
-def test_a_model_larger_than_memory_is_rehearsed(tmp_path: Path) -> None:
-    path = tmp_path / "model.py"
-    path.write_text(LARGE)
-    user = load(str(path))
-    plan = dictate(capture(user, user.build(0, hollow=True)), user, (1, 1), micro_batches=2, rows=2)
-    peaks = rehearse_model(plan, str(path), None)
-    # Parameters, gradients, two sets of states, and the optimizer's workspace.
-    assert min(peaks) > 4 * 32 * 2**30
 
 
 ROWS, MICRO_BATCHES = 256, 8

@@ -40,23 +40,7 @@ def test_a_graph_has_the_layers_tensors_and_gradients_of_its_profile(seed: int) 
     assert graph.layers[-1].parameter("weight").grad is not None
 
 
-def test_what_a_layer_keeps_is_held_until_its_backward_is_done() -> None:
-    profile = gpt_profile(blocks=1, batch=4)
-    graph, ledger = stand_in_graph(profile), MemoryLedger(VirtualClock(0.0), 0)
-    held = LayerBytes(saved=1000, saved_tensors=(), transient=70, pending=0, gradients=500)
-    count_bytes(graph, ledger, {profile.layers[1].name: held}, profile)
-    layer = graph.layers[1]
-    size = next(tensor.bytes_per_sample for tensor in profile.tensors if tensor.name in layer.outputs)
-    x = torch.zeros(2, requires_grad=True)
-    (output,) = layer.module(2, x)
-    assert ledger.alive_bytes == 1000 + 2 * size
-    assert ledger.peak_bytes >= 1000 + 70
-    output.sum().backward()
-    del output
-    assert ledger.alive_bytes == 0
-
-
-def test_bytes_count_as_long_as_their_storage_is_alive() -> None:
+def test_bytes_count_while_their_storage_is_alive_or_a_layers_backward_to_come() -> None:
     clock = VirtualClock(0.0)
     ledger = MemoryLedger(clock, 100)
     tensor = ledger.count(torch.zeros(4), 30)
@@ -71,9 +55,21 @@ def test_bytes_count_as_long_as_their_storage_is_alive() -> None:
     assert ledger.alive_bytes == 100
     assert ledger.moments == [(0.0, 100), (0.0, 130), (2.0, 100)]
     assert ledger.peak_bytes == 130
+    profile = gpt_profile(blocks=1, batch=4)
+    graph, ledger = stand_in_graph(profile), MemoryLedger(VirtualClock(0.0), 0)
+    held = LayerBytes(saved=1000, saved_tensors=(), transient=70, pending=0, gradients=500)
+    count_bytes(graph, ledger, {profile.layers[1].name: held}, profile)
+    layer = graph.layers[1]
+    size = next(tensor.bytes_per_sample for tensor in profile.tensors if tensor.name in layer.outputs)
+    (output,) = layer.module(2, torch.zeros(2, requires_grad=True))
+    assert ledger.alive_bytes == 1000 + 2 * size
+    assert ledger.peak_bytes >= 1000 + 70
+    output.sum().backward()
+    del output
+    assert ledger.alive_bytes == 0
 
 
-def test_what_is_held_for_a_while_is_noted_beside_what_is_alive() -> None:
+def test_what_is_held_is_noted_and_reductions_end_with_their_last_part() -> None:
     ledger = MemoryLedger(VirtualClock(0.0), 100)
     ledger.count(torch.zeros(1), 0)
     ledger.spike(0)
@@ -86,6 +82,21 @@ def test_what_is_held_for_a_while_is_noted_beside_what_is_alive() -> None:
     assert (ledger.moments, ledger.peak_bytes) == ([(0.0, 110)], 110)
     del kept
     assert ledger.alive_bytes == 100
+    ranks = _ranks(
+        [(1, 1)],
+        (["B0@0", "A@0", "A@0", "U@0"], RankPrices({"B@0": 3.0, "A@0": 4.0, "U@0": 1.0}, {"A@0": 0.5})),
+        (["B0@0", "A@0", "A@0", "U@0"], RankPrices({"B@0": 5.0, "A@0": 4.0, "U@0": 1.0}, {"A@0": 0.25})),
+    )
+
+    def act(rank: int, _: Transport) -> None:
+        transport, clock = ranks[rank]
+        clock.start()
+        for position in range(4):
+            transport.charge(position)
+
+    in_ranks(2, act)
+    # The slower one's backward ends at 6, its part at 6.25; the next one ends 4 later, and both update.
+    assert [clock.now_s for _, clock in ranks] == [11.25, 11.25]
 
 
 def _ranks(
@@ -132,21 +143,3 @@ def test_messages_of_a_pair_follow_each_other_and_are_waited_for() -> None:
         # The first is sent at 3 and there at 8; the second waits for it.
         assert moments == [8.0, 13.0]
         assert there.now_s == 14.0
-
-
-def test_a_reduction_ends_with_its_last_part_and_no_sooner_after_the_one_before_than_it_takes() -> None:
-    ranks = _ranks(
-        [(1, 1)],
-        (["B0@0", "A@0", "A@0", "U@0"], RankPrices({"B@0": 3.0, "A@0": 4.0, "U@0": 1.0}, {"A@0": 0.5})),
-        (["B0@0", "A@0", "A@0", "U@0"], RankPrices({"B@0": 5.0, "A@0": 4.0, "U@0": 1.0}, {"A@0": 0.25})),
-    )
-
-    def act(rank: int, _: Transport) -> None:
-        transport, clock = ranks[rank]
-        clock.start()
-        for position in range(4):
-            transport.charge(position)
-
-    in_ranks(2, act)
-    # The slower one's backward ends at 6, its part at 6.25; the next one ends 4 later, and both update.
-    assert [clock.now_s for _, clock in ranks] == [11.25, 11.25]

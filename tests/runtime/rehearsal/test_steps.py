@@ -24,7 +24,6 @@ from autopar.planner.simulator.simulate import mini_batches, trace
 from autopar.ranks.pool import RankPool
 from autopar.runtime.rehearsal.steps import Rehearsal, rehearse_steps
 from autopar.schedules.check import ProgramError, check, check_bounds
-from autopar.schedules.continuing import lead
 from autopar.schedules.expand import expand
 from chunked import OTHERS, random_chunked, random_costs
 from drawn import random_candidate
@@ -243,14 +242,6 @@ def test_where_links_are_shared_steps_take_as_long_as_without_and_that_is_said(s
     assert "every action is priced as if it were alone" in rehearsal.notes[0]
 
 
-def test_threads_say_that_they_divide_nothing() -> None:
-    profile, cluster = gpt_profile(blocks=6), local_cluster(4)
-    planned = plan(profile, cluster, PlanOptions(stages="0-3:2,4-7:2", micro_batches=4, shard="parameters"))
-    rehearsal = _rehearsed((planned, profile, cluster))
-    assert "divide no parameters" in rehearsal.notes[0]
-    _check(rehearsal, simulate(planned, profile, cluster), planned)
-
-
 INPUTS = gpt_profile(), local_cluster(2)
 STEPS = 7
 
@@ -280,17 +271,19 @@ def test_what_is_trained_again_is_the_time_since_the_checkpoint(
     assert loss.lost_s <= whole * timeline.end_s + event.start_s + 1e-9
 
 
-def test_losses_are_listed_as_they_happen_and_change_no_step(planned: Plan) -> None:
-    found = rehearsed(planned, "kill@1:5:B2", "nan@0:2", "stop@1:5:F0")
-    assert [loss.fault for loss in found.losses] == ["nan@0:2", "stop@1:5:F0", "kill@1:5:B2"]
-    assert found.steps_s == rehearsed(planned).steps_s
-
-
-def test_a_slow_rank_makes_its_steps_longer(planned: Plan) -> None:
+def test_slow_ranks_make_longer_steps_than_losses_and_threads_divide_nothing(planned: Plan) -> None:
     plain, slow = rehearsed(planned).steps_s, rehearsed(planned, "slow@1:3").steps_s
     assert slow[:3] == plain[:3]
     # Every forward and backward of a busy stage takes as much more.
     assert all(after > before + 8 * SLOWER_S for before, after in zip(plain[3:], slow[3:], strict=True))
+    found = rehearsed(planned, "kill@1:5:B2", "nan@0:2", "stop@1:5:F0")
+    assert [loss.fault for loss in found.losses] == ["nan@0:2", "stop@1:5:F0", "kill@1:5:B2"]
+    assert found.steps_s == rehearsed(planned).steps_s
+    profile, cluster = gpt_profile(blocks=6), local_cluster(4)
+    planned = plan(profile, cluster, PlanOptions(stages="0-3:2,4-7:2", micro_batches=4, shard="parameters"))
+    rehearsal = _rehearsed((planned, profile, cluster))
+    assert "divide no parameters" in rehearsal.notes[0]
+    _check(rehearsal, simulate(planned, profile, cluster), planned)
 
 
 @pytest.mark.parametrize(
@@ -362,12 +355,3 @@ def test_pipelines_that_are_never_flushed_take_as_long_as_simulated(seed: int, e
     if found is None:
         pytest.skip("no plan obeys")
     performs(*found, edited(found[0], seed) if edits else None)
-
-
-@pytest.mark.slow
-def test_without_flushes_steps_of_processes_are_as_long_as_the_period() -> None:
-    found = next(each for each in map(unflushed, range(0, 60, 5)) if each is not None and len(each[0].devices) <= 3)
-    made, profile, _ = found
-    rehearsed = rehearse_steps(made, profile, action_prices(*found), 2 * lead(made) + 8, threads=False)
-    middle = rehearsed.steps_s[lead(made) + 2 : -lead(made) - 1]
-    assert max(middle) == pytest.approx(made.predicted.step_s, rel=0.2)

@@ -177,7 +177,7 @@ def _counting(made: list[object], failing: int = 0) -> Callable[..., object]:
     return stand_in
 
 
-def test_layers_of_a_kind_share_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_a_kind_share_their_code_or_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
     monkeypatch.setattr(torch, "compile", _counting(made))
     compiled = _job(model_case("dropout"), TrainSettings(compile=True))
@@ -185,11 +185,6 @@ def test_layers_of_a_kind_share_their_code(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(made) == len({layer.fingerprint for layer in layers}) < len(layers)
     assert compiled.warm_up() == []
     _assert_alike(compiled, _job(model_case("dropout"), TrainSettings()), 0.0)
-
-
-def test_a_layer_that_does_not_compile_is_named_and_run_as_it_is_and_sharding_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     made: list[object] = []
     monkeypatch.setattr(torch, "compile", _counting(made, failing=2))
     compiled = _job(model_case("batch_normed"), TrainSettings(compile=True))

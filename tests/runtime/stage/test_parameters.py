@@ -1,6 +1,7 @@
 """The parameters and buffers of one rank, put in place by the model's own names, and its team's parts of them."""
 
 from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autopar.capture.export import capture
-from autopar.capture.graph import LayerGraph
+from autopar.capture.graph import LayerGraph, TensorSpec
 from autopar.capture.source import UserModel, load
 from autopar.errors import FileError
 from autopar.formats.plan import Plan, Shard
@@ -74,7 +75,7 @@ def test_what_has_rows_and_belongs_to_one_stage_is_divided(shard: Shard) -> None
         assert found == (set() if shard == "none" else every - {tied.parameter for tied in plan.tied})
 
 
-def test_nothing_is_held_of_parameters_while_they_are_divided_and_their_order_stays() -> None:
+def test_parts_sum_gather_and_hold_nothing_while_they_are_divided() -> None:
     user, graph = _captured()
     layers = list(graph.layers)
     plan = dictate(graph, user, (1,), 2, 4)
@@ -93,6 +94,19 @@ def test_nothing_is_held_of_parameters_while_they_are_divided_and_their_order_st
     assert {name for name, value in local.parameters.items() if value.shape == (1,) and not value.any()} >= divided
     given = OptimizerParameters(local.trainable_parameters(), None)
     assert given.optimizer_parameters == given.trainable_parameters
+    plan = team_plan([{0}, {1}, {2}])
+    mine = [torch.full((2, 3), float(part)) for part in range(PARTS)]
+    everyone = (0, 1, 2)
+    assert all(each.eq(3).all() for each in together(plan, lambda team: team.sum(mine[team.part], everyone)))
+    gathered = together(plan, lambda team: team.gather(mine[team.part], 1, everyone))
+    assert all(torch.equal(each, torch.cat(mine, 1)) for each in gathered)
+    scattered = together(plan, lambda team: team.reduce_scatter(torch.arange(6.0).view(2, 3), 1, everyone))
+    assert [each.tolist() for each in scattered] == [[[3.0 * at], [3.0 * (at + 3)]] for at in range(3)]
+    # Of a tensor that only its reader has in slices, the slice is what a rank has.
+    stages = [SimpleNamespace(sequence_dims=dims) for dims in ({}, {"t": 1})]
+    team: Any = SimpleNamespace(_plan=SimpleNamespace(stages=stages), ranks=(0, 1))
+    spec = TensorSpec("t", None, (), (6, 4), 0, torch.float32, gradient=True)
+    assert [Team.local_spec(team, spec, each).sizes for each in ([0], [0, 1])] == [(6, 4), (3, 4)]
 
 
 def together(plan: Plan, act: Callable[[Team], Any]) -> list[Any]:
@@ -112,8 +126,7 @@ def test_what_ranks_take_of_a_tensor_joins_to_it_bit_for_bit(
     whole = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
     if dtype is torch.float64:
         whole[0, 0], whole[-1, -1] = -0.0, float("nan")
-    plan = team_plan(holders, dim)
-    for found in together(plan, lambda team: team.whole("w", team.take("w", whole))):
+    for found in together(team_plan(holders, dim), lambda team: team.whole("w", team.take("w", whole))):
         assert found.dtype == dtype
         assert torch.equal(found.view(torch.uint8), whole.view(torch.uint8))
 
@@ -128,17 +141,6 @@ def test_every_element_is_answered_for_once(holders: list[set[int]]) -> None:
     assert sorted(rows) == list(range(len(holders)))
     others = together(plan, lambda team: team.owned_views("b", whole, whole))
     assert [len(views) for views in others] == [1, 0, 0]
-
-
-def test_parts_sum_and_gather_what_they_have() -> None:
-    plan = team_plan([{0}, {1}, {2}])
-    mine = [torch.full((2, 3), float(part)) for part in range(PARTS)]
-    everyone = (0, 1, 2)
-    assert all(each.eq(3).all() for each in together(plan, lambda team: team.sum(mine[team.part], everyone)))
-    gathered = together(plan, lambda team: team.gather(mine[team.part], 1, everyone))
-    assert all(torch.equal(each, torch.cat(mine, 1)) for each in gathered)
-    scattered = together(plan, lambda team: team.reduce_scatter(torch.arange(6.0).view(2, 3), 1, everyone))
-    assert [each.tolist() for each in scattered] == [[[3.0 * at], [3.0 * (at + 3)]] for at in range(3)]
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -118,13 +118,16 @@ def test_any_plan_with_sharding_trains_as_the_plain_loop(
     trains_alike()
 
 
-def test_jobs_in_a_row_do_not_take_each_others_groups_of_ranks(
+def test_jobs_in_a_row_have_groups_of_their_own_and_save_weights_whole(
     case_of: Callable[[str], Case], pool: RankPool, tmp_path: Path
 ) -> None:
     # Ranks 3 and 4 are the second group of the first plan, and the first one of the second.
     for number, widths in enumerate(((1, 2, 2), (1, 1, 1, 2), (1, 2, 2))):
         (folder := tmp_path / str(number)).mkdir()
         trains_as_plain(pool, case_of("foreach"), case_of("foreach").plan(widths, 2, 6, shard="parameters"), folder)
+    case = case_of("uneven")
+    assert {"1.gain", "2.nothing", "3.turn"} <= case.state.keys()
+    _saves_whole(case, case.plan((2, 1), 3, 5, shard="parameters"), pool, tmp_path / "saved")
 
 
 @pytest.mark.slow
@@ -231,12 +234,6 @@ def _saves_whole(case: Case, plan: Plan, pool: RankPool, folder: Path) -> None:
     truth = case.truth(plan, 2)
     expected = {**truth.parameters, **truth.buffers}
     torch.testing.assert_close(read(folder, names(folder)), expected, rtol=1e-10, atol=1e-10)
-
-
-def test_sharded_weights_are_saved_whole(case_of: Callable[[str], Case], pool: RankPool, tmp_path: Path) -> None:
-    case = case_of("uneven")
-    assert {"1.gain", "2.nothing", "3.turn"} <= case.state.keys()
-    _saves_whole(case, case.plan((2, 1), 3, 5, shard="parameters"), pool, tmp_path / "saved")
 
 
 def test_a_layer_of_several_types_is_named(pool: RankPool, tmp_path: Path) -> None:

@@ -40,11 +40,20 @@ def test_versions_take_what_is_kept_and_no_more(tmp_path: Path, policy: str, kep
     assert _taken(tmp_path, plan, 12) == {rank: (often, often) for rank, often in enumerate(kept)}
 
 
-def test_predictions_take_the_memory_that_is_planned_for(tmp_path: Path) -> None:
+def test_predictions_take_the_planned_memory_and_parts_of_weights_are_refused(tmp_path: Path) -> None:
     plan = planned(tmp_path, "momentum", "predict", [3, 2, 1], 1, ahead="xpipe")
     # The first stages' backwards see the newest.
     for rank, (_, kept) in _taken(tmp_path, plan, 9).items():
         assert kept == POLICIES["predict"].buffers(depths_of(plan, rank)) == (2 if rank == 2 else 1)
+    text = (MODELS / "conjugated.py").read_text()
+    (tmp_path / "conjugated.py").write_text(text.replace("z @ self.weight ", "z @ self.weight.conj() "))
+    case = make_case(tmp_path / "conjugated.py")
+    plan = case.plan([1], 2, ROWS).model_copy(update={"weight_policy": "stash"})
+    with pytest.raises(AutoparError, match=r"conjugated or negated .*; plan with `policy='sync'`"):
+        case.train(plan, tmp_path, 2)
+    plan = planned(tmp_path, "momentum", "stash", [3, 2, 1], 2, model="keeping", special={"PART": True})
+    with pytest.raises(AutoparError, match=r"function Product keeps a part of a parameter .*save_for_backward\(\)"):
+        differs(tmp_path, plan)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "nesterov"])
@@ -55,15 +64,6 @@ def test_an_optimizer_whose_steps_are_not_known_is_refused(tmp_path: Path, optim
         differs(tmp_path, planned(tmp_path, optimizer, "predict", [3, 2, 1], 2))
 
 
-def test_a_parameter_that_is_read_conjugated_is_refused_by_name(tmp_path: Path) -> None:
-    text = (MODELS / "conjugated.py").read_text()
-    (tmp_path / "conjugated.py").write_text(text.replace("z @ self.weight ", "z @ self.weight.conj() "))
-    case = make_case(tmp_path / "conjugated.py")
-    plan = case.plan([1], 2, ROWS).model_copy(update={"weight_policy": "stash"})
-    with pytest.raises(AutoparError, match=r"conjugated or negated .*; plan with `policy='sync'`"):
-        case.train(plan, tmp_path, 2)
-
-
 @pytest.mark.some(3)
 @pytest.mark.parametrize("policy", SAME_BACKWARD)
 @pytest.mark.parametrize(("depths", "micro_batches"), [([3, 2, 1], 2), ([5, 3, 1], 4)])
@@ -72,9 +72,3 @@ def test_listed_modules_may_keep_weights_themselves_or_run_again(
 ) -> None:
     plan = planned(tmp_path, "momentum", policy, depths, micro_batches, model="keeping")
     assert differs(tmp_path, plan) < 1e-12
-
-
-def test_a_function_that_keeps_a_part_of_a_weight_itself_is_refused_by_name(tmp_path: Path) -> None:
-    plan = planned(tmp_path, "momentum", "stash", [3, 2, 1], 2, model="keeping", special={"PART": True})
-    with pytest.raises(AutoparError, match=r"function Product keeps a part of a parameter .*save_for_backward\(\)"):
-        differs(tmp_path, plan)

@@ -37,8 +37,16 @@ KINDS |= {"terms", "buffer", "tensor", "other tensor", "mode", "whole", "freeze"
 COVERING = (0, 115, 79, 14, 1, 4, 18, 20, 24, 17)
 
 
-def test_a_number_of_scripts_has_every_kind_of_change() -> None:
+def test_scripts_have_every_kind_of_change_and_writes_by_way_of_data_are_found() -> None:
     assert {name for number in COVERING for _, name, _ in draw(number).changes} == KINDS
+    model, given, plan = gated()
+    with started(model, plan, given[0]) as job:
+        for _ in range(10):
+            job.step(given[0])
+        model.side.weight.data.clamp_(-0.1, 0.1)
+        steps = (job.step(given[0]) for _ in model.parameters())
+        with pytest.raises(UsageError, match=r"has written parameter side\.weight"):
+            list(steps)
 
 
 @pytest.mark.parametrize("number", COVERING)
@@ -186,7 +194,10 @@ def test_what_no_running_job_follows_is_refused_and_goes_on_with_a_new_plan(
             assert job.step(given[2]).loss == pytest.approx(value.item(), rel=1e-12)  # type: ignore[union-attr]
 
 
-def test_a_rate_that_is_raised_draws_as_if_it_had_always_been_so() -> None:
+def test_ranks_are_told_apart_and_raised_rates_draw_as_if_always_so(pool: RankPool) -> None:
+    said = pool.run("random_scripts:change_alone", {"plan": plan_of(3, [1, 1]).dumps()}, ranks=2)
+    assert said[0] == said[1]
+    assert "the scripts of ranks 0 and 1 have changed their models differently" in said[0]
     _, given, _ = gated()
     found = []
     for early in (True, False):
@@ -197,24 +208,6 @@ def test_a_rate_that_is_raised_draws_as_if_it_had_always_been_so() -> None:
             model.first[1].p = 0.5
             found.append([job.step(batch).loss for batch in given[:3]])  # type: ignore[union-attr]
     assert found[0] == found[1]
-
-
-def test_values_that_are_written_by_way_of_data_are_found_a_few_steps_later() -> None:
-    model, given, plan = gated()
-    with started(model, plan, given[0]) as job:
-        for _ in range(10):
-            job.step(given[0])
-        model.side.weight.data.clamp_(-0.1, 0.1)
-        steps = (job.step(given[0]) for _ in model.parameters())
-        with pytest.raises(UsageError, match=r"has written parameter side\.weight"):
-            list(steps)
-
-
-def test_ranks_whose_scripts_change_differently_are_told(pool: RankPool) -> None:
-    plan = plan_of(3, [1, 1])
-    said = pool.run("random_scripts:change_alone", {"plan": plan.dumps()}, ranks=2)
-    assert said[0] == said[1]
-    assert "the scripts of ranks 0 and 1 have changed their models differently" in said[0]
 
 
 def test_a_rank_of_a_run_refuses_what_its_file_changes() -> None:

@@ -107,5 +107,4 @@ def test_every_mini_batch_ends_once_and_in_order(
     # After a drain, everything that was given has ended.
     assert {step for steps in found[:6] for step in steps} >= set(range(5))
     _, undrained = trained(tmp_path, plan, ())
-    same = all(torch.equal(each, undrained[name]) for name, each in weights.items())
-    assert same == (policy == "sync")
+    assert all(torch.equal(each, undrained[name]) for name, each in weights.items()) == (policy == "sync")

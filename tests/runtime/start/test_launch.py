@@ -1,7 +1,6 @@
 """``autopar run`` and ``autopar worker``, as a user meets them: outcome, files, exit codes, and nothing left behind."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -173,19 +172,6 @@ def in_steps(here: Path, *arguments: str) -> tuple[warm.Popen, list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.reliability(1, 6)
-def test_a_rank_that_is_killed_ends_the_run_and_is_named(here: Path) -> None:
-    plan_for(here, [1, 1])
-    run, ranks = in_steps(here, "--timeout", "100")
-    os.kill(ranks[1], signal.SIGKILL)
-    rest = run.communicate(timeout=100)[1]
-    assert run.returncode == 5
-    assert re.search(r"rank 1 \(stage 1, step \d+, \S+\) was killed by SIGKILL", rest.strip().splitlines()[-1])
-    assert not (here / "report.json").exists()
-    until(lambda: not processes_in(here))
-
-
-@pytest.mark.slow
 @pytest.mark.core
 @pytest.mark.reliability(27)
 def test_a_run_that_is_asked_to_end_ends_behind_its_step_and_is_resumed(here: Path, command: Command) -> None:
@@ -239,7 +225,10 @@ def test_a_rank_that_becomes_slow_is_said_of_a_run(
     assert re.fullmatch(said + remedy, line)
 
 
-def test_what_is_wrong_with_a_plan_is_said_once_a_host(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.reliability(32)
+def test_too_few_gpus_and_wrong_plans_are_said_once_a_host(
+    command: Command, monkeypatch: pytest.MonkeyPatch, here: Path
+) -> None:
     for local_rank, said in (("0", "autopar: no-plan.json: no such plan file"), ("1", "")):
         place = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
@@ -248,12 +237,6 @@ def test_what_is_wrong_with_a_plan_is_said_once_a_host(command: Command, monkeyp
         assert code == 4
         assert stderr.startswith(said)
         assert bool(stderr) == bool(said)
-
-
-@pytest.mark.reliability(32)
-def test_a_host_with_fewer_gpus_than_the_plan_names_the_options_that_help(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     plan = plan_for(here, [1, 2]).model_copy(update={"device_type": "cuda"})
     for count, remedy in ((0, "`device='cpu'`"), (2, "plan again with `gpus=2`, or pass `share_gpus=True`")):
         monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)

@@ -31,8 +31,7 @@ def test_a_loss_that_no_parts_add_up_to_is_refused_unless_accepted_or_not_divide
     for plan in (divided, whole):
         with autopar.materialize(model, plan, batch, loss=contrastive) as job:
             found = job.step(batch).loss
-    truth = contrastive(make_model()(batch[0]), batch).item()
-    assert found == pytest.approx(truth, rel=1e-12)
+    assert found == pytest.approx(contrastive(make_model()(batch[0]), batch).item(), rel=1e-12)
 
 
 @pytest.mark.slow

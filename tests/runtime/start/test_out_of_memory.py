@@ -14,6 +14,7 @@ from autopar.formats.plan import Plan
 from autopar.planner import PlanOptions, plan
 from autopar.runs import remedy_of
 from autopar.runtime import device as devices
+from played import small_plan
 from random_problems import gpt_profile, local_cluster
 
 MIB = 2**20
@@ -70,10 +71,13 @@ def test_a_gpu_with_less_memory_than_planned_is_refused_before_anything_is_put_t
                 devices.check_capacity(made, 0, stages, gpu)
         assert abs(caught.value.memory_bytes - there) <= 2 * MIB
         assert re.search("--memory|no plan of these devices", str(remedy_of(caught.value, made, path)))
+    # Of several stages of a rank, what is planned is what it holds at most, which every one of them says.
+    with patch("torch.cuda.get_device_properties", return_value=Mock(total_memory=MIB)):
+        devices.check_capacity(small_plan((1, 1), 2), 0, [0, 1], gpu)
 
 
 @pytest.mark.reliability(13)
-def test_the_plan_that_would_fit_is_named_and_is_the_one_that_the_line_plans(planned: tuple[Plan, Path]) -> None:
+def test_a_plan_that_would_fit_is_named_or_that_nothing_does(planned: tuple[Plan, Path]) -> None:
     made, path = planned
     limit = (max(made.predicted.peak_bytes) - MIB) // MIB * MIB
     said = remedy_of(OutOfMemoryError("none left", limit), made, path)
@@ -83,9 +87,6 @@ def test_the_plan_that_would_fit_is_named_and_is_the_one_that_the_line_plans(pla
     again = api.plan(found[1], str(path.parent / "cluster.json"), gpus=2, batch=16, memory_bytes=limit)
     assert max(again.predicted.peak_bytes) <= limit
     assert float(found[3]) == pytest.approx(again.predicted.step_s, rel=5e-3)
-
-
-def test_where_nothing_fits_or_the_profile_is_gone_that_is_said(planned: tuple[Plan, Path]) -> None:
     assert str(remedy_of(OutOfMemoryError("", MIB), *planned)).startswith("no plan of these devices fits 1MiB each: ")
     (planned[1].parent / "profile.json").unlink()
     said = remedy_of(OutOfMemoryError("none left", 5 * MIB), *planned)

@@ -115,7 +115,7 @@ def test_a_model_that_changes_python_state_is_held_to_what_the_plan_ignores() ->
 
 
 @pytest.mark.reliability(37)
-def test_a_batch_that_is_not_as_planned_is_refused_and_training_goes_on() -> None:
+def test_other_batches_are_refused_and_draws_as_without_a_job(pool: RankPool, tmp_path: Path) -> None:
     with autopar.materialize(make_model(), script_plan([1]), loss=loss, optimizer=sgd) as job:
         with pytest.raises(UsageError, match="the job has seen no batch yet"):
             job.state_dict()
@@ -135,6 +135,10 @@ def test_a_batch_that_is_not_as_planned_is_refused_and_training_goes_on() -> Non
             with pytest.raises(TrainingError, match=said):
                 job.step(bad)
         assert job.step(second).step == 1
+    told = {"plan": script_plan([1, 1]).dumps(), "folder": str(tmp_path), "seed": 5}
+    assert pool.run("script_jobs:train_shuffled", told, ranks=2) == [draw_and_shuffle(lambda *_: None, 5)] * 2
+    text = "import sys, autopar; autopar.Cluster.of('2xH100'), autopar.plan, autopar.Plan, autopar.Profile"
+    subprocess.run([sys.executable, "-c", f"{text}; assert 'torch' not in sys.modules"], check=True, timeout=100)
 
 
 @pytest.mark.slow
@@ -223,12 +227,6 @@ def test_jobs_of_a_script_follow_each_other_also_behind_one_that_failed(start: s
         assert losses == dict.fromkeys("023", pytest.approx(expected, rel=1e-12))
 
 
-def test_a_script_draws_as_if_there_were_no_job(pool: RankPool, tmp_path: Path) -> None:
-    plan = script_plan([1, 1])
-    told = {"plan": plan.dumps(), "folder": str(tmp_path), "seed": 5}
-    assert pool.run("script_jobs:train_shuffled", told, ranks=2) == [draw_and_shuffle(lambda *_: None, 5)] * 2
-
-
 def test_two_jobs_of_a_process_train_beside_each_other_and_without_gradients_none_does() -> None:
     plan, steps = script_plan([1]), batches(3)
 
@@ -253,11 +251,6 @@ def test_two_jobs_of_a_process_train_beside_each_other_and_without_gradients_non
     assert second.step(steps[2]).loss == alone[2]
     second.close()
     assert not torch.distributed.is_initialized()
-
-
-def test_planning_from_python_needs_no_torch() -> None:
-    text = "import sys, autopar; autopar.Cluster.of('2xH100'), autopar.plan, autopar.Plan, autopar.Profile"
-    subprocess.run([sys.executable, "-c", f"{text}; assert 'torch' not in sys.modules"], check=True, timeout=100)
 
 
 @pytest.mark.slow

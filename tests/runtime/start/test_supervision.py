@@ -92,9 +92,7 @@ def test_actions_of_ranks_with_several_stages_have_the_stage_that_each_was_of(
         assert rank.doing.endswith(every[-1])
 
 
-def test_nothing_begun_writes_nothing_and_a_file_that_cannot_be_written_hides_no_failure(
-    plan: Plan, tmp_path: Path
-) -> None:
+def test_actions_are_put_into_words_and_unwritten_files_hide_no_failure(plan: Plan, tmp_path: Path) -> None:
     said, file = filled(tmp_path, lambda board: None)
     assert not said
     assert not file.exists()
@@ -102,9 +100,6 @@ def test_nothing_begun_writes_nothing_and_a_file_that_cannot_be_written_hides_no
     for name, why in (("none/box.json", "cannot write "), (".", f"{tmp_path} is not a regular file")):
         said, _ = filled(tmp_path, lambda board: board.write_action(0, 0, 0), name)
         assert said.startswith(f"the last actions of every rank are lost: {why}")
-
-
-def test_notes_are_put_into_words(plan: Plan) -> None:
     program = expand(plan)
     words = describe(program)
     assert words(0, Note(0, 0, 0, 0.0)).text == "setting up"
@@ -113,6 +108,15 @@ def test_notes_are_put_into_words(plan: Plan) -> None:
     own = RankProgram.of(map(Action.parse, ("R0@0<1@1", "RG0@0<1@1", "A@0", "T0@0", "F0@0", "U@0")))
     waiting = [describe(Program((own,)))(0, Note(1, 0, at, 0.0)).waiting for at in range(6)]
     assert waiting == [True] * 4 + [False] * 2
+    predicted = plan.predicted.model_copy(update={"forward_s": (1.0, 2.0), "backward_s": (2.0, 4.0)})
+    planned = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    halves = RankProgram.of(map(Action.parse, ("F0@0", "I0@0", "F1@0", "W0@0", "I1@0", "A@0", "W1@0")))
+    for actions in (halves, expand(plan).ranks[0]):
+        ratio = slowness(plan.model_copy(update={"predicted": predicted}), actions)
+        times = [(0.0, 1.5 * planned.get(action.kind, 100.0)) for action in actions]
+        assert ratio(times) == pytest.approx(1.5)
+    unknown = plan.predicted.model_copy(update={"forward_s": (), "backward_s": ()})
+    assert slowness(plan.model_copy(update={"predicted": unknown}), actions)(times) == 0.0
 
 
 def test_a_slow_ranks_stage_is_named_and_slow_is_more_than_the_others_are(
@@ -126,18 +130,6 @@ def test_a_slow_ranks_stage_is_named_and_slow_is_more_than_the_others_are(
         r"autopar: rank 2 \(stage 1\) computes 3 times .*, the others 1 times; if .* --gpus 2` plans", first
     )
     assert second.endswith("the others 2.5 times: it is slow no longer")
-
-
-def test_slowness_is_computing_over_what_was_planned(plan: Plan) -> None:
-    predicted = plan.predicted.model_copy(update={"forward_s": (1.0, 2.0), "backward_s": (2.0, 4.0)})
-    planned = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-    halves = RankProgram.of(map(Action.parse, ("F0@0", "I0@0", "F1@0", "W0@0", "I1@0", "A@0", "W1@0")))
-    for actions in (halves, expand(plan).ranks[0]):
-        ratio = slowness(plan.model_copy(update={"predicted": predicted}), actions)
-        times = [(0.0, 1.5 * planned.get(action.kind, 100.0)) for action in actions]
-        assert ratio(times) == pytest.approx(1.5)
-    unknown = plan.predicted.model_copy(update={"forward_s": (), "backward_s": ()})
-    assert slowness(plan.model_copy(update={"predicted": unknown}), actions)(times) == 0.0
 
 
 WORKER = ["-m", "autopar", "--quiet", "worker", "plan.json"]
@@ -185,7 +177,8 @@ def ended_where_saved(folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.reliability(36)
-def test_under_torchrun_a_run_that_is_told_to_end_ends_behind_its_step_and_saves(plan: Plan, tmp_path: Path) -> None:
+def test_hosts_end_behind_the_same_step_where_one_or_torchrun_is_told_to(plan: Plan, tmp_path: Path) -> None:
+    """Each rank is a host of its own, as far as it knows."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     # The agent is forked; its workers are started.
     with warm.Popen(
@@ -197,11 +190,6 @@ def test_under_torchrun_a_run_that_is_told_to_end_ends_behind_its_step_and_saves
     assert sum("ending behind this step" in line for line in lines(error)) == 2
     # The agent's port, which it opens everywhere.
     assert "of this host, at which the ranks met, is open on all interfaces" in ended_where_saved(tmp_path)
-
-
-@pytest.mark.slow
-def test_hosts_end_behind_the_same_step_where_one_is_told_to(plan: Plan, tmp_path: Path) -> None:
-    """Each rank is a host of its own, as far as it knows."""
     hosts = launch(2, [*WORKER, *LONG], hosts=2)
     until(lambda: is_training(tmp_path))
     hosts[1].send_signal(signal.SIGTERM)

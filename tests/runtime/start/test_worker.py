@@ -70,8 +70,7 @@ def test_dropout_depends_on_the_division_and_on_nothing_else(
     widths: tuple[int, ...], how: dict[str, Any], dropout: Case, pool: RankPool, tmp_path: Path
 ) -> None:
     """Also where replicas take turns."""
-    random = [layer.name for layer in dropout.graph.layers if layer.random]
-    assert random == ["1", "2", "3", "4"]
+    assert [layer.name for layer in dropout.graph.layers if layer.random] == ["1", "2", "3", "4"]
     plan = dropout.plan(widths, 5, 3, **{"schedule": "gpipe", "seed": 3, **how})
     losses = train(pool, dropout, plan, tmp_path, 3)
     check(plan, dropout.truth(plan, 3), tmp_path, losses)

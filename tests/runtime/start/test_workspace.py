@@ -103,7 +103,7 @@ def test_given_weights_are_read_by_ranks_alone(tmp_path: Path, text: str) -> Non
     assert read["scale"].tolist() == [0.5]
 
 
-def test_given_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_and_parameters_that_nothing_makes_are_named(tmp_path: Path) -> None:
     module = user_model(tmp_path).build(0)
     values = values_of(module)
     for name, value, said in (
@@ -119,6 +119,15 @@ def test_given_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
             continue
         with pytest.raises(FileError, match=said):
             given_names(module, tmp_path)
+    model = nn.Sequential(nn.Linear(2, 2), Positions())
+    with pytest.raises(UsageError, match=r"nothing makes its parameter 1.places .* give Positions a reset_parameters"):
+        list(made_by_module(model.to("meta"), 0))
+    # As models of the Transformers library make theirs.
+    model._init_weights = lambda part: [value.fill_(2.0) for value in part.parameters(recurse=False)]  # type: ignore
+    made = {name: value for part in made_by_module(model, 0) for name, value in part.items()}
+    assert made.keys() == dict(model.named_parameters()).keys()
+    assert all(bool((value == 2.0).all()) for value in made.values())
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_a_model_larger_than_memory_is_made_module_by_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,18 +152,6 @@ class Positions(nn.Module):
         super().__init__()
         self.inner = nn.ModuleList([nn.Linear(2, 2)])
         self.places = nn.Parameter(torch.zeros(3))
-
-
-def test_a_parameter_that_nothing_makes_is_named() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), Positions())
-    with pytest.raises(UsageError, match=r"nothing makes its parameter 1.places .* give Positions a reset_parameters"):
-        list(made_by_module(model.to("meta"), 0))
-    # As models of the Transformers library make theirs.
-    model._init_weights = lambda part: [value.fill_(2.0) for value in part.parameters(recurse=False)]  # type: ignore
-    made = {name: value for part in made_by_module(model, 0) for name, value in part.items()}
-    assert made.keys() == dict(model.named_parameters()).keys()
-    assert all(bool((value == 2.0).all()) for value in made.values())
-    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("text", [MODEL, MODEL + LISTED])

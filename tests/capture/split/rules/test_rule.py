@@ -117,8 +117,7 @@ Case = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]
 
 def x(*sizes: int) -> torch.Tensor:
     """Draw numbers in double precision, of the same sizes always the same."""
-    generator = torch.Generator().manual_seed(sum(sizes))
-    return torch.randn(sizes, generator=generator, dtype=torch.float64)
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)), dtype=torch.float64)
 
 
 def ids(below: int, *sizes: int) -> torch.Tensor:
@@ -286,9 +285,28 @@ def test_parts_of_a_name_give_parts_or_summands_of_the_whole(case: Case) -> None
             assert parts.error(name, pieces) < 1e-12
 
 
-def test_every_operator_with_a_rule_is_tried() -> None:
+def test_operators_with_rules_are_tried_and_memory_and_indices_are_as_torchs() -> None:
     assert {rule.names.__module__ for rule in RULES.values()} == {each.__name__ for each in FAMILIES}
     assert RULES.keys() - {str(case[0]) for case in CASES} == set()
+    for target in (aten.add.Tensor, aten.gelu.default, aten.mul.Tensor, aten.where.self):
+        assert str(target) not in RULES
+        assert find_rule(target) is not None
+    for target in (aten.rrelu.default, aten.add_.Tensor, aten.bernoulli.default, aten.sort.default):
+        assert find_rule(target) is None
+    with FakeTensorMode():
+        query = torch.empty(2, 2, 3, 4, device="cuda")
+        with pytest.raises(UsageError, match="attn_implementation='eager'"):
+            attend_part(query, query, query, None, 0.1, True, None, False, ((1, 4, ((0, 2),)),))
+    chance = random.Random(0)
+    for _ in range(300):
+        sizes = [chance.choice([1, 2, 3]) for _ in range(chance.randint(1, 4))]
+        tensor = torch.empty([1 if chance.random() < 0.4 else size for size in sizes]).expand(*sizes)
+        tensor = tensor.permute(chance.sample(range(len(sizes)), len(sizes)))
+        assert torch.empty_like(tensor).permute(memory_order(tensor)).is_contiguous()
+    for indices in ([3], [0, 1, 2], [0, 2, 3, 7], [1, 3, 5]):
+        found = ranges(torch.tensor(indices))
+        assert [i for start, stop in found for i in range(start, stop)] == indices
+        assert all(stop < start for (_, stop), (start, _) in pairwise(found))
 
 
 REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
@@ -309,36 +327,3 @@ REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
 def test_what_a_rule_cannot_tell_it_refuses(target: Callable[..., Any], args: tuple[Any, ...]) -> None:
     with pytest.raises(MismatchError):
         OperatorParts(target, args, {})
-
-
-def test_fused_attention_with_dropout_is_refused_on_a_gpu() -> None:
-    with FakeTensorMode():
-        query = torch.empty(2, 2, 3, 4, device="cuda")
-        with pytest.raises(UsageError, match="attn_implementation='eager'"):
-            attend_part(query, query, query, None, 0.1, True, None, False, ((1, 4, ((0, 2),)),))
-
-
-def test_what_torch_says_is_pointwise_needs_no_rule_and_what_draws_or_writes_has_none() -> None:
-    for target in (aten.add.Tensor, aten.gelu.default, aten.mul.Tensor, aten.where.self):
-        assert str(target) not in RULES
-        assert find_rule(target) is not None
-    for target in (aten.rrelu.default, aten.add_.Tensor, aten.bernoulli.default, aten.sort.default):
-        assert find_rule(target) is None
-
-
-def test_memory_is_ordered_as_torch_orders_what_is_like_a_tensor() -> None:
-    chance = random.Random(0)
-    for _ in range(300):
-        sizes = [chance.choice([1, 2, 3]) for _ in range(chance.randint(1, 4))]
-        tensor = torch.empty([1 if chance.random() < 0.4 else size for size in sizes]).expand(*sizes)
-        tensor = tensor.permute(chance.sample(range(len(sizes)), len(sizes)))
-        dense = torch.empty_like(tensor)
-        order = memory_order(tensor)
-        assert dense.permute(order).is_contiguous()
-
-
-def test_indices_without_a_gap_are_one_range() -> None:
-    for indices in ([3], [0, 1, 2], [0, 2, 3, 7], [1, 3, 5]):
-        found = ranges(torch.tensor(indices))
-        assert [i for start, stop in found for i in range(start, stop)] == indices
-        assert all(stop < start for (_, stop), (start, _) in pairwise(found))
