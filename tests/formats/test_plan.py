@@ -81,6 +81,7 @@ TURNS: dict[str, object] = {"division": "round-robin", "shares": (8, 8)}
         ({"stages": _stages(("a", 8, 1), ("b", 8, 2))}, "deadlock"),
         ({"stages": _stages(("a", 8, 2), ("a", 8, 2))}, "placed twice"),
         (_tied(1, 0), "must ascend"),
+        (_tied(0, 0, 1), "must ascend without repeats"),
         ({"micro_batches": True}, "valid integer"),
     ],
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from autopar.errors import FileError
 from autopar.formats.checkpoint import IndexRange, Piece, PieceFile, RankPart, StoredTensor, merge
 from autopar.runtime import weights
 from autopar.runtime.checkpoint.folder import CheckpointReader
@@ -87,3 +88,5 @@ def test_any_part_of_a_tensor_that_is_cut_anyhow_is_read(dtype: torch.dtype, see
             # Bytes, since not all types are compared.
             one, other = (each.contiguous().reshape(-1).view(torch.uint8) for each in (found, expected))
             assert torch.equal(one, other)
+        with pytest.raises(FileError, match="the manifest says int16"):
+            reader.read(record.model_copy(update={"dtype": "int16"}), [])

@@ -91,6 +91,10 @@ def test_sound_checkpoints_are_kept_and_cadences_count_from_the_first_step(tmp_p
         writer._pause_s = 40.0 + rank
     in_ranks(2, lambda rank, transport: ranks.writers[rank].conclude())
     assert [writer.results[-1].pause_s for writer in ranks.writers] == [41.0, 41.0]
+    # What lies in other memory by now is read there.
+    ranks.values[0] = ranks.values[0].clone()
+    ranks.save(16)
+    assert values(tmp_path) == (16, [16, 16])
     assert saved(Cadence(4, 0, float), 13, 1.0, 1.0) == [4, 8, 12]
     assert saved(Cadence(4, 6, float), 13, 1.0, 1.0, first=6) == [8, 12]
     # By itself, ranks go by what the slowest takes.
@@ -160,7 +164,7 @@ def _saves_and_is_killed(folder: Path, at: int, again: bool) -> int:
 
 @pytest.mark.slow
 @pytest.mark.reliability(4, 5)
-def test_wherever_the_process_is_killed_a_whole_set_is_there(tmp_path: Path) -> None:
+def test_wherever_the_process_is_killed_the_old_set_or_the_new_is_there_whole(tmp_path: Path) -> None:
     seen = set[int]()
     for at in range(_calls(tmp_path / "all")):
         folder = tmp_path / str(at)
@@ -169,10 +173,16 @@ def test_wherever_the_process_is_killed_a_whole_set_is_there(tmp_path: Path) -> 
         assert found == [step, step]
         seen.add(step)
         assert not remains(folder)
-        Ranks(folder, "1" * 16, (step,)).save(2 + step)
+        again = Ranks(folder, "1" * 16, (step,))
+        again.save(2 + step)
         assert values(folder)[0] == 2 + step
         assert len(CheckpointFolder(folder).steps()) == 2
     assert seen == {1, 2}
+
+
+@pytest.mark.slow
+@pytest.mark.reliability(5)
+def test_wherever_a_checkpoint_that_is_written_again_is_killed_one_of_the_two_is_there(tmp_path: Path) -> None:
     for at in range(200):
         folder = tmp_path / str(at)
         ended = _saves_and_is_killed(folder, at, again=True)

@@ -177,8 +177,7 @@ def ended_where_saved(folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.reliability(36)
-def test_hosts_end_behind_the_same_step_where_one_or_torchrun_is_told_to(plan: Plan, tmp_path: Path) -> None:
-    """Each rank is a host of its own, as far as it knows."""
+def test_under_torchrun_a_run_that_is_told_to_end_ends_behind_its_step_and_saves(plan: Plan, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     # The agent is forked; its workers are started.
     with warm.Popen(
@@ -190,6 +189,11 @@ def test_hosts_end_behind_the_same_step_where_one_or_torchrun_is_told_to(plan: P
     assert sum("ending behind this step" in line for line in lines(error)) == 2
     # The agent's port, which it opens everywhere.
     assert "of this host, at which the ranks met, is open on all interfaces" in ended_where_saved(tmp_path)
+
+
+@pytest.mark.slow
+def test_hosts_end_behind_the_same_step_where_one_is_told_to(plan: Plan, tmp_path: Path) -> None:
+    """Each rank is a host of its own, as far as it knows."""
     hosts = launch(2, [*WORKER, *LONG], hosts=2)
     until(lambda: is_training(tmp_path))
     hosts[1].send_signal(signal.SIGTERM)

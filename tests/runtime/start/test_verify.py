@@ -28,6 +28,7 @@ from dictated import dictate
 from families import tiny_config
 from in_teams import in_teams
 from paths import MODELS, ROOT
+from played import small_plan
 from policy_cases import TOLD
 
 NARROW = """
@@ -200,6 +201,14 @@ def test_float32_is_allowed_rounding_and_what_one_process_cannot_show_refused(
     monkeypatch.setattr(room, "available_bytes", lambda: 2**10)
     with pytest.raises(UsageError, match=r"for the plain loop of a model"):
         verified(plan, pool)
+    # The plain loop's copies stand beside what all ranks hold.
+    small, whole = small_plan((2, 1), 4), 2**30
+    needed = room.RANK_BYTES * 3 + 3 * 2**20 + room.COPIES * whole
+    monkeypatch.setattr(room, "available_bytes", lambda: needed)
+    room.check_memory(small, {"w": whole}, 1.0)
+    monkeypatch.setattr(room, "available_bytes", lambda: needed - 1)
+    with pytest.raises(UsageError, match="3 ranks beside the plain loop"):
+        room.check_memory(small, {"w": whole}, 1.0)
 
 
 def _run(**changed: Any) -> PlainRun:  # noqa: ANN401
