@@ -295,3 +295,15 @@ def test_a_links_bandwidth_is_of_all_that_share_it_both_ways_and_one_beside_othe
         assert recalibrate._alone(links, links.links[0]) == alone
         beside = links.model_copy(update={"links": (*links.links, links.links[0])})
         assert not recalibrate._alone(beside, links.links[0])
+
+
+def test_what_has_no_gradient_makes_messages_forth_larger_and_none_back() -> None:
+    known, links = profile(random.Random(5)), cluster(1e-4, 1e8)
+    run = planned(known, links, CUTS[0])
+    mask = run.tensors[0].model_copy(update={"name": "mask", "bytes_per_sample": 1000, "gradient": False})
+    times = {key: 1.0 if key[1].kind == "S" else 2.0 for key in told(run, known, links)}
+    plain, masked = (
+        {each[:2] for own in recalibrate._samples(links, each, times, times).values() for each in own}
+        for each in (run, run.model_copy(update={"tensors": (*run.tensors, mask)}))
+    )
+    assert {seconds for _, seconds in masked - plain} == {1.0}
