@@ -30,14 +30,15 @@ COMMANDS = {
     "list": ("checkpoints",),
     "export": ("export", "export_checkpoint"),
 }
-"""Functions by command; `worker` is a part of `run`, `demo` a sequence of others, and `cluster list` lists tables."""
+"""Functions by command; `worker` is a part of `run`, `demo` a sequence of others, `cluster list` lists tables, and
+`cache` is about a folder of the user's."""
 
 
 def test_every_command_has_its_function_and_every_function_its_command() -> None:
     group = typer.main.get_command(app)
     several = ("cluster", "checkpoint")
     commands = {*group.commands, *(name for each in several for name in group.commands[each].commands)}  # type: ignore[attr-defined]
-    commands -= {*several, "worker", "demo"}
+    commands -= {*several, "worker", "demo", "cache"}
     assert commands == set(COMMANDS)
     functions = {name for names in COMMANDS.values() for name in names}
     assert functions == {name for name in autopar.__all__ if name.islower()} - {"materialize"}

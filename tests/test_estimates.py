@@ -117,7 +117,9 @@ def test_kinds_that_are_not_there_are_estimated_together_as_they_are_apart(run: 
     well(run, "profile", "m.py", "--batch", "4", "--device", "A100-80G,V100", "--ranks", "2")
     together = Profile.load("profile.json")
     well(run, "import", "profiles", "A100-80G.json", "V100.json", "-o", "joined.json")
-    assert Profile.load("joined.json") == together
+    joined = Profile.load("joined.json")
+    # What a sample takes is measured each time.
+    assert joined == together.model_copy(update={"read_s": joined.read_s, "collate_s": joined.collate_s})
     cluster = Cluster.load("cluster.json")
     assert [device.type for device in cluster.devices] == ["A100-SXM-80G"] * 2 + ["V100-SXM2-32G"] * 2
     well(run, "plan", "--cluster", "2xV100+2xA100-80G:10Gbps")
