@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import io
 import logging
 import operator
@@ -147,6 +148,8 @@ def capture_module(
         ModelError: the model raises, or batch, output and loss do not fit together.
         CaptureError: the model cannot be captured; names the construct, file and line.
     """
+    # Export imports it; within a forward that is watched, importing it would take ten times as long.
+    importlib.import_module("torch._dynamo")
     if not keep_modes:
         model.train()
     refuse_lost(model)
