@@ -1,15 +1,20 @@
 """Gradients that are not finite are not applied, end the run, and leave nothing behind."""
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import autopar
 import plain
 from autopar.capture.batch import given_model
 from autopar.capture.export import capture
+from autopar.capture.plain import train_plainly
+from autopar.capture.source import load
 from autopar.errors import TrainingError
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
@@ -18,6 +23,7 @@ from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.launch import RunOptions, run
 from dictated import dictate
 from paths import MODELS
+from threads import train_in_threads
 from training_cases import Case, make_case
 
 STEPS, MICRO_BATCHES, ROWS = 3, 2, 4
@@ -134,3 +140,67 @@ def test_a_script_is_given_no_state_after_it(tmp_path: Path) -> None:
         with pytest.raises(TrainingError, match="the job has failed"):
             job.save_weights(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+QUOTIENTS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+def model():
+    return nn.Sequential(*(nn.Linear(5, 5) for _ in range(5)), nn.Linear(5, 3)).double()
+
+def dataset():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(36, 5, generator=generator, dtype=torch.float64)
+    return [(row, label) for row, label in zip(x, torch.randint(-1, 3, (36,), generator=generator))]
+
+def loss(output, batch):
+    each = F.cross_entropy(output, batch[1].clamp(min=0), reduction="none")
+    first, others = batch[1] == 0, 0.5 * (batch[1] > 0)
+    return {"first": (3 * (each * first).sum(), first.sum()), "others": ((each * others).sum(), others.sum()),
+            "size": output.square().mean(), "log": {"right": (output.argmax(1) == batch[1]).double().mean()}}
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
+"""
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "widths", "shares", "how"),
+    [
+        ("gpipe", (1, 1), None, {}),
+        ("1f1b", (2, 1), [[2, 1], [3]], {"recompute": True}),
+        ("1f1b", (1, 2), None, {"turns": (1,)}),
+        ("zb-h1", (1, 1), None, {}),
+        ("interleaved", (1, 2), [[3], [1, 2]], {"chunks": 2}),
+    ],
+)
+@pytest.mark.pairs
+def test_several_quotients_are_scaled_and_clipped_exactly(
+    schedule: str,
+    widths: tuple[int, ...],
+    shares: list[list[int]] | None,
+    how: dict[str, Any],
+    scaled: bool,
+    clip_norm: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Scaled as for float16, of which autocast is left out, so that float64 shows what scaling does."""
+    (tmp_path / "model.py").write_text(QUOTIENTS)
+    user = load(str(tmp_path / "model.py"))
+    module = user.build(0)
+    graph = capture(user, module)
+    plan = dictate(graph, user, widths, 4, 3, schedule, shares=shares, **how)
+    if scaled:
+        monkeypatch.setattr("autopar.runtime.start.job.autocast_of", lambda precision, device: nullcontext)
+        plan = plan.model_copy(update={"precision": "fp16"})
+    train_in_threads(plan, graph, user, dict(module.state_dict()), tmp_path, STEPS, TrainSettings(clip_norm=clip_norm))
+    truth, found = train_plainly(user, plan, STEPS, clip_norm=clip_norm), dict[str, torch.Tensor]()
+    for rank in range(len(plan.devices)):
+        found |= load_file(tmp_path / f"parameters-{rank}")
+    assert found.keys() == truth.parameters.keys()
+    assert max(float((found[name] - value).abs().max()) for name, value in truth.parameters.items()) <= 1e-12
