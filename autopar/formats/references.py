@@ -48,19 +48,19 @@ def named_file(
         FileError: it leads elsewhere, or is not there, or neither a file nor a folder; nothing was opened.
     """
     path, place = holder.parent / name, f"{holder}: $.{at}"
-    if not _TRUSTS.get() and not is_known(path):
-        allowed = [os.path.realpath(holder.parent), os.path.realpath(".")]
-        real = os.path.realpath(path)
-        if not any(Path(real).is_relative_to(folder) for folder in allowed):
+    allowed = [os.path.realpath(holder.parent), os.path.realpath(".")]
+    real = os.path.realpath(path)
+    leads_out = not any(Path(real).is_relative_to(folder) for folder in allowed)
+    if (leads_out or os.path.isabs(name)) and not _TRUSTS.get() and not is_known(path):
+        if leads_out:
             raise FileError(
                 f"{place}: {name} leads out of the folders of {holder.name} and of this command, to {real}; move it, "
                 "run in a folder above both, or pass `autopar --trust-paths ...` if you know who wrote the file"
             )
-        if os.path.isabs(name):
-            raise FileError(
-                f"{place}: {name} is an absolute path; name it relative to {holder.parent}, or pass `autopar "
-                "--trust-paths ...` if you know who wrote the file"
-            )
+        raise FileError(
+            f"{place}: {name} is an absolute path; name it relative to {holder.parent}, or pass `autopar "
+            "--trust-paths ...` if you know who wrote the file"
+        )
     try:
         mode = path.stat().st_mode
     except FileNotFoundError as error:
