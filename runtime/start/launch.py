@@ -8,7 +8,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from hashlib import sha256
@@ -22,7 +22,7 @@ from autopar.capture.source import UserModel
 from autopar.code import import_first
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
-from autopar.formats.profile import path_of
+from autopar.formats.profile import TRANSFORMERS, path_of
 from autopar.formats.program import Fault, Program, parse_faults
 from autopar.ranks.board import SET_UP_S
 from autopar.ranks.context import RankContext, join_from_environment
@@ -191,12 +191,10 @@ def run(
     refuse_siblings(os.environ)
     program = _program(plan, options)
     _check_devices(plan, options.share_gpus)
-    name, file = new_set(), path_of(model)
+    name = new_set()
     if can_fork():
         # Once, for this process and the ranks, which are its forks.
-        importlib.import_module(OPTIMIZERS_IMPORT)
-        if file is not None:
-            import_first(Path(file))
+        _import_for(model)
     count = count_of(options.loaders, plan.device_type, len(plan.devices), processors())
     # The ranks start while this process loads and captures the model.
     with (
@@ -226,6 +224,19 @@ def run(
                 )
             found = [cast(RankResult, result) for result in results]
             return _conclude(plan, program, found, options, initial, facts)
+
+
+def _import_for(model: str) -> None:
+    """Import what training MODEL begins by importing, of torch and of installed packages."""
+    importlib.import_module(OPTIMIZERS_IMPORT)
+    file = path_of(model)
+    if model.startswith(TRANSFORMERS):
+        # It is said where the model is loaded if they are not there.
+        with suppress(Exception):
+            importlib.import_module("transformers.modeling_utils")
+            importlib.import_module("transformers.models.auto.modeling_auto")
+    elif file is not None:
+        import_first(Path(file))
 
 
 def join(
