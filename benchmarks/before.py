@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from turns import FIRST, TURNS
 
 HERE = Path(__file__).parents[1]
 OTHER = "before"
+_LOOK_S = 0.2
 Medians = dict[tuple[str, str], float]
 """Case and contestant -> seconds of a step."""
 
@@ -95,11 +97,14 @@ def _started(tree: Path, turns: dict[str, str], record: Path, arguments: argpars
 def _ended(running: list[subprocess.Popen[str]]) -> None:
     """Wait for all that runs; where one fails, the others would wait for their turn without end."""
     while running:
-        _, said = running[0].communicate()
-        if running.pop(0).returncode:
-            for each in running:
-                each.kill()
-            sys.exit(said)
+        for each in list(running):
+            with suppress(subprocess.TimeoutExpired):
+                _, said = each.communicate(timeout=_LOOK_S)
+                running.remove(each)
+                if each.returncode:
+                    for other in running:
+                        other.kill()
+                    sys.exit(said)
 
 
 def _medians(record: Path) -> Medians:
