@@ -88,7 +88,8 @@ def test_a_profile_is_estimated_with_constants_fitted_to_a_file_of_runs(subject:
     assert any(note.startswith("constants fitted to 3 measured runs: median error") for note in fitted.notes)
     slow, quick = (sum(layer.costs[0].forward_s for layer in each.layers) for each in (fitted, usual))
     assert slow > quick
-    assert estimate_profile(subject, A100, options, None, no_progress) == usual
+    again = estimate_profile(subject, A100, options, None, no_progress)
+    assert again == usual.model_copy(update={"read_s": again.read_s, "collate_s": again.collate_s})
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ for its plans, layers are merged and renamed.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -156,7 +157,9 @@ def _kept(value: torch.Tensor, constants: dict[str, torch.Tensor]) -> list[Any]:
         return [None, *_shape_content(value)]
     # Bytes: files of tensors take not every type of numbers.
     flat = value.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    key = hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:32]
+    # One that layers share is one when it is read; others that hold the same are not.
+    place = hashlib.sha256(repr((value.data_ptr(), value.shape, value.stride(), value.dtype)).encode())
+    key = place.hexdigest()[:32]
     constants[key] = flat
     return [key, *_shape_content(value)]
 
@@ -177,9 +180,14 @@ def _restore(
             values[name] = nn.Parameter(_hollow(shape, dtype), requires_grad=trained)
     with safe_open(constants, framework="pt") as held:
 
+        @functools.cache
+        def read(key: str) -> torch.Tensor:
+            found: torch.Tensor = held.get_tensor(key)
+            return found
+
         def constant(key: str | None, shape: list[int], dtype: str) -> torch.Tensor:
             kind = dtype_of(dtype)
-            return torch.empty(shape, dtype=kind) if key is None else held.get_tensor(key).view(kind).reshape(shape)
+            return torch.empty(shape, dtype=kind) if key is None else read(key).view(kind).reshape(shape)
 
         def layer_of(line: str, name: str) -> Layer:
             content = json.loads(line)
