@@ -123,8 +123,7 @@ class SampleReader:
         self.samples = len(cast(Sized, self._dataset))
         """In the dataset."""
         self._steps = steps_of_epoch(model, self.samples, plan, last)
-        self._orders: dict[int, torch.Tensor] = {}
-        """By epoch, of the latest two."""
+        self._epoch, self._order = -1, torch.empty(0)
 
     @property
     def micro_batch_size(self) -> int:
@@ -169,11 +168,10 @@ class SampleReader:
     def _picked(self, step: int) -> tuple[int, list[int]]:
         """Return a mini-batch's epoch, and its samples."""
         (epoch, index), batch = divmod(step, self._steps), self._plan.batch
-        if epoch not in self._orders:
+        if epoch != self._epoch:
             order = sample_order(self.samples, self._plan.seed, epoch)
-            latest = list(self._orders.items())[-1:]
-            self._orders = dict([*latest, (epoch, order.repeat(-(-self._steps * batch // self.samples)))])
-        picked: list[int] = self._orders[epoch][index * batch : (index + 1) * batch].tolist()
+            self._epoch, self._order = epoch, order.repeat(-(-self._steps * batch // self.samples))
+        picked: list[int] = self._order[index * batch : (index + 1) * batch].tolist()
         return epoch, picked
 
     def _collated(self, epoch: int, indices: list[int], step: int, micro_batch: int) -> dict[str, torch.Tensor]:
