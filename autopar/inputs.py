@@ -6,7 +6,6 @@ so on, one function for each kind that ``autopar import`` reads.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,14 +116,11 @@ def model_of(plan: Plan, path: Path) -> str:
 
 def _was_captured(path: Path) -> bool:
     """Tell whether this user has captured a model file, with the files that it imports now, on this machine."""
-    try:
-        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return False
     known = users_cache()
-    if known is None or all(entry.sha256 != sha256 for entry in known.entries()):
+    if known is None or not path.is_file():
         return False
-    return known.knows(sha256, code_of_file(path).imports)
+    code = code_of_file(path)
+    return known.knows(code.sha256, code.imports)
 
 
 def data_of(plan: Plan, path: Path) -> Path | None:

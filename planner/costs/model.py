@@ -38,7 +38,7 @@ from autopar.planner.costs.activations import rows_bytes
 from autopar.planner.costs.communication import Flows, LinkModel, Sharing
 from autopar.planner.costs.layers import LayerCosts, Levels, StageSums, share_limits
 from autopar.planner.costs.memory import MemoryModel, backwards, rank_peaks, stage_terms, state_of
-from autopar.planner.costs.queues import NOTHING, Site, StageSeconds
+from autopar.planner.costs.queues import NOTHING, PassSeconds, Site
 from autopar.planner.costs.reductions import Reduction, Reductions
 from autopar.planner.options import PlanOptions
 from autopar.schedules.route import Route, Routes, shares_of
@@ -119,7 +119,7 @@ class CostModel:
         # Gloo's collectives make a CPU's ranks wait, whatever else overlaps.
         layers, waits = self.profile.layers, self.profile.device.type == "cpu"
         self.sums = StageSums(self.layers, layers, self.links, self.sharing, waits=waits)
-        self.seconds = StageSeconds(self.sums)
+        self.seconds = PassSeconds(self.sums)
         self.reductions = Reductions(self.seconds, self.flows, divisible=self.divisible)
         self._levels = cache(self._computed_levels)
         self._stage_shortfall = lru_cache(MOST_SHORTFALLS)(self._computed_shortfall)

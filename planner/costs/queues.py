@@ -78,7 +78,7 @@ class Queues(NamedTuple):
 NOTHING = Queues(0.0, 0.0)
 
 
-class StageSeconds:
+class PassSeconds:
     """Prices forwards and backwards of layers ``first:stop``; positions are numbers, or arrays of them.
 
     ``rows`` are those of a micro-batch that the stage's replica takes; ``adding`` as in :meth:`StageSums.backward`.

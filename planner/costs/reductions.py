@@ -14,7 +14,7 @@ from autopar.formats.plan import SCATTERING, Shard
 from autopar.planner.costs import memoize
 from autopar.planner.costs.communication import Collective, Flows
 from autopar.planner.costs.layers import Launches
-from autopar.planner.costs.queues import Site, StageSeconds
+from autopar.planner.costs.queues import PassSeconds, Site
 from autopar.schedules.route import buckets as grouped
 
 
@@ -37,7 +37,7 @@ class Reduction(NamedTuple):
 class Reductions:
     """Prices reductions, each once."""
 
-    def __init__(self, seconds: StageSeconds, flows: Flows, *, divisible: bool) -> None:
+    def __init__(self, seconds: PassSeconds, flows: Flows, *, divisible: bool) -> None:
         """Take the layers' times and bytes, and whether gradients follow the whole backward."""
         self._seconds, self._sums, self._flows, self._divisible = seconds, seconds.sums, flows, divisible
 

@@ -24,7 +24,7 @@ from autopar.formats.plan import Plan
 from autopar.ranks.failure import Failure
 from autopar.runtime.data import SampleReader
 from autopar.runtime.loaders import wire
-from autopar.runtime.loaders.work import Share, Task
+from autopar.runtime.loaders.work import RankRows, ReadingTask
 from autopar.runtime.settings import Last
 
 _LONGEST_TRACE = 20_000
@@ -90,12 +90,12 @@ def failure_of(error: Exception) -> dict[str, object]:
     return {**found, "trace": str(found["trace"])[-_LONGEST_TRACE:]}
 
 
-def task_of(fields: Mapping[str, Any]) -> Task:
+def task_of(fields: Mapping[str, Any]) -> ReadingTask:
     """Return the task that was sent as plain data."""
-    return Task(**{**fields, "shares": tuple(Share(*share) for share in fields["shares"])})
+    return ReadingTask(**{**fields, "shares": tuple(RankRows(*share) for share in fields["shares"])})
 
 
-def task_packet(task: Task) -> bytes:
+def task_packet(task: ReadingTask) -> bytes:
     """Return a task as it is sent."""
     return _packet({"task": {**asdict(task), "shares": [list(share) for share in task.shares]}})
 
@@ -153,7 +153,7 @@ def _described(name: str, value: torch.Tensor, sent: bool) -> dict[str, object]:
     }
 
 
-def _perform(task: Task, reader: SampleReader, ranks: _Ranks) -> None:
+def _perform(task: ReadingTask, reader: SampleReader, ranks: _Ranks) -> None:
     """Read what a task is of, and send everybody's rows, or what failed."""
     began_s = time.perf_counter()
     try:
@@ -174,6 +174,6 @@ def _perform(task: Task, reader: SampleReader, ranks: _Ranks) -> None:
             ranks.send(share.rank, {**header, "failure": failure_of(error)})
 
 
-def _place(task: Task, share: Share) -> wire.Header:
+def _place(task: ReadingTask, share: RankRows) -> wire.Header:
     rows = [share.start, share.stop]
     return {"step": task.step, "micro_batch": share.micro_batch, "rows": rows, "exact": task.exact}

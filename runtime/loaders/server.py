@@ -26,7 +26,7 @@ from autopar.formats.plan import Plan
 from autopar.ranks.fork_server import become
 from autopar.runtime.loaders import wire
 from autopar.runtime.loaders.process import ReadingArguments, serve_tasks, task_packet
-from autopar.runtime.loaders.work import Division, Task
+from autopar.runtime.loaders.work import ReadingDivision, ReadingTask
 
 SERVER = "loaders"
 """What the server's socket is called in the folder where ranks find it; loaders' have their number behind it."""
@@ -50,7 +50,7 @@ class _Loader:
     number: int
     pid: int
     link: socket.socket
-    task: Task | None = None
+    task: ReadingTask | None = None
     """What it reads."""
     opened: bool = False
     """Whether it has its dataset, and knows the ranks."""
@@ -75,10 +75,10 @@ class LoaderServer:
         self._gone = 0
         self._facts: Mapping[str, object] | None = None
         """What the first loader that has opened its dataset says of it."""
-        self._division: Division | None = None
+        self._division: ReadingDivision | None = None
         self._asked: dict[int, set[int]] = {}
         """By mini-batch, the ranks that have yet to ask for it."""
-        self._tasks: deque[Task] = deque()
+        self._tasks: deque[ReadingTask] = deque()
         self._trouble: Mapping[str, object] | None = None
         """What ranks are told that come later."""
 
@@ -128,7 +128,7 @@ class LoaderServer:
             return
         ranks = tuple(sorted(rank for rank, reads in self._reads.items() if reads))
         how = bool(self._facts["collates"]), bool(self._facts["whole"])
-        self._division = Division(self._plan, ranks, len(self._loaders), *how)
+        self._division = ReadingDivision(self._plan, ranks, len(self._loaders), *how)
         for loader in self._loaders:
             with suppress(OSError):
                 loader.link.send(json.dumps({"ranks": len(ranks)}).encode())

@@ -68,7 +68,7 @@ def count_of(loaders: Loaders, device_type: str, ranks: int, processor_count: in
     return 0 if device_type == "cpu" else max(0, min(processor_count - ranks, MOST_PER_RANK * ranks))
 
 
-class Share(NamedTuple):
+class RankRows(NamedTuple):
     """Rows of a micro-batch that a rank needs."""
 
     rank: int
@@ -78,7 +78,7 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Task:
+class ReadingTask:
     """What one loader reads at once."""
 
     step: int
@@ -88,7 +88,7 @@ class Task:
     """The first row that is read, of the micro-batch."""
     stop: int
     """The one behind the last."""
-    shares: tuple[Share, ...]
+    shares: tuple[RankRows, ...]
     """Who is sent which rows."""
     exact: bool
     """Whether this is what a rank would read by itself, so that what is wrong with it is what the rank would find."""
@@ -101,7 +101,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Division:
+class ReadingDivision:
     """How the work for a host's ranks is divided."""
 
     plan: Plan
@@ -122,34 +122,34 @@ class Division:
         """Return the ranks that have a mini-batch; replicas that take turns began with ``first``."""
         return [rank for rank in self.ranks if (step - first - self._turn(rank)[0]) % self._turn(rank)[1] == 0]
 
-    def tasks(self, step: int, first: int) -> list[Task]:
+    def tasks(self, step: int, first: int) -> list[ReadingTask]:
         """Return what has to be read of a mini-batch, in the order of its rows."""
         readers = self.readers(step, first)
         if self.whole:
             shares = tuple(share for m in range(self.plan.micro_batches) for share in self._shares(readers, m))
-            return [Task(step, None, 0, self.plan.batch, shares, exact=True)] if shares else []
+            return [ReadingTask(step, None, 0, self.plan.batch, shares, exact=True)] if shares else []
         return [task for m in range(self.plan.micro_batches) for task in self._tasks(step, m, readers)]
 
-    def again(self, step: int, micro_batch: int, rank: int) -> Task:
+    def again(self, step: int, micro_batch: int, rank: int) -> ReadingTask:
         """Return the task of reading what a rank would read by itself, and nothing else."""
         (share,) = self._shares([rank], micro_batch)
-        return Task(step, micro_batch, share.start, share.stop, (share,), exact=True)
+        return ReadingTask(step, micro_batch, share.start, share.stop, (share,), exact=True)
 
     def _turn(self, rank: int) -> tuple[int, int]:
         """Return a rank's turn, and how many there are."""
         (stage, *_), replica = stages_of(self.plan, rank)
         return replica, 1 if self.plan.weight_policy == "sync" else self.plan.stages[stage].turning
 
-    def _shares(self, readers: Sequence[int], micro_batch: int) -> list[Share]:
+    def _shares(self, readers: Sequence[int], micro_batch: int) -> list[RankRows]:
         mine_of = (rank for rank in readers if micro_batch in mine(self.plan, rank))
-        return [Share(rank, micro_batch, *rows_of(self.plan, rank)) for rank in mine_of]
+        return [RankRows(rank, micro_batch, *rows_of(self.plan, rank)) for rank in mine_of]
 
-    def _tasks(self, step: int, micro_batch: int, readers: Sequence[int]) -> Iterator[Task]:
+    def _tasks(self, step: int, micro_batch: int, readers: Sequence[int]) -> Iterator[ReadingTask]:
         shares = self._shares(readers, micro_batch)
         if not shares:
             return
         if self.collates:
-            yield Task(step, micro_batch, 0, self.plan.micro_batch_size, tuple(shares), exact=True)
+            yield ReadingTask(step, micro_batch, 0, self.plan.micro_batch_size, tuple(shares), exact=True)
             return
         most = -(-self.plan.batch // self.loaders)
         for start, stop in _joined({(share.start, share.stop) for share in shares}):
@@ -158,12 +158,12 @@ class Division:
             for low, high in pairwise(edges):
                 yield self._part(step, micro_batch, low, high, shares)
 
-    def _part(self, step: int, micro_batch: int, start: int, stop: int, shares: Sequence[Share]) -> Task:
+    def _part(self, step: int, micro_batch: int, start: int, stop: int, shares: Sequence[RankRows]) -> ReadingTask:
         """Return the task of reading some rows."""
         cut = [share._replace(start=max(start, share.start), stop=min(stop, share.stop)) for share in shares]
         some = tuple(share for share in cut if share.start < share.stop)
         exact = all((share.start, share.stop) == (start, stop) for share in shares)
-        return Task(step, micro_batch, start, stop, some, exact)
+        return ReadingTask(step, micro_batch, start, stop, some, exact)
 
 
 def _joined(ranges: set[tuple[int, int]]) -> list[tuple[int, int]]:

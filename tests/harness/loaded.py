@@ -19,7 +19,7 @@ from autopar.ranks.pool import RankPool
 from autopar.runtime.data import Batch, Batches, ShareLoader, steps_of_epoch
 from autopar.runtime.loaders.client import LoadedShares
 from autopar.runtime.loaders.host import loading
-from autopar.runtime.loaders.work import Division
+from autopar.runtime.loaders.work import ReadingDivision
 from autopar.runtime.settings import Last
 from autopar.schedules.expand import stages_of
 from drawn_plans import chain, make
@@ -99,7 +99,7 @@ class LoadingCase:
         """How many a host has to read."""
         readers = tuple(rank for rank, specs in enumerate(self.specs) if specs)
         whole, collates = self.user.whole_batches, self.user.collates
-        division = Division(self.plan, readers, self.loaders, collates or whole, whole)
+        division = ReadingDivision(self.plan, readers, self.loaders, collates or whole, whole)
         last = self.steps * max((stage.turning for stage in self.plan.stages), default=1)
         asked = {step for rank in readers for step in steps_of(self, rank)}
         return sum(

@@ -7,7 +7,7 @@ import pytest
 
 from autopar.errors import UsageError
 from autopar.runtime.data import rows_of
-from autopar.runtime.loaders.work import Division, known_loaders
+from autopar.runtime.loaders.work import ReadingDivision, known_loaders
 from autopar.schedules.expand import mine
 from loaded import draw_plan
 
@@ -17,7 +17,7 @@ def test_every_row_that_ranks_of_a_host_need_is_read_once_and_sent_to_all_that_n
     rng = random.Random(seed)
     plan = draw_plan(rng)
     ranks = tuple(rank for rank in range(len(plan.devices)) if rng.random() < 0.7)
-    division = Division(plan, ranks, rng.randint(1, 6), collates=seed % 3 == 1, whole=seed % 3 == 2)
+    division = ReadingDivision(plan, ranks, rng.randint(1, 6), collates=seed % 3 == 1, whole=seed % 3 == 2)
     first, step = rng.randrange(3), rng.randrange(3, 9)
     readers, tasks = division.readers(step, first), division.tasks(step, first)
     sent = Counter(
