@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from autopar.capture.batch import named_tensors
-from autopar.capture.python_state import ATOMS, MOST_OBJECTS, contents, is_own, is_own_file, roots_of, walk
+from autopar.capture.python_state import ATOMS, MOST_OBJECTS, bytes_of, contents, is_own, is_own_file, roots_of, walk
 
 _PREFIXES = ("TRANSFORMERS_", "HF_", "PYTORCH_", "TIMM_")
 """Of variables that libraries read when they are imported, and models go by."""
@@ -113,8 +113,7 @@ def _shape(tensor: torch.Tensor) -> tuple[object, ...]:
 def _content(tensor: torch.Tensor) -> str:
     if tensor.device.type == "meta" or tensor.layout is not torch.strided:
         return ""
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+    return _hash(bytes_of(tensor))
 
 
 def _batch(batch: object) -> Iterator[object]:

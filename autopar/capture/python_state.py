@@ -440,8 +440,13 @@ def contents(value: object) -> dict[Path, list[object]]:
 
 
 def _tensor_token(value: Any) -> object:  # noqa: ANN401
-    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return value.shape, value.dtype, zlib.crc32(flat.numpy().tobytes())
+    return value.shape, value.dtype, zlib.crc32(bytes_of(value))
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the elements of a tensor, of whatever type and wherever it lies, in order."""
+    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return dense.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 @contextlib.contextmanager

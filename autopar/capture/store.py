@@ -154,14 +154,14 @@ def constants_of(layer: Layer) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _kept(value: torch.Tensor, constants: dict[str, torch.Tensor]) -> list[Any]:
     if not value.numel():
-        return [None, *_shape_content(value)]
-    # Bytes: files of tensors take not every type of numbers.
-    flat = value.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    # One that layers share is one when it is read; others that hold the same are not.
-    place = hashlib.sha256(repr((value.data_ptr(), value.shape, value.stride(), value.dtype)).encode())
+        return [None, *_shape_content(value), []]
+    # As it lies: what layers share is one when it is read, and what is expanded takes no more.
+    value = value.cpu().resolve_conj().resolve_neg()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    place = hashlib.sha256(repr((value.data_ptr(), span, value.dtype)).encode())
     key = place.hexdigest()[:32]
-    constants[key] = flat
-    return [key, *_shape_content(value)]
+    constants[key] = value.as_strided((span,), (1,)).clone().view(torch.uint8)
+    return [key, *_shape_content(value), list(value.stride())]
 
 
 def _restore(
@@ -185,9 +185,9 @@ def _restore(
             found: torch.Tensor = held.get_tensor(key)
             return found
 
-        def constant(key: str | None, shape: list[int], dtype: str) -> torch.Tensor:
+        def constant(key: str | None, shape: list[int], dtype: str, stride: list[int]) -> torch.Tensor:
             kind = dtype_of(dtype)
-            return torch.empty(shape, dtype=kind) if key is None else read(key).view(kind).reshape(shape)
+            return torch.empty(shape, dtype=kind) if key is None else read(key).view(kind).as_strided(shape, stride)
 
         def layer_of(line: str, name: str) -> Layer:
             content = json.loads(line)
