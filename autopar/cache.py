@@ -6,7 +6,7 @@
 
 It is never beside a profile or a plan, where a forged entry could come with it: the folder has to be the user's own,
 with no access for others, and entries are signed with a key that lies there, so that one that was written elsewhere, or
-is torn, is found out. Who writes and reads graphs is :mod:`autopar.capture.recall`; nothing here knows torch.
+is torn, is found out. Who writes and reads graphs is :mod:`autopar.capture.cache.recall`; nothing here knows torch.
 """
 
 from __future__ import annotations

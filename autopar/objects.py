@@ -146,7 +146,7 @@ def user_model(
     """Return the model that is profiled, from a file or of a script, and the samples of a step."""
     if not isinstance(model, str | Path):
         _check_absent(None, data=data, sequence=sequence)
-        from autopar.capture.losses import copied_model
+        from autopar.capture.layers.losses import copied_model
 
         return copied_model(model, batch, ignored_state, **functions)
     _check_absent(model, **functions, ignored_state=ignored_state or None)

@@ -69,8 +69,8 @@ def measure(name: str) -> dict[str, float]:
     import torch
     import transformers
 
-    from autopar.capture import export
-    from autopar.capture.source import load
+    from autopar.capture.layers import export
+    from autopar.capture.model.source import load
     from autopar.profiler import subject
 
     torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.capture import load
-from autopar.capture.export import capture
+from autopar.capture.layers.export import capture
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.workspace import Workspace
 from cut import cut

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from autopar.capture.graph import LayerGraph
-from autopar.capture.source import UserModel
+from autopar.capture.model.source import UserModel
 from autopar.formats.plan import Plan, Shard, Stage, group_of, layout_of
 from autopar.formats.prediction import Prediction
 from autopar.formats.profile import ModelSource

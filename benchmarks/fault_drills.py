@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from autopar.capture import load
-from autopar.capture.export import capture
+from autopar.capture.layers.export import capture
 from autopar.errors import AutoparError, TrainingError
 from autopar.formats.plan import Plan
 from autopar.formats.program import Action, Fault, FaultKind

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.source import UserModel, load
+from autopar.capture.model.source import UserModel, load
 
 __all__ = ["raced"]
 

@@ -17,7 +17,7 @@ import torch
 
 import autopar
 from autopar.capture import load, named_tensors
-from autopar.capture.batch import loss_outputs, model_arguments, rebuild
+from autopar.capture.model.batch import loss_outputs, model_arguments, rebuild
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Precision, Profile
 from autopar.formats.report import Report

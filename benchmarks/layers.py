@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from autopar.capture import load, named_tensors
-from autopar.capture.batch import loss_outputs, model_arguments, rebuild
+from autopar.capture.model.batch import loss_outputs, model_arguments, rebuild
 from autopar.formats.profile import Profile
 from autopar.profiler import ProfileOptions, prepare
 from autopar.profiler.device import choose, pin_threads

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from autopar.capture import load
-from autopar.capture.effects import StorageTracker
+from autopar.capture.model.effects import StorageTracker
 from autopar.formats.plan import Plan
 from autopar.hardware.kinds import estimated_cluster
 from autopar.planner import PlanOptions, plan

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_peers
-from autopar.capture.batch import named_tensors
-from autopar.capture.source import load
+from autopar.capture.model.batch import named_tensors
+from autopar.capture.model.source import load
 from autopar.formats.plan import Plan
 from autopar.profiler import ProfileOptions, probe, profile
 from autopar.profiler.probe import LinkMeasurements, Probe

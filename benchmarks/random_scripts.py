@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.capture.batch import given_model
-from autopar.capture.export import capture
+from autopar.capture.layers.export import capture
+from autopar.capture.model.batch import given_model
 from autopar.errors import AutoparError
 from autopar.ranks.context import RankContext
 from dictated import dictate

@@ -11,9 +11,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from autopar.capture import load
-from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
-from autopar.capture.source import UserModel
+from autopar.capture.layers.export import capture
+from autopar.capture.model.source import UserModel
 from autopar.formats.plan import Plan, Shard
 from autopar.formats.profile import Profile
 from autopar.profiler import local_cluster

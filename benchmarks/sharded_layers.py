@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.capture import load
-from autopar.capture.export import capture
+from autopar.capture.layers.export import capture
 from autopar.formats.plan import SHARDS, Plan
 from autopar.profiler.operations import Computing, gathering, scattering
 from autopar.ranks.context import RankContext

@@ -28,7 +28,7 @@ from typing import Any, TypedDict
 import torch
 
 from autopar.capture import load
-from autopar.capture.export import capture
+from autopar.capture.layers.export import capture
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import SHARDS, Plan
 from autopar.formats.profile import Profile

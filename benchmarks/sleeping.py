@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
-from autopar.capture.source import UserModel
+from autopar.capture.model.source import UserModel
 
 __all__ = ["Pace", "SleepingModule", "graph_of", "modules_of", "user_of", "weights_of"]
 

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from autopar.capture import load
-from autopar.capture.effects import StorageTracker
-from autopar.capture.export import capture
+from autopar.capture.layers.export import capture
+from autopar.capture.model.effects import StorageTracker
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.ranks.pool import RankPool

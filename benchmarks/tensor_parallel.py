@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from autopar.capture import load
-from autopar.capture.export import capture
-from autopar.capture.source import UserModel
+from autopar.capture.layers.export import capture
+from autopar.capture.model.source import UserModel
 from autopar.formats.plan import Plan
 from autopar.planner.teams import with_teams
 from autopar.profiler.subject import splits_of

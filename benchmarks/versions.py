@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 import autopar
-from autopar.capture.export import capture
-from autopar.capture.source import load
+from autopar.capture.layers.export import capture
+from autopar.capture.model.source import load
 from autopar.formats.plan import Plan, Stage
 from autopar.formats.prediction import Prediction
 from autopar.formats.profile import ModelSource

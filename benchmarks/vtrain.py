@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from autopar.capture import load
-from autopar.capture.export import capture_module
+from autopar.capture.layers.export import capture_module
 from autopar.formats.cluster import Cluster, Curve
 from autopar.formats.profile import Profile
 from autopar.hardware.clusters import cluster_named

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from autopar.capture.effects import StorageTracker
+from autopar.capture.model.effects import StorageTracker
 from autopar.errors import UsageError
 from autopar.formats.profile import DeviceKind, Precision
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autopar.capture import Layer, LayerGraph
 from autopar.capture.graph import TensorSpec
-from autopar.capture.source import NamedParameters
+from autopar.capture.model.source import NamedParameters
 from autopar.errors import AutoparError, CaptureError, UsageError
 from autopar.formats import profile as formats
 from autopar.formats.profile import Precision

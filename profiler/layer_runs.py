@@ -24,8 +24,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from autopar.capture import Layer, LayerGraph
-from autopar.capture.split_backward import SplitBackward
-from autopar.capture.terms import starts_of
+from autopar.capture.layers.split_backward import SplitBackward
+from autopar.capture.model.terms import starts_of
 from autopar.errors import AutoparError, CaptureError, UsageError
 from autopar.profiler.device import CallClock, Computing, Time, as_it_is, timed
 

@@ -19,8 +19,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture import UserModel
-from autopar.capture.effects import StorageTracker
-from autopar.capture.source import NamedParameters, user_code
+from autopar.capture.model.effects import StorageTracker
+from autopar.capture.model.source import NamedParameters, user_code
 from autopar.profiler.kernels import KernelLog
 from autopar.profiler.layer_runs import storage_key
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from autopar.capture import Layer, LayerGraph, UserModel, materialize, materialize_random, release, slice_rows
-from autopar.capture.model_state import preserve_buffers
-from autopar.capture.source import NamedParameters
+from autopar.capture.model.source import NamedParameters
+from autopar.capture.model.state import preserve_buffers
 from autopar.errors import UsageError
 from autopar.formats import profile as formats
 from autopar.profiler import device as devices

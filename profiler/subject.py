@@ -18,14 +18,14 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import Layer, LayerGraph, UserModel, named_tensors
-from autopar.capture.batch import check_reading
-from autopar.capture.check import check_gradients
-from autopar.capture.losses import UNKNOWN, LossCheck, check_loss
-from autopar.capture.optimizer import needs_all, try_sharding
-from autopar.capture.python_state import Path, parameters_reached
-from autopar.capture.recall import capture_to_keep
-from autopar.capture.shortening import is_long
-from autopar.capture.source import NamedParameters
+from autopar.capture.cache.recall import capture_to_keep
+from autopar.capture.layers.check import check_gradients
+from autopar.capture.layers.losses import UNKNOWN, LossCheck, check_loss
+from autopar.capture.layers.shortening import is_long
+from autopar.capture.model.batch import check_reading
+from autopar.capture.model.optimizer import needs_all, try_sharding
+from autopar.capture.model.python_state import Path, parameters_reached
+from autopar.capture.model.source import NamedParameters
 from autopar.capture.split.analysis import Analysis, analyse
 from autopar.capture.split.choice import AttributeCut, choose, cuts_of, explain
 from autopar.capture.split.edges import choose_slices

@@ -13,9 +13,9 @@ from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 
-from autopar.capture.batch import named_tensors, row_count, seed_data, slice_rows
 from autopar.capture.graph import TensorSpec
-from autopar.capture.source import UserModel
+from autopar.capture.model.batch import named_tensors, row_count, seed_data, slice_rows
+from autopar.capture.model.source import UserModel
 from autopar.errors import AutoparError, FileError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.device import Copies, move_to_device

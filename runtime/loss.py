@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from autopar.capture.terms import Term
+from autopar.capture.model.terms import Term
 from autopar.errors import TrainingError
 from autopar.runtime.device import Copies, HostCopy, value_of
 

@@ -19,8 +19,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autopar.capture.graph import LayerGraph
-from autopar.capture.optimizer import Settings, group_settings, needs_all, refuse_others, settings_of
-from autopar.capture.source import ALONE, StageTraits, UserModel, stage_traits
+from autopar.capture.model.optimizer import Settings, group_settings, needs_all, refuse_others, settings_of
+from autopar.capture.model.source import ALONE, StageTraits, UserModel, stage_traits
 from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.policies import POLICIES

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.capture.source import load
+from autopar.capture.model.source import load
 from autopar.code import code_of_file, code_of_module
 from autopar.errors import FileError, ModelError
 from autopar.formats.profile import ModelSource

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.plain import PlainRun, train_plainly
-from autopar.capture.recall import outline
-from autopar.capture.source import load
+from autopar.capture.cache.recall import outline
+from autopar.capture.model.source import load
+from autopar.capture.plain.loop import PlainRun, train_plainly
 from autopar.formats.plan import Plan
 from autopar.runtime.stage.parameters import stages_of_parameters
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.capture.huggingface import PREFIX, read_configured
+from autopar.capture.model.huggingface import PREFIX, read_configured
 from autopar.code import code_of_file
 from autopar.formats.document import read_text
 from autopar.formats.plan import Plan

@@ -5,22 +5,8 @@ from __future__ import annotations
 from inspect import isfunction
 from types import ModuleType
 
-from autopar.capture import (
-    batch,
-    build,
-    evaluation,
-    export,
-    fallback,
-    hooks,
-    huggingface,
-    losses,
-    meta,
-    optimizer,
-    python_state,
-    segment,
-    source,
-    units,
-)
+from autopar.capture.layers import build, evaluation, export, fallback, losses, segment, units
+from autopar.capture.model import batch, hooks, huggingface, meta, optimizer, python_state, source
 from reference_pages.text import body, inline, markdown, page, signature, table
 
 TOPICS: dict[str, tuple[ModuleType, ...]] = {

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autopar.capture.generators import set_generators
 from autopar.capture.graph import LayerGraph
+from autopar.capture.model.generators import set_generators
 from autopar.errors import UsageError
 from autopar.formats.checkpoint import Checkpoint, SavedPlan, SavedRun, StateKey
 from autopar.ranks.context import RankContext

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from autopar.capture.graph import TensorSpec
-from autopar.capture.source import UserModel
+from autopar.capture.model.source import UserModel
 from autopar.errors import AutoparError, TrainingError
 from autopar.formats.plan import Plan
 from autopar.ranks.failure import Failure

@@ -16,9 +16,9 @@ from typing import Any, TypedDict
 
 import torch
 
-from autopar.capture.batch import slice_rows
-from autopar.capture.plain import float64_model
-from autopar.capture.source import load
+from autopar.capture.model.batch import slice_rows
+from autopar.capture.model.source import load
+from autopar.capture.plain.loop import float64_model
 from autopar.errors import TrainingError
 from autopar.formats.plan import Plan
 from autopar.ranks.failure import Failure
@@ -37,7 +37,7 @@ class ReadingArguments(TypedDict):
     plan: str
     """The plan's JSON text."""
     model: str
-    """MODEL, as :func:`autopar.capture.source.load` reads it."""
+    """MODEL, as :func:`autopar.capture.model.source.load` reads it."""
     data: str | None
     """The file that feeds an ``hf:`` model, if it has one."""
     last: Last

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.capture.effects import StorageTracker
+from autopar.capture.cache.recall import outline
 from autopar.capture.graph import LayerGraph, TensorSpec
-from autopar.capture.recall import outline
-from autopar.capture.source import UserModel, load
-from autopar.capture.terms import Term
+from autopar.capture.model.effects import StorageTracker
+from autopar.capture.model.source import UserModel, load
+from autopar.capture.model.terms import Term
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.progress import Progress, no_progress

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
-from autopar.capture.source import UserModel
+from autopar.capture.model.source import UserModel
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.formats.program import (

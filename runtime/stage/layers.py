@@ -18,11 +18,11 @@ import torch
 import torch._functorch.config
 from torch import fx, nn
 
-from autopar.capture.batch import number_of, seed_data
-from autopar.capture.evaluation import EvaluationGraph
-from autopar.capture.fallback import ListedLayer
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
-from autopar.capture.python_state import ATOMS, attributes_of
+from autopar.capture.layers.evaluation import EvaluationGraph
+from autopar.capture.layers.fallback import ListedLayer
+from autopar.capture.model.batch import number_of, seed_data
+from autopar.capture.model.python_state import ATOMS, attributes_of
 from autopar.errors import UsageError
 from autopar.formats.plan import Crossing, Plan
 from autopar.formats.profile import Precision

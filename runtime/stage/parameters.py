@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch.func import functional_call
 
 from autopar.capture.graph import Layer, LayerGraph, TensorSpec
-from autopar.capture.meta import materialize, place
+from autopar.capture.model.meta import materialize, place
 from autopar.capture.split.choice import AttributeCut
 from autopar.capture.split.names import MismatchError
 from autopar.capture.split.rewrite import split_layer

@@ -26,7 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.capture.graph import Layer, TensorSpec
-from autopar.capture.meta import place
+from autopar.capture.model.meta import place
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Shard
 from autopar.ranks.failure import PeerLostError

@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
 from autopar.capture.graph import Layer, TensorSpec
-from autopar.capture.split_backward import SplitBackward
+from autopar.capture.layers.split_backward import SplitBackward
 from autopar.errors import AutoparError, TrainingError
 from autopar.ranks.failure import PeerLostError, is_of_connection
 from autopar.runtime.stage.layers import exchange

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from autopar.capture.evaluation import EvaluationGraph
 from autopar.capture.graph import Layer, TensorSpec
-from autopar.capture.meta import materialize
+from autopar.capture.layers.evaluation import EvaluationGraph
+from autopar.capture.model.meta import materialize
+from autopar.capture.model.terms import terms_of
 from autopar.capture.split.names import MismatchError
-from autopar.capture.terms import terms_of
 from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Crossing, Plan, turns
 from autopar.formats.program import FORWARD, RECEIVE, SEND, Action

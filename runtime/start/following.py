@@ -23,17 +23,17 @@ from typing import NamedTuple
 import torch
 from torch import fx, nn
 
-from autopar.capture.batch import given_model
-from autopar.capture.build import running_statistics
-from autopar.capture.changes import Readings
-from autopar.capture.export import capture
+from autopar.capture.cache.recall import capture_to_keep
 from autopar.capture.graph import LayerGraph
-from autopar.capture.losses import check_loss, counted_loss
-from autopar.capture.meta import release
-from autopar.capture.model_state import deep_copy, preserve_modes
-from autopar.capture.python_state import Path, roots_of
-from autopar.capture.recall import capture_to_keep
-from autopar.capture.source import UserModel
+from autopar.capture.layers.build import running_statistics
+from autopar.capture.layers.export import capture
+from autopar.capture.layers.losses import check_loss, counted_loss
+from autopar.capture.model.batch import given_model
+from autopar.capture.model.changes import Readings
+from autopar.capture.model.meta import release
+from autopar.capture.model.python_state import Path, roots_of
+from autopar.capture.model.source import UserModel
+from autopar.capture.model.state import deep_copy, preserve_modes
 from autopar.errors import AutoparError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.stage.layers import AGAIN, rewritable

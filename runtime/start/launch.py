@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from autopar.capture.batch import seed_data
-from autopar.capture.source import UserModel
+from autopar.capture.model.batch import seed_data
+from autopar.capture.model.source import UserModel
 from autopar.code import import_first
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
@@ -180,7 +180,7 @@ def run(
 
     Args:
         plan: what to carry out.
-        model: MODEL, as :func:`autopar.capture.source.load` reads it.
+        model: MODEL, as :func:`autopar.capture.model.source.load` reads it.
         options: how long, from which weights.
         progress: told of every step.
         pool: processes to use, if some are there already.

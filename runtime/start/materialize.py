@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.batch import check_module
-from autopar.capture.generators import preserve_generators
+from autopar.capture.model.batch import check_module
+from autopar.capture.model.generators import preserve_generators
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext, join_in_script

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.capture.histories import most_versions
-from autopar.capture.plain import PlainRun, in_double, train_plainly
-from autopar.capture.recall import outline
-from autopar.capture.source import UserModel, load
+from autopar.capture.cache.recall import outline
+from autopar.capture.model.source import UserModel, load
+from autopar.capture.plain.histories import most_versions
+from autopar.capture.plain.loop import PlainRun, in_double, train_plainly
 from autopar.errors import AutoparError, CaptureError, ModelError, UsageError
 from autopar.formats.plan import Crossing, Plan
 from autopar.formats.profile import ParameterCut
@@ -256,7 +256,7 @@ def verify(
 
     Args:
         plan: what is verified; ranks of one for GPUs compute on the CPU.
-        model: MODEL, as :func:`autopar.capture.source.load` reads it.
+        model: MODEL, as :func:`autopar.capture.model.source.load` reads it.
         data: the file that feeds an ``hf:`` model, if it has one.
         steps: how many mini-batches are trained.
         timeout_s: longest that a rank may stand still.

@@ -26,8 +26,8 @@ from typing import Any, TypedDict
 import torch
 
 from autopar.capture.graph import LayerGraph
-from autopar.capture.plain import float64_model
-from autopar.capture.source import UserModel, load
+from autopar.capture.model.source import UserModel, load
+from autopar.capture.plain.loop import float64_model
 from autopar.formats.checkpoint import StateKey
 from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, SLOWER_S, Fault, Program, RankProgram
@@ -276,7 +276,7 @@ class TrainArguments(TypedDict):
     program: str | None
     """The program's JSON text, where it is another than the plan expands to."""
     model: str
-    """MODEL, as :func:`autopar.capture.source.load` reads it."""
+    """MODEL, as :func:`autopar.capture.model.source.load` reads it."""
     data: str | None
     """The file that feeds an ``hf:`` model, if it has one."""
     workspace: str
@@ -352,7 +352,7 @@ def load_for(settings: TrainSettings, model: str, data: Path | None, plan: Plan)
     """Load MODEL as it is trained: in the types that its file makes, or in float64.
 
     Raises:
-        AutoparError: as :func:`autopar.capture.source.load`; it is not the model that was planned for.
+        AutoparError: as :func:`autopar.capture.model.source.load`; it is not the model that was planned for.
     """
     found = load(model, data, plan.model)
     return float64_model(found) if settings.double else found

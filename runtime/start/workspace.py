@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from autopar.capture.batch import seed_data
+from autopar.capture.cache.recall import outline, recall
+from autopar.capture.cache.store import load_graph, merge_layers, save_graph
 from autopar.capture.graph import Layer, LayerGraph
-from autopar.capture.optimizer import Settings
-from autopar.capture.recall import outline, recall
-from autopar.capture.source import UserModel
-from autopar.capture.store import load_graph, merge_layers, save_graph
+from autopar.capture.model.batch import seed_data
+from autopar.capture.model.optimizer import Settings
+from autopar.capture.model.source import UserModel
 from autopar.code import check_code
 from autopar.errors import CaptureError, FileError, ModelError, UsageError
 from autopar.formats.plan import Plan

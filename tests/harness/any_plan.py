@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import plain
 from autopar.capture.graph import LayerGraph
-from autopar.capture.source import UserModel
+from autopar.capture.model.source import UserModel
 from autopar.formats.plan import Plan, Shard, Stage, chunks_of, group_of, layout_of, shards_of
 from autopar.schedules import SCHEDULES
 from dictated import dictate

@@ -11,10 +11,11 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from autopar.capture import export, recall
-from autopar.capture.export import capture_module
+from autopar.capture.cache import recall
 from autopar.capture.graph import LayerGraph
-from autopar.capture.source import load
+from autopar.capture.layers import export
+from autopar.capture.layers.export import capture_module
+from autopar.capture.model.source import load
 
 VARIABLE = "CACHED_MODEL_SCALE"
 MODEL = """

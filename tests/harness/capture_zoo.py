@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from autopar.capture import capture_module, named_tensors, slice_rows
-from autopar.capture.batch import rebuild
+from autopar.capture.model.batch import rebuild
 
 
 def mean_square(output, batch):

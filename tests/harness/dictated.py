@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 from autopar.capture.graph import LayerGraph
-from autopar.capture.source import UserModel
+from autopar.capture.model.source import UserModel
 from autopar.formats.plan import Plan, Shard, SharedParameter, Stage, group_of, layout_of
 from autopar.formats.prediction import Prediction
 from autopar.formats.profile import ModelSource

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from any_plan import plans_of
 from autopar.capture.graph import LayerGraph
-from autopar.capture.source import UserModel
+from autopar.capture.model.source import UserModel
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from in_teams import in_teams

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from autopar.capture.batch import named_tensors
 from autopar.capture.graph import TensorSpec
-from autopar.capture.source import UserModel, load
+from autopar.capture.model.batch import named_tensors
+from autopar.capture.model.source import UserModel, load
 from autopar.errors import AutoparError, FileError
 from autopar.formats.plan import Plan
 from autopar.formats.profile import ModelSource

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from autopar.capture.batch import named_tensors
-from autopar.capture.effects import StorageTracker
-from autopar.capture.evaluation import capture_evaluation, capture_prediction
-from autopar.capture.export import capture
+from autopar.capture.cache.store import load_graph
 from autopar.capture.graph import LayerGraph
-from autopar.capture.source import UserModel, load
-from autopar.capture.store import load_graph
+from autopar.capture.layers.evaluation import capture_evaluation, capture_prediction
+from autopar.capture.layers.export import capture
+from autopar.capture.model.batch import named_tensors
+from autopar.capture.model.effects import StorageTracker
+from autopar.capture.model.source import UserModel, load
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
 from autopar.runtime.execute import StepRecord

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import autopar
-from autopar.capture.batch import given_model
-from autopar.capture.export import capture
-from autopar.capture.source import UserModel
+from autopar.capture.layers.export import capture
+from autopar.capture.model.batch import given_model
+from autopar.capture.model.source import UserModel
 from autopar.errors import AutoparError
 from autopar.formats.plan import Shard
 from autopar.ranks.context import RankContext

@@ -8,7 +8,7 @@ import itertools
 import torch
 
 from autopar.capture import materialize, named_tensors
-from autopar.capture.batch import StepModule
+from autopar.capture.model.batch import StepModule
 
 
 def plain(model, batch, loss):

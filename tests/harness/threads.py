@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 
 from autopar.capture.graph import LayerGraph
-from autopar.capture.source import UserModel
+from autopar.capture.model.source import UserModel
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
 from autopar.runtime.data import ShareLoader

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 import plain
 from any_plan import truth_of
-from autopar.capture.batch import model_arguments, named_outputs
-from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph
-from autopar.capture.source import UserModel, load
+from autopar.capture.layers.export import capture
+from autopar.capture.model.batch import model_arguments, named_outputs
+from autopar.capture.model.source import UserModel, load
 from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.workspace import Workspace

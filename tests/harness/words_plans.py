@@ -3,8 +3,8 @@
 import shutil
 from pathlib import Path
 
-from autopar.capture.export import capture
-from autopar.capture.source import load
+from autopar.capture.layers.export import capture
+from autopar.capture.model.source import load
 from autopar.formats.plan import Plan
 from dictated import dictate
 from paths import MODELS

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autopar.capture import LayerGraph, capture, capture_module, load, named_tensors
-from autopar.capture.batch import given_model
+from autopar.capture.model.batch import given_model
 from autopar.errors import CaptureError, UsageError
 from autopar.formats.profile import Precision
 from autopar.hardware.clusters import cluster_named

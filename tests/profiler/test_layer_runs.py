@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autopar.capture import capture_module, named_tensors
-from autopar.capture.batch import StepModule
+from autopar.capture.model.batch import StepModule
 from autopar.profiler import layer_runs as runs
 from autopar.profiler.device import CallClock, Time, as_it_is, peak_bytes
 from autopar.profiler.measure import representatives

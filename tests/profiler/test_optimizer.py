@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.capture.source import load
+from autopar.capture.model.source import load
 from autopar.errors import ModelError
 from autopar.profiler import optimizer
 from autopar.profiler.optimizer import OptimizerMemory, measure_updates, optimizer_memory

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.capture import load
-from autopar.capture.export import capture_module
 from autopar.capture.graph import LayerGraph
+from autopar.capture.layers.export import capture_module
 from autopar.capture.split.edges import sequence_dims
 from autopar.errors import ModelError, UsageError
 from autopar.formats.profile import Layer as Record

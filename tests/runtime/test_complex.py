@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import plain
-from autopar.capture.source import load
+from autopar.capture.model.source import load
 from autopar.formats.plan import Shard
 from autopar.profiler.subject import ProfileOptions, prepare
 from autopar.ranks.pool import RankPool

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import training_cases
-from autopar.capture.plain import train_plainly
+from autopar.capture.plain.loop import train_plainly
 from autopar.errors import CaptureError, FileError, ModelError
 from autopar.runtime.start.workspace import fit_to_plan
 from training_cases import Case, make_case

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.capture.export import capture_module
+from autopar.capture.layers.export import capture_module
 from autopar.formats.profile import ParameterCut, Writes
 from autopar.runtime.gradients import Bucket, Reducer, SharedGradient, WholeBucket, fill_buckets
 from autopar.runtime.messages.transport import Exchange, InProcessTransport, Transport

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 import autopar
 import plain
-from autopar.capture.batch import given_model
-from autopar.capture.export import capture
-from autopar.capture.plain import train_plainly
-from autopar.capture.source import load
+from autopar.capture.layers.export import capture
+from autopar.capture.model.batch import given_model
+from autopar.capture.model.source import load
+from autopar.capture.plain.loop import train_plainly
 from autopar.errors import TrainingError
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool

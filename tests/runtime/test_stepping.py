@@ -11,9 +11,9 @@ from torch import nn
 
 import autopar
 import plain
-from autopar.capture.batch import seed_data
-from autopar.capture.export import capture
-from autopar.capture.source import stage_traits
+from autopar.capture.layers.export import capture
+from autopar.capture.model.batch import seed_data
+from autopar.capture.model.source import stage_traits
 from autopar.errors import AutoparError, FileError, ModelError, UsageError
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool

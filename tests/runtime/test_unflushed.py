@@ -54,7 +54,7 @@ def _alternating(depths: Sequence[int]) -> list[int]:
 def test_training_equals_the_rule(tmp_path: Path, policy: str, shape: str, how: str) -> None:
     (depths, micro_batches), (wanted, clipping) = _shape(shape), HOW[how]
     if how == "told" and policy == "2bw" and micro_batches == 1:
-        pytest.skip("its updates are not all one behind; capture/test_source.py counts them")
+        pytest.skip("its updates are not all one behind; capture/model/test_source.py counts them")
     optimizer = OPTIMIZERS[(len(depths) + micro_batches + list(HOW).index(how)) % 4]
     if (policy, optimizer) == ("predict", "sgd"):
         optimizer = "adamw"

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from autopar.capture.effects import StorageTracker
+from autopar.capture.model.effects import StorageTracker
 from autopar.errors import FileError, TrainingError
 from autopar.runtime import weights
 from autopar.runtime.start.saving import folder_of, make_folder

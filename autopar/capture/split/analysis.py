@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.effects import Storages
 from autopar.capture.graph import Layer
+from autopar.capture.model.effects import Storages
 from autopar.capture.split.names import Dim, MismatchError, Name, block, carries, is_partial, leaves, resolve
 from autopar.capture.split.rules import Dims, OperatorCall, find_rule
 from autopar.capture.split.rules.rule import new_dims

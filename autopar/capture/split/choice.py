@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from autopar.capture.effects import Storages
+from autopar.capture.model.effects import Storages
 from autopar.capture.split.analysis import Analysis
 from autopar.capture.split.names import MismatchError, Name, leaves, resolve, size
 from autopar.capture.split.rules import Axis, Dims, Part, Ranges, find_rule

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.capture.batch import named_tensors
-from autopar.capture.check import check_gradients
-from autopar.capture.export import capture_module
 from autopar.capture.graph import Layer, LayerGraph
+from autopar.capture.layers.check import check_gradients
+from autopar.capture.layers.export import capture_module
+from autopar.capture.model.batch import named_tensors
 from autopar.capture.split.edges import sequence_dims
 from autopar.capture.split.rewrite import split_layer
 from autopar.examples import gpt

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.capture.export import capture
-from autopar.capture.source import load
+from autopar.capture.layers.export import capture
+from autopar.capture.model.source import load
 from autopar.cli.simulate import rehearse as rehearse_command
 from autopar.errors import TrainingError
 from autopar.formats.plan import Plan, Shard

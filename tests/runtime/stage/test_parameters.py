@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from autopar.capture.export import capture
 from autopar.capture.graph import LayerGraph, TensorSpec
-from autopar.capture.source import UserModel, load
+from autopar.capture.layers.export import capture
+from autopar.capture.model.source import UserModel, load
 from autopar.errors import FileError
 from autopar.formats.plan import Plan, Shard
 from autopar.runtime.messages.transport import Exchange, InProcessTransport

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from any_plan import plans_of
-from autopar.capture.export import capture
-from autopar.capture.plain import train_plainly
-from autopar.capture.source import load
+from autopar.capture.layers.export import capture
+from autopar.capture.model.source import load
+from autopar.capture.plain.loop import train_plainly
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import SHARDS, Plan, Shard
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.capture.batch import named_tensors
-from autopar.capture.evaluation import EvaluationGraph, capture_evaluation, capture_prediction
+from autopar.capture.layers.evaluation import EvaluationGraph, capture_evaluation, capture_prediction
+from autopar.capture.model.batch import named_tensors
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime.messages.transport import Transport

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.capture.batch import given_model
+from autopar.capture.model.batch import given_model
 from autopar.errors import TrainingError, UsageError
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.following import FileWatch, Follower

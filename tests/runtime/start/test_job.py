@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from autopar.capture.batch import named_tensors
-from autopar.capture.export import capture
-from autopar.capture.source import load
+from autopar.capture.layers.export import capture
+from autopar.capture.model.batch import named_tensors
+from autopar.capture.model.source import load
 from autopar.formats.plan import Plan
 from autopar.runtime.data import Batch, split_rows
 from autopar.runtime.messages.transport import Transport

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from autopar.capture.source import load
+from autopar.capture.model.source import load
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import Fault

@@ -6,8 +6,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from autopar.capture.export import capture
-from autopar.capture.source import load
+from autopar.capture.layers.export import capture
+from autopar.capture.model.source import load
 from autopar.formats.plan import Plan
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.workspace import Workspace

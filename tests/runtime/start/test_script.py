@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import autopar
 import plain
-from autopar.capture.export import capture
+from autopar.capture.layers.export import capture
 from autopar.errors import CaptureError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool

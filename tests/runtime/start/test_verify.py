@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.capture.export import capture
-from autopar.capture.plain import PlainRun
-from autopar.capture.source import load
+from autopar.capture.layers.export import capture
+from autopar.capture.model.source import load
+from autopar.capture.plain.loop import PlainRun
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan, Shard
 from autopar.formats.profile import ParameterCut

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.capture.batch import seed_data
-from autopar.capture.effects import StorageTracker
-from autopar.capture.recall import outline
-from autopar.capture.source import UserModel, load
+from autopar.capture.cache.recall import outline
+from autopar.capture.model.batch import seed_data
+from autopar.capture.model.effects import StorageTracker
+from autopar.capture.model.source import UserModel, load
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
 from autopar.runtime import weights

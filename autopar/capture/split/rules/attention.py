@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from autopar.capture.batch import number_of
+from autopar.capture.model.batch import number_of
 from autopar.capture.split.names import Dim, Name, block, resolve, size
 from autopar.capture.split.rules.draws import Taken, drop_part, own_ranges
 from autopar.capture.split.rules.rule import Dims, LocalCall, OperatorCall, Part, broadcast, rule, unite_or_block

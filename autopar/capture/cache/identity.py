@@ -1,0 +1,269 @@
+"""Identity: what the capture of a model depends on, as one text that is the same in every process.
+
+    >>> model, batch = nn.Linear(2, 1), (torch.zeros(2, 2), torch.zeros(2, 1))
+    >>> loss = lambda output, batch: (output - batch[1]).square().mean()
+    >>> identity(model, batch, loss) == identity(nn.Linear(2, 1), batch, loss)
+    True
+    >>> identity(model, batch, loss) == identity(model.double(), batch, loss)
+    False
+
+In it are the modules, parameters (their shapes, not their values), all other tensors, the Python state and code that
+model and loss reach, the shapes of a batch, settings of torch, and versions. What code reads of the world while it is
+captured is not known before: :class:`WorldReads` notes the files and variables of the environment, so that an equal
+identity counts only where these are as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+from unittest.mock import patch
+
+import numpy
+import torch
+from torch import nn
+
+from autopar.capture.model.batch import named_tensors
+from autopar.capture.model.python_state import (
+    ATOMS,
+    MOST_OBJECTS,
+    bytes_of,
+    contents,
+    is_own,
+    is_own_file,
+    roots_of,
+    walk,
+)
+
+_PREFIXES = ("TRANSFORMERS_", "HF_", "PYTORCH_", "TIMM_")
+"""Of variables that libraries read when they are imported, and models go by."""
+_HASHES = "._original_object_hash"
+"""What Transformers keeps of Python's ``hash()``, which is another in every process."""
+MOST_BYTES = 2**28
+"""Of tensors and arrays beside the model's own, such as a data set that a trainer holds, that are looked at."""
+_ABSENT = "absent"
+_OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+_OF_SYSTEM = ("/proc/", "/dev/", "/sys/")
+
+
+def identity(
+    model: nn.Module, batch: object, loss: Callable[..., Any] | None, facts: Mapping[str, object] | None = None
+) -> str | None:
+    """Return a SHA-256 of what the capture of a model depends on; None where it reaches too much to look at.
+
+    Args:
+        model: as it is built.
+        batch: the example; its shapes count, and what in it is no tensor.
+        loss: as of a model file.
+        facts: more that it depends on, which have texts.
+    """
+    found = hashlib.sha256()
+    parts = [*(facts or {}).items(), *_surroundings(model), *_structure(model), *_batch(batch)]
+    for part in parts:
+        found.update(repr(part).encode("utf-8", "replace"))
+    walked = size = 0
+    for path, value, before in walk(roots_of(model, loss)):
+        walked += 1
+        if path.inner.endswith(_HASHES):
+            continue
+        size += value.nbytes if before is None and isinstance(value, (torch.Tensor, numpy.ndarray)) else 0
+        if size > MOST_BYTES:
+            return None
+        token = ("same", str(before)) if before is not None else _token(value)
+        found.update(repr((str(path), token)).encode("utf-8", "replace"))
+    return found.hexdigest() if walked < MOST_OBJECTS else None
+
+
+def _surroundings(model: nn.Module) -> Iterator[object]:
+    """Yield what is of this installation, and not of the model."""
+    packages = {type(module).__module__.partition(".")[0] for module in model.modules()} | {"torch", "numpy", "autopar"}
+    yield [(name, str(getattr(sys.modules.get(name), "__version__", ""))) for name in sorted(packages)]
+    yield platform.python_version(), _own_code()
+    yield [(name, value) for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)]
+    yield torch.get_default_dtype(), str(torch.get_default_device()), torch.are_deterministic_algorithms_enabled()
+    yield torch.is_autocast_enabled("cpu"), torch.get_float32_matmul_precision()
+    cuda: Any = torch.backends.cuda
+    yield [getattr(cuda, f"{kind}_sdp_enabled")() for kind in ("flash", "mem_efficient", "math", "cudnn")]
+
+
+@functools.cache
+def _own_code() -> str:
+    """Return a hash of what captures: of one version, others may be at work on it."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return _hash(b"".join(path.read_bytes() for path in files))
+
+
+def _structure(model: nn.Module) -> Iterator[object]:
+    """Yield modules, parameters and buffers, each under all its names."""
+    first: dict[int, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        kind = type(module)
+        yield name, first.setdefault(id(module), name), kind.__module__, kind.__qualname__, module.training
+    for name, each in model.named_parameters(remove_duplicate=False):
+        yield name, first.setdefault(id(each), name), *_shape(each), each.requires_grad
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield name, first.setdefault(id(buffer), name), *_shape(buffer), _content(buffer)
+
+
+def _shape(tensor: torch.Tensor) -> tuple[object, ...]:
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
+    return tuple(tensor.shape), strides, str(tensor.dtype), str(tensor.device), type(tensor).__qualname__
+
+
+def _content(tensor: torch.Tensor) -> str:
+    if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+        return ""
+    return _hash(bytes_of(tensor))
+
+
+def _batch(batch: object) -> Iterator[object]:
+    for name, tensor in named_tensors(batch).items():
+        yield name, *_shape(tensor)
+    for path, tokens in contents(batch).items():
+        yield (
+            str(path),
+            [token for token in tokens if not (isinstance(token, tuple) and token[0].__class__ is torch.Size)],
+        )
+
+
+def _token(value: Any) -> object:  # noqa: ANN401
+    """Return something that is equal for equal values, and that no process has another of."""
+    kind = type(value).__module__, type(value).__qualname__
+    if isinstance(value, ATOMS):
+        return kind, repr(value)
+    if isinstance(value, torch.Tensor):
+        return kind, _shape(value), value.requires_grad, "" if isinstance(value, nn.Parameter) else _content(value)
+    if isinstance(value, dict):
+        return kind, [_key(key) for key in value], _plain(value.values())
+    if isinstance(value, (set, frozenset)):
+        return kind, sorted(map(_key, value))
+    if isinstance(value, (list, tuple, bytearray)):
+        return kind, len(value), _plain(value)
+    if isinstance(value, numpy.ndarray) and value.dtype != object:
+        return kind, value.shape, str(value.dtype), hashlib.sha256(numpy.ascontiguousarray(value).tobytes()).hexdigest()
+    if isinstance(value, torch.Generator):
+        return kind, hashlib.sha256(value.get_state().numpy().tobytes()).hexdigest()
+    if isinstance(value, (torch.dtype, torch.device, torch.Size, range, slice, numpy.generic)):
+        return kind, repr(value)
+    if isinstance(value, FunctionType):
+        own = is_own(sys.modules.get(value.__module__))
+        return kind, value.__module__, value.__qualname__, _code(value.__code__) if own else ""
+    return kind, value.__qualname__ if isinstance(value, type) else ""
+
+
+def _plain(values: Collection[object]) -> list[str]:
+    """Return the numbers and texts among some values: of long containers, a walk goes to none of them."""
+    return [repr(each) for each in values if isinstance(each, ATOMS)]
+
+
+def _key(key: object) -> str:
+    return repr(key) if isinstance(key, ATOMS) else type(key).__qualname__
+
+
+def _code(code: CodeType) -> str:
+    """Return a hash of what a function does, wherever it stands."""
+    constants = [_code(each) if isinstance(each, CodeType) else _constant(each) for each in code.co_consts]
+    told = code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_flags, constants
+    return hashlib.sha256(repr(told).encode("utf-8", "replace")).hexdigest()
+
+
+def _constant(value: object) -> str:
+    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
+
+
+@dataclass
+class WorldReads:
+    """Files and variables of the environment that are read inside :meth:`noted`, with hashes of what was there."""
+
+    files: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what is read inside the block."""
+        kind: Any = type(os.environ)
+        get = kind.__getitem__
+
+        def read(variables: Any, name: str) -> str:  # noqa: ANN401
+            if _counts(_reader()):
+                value = os.environ._data.get(os.fsencode(name))  # type: ignore[attr-defined]
+                self.environment[name] = _ABSENT if value is None else _hash(value)
+            found: str = get(variables, name)
+            return found
+
+        opened = set[str]()
+        with patch.object(kind, "__getitem__", read), _noting_opens(opened):
+            yield
+        self.add_files(path for path in opened if is_own_file(path) and not path.startswith(_OF_SYSTEM))
+
+    def add_files(self, paths: Iterable[str]) -> None:
+        """Note files, but torch's and Python's, by what is in them now."""
+        for path in filter(_counts, sorted(paths)):
+            with contextlib.suppress(OSError):
+                self.files[os.path.abspath(path)] = _hash(Path(path).read_bytes())
+
+    def changed(self) -> str | None:
+        """Return the first file or variable that is not as it was; None: all are."""
+        for path, before in self.files.items():
+            try:
+                now = _hash(Path(path).read_bytes())
+            except OSError:
+                now = _ABSENT
+            if now != before:
+                return path
+        for name, before in self.environment.items():
+            value = os.environ.get(name)
+            if before != (_ABSENT if value is None else _hash(os.fsencode(value))):
+                return f"the variable {name}"
+        return None
+
+
+def _counts(path: str) -> bool:
+    """Tell whether a file is none of torch's, autopar's or Python's, whose versions stand for them."""
+    return not path.startswith((*_OWN_FOLDERS, "<")) and (is_own_file(path) or f"{os.sep}site-packages{os.sep}" in path)
+
+
+def _reader() -> str:
+    """Return the file of the code that asks for a variable of the environment."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(("<", os.__file__)):
+        frame = frame.f_back
+    return "" if frame is None else frame.f_code.co_filename
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+_listening: set[str] | None = None
+_hooked = False
+
+
+@contextlib.contextmanager
+def _noting_opens(opened: set[str]) -> Iterator[None]:
+    """Note the paths of files that are opened inside the block; a hook of Python's cannot be taken away again."""
+    global _listening, _hooked
+    if not _hooked:
+        sys.addaudithook(_note_open)
+        _hooked = True
+    before, _listening = _listening, opened
+    try:
+        yield
+    finally:
+        _listening = before
+
+
+def _note_open(event: str, arguments: tuple[Any, ...]) -> None:
+    if _listening is not None and event == "open" and isinstance(arguments[0], (str, bytes)):
+        mode = arguments[1]
+        if mode is None or "r" in mode:
+            _listening.add(os.fsdecode(arguments[0]))

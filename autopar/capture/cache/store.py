@@ -1,0 +1,298 @@
+"""Store: a captured graph in a folder, without its weights, and back where the user's code need not run.
+
+A folder holds the layers as lines of JSON (:mod:`autopar.capture.cache.nodes`), a first line that says what they are,
+and the constants that they read as bytes in a safetensors file. Who needs some layers alone reads their lines alone; of
+the others there is what planners and runtimes ask of any layer: names, parameters, limits.
+
+An earlier autopar did not split stages into their blocks, and named a layer that joins modules after the first of them:
+for its plans, layers are merged and renamed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import fx, nn
+
+from autopar.capture.cache.nodes import GraphReader, dtype_name, dtype_of, graph_content
+from autopar.capture.graph import Layer, LayerGraph, TensorSpec, loss_kind
+from autopar.capture.layers.build import SegmentedProgram
+from autopar.capture.layers.export import assemble, with_gradients
+from autopar.capture.layers.segment import LayerNodes
+from autopar.capture.layers.split_backward import gradient_flow
+from autopar.errors import CaptureError, FileError
+from autopar.formats.profile import Writes
+
+LAYERS, CONSTANTS = "layers.json", "constants.safetensors"
+_FORMAT = {"format": "autopar.captured", "version": 1}
+
+
+def save_graph(graph: LayerGraph, folder: str | Path) -> None:
+    """Write a layer graph into a folder (made if missing): parameters and buffers as shapes only.
+
+    Raises:
+        CaptureError: the graph is not portable (made of ``layers(model)``), or an operator has no name.
+        FileError: the folder cannot be written.
+    """
+    if not graph.portable:
+        raise CaptureError("a graph of layers(model) cannot be saved; every rank captures the model for itself")
+    constants = dict[str, torch.Tensor]()
+    layers = [_layer_content(layer, constants) for layer in graph.layers]
+    lines = [json.dumps(each, separators=(",", ":")) for each in (_header(graph), *layers)]
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / LAYERS).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        save_file(constants, folder / CONSTANTS)
+    except OSError as error:
+        raise FileError(f"cannot write the captured graph into {folder}: {error.strerror}") from error
+
+
+def load_graph(
+    folder: str | Path,
+    values: Mapping[str, torch.Tensor] | None = None,
+    only: Collection[str] | None = None,
+    *,
+    shapes: bool = True,
+) -> LayerGraph:
+    """Read a layer graph back.
+
+    Args:
+        folder: where it is.
+        values: the model's parameters and buffers by name; none: they are shapes, on the meta device.
+        only: names of layers that will run; others have no graph. None: all.
+        shapes: whether nodes say what shapes they give, which splitting layers asks for, and running them does not.
+
+    Raises:
+        FileError: the folder holds no layer graph, or a broken one.
+    """
+    folder = Path(folder)
+    try:
+        header, *lines = (folder / LAYERS).read_text(encoding="utf-8").splitlines()
+        return _restore(json.loads(header), lines, folder / CONSTANTS, values, only, GraphReader(shapes=shapes))
+    except OSError as error:
+        raise FileError(f"cannot read the captured graph in {folder}: {error.strerror or error}") from error
+    except (AttributeError, IndexError, KeyError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+        raise FileError(f"{folder}: not a captured graph of this autopar ({error}); capture it again") from error
+
+
+def _header(graph: LayerGraph) -> dict[str, Any]:
+    parameters: dict[str, Any] = {}
+    buffers: dict[str, Any] = {}
+    for layer in graph.layers:
+        for name, value in layer.named_parameters():
+            parameters[name] = [*_shape_content(value), value.requires_grad]
+        for attribute, name in layer.buffers.items():
+            buffers[name] = _shape_content(layer.module.get_buffer(attribute))
+    return {
+        **_FORMAT,
+        "inputs": graph.inputs,
+        "outputs": graph.outputs,
+        "hollow": graph.hollow,
+        "notes": graph.notes,
+        "names_read": None if graph.names_read is None else sorted(graph.names_read),
+        "parameters": parameters,
+        "buffers": buffers,
+        "tensors": [_tensor_content(each) for each in graph.tensors],
+        "layers": [layer.name for layer in graph.layers],
+    }
+
+
+def _shape_content(value: torch.Tensor) -> list[Any]:
+    return [list(value.shape), dtype_name(value.dtype)]
+
+
+def _tensor_content(tensor: TensorSpec) -> list[Any]:
+    found = tensor.name, tensor.producer, tensor.consumers, tensor.sizes, tensor.batch_dim
+    return [*found, dtype_name(tensor.dtype), tensor.gradient]
+
+
+def _layer_content(layer: Layer, constants: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return a layer; ``constants`` is told of those that it reads, each once by what it holds."""
+    assert isinstance(layer.module, fx.GraphModule)
+    return {
+        "name": layer.name,
+        "modules": layer.modules,
+        "inputs": layer.inputs,
+        "outputs": layer.outputs,
+        "parameters": dict(layer.parameters),
+        "buffers": dict(layer.buffers),
+        "random": layer.random,
+        "fingerprint": layer.fingerprint,
+        "writes": None if layer.writes is None else layer.writes.model_dump(),
+        "rows": [layer.least_rows, layer.most_rows],
+        "constants": {name: _kept(value, constants) for name, value in constants_of(layer)},
+        "graph": graph_content(layer.module),
+    }
+
+
+def constants_of(layer: Layer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a captured layer reads beside inputs, parameters and buffers, with their names in it.
+
+    Raises:
+        CaptureError: what it reads is no tensor.
+    """
+    module: Any = layer.module
+    read = dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "get_attr")
+    for name in read:
+        value: Any = getattr(module, name)
+        if name in layer.parameters or name in layer.buffers or isinstance(value, nn.Module):
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise CaptureError(f"layer {layer.name}: a {type(value).__name__} cannot be saved with a captured graph")
+        yield name, value.detach()
+
+
+def _kept(value: torch.Tensor, constants: dict[str, torch.Tensor]) -> list[Any]:
+    if not value.numel():
+        return [None, *_shape_content(value), []]
+    # As it lies: what layers share is one when it is read, and what is expanded takes no more.
+    value = value.cpu().resolve_conj().resolve_neg()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    place = hashlib.sha256(repr((value.data_ptr(), span, value.dtype)).encode())
+    key = place.hexdigest()[:32]
+    constants[key] = value.as_strided((span,), (1,)).clone().view(torch.uint8)
+    return [key, *_shape_content(value), list(value.stride())]
+
+
+def _restore(
+    header: Mapping[str, Any],
+    lines: Sequence[str],
+    constants: Path,
+    values: Mapping[str, torch.Tensor] | None,
+    only: Collection[str] | None,
+    reader: GraphReader,
+) -> LayerGraph:
+    if {key: header.get(key) for key in _FORMAT} != _FORMAT or len(lines) != len(header["layers"]):
+        raise ValueError("another format")
+    if values is None:
+        values = {name: _hollow(shape, dtype) for name, (shape, dtype) in header["buffers"].items()}
+        for name, (shape, dtype, trained) in header["parameters"].items():
+            values[name] = nn.Parameter(_hollow(shape, dtype), requires_grad=trained)
+    with safe_open(constants, framework="pt") as held:
+
+        @functools.cache
+        def read(key: str) -> torch.Tensor:
+            found: torch.Tensor = held.get_tensor(key)
+            return found
+
+        def constant(key: str | None, shape: list[int], dtype: str, stride: list[int]) -> torch.Tensor:
+            kind = dtype_of(dtype)
+            return torch.empty(shape, dtype=kind) if key is None else read(key).view(kind).as_strided(shape, stride)
+
+        def layer_of(line: str, name: str) -> Layer:
+            content = json.loads(line)
+            if content["name"] != name:
+                raise ValueError(f"layer {content['name']} stands for {name}")
+            attributes = {at: values[full] for at, full in (content["parameters"] | content["buffers"]).items()}
+            if only is not None and name not in only:
+                return _layer(content, _Outline(attributes))
+            attributes |= {at: constant(*each) for at, each in content["constants"].items()}
+            return _layer(content, reader.module(content["graph"], attributes))
+
+        layers = tuple(map(layer_of, lines, header["layers"]))
+    names = header["names_read"]
+    return LayerGraph(
+        layers=layers,
+        tensors=tuple(map(_tensor, header["tensors"])),
+        inputs=tuple(header["inputs"]),
+        outputs=tuple(header["outputs"]),
+        loss=loss_kind(header["outputs"]),
+        hollow=header["hollow"],
+        notes=tuple(header["notes"]),
+        names_read=None if names is None else frozenset(names),
+    )
+
+
+def _hollow(shape: Sequence[int], dtype: str) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype_of(dtype), device="meta")
+
+
+def _tensor(content: Sequence[Any]) -> TensorSpec:
+    name, producer, consumers, sizes, dim, dtype, gradient = content
+    return TensorSpec(name, producer, tuple(consumers), tuple(sizes), dim, dtype_of(dtype), gradient)
+
+
+def _layer(content: Mapping[str, Any], module: nn.Module) -> Layer:
+    writes, (least, most) = content["writes"], content["rows"]
+    return Layer(
+        name=content["name"],
+        modules=tuple(content["modules"]),
+        inputs=tuple(content["inputs"]),
+        outputs=tuple(content["outputs"]),
+        parameters=content["parameters"],
+        buffers=content["buffers"],
+        random=content["random"],
+        fingerprint=content["fingerprint"],
+        module=module,
+        writes=None if writes is None else Writes(**{what: tuple(names) for what, names in writes.items()}),
+        least_rows=least,
+        most_rows=most,
+    )
+
+
+class _Outline(nn.Module):
+    """A layer that is another rank's: its parameters and buffers, and nothing that runs."""
+
+    def __init__(self, attributes: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, value in attributes.items():
+            if isinstance(value, nn.Parameter):
+                self.register_parameter(name, value)
+            else:
+                self.register_buffer(name, value)
+
+
+def merge_layers(graph: LayerGraph, names: Sequence[str]) -> LayerGraph:
+    """Return a graph with layers of these names, each of some of its layers in a row; itself where there are none."""
+    exported: SegmentedProgram | None = graph.segmented_program
+    if exported is None or [layer.name for layer in graph.layers] == list(names):
+        return graph
+    groups: list[list[LayerNodes]] = []
+    for part in exported.segments:
+        if len(groups) < len(names) and _within(part, names[len(groups)]):
+            groups.append([])
+        if not groups or not _within(part, names[len(groups) - 1]):
+            return graph
+        groups[-1].append(part)
+    if len(groups) < len(names):
+        return graph
+    order = {node.name: index for index, node in enumerate(exported.program.graph.nodes)}
+    segments = tuple(_merge_segments(name, group, order) for name, group in zip(names, groups, strict=True))
+    found = assemble(replace(exported, segments=segments), graph.inputs, _values(graph))
+    found = with_gradients(found, gradient_flow(found))
+    return replace(found, notes=graph.notes)
+
+
+def _within(part: LayerNodes, name: str) -> bool:
+    """Tell whether a layer is one of this name, or begins with a call that is of this name or lies within it."""
+    (path, _, again), (outer, _, outer_again) = part.modules[0].partition("@"), name.partition("@")
+    return part.name == name or (again == outer_again and f"{path}.".startswith(f"{outer}."))
+
+
+def _merge_segments(name: str, parts: Sequence[LayerNodes], order: dict[str, int]) -> LayerNodes:
+    return LayerNodes(
+        name=name,
+        modules=tuple(dict.fromkeys(module for part in parts for module in part.modules)),
+        nodes=tuple(sorted({node for part in parts for node in part.nodes}, key=order.__getitem__)),
+        owned_nodes=frozenset().union(*(part.owned_nodes for part in parts)),
+        random=any(part.random for part in parts),
+    )
+
+
+def _values(graph: LayerGraph) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a graph, by name."""
+    values: dict[str, torch.Tensor] = {}
+    for layer in graph.layers:
+        values |= {name: layer.parameter(attribute) for attribute, name in layer.parameters.items()}
+        values |= {name: layer.module.get_buffer(attribute) for attribute, name in layer.buffers.items()}
+    return values

@@ -1,0 +1,209 @@
+"""Evaluation: the same layers as they compute in evaluation mode, up to the loss or to the model's own outputs.
+
+The model is exported a second time, in evaluation mode, and cut where the calls of the training layers' modules begin,
+so that every stage evaluates with the parameters that it trains. Layers that are listed, and not captured, are modules:
+copies of them are in evaluation mode, and hold the same parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from autopar.capture.graph import Layer, LayerGraph, TensorSpec
+from autopar.capture.layers.build import SegmentedProgram, build_layers, right_for_one, spec_of, tensor_specs
+from autopar.capture.layers.export import convert_user_errors, export_rows, sorted_inputs
+from autopar.capture.layers.fallback import ListedLayer
+from autopar.capture.layers.segment import batch_dim, segment_like
+from autopar.capture.model.batch import Opaque, StepModule, model_arguments, named_outputs, named_tensors, rebuild
+from autopar.capture.model.changes import names_read
+from autopar.capture.model.effects import codes_run
+from autopar.capture.model.meta import fake_parameters, is_hollow
+from autopar.capture.model.python_state import preserve_state, roots_of
+from autopar.capture.model.state import preserve_buffers, preserve_modes, preserve_parameters
+from autopar.errors import CaptureError, ModelError
+from autopar.signals import unwinding_aborts
+
+_NO_OUTPUT = "the model's forward returns no tensor that has the samples as one dimension"
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationGraph:
+    """Layers in evaluation mode, under the names of the training layers that they are cut like."""
+
+    layers: tuple[Layer, ...]
+    """Those of which anything is left: a layer of nothing but dropout is not among them."""
+    tensors: tuple[TensorSpec, ...]
+    """Every tensor that a layer reads, model inputs first."""
+    inputs: tuple[str, ...]
+    """Names of all tensors of a batch."""
+    results: tuple[str, ...]
+    """Names of what the last layer gives: the loss outputs, or the model's."""
+    specs: tuple[TensorSpec, ...] = ()
+    """Of the model's outputs."""
+    names_read: frozenset[str] | None = None
+    """Names in the code that was run; none where that is not known."""
+
+
+@unwinding_aborts()
+def capture_evaluation(
+    model: nn.Module, batch: object, loss: Callable[..., Any] | None, training_graph: LayerGraph
+) -> EvaluationGraph:
+    """Capture a model with its loss in evaluation mode, cut like ``training_graph``.
+
+    Raises:
+        ModelError: the model raises in evaluation mode.
+        CaptureError: it cannot be captured in this mode, or not be cut so.
+    """
+    if not training_graph.portable:
+        return _copy_listed_layers(training_graph)
+    step = StepModule(model, batch, loss)
+    program, names = _export(step, batch)
+    return replace(_cut(program, step, batch, training_graph, training_graph.outputs), names_read=names)
+
+
+@unwinding_aborts()
+def capture_prediction(
+    model: nn.Module, batch: object, loss: Callable[..., Any] | None, training_graph: LayerGraph
+) -> EvaluationGraph:
+    """Capture a model without its loss in evaluation mode, cut like ``training_graph``.
+
+    Outputs without the samples as one dimension (a loss among them) are left out.
+
+    Raises:
+        ModelError: as :func:`capture_evaluation`; or no output is left.
+        CaptureError: as :func:`capture_evaluation`.
+    """
+    if not training_graph.portable:
+        return _predicting(_copy_listed_layers(training_graph))
+    step = _OutputModule(model, batch, has_loss=loss is not None)
+    program, names = _export(step, batch)
+    inputs, _ = sorted_inputs(program, model, step.names)
+    end: Any = next(node for node in program.graph.nodes if node.op == "output")
+    named = zip(step.outputs.value, end.args[0], strict=True)
+    kept = {name: node for name, node in named if batch_dim(node.meta.get("val"), inputs.symbol) is not None}
+    if not kept:
+        raise ModelError(_NO_OUTPUT)
+    end.args = (tuple(kept.values()),)
+    specs = tuple(spec_of(name, None, (), node.meta["val"], inputs.symbol) for name, node in kept.items())
+    output_mask = [name in kept for name in step.outputs.value]
+    found = _cut(program, step, batch, training_graph, tuple(kept), output_mask)
+    return replace(found, specs=specs, names_read=names)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode; every module has its own mode again at the end of the block."""
+    with preserve_modes(model.modules()):
+        model.eval()
+        yield
+
+
+def _export(step: StepModule | _OutputModule, batch: object) -> tuple[ExportedProgram, frozenset[str] | None]:
+    """Return a module in evaluation mode, exported, and the names in the code that it ran, if that is known."""
+    model, tensors = step.model, named_tensors(batch)
+    hollow = is_hollow(model)
+    # Export leaves copies of containers that are attributes in their place.
+    with (
+        evaluating(model),
+        preserve_buffers(model),
+        preserve_state(roots_of(model, None), ()),
+        fake_parameters(model) if hollow else contextlib.nullcontext(),
+    ):
+        step.eval()
+        if not hollow:
+            # An ordinary forward meets the user's mistakes.
+            mistakes = convert_user_errors("the model's forward in evaluation mode")
+            with preserve_parameters(model), mistakes, torch.no_grad(), codes_run() as codes:
+                step(*(tensor.clone() for tensor in tensors.values()))
+        return export_rows(step, tensors), None if hollow else names_read(codes)
+
+
+def _cut(
+    program: ExportedProgram,
+    step: StepModule | _OutputModule,
+    batch: object,
+    training_graph: LayerGraph,
+    results: tuple[str, ...],
+    output_mask: Sequence[bool] | None = None,
+) -> EvaluationGraph:
+    """Cut a program; its layers are given two samples at least where the model does something else with one."""
+    model = step.model
+    inputs, values = sorted_inputs(program, model, step.names)
+    segments = segment_like(
+        program.graph, inputs, model, [(layer.name, *layer.modules) for layer in training_graph.layers]
+    )
+    if not segments:
+        raise CaptureError("nothing that the model computes in evaluation mode depends on its parameters and inputs")
+    exported = SegmentedProgram(program, inputs, segments, training_graph.outputs)
+    layers = build_layers(exported, values, results)
+    tensors = tensor_specs(exported, layers)
+    if not is_hollow(model) and layers[0].least_rows == 1:
+        with evaluating(model):
+            step.eval()
+            if not right_for_one(step, layers, named_tensors(batch), output_mask):
+                layers = [replace(layer, least_rows=2) for layer in layers]
+    return EvaluationGraph(tuple(layers), tuple(tensors), step.names, results)
+
+
+def _copy_listed_layers(training_graph: LayerGraph) -> EvaluationGraph:
+    """Copy listed layers with all that they are made of, parameters and buffers apart, into evaluation mode."""
+    for layer in training_graph.layers:
+        if layer.stateful:
+            raise CaptureError(
+                f"layers(): {layer.stateful[0]} changes with every forward, and a copy of {layer.name} in evaluation "
+                "mode would not have it as training left it; keep it in a buffer"
+            )
+    modules = [layer.module for layer in training_graph.layers]
+    models = [part for layer in modules for part in (layer, cast(ListedLayer, layer).model)]
+    shared = {id(held): held for part in models for held in (*part.parameters(), *part.buffers())}
+    copies = copy.deepcopy(modules, shared)
+    for module in copies:
+        module.eval()
+        cast(ListedLayer, module).model.eval()
+    # What a module takes at least in training, for batch normalisation, says nothing of evaluation.
+    pairs = zip(training_graph.layers, copies, strict=True)
+    layers = [replace(layer, module=module, least_rows=1) for layer, module in pairs]
+    return EvaluationGraph(tuple(layers), training_graph.tensors, training_graph.inputs, training_graph.outputs)
+
+
+def _predicting(graph: EvaluationGraph) -> EvaluationGraph:
+    """Have the last listed layer give the model's outputs in place of the loss."""
+    last = graph.layers[-1]
+    module = cast(ListedLayer, last.module)
+    if not module.outputs:
+        raise ModelError(_NO_OUTPUT)
+    before = module.batch_names
+    module.predict()
+    unread = set(before).difference(module.batch_names)
+    names = tuple(spec.name for spec in module.outputs)
+    inputs = tuple(name for name in last.inputs if name not in unread)
+    layers = (*graph.layers[:-1], replace(last, inputs=inputs, outputs=names))
+    return replace(graph, layers=layers, results=names, specs=module.outputs)
+
+
+class _OutputModule(nn.Module):
+    """A model without its loss: from the tensors of a batch, in order, to the tensors that its forward returns."""
+
+    def __init__(self, model: nn.Module, template: object, *, has_loss: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.names = tuple(named_tensors(template))
+        self.outputs = Opaque(())
+        """Of the last forward: the tensors' names."""
+        self._call = Opaque((template, has_loss))
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        template, has_loss = self._call.value
+        batch = rebuild(template, dict(zip(self.names, tensors, strict=True)))
+        positional, named = model_arguments(self.model, batch, has_loss)
+        found = named_outputs(self.model(*positional, **named))
+        self.outputs.value = tuple(found)
+        return tuple(found.values())

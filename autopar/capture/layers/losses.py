@@ -1,0 +1,589 @@
+"""Losses: whether training depends on how a mini-batch is divided, and what to write so that it does not.
+
+A mini-batch's loss must be that of its parts, weighted by their samples or counts; micro-batches and shares are such
+parts. A mean over labelled tokens is not, where samples have unevenly many: return its sum and their number. Neither is
+a loss that compares samples with one another.
+
+``autopar profile`` compares loss and gradients of six samples with those of one, two and three of them; of a model that
+takes long for a sample, of shorter samples (``shortening.py``), or the losses alone. Samples are picked that have
+unevenly much padding; where the loss leaves out a label other than torch's own -100 (``ignore_index=0``), some samples
+get more of it. Models of more than 16 million parameters compare losses of three samples, without gradients. A loss
+that does not add up is refused: with the formula to write where it is a mean over something that is counted, else
+(contrastive losses, a router's balance) with what is exact: one micro-batch, and one replica of every stage where
+samples meet. ``accept_loss`` takes it as it is. The difference then stands in the profile, and plan and report state it
+where the plan divides the mini-batch.
+
+Losses are compared in float64, computed so that rows of a batch meet in the loss only: random numbers are replaced by
+their means (dropout leaves everything as it is), buffers stay as they are (no average moves), and batch normalisation
+uses its running statistics. Where float64 does not run, 20 times the difference that another order of the rows makes is
+taken for rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from autopar.capture.graph import LayerGraph
+from autopar.capture.layers.neutral import neutral
+from autopar.capture.layers.shortening import DifferentError, Shortening, is_long
+from autopar.capture.model.batch import (
+    StepModule,
+    check_module,
+    given_model,
+    named_tensors,
+    rebuild,
+    row_count,
+    slice_rows,
+)
+from autopar.capture.model.effects import first_line, reachable
+from autopar.capture.model.huggingface import PREFIX, Task, task_of
+from autopar.capture.model.python_state import preserve_state, roots_of
+from autopar.capture.model.source import UserModel
+from autopar.capture.model.state import deep_copy
+from autopar.capture.model.terms import LOG, terms_of
+from autopar.errors import AutoparError, ModelError
+
+PARTS = (1, 2, 3)
+"""How many rows each has."""
+EXACT = 1e-9
+"""Relative difference in float64 that is rounding, whatever the order of rows changes."""
+ORDERS = 20
+"""How many times what another order of the rows changes is still rounding."""
+LARGE = 2**24
+"""Parameters."""
+MOST_ELEMENTS = 2**18
+"""Of all gradients together, that are compared."""
+USUAL = -100
+"""The label that torch leaves out unless it is told another: it says nothing about the labels."""
+_IGNORING = {"aten.cross_entropy_loss": 4, "aten.nll_loss": 4, "aten.nll_loss_nd": 4, "aten.nll_loss2d": 4}
+"""Which argument of an operator is the label that it leaves out."""
+DEPENDENT = 1e-6
+"""Of a gradient's norm: what is left of one that others make is less."""
+LARGEST = {torch.float64: 1e-5, torch.float32: 1e-2}
+"""No rounding is larger: a loss depends on the order of its rows."""
+
+
+class IncomparableError(Exception):
+    """A batch's loss could not be compared with that of its parts; says why."""
+
+
+class NothingCountedError(IncomparableError):
+    """The count is 0."""
+
+
+@dataclass(frozen=True)
+class Separation:
+    """How far a batch's loss and gradients are from those of its parts."""
+
+    difference: float
+    """Relative; 0 where they differ by rounding."""
+    weights: tuple[float, ...] | None = None
+    """What the single rows' losses are to be weighted with to give the batch's, where some weights do."""
+    additive: bool = False
+    """Whether the batch's loss is the sum of its rows' losses, not their mean."""
+    combination: int | None = None
+    """A term of the loss that is made of the others, as a total beside its parts is, if there is one."""
+
+
+@dataclass(frozen=True)
+class _Value:
+    """The loss of some rows: of every term, times what it is weighted with."""
+
+    totals: tuple[float, ...]
+    counts: tuple[float, ...]
+    gradients: torch.Tensor
+    """A row for each term."""
+    has_count: bool
+    """Whether the user's loss gives the counts."""
+
+    @property
+    def total(self) -> float:
+        """The loss times what it is divided by, where it has one term; else the loss itself."""
+        return self.totals[0] if len(self.totals) == 1 else _quotients([self])[0]
+
+    @property
+    def count(self) -> float:
+        """What :attr:`total` is divided by."""
+        return self.counts[0] if len(self.counts) == 1 else float(any(self.counts))
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """That of :attr:`total`."""
+        return self.gradients[0] if len(self.totals) == 1 else _quotients([self])[1]
+
+
+def _quotients(parts: Sequence[_Value]) -> tuple[float, torch.Tensor]:
+    """Return the loss of several parts together, and its gradient: of every term the sum, divided by all counts."""
+    found, gradient = 0.0, torch.zeros_like(parts[0].gradients[0])
+    for term in range(len(parts[0].totals)):
+        count = sum(part.counts[term] for part in parts)
+        if count:
+            found += sum(part.totals[term] for part in parts) / count
+            gradient += sum(part.gradients[term] for part in parts) / count
+    return found, gradient
+
+
+def separation(
+    model: nn.Module, batch: object, loss: Callable[..., Any] | None, ignored_state: tuple[str, ...] = ()
+) -> Separation:
+    """Compare the loss and the gradients of a batch with those of its rows in uneven parts.
+
+    A copy of the model computes in float64, or the model as it is where that cannot; rows meet in the loss only:
+    dropout, batch normalisation and moving averages are neutral.
+
+    Args:
+        model: in training mode.
+        batch: of at most a few rows, as :func:`uneven_rows` picks them.
+        loss: as of a model file.
+        ignored_state: Python state that is not put back.
+
+    Raises:
+        IncomparableError: the model does not run so, or nothing in the batch counts.
+    """
+    with contextlib.suppress(Exception):
+        return _PartLosses(model, batch, loss, ignored_state, double=True).separation()
+    try:
+        return _PartLosses(model, batch, loss, ignored_state, double=False).separation()
+    except IncomparableError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise IncomparableError(f"a few samples made the model raise {said}") from error
+
+
+class _PartLosses:
+    """The losses of parts of one batch."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: object,
+        loss: Callable[..., Any] | None,
+        ignored_state: tuple[str, ...],
+        *,
+        double: bool,
+    ) -> None:
+        self._model = deep_copy(model).double() if double else model
+        self._loss = deep_copy(loss).double() if double and isinstance(loss, nn.Module) else loss
+        self._ignored_state, self._double, self._template = ignored_state, double, batch
+        self._tensors = named_tensors(batch)
+        if double:
+            wide = {name: tensor.double() for name, tensor in self._tensors.items() if tensor.is_floating_point()}
+            self._tensors |= wide
+        self._rows = row_count(self._tensors)
+        self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        self._gradients = not is_large(model) and not is_long(model, slice_rows(self._tensors, 0, 2))
+
+    def separation(self) -> Separation:
+        rows = list(range(self._rows))
+        whole = self._value(rows)
+        if not whole.count:
+            raise NothingCountedError("nothing in the samples counts")
+        if not math.isfinite(whole.total):
+            raise IncomparableError(f"it is {whole.total}")
+        made = None if is_large(self._model) else self._dependent_term(whole)
+        if made is not None:
+            return Separation(0.0, combination=made)
+        found = self._difference(whole, self._parts())
+        if found <= (EXACT if self._double else 0.0) or found <= self._rounding(whole):
+            return Separation(0.0)
+        return Separation(found, *self._weights(mean=not whole.has_count))
+
+    def _dependent_term(self, whole: _Value) -> int | None:
+        """Return a term that others make, by gradients."""
+        if len(whole.totals) > 1 and not self._gradients:
+            self._gradients = True
+            whole = self._value(range(min(2, self._rows)))
+            self._gradients = False
+        return _combination(whole.gradients)
+
+    def _parts(self) -> list[_Value]:
+        """Return the losses of uneven parts; of those that have one."""
+        bounds = [min(bound, self._rows) for bound in accumulate(PARTS, initial=0)]
+        parts = [self._value(range(start, stop)) for start, stop in pairwise(bounds) if start < stop]
+        return [part for part in parts if math.isfinite(part.total)]
+
+    def _rounding(self, whole: _Value) -> float:
+        """Return how large a difference is no more than rounding."""
+        orders = ([*range(shift, self._rows), *range(shift)] for shift in (1, self._rows // 2))
+        changed = max(self._difference(whole, [self._value(order)]) for order in orders)
+        kind = torch.float64 if self._double else torch.float32
+        return min(LARGEST[kind], max(EXACT if self._double else 1e-6, ORDERS * changed))
+
+    def _difference(self, whole: _Value, parts: Sequence[_Value]) -> float:
+        count = sum(part.count for part in parts)
+        if not count:
+            return 0.0
+        total, gradient = _quotients(parts)
+        scale = max(abs(whole.total) / whole.count, *(abs(part.total) / count for part in parts), 1e-30)
+        norms = [float(part.gradient.norm()) / count for part in parts]
+        steepest = max(float(whole.gradient.norm()) / whole.count, 1e-3 * max(norms), 1e-30)
+        losses = abs(whole.total / whole.count - total) / scale
+        return max(losses, float((whole.gradient / whole.count - gradient).norm()) / steepest)
+
+    def _weights(self, *, mean: bool) -> tuple[tuple[float, ...] | None, bool]:
+        """Return weights of the rows that give the whole loss, a mean or a sum; and whether it is a plain sum."""
+        self._gradients = True
+        singles = [self._value([row]) for row in range(self._rows)]
+        known = [row for row, single in enumerate(singles) if math.isfinite(single.total) and single.count]
+        if not known:
+            return None, False
+        columns = torch.stack([_column(singles[row]) for row in known], 1)
+        target = _column(self._value(range(self._rows)))
+        solved = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
+        residual = float((columns @ solved - target).norm() / target.norm().clamp(min=1e-30))
+        total = float(solved.sum())
+        if residual > (1e-6 if self._double else 1e-3) or float(solved.min()) < -1e-6:
+            return None, False
+        found = dict(zip(known, solved.tolist(), strict=True))
+        weights = tuple(found.get(row, 0.0) for row in range(self._rows))
+        if not mean or abs(total - 1) < 1e-4:
+            return weights, False
+        return (weights, True) if float((solved - solved.mean()).abs().max()) < 1e-4 else (None, False)
+
+    def _value(self, rows: Sequence[int]) -> _Value:
+        part = {name: tensor[list(rows)].clone() for name, tensor in self._tensors.items()}
+        step = StepModule(self._model, rebuild(self._template, part), self._loss)
+        generator = torch.get_rng_state()
+        state = preserve_state(roots_of(self._model, self._loss), self._ignored_state)
+        learning = torch.set_grad_enabled(self._gradients)
+        with state, neutral(self._model, double=self._double), learning:
+            torch.manual_seed(0)
+            values = step(*part.values())
+            outputs = dict(zip(step.outputs.value, values, strict=True))
+            wanted = self._parameters if self._gradients else []
+            terms = [term for term in terms_of(step.outputs.value) if not term.logged]
+            of_terms = [
+                torch.autograd.grad(outputs[term.value], wanted, allow_unused=True, retain_graph=True) if wanted else ()
+                for term in terms
+            ]
+        torch.set_rng_state(generator)
+        weights = [1.0 if term.divisor is not None else float(len(rows)) for term in terms]
+        sampled = [_sample_gradients(each, wanted) * weight for each, weight in zip(of_terms, weights, strict=True)]
+        pairs = list(zip(terms, weights, strict=True))
+        return _Value(
+            tuple(float(outputs[term.value].item()) * weight for term, weight in pairs),
+            tuple(weight if term.divisor is None else float(outputs[term.divisor].item()) for term, weight in pairs),
+            torch.stack(sampled),
+            all(term.divisor is not None for term in terms),
+        )
+
+
+def _combination(gradients: torch.Tensor) -> int | None:
+    """Return the first row that is a combination of the others, where no row is nothing."""
+    norms = gradients.norm(dim=1)
+    if len(gradients) < 2 or not bool((norms > 0).all()):
+        return None
+    rows = gradients / norms[:, None]
+    for index in range(len(rows)):
+        others = torch.cat((rows[:index], rows[index + 1 :])).T
+        solved = torch.linalg.lstsq(others, rows[index][:, None], driver="gelsd").solution
+        if float((others @ solved - rows[index][:, None]).norm()) < DEPENDENT:
+            return index
+    return None
+
+
+def _sample_gradients(gradients: Sequence[torch.Tensor | None], parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """Return elements of the gradients, evenly spread, as one vector."""
+    step = max(1, -(-sum(parameter.numel() for parameter in parameters) // MOST_ELEMENTS))
+    found = [torch.zeros(0, dtype=torch.float64)]
+    for gradient, parameter in zip(gradients, parameters, strict=True):
+        value = torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
+        real = torch.view_as_real(value) if value.is_complex() else value
+        found.append(real.detach().reshape(-1)[::step].double())
+    return torch.cat(found)
+
+
+def is_large(model: nn.Module) -> bool:
+    """Tell whether losses are compared alone, of fewer rows, since gradients would take minutes."""
+    return sum(parameter.numel() for parameter in model.parameters()) > LARGE
+
+
+def uneven_rows(batch: object, count: int) -> object:
+    """Return a few rows of a batch: those with the fewest and the most labels to leave out, and by their padding.
+
+    Rows without any label are the last ones, so that few parts have no loss.
+    """
+    tensors = named_tensors(batch)
+    equal, left_out = torch.zeros(row_count(tensors)), torch.zeros(row_count(tensors), dtype=torch.int64)
+    empty = torch.zeros(row_count(tensors), dtype=torch.bool)
+    for tensor in tensors.values():
+        flat = tensor.reshape(len(tensor), -1)
+        # Padding is at one end of a row, and all alike.
+        equal += ((flat == flat[:, :1]).sum(1) + (flat == flat[:, -1:]).sum(1)) / max(1, flat.shape[1])
+        # Masked tokens are anywhere.
+        masked = (flat == USUAL).sum(1) if flat.dtype is torch.int64 else torch.zeros_like(left_out)
+        left_out += masked.where(masked < flat.shape[1], 0)
+        empty |= masked >= max(1, flat.shape[1])
+    order = [row for row in equal.argsort(stable=True).tolist() if not empty[row]]
+    without = empty.nonzero()[: -(-count // 3), 0].tolist() if order else list(range(len(empty)))
+    # Two parts of a row each would leave one of them without a loss.
+    count = max(count, 3) if without else count
+    wanted = count - len(without)
+    spread = [order[round(place * (len(order) - 1) / max(1, wanted - 1))] for place in range(wanted)] if order else []
+    ends = [int(left_out.argmax()), int(left_out.argmin())] if bool(left_out.any()) else []
+    rows = [*dict.fromkeys([*(row for row in ends if not empty[row]), *spread])][:wanted]
+    return rebuild(batch, {name: tensor[[*rows, *without][:count]] for name, tensor in tensors.items()})
+
+
+def ignored_labels(graph: LayerGraph) -> dict[str, int]:
+    """Return the tensors of a batch that hold labels of which the captured loss leaves some out, and which it does."""
+    found: dict[str, int] = {}
+    if graph.segmented_program is None:
+        return found
+    names = graph.segmented_program.inputs.tensors
+    for node in graph.segmented_program.program.graph.nodes:
+        place = _IGNORING.get(str(node.target).partition(".default")[0])
+        ignored = node.args[place] if place is not None and len(node.args) > place else USUAL
+        if isinstance(ignored, int) and ignored != USUAL:
+            sources = reachable([node.args[1]], lambda each: each.all_input_nodes)
+            found.update({names[source.name]: ignored for source in sources if source.name in names})
+    return found
+
+
+def with_ignored(batch: object, labels: Mapping[str, int]) -> object:
+    """Return a batch of which some rows have fewer labels than others; every row of several keeps two at least."""
+    tensors = dict(named_tensors(batch))
+    for name, ignored in labels.items():
+        if tensors[name].dtype is torch.int64:
+            changed = tensors[name] = tensors[name].clone()
+            length = changed.shape[1] if changed.dim() > 1 else 1
+            for row in range(len(changed)):
+                if changed.dim() > 1:
+                    changed[row, : max(0, length - max(2, length * (1 + row % 3) // 3))] = ignored
+                elif row in (2, 3):
+                    changed[row] = ignored
+    return rebuild(batch, tensors)
+
+
+def _column(value: _Value) -> torch.Tensor:
+    """Return a mean or a sum with its gradient."""
+    column = torch.cat((value.gradient, torch.tensor([value.total], dtype=torch.float64)))
+    return column if value.has_count else column / value.count
+
+
+SAMPLES = 32
+"""Read of a dataset, evenly spread, to find some whose labels count unevenly."""
+MOST_READ = 2048
+"""Samples that are read until something counts."""
+_FIGURE = "if the second is a figure to log (an accuracy, a norm), let loss() return the loss alone"
+UNKNOWN = "whether the loss of a mini-batch is that of its micro-batches is not known"
+LABELS = "batch.labels"
+_OF_LABELS = "(labels != -100).sum()"
+_EXACT = (
+    "exact is one micro-batch that no replicas divide where samples meet: pass `accept_loss=True`, then "
+    "plan with `micro_batches=1` and `stages` of one replica each (of a loss that alone compares samples, the last one)"
+)
+_ACCEPTING = "or pass `accept_loss=True`, and results depend on micro-batches"
+
+
+class LossCheck(NamedTuple):
+    """What is known of a loss."""
+
+    difference: float | None = None
+    """How far a mini-batch's loss is from that of its parts, relative; None where it is none but rounding."""
+    note: str | None = None
+    """Why it is not known."""
+
+
+def check_loss(user: UserModel, model: nn.Module, graph: LayerGraph, *, accept_loss: bool) -> LossCheck:
+    """Compare the loss of a few samples with that of their parts; of whole ones only if short ones do not agree.
+
+    Args:
+        user: whose loss and data.
+        model: in training mode, with values.
+        graph: as captured.
+        accept_loss: whether a difference is taken.
+
+    Raises:
+        ModelError: they differ, and it is not accepted; says what to write instead, or what is exact.
+    """
+    if graph.short is not None:
+        with contextlib.suppress(AutoparError, DifferentError):
+            found = _check_loss(user, model, graph, graph.short.shortening, accept_loss=False)
+            if found == LossCheck():
+                return found
+    return _check_loss(user, model, graph, None, accept_loss=accept_loss)
+
+
+def _check_loss(
+    user: UserModel, model: nn.Module, graph: LayerGraph, shortening: Shortening | None, *, accept_loss: bool
+) -> LossCheck:
+    # Those of the library are known: labels of tokens and pixels are counted, others are one a sample.
+    known = user.loss is None and _of_library(model)
+    labels = {} if known or user.spec.startswith(PREFIX) else ignored_labels(graph)
+    batches = _uneven(user, model, labels, shortening)
+    batch = next(batches)
+    try:
+        while True:
+            try:
+                found = separation(model, batch, user.loss, user.ignored_state)
+                break
+            except NothingCountedError:
+                # Of a loss that gives a sum and a figure that is no count, such as how many answers are right.
+                batch = next(batches)
+    except StopIteration:
+        raise ModelError(
+            f"{user.path}: loss() returns a pair, a sum and the number that it is divided by, and that number is 0 for "
+            f"every sample that was tried; {_FIGURE}"
+        ) from None
+    except IncomparableError as error:
+        return LossCheck(note=f"{UNKNOWN}: {error}")
+    if found.combination is not None:
+        name = [term.name for term in terms_of(graph.outputs) if not term.logged][found.combination]
+        raise ModelError(
+            f"{user.path}: loss() returns terms that are added up, and {name!r} is made of the others, as a total "
+            f"beside its parts; return the parts alone, or what is not to be trained under {LOG!r}"
+        )
+    if not found.difference:
+        return LossCheck()
+    if not accept_loss:
+        raise ModelError(f"{user.path}: {_explain_difference(user, graph, batch, labels, found)}")
+    return LossCheck(found.difference)
+
+
+def counted_loss(model: nn.Module) -> Callable[..., Any] | None:
+    """Return the loss that counts the labels of a Transformers model's tokens or pixels; none of other models."""
+    task = _task(model)
+    return None if task is None else task.loss
+
+
+def _task(model: nn.Module) -> Task | None:
+    if not _of_library(model):
+        return None
+    tasks = (task_of(kind.__name__, model.config) for kind in type(model).__mro__ if issubclass(kind, nn.Module))
+    return next((task for task in tasks if task is not None), None)
+
+
+def _of_library(model: nn.Module) -> bool:
+    library = sys.modules.get("transformers")
+    return library is not None and isinstance(model, library.PreTrainedModel)
+
+
+def counts_labels(model: nn.Module, batch: object) -> bool:
+    """Tell whether a Transformers model's mean is one over labels, as uneven ones show, or it is too large to run."""
+    task = _task(model)
+    if task is None or task.loss is None or not isinstance(batch, Mapping) or "labels" not in batch:
+        return False
+    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        return True
+    rows = with_ignored(uneven_rows(batch, _count(model)), {LABELS: task.ignore_index})
+    try:
+        own, counted = (separation(model, rows, each) for each in (None, task.loss))
+    except IncomparableError:
+        return False
+    return own.difference > 0 and not counted.difference
+
+
+def _count(model: nn.Module) -> int:
+    return 3 if is_large(model) else sum(PARTS)
+
+
+def _uneven(
+    user: UserModel, model: nn.Module, labels: Mapping[str, int], shortening: Shortening | None
+) -> Iterator[object]:
+    """Yield samples of the dataset, picked or changed so that their labels count unevenly; then others in a row."""
+    dataset = user.dataset()
+    samples = user.sample_count(dataset)
+
+    def length(batch: object) -> object:
+        return batch if shortening is None else shortening.batch(batch)
+
+    indices = sorted({round(place * (samples - 1) / (SAMPLES - 1)) for place in range(SAMPLES)})
+    batch = user.load_batch(dataset, indices)
+    together = _count(model)
+    yield length(with_ignored(uneven_rows(batch, together), labels))
+    for first in range(0, min(samples, MOST_READ) - together, together):
+        yield length(user.load_batch(dataset, range(first, first + together)))
+
+
+def _explain_difference(
+    user: UserModel,
+    graph: LayerGraph,
+    batch: object,
+    labels: Mapping[str, int],
+    result: Separation,
+) -> str:
+    differ = f"the loss and gradients of a mini-batch differ by {result.difference:.2g} from those of its micro-batches"
+    if graph.loss == "terms":
+        return (
+            f"{differ}: {' and '.join(repr(term.name) for term in terms_of(graph.outputs) if not term.logged)} of what "
+            f"loss() returns must be means over samples, or (sum, count) pairs that add up; {_FIGURE}; {_EXACT}"
+        )
+    if graph.loss == "sum_count":
+        remedy = f"let the sum be one over labels (or samples), and the count be their number; {_FIGURE}"
+        return (
+            f"{differ}: (sum, count) do not add up; {remedy}, {_ACCEPTING}"
+            if result.weights
+            else (f"{differ}: no sum over samples gives it, as of losses that compare samples; {_FIGURE}; {_EXACT}")
+        )
+    if result.additive:
+        return f"{differ}: it is a sum over samples; let loss() return (sum, number of samples), {_ACCEPTING}"
+    if result.weights is None:
+        return (
+            f"{differ}: it is no mean over samples, nor over anything that they have many of (contrastive losses and a "
+            f"router's balance are none); of several means, each over some of the samples, let loss() return every one "
+            f"by name, {{'a': (sum, count), 'b': (sum, count)}}; else {_EXACT}"
+        )
+    return (
+        f"{differ}: it is a mean over something that samples have unevenly many of; let loss(output, batch) return its "
+        f"sum and their number, {_formula(user, batch, labels, result.weights)}, {_ACCEPTING}"
+    )
+
+
+def _formula(user: UserModel, batch: object, labels: Mapping[str, int], weights: Sequence[float]) -> str:
+    """Return what loss() is to return, with the count that gives the weights where one is found."""
+    count = _count_expression(batch, labels, weights)
+    if user.loss is None:
+        return f"n = {count or _OF_LABELS}; return output.loss * n, n"
+    return f'such as (torch.nn.functional.cross_entropy(scores, labels, reduction="sum"), {count or _OF_LABELS})'
+
+
+def _count_expression(batch: object, labels: Mapping[str, int], weights: Sequence[float]) -> str | None:
+    """Return the expression of a count that is proportional to weights, of labels that are ignored before others.
+
+    Inputs are never counted: zeros that pad an image stand as often as ignored labels, and thrice with three channels.
+    """
+    wanted = torch.tensor(weights, dtype=torch.float64)
+    tensors = {name: each for name, each in named_tensors(batch).items() if _may_be_counted(each)}
+    for name, tensor in sorted(tensors.items(), key=lambda item: not bool((item[1] == USUAL).any())):
+        flat = tensor.reshape(len(tensor), -1)
+        place = "".join(f"[{part}]" if part.isdigit() else f'["{part}"]' for part in name.split(".")[1:])
+        for value in dict.fromkeys((USUAL, 0, labels.get(name, USUAL))):
+            for start, cut in ((0, ""), (1, "[:, 1:]")):
+                counts = (flat[:, start:] != value).sum(1).double()
+                alike = torch.allclose(counts / counts.sum(), wanted / wanted.sum(), rtol=1e-4, atol=1e-6)
+                if alike and bool((counts != counts[0]).any()):
+                    return f"(batch{place}{cut} != {value}).sum()"
+    return None
+
+
+def _may_be_counted(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may be labels or a mask: it holds integers, or nothing but 0 and 1."""
+    return not (tensor.is_floating_point() or tensor.is_complex()) or bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def copied_model(
+    model: nn.Module, batch: object, ignored_state: tuple[str, ...], **functions: Callable[..., Any] | None
+) -> tuple[UserModel, int]:
+    """Return what a model file would say of a copy of a module, and the samples of a mini-batch.
+
+    A Transformers model without a ``loss`` that counts labels is given one that does.
+    """
+    check_module(model)
+    own = deep_copy(model)
+    counts = functions["loss"] is None and counts_labels(own.train(), batch)
+    if counts:
+        functions["loss"] = counted_loss(own)
+    user = given_model(own, batch, **functions)
+    user = replace(user, ignored_state=ignored_state, counts_labels=counts)
+    return user, row_count(named_tensors(batch))

@@ -1,0 +1,184 @@
+"""Changes: whether what forward and loss read outside of tensors is still as it was when they were captured.
+
+    weights["aux"] = 0.1 * epoch   # read by loss(); a script writes it between steps
+    model.dropout.p = 0.2
+    model.backbone.eval()
+
+In come a model, its loss, and the names in the code that they ran; out comes, asked before every step, whether a number
+that this code can reach by such a name has another value, or a module another mode. A counter of a trainer whose method
+the loss is, and which the loss does not mention, is not looked at. Neither is what ``ignored_state`` names.
+
+It is asked often, and what can be reached is much: the walk is made once, and leaves a flat list of what to read again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import operator
+import sys
+import zlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import CellType, CodeType, FunctionType, MappingProxyType
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from autopar.capture.model.python_state import (
+    ATOMS,
+    LARGEST_ARRAY_BYTES,
+    Path,
+    Roots,
+    attributes_of,
+    contents_of,
+    globals_of,
+    is_own,
+    names_of,
+    walk,
+)
+
+_GONE = object()
+_Read = Callable[[], Sequence[object]]
+
+
+def names_read(codes: Collection[CodeType]) -> frozenset[str]:
+    """Return the names by which some code can read attributes, globals and variables of closures."""
+    return frozenset(name for code in codes for name in (*names_of(code), *code.co_freevars))
+
+
+class Readings:
+    """What forward and loss read, as it was when this was made."""
+
+    def __init__(
+        self, roots: Roots, names: Collection[str] | None, ignored_state: tuple[str, ...] = (), *, modes: bool = True
+    ) -> None:
+        """Read it.
+
+        Args:
+            roots: a model and its loss, or the functions of a file that make them. A model may be in evaluation mode as
+                a whole, which says nothing: it is trained in training mode.
+            names: in the code that they run; None if that is not known: everything is read.
+            ignored_state: paths of what may change.
+            modes: whether modes of modules count.
+        """
+        wanted = _Wanted(names, ignored_state)
+        models = [value for value in roots.values() if isinstance(value, nn.Module)] if modes else []
+        reads: list[tuple[Path, _Read]] = [
+            (Path("training"), functools.partial(_modes, model, list(model.modules()))) for model in models
+        ]
+        for path, value, before in walk(roots, wanted.takes):
+            if before is not None or isinstance(value, (*ATOMS, torch.Tensor)):
+                continue
+            # An object may raise whatever it likes when it is asked for an attribute: then it stays closed.
+            with contextlib.suppress(Exception):
+                reads += [(path, read) for read in _reads(path, value, wanted)]
+        self._readings = [(read, list(read())) for _, read in reads]
+        self._paths = [path for path, _ in reads]
+
+    def have_changed(self) -> bool:
+        """Tell whether something is other than it was."""
+        return not all(_same(before, read()) for read, before in self._readings)
+
+    def changed(self) -> list[str]:
+        """Return the paths of what holds something that is other than it was."""
+        every = zip(self._paths, self._readings, strict=True)
+        return [str(path) for path, (read, before) in every if not _same(before, read())]
+
+
+class _Wanted:
+    """Which parts of what is reached are read."""
+
+    def __init__(self, names: Collection[str] | None, ignored_state: tuple[str, ...]) -> None:
+        self._names, self._ignored_state = names, ignored_state
+
+    def takes(self, holder: object, path: Path, part: object) -> bool:
+        """Tell whether a part of what is reached is."""
+        if self._ignored_state and path.matches_any(self._ignored_state):
+            return False
+        name = path.inner.rpartition(".")[2]
+        if isinstance(holder, FunctionType) and path.before == "global ":
+            return _reads_global(holder, holder.__globals__, name)
+        by_name = self._names is not None and not path.inner.endswith("]") and not name.startswith("__")
+        if not by_name or isinstance(part, (nn.Module, type)):
+            return True
+        own = isinstance(holder, nn.Module) or _is_users(holder)
+        return not own or name in (self._names or ())
+
+
+def _reads_global(function: FunctionType, variables: Mapping[str, object], name: str) -> bool:
+    """Tell whether a function reads a global: of its own file by name, and no attribute that is called like it."""
+    own = variables is function.__globals__ and name in variables
+    return not own or name in _loaded_globals(function.__code__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _loaded_globals(code: CodeType) -> frozenset[str]:
+    found = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return frozenset(found).union(*map(_loaded_globals, inner))
+
+
+def _is_users(value: object) -> bool:
+    kind = value if isinstance(value, type) else type(value)
+    return is_own(sys.modules.get(kind.__module__))
+
+
+def _same(before: Sequence[object], now: Sequence[object]) -> bool:
+    if len(before) != len(now):
+        return False
+    if all(map(operator.is_, before, now)):
+        return True
+    return all(
+        one is other or (type(one) is type(other) and isinstance(one, ATOMS) and one == other)
+        for one, other in zip(before, now, strict=True)
+    )
+
+
+def _modes(model: nn.Module, modules: Sequence[nn.Module]) -> list[object]:
+    """Return which modules are in training mode; all are trained so where the model is not in it as a whole."""
+    return [module.training for module in modules] if model.training else [True] * len(modules)
+
+
+def _reads(path: Path, value: Any, wanted: _Wanted) -> Iterator[_Read]:  # noqa: ANN401
+    """Yield what reads again all that a value reaches in a single step, as ``parts_of`` has it."""
+    if isinstance(value, (dict, MappingProxyType)):
+        yield functools.partial(_items, value)
+    elif isinstance(value, (list, tuple, deque, set, frozenset)):
+        yield functools.partial(list, value)
+    elif isinstance(value, numpy.ndarray):
+        yield functools.partial(_array, value)
+    elif isinstance(value, CellType):
+        yield functools.partial(contents_of, value)
+    elif isinstance(value, FunctionType):
+        yield lambda: [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        read = ((each, name) for each, name in globals_of(value) if _reads_global(value, each, name))
+        yield from (functools.partial(_picked, variables, [name]) for variables, name in read)
+    elif isinstance(value, functools.partial):
+        yield lambda: [*value.args, *value.keywords.values()]
+    if isinstance(value, nn.Module):
+        yield functools.partial(_items, value._modules)
+    keys = [name for name, part in attributes_of(value).items() if wanted.takes(value, path.attribute(name), part)]
+    variables = getattr(value, "__dict__", {})
+    inside, slots = [key for key in keys if key in variables], [key for key in keys if key not in variables]
+    if inside:
+        yield functools.partial(_picked, variables, inside)
+    if slots:
+        yield lambda: [getattr(value, name, _GONE) for name in slots]
+
+
+def _picked(mapping: Mapping[str, object], keys: Sequence[str]) -> list[object]:
+    return [mapping.get(key, _GONE) for key in keys]
+
+
+def _items(mapping: Mapping[Any, object]) -> list[object]:
+    return [*mapping, *mapping.values()]
+
+
+def _array(value: Any) -> list[object]:  # noqa: ANN401
+    if value.dtype == object:
+        return list(value.flat)
+    return [zlib.crc32(numpy.ascontiguousarray(value).tobytes())] if value.nbytes <= LARGEST_ARRAY_BYTES else []
