@@ -31,18 +31,19 @@ micro-batch. The idle times of ``zb-h1`` and ``zb-h2`` hold where w is no longer
 One file per schedule, and its variants: interleaved 1F1B is beside 1F1B, the three zero-bubble ones are in one;
 :data:`SCHEDULES` names them all. A schedule orders the forwards and backwards of one rank, and names the in-flight
 depths it may be run with; :func:`autopar.schedules.expand.expand` adds the messages, the reductions and the update.
+``examples/own_schedule.py`` draws and simulates one of your own.
 Which stages share devices is :mod:`autopar.formats.plan`'s. Users may spell a schedule as torch.distributed.pipelining
 does (:func:`canonical`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from autopar.errors import UsageError
 from autopar.schedules import dualpipe_v, gpipe, one_forward_one_backward, zero_bubble
-from autopar.schedules.order import Computation, RankPlace
+from autopar.schedules.order import Order
 
 __all__ = ["SCHEDULES", "TORCH_NAMES", "Schedule", "canonical", "schedule_named"]
 
@@ -50,8 +51,7 @@ __all__ = ["SCHEDULES", "TORCH_NAMES", "Schedule", "canonical", "schedule_named"
 class Schedule(NamedTuple):
     """How a schedule orders a rank, and which in-flight depths it offers."""
 
-    order: Callable[[RankPlace], Iterator[Computation]]
-    """What a rank computes, in order."""
+    order: Order
     warmups: Callable[[int, int, int], dict[str, tuple[int, ...]]]
     """(groups, stages per group, micro_batches) -> name of the choice -> depth per stage."""
     halves: bool = False

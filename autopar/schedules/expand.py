@@ -30,7 +30,7 @@ from autopar.formats.program import (
 from autopar.policies import POLICIES
 from autopar.schedules import SCHEDULES
 from autopar.schedules.continuing import repetition
-from autopar.schedules.order import Entry, RankPlace, in_order
+from autopar.schedules.order import Entry, Order, RankPlace, in_order
 from autopar.schedules.route import Route, Routes, even_shares
 
 
@@ -157,13 +157,15 @@ def _exchanged_tensors(plan: Plan) -> dict[tuple[int, int], list[int]]:
     return pairs
 
 
-def expand(plan: Plan) -> Program:
+def expand(plan: Plan, order: Order | None = None) -> Program:
     """Return the program of one step of a plan, or of one repetition where its pipeline is never flushed.
 
     Every forward is preceded by its receives and followed by its sends, every backward likewise; after the last
     backward come the reductions among the stages' replicas, those of parameters shared between stages, and the update.
+    ``order`` is one of your own in place of the schedule's; memory is planned for the micro-batches that this one has
+    in flight.
     """
-    ranks = tuple(RankProgram.of(Action(*entry) for entry in entries) for entries in entries_of(plan))
+    ranks = tuple(RankProgram.of(Action(*entry) for entry in entries) for entries in entries_of(plan, order))
     return Program(ranks, shift=0 if plan.weight_policy == "sync" else plan.micro_batches * plan.span)
 
 
@@ -196,13 +198,13 @@ def _computations(plan: Plan, place: RankPlace) -> int:
     return sum(1 for _ in schedule.order(place)) if schedule.halves else 2 * place.micro_batches * len(place.stages)
 
 
-def entries_of(plan: Plan) -> Iterable[Iterable[Entry]]:
+def entries_of(plan: Plan, order: Order | None = None) -> Iterable[Iterable[Entry]]:
     """Return every rank's actions as plain tuples: what :func:`expand` makes actions of, for who needs many of them."""
-    entries = _unordered_entries(plan)
+    entries = _unordered_entries(plan, order or SCHEDULES[plan.schedule].order)
     return entries if layout_of(plan.schedule) == "line" else in_order(entries)
 
 
-def _unordered_entries(plan: Plan) -> Iterator[Iterator[Entry]]:
+def _unordered_entries(plan: Plan, order: Order) -> Iterator[Iterator[Entry]]:
     inward: dict[tuple[int, int], list[Message]] = {}
     outward: dict[tuple[int, int], list[Message]] = {}
     for message in messages(plan):
@@ -217,7 +219,7 @@ def _unordered_entries(plan: Plan) -> Iterator[Iterator[Entry]]:
                 stage: _StageMessages.of(inward.get((rank, stage), []), outward.get((rank, stage), []))
                 for stage in chunks
             }
-            yield _entries(plan, _place(plan, group, chunks, replica), replica, flows)
+            yield _entries(plan, order, _place(plan, group, chunks, replica), replica, flows)
             rank += 1
 
 
@@ -251,13 +253,15 @@ class _StageMessages(NamedTuple):
         return cls(received, sent, returned, returning, any(message.period > 1 for message in (*inward, *outward)))
 
 
-def _entries(plan: Plan, place: RankPlace, replica: int, flows: dict[int, _StageMessages]) -> Iterator[Entry]:
+def _entries(
+    plan: Plan, order: Order, place: RankPlace, replica: int, flows: dict[int, _StageMessages]
+) -> Iterator[Entry]:
     if plan.weight_policy != "sync":
         yield from _repeated_entries(plan, place.stages[0], replica, flows)
         return
     first = plan.stages[place.stages[0]]
     own = turns(first.division, first.replicas, replica, plan.micro_batches)
-    for kind, stage, index in SCHEDULES[plan.schedule].order(place):
+    for kind, stage, index in order(place):
         yield from _with_messages((kind, stage, own[index], -1, -1), flows[stage])
     yield from closing_of(plan, place.stages)
 

@@ -113,6 +113,10 @@ class RankPlace(NamedTuple):
     """Most micro-batches in flight, by stage of ``stages``; empty where they follow from the order."""
 
 
+Order = Callable[[RankPlace], Iterator[Computation]]
+"""What a rank computes, in order: a schedule, as far as one rank sees it."""
+
+
 def places(
     layout: Layout, groups: int, chunks: int, micro_batches: int, warmups: tuple[int, ...] = ()
 ) -> Iterator[RankPlace]:
@@ -123,9 +127,7 @@ def places(
 
 
 @lru_cache(maxsize=4096)
-def depths(
-    order: Callable[[RankPlace], Iterator[Computation]], layout: Layout, groups: int, chunks: int, micro_batches: int
-) -> tuple[int, ...]:
+def depths(order: Order, layout: Layout, groups: int, chunks: int, micro_batches: int) -> tuple[int, ...]:
     """Return the most micro-batches in flight on every stage, as an order that needs no depths implies."""
     found = [0] * (groups * chunks)
     for place in places(layout, groups, chunks, micro_batches):

@@ -8,12 +8,15 @@ from __future__ import annotations
 from autopar.formats.plan import layout_of
 from autopar.formats.program import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
 from autopar.schedules import SCHEDULES
-from autopar.schedules.order import Computation, places
+from autopar.schedules.order import Computation, Order, places
 
 
-def draw(schedule: str, stages: int, micro_batches: int, warmup: str | None = None, groups: int | None = None) -> str:
+def draw(
+    schedule: str | Order, stages: int, micro_batches: int, warmup: str | None = None, groups: int | None = None
+) -> str:
     """Return one line per stage, or per group of several, one column per slot.
 
+    ``schedule`` is a name of :data:`autopar.schedules.SCHEDULES`, or an order of your own, of one stage per rank.
     ``warmup`` names the depth, by default the shallowest. Of groups, a forward or backward names its stage, too.
     """
     rows = timetable(schedule, stages, micro_batches, warmup, groups)
@@ -35,23 +38,26 @@ def _cell(slot: Computation | None, several: bool) -> str:
 
 
 def timetable(
-    schedule: str, stages: int, micro_batches: int, warmup: str | None = None, groups: int | None = None
+    schedule: str | Order, stages: int, micro_batches: int, warmup: str | None = None, groups: int | None = None
 ) -> list[list[Computation | None]]:
     """Return what every group computes in every slot; None where it waits."""
     groups = groups or stages
-    chosen, chunks = SCHEDULES[schedule], stages // groups
-    choices = chosen.warmups(groups, chunks, micro_batches)
-    depths = choices[warmup] if warmup else next(iter(choices.values()))
-    all_places = places(layout_of(schedule), groups, chunks, micro_batches, depths)
-    orders = _slots([list(chosen.order(place)) for place in all_places])
+    if isinstance(schedule, str):
+        chosen, chunks = SCHEDULES[schedule], stages // groups
+        choices = chosen.warmups(groups, chunks, micro_batches)
+        depths = choices[warmup] if warmup else next(iter(choices.values()))
+        order, all_places = chosen.order, places(layout_of(schedule), groups, chunks, micro_batches, depths)
+    else:
+        order, all_places = schedule, places("line", stages, 1, micro_batches, (micro_batches,) * stages)
+    orders = _slots([list(order(place)) for place in all_places])
     done: set[Computation] = set()
     rows: list[list[Computation | None]] = [[] for _ in range(groups)]
     while any(orders):
         finished = []
-        for row, order in zip(rows, orders, strict=True):
-            ready = bool(order) and _ready(order[-1], stages, done)
-            row.append(order.pop() if ready else None)
-            if ready and row[-1] not in order[-1:]:
+        for row, slots in zip(rows, orders, strict=True):
+            ready = bool(slots) and _ready(slots[-1], stages, done)
+            row.append(slots.pop() if ready else None)
+            if ready and row[-1] not in slots[-1:]:
                 finished.append(row[-1])
         if all(row[-1] is None for row in rows):
             raise AssertionError(f"{schedule} is stuck at slot {len(rows[0])}")

@@ -1,7 +1,10 @@
-"""The examples are ordinary PyTorch: they train in a plain loop, and know nothing of autopar."""
+"""Examples: models are ordinary PyTorch, and know nothing of autopar; its rooms are asked in short programs."""
 
 import ast
+import re
 import runpy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -44,3 +47,17 @@ def test_the_gpt_has_twelve_blocks_and_ties_its_head_to_its_embedding() -> None:
     model = runpy.run_path(str(EXAMPLES / "gpt.py"))["model"]()
     assert len(model.blocks) == 12
     assert model.head.weight is model.wte.weight
+
+
+@pytest.mark.parametrize("name", ["own_costs", "own_schedule"])
+def test_a_program_that_asks_one_room_fits_a_screen_and_runs(name: str) -> None:
+    path = EXAMPLES / f"{name}.py"
+    assert len(path.read_text().splitlines()) <= 60
+    out = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True).stdout
+    if name == "own_costs":
+        found = re.findall(r"plan of own_costs.py: (\d) stages? on 4 devices", out)
+        assert found == ["1", "4"], "a slow network is what pipelines are for"
+    else:
+        seconds = dict(re.findall(r"^(\w+): (\d.\d+) s", out, re.MULTILINE))
+        assert out.startswith("stage 0: F0 F1 F2 F3 F4 F5 B0 B1 .")
+        assert seconds["1f1b"] < seconds["4F4B"] < seconds["2F2B"] < seconds["gpipe"] < seconds["1F1B"]
