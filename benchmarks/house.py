@@ -171,6 +171,7 @@ def prose(files: Sequence[File]) -> dict[str, float]:
     lines = sum(each.lines for each in files)
     code = [line for each in files for line in _lines_of(each, each.code())]
     return {
+        "raises": sum(isinstance(each, ast.Raise) for file in files for each in ast.walk(file.tree)),
         "docstring_share": round(sum(len(each.docstrings()) for each in files) / lines, 4),
         "annotation_share": round(sum(len(each.annotations()) for each in files) / lines, 4),
         "error_text_share": round(sum(len(each.errors()) for each in files) / lines, 4),
@@ -212,13 +213,43 @@ def _complex(files: Sequence[File]) -> list[str]:
 
 
 def names(files: Sequence[File]) -> dict[str, Any]:
-    """Return the classes whose names, underscores apart, stand in several files."""
+    """Return the classes whose names, underscores apart, stand in several files; and public names without users.
+
+    A public name is one of a module's functions, classes and constants, and its users are other files of the product.
+    """
     homes: dict[str, set[str]] = defaultdict(set)
     for file in files:
         for each in file.tree.body:
             if isinstance(each, ast.ClassDef):
                 homes[each.name.strip("_")].add(str(file.path))
-    return {"class_names_in_several_files": {name: sorted(own) for name, own in sorted(homes.items()) if len(own) > 1}}
+    public = [(file, name) for file in files for name in _defined(file) if not name.startswith("_")]
+    users: dict[str, set[Path]] = defaultdict(set)
+    for file in files:
+        for name in _mentioned(file):
+            users[name].add(file.path)
+    return {
+        "class_names_in_several_files": {name: sorted(own) for name, own in sorted(homes.items()) if len(own) > 1},
+        "public_names": len(public),
+        "public_without_users": [f"{file.path} {name}" for file, name in public if not users[name] - {file.path}],
+    }
+
+
+def _defined(file: File) -> Iterator[str]:
+    """Yield a module's own names."""
+    for each in file.tree.body:
+        if isinstance(each, Function | ast.ClassDef):
+            yield each.name
+        targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", None)]
+        yield from (one.id for one in targets if isinstance(one, ast.Name) and one.id != "__all__")
+
+
+def _mentioned(file: File) -> Iterator[str]:
+    """Yield every name that a module uses or imports, and those that it lists as texts."""
+    for each in ast.walk(file.tree):
+        for field in ("id", "attr", "name", "value"):
+            found = getattr(each, field, None)
+            if isinstance(found, str) and found.isidentifier():
+                yield found
 
 
 def participles(files: Sequence[File]) -> dict[str, Any]:
@@ -229,7 +260,7 @@ def participles(files: Sequence[File]) -> dict[str, Any]:
     found = []
     for file in files:
         keys = file.path.parts[:2] in (("autopar", "formats"), ("autopar", "interop"))
-        flags = file.path.parts[:2] == ("autopar", "cli") or file.path.name == "api.py"
+        flags = file.path.parts[:2] in (("autopar", "cli"), ("autopar", "api"))
         for each in ast.walk(file.tree):
             own = [each] if isinstance(each, Function | ast.ClassDef) else []
             named = [one.name for one in own]
