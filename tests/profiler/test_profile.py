@@ -77,7 +77,7 @@ def test_nothing_of_a_model_is_left_alive_behind_its_profile(model_file: Path) -
 
 def test_a_loss_that_does_not_add_up_is_refused_unless_accepted(model_file: Path) -> None:
     model_file.write_text(MODEL.replace("nn.functional.cross_entropy(output, batch[1])", "output.std()"))
-    with pytest.raises(ModelError, match=r"no mean over samples, .* `micro_batches=1`"):
+    with pytest.raises(ModelError, match=r"compares samples .* `micro_batches=1`"):
         prepare(load(str(model_file)), ProfileOptions(batch=4, device="cpu"))
     options = ProfileOptions(batch=4, device="cpu", accept_loss=True)
     assert (prepare(load(str(model_file)), options).loss_difference or 0) > 0.001

@@ -8,10 +8,10 @@ a loss that compares samples with one another.
 takes long for a sample, of shorter samples (``shortening.py``), or the losses alone. Samples are picked that have
 unevenly much padding; where the loss leaves out a label other than torch's own -100 (``ignore_index=0``), some samples
 get more of it. Models of more than 16 million parameters compare losses of three samples, without gradients. A loss
-that does not add up is refused: with the formula to write where it is a mean over something that is counted, else
-(contrastive losses, a router's balance) with what is exact: one micro-batch, and one replica of every stage where
-samples meet. ``accept_loss`` takes it as it is. The difference then stands in the profile, and plan and report state it
-where the plan divides the mini-batch.
+that does not add up is refused with both remedies: to return a sum and a count, and, of a loss that compares samples
+(contrastive losses, a router's balance), what is exact: one micro-batch, and one replica of every stage where samples
+meet. ``accept_loss`` takes it as it is. The difference then stands in the profile, and plan and report state it where
+the plan divides the mini-batch.
 
 Losses are compared in float64, computed so that rows of a batch meet in the loss only: random numbers are replaced by
 their means (dropout leaves everything as it is), buffers stay as they are (no average moves), and batch normalisation
@@ -86,10 +86,6 @@ class Separation:
 
     difference: float
     """Relative; 0 where they differ by rounding."""
-    weights: tuple[float, ...] | None = None
-    """What the single rows' losses are to be weighted with to give the batch's, where some weights do."""
-    additive: bool = False
-    """Whether the batch's loss is the sum of its rows' losses, not their mean."""
     combination: int | None = None
     """A term of the loss that is made of the others, as a total beside its parts is, if there is one."""
 
@@ -102,8 +98,6 @@ class _Value:
     counts: tuple[float, ...]
     gradients: torch.Tensor
     """A row for each term."""
-    has_count: bool
-    """Whether the user's loss gives the counts."""
 
     @property
     def total(self) -> float:
@@ -196,7 +190,7 @@ class _PartLosses:
         found = self._difference(whole, self._parts())
         if found <= (EXACT if self._double else 0.0) or found <= self._rounding(whole):
             return Separation(0.0)
-        return Separation(found, *self._weights(mean=not whole.has_count))
+        return Separation(found)
 
     def _dependent_term(self, whole: _Value) -> int | None:
         """Return a term that others make, by gradients."""
@@ -230,26 +224,6 @@ class _PartLosses:
         losses = abs(whole.total / whole.count - total) / scale
         return max(losses, float((whole.gradient / whole.count - gradient).norm()) / steepest)
 
-    def _weights(self, *, mean: bool) -> tuple[tuple[float, ...] | None, bool]:
-        """Return weights of the rows that give the whole loss, a mean or a sum; and whether it is a plain sum."""
-        self._gradients = True
-        singles = [self._value([row]) for row in range(self._rows)]
-        known = [row for row, single in enumerate(singles) if math.isfinite(single.total) and single.count]
-        if not known:
-            return None, False
-        columns = torch.stack([_column(singles[row]) for row in known], 1)
-        target = _column(self._value(range(self._rows)))
-        solved = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
-        residual = float((columns @ solved - target).norm() / target.norm().clamp(min=1e-30))
-        total = float(solved.sum())
-        if residual > (1e-6 if self._double else 1e-3) or float(solved.min()) < -1e-6:
-            return None, False
-        found = dict(zip(known, solved.tolist(), strict=True))
-        weights = tuple(found.get(row, 0.0) for row in range(self._rows))
-        if not mean or abs(total - 1) < 1e-4:
-            return weights, False
-        return (weights, True) if float((solved - solved.mean()).abs().max()) < 1e-4 else (None, False)
-
     def _value(self, rows: Sequence[int]) -> _Value:
         part = {name: tensor[list(rows)].clone() for name, tensor in self._tensors.items()}
         step = StepModule(self._model, rebuild(self._template, part), self._loss)
@@ -274,7 +248,6 @@ class _PartLosses:
             tuple(float(outputs[term.value].item()) * weight for term, weight in pairs),
             tuple(weight if term.divisor is None else float(outputs[term.divisor].item()) for term, weight in pairs),
             torch.stack(sampled),
-            all(term.divisor is not None for term in terms),
         )
 
 
@@ -365,12 +338,6 @@ def with_ignored(batch: object, labels: Mapping[str, int]) -> object:
     return rebuild(batch, tensors)
 
 
-def _column(value: _Value) -> torch.Tensor:
-    """Return a mean or a sum with its gradient."""
-    column = torch.cat((value.gradient, torch.tensor([value.total], dtype=torch.float64)))
-    return column if value.has_count else column / value.count
-
-
 SAMPLES = 32
 """Read of a dataset, evenly spread, to find some whose labels count unevenly."""
 MOST_READ = 2048
@@ -378,12 +345,12 @@ MOST_READ = 2048
 _FIGURE = "if the second is a figure to log (an accuracy, a norm), let loss() return the loss alone"
 UNKNOWN = "whether the loss of a mini-batch is that of its micro-batches is not known"
 LABELS = "batch.labels"
-_OF_LABELS = "(labels != -100).sum()"
 _EXACT = (
-    "exact is one micro-batch that no replicas divide where samples meet: pass `accept_loss=True`, then "
-    "plan with `micro_batches=1` and `stages` of one replica each (of a loss that alone compares samples, the last one)"
+    "a loss that compares samples (a contrastive one, a router's balance) is exact in one micro-batch that no replicas "
+    "divide where samples meet: pass `accept_loss=True`, then plan with `micro_batches=1` and `stages` of one replica "
+    "each (where the loss alone compares them, the last one); with `accept_loss=True` alone, results depend on "
+    "micro-batches"
 )
-_ACCEPTING = "or pass `accept_loss=True`, and results depend on micro-batches"
 
 
 class LossCheck(NamedTuple):
@@ -447,7 +414,7 @@ def _check_loss(
     if not found.difference:
         return LossCheck()
     if not accept_loss:
-        raise ModelError(f"{user.path}: {_explain_difference(user, graph, batch, labels, found)}")
+        raise ModelError(f"{user.path}: {_explain_difference(user, graph, labels, found.difference)}")
     return LossCheck(found.difference)
 
 
@@ -506,70 +473,25 @@ def _uneven(
         yield length(user.load_batch(dataset, range(first, first + together)))
 
 
-def _explain_difference(
-    user: UserModel,
-    graph: LayerGraph,
-    batch: object,
-    labels: Mapping[str, int],
-    result: Separation,
-) -> str:
-    differ = f"the loss and gradients of a mini-batch differ by {result.difference:.2g} from those of its micro-batches"
-    if graph.loss == "terms":
-        return (
-            f"{differ}: {' and '.join(repr(term.name) for term in terms_of(graph.outputs) if not term.logged)} of what "
-            f"loss() returns must be means over samples, or (sum, count) pairs that add up; {_FIGURE}; {_EXACT}"
+def _explain_difference(user: UserModel, graph: LayerGraph, labels: Mapping[str, int], difference: float) -> str:
+    """Say what loss() has to return; ``labels`` are those of which it leaves out another than torch's own."""
+    if graph.loss == "mean":
+        count = f"(labels != {next(iter(labels.values()), USUAL)}).sum()"
+        written = f'return torch.nn.functional.cross_entropy(scores, labels, reduction="sum"), {count}'
+        if user.loss is None:
+            written = f"n = {count}; return output.loss * n, n"
+        remedy = (
+            "let loss(output, batch) return a sum and the number that it is divided by, such as "
+            f"`{written}`, or several such pairs by name (docs/howto/own_model.md)"
         )
-    if graph.loss == "sum_count":
-        remedy = f"let the sum be one over labels (or samples), and the count be their number; {_FIGURE}"
-        return (
-            f"{differ}: (sum, count) do not add up; {remedy}, {_ACCEPTING}"
-            if result.weights
-            else (f"{differ}: no sum over samples gives it, as of losses that compare samples; {_FIGURE}; {_EXACT}")
+    else:
+        names = [repr(term.name) for term in terms_of(graph.outputs) if term.name and not term.logged]
+        remedy = (
+            f"{' and '.join(names) or 'the pair'} that loss() returns must be a mean over samples, or a sum over "
+            f"labels (or samples) and their number; {_FIGURE}"
         )
-    if result.additive:
-        return f"{differ}: it is a sum over samples; let loss() return (sum, number of samples), {_ACCEPTING}"
-    if result.weights is None:
-        return (
-            f"{differ}: it is no mean over samples, nor over anything that they have many of (contrastive losses and a "
-            f"router's balance are none); of several means, each over some of the samples, let loss() return every one "
-            f"by name, {{'a': (sum, count), 'b': (sum, count)}}; else {_EXACT}"
-        )
-    return (
-        f"{differ}: it is a mean over something that samples have unevenly many of; let loss(output, batch) return its "
-        f"sum and their number, {_formula(user, batch, labels, result.weights)}, {_ACCEPTING}"
-    )
-
-
-def _formula(user: UserModel, batch: object, labels: Mapping[str, int], weights: Sequence[float]) -> str:
-    """Return what loss() is to return, with the count that gives the weights where one is found."""
-    count = _count_expression(batch, labels, weights)
-    if user.loss is None:
-        return f"n = {count or _OF_LABELS}; return output.loss * n, n"
-    return f'such as (torch.nn.functional.cross_entropy(scores, labels, reduction="sum"), {count or _OF_LABELS})'
-
-
-def _count_expression(batch: object, labels: Mapping[str, int], weights: Sequence[float]) -> str | None:
-    """Return the expression of a count that is proportional to weights, of labels that are ignored before others.
-
-    Inputs are never counted: zeros that pad an image stand as often as ignored labels, and thrice with three channels.
-    """
-    wanted = torch.tensor(weights, dtype=torch.float64)
-    tensors = {name: each for name, each in named_tensors(batch).items() if _may_be_counted(each)}
-    for name, tensor in sorted(tensors.items(), key=lambda item: not bool((item[1] == USUAL).any())):
-        flat = tensor.reshape(len(tensor), -1)
-        place = "".join(f"[{part}]" if part.isdigit() else f'["{part}"]' for part in name.split(".")[1:])
-        for value in dict.fromkeys((USUAL, 0, labels.get(name, USUAL))):
-            for start, cut in ((0, ""), (1, "[:, 1:]")):
-                counts = (flat[:, start:] != value).sum(1).double()
-                alike = torch.allclose(counts / counts.sum(), wanted / wanted.sum(), rtol=1e-4, atol=1e-6)
-                if alike and bool((counts != counts[0]).any()):
-                    return f"(batch{place}{cut} != {value}).sum()"
-    return None
-
-
-def _may_be_counted(tensor: torch.Tensor) -> bool:
-    """Whether a tensor may be labels or a mask: it holds integers, or nothing but 0 and 1."""
-    return not (tensor.is_floating_point() or tensor.is_complex()) or bool(((tensor == 0) | (tensor == 1)).all())
+    differ = f"the loss and gradients of a mini-batch differ by {difference:.2g} from those of its micro-batches"
+    return f"{differ}: {remedy}; {_EXACT}"
 
 
 def copied_model(

@@ -301,5 +301,5 @@ def test_losses_that_differ_by_few_labels_are_refused_on_short_samples(length: i
     batch["labels"][3, 17], batch["labels"][8, [2, 30]] = -100, -100
     user = given_model(model := _net(2), batch, loss=_mean)
     graph = _captured(model, _mean, {name: tensor[:2] for name, tensor in batch.items()})
-    with pytest.raises(ModelError, match="a mean over something that samples have unevenly many of"):
+    with pytest.raises(ModelError, match="return a sum and the number that it is divided by"):
         check_loss(user, model, graph, accept_loss=False)

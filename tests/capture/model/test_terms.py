@@ -75,7 +75,7 @@ def _unequal(output: torch.Tensor, batch: Batch) -> dict[str, Any]:
         (
             _unequal,
             ModelError,
-            "'one' and 'size' of what loss.* returns must be means over samples, or .sum, count. pairs",
+            "'one' and 'size' that loss.* returns must be a mean over samples, or a sum over labels",
         ),
         (lambda output, batch: {"log": {"a": output.mean()}}, ModelError, "a mapping without a term"),
         (lambda output, batch: {"a:b": output.mean()}, ModelError, "a term 'a:b'; names must be texts without a colon"),
