@@ -27,7 +27,7 @@ sys.path[:0] = [str(TESTS / "harness")]
 # ruff: noqa: E402
 import autopar
 from autopar import examples
-from autopar.exports import TARGETS, export_plan
+from autopar.api.exports import TARGETS, export_plan
 from autopar.formats.cluster import Cluster
 from autopar.formats.expressible import grid_of
 from autopar.formats.plan import Plan

@@ -152,7 +152,7 @@ def _import(*, rehearses: bool) -> None:
     """Import once what all parts want; no GPU is touched, which a process that is forked could then not use."""
     if rehearses:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for name in ("transformers", "autopar.api", "autopar.profiler", "autopar.runtime.start.launch"):
+    for name in ("transformers", "autopar.api.calls", "autopar.profiler", "autopar.runtime.start.launch"):
         importlib.import_module(name)
 
 

@@ -195,7 +195,7 @@ def formats(incomplete: str) -> list[str]:
 
 def targets(incomplete: str) -> list[str]:
     """Return what `autopar export` writes."""
-    from autopar.exports import TARGETS
+    from autopar.api.exports import TARGETS
 
     return _beginning(incomplete, TARGETS)
 

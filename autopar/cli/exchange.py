@@ -58,7 +58,7 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")] = False,
 ) -> None:
     """Write a plan as the configuration of another trainer, or as the launch of autopar's own ranks."""
-    from autopar.exports import target_of
+    from autopar.api.exports import target_of
 
     output = Path(target_of(target).file) if output is None else output
     options = {"nearest": nearest, "schedule_file": schedule_file, "profile": profile, "cluster": cluster}

@@ -101,7 +101,7 @@ def profile(
     """
     from autopar.cli.arguments import with_flags
     from autopar.cli.output import check_output, phases
-    from autopar.estimates import device_kinds, node_of
+    from autopar.api.estimates import device_kinds, node_of
     from autopar.formats.references import rebase_paths
 
     links_output = cluster_output or output.parent / _CLUSTER

@@ -267,7 +267,7 @@ def _phase_lines(times: PhaseTimes) -> Callable[[str, float], None]:
 
 
 def long_simulation(what: str, share: float) -> None:
-    """Say that a simulation takes a while, as :func:`autopar.inputs.read_inputs` tells it."""
+    """Say that a simulation takes a while, as :func:`autopar.api.inputs.read_inputs` tells it."""
     say(screen(), f"{what.capitalize()} ...")
 
 

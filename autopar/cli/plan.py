@@ -181,7 +181,7 @@ def plan(
     from autopar.formats.document import parse_bandwidth, parse_bytes, read_text
     from autopar.formats.profile import Profile
     from autopar.formats.references import rebase_paths, reference
-    from autopar.inputs import check_connected, cluster_file
+    from autopar.api.inputs import check_connected, cluster_file
     from autopar.planner import PlanOptions
 
     options = PlanOptions(
@@ -240,7 +240,7 @@ def _cluster(
 ) -> tuple[Cluster, dict[str, FileReference | str]]:
     """Return the cluster and how the plan records it; an estimated one if none was named and none lies there."""
     from autopar.formats.references import reference
-    from autopar.inputs import machines
+    from autopar.api.inputs import machines
 
     found, text = machines(cluster_name, path, profile, options.gpus)
     if path is None:
@@ -285,7 +285,7 @@ def compare(
     from autopar.cli.arguments import as_flags, echo
     from autopar.cli.output import slow_phases
     from autopar.formats.document import parse_bandwidth, parse_bytes
-    from autopar.inputs import cluster_file, machines, read_profile
+    from autopar.api.inputs import cluster_file, machines, read_profile
     from autopar.planner import PlanOptions
     from autopar.report.plan import render_comparison
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from autopar.formats.checkpoint import CheckpointView
-    from autopar.views import FileView
+    from autopar.api.views import FileView
 
 
 _PICTURE = Path("timeline.png")
@@ -96,7 +96,7 @@ def _save(figure: Figure, path: Path, overwrite: bool, console: Console) -> None
 
 def _save_page(view: FileView, figures: list[Figure], path: Path, overwrite: bool, console: Console) -> None:
     from autopar.formats.document import write_text
-    from autopar.views import page
+    from autopar.api.views import page
 
     write_text(path, page(view.title, view.render, figures), overwrite=overwrite)
     say(console, f"Written: {path}")

@@ -44,7 +44,7 @@ def simulate(
     from autopar.cli.arguments import as_flags, echo
     from autopar.cli.output import long_simulation, slow_phases
     from autopar.hardware.kinds import kinds_of
-    from autopar.inputs import read_inputs
+    from autopar.api.inputs import read_inputs
     from autopar.planner.simulator.simulate import pipeline_times
     from autopar.report.pictures import render
     from autopar.report.table import duration
@@ -174,7 +174,7 @@ def _perform_steps(
     from autopar import api
     from autopar.cli.arguments import echo
     from autopar.cli.output import long_simulation, phases
-    from autopar.inputs import read_inputs
+    from autopar.api.inputs import read_inputs
     from autopar.planner.simulator.simulate import pipeline_times
 
     profile, cluster, _ = inputs

@@ -25,7 +25,7 @@ from autopar.cli.output import check_output, say, screen
 from autopar.errors import FileError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.references import plan_files, rebase_paths
-from autopar.inputs import data_of, model_of, predict, read_inputs, read_plan
+from autopar.api.inputs import data_of, model_of, predict, read_inputs, read_plan
 from autopar.ranks.environment import LaunchedRank, is_supervised, rank_from_environment
 from autopar.ranks.failure import SaidElsewhereError
 
@@ -247,7 +247,7 @@ class TrainingArguments:
         return _recorded_profile(loaded_plan, self.plan) if self.output is None else self.output
 
     def options(self) -> dict[str, Any]:
-        """Return what the runtime is told, by the names that :func:`autopar.api.train` has for it."""
+        """Return what the runtime is told, by the names that :func:`autopar.train` has for it."""
         names = (
             "steps",
             "epochs",
@@ -308,7 +308,7 @@ def conclude(arguments: TrainingArguments, outcome: Outcome) -> None:
 
 def _write_update(arguments: TrainingArguments, outcome: Outcome) -> tuple[Path, ...]:
     """Write the profile, and the cluster where messages were measured; return the files."""
-    from autopar.runs import recalibrate_inputs
+    from autopar.api.runs import recalibrate_inputs
 
     planned, profile, cluster = read_inputs(arguments.plan)
     target = arguments.updated_profile(planned)
@@ -376,7 +376,7 @@ def worker(arguments: TrainingArguments) -> None:
 def _supervise(arguments: TrainingArguments, launch: LaunchedRank) -> None:
     """Start the rank, and watch over it."""
     from autopar.ranks.supervisor import supervise
-    from autopar.runs import remedy_of
+    from autopar.api.runs import remedy_of
     from autopar.runtime.start.supervision import watch_of
 
     chosen, _ = _read_plan(arguments, launch)
@@ -397,7 +397,7 @@ def _work(arguments: TrainingArguments, launch: LaunchedRank) -> None:
             chosen, model = _read_plan(arguments, launch)
 
             from autopar.cli.output import long_simulation, steps_progress
-            from autopar.runs import compare_with_prediction
+            from autopar.api.runs import compare_with_prediction
             from autopar.runtime.start.launch import join, run_options
 
             options = run_options(data=data_of(chosen, arguments.plan), **arguments.options())

@@ -6,7 +6,7 @@ import inspect
 import sys
 from types import ModuleType
 
-from autopar.exports import TARGETS
+from autopar.api.exports import TARGETS
 from autopar.hardware import kinds
 from autopar.interop import megatron, pipedream, piper
 from autopar.interop.target import Target

@@ -8,7 +8,7 @@ from typing import Any
 
 import autopar
 from autopar import errors
-from autopar.exports import Export
+from autopar.api.exports import Export
 from autopar.formats.checkpoint import CheckpointView
 from autopar.formats.report import Difference, Verification
 from autopar.interop.target import DictatedStages
@@ -19,7 +19,7 @@ from autopar.runtime.rehearsal.steps import Rehearsal
 from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.job import Metrics
 from autopar.runtime.start.script import ScriptJob
-from autopar.views import FileView
+from autopar.api.views import FileView
 from reference_pages.commands import FUNCTIONS
 from reference_pages.text import field_docstrings, markdown, page, signature, table
 
@@ -74,7 +74,7 @@ def python_page() -> str:
     parts += ["## Objects", *(_kind(kind, autopar_name=True) for kind in CLASSES)]
     parts += ["## Results", *(_kind(kind) for kind in RETURNED)]
     parts += ["## Errors", markdown(errors.__doc__)]
-    return page("Python", "`autopar/api.py` and what it returns", *parts)
+    return page("Python", "`autopar/api/` and what it returns", *parts)
 
 
 def _index() -> str:

@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from autopar.exports import export_plan
+from autopar.api.exports import export_plan
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Division, Plan, Shard, chunks_of, group_of, layout_of
 from autopar.formats.profile import Profile, TiedParameter

@@ -64,8 +64,8 @@ for line in sys.stdin.read().splitlines():
         assert not ended.code, line
     heavy = {"torch", "pandas", "matplotlib", "networkx", "pulp", "highspy"} & set(sys.modules)
     assert not heavy, f"{line} imports {heavy}"
-import autopar, autopar.exports
-for each in autopar.exports.TARGETS:
+import autopar, autopar.api.exports
+for each in autopar.api.exports.TARGETS:
     autopar.export("plan.json", each, nearest=True)
 assert "torch" not in sys.modules
 """

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import library
 
-from autopar import exports, schedules
+from autopar import schedules
+from autopar.api import exports
 from autopar.formats import plan as formats_plan
 from autopar.formats.expressible import Expressible
 from autopar.formats.plan import Plan

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from autopar.errors import UsageError
-from autopar.exports import export_plan
+from autopar.api.exports import export_plan
 from equal_plans import llama_profile, planned
 
 

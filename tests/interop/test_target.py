@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from autopar.errors import UsageError
-from autopar.exports import TARGETS
+from autopar.api.exports import TARGETS
 from autopar.formats.profile import Profile
 from autopar.interop import target
 from equal_plans import equal_plan, llama_profile

@@ -22,9 +22,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 IMPORTS = (
-    "autopar.api",
+    "autopar.api.calls",
+    "autopar.api.exports",
     "autopar.cli",
-    "autopar.exports",
     "autopar.runtime.start.materialize",
     "autopar.runtime.start.worker",
     "torch._dynamo",

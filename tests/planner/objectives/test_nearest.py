@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.exports import TARGETS
+from autopar.api.exports import TARGETS
 from autopar.formats.cluster import Cluster
 from autopar.formats.expressible import Expressible
 from autopar.formats.plan import Plan

@@ -8,7 +8,7 @@ import pytest
 
 import autopar
 from autopar.errors import FileError, UsageError
-from autopar.exports import TARGETS, configuration_of, export_plan
+from autopar.api.exports import TARGETS, configuration_of, export_plan
 from equal_plans import equal_plan, llama_profile, random_equal
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}

@@ -1,12 +1,7 @@
-"""Inputs: profiles, clusters and plans as they are read from files, and what a plan's file says it was made of.
-
-Files of other systems become profiles, or stages that the planner is told: in Python, as ``autopar.import_layout`` and
-so on, one function for each kind that ``autopar import`` reads.
-"""
+"""Inputs: profiles, clusters and plans as they are read from files, and what a plan's file says it was made of."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +18,6 @@ from autopar.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from autopar.formats.timeline import Timeline
-    from autopar.interop.target import DictatedStages
     from autopar.planner import PlanOptions
 
 
@@ -281,104 +275,3 @@ def resolve_machines(
     if isinstance(cluster, str):
         return measured, find_cluster(cluster)
     return measured, estimated_cluster(measured, options.gpus or 1) if cluster is None else cluster
-
-
-def import_layout(
-    text: str, profile: Profile | str | Path, *, replicas: int = 1, pipeline_size: int | None = None
-) -> DictatedStages:
-    """Return the stages that a layout of Megatron's means of a profile's layers; its ``options`` are the planner's.
-
-    Args:
-        text: the layout, such as ``"Et*7|t*9L"``.
-        profile: of the model.
-        replicas: pipelines beside each other (Megatron's data-parallel size).
-        pipeline_size: devices of a pipeline; None: one for every stage.
-
-    Raises:
-        UsageError: the text is no layout, or not of so many layers, or the devices do not divide its stages.
-        FileError: the profile is missing or malformed.
-
-    >>> found = autopar.import_layout("Ett|ttL", "llama.json", replicas=2)
-    >>> found.options
-    {'stages': '0-2:2,3-5:2', 'schedule': '1f1b'}
-    >>> plan = autopar.plan("llama.json", **found.options)
-    """
-    from autopar.interop.megatron import import_layout as stages_of
-
-    for name, value in (("replicas", replicas), ("pipeline_size", pipeline_size)):
-        if value is not None and value < 1:
-            raise UsageError(f"`{name}` must be at least 1, found {value}")
-    measured = profile if isinstance(profile, Profile) else Profile.load(Path(profile))
-    return stages_of(text, measured, replicas, pipeline_size)
-
-
-def import_torchtitan(
-    file: str | Path, profile: Profile | str | Path, *, replicas: int | None = None
-) -> DictatedStages:
-    """Return the stages of a torchtitan configuration, of a profile's layers; its ``options`` are the planner's.
-
-    Args:
-        file: Python with values that are written out (it is not run), TOML or JSON.
-        profile: of the model.
-        replicas: pipelines beside each other, where the file has as many as there are ranks for.
-
-    Raises:
-        FileError: a file is missing or malformed, or states no stages.
-        UsageError: the modules are not those of the profile's layers.
-
-    >>> autopar.import_torchtitan("train.toml", "llama.json").stages
-    '0-2:2,3-5:2'
-    """
-    from autopar.interop.torchtitan import import_torchtitan as stages_of
-
-    measured = profile if isinstance(profile, Profile) else Profile.load(Path(profile))
-    return stages_of(read_text(Path(file), "torchtitan"), Path(file), measured, replicas)
-
-
-def import_pipedream(file: str | Path, profiled_batch: int = 1) -> Profile:
-    """Return the profile that a text graph of PipeDream and DAPPLE describes.
-
-    Args:
-        file: the graph.
-        profiled_batch: samples of the mini-batch that was profiled.
-
-    Raises:
-        FileError: the file is missing or malformed; names the line.
-
-    >>> profile = autopar.import_pipedream("graph.txt", profiled_batch=64)
-    >>> [layer.name for layer in profile.layers]
-    ['node2', 'node3']
-    """
-    from autopar.interop.pipedream import pipedream_profile
-
-    return pipedream_profile(read_text(Path(file), "PipeDream"), Path(file), profiled_batch)
-
-
-def import_piper(file: str | Path) -> Profile:
-    """Return the profile that Piper's JSON describes.
-
-    Raises:
-        FileError: the file is missing or malformed; names the JSON path.
-
-    >>> profile = autopar.import_piper("bert.json")
-    >>> [option.tensor_parallel for option in profile.layers[0].options]
-    [1, 2]
-    """
-    from autopar.interop.piper import piper_profile
-
-    return piper_profile(read_text(Path(file), "Piper"), Path(file))
-
-
-def import_profiles(files: Sequence[str | Path]) -> Profile:
-    """Return profiles of one model on several kinds of devices as one.
-
-    Raises:
-        FileError: a file is missing or malformed, or they differ in more than their devices; names the JSON path.
-
-    >>> both = autopar.import_profiles(["h100.json", "a100.json"])
-    >>> [both.device.name, *(each.device.name for each in both.others)]
-    ['H100-SXM', 'A100-80G']
-    """
-    from autopar.hardware.kinds import NamedProfile, join_profiles
-
-    return join_profiles([NamedProfile(str(file), Profile.load(Path(file))) for file in files])

@@ -17,7 +17,7 @@ from autopar.formats.timeline import Timeline
 from autopar.report.inputs import render_profile
 from autopar.report.pictures import draw_profile
 from autopar.schedules.expand import expand
-from autopar.views import page, view_file
+from autopar.api.views import page, view_file
 from played import play, small_plan
 from random_problems import gpt_profile, local_cluster
 

@@ -14,8 +14,8 @@ from autopar.errors import UsageError
 from autopar.formats import cluster as clusters
 from autopar.formats.profile import Profile
 from autopar.formats.program import parse_faults
-from autopar.inputs import model_inputs
-from autopar.objects import PlanFile, Timeline, plan_inputs
+from autopar.api.inputs import model_inputs
+from autopar.api.objects import PlanFile, Timeline, plan_inputs
 from autopar.progress import Progress, no_progress
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _perform(
     profile, cluster, times_of, program = inputs
     resolved = plan_inputs(plan, profile, cluster, times_of, progress)
 
-    from autopar.inputs import program_of
+    from autopar.api.inputs import program_of
     from autopar.planner import action_prices
     from autopar.runtime.rehearsal.steps import rehearse_steps
 

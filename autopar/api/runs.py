@@ -16,7 +16,7 @@ from autopar.errors import AutoparError, InfeasibleError, OutOfMemoryError, Usag
 from autopar.formats.plan import SCATTERING, Plan
 from autopar.formats.program import BACKWARD, FORWARD
 from autopar.formats.timeline import OwnTimes, compare_paths, compare_times, own_times
-from autopar.inputs import planned_file, resolve_inputs
+from autopar.api.inputs import planned_file, resolve_inputs
 
 if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster

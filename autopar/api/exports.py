@@ -66,7 +66,7 @@ def export_plan(
     """Return a plan in another trainer's format.
 
     ``inputs`` are the plan, its profile and its cluster, and ``path`` is the plan's file; the other arguments are those
-    of :func:`autopar.api.export`.
+    of :func:`autopar.export`.
 
     Raises:
         UsageError: there is no such format, or it cannot express the plan; says why.

@@ -15,7 +15,7 @@ from autopar.formats import plan as plans
 from autopar.formats import timeline as timelines
 from autopar.formats.document import Record
 from autopar.formats.profile import Profile
-from autopar.inputs import open_plan, resolve_inputs
+from autopar.api.inputs import open_plan, resolve_inputs
 from autopar.progress import Progress, no_progress
 
 if TYPE_CHECKING:

@@ -1,7 +1,6 @@
-"""What autopar does, a function for each command; the command line parses, calls one of these, and prints.
+"""Calls: what autopar does, a function for each command; the command line parses, calls one of these, and prints.
 
-Models are at hand, or in files as commands name them. Names are loaded when they are first used: planning imports no
-torch.
+Models are at hand, or in files as commands name them.
 """
 
 from __future__ import annotations
@@ -14,56 +13,22 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import UsageError
 from autopar.formats import cluster as clusters
 from autopar.formats.profile import Precision, Profile
-from autopar.inputs import (
-    import_layout,
-    import_pipedream,
-    import_piper,
-    import_profiles,
-    import_torchtitan,
-    model_inputs,
-)
-from autopar.objects import Cluster, Plan, PlanFile, Timeline, plan_inputs
+from autopar.api.inputs import model_inputs
+from autopar.api.objects import Plan, PlanFile, Timeline, plan_inputs
 from autopar.progress import Progress, no_progress
-from autopar.rehearsals import rehearse
-
-__all__ = [
-    "Cluster",
-    "Plan",
-    "Timeline",
-    "checkpoints",
-    "compare",
-    "estimate",
-    "export",
-    "export_checkpoint",
-    "import_layout",
-    "import_pipedream",
-    "import_piper",
-    "import_profiles",
-    "import_torchtitan",
-    "links",
-    "plan",
-    "probe",
-    "profile",
-    "recalibrate",
-    "rehearse",
-    "show",
-    "simulate",
-    "train",
-    "verify",
-]
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from autopar.exports import Export
+    from autopar.api.exports import Export
     from autopar.formats.checkpoint import CheckpointView
     from autopar.formats.report import Verification
     from autopar.planner import PlanOptions
     from autopar.planner.plan import Comparison
     from autopar.runtime.outcome import Outcome
     from autopar.runtime.start.launch import StepProgress
-    from autopar.views import FileView
+    from autopar.api.views import FileView
 
 
 def profile(
@@ -121,8 +86,8 @@ def profile(
     >>> len(profile.layers), profile.layers[0].name
     (11, '0')
     """
-    from autopar.estimates import device_kinds, profile_kinds
-    from autopar.objects import user_model
+    from autopar.api.estimates import device_kinds, profile_kinds
+    from autopar.api.objects import user_model
     from autopar.profiler import ProfileOptions
 
     runs = None if calibrate_with is None else Path(calibrate_with)
@@ -151,7 +116,7 @@ def estimate(model: nn.Module | str | Path, batch: object = 64, *, device: str, 
     >>> profile.device.name, profile.layers[0].costs[0].provenance
     ('H100-SXM', 'estimated')
     """
-    from autopar.estimates import device_kinds
+    from autopar.api.estimates import device_kinds
 
     if device_kinds(device).here is not None:
         raise UsageError(f"`device={device!r}`: is measured, not estimated; name GPUs alone, such as H100")
@@ -186,7 +151,7 @@ def plan(
     True
     >>> plan.save("best.json")
     """
-    from autopar.inputs import resolve_machines
+    from autopar.api.inputs import resolve_machines
     from autopar.planner import PlanOptions
     from autopar.planner import plan as search
 
@@ -221,7 +186,7 @@ def compare(
     >>> {"autopar", "GPipe", "PipeDream", "DAPPLE"} <= {row.name for row in rows}
     True
     """
-    from autopar.inputs import resolve_machines
+    from autopar.api.inputs import resolve_machines
     from autopar.planner import PlanOptions
     from autopar.planner.plan import compare as judge
 
@@ -258,7 +223,7 @@ def simulate(
     >>> 0 <= timeline.bubble() < 1
     True
     """
-    from autopar.inputs import program_of
+    from autopar.api.inputs import program_of
     from autopar.planner import simulate as timeline_of
 
     inputs = plan_inputs(plan, profile, cluster, times_of, progress)
@@ -349,7 +314,7 @@ def train(
     """
     planned, model, data = model_inputs(plan, seed)
 
-    from autopar.runs import advise_on_memory, compare_with_prediction
+    from autopar.api.runs import advise_on_memory, compare_with_prediction
     from autopar.runtime.start.launch import run, run_options
 
     asked = partial(run_options, steps=steps, epochs=epochs, timeout_s=timeout_s, share_gpus=share_gpus, **settings)
@@ -422,7 +387,7 @@ def recalibrate(
     >>> profile, cluster = autopar.recalibrate("plan.json", outcome)
     >>> plan = autopar.plan(profile, cluster)
     """
-    from autopar.runs import recalibrate_inputs
+    from autopar.api.runs import recalibrate_inputs
 
     return recalibrate_inputs(*plan_inputs(plan, profile, cluster), outcome)
 
@@ -490,7 +455,7 @@ def show(file: str | Path, over: str | Path | None = None, *, progress: Progress
     'plan'
     >>> view.draw().savefig("plan.png")
     """
-    from autopar.views import view_file
+    from autopar.api.views import view_file
 
     return view_file(Path(file), None if over is None else Path(over), progress)
 
@@ -509,7 +474,7 @@ def export(
 
     Args:
         plan: a plan, or its file.
-        target: the format, such as ``torch``; :data:`autopar.exports.TARGETS` has all.
+        target: the format, such as ``torch``; :data:`autopar.api.exports.TARGETS` has all.
         output: where the main file is to be, which what it names is relative to; None: beside the plan.
         nearest: whether the nearest plan is exported where the trainer cannot express this one; ``notes`` say what
             that costs.
@@ -525,8 +490,8 @@ def export(
     >>> [file.name for file in autopar.export("plan.json", "torch").files]
     ['schedule.csv', 'stages.py']
     """
-    from autopar.exports import export_plan
-    from autopar.inputs import planned_file
+    from autopar.api.exports import export_plan
+    from autopar.api.inputs import planned_file
 
     resolved, path = plan_inputs(plan, profile, cluster), planned_file(plan)
     return export_plan(target, resolved, path, None if output is None else Path(output), schedule_file, nearest=nearest)

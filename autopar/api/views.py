@@ -127,7 +127,7 @@ def _view_program(file: Path) -> FileView:
 
 
 def _draw_plan(file: Path, progress: Progress) -> Figure:
-    from autopar.inputs import read_inputs
+    from autopar.api.inputs import read_inputs
     from autopar.planner import simulate
     from autopar.report.pictures import draw_placement
 
@@ -182,7 +182,7 @@ def _timeline(file: Path, progress: Progress) -> Timeline:
 
         return Timeline.load(file)
     if kind == "plan":
-        from autopar.inputs import predict
+        from autopar.api.inputs import predict
 
         return predict(file, progress=progress)
     raise UsageError(f"{file} is a {kind}, which has no timeline to draw; give a trace or a plan")

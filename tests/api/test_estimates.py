@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from autopar import estimates
+from autopar.api import estimates
 from autopar.errors import FileError, UsageError
-from autopar.estimates import calibrate_gpu, device_kinds, estimate_profile, node_of
+from autopar.api.estimates import calibrate_gpu, device_kinds, estimate_profile, node_of
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import DeviceCosts, Profile
 from autopar.hardware.clusters import cluster_named
@@ -142,7 +142,7 @@ def test_the_gpu_that_is_there_is_measured_beside_estimated_ones(run: Run, monke
     monkeypatch.setattr("autopar.profiler.device.choose", lambda name: name)
     # The package has a function of the module's name.
     monkeypatch.setattr(sys.modules["autopar.profiler.profile"], "measure_layers", measured)
-    monkeypatch.setattr("autopar.estimates.estimate_profile", estimated)
+    monkeypatch.setattr("autopar.api.estimates.estimate_profile", estimated)
     Path("m.py").write_text(MODEL)
     well(run, "profile", "m.py", "--batch", "4", "--device", "A100-80G,cuda", "--ranks", "4")
     # What is measured comes last, as the model moves to the device, and first in the file.

@@ -1,0 +1,62 @@
+"""What autopar does in Python: a function for each command, and the objects that functions take and return.
+
+Read ``calls`` first. Names are loaded when they are first used: planning imports no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autopar.api.calls import *  # noqa: F403
+    from autopar.api.imports import *  # noqa: F403
+    from autopar.api.objects import *  # noqa: F403
+    from autopar.api.rehearsals import rehearse
+    from autopar.formats.profile import Profile
+    from autopar.runtime.start.materialize import materialize
+
+__all__ = [
+    "Cluster",
+    "Plan",
+    "Profile",
+    "Timeline",
+    "checkpoints",
+    "compare",
+    "estimate",
+    "export",
+    "export_checkpoint",
+    "import_layout",
+    "import_pipedream",
+    "import_piper",
+    "import_profiles",
+    "import_torchtitan",
+    "links",
+    "materialize",
+    "plan",
+    "probe",
+    "profile",
+    "recalibrate",
+    "rehearse",
+    "show",
+    "simulate",
+    "train",
+    "verify",
+]
+
+_HOMES = {
+    "Cluster": "autopar.api.objects",
+    "Plan": "autopar.api.objects",
+    "Profile": "autopar.formats.profile",
+    "Timeline": "autopar.api.objects",
+    "materialize": "autopar.runtime.start.materialize",
+    "rehearse": "autopar.api.rehearsals",
+}
+"""Where names are that are neither in ``calls`` nor in ``imports``."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+    home = "autopar.api.imports" if name.startswith("import_") else "autopar.api.calls"
+    return getattr(import_module(_HOMES.get(name, home)), name)
