@@ -22,7 +22,12 @@ os.environ["AUTOPAR_CACHE"] = _cache.name
 
 pytest_plugins = ["pytester", "suite.costs", "suite.stacks", "suite.tiers"]
 
-DOCUMENTED = ("autopar.api.calls.", "autopar.api.imports.", "autopar.api.rehearsals.", "autopar.runtime.start.materialize.")
+DOCUMENTED = (
+    "autopar.api.calls.",
+    "autopar.api.imports.",
+    "autopar.api.rehearsals.",
+    "autopar.runtime.start.materialize.",
+)
 """Modules whose examples are of a user's folder; others need none."""
 
 

@@ -30,9 +30,10 @@ from autopar.examples import gpt
 from autopar.formats.checkpoint import Checkpoint
 from autopar.formats.plan import Plan
 from autopar.formats.report import BlackBox
+from autopar.options.train import RunOptions
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.folder import CheckpointFolder, read_manifest
-from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.start.launch import run
 from machine import Watch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from safetensors.torch import load_file
 
 from autopar.formats.plan import Plan
+from autopar.options.train import TrainSettings
 from autopar.ranks.pool import RankPool
-from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.job import DEFAULTS
 from families import EAGER
 from in_teams import in_teams

@@ -21,8 +21,9 @@ from autopar.capture.layers.export import capture
 from autopar.errors import AutoparError, TrainingError
 from autopar.formats.plan import Plan
 from autopar.formats.program import Action, Fault, FaultKind
+from autopar.options.train import RunOptions
 from autopar.runtime.checkpoint.folder import CheckpointFolder, CheckpointReader, read_verified
-from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.start.launch import run
 from autopar.schedules.expand import expand
 from cut import cut
 
@@ -97,7 +98,7 @@ def _drill(rng: random.Random, plan: Plan, truth: dict[str, torch.Tensor], numbe
     before = len(os.listdir("/proc/self/fd"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        options = RunOptions(STEPS, checkpoint=folder, every=every, faults=(fault,), timeout_s=TIMEOUT_S)
+        options = RunOptions(STEPS, checkpoint=folder, every=every, inject_fault=(fault,), timeout_s=TIMEOUT_S)
         failures: tuple[str, ...] = ()
         try:
             outcome = run(plan, str(MODEL), options)

@@ -24,9 +24,9 @@ import numpy as np
 
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Cost, DeviceKind, Layer, ModelSource, Noise, Profile, SavedStorage, Tensor
+from autopar.options.plan import PlanOptions
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import PlanOptions
 
 __all__ = ["Instance", "instance", "least_memory_bytes"]
 

@@ -27,7 +27,8 @@ import torch
 from autopar.capture import load, named_tensors
 from autopar.capture.model.batch import loss_outputs, model_arguments, rebuild
 from autopar.formats.profile import Profile
-from autopar.profiler import ProfileOptions, prepare
+from autopar.options.profile import ProfileOptions
+from autopar.profiler import prepare
 from autopar.profiler.device import choose, pin_threads
 from autopar.profiler.layer_runs import SavedStorages
 from autopar.profiler.profile import measure_layers

@@ -31,10 +31,11 @@ import psutil
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "harness")]
 
+from autopar.options.train import RunOptions  # noqa: E402
 from autopar.ranks.pool import RankPool  # noqa: E402
 from autopar.ranks.scratch import Scratch  # noqa: E402
 from autopar.runtime.loaders.server import serve  # noqa: E402
-from autopar.runtime.start.launch import RunOptions, run  # noqa: E402
+from autopar.runtime.start.launch import run  # noqa: E402
 from loaded import alone, differences, draw, in_loaders  # noqa: E402
 from machine import Watch  # noqa: E402
 from training_cases import make_case  # noqa: E402

@@ -25,8 +25,9 @@ from autopar.capture import load
 from autopar.capture.model.effects import StorageTracker
 from autopar.formats.plan import Plan
 from autopar.hardware.kinds import estimated_cluster
+from autopar.options.profile import ProfileOptions
 from autopar.planner import PlanOptions, plan
-from autopar.profiler import ProfileOptions, profile
+from autopar.profiler import profile
 from autopar.profiler.device import choose
 from autopar.ranks.context import RankContext
 from autopar.ranks.pool import RankPool

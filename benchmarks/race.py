@@ -21,7 +21,8 @@ import torch_peers
 from autopar.capture.model.batch import named_tensors
 from autopar.capture.model.source import load
 from autopar.formats.plan import Plan
-from autopar.profiler import ProfileOptions, probe, profile
+from autopar.options.profile import ProfileOptions
+from autopar.profiler import probe, profile
 from autopar.profiler.probe import LinkMeasurements, Probe
 from autopar.ranks.context import RankContext
 from autopar.runtime.data import split_rows

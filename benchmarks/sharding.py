@@ -32,8 +32,9 @@ from autopar.capture.layers.export import capture
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import SHARDS, Plan
 from autopar.formats.profile import Profile
+from autopar.options.profile import ProfileOptions
 from autopar.planner import simulate
-from autopar.profiler import ProfileOptions, local_cluster, probe, profile
+from autopar.profiler import local_cluster, probe, profile
 from autopar.profiler.probe import LinkMeasurements, Probe
 from autopar.ranks.context import RankContext
 from autopar.ranks.pool import RankPool

@@ -20,11 +20,13 @@ from autopar.capture import load
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
+from autopar.options.profile import ProfileOptions
+from autopar.options.train import RunOptions
 from autopar.planner import PlanOptions, plan
-from autopar.profiler import ProfileOptions, local_cluster, measure_links, profile
+from autopar.profiler import local_cluster, measure_links, profile
 from autopar.profiler.device import choose, count
 from autopar.ranks.pool import RankPool
-from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.start.launch import run
 from machine import Watch
 
 

@@ -29,10 +29,10 @@ from autopar.formats.cluster import Cluster, Curve
 from autopar.formats.profile import Profile
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
+from autopar.options.plan import PlanOptions
 from autopar.planner.assemble import DictatedRun
 from autopar.planner.candidate import Family
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import PlanOptions
 from autopar.profiler.calibrate import Observation, calibrate, predict
 from autopar.profiler.estimate import Workload, profile_of, workload
 from autopar.profiler.roofline import Constants, default_constants

@@ -22,6 +22,7 @@ from autopar.formats.prediction import Alternative, Bounds, Prediction, Shares
 from autopar.formats.profile import Profile
 from autopar.formats.program import ActionPrices, Program
 from autopar.formats.timeline import Timeline, sending_of, track_of
+from autopar.options.plan import PlanOptions
 from autopar.planner.bounds import binding
 from autopar.planner.candidate import Candidate, CandidateStage, Family, place, plain, splits_backward, with_depths
 from autopar.planner.costs import memoize
@@ -29,7 +30,6 @@ from autopar.planner.costs.communication import Collective
 from autopar.planner.costs.layers import Launches, LayerCosts, Seconds
 from autopar.planner.costs.memory import backwards
 from autopar.planner.costs.model import CostModel, Durations, durations, prices_of, rank_bytes
-from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.rows import Rows
 from autopar.planner.simulator.simulate import Simulator, run, trace, trace_unflushed, without_flushes
 from autopar.schedules import SCHEDULES

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from autopar.errors import UsageError
 from autopar.formats.plan import Division, Shard, groups_of, layout_of, shards_of, turn_count, turns
 from autopar.formats.program import INPUT_BACKWARD
-from autopar.planner.options import PLANNED, PlanOptions
+from autopar.options.plan import PLANNED, PlanOptions
 from autopar.schedules import SCHEDULES
 from autopar.schedules.order import places
 from autopar.schedules.route import shares_of

@@ -24,6 +24,7 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.plan import group_of, layout_of
 from autopar.formats.profile import Profile
 from autopar.hardware.gpus import known_as
+from autopar.options.plan import PlanOptions, admissible_options
 from autopar.planner.candidate import (
     Candidate,
     CandidateStage,
@@ -36,7 +37,6 @@ from autopar.planner.candidate import (
 )
 from autopar.planner.costs.layers import ShareLimit
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import PlanOptions, admissible_options
 from autopar.planner.simulator.simulate import Simulator
 from autopar.progress import Progress, no_progress
 

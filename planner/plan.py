@@ -20,6 +20,7 @@ from autopar.formats.prediction import Alternative, Bounds
 from autopar.formats.profile import Profile
 from autopar.formats.report import ComparisonRow
 from autopar.hardware.kinds import check_times_of
+from autopar.options.plan import PlanOptions, admissible_options, check_flags, check_policy
 from autopar.planner.assemble import assemble, candidate_of, schedule_of
 from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import (
@@ -38,7 +39,6 @@ from autopar.planner.infeasible import advice, any_plan_fits, closest, infeasibl
 from autopar.planner.milp.solve import search_by_milp
 from autopar.planner.objectives.cost import cheapest_plan
 from autopar.planner.objectives.unflushed import policy_fits, policy_plan
-from autopar.planner.options import PlanOptions, admissible_options, check_flags, check_policy
 from autopar.planner.peers import Peer, peers
 from autopar.planner.placement import pool_of
 from autopar.planner.search import other_schedules

@@ -16,9 +16,9 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan, Stage
 from autopar.formats.profile import Layer, LayerSplit, ParameterCut, Profile, SequenceCut
 from autopar.hardware.topology import devices_of
+from autopar.options.plan import PlanOptions
 from autopar.planner import infeasible
 from autopar.planner.constraints import FixedStages
-from autopar.planner.options import PlanOptions
 
 NOT_PRICED = (
     "several devices run each replica of a stage, which nothing prices: times and memory are those of replicas on one "

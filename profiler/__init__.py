@@ -9,6 +9,6 @@ if __name__ != "autopar.profiler":
 
 from autopar.profiler.probe import local_cluster, measure_links
 from autopar.profiler.profile import profile
-from autopar.profiler.subject import ProfileOptions, Subject, prepare
+from autopar.profiler.subject import Subject, prepare
 
-__all__ = ["ProfileOptions", "Subject", "local_cluster", "measure_links", "prepare", "profile"]
+__all__ = ["Subject", "local_cluster", "measure_links", "prepare", "profile"]

@@ -17,6 +17,7 @@ from autopar.capture.model.source import NamedParameters
 from autopar.capture.model.state import preserve_buffers
 from autopar.errors import UsageError
 from autopar.formats import profile as formats
+from autopar.options.profile import ProfileOptions
 from autopar.profiler import device as devices
 from autopar.profiler.costs import Costs, describe_layers, describe_tensors, update_kinds
 from autopar.profiler.device import Computing, Conditions, computing, observe, peak_bytes, pin_threads
@@ -37,7 +38,7 @@ from autopar.profiler.layer_runs import (
 )
 from autopar.profiler.measure import REPRESENTATIVES, measure, representatives
 from autopar.profiler.optimizer import measure_updates, optimizer_memory
-from autopar.profiler.subject import ProfileOptions, Subject, prepare
+from autopar.profiler.subject import Subject, prepare
 from autopar.progress import Progress, no_progress
 from autopar.ranks.allocator import kept_pages
 from autopar.signals import unwinding_aborts

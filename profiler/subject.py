@@ -32,48 +32,11 @@ from autopar.capture.split.edges import choose_slices
 from autopar.errors import CaptureError, ModelError, UsageError
 from autopar.formats import profile as formats
 from autopar.formats.profile import LayerSplit, ParameterCut, Precision, Profile, SequenceCut
+from autopar.options.profile import ProfileOptions
 from autopar.profiler import device as devices
 from autopar.profiler.costs import describe_ties
 from autopar.progress import Progress, no_progress
 from autopar.signals import unwinding_aborts
-
-MOST = 2**31 - 1
-LONGEST_S = 86_400
-
-
-@dataclass(frozen=True)
-class ProfileOptions:
-    """How to measure."""
-
-    batch: int = 64
-    """Samples per step: the largest micro-batch that is measured."""
-    device: str = "auto"
-    threads: int = 1
-    """Threads per rank on the CPU."""
-    seed: int = 0
-    budget_s: float = 10.0
-    """Seconds to spend on timing layers, about."""
-    precision: Precision | None = None
-    """``bf16`` or ``fp16``: float32 parameters, layers under autocast; none: as the parameters are."""
-    compile: bool = False
-    """Whether layers are compiled with ``torch.compile``."""
-
-    accept_loss: bool = False
-    """Whether a loss is taken that depends on how a mini-batch is divided."""
-
-    def __post_init__(self) -> None:
-        """Refuse numbers that nothing can be measured with.
-
-        Raises:
-            UsageError: names the option.
-        """
-        for name, value in (("`batch`", self.batch), ("`threads`", self.threads)):
-            if not 1 <= value <= MOST:
-                raise UsageError(f"{name} must be at least 1 and below 2^31, found {value}")
-        # Not a number is between no two.
-        if not 0 < self.budget_s <= LONGEST_S:
-            raise UsageError(f"`budget_s={self.budget_s:g}`: must be above 0, and {LONGEST_S} s at most")
-
 
 # The weights, and the gradients of the plain model and of the layers that are held against each other.
 COPIES = 3

@@ -18,8 +18,8 @@ from autopar.capture.model.batch import named_tensors, row_count, seed_data, sli
 from autopar.capture.model.source import UserModel
 from autopar.errors import AutoparError, FileError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Plan
+from autopar.options.train import Last
 from autopar.runtime.device import Copies, move_to_device
-from autopar.runtime.settings import Last
 from autopar.schedules.expand import mine, stages_of
 
 

@@ -1,82 +1,12 @@
-"""TrainSettings: how ranks train, apart from what the plan says, and what a plan may ask for that is not done."""
+"""Settings: what a plan may ask for that is not done, or not with what the user asks of training."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Literal, get_args
 
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import INPUT_BACKWARD, Program
+from autopar.options.train import TrainSettings
 from autopar.policies import POLICIES
-
-DEFAULT_STEPS = 20
-
-Last = Literal["drop", "pad"]
-"""What becomes of an epoch's last mini-batch where samples do not fill it: it is left out, or filled up with the
-epoch's first samples."""
-
-Clip = Literal["model", "stage"]
-"""Whose norm is bounded: that of all gradients, or of each stage's by itself."""
-
-
-def known_steps(steps: int | None, epochs: int | None) -> int | None:
-    """Return the optimizer steps to train; None where the dataset decides, by ``epochs``.
-
-    Raises:
-        UsageError: both are asked for.
-    """
-    if epochs is None:
-        return DEFAULT_STEPS if steps is None else steps
-    if steps is not None:
-        raise UsageError(f"`epochs={epochs}` and `steps={steps}` contradict each other; give one")
-    return None
-
-
-@dataclass(frozen=True)
-class TrainSettings:
-    """What the user asks of training, the same on all ranks.
-
-    Raises:
-        UsageError: a value is out of range.
-    """
-
-    clip_norm: float | None = None
-    """Largest norm of gradients; larger ones are scaled down to it."""
-    clip: Clip | None = None
-    """Whose norm that is; None: all gradients'."""
-    cpu_offload: bool = False
-    """Whether what replicas divide waits in the host's memory."""
-
-    last: Last = "drop"
-    deferred_batch_norm: bool = False
-    """Whether running statistics of batch normalisation are updated once per mini-batch."""
-    sync_batch_norm: bool = False
-    """Whether batch normalisation takes the statistics of whole micro-batches that replicas divide."""
-    compile: bool = False
-    """Whether layers are compiled (``torch.compile``)."""
-    split_seeds: bool = False
-    """Whether the ranks of a team draw the dropout of fused attention each for itself, of the heads that it has."""
-
-    time_layers: bool = False
-    """Whether the layers inside stages are timed in the first steps."""
-    double: bool = False
-    """Whether parameters, buffers and inputs are cast to float64, as ``autopar verify`` has it."""
-
-    def __post_init__(self) -> None:
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise UsageError(f"`clip_norm` must be positive, found {self.clip_norm}")
-        if self.clip is not None and self.clip not in get_args(Clip):
-            raise UsageError(f"`clip` must be one of {', '.join(get_args(Clip))}; found {self.clip!r}")
-        if self.clip is not None and self.clip_norm is None:
-            raise UsageError(f"`clip={self.clip!r}` says whose norm is bounded; say by what, too: `clip_norm`")
-        if self.deferred_batch_norm and self.sync_batch_norm:
-            raise UsageError("`deferred_batch_norm` and `sync_batch_norm` exclude each other; choose one")
-        if self.split_seeds and self.compile:
-            raise UsageError("`split_seeds` and `compile` exclude each other; choose one")
-
-        if self.last not in get_args(Last):
-            raise UsageError(f"`last` must be one of {', '.join(get_args(Last))}; found {self.last!r}")
 
 
 def check_scope(plan: Plan, *, needs_flush: bool = True) -> None:

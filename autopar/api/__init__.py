@@ -3,15 +3,18 @@
 Read ``calls`` first. Names are loaded when they are first used: planning imports no torch.
 """
 
+# Type checkers look into the modules; the list below says what of them is public.
+# ruff: noqa: F403, F405
+
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autopar.api.calls import *  # noqa: F403
-    from autopar.api.imports import *  # noqa: F403
-    from autopar.api.objects import *  # noqa: F403
+    from autopar.api.calls import *
+    from autopar.api.imports import *
+    from autopar.api.objects import *
     from autopar.api.rehearsals import rehearse
     from autopar.formats.profile import Profile
     from autopar.runtime.start.materialize import materialize

@@ -6,15 +6,20 @@ Models are at hand, or in files as commands name them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import UsageError
-from autopar.formats import cluster as clusters
-from autopar.formats.profile import Precision, Profile
 from autopar.api.inputs import model_inputs
 from autopar.api.objects import Plan, PlanFile, Timeline, plan_inputs
+from autopar.errors import UsageError
+from autopar.formats import cluster as clusters
+from autopar.formats.profile import Profile
+from autopar.options.option import named_options, takes
+from autopar.options.plan import PlanOptions
+from autopar.options.profile import ProfileOptions
+from autopar.options.train import RunOptions
 from autopar.progress import Progress, no_progress
 
 if TYPE_CHECKING:
@@ -22,34 +27,26 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autopar.api.exports import Export
+    from autopar.api.views import FileView
     from autopar.formats.checkpoint import CheckpointView
     from autopar.formats.report import Verification
-    from autopar.planner import PlanOptions
     from autopar.planner.plan import Comparison
     from autopar.runtime.outcome import Outcome
     from autopar.runtime.start.launch import StepProgress
-    from autopar.api.views import FileView
 
 
+@takes(ProfileOptions)
 def profile(
     model: nn.Module | str | Path,
     batch: object = 64,
+    options: ProfileOptions | None = None,
     *,
     loss: Callable[..., Any] | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     layers: Callable[[nn.Module], list[nn.Module]] | None = None,
     ignored_state: Sequence[str] = (),
-    data: str | Path | None = None,
-    sequence: int | None = None,
-    accept_loss: bool = False,
-    device: str = "auto",
-    calibrate_with: str | Path | None = None,
-    precision: Precision | None = None,
-    threads: int | None = None,
-    compile: bool = False,  # noqa: A002  # torch's word
-    seed: int = 0,
-    budget_s: float | None = None,
     progress: Progress = no_progress,
+    **named: Any,  # noqa: ANN401
 ) -> Profile:
     """Measure every layer of a model on this machine, or estimate them for GPUs that are not there.
 
@@ -60,22 +57,13 @@ def profile(
             Transformers configuration.
         batch: a mini-batch as the data loader gives it: a dict or tuple of tensors, or one tensor; for a model in a
             file, the samples of a step.
+        options: how to measure; None: what ``named`` says.
         loss: ``loss(output, batch)``, a mean over samples, or a sum and a count; None: the output carries it.
         optimizer: makes an optimizer of some parameters; None: ``AdamW(parameters, lr=1e-3)``.
         layers: the model's layers, where it cannot be captured.
         ignored_state: paths of Python state that forwards may change, since it is only logged.
-        data: of an ``hf:`` model, a Python file whose ``dataset()`` feeds it; None: synthetic inputs.
-        sequence: tokens of a synthetic sample; None: the model's positions, at most 2048.
-        accept_loss: whether a loss is taken that depends on how a mini-batch is divided.
-        device: ``auto``, ``cpu``, ``cuda``, or the name of a GPU that is not there, for which all is estimated; or
-            several kinds of GPUs with commas between them.
-        calibrate_with: measured runs (CSV) that estimates are fitted to.
-        precision: ``bf16`` or ``fp16`` computes under autocast; None: as the parameters are.
-        threads: per rank on the CPU; None: one.
-        compile: whether layers are compiled with ``torch.compile``.
-        seed: for the weights that a model in a file draws.
-        budget_s: seconds to spend on timing layers, about; every micro-batch size runs once however few; None: 10.
         progress: told what is done.
+        named: fields of :class:`autopar.options.profile.ProfileOptions`, such as ``device`` or ``precision``.
 
     Raises:
         UsageError: the options do not fit the machine or each other.
@@ -88,15 +76,12 @@ def profile(
     """
     from autopar.api.estimates import device_kinds, profile_kinds
     from autopar.api.objects import user_model
-    from autopar.profiler import ProfileOptions
 
-    runs = None if calibrate_with is None else Path(calibrate_with)
-    kinds = device_kinds(device, threads, compile, runs, budget_s)
+    asked = named_options("profile", ProfileOptions, named, options)
+    kinds = device_kinds(asked)
     functions = {"loss": loss, "optimizer": optimizer, "layers": layers}
-    user, rows = user_model(model, batch, functions, tuple(ignored_state), data, sequence)
-    seconds = ProfileOptions.budget_s if budget_s is None else budget_s
-    options = ProfileOptions(rows, kinds.here or "cpu", threads or 1, seed, seconds, precision, compile, accept_loss)
-    return profile_kinds(user, options, kinds, progress)
+    user, rows = user_model(model, batch, functions, tuple(ignored_state), asked)
+    return profile_kinds(user, replace(asked, batch=rows, device=kinds.here or "cpu"), kinds, progress)
 
 
 def estimate(model: nn.Module | str | Path, batch: object = 64, *, device: str, **options: Any) -> Profile:  # noqa: ANN401
@@ -118,11 +103,12 @@ def estimate(model: nn.Module | str | Path, batch: object = 64, *, device: str, 
     """
     from autopar.api.estimates import device_kinds
 
-    if device_kinds(device).here is not None:
+    if device_kinds(ProfileOptions(device=device)).here is not None:
         raise UsageError(f"`device={device!r}`: is measured, not estimated; name GPUs alone, such as H100")
     return profile(model, batch, device=device, **options)
 
 
+@takes(PlanOptions)
 def plan(
     profile: Profile | str | Path,
     cluster: clusters.Cluster | str | None = None,
@@ -139,7 +125,7 @@ def plan(
             devices, with estimated links.
         options: what to plan for; None: what ``named`` says.
         progress: told what is done.
-        named: fields of :class:`autopar.planner.PlanOptions`, such as ``gpus``, ``batch`` or ``schedule``;
+        named: fields of :class:`autopar.options.plan.PlanOptions`, such as ``gpus``, ``batch`` or ``schedule``;
             ``memory_bytes`` and ``bytes_per_s`` may be text, such as ``"16GiB"`` and ``"200Gbps"``.
 
     Raises:
@@ -152,14 +138,14 @@ def plan(
     >>> plan.save("best.json")
     """
     from autopar.api.inputs import resolve_machines
-    from autopar.planner import PlanOptions
     from autopar.planner import plan as search
 
-    asked = PlanOptions.of("plan", options, named)
+    asked = named_options("plan", PlanOptions, named, options)
     measured, machines = resolve_machines(profile, cluster, asked)
     return Plan.of(search(measured, machines, asked, progress), measured, machines)
 
 
+@takes(PlanOptions)
 def compare(
     profile: Profile | str | Path,
     cluster: clusters.Cluster | str | None = None,
@@ -187,10 +173,9 @@ def compare(
     True
     """
     from autopar.api.inputs import resolve_machines
-    from autopar.planner import PlanOptions
     from autopar.planner.plan import compare as judge
 
-    asked = PlanOptions.of("compare", options, named)
+    asked = named_options("compare", PlanOptions, named, options)
     return judge(*resolve_machines(profile, cluster, asked), asked, progress)
 
 
@@ -255,54 +240,27 @@ def verify(
     return check(*inputs, steps, timeout_s, progress)
 
 
+@takes(RunOptions)
 def train(
     plan: PlanFile,
+    options: RunOptions | None = None,
     *,
-    steps: int | None = None,
-    epochs: int | None = None,
     seed: int | None = None,
-    weights: str | Path | None = None,
-    save: str | Path | None = None,
-    program: str | Path | None = None,
-    timeout_s: float = 300.0,
-    share_gpus: bool = False,
-    checkpoint: str | Path | None = None,
-    every: int | str = "auto",
-    resume: bool = False,
-    accept_changes: bool = False,
-    inject_fault: str | Sequence[str] = (),
-    black_box: str | Path | None = None,
-    loaders: int | str = "auto",
     progress: StepProgress | None = None,
     phases: Progress = no_progress,
-    **settings: Any,  # noqa: ANN401
+    **named: Any,  # noqa: ANN401
 ) -> Outcome:
     """Train on processes of this host, one per rank, and compare what they take with the prediction.
 
     Args:
         plan: a plan, or its file.
-        steps: optimizer steps to train; None: 20.
-        epochs: how many times to train through the dataset, in place of ``steps``.
+        options: how to train; None: what ``named`` says.
         seed: run seed, in place of the plan's.
-        weights: folder of initial weights (safetensors); None: those of ``model()``.
-        save: folder for the trained weights.
-        program: file of the program to run, in place of what the plan expands to.
-        timeout_s: longest that a rank may stand still.
-        share_gpus: whether several ranks may have the same GPU.
-        checkpoint: folder to save checkpoints in.
-        every: steps from one checkpoint to the next; ``"auto"``: as many as cost 3 % of the time.
-        resume: whether to go on from the newest sound checkpoint, if there is any; ``steps`` and ``epochs`` count from
-            the run's first step.
-        accept_changes: whether to go on though what is trained has changed, with all that still fits.
-        inject_fault: what is to go wrong, as a drill: ``KIND@RANK:STEP[:ACTION]``, such as ``kill@1:7``; or several.
-        loaders: how many processes of the host read samples and collate them ahead of the ranks; 0: ranks do so
-            themselves. ``"auto"``: 0 where ranks compute on CPUs, else as many as there are processors beyond one a
-            rank, at most 8 a rank.
-        black_box: file for the last actions of every rank, if the run fails; :func:`show` shows it.
         progress: called with (step, loss) as steps end.
         phases: told what else is done.
-        settings: fields of :class:`autopar.runtime.settings.TrainSettings`, such as ``clip_norm``; with
-            ``time_layers`` the outcome serves :func:`recalibrate`.
+        named: fields of :class:`autopar.options.train.RunOptions`, such as ``steps`` or ``clip_norm``. After a
+            ``resume``, ``steps`` and ``epochs`` count from the run's first step; with ``time_layers`` the outcome
+            serves :func:`recalibrate`.
 
     Raises:
         AutoparError: the model does not fit the plan, or a rank failed; no process is left.
@@ -312,16 +270,14 @@ def train(
     (2, 2)
     >>> outcome.report.save("report.json")
     """
+    asked = named_options("train", RunOptions, named, options)
     planned, model, data = model_inputs(plan, seed)
 
     from autopar.api.runs import advise_on_memory, compare_with_prediction
-    from autopar.runtime.start.launch import run, run_options
+    from autopar.runtime.start.launch import run
 
-    asked = partial(run_options, steps=steps, epochs=epochs, timeout_s=timeout_s, share_gpus=share_gpus, **settings)
-    files = partial(asked, weights=weights, save=save, program=program, data=data, black_box=black_box)
-    safe = partial(files, checkpoint=checkpoint, every=every, resume=resume, accept_changes=accept_changes)
     with advise_on_memory(planned, plan):
-        outcome = run(planned, model, safe(inject_fault=inject_fault, loaders=loaders), progress)
+        outcome = run(planned, model, replace(asked, data=data), progress)
     return compare_with_prediction(outcome, planned, partial(simulate, plan, progress=phases))
 
 

@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from autopar.errors import FileError, UsageError
+from autopar.options.option import changed
 
 if TYPE_CHECKING:
     from autopar.capture import UserModel
     from autopar.formats.cluster import Cluster
     from autopar.formats.profile import Profile
     from autopar.hardware.gpus import Gpu
+    from autopar.options.profile import ProfileOptions
     from autopar.planner.costs.model import CostModel
     from autopar.profiler.calibrate import Calibration, MeasuredRun, Observation
     from autopar.profiler.estimate import Workload
-    from autopar.profiler.subject import ProfileOptions, Subject
+    from autopar.profiler.subject import Subject
     from autopar.progress import Progress
 
 
@@ -31,62 +33,53 @@ class DeviceKinds(NamedTuple):
     """What is measured: ``auto``, ``cpu`` or ``cuda``; None: nothing is."""
     gpus: tuple[Gpu, ...]
     """Those that are not there, for which all is estimated."""
-    runs: Path | None = None
-    """Measured runs (CSV) that estimates are fitted to."""
 
 
-def device_kinds(
-    device: str,
-    threads: int | None = None,
-    compile_layers: bool = False,
-    runs: Path | None = None,
-    budget_s: float | None = None,
-) -> DeviceKinds:
-    """Return what ``--device`` names; refuse other options that do not go with it.
+def device_kinds(options: ProfileOptions) -> DeviceKinds:
+    """Return what ``device`` names; refuse other options that do not go with it.
 
     Raises:
         UsageError: a GPU is not known, a kind is named twice, or kinds do not go together, or with the options.
     """
-    names = [name.strip() for name in device.split(",")]
+    names = [name.strip() for name in options.device.split(",")]
     here = [name for name in names if name in ("auto", "cpu", "cuda")]
-    gpus = tuple(_gpu(device, name) for name in names if name not in here)
+    asked = f"`device={options.device!r}`"
+    gpus = tuple(_gpu(asked, name) for name in names if name not in here)
     if here and not (len(names) == 1 or here == ["cuda"]):
         raise UsageError(
-            f"`device={device!r}`: the ranks of a pipeline are all CPUs or all GPUs, and of several kinds one at most "
+            f"{asked}: the ranks of a pipeline are all CPUs or all GPUs, and of several kinds one at most "
             "is measured here; name GPUs, and cuda for the one of this machine"
         )
     if len({gpu.name for gpu in gpus}) < len(gpus):
-        raise UsageError(f"`device={device!r}`: the same GPU is named twice; name every kind once")
-    if gpus and (threads is not None or compile_layers):
-        option = "`compile`" if compile_layers else f"`threads={threads}`"
-        raise UsageError(f"{option}: says how to measure, but `device={device!r}` is estimated; leave it out")
-    if budget_s is not None and not here:
-        raise UsageError(
-            f"`budget_s={budget_s:g}`: says how long to measure, but `device={device!r}` is estimated; leave it out"
-        )
-    if runs is not None:
-        _check_fitting(device, len(names), bool(gpus), f"`calibrate_with={str(runs)!r}`")
-    return DeviceKinds(here[0] if here else None, gpus, runs)
+        raise UsageError(f"{asked}: the same GPU is named twice; name every kind once")
+    measuring = {"threads": bool(gpus), "compile": bool(gpus), "budget_s": not here}
+    for name in (name for name in changed(options, measuring) if measuring[name]):
+        shown = f"`{name}`" if name == "compile" else f"`{name}={getattr(options, name):g}`"
+        how = "how long" if name == "budget_s" else "how"
+        raise UsageError(f"{shown}: says {how} to measure, but {asked} is estimated; leave it out")
+    if options.calibrate_with is not None:
+        _check_fitting(asked, len(names), bool(gpus), f"`calibrate_with={str(options.calibrate_with)!r}`")
+    return DeviceKinds(here[0] if here else None, gpus)
 
 
-def _check_fitting(device: str, count: int, are_gpus: bool, option: str) -> None:
+def _check_fitting(asked: str, count: int, are_gpus: bool, option: str) -> None:
     """Refuse to fit estimates of no GPU, or of several kinds."""
     if not are_gpus:
         raise UsageError(f"{option}: fits estimates; name a GPU that is not there with `device`")
     if count > 1:
         raise UsageError(
-            f"{option}: the runs of one kind of GPU, but `device={device!r}` names {count}; profile each with its own "
+            f"{option}: the runs of one kind of GPU, but {asked} names {count}; profile each with its own "
             "runs, and join the profiles with `autopar import profiles`"
         )
 
 
-def _gpu(device: str, name: str) -> Gpu:
+def _gpu(asked: str, name: str) -> Gpu:
     from autopar.hardware.gpus import find
 
     try:
         return find(name)
     except UsageError as error:
-        raise UsageError(f"`device={device!r}`: none of auto, cpu and cuda, and {error}") from error
+        raise UsageError(f"{asked}: none of auto, cpu and cuda, and {error}") from error
 
 
 def profile_kinds(user: UserModel, options: ProfileOptions, kinds: DeviceKinds, progress: Progress) -> Profile:
@@ -103,8 +96,7 @@ def profile_kinds(user: UserModel, options: ProfileOptions, kinds: DeviceKinds, 
         choose(kinds.here)
     subject = prepare(user, options, progress)
     found = [
-        NamedProfile(f"`device={gpu.name!r}`", estimate_profile(subject, gpu, options, kinds.runs, progress))
-        for gpu in kinds.gpus
+        NamedProfile(f"`device={gpu.name!r}`", estimate_profile(subject, gpu, options, progress)) for gpu in kinds.gpus
     ]
     if kinds.here is not None:
         from autopar.profiler.profile import measure_layers
@@ -125,14 +117,8 @@ def node_of(profile: Profile, gpus: int | None = None) -> Cluster | None:
     return cluster_named("+".join(f"{GPUS_PER_NODE if gpus is None else gpus}x{name}" for name in names))
 
 
-def estimate_profile(
-    subject: Subject,
-    gpu: Gpu,
-    options: ProfileOptions,
-    runs: Path | None,
-    progress: Progress,
-) -> Profile:
-    """Return the profile that a GPU would give, its constants fitted to the runs of a CSV file if there is one.
+def estimate_profile(subject: Subject, gpu: Gpu, options: ProfileOptions, progress: Progress) -> Profile:
+    """Return the profile that a GPU would give, its constants fitted to measured runs if some are named.
 
     Raises:
         UsageError: the GPU does not compute in the precision.
@@ -140,9 +126,9 @@ def estimate_profile(
     """
     from autopar.profiler.estimate import estimate, profile_of, workload
 
-    if runs is None:
+    if options.calibrate_with is None:
         return estimate(subject, gpu, options, progress=progress)
-    calibration = calibrate_gpu(subject, gpu, options, runs, progress)
+    calibration = calibrate_gpu(subject, gpu, options, options.calibrate_with, progress)
     load = workload(subject, gpu, options.batch, progress)
     return profile_of(subject, load, options.batch, calibration.constants, calibration.notes())
 
@@ -179,10 +165,10 @@ def _prepare_subject(spec: str, runs: tuple[MeasuredRun, ...], options: ProfileO
 
 def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Progress) -> list[Observation]:
     """Return the runs of one model, whose layers are estimated at the rows that its replicas had."""
+    from autopar.options.plan import PlanOptions
     from autopar.planner.assemble import DictatedRun
     from autopar.planner.candidate import Family
     from autopar.planner.costs.model import CostModel
-    from autopar.planner.options import PlanOptions
     from autopar.profiler.calibrate import Observation
     from autopar.profiler.estimate import profile_of, workload
     from autopar.profiler.roofline import default_constants

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import PrivateAttr
 
+from autopar.api.inputs import open_plan, resolve_inputs
 from autopar.errors import UsageError
 from autopar.formats import cluster as clusters
 from autopar.formats import plan as plans
 from autopar.formats import timeline as timelines
 from autopar.formats.document import Record
 from autopar.formats.profile import Profile
-from autopar.api.inputs import open_plan, resolve_inputs
 from autopar.progress import Progress, no_progress
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autopar.capture import UserModel
+    from autopar.options.profile import ProfileOptions
 
 
 PlanFile = plans.Plan | str | Path
@@ -140,12 +141,11 @@ def user_model(
     batch: object,
     functions: dict[str, Callable[..., Any] | None],
     ignored_state: tuple[str, ...],
-    data: str | Path | None,
-    sequence: int | None,
+    options: ProfileOptions,
 ) -> tuple[UserModel, int]:
     """Return the model that is profiled, from a file or of a script, and the samples of a step."""
     if not isinstance(model, str | Path):
-        _check_absent(None, data=data, sequence=sequence)
+        _check_absent(None, data=options.data, sequence=options.sequence)
         from autopar.capture.layers.losses import copied_model
 
         return copied_model(model, batch, ignored_state, **functions)
@@ -156,7 +156,8 @@ def user_model(
         )
     from autopar.capture import load
 
-    return load(str(model), None if data is None else str(data), sequence=sequence), batch
+    data = None if options.data is None else str(options.data)
+    return load(str(model), data, sequence=options.sequence), batch
 
 
 def _check_absent(file: str | Path | None, **arguments: object) -> None:

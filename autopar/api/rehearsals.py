@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from autopar.api.inputs import model_inputs
+from autopar.api.objects import PlanFile, Timeline, plan_inputs
 from autopar.errors import UsageError
 from autopar.formats import cluster as clusters
 from autopar.formats.profile import Profile
 from autopar.formats.program import parse_faults
-from autopar.api.inputs import model_inputs
-from autopar.api.objects import PlanFile, Timeline, plan_inputs
 from autopar.progress import Progress, no_progress
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autopar.api.inputs import planned_file, resolve_inputs
 from autopar.errors import AutoparError, InfeasibleError, OutOfMemoryError, UsageError
 from autopar.formats.plan import SCATTERING, Plan
 from autopar.formats.program import BACKWARD, FORWARD
 from autopar.formats.timeline import OwnTimes, compare_paths, compare_times, own_times
-from autopar.api.inputs import planned_file, resolve_inputs
 
 if TYPE_CHECKING:
     from autopar.formats.cluster import Cluster

@@ -10,62 +10,45 @@ import ast
 import inspect
 import re
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import fields
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from autopar.cli.output import quietly
+from autopar.options.option import OptionField, is_options, options_of
+from autopar.options.plan import PlanOptions
+from autopar.options.profile import ProfileOptions
+from autopar.options.train import RunOptions
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autopar.formats.cluster import Cluster
     from autopar.formats.plan import Plan
     from autopar.formats.prediction import Alternative
     from autopar.formats.profile import Profile
     from autopar.formats.report import Report
 
     Noted = TypeVar("Noted", Plan, Profile, Report)
-    from rich.console import Console
-
-    from autopar.formats.cluster import Cluster
 
 
-_OWN = {
-    "budget_s": "budget",
-    "bytes_per_s": "bandwidth",
-    "deadline_s": "deadline",
-    "largest_bytes": "largest",
-    "memory_bytes": "memory",
-    "timeout_s": "timeout",
-}
-"""Flags that are not called like their arguments, which have units."""
-FLAGS_OF_ARGUMENTS = {flag: argument for argument, flag in _OWN.items()}
-"""Arguments by these flags."""
-ARGUMENTS = frozenset(
-    (
-        *("accept_changes", "accept_loss", "batch", "calibrate_with", "checkpoint", "chunks", "clip", "clip_norm"),
-        *("cluster", "compile", "cpu_offload", "data", "deferred_batch_norm", "device", "divisible"),
-        *("effort", "epochs", "equal_widths", "every", "exact", "forbid_cut", "gap", "gpus", "inject_fault"),
-        *("last", "max_stages", "micro_batches", "min_stages", "objective", "over", "overwrite", "pin"),
-        *("policy", "anneal_steps", "synchronous_steps", "ahead", "across_nodes", "sequence_parallel"),
-        *("precision", "profile", "profiled_batch", "program", "ranks", "real_time", "recompute"),
-        *("replicate_state", "resume", "save", "schedule", "seed", "sequence", "shard", "share_gpus"),
-        *(
-            "solver",
-            "solver_seconds",
-            "split_seeds",
-            "stages",
-            "steps",
-            "sync_batch_norm",
-            "threads",
-            "times_of",
-            "use_all",
-        ),
-        *("weights", "replicas", "pipeline_size", "schedule_file", "nearest"),
-        *_OWN,
+OPTIONS = options_of(PlanOptions) | options_of(ProfileOptions) | options_of(RunOptions)
+_OWN = {"largest_bytes": "--largest"}
+ARGUMENTS = {name: each.flag for name, each in OPTIONS.items() if each.said.is_typed} | {
+    name: _OWN.get(name, f"--{name.replace('_', '-')}")
+    for name in (
+        *("cluster", "largest_bytes", "nearest", "over", "overwrite", "pipeline_size", "profile", "profiled_batch"),
+        *("ranks", "real_time", "replicas", "schedule_file"),
     )
-)
-"""Arguments that are options of some command, too."""
+}
+"""Arguments that are options of some command, too, with their flags."""
 
 
 def as_flags(text: str) -> str:
@@ -106,10 +89,10 @@ def _flags_of(arguments: str) -> str | None:
         return None
     names = [each.id if isinstance(each, ast.Name) else "" for each in found.args]
     names += [each.arg or "" for each in found.keywords]
-    if not names or not ARGUMENTS.issuperset(names):
+    if not names or not ARGUMENTS.keys() >= set(names):
         return None
     values = ["" for _ in found.args] + [_value(call, each.value) for each in found.keywords]
-    flags = (f"--{_OWN.get(name, name).replace('_', '-')}" for name in names)
+    flags = (ARGUMENTS[name] for name in names)
     return " ".join(f"{flag} {value}".rstrip() for flag, value in zip(flags, values, strict=True))
 
 
@@ -126,6 +109,13 @@ def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
+def _offering(names: Iterable[str]) -> Callable[[str], list[str]]:
+    def offered(incomplete: str) -> list[str]:
+        return _beginning(incomplete, names)
+
+    return offered
+
+
 def schedules(incomplete: str) -> list[str]:
     """Return the schedules that ``--schedule`` takes; torch's names where one is begun.
 
@@ -135,43 +125,6 @@ def schedules(incomplete: str) -> list[str]:
     from autopar.schedules import SCHEDULES, TORCH_NAMES
 
     return _beginning(incomplete, ("auto", *SCHEDULES)) or _beginning(incomplete, TORCH_NAMES)
-
-
-def shards(incomplete: str) -> list[str]:
-    """Return what replicas may divide."""
-    from typing import get_args
-
-    from autopar.formats.plan import Shard
-
-    return _beginning(incomplete, ("auto", *get_args(Shard)))
-
-
-def policies(incomplete: str) -> list[str]:
-    """Return the weight policies that a plan may have."""
-    from typing import get_args
-
-    from autopar.formats.plan import WeightPolicy
-
-    return _beginning(incomplete, get_args(WeightPolicy))
-
-
-def objectives(incomplete: str) -> list[str]:
-    """Return what a plan may be best at."""
-    from typing import get_args
-
-    from autopar.planner.options import Objective
-
-    return _beginning(incomplete, get_args(Objective))
-
-
-def solvers(incomplete: str) -> list[str]:
-    """Return how plans are searched."""
-    return _beginning(incomplete, ("dp", "milp"))
-
-
-def recomputations(incomplete: str) -> list[str]:
-    """Return which layers may run forward again."""
-    return _beginning(incomplete, ("auto", "none", "full"))
 
 
 def clusters(incomplete: str) -> list[str]:
@@ -200,8 +153,25 @@ def targets(incomplete: str) -> list[str]:
     return _beginning(incomplete, TARGETS)
 
 
+_COMPLETIONS = {"device": devices, "schedule": schedules}
+
+
+def option_info(option: OptionField, text: str | None = None) -> OptionInfo:
+    """Return what the command line has of an option; ``text`` takes the place of what the option says."""
+    values = "|".join(("N", *option.choices) if option.is_number and option.choices else option.choices)
+    found: OptionInfo = typer.Option(
+        option.flag,
+        help=as_flags(option.said.help if text is None else text),
+        metavar=option.said.unit.upper() or (values if 0 < len(values) <= _WIDEST else None),
+        autocompletion=_COMPLETIONS.get(option.name) or (_offering(option.choices) if option.choices else None),
+        rich_help_panel=option.said.group or None,
+    )
+    return found
+
+
+PLANNED_FILE, PROFILED_FILE = Path("plan.json"), Path("profile.json")
 ProfileFile = Annotated[Path, typer.Argument(help="What `autopar profile` measured.")]
-Gpus = Annotated[int | None, typer.Option("--gpus", help="Use at most this many devices; default: all of the cluster.")]
+PlanFile = Annotated[Path, typer.Argument(help="What `autopar plan` wrote.")]
 ClusterName = Annotated[
     str | None,
     typer.Option(
@@ -211,34 +181,44 @@ ClusterName = Annotated[
         autocompletion=clusters,
     ),
 ]
-InjectFault = Annotated[
-    list[str] | None,
+OtherProfile = Annotated[Path | None, typer.Option(help="Profile to use in place of the one the plan records.")]
+OtherCluster = Annotated[
+    str | None, typer.Option(help="Cluster, a file or a name, to use in place of the one the plan records.")
+]
+TimesOf = Annotated[str | None, option_info(OPTIONS["times_of"])]
+ProgramFile = Annotated[Path | None, option_info(OPTIONS["program"])]
+InjectFault = Annotated[list[str] | None, option_info(OPTIONS["inject_fault"])]
+Timeout = Annotated[float, option_info(OPTIONS["timeout_s"])]
+_OUTPUT, _WIDEST = "Output", 20
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.", rich_help_panel=_OUTPUT)]
+Quiet = Annotated[
+    bool,
     typer.Option(
-        "--inject-fault",
-        help="A drill: KIND@RANK:STEP[:ACTION], such as kill@1:7 or nan@0:3:F; kinds are kill, stop, segfault, "
-        "exception, exit, slow, nan, out-of-memory, disconnect, disk-full, fail-write, fail-fsync, fail-rename.",
+        "--quiet",
+        "-q",
+        help="No progress, tables and notes; only errors, and the result with --json.",
+        rich_help_panel=_OUTPUT,
     ),
 ]
-Memory = Annotated[str | None, typer.Option("--memory", help="Limit per device, such as 16GiB.")]
-Batch = Annotated[int | None, typer.Option("--batch", help="Samples per step; default: the profile's.")]
-Bandwidth = Annotated[
-    str | None, typer.Option("--bandwidth", help="Assume this bandwidth of every link, such as 25GB/s.")
-]
-ProgramFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--program",
-        help="Program to take in place of the plan's own (`autopar simulate --write-program`), edited or not.",
-    ),
-]
-TimesOf = Annotated[
-    str | None,
-    typer.Option(
-        "--times-of",
-        help="Let the profile's times of this kind of device, such as H100 or cpu, stand for kinds in the cluster that "
-        "it has none of.",
-    ),
-]
+
+
+def output_option(help: str, *flags: str) -> OptionInfo:  # noqa: A002
+    """Return an option that says where something is written; `--output` where no other flags are named."""
+    found: OptionInfo = typer.Option(*(flags or ("--output", "-o")), help=help, rich_help_panel=_OUTPUT)
+    return found
+
+
+def json_option(what: str) -> OptionInfo:
+    """Return the option that puts a command's result on standard output."""
+    return output_option(f"Put {what} on stdout as JSON.", "--json")
+
+
+class Only(NamedTuple):
+    """Beside a class of options: which of them a command has."""
+
+    names: tuple[str, ...]
+    help: Mapping[str, str] = {}
+    """What help says of some in place of what the option says."""
 
 
 def echo(cluster_name: str | None, cluster: Cluster, console: Console) -> None:
@@ -253,11 +233,6 @@ def echo(cluster_name: str | None, cluster: Cluster, console: Console) -> None:
         console.print(f"cluster {cluster_name}: {said}", highlight=False, markup=False, soft_wrap=True)
 
 
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="No progress, tables and notes; only errors, and the result with --json.")
-]
-
-
 def examples(*lines: str) -> str:
     """Return what the help of a command ends with."""
     return "\n\n".join((f"Example{'s' if len(lines) > 1 else ''}:", *lines))
@@ -265,26 +240,63 @@ def examples(*lines: str) -> str:
 
 def add(app: typer.Typer, name: str, act: Callable[..., None], *example_lines: str) -> None:
     """Let ``app`` have a command that does what ``act`` does, with ``example_lines`` as the examples in its help."""
-    app.command(name, epilog=examples(*example_lines))(_with_quiet_option(act))
+    app.command(name, epilog=examples(*example_lines))(_command(act))
 
 
-def _with_quiet_option(act: Callable[..., None]) -> Callable[..., None]:
-    """Return a command with `--quiet` behind the parameters of ``act``."""
-
-    def command(quiet: bool, **options: object) -> None:
-        if not quiet:
-            act(**options)
-            return
-        with quietly():
-            act(**options)
-
-    signature = inspect.signature(act)
+def _command(act: Callable[..., None]) -> Callable[..., None]:
+    """Return a command with the parameters of ``act``, the options of its classes of options, and `--quiet`."""
     hints = get_type_hints(act, include_extras=True)
-    parameters = [
-        each.replace(annotation=hints.get(each.name, each.annotation)) for each in signature.parameters.values()
-    ]
-    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
-    own = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Quiet)
-    command.__signature__ = signature.replace(parameters=[*parameters, own], return_annotation=None)  # type: ignore[attr-defined]
+    parts = {name: _part(name, each.default, hints[name]) for name, each in inspect.signature(act).parameters.items()}
+
+    def command(quiet: bool, **typed: object) -> None:
+        with quietly() if quiet else nullcontext():
+            act(**{name: part.make(typed) for name, part in parts.items()})
+
+    shown = chain.from_iterable(part.parameters for part in parts.values())
+    command.__signature__ = inspect.Signature([*shown, _parameter("quiet", False, Quiet)])  # type: ignore[attr-defined]
     command.__doc__ = act.__doc__
     return command
+
+
+class _Part(NamedTuple):
+    """An argument of a function, or a field of a class: how it is made, and what is typed for it."""
+
+    make: Callable[[Mapping[str, object]], object]
+    """Takes what was typed, by the names of parameters."""
+    parameters: tuple[inspect.Parameter, ...]
+
+
+def _part(name: str, default: object, hint: Any) -> _Part:  # noqa: ANN401
+    kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    if not is_options(kind):
+        return _Part(lambda typed: typed[name], (_parameter(name, default, hint),))
+    hints, known = get_type_hints(kind, include_extras=True), options_of(kind)
+    only = next((each for each in extras if isinstance(each, Only)), Only(tuple(known)))
+    parts = {}
+    for each in fields(kind):
+        found = known.get(each.name)
+        if found is not None and found.said.is_typed and each.name in only.names:
+            parts[each.name] = _option(found, only.help.get(each.name))
+        elif found is None and (is_options(hints[each.name]) or get_origin(hints[each.name]) is Annotated):
+            parts[each.name] = _part(each.name, each.default, hints[each.name])
+    make = partial(_make, kind, parts)
+    return _Part(make, tuple(chain.from_iterable(part.parameters for part in parts.values())))
+
+
+def _make(kind: Callable[..., object], parts: Mapping[str, _Part], typed: Mapping[str, object]) -> object:
+    return kind(**{name: part.make(typed) for name, part in parts.items()})
+
+
+def _option(option: OptionField, text: str | None) -> _Part:
+    """Return what is typed for an option, which is read as the library reads it."""
+    kind, default = option.kind, option.default
+    if get_origin(kind) is tuple:
+        kind, default = list[str], None
+    elif option.choices or option.said.unit in ("bytes", "bytes/s"):
+        kind = str
+    hint = Annotated[kind | None if default is None else kind, option_info(option, text)]  # type: ignore[valid-type]
+    return _Part(lambda typed: option.read(typed[option.name]), (_parameter(option.name, default, hint),))
+
+
+def _parameter(name: str, default: object, hint: object) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)

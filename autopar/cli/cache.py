@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from autopar.cache import Cache, cache_folder
-from autopar.cli.arguments import add, examples
+from autopar.cli.arguments import add, examples, json_option
 from autopar.cli.output import say, screen
 
 captured = typer.Typer(
@@ -22,7 +22,7 @@ captured = typer.Typer(
 
 
 def list_captured(
-    as_json: Annotated[bool, typer.Option("--json", help="Put what is kept on stdout as JSON.")] = False,
+    as_json: Annotated[bool, json_option("what is kept")] = False,
 ) -> None:
     """List the captured models that `run`, `worker`, `verify` and `rehearse` need not capture again."""
     found = Cache(cache_folder()).entries()

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli.arguments import json_option
 from autopar.cli.output import screen
-from autopar.cli.training import AsJson
 from autopar.errors import UsageError
 from autopar.formats.document import write_bytes
+from autopar.options.plan import PlanOptions
+from autopar.options.profile import ProfileOptions
+from autopar.options.train import RunOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +27,7 @@ def command(
     folder: Annotated[Path, typer.Option(help="Where the files go; made if missing.")] = Path("autopar-demo"),
     ranks: Annotated[int, typer.Option(help="Ranks to plan for.", min=2)] = 2,
     steps: Annotated[int, typer.Option(help="Optimizer steps to train.", min=2)] = 20,
-    as_json: AsJson = False,
+    as_json: Annotated[bool, json_option("the report")] = False,
 ) -> None:
     """Profile, plan and run the bundled GPT in about a minute: pipelined over processes of this machine."""
     if folder.exists() and not folder.is_dir():
@@ -46,12 +49,16 @@ def _perform(console: Console, folder: Path, files: dict[str, Path], picture: Pa
     traces = {name: folder / f"{name}.trace.json" for name in ("measured", "predicted")}
     _say(console, "autopar profile", "measure every layer of a GPT, and the links between ranks")
     model = str(_copy_example("gpt", folder))
-    measure.profile(model, batch=BATCH, ranks=ranks, output=files["profile.json"], overwrite=True)
+    measured = ProfileOptions(batch=BATCH)
+    measure.profile(model, options=measured, ranks=ranks, output=files["profile.json"], overwrite=True)
     _say(console, f"autopar plan --gpus {ranks} --min-stages 2", "find the fastest pipeline")
-    plan.plan(files["profile.json"], gpus=ranks, min_stages=2, output=files["plan.json"], overwrite=True)
+    planned = PlanOptions(gpus=ranks, min_stages=2)
+    plan.plan(files["profile.json"], options=planned, output=files["plan.json"], overwrite=True)
     _say(console, f"autopar run --steps {steps}", "train it that way")
     training.run(
-        plan=files["plan.json"], steps=steps, report=files["report.json"], trace=traces["measured"], overwrite=True
+        training.TrainingArguments(
+            RunOptions(steps), files["plan.json"], report=files["report.json"], trace=traces["measured"], overwrite=True
+        )
     )
     _say(console, "autopar simulate, autopar show --over", "lay the measured step over the predicted one")
     simulate.simulate(files["plan.json"], trace=traces["predicted"], overwrite=True)

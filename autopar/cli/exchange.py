@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autopar.cli import arguments
-from autopar.cli.arguments import as_flags
+from autopar.cli.arguments import (
+    PLANNED_FILE,
+    OtherCluster,
+    OtherProfile,
+    Overwrite,
+    PlanFile,
+    as_flags,
+    json_option,
+    output_option,
+)
 from autopar.cli.output import say, screen
 from autopar.errors import FileError, UsageError
 
@@ -34,7 +43,7 @@ ExportFormat = Annotated[
 ]
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Where to write the main file; others go beside it. Default: its own name."),
+    output_option("Where to write the main file; others go beside it. Default: its own name."),
 ]
 Nearest = Annotated[
     bool, typer.Option("--nearest", help="Where the trainer cannot express the plan, export the nearest that it can.")
@@ -47,15 +56,13 @@ ScheduleFile = Annotated[
 
 def export(
     target: ExportFormat,
-    plan: Annotated[Path, typer.Argument(help="What `autopar plan` wrote.")] = Path("plan.json"),
+    plan: PlanFile = PLANNED_FILE,
     output: Output = None,
     nearest: Nearest = False,
     schedule_file: ScheduleFile = None,
-    profile: Annotated[Path | None, typer.Option(help="Profile to use in place of the one the plan records.")] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="Cluster, a file or a name, to use in place of the one the plan records.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")] = False,
+    profile: OtherProfile = None,
+    cluster: OtherCluster = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Write a plan as the configuration of another trainer, or as the launch of autopar's own ranks."""
     from autopar.api.exports import target_of
@@ -124,9 +131,9 @@ def import_(
     profile: OfProfile = None,
     replicas: Replicas = None,
     pipeline_size: PipelineSize = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile.")] = _OUTPUT,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Put the profile, or the stages, on stdout as JSON.")] = False,
+    output: Annotated[Path, output_option("Where to write the profile.")] = _OUTPUT,
+    overwrite: Overwrite = False,
+    as_json: Annotated[bool, json_option("the profile, or the stages,")] = False,
 ) -> None:
     """Read another system's profile, or several of autopar's, as one profile; or another trainer's stages."""
     if system not in _FORMATS:

@@ -13,15 +13,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autopar.cli import arguments
-from autopar.cli.arguments import add, examples
+from autopar.cli.arguments import PROFILED_FILE, Overwrite, add, examples, json_option, output_option
 from autopar.cli.output import say, screen
 from autopar.errors import FileError, UsageError
 from autopar.formats.profile import path_of
+from autopar.options.profile import ProfileOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from autopar.progress import Progress
 
 
-_PROFILE = Path("profile.json")
 _CLUSTER = "cluster.json"
 
 
@@ -42,15 +42,8 @@ def profile(
             help="A Python file with model(), package.module:factory, or hf: and a Transformers configuration."
         ),
     ],
-    batch: Annotated[int, typer.Option(help="Samples per step; the largest micro-batch measured.", min=1)] = 64,
-    device: Annotated[
-        str,
-        typer.Option(
-            help="auto, cpu, cuda; or a GPU that is not there, such as H100 (`autopar cluster list`); or several kinds "
-            "of GPUs, such as H100,A100-80G or cuda,A100-80G.",
-            autocompletion=arguments.devices,
-        ),
-    ] = "auto",
+    *,
+    options: ProfileOptions,
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -58,50 +51,21 @@ def profile(
             "Of a GPU that is not there: how many a node has; default: 8."
         ),
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads per rank on the CPU; default: 1.", min=1)] = None,
-    precision: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None,
-        typer.Option(help="bf16, fp16: float32 parameters, layers under autocast; default: the parameters' own."),
-    ] = None,
-    compile_layers: Annotated[
-        bool, typer.Option("--compile", help="Compile every layer with torch.compile; needs a compiler.")
-    ] = False,
-    data: Annotated[
-        Path | None, typer.Option(help="A Python file whose dataset() feeds an hf: model; default: synthetic inputs.")
-    ] = None,
-    sequence: Annotated[
-        int | None,
-        typer.Option(help="Tokens of a synthetic sample of an hf: model; default: its positions, at most 2048.", min=2),
-    ] = None,
-    calibrate_with: Annotated[
-        Path | None,
-        typer.Option(help="Measured runs (CSV) that the estimates for a GPU that is not there are fitted to."),
-    ] = None,
-    accept_loss: Annotated[
-        bool,
-        typer.Option("--accept-loss", help="Take a loss that depends on how a mini-batch is divided; plans say so."),
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Seed for the weights that model() draws.", min=0, max=2**63 - 1)] = 0,
-    budget: Annotated[
-        float | None,
-        typer.Option(
-            help="Seconds for timing layers, about; every micro-batch size runs once however few; default: 10."
-        ),
-    ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile.")] = _PROFILE,
+    output: Annotated[Path, output_option("Where to write the profile.")] = PROFILED_FILE,
     cluster_output: Annotated[
-        Path | None, typer.Option(help="Where to write the links; default: cluster.json beside the profile.")
+        Path | None,
+        output_option("Where to write the links; default: cluster.json beside the profile.", "--cluster-output"),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing output files.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Put the profile on stdout as JSON.")] = False,
+    overwrite: Overwrite = False,
+    as_json: Annotated[bool, json_option("the profile")] = False,
 ) -> None:
     """Measure every layer of a model on this machine, and the links between local ranks.
 
     For a GPU that is not there, all of this is estimated.
     """
+    from autopar.api.estimates import device_kinds, node_of
     from autopar.cli.arguments import with_flags
     from autopar.cli.output import check_output, phases
-    from autopar.api.estimates import device_kinds, node_of
     from autopar.formats.references import rebase_paths
 
     links_output = cluster_output or output.parent / _CLUSTER
@@ -113,10 +77,10 @@ def profile(
         )
     if links_output.resolve() == output.resolve():
         raise UsageError(f"{output} cannot hold both the profile and the cluster; name another --cluster-output")
-    kinds = device_kinds(device, threads, compile_layers, calibrate_with, budget)
+    kinds = device_kinds(options)
     source = path_of(model)
-    inputs = tuple(path for path in (source and Path(source), data, calibrate_with) if path)
-    check_output(output, _PROFILE, overwrite=overwrite, inputs=inputs)
+    inputs = tuple(path for path in (source and Path(source), options.data, options.calibrate_with) if path)
+    check_output(output, PROFILED_FILE, overwrite=overwrite, inputs=inputs)
     if kept is None:
         check_output(links_output, Path(_CLUSTER), overwrite=overwrite, inputs=inputs)
 
@@ -125,26 +89,12 @@ def profile(
     here = None if kinds.gpus else kinds.here
     local = 0 if here is None else _local_ranks(here, ranks)
     with phases(sums_up=True) as progress:
-        made = api.profile(
-            model,
-            batch,
-            device=device,
-            threads=threads,
-            precision=precision,
-            compile=compile_layers,
-            data=data,
-            sequence=sequence,
-            calibrate_with=calibrate_with,
-            accept_loss=accept_loss,
-            seed=seed,
-            budget_s=budget,
-            progress=progress,
-        )
+        made = api.profile(model, options.batch, options, progress=progress)
         cluster = None
         if kept is None:
-            cluster = node_of(made, ranks) if here is None else _measured_links(local, here, threads or 1, progress)
-    named = made.model.model_copy(update={"data": None if data is None else str(data)})
-    made = with_flags(made.model_copy(update={"model": rebase_paths(named, _PROFILE, output)}))
+            cluster = node_of(made, ranks) if here is None else _measured_links(local, here, options.threads, progress)
+    named = made.model.model_copy(update={"data": None if options.data is None else str(options.data)})
+    made = with_flags(made.model_copy(update={"model": rebase_paths(named, PROFILED_FILE, output)}))
     made.save(output)
     if cluster is not None:
         cluster.save(links_output)
@@ -240,9 +190,9 @@ def probe(
     largest: Annotated[
         str | None, typer.Option(help="Largest message; default: 64MiB between CPUs, 1GiB between GPUs.")
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the cluster.")] = _PROBED_CLUSTER,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Put the cluster on stdout as JSON.")] = False,
+    output: Annotated[Path, output_option("Where to write the cluster.")] = _PROBED_CLUSTER,
+    overwrite: Overwrite = False,
+    as_json: Annotated[bool, json_option("the cluster")] = False,
 ) -> None:
     """Measure messages, all-reduce, all-gather and reduce-scatter between ranks, in a node and over the network.
 
@@ -334,7 +284,7 @@ def list_known(
             autocompletion=arguments.clusters,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Put the GPUs, or the cluster, on stdout as JSON.")] = False,
+    as_json: Annotated[bool, json_option("the GPUs, or the cluster,")] = False,
 ) -> None:
     """List the known GPUs, with the sources of their numbers, and examples of clusters; or show one cluster."""
     console = screen()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.arguments import add, examples
+from autopar.cli.arguments import Overwrite, add, examples, json_option, output_option
 from autopar.cli.output import check_output, say, screen
 from autopar.errors import FileError, UsageError
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
 
-    from autopar.formats.checkpoint import CheckpointView
     from autopar.api.views import FileView
+    from autopar.formats.checkpoint import CheckpointView
 
 
 _PICTURE = Path("timeline.png")
@@ -42,10 +42,8 @@ def show(
     html: Annotated[
         Path | None, typer.Option(help="Write tables, and the picture where there is one, as a page of its own.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Put the content on stdout as JSON.")] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the picture and the page if they exist.")
-    ] = False,
+    as_json: Annotated[bool, json_option("the content")] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Show a file of autopar as tables; a profile, a trace, and the step that a plan predicts, also as a picture."""
     from autopar import api
@@ -95,15 +93,15 @@ def _save(figure: Figure, path: Path, overwrite: bool, console: Console) -> None
 
 
 def _save_page(view: FileView, figures: list[Figure], path: Path, overwrite: bool, console: Console) -> None:
-    from autopar.formats.document import write_text
     from autopar.api.views import page
+    from autopar.formats.document import write_text
 
     write_text(path, page(view.title, view.render, figures), overwrite=overwrite)
     say(console, f"Written: {path}")
 
 
 CheckpointFolder = Annotated[Path, typer.Argument(help="What `autopar run --checkpoint` was given.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Put what was found on stdout as JSON.")]
+AsJson = Annotated[bool, json_option("what was found")]
 _MODEL = Path("model.safetensors")
 
 checkpoints = typer.Typer(
@@ -137,8 +135,8 @@ def verify_checkpoints(folder: CheckpointFolder, as_json: AsJson = False) -> Non
 def export_checkpoint(
     folder: CheckpointFolder,
     step: Annotated[int | None, typer.Option("--step", help="Of which step; default: the newest sound one.")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the model.")] = _MODEL,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+    output: Annotated[Path, output_option("Where to write the model.")] = _MODEL,
+    overwrite: Overwrite = False,
 ) -> None:
     """Write the model of a checkpoint as one safetensors file, as `load_state_dict` takes it."""
     from autopar import api

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.arguments import InjectFault, ProgramFile, TimesOf
+from autopar.cli.arguments import (
+    PLANNED_FILE,
+    InjectFault,
+    OtherCluster,
+    OtherProfile,
+    Overwrite,
+    PlanFile,
+    ProgramFile,
+    TimesOf,
+    json_option,
+)
 from autopar.cli.output import check_outputs, say, screen
 from autopar.errors import InfeasibleError, UsageError
 
@@ -25,26 +35,24 @@ if TYPE_CHECKING:
 
 
 def simulate(
-    plan: Annotated[Path, typer.Argument(help="What `autopar plan` wrote.")] = Path("plan.json"),
-    profile: Annotated[Path | None, typer.Option(help="Profile to use in place of the one the plan records.")] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="Cluster, a file or a name, to use in place of the one the plan records.")
-    ] = None,
+    plan: PlanFile = PLANNED_FILE,
+    profile: OtherProfile = None,
+    cluster: OtherCluster = None,
     times_of: TimesOf = None,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline here, as a Chrome trace.")] = None,
     program: ProgramFile = None,
     write_program: Annotated[
         Path | None, typer.Option(help="Write the plan's program here, to be edited and read by --program.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Put the step's figures on stdout as JSON.")] = False,
+    overwrite: Overwrite = False,
+    as_json: Annotated[bool, json_option("the step's figures")] = False,
 ) -> None:
     """Predict when every action of a step runs."""
     from autopar import api
+    from autopar.api.inputs import read_inputs
     from autopar.cli.arguments import as_flags, echo
     from autopar.cli.output import long_simulation, slow_phases
     from autopar.hardware.kinds import kinds_of
-    from autopar.api.inputs import read_inputs
     from autopar.planner.simulator.simulate import pipeline_times
     from autopar.report.pictures import render
     from autopar.report.table import duration
@@ -82,7 +90,7 @@ _CPU_COUNTED = (
 
 
 def rehearse(
-    plan: Annotated[Path, typer.Argument(help="What `autopar plan` wrote.")] = Path("plan.json"),
+    plan: PlanFile = PLANNED_FILE,
     steps: Annotated[
         int | None,
         typer.Option(min=1, help="Perform so many steps in virtual time, by all ranks, instead of checking memory."),
@@ -90,10 +98,8 @@ def rehearse(
     real_time: Annotated[
         bool, typer.Option("--real-time", help="Sleep as long as actions take: steps are as long as on the devices.")
     ] = False,
-    profile: Annotated[Path | None, typer.Option(help="Profile to use in place of the one the plan records.")] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="Cluster, a file or a name, to use in place of the one the plan records.")
-    ] = None,
+    profile: OtherProfile = None,
+    cluster: OtherCluster = None,
     times_of: TimesOf = None,
     program: ProgramFile = None,
     inject_fault: InjectFault = None,
@@ -103,10 +109,8 @@ def rehearse(
     trace: Annotated[
         Path | None, typer.Option(help="Write when every action of the last step ran here, as a Chrome trace.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Put the stages' peaks, or the steps' figures, on stdout as JSON.")
-    ] = False,
+    overwrite: Overwrite = False,
+    as_json: Annotated[bool, json_option("the stages' peaks, or the steps' figures,")] = False,
 ) -> None:
     """Check the memory of every stage of a plan, or, with --steps, perform it in virtual time, without its devices.
 
@@ -172,9 +176,9 @@ def _perform_steps(
     as_json: bool,
 ) -> None:
     from autopar import api
+    from autopar.api.inputs import read_inputs
     from autopar.cli.arguments import echo
     from autopar.cli.output import long_simulation, phases
-    from autopar.api.inputs import read_inputs
     from autopar.planner.simulator.simulate import pipeline_times
 
     profile, cluster, _ = inputs

@@ -8,24 +8,24 @@ the times that the run measured.
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.arguments import InjectFault, ProgramFile
+from autopar.api.inputs import data_of, model_of, predict, read_inputs, read_plan
+from autopar.cli.arguments import PLANNED_FILE, Overwrite, PlanFile, Timeout, json_option, output_option
 from autopar.cli.output import check_output, say, screen
 from autopar.errors import FileError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.references import plan_files, rebase_paths
-from autopar.api.inputs import data_of, model_of, predict, read_inputs, read_plan
+from autopar.options.option import option
+from autopar.options.train import RunOptions
 from autopar.ranks.environment import LaunchedRank, is_supervised, rank_from_environment
 from autopar.ranks.failure import SaidElsewhereError
 
@@ -37,151 +37,31 @@ DEFAULT_REPORT = Path("report.json")
 CLUSTER = "cluster.json"
 """Beside a profile, where `autopar plan` looks for it."""
 
-AsJson = Annotated[bool, typer.Option("--json", help="Put the report on stdout as JSON.")]
-
 
 @dataclass(frozen=True)
 class TrainingArguments:
     """What commands that train are asked: arguments and options, under their names."""
 
-    plan: Annotated[Path, typer.Argument(help="The plan to carry out.")] = Path("plan.json")
-    steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps to train; default: 20.", min=1)] = None
-    epochs: Annotated[
-        int | None,
-        typer.Option("--epochs", help="Train so many times through the dataset, in place of --steps.", min=1),
-    ] = None
-    last: Annotated[
-        str,
-        typer.Option(
-            "--last",
-            help="What becomes of samples at an epoch's end that do not fill a mini-batch: drop leaves them out, pad "
-            "fills it up with the epoch's first ones, which then count twice.",
-        ),
-    ] = "drop"
-    seed: Annotated[
-        int | None, typer.Option("--seed", help="Run seed, in place of the plan's.", min=0, max=2**63 - 1)
-    ] = None
-    weights: Annotated[
-        Path | None, typer.Option("--weights", help="Folder of initial weights (safetensors); default: model()'s own.")
-    ] = None
-    program: ProgramFile = None
-    save: Annotated[
-        Path | None,
-        typer.Option(
-            "--save", help="Folder for the trained weights (safetensors with an index); all hosts must see it."
-        ),
-    ] = None
-    checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", help="Folder to save checkpoints in; all hosts must see it.")
-    ] = None
-    every: Annotated[
-        str,
-        typer.Option(
-            "--every",
-            help="Steps from one checkpoint to the next; auto: as many as cost 3 % of the time.",
-            metavar="N|auto",
-        ),
-    ] = "auto"
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest sound checkpoint in --checkpoint, if there is any.")
-    ] = False
-    accept_changes: Annotated[
-        bool,
-        typer.Option(
-            "--accept-changes",
-            help="Go on though model, batch, seed, samples or optimizer have changed: with what is new, and all that "
-            "still fits.",
-        ),
-    ] = False
-    clip_norm: Annotated[
-        float | None,
-        typer.Option("--clip-norm", help="Scale gradients down to at most this norm, over all stages; see --clip."),
-    ] = None
-    clip: Annotated[
-        str | None,
-        typer.Option(
-            "--clip",
-            help="Whose norm --clip-norm bounds: model, that of all gradients; stage, each stage's own, which no stage "
-            "waits for. Default: model.",
-        ),
-    ] = None
-    cpu_offload: Annotated[
-        bool,
-        typer.Option("--cpu-offload", help="Keep what replicas divide (plan --shard) in the host's memory; GPUs only."),
-    ] = False
-    share_gpus: Annotated[
-        bool,
-        typer.Option(
-            "--share-gpus",
-            help="Let several ranks share a GPU where a host has too few; what they send then goes through its memory.",
-        ),
-    ] = False
-    deferred_batch_norm: Annotated[
-        bool,
-        typer.Option(
-            "--deferred-batch-norm", help="Update running statistics once per mini-batch, by all its micro-batches."
-        ),
-    ] = False
-    sync_batch_norm: Annotated[
-        bool,
-        typer.Option(
-            "--sync-batch-norm", help="Normalise by whole micro-batches' statistics where replicas divide them."
-        ),
-    ] = False
-    split_seeds: Annotated[
-        bool,
-        typer.Option(
-            "--split-seeds",
-            help="Let each device of a replica draw the dropout of fused attention for the heads that it has.",
-        ),
-    ] = False
-    compile_layers: Annotated[
-        bool,
-        typer.Option("--compile", help="Compile layers (torch.compile) before the first step, one of each kind."),
-    ] = False
-    loaders: Annotated[
-        str,
-        typer.Option(
-            "--loaders",
-            help="Processes of each host that read samples and collate them ahead of its ranks, which wait for none "
-            "then; 0: ranks do so themselves. auto: none where ranks compute on CPUs, else as many as there are "
-            "processors beyond one a rank, at most 8 a rank.",
-            metavar="N|auto",
-        ),
-    ] = "auto"
-    inject_fault: InjectFault = None
-    report: Annotated[Path, typer.Option("--report", help="Where to write the report.")] = DEFAULT_REPORT
+    options: RunOptions
+    plan: Annotated[Path, typer.Argument(help="The plan to carry out.")] = PLANNED_FILE
+    seed: int | None = option(None, "Run seed, in place of the plan's.", least=0, most=2**63 - 1)
+    report: Annotated[Path, output_option("Where to write the report.", "--report")] = DEFAULT_REPORT
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="Write the measured timeline of a typical step (Chrome trace).")
+        Path | None, output_option("Write the measured timeline of a typical step (Chrome trace).", "--trace")
     ] = None
     update_profile: Annotated[
         bool,
-        typer.Option(
-            "--update-profile",
-            help="Write the plan's profile with the times that this run measured, and cluster.json beside it with its "
+        output_option(
+            "Write the plan's profile with the times that this run measured, and cluster.json beside it with its "
             "messages', to plan again.",
+            "--update-profile",
         ),
     ] = False
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Where --update-profile writes; default: over the plan's profile."),
+        Path | None, output_option("Where --update-profile writes; default: over the plan's profile.")
     ] = None
-    timeout_s: Annotated[
-        float, typer.Option("--timeout", help="Seconds that a rank may stand still before the run is given up.")
-    ] = 300.0
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing output files.")] = False
-    as_json: AsJson = False
-
-    @property
-    def known_steps(self) -> int | None:
-        """Steps to train; None where the dataset decides.
-
-        Raises:
-            UsageError: both steps and epochs are asked for.
-        """
-        from autopar.runtime.settings import known_steps
-
-        return known_steps(self.steps, self.epochs)
+    overwrite: Overwrite = False
+    as_json: Annotated[bool, json_option("the report")] = False
 
     @property
     def black_box(self) -> Path:
@@ -192,7 +72,7 @@ class TrainingArguments:
         """Whether a run that goes on has saved weights in a folder before, which it may replace."""
         from autopar.runtime.weights import INDEX
 
-        return self.resume and (folder / INDEX).exists()
+        return self.options.resume and (folder / INDEX).exists()
 
     def check(self, loaded_plan: Plan) -> None:
         """Refuse, before anything starts, what could not be written afterwards.
@@ -201,15 +81,15 @@ class TrainingArguments:
             UsageError: a file exists and may not be replaced, or is read, or there is no profile to update.
             FileError: a folder is missing, or a file that the plan records.
         """
-        read = (*plan_files(loaded_plan, self.plan), *([self.program] if self.program else []))
+        read = (*plan_files(loaded_plan, self.plan), *([self.options.program] if self.options.program else []))
         check_output(self.report, DEFAULT_REPORT, overwrite=self.overwrite, inputs=read)
         if self.trace is not None:
             check_output(self.trace, None, overwrite=self.overwrite, inputs=read, others=(self.report,))
-        if self.save is not None and self.save.exists():
-            if not self.save.is_dir():
-                raise UsageError(f"{self.save} is a file; --save takes a folder")
-            if any(self.save.iterdir()) and not (self.overwrite or self._goes_on_in(self.save)):
-                raise UsageError(f"{self.save} is not empty; pass --overwrite to write into it")
+        if self.options.save is not None and self.options.save.exists():
+            if not self.options.save.is_dir():
+                raise UsageError(f"{self.options.save} is a file; --save takes a folder")
+            if any(self.options.save.iterdir()) and not (self.overwrite or self._goes_on_in(self.options.save)):
+                raise UsageError(f"{self.options.save} is not empty; pass --overwrite to write into it")
         if self.update_profile:
             self._check_update(loaded_plan, read)
         elif self.output is not None:
@@ -246,43 +126,10 @@ class TrainingArguments:
         """Return where ``--update-profile`` writes: by default over the profile that the plan records."""
         return _recorded_profile(loaded_plan, self.plan) if self.output is None else self.output
 
-    def options(self) -> dict[str, Any]:
-        """Return what the runtime is told, by the names that :func:`autopar.train` has for it."""
-        names = (
-            "steps",
-            "epochs",
-            "weights",
-            "save",
-            "program",
-            "clip_norm",
-            "clip",
-            "last",
-            "timeout_s",
-            "checkpoint",
-            "every",
-            "loaders",
-            "black_box",
-        )
-        switches = ("resume", "accept_changes", "share_gpus", "cpu_offload", "deferred_batch_norm", "sync_batch_norm")
-        more = (*switches, "split_seeds")
-        own = {name: getattr(self, name) for name in (*names, *more)} | {"inject_fault": self.inject_fault or ()}
-        return {**own, "compile": self.compile_layers, "time_layers": self.update_profile}
-
-
-def training_command(act: Callable[[TrainingArguments], None]) -> Callable[..., None]:
-    """Return a command that takes the fields of :class:`TrainingArguments`, and does what ``act`` does with them."""
-
-    def command(**options: object) -> None:
-        act(TrainingArguments(**options))  # type: ignore[arg-type]
-
-    hints = get_type_hints(TrainingArguments, include_extras=True)
-    parameters = [
-        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=hints[each.name])
-        for each in fields(TrainingArguments)
-    ]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__doc__ = act.__doc__
-    return command
+    def run_options(self, data: Path | None = None) -> RunOptions:
+        """Return what the runtime is asked; ``data`` is the file that feeds an ``hf:`` model."""
+        settings = replace(self.options.settings, time_layers=self.update_profile)
+        return replace(self.options, settings=settings, black_box=self.black_box, data=data)
 
 
 def conclude(arguments: TrainingArguments, outcome: Outcome) -> None:
@@ -297,7 +144,7 @@ def conclude(arguments: TrainingArguments, outcome: Outcome) -> None:
     updated = _write_update(arguments, outcome) if arguments.update_profile else ()
     console = screen()
     render(report, console)
-    written = [str(path) for path in (arguments.report, arguments.trace, arguments.save) if path is not None]
+    written = [str(path) for path in (arguments.report, arguments.trace, arguments.options.save) if path is not None]
     say(console, f"Written: {', '.join(written)}")
     if updated:
         text = f"Written: {', '.join(map(str, updated))}; `autopar plan {updated[0]}` plans with what was measured"
@@ -327,7 +174,6 @@ def _recorded_profile(loaded_plan: Plan, plan: Path) -> Path:
     return plan.parent / loaded_plan.profile.path
 
 
-@training_command
 def run(arguments: TrainingArguments) -> None:
     """Train on processes of this host, one per rank, and compare the step time with the prediction.
 
@@ -344,14 +190,12 @@ def run(arguments: TrainingArguments) -> None:
     arguments.check(chosen)
     # What is not there is said before any rank starts.
     model_of(chosen, arguments.plan)
-    with forked_servers(), steps_progress(arguments.known_steps) as progress:
-        outcome = api.train(
-            arguments.plan, seed=arguments.seed, progress=progress, phases=long_simulation, **arguments.options()
-        )
+    with forked_servers(), steps_progress(arguments.options.steps) as progress:
+        asked = arguments.run_options()
+        outcome = api.train(arguments.plan, asked, seed=arguments.seed, progress=progress, phases=long_simulation)
     conclude(arguments, outcome)
 
 
-@training_command
 def worker(arguments: TrainingArguments) -> None:
     """Run one rank of a plan, as torchrun, srun, mpirun or Kubernetes starts it.
 
@@ -375,14 +219,14 @@ def worker(arguments: TrainingArguments) -> None:
 
 def _supervise(arguments: TrainingArguments, launch: LaunchedRank) -> None:
     """Start the rank, and watch over it."""
-    from autopar.ranks.supervisor import supervise
     from autopar.api.runs import remedy_of
+    from autopar.ranks.supervisor import supervise
     from autopar.runtime.start.supervision import watch_of
 
     chosen, _ = _read_plan(arguments, launch)
-    place = (launch.ranks_of_host, arguments.timeout_s, arguments.black_box)
+    place = (launch.ranks_of_host, arguments.options.timeout_s, arguments.black_box)
     remedy = partial(remedy_of, loaded_plan=chosen, path=arguments.plan)
-    watch = watch_of(chosen, arguments.program, *place, remedy)
+    watch = watch_of(chosen, arguments.options.program, *place, remedy)
     code = supervise(launch, watch, [sys.executable, "-m", "autopar", *sys.argv[1:]])
     if code:
         raise typer.Exit(code)
@@ -396,12 +240,12 @@ def _work(arguments: TrainingArguments, launch: LaunchedRank) -> None:
         try:
             chosen, model = _read_plan(arguments, launch)
 
-            from autopar.cli.output import long_simulation, steps_progress
             from autopar.api.runs import compare_with_prediction
-            from autopar.runtime.start.launch import join, run_options
+            from autopar.cli.output import long_simulation, steps_progress
+            from autopar.runtime.start.launch import join
 
-            options = run_options(data=data_of(chosen, arguments.plan), **arguments.options())
-            with steps_progress(arguments.known_steps, quiet=launch.rank != 0) as progress:
+            options = arguments.run_options(data_of(chosen, arguments.plan))
+            with steps_progress(options.steps, quiet=launch.rank != 0) as progress:
                 outcome = join(chosen, model, options, launch, progress, supervised)
             if outcome is not None:
                 predicted = partial(predict, arguments.plan, progress=long_simulation)
@@ -426,12 +270,10 @@ def _read_plan(arguments: TrainingArguments, launch: LaunchedRank) -> tuple[Plan
 
 
 def verify(
-    plan: Annotated[Path, typer.Argument(help="What `autopar plan` wrote.")] = Path("plan.json"),
+    plan: PlanFile = PLANNED_FILE,
     steps: Annotated[int, typer.Option("--steps", help="Optimizer steps to train and compare.", min=1)] = 3,
-    timeout_s: Annotated[
-        float, typer.Option("--timeout", help="Seconds that a rank may stand still before the run is given up.")
-    ] = 300.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Put the differences on stdout as JSON.")] = False,
+    timeout_s: Timeout = 300.0,
+    as_json: Annotated[bool, json_option("the differences")] = False,
 ) -> None:
     """Check that a plan's ranks train what one process does: run them here for some steps, and a plain loop beside.
 

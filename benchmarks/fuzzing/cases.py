@@ -19,7 +19,7 @@ from autopar.capture import UserModel, load
 from autopar.capture.plain.loop import PlainRun
 from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
 from autopar.formats.profile import Profile
-from autopar.profiler import ProfileOptions
+from autopar.options.profile import ProfileOptions
 from autopar.profiler import profile as measure
 from autopar.ranks.pool import RankPool
 from autopar.runtime.start.workspace import Workspace

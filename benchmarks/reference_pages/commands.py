@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -14,9 +13,7 @@ from typer.models import ArgumentInfo, OptionInfo
 
 import autopar
 from autopar import cli
-from autopar.cli.arguments import FLAGS_OF_ARGUMENTS
-from autopar.planner import PlanOptions
-from autopar.runtime.settings import TrainSettings
+from autopar.cli.arguments import ARGUMENTS
 from reference_pages.text import inline, markdown, page, table
 
 FUNCTIONS = {
@@ -37,8 +34,7 @@ FUNCTIONS = {
     "cluster probe": ("probe",),
 }
 """By command, the functions of `autopar` that do the same; others have none."""
-_OPTIONS: Mapping[str, type] = {"named": PlanOptions, "settings": TrainSettings}
-"""What functions take by name, beside their own parameters."""
+_NAMES = {flag: name for name, flag in ARGUMENTS.items()}
 _TYPES = {str: "text", int: "integer", float: "number", bool: "flag", Path: "path"}
 _INTRODUCTION = """
 Every command prints tables and progress to standard error. With `--json` its result goes to standard output, and with
@@ -68,6 +64,8 @@ class Option(NamedTuple):
     type: str
     default: str
     help: str
+    group: str = ""
+    """Of the help; none: the first."""
 
 
 def commands_page() -> str:
@@ -97,9 +95,15 @@ def _command(name: str, act: Callable[..., Any], epilog: str) -> str:
 
 
 def _section(name: str, options: list[Option], known: Mapping[str, str], said: str = "") -> str:
-    rows = ([_spelling(each), each.type, each.default, inline(each.help), _argument(each, known)] for each in options)
     header = ["option", "type", "default", "meaning", "in Python"]
-    return "\n\n".join(part for part in (f"## {name}", said, table(header, rows)) if part)
+    parts = [f"## {name}", said]
+    for group in dict.fromkeys(each.group for each in sorted(options, key=lambda each: each.group != "")):
+        of_group = [each for each in options if each.group == group]
+        rows = (
+            [_spelling(each), each.type, each.default, inline(each.help), _argument(each, known)] for each in of_group
+        )
+        parts += [f"**{group}**" if group else "", table(header, rows)]
+    return "\n\n".join(filter(None, parts))
 
 
 def _spelling(option: Option) -> str:
@@ -126,7 +130,9 @@ def _option(parameter: inspect.Parameter, hint: object) -> Option:
         flags = tuple(each for each in written if isinstance(each, str)) or (f"--{name.replace('_', '-')}",)
     elif info.metavar:
         name = info.metavar
-    return Option(name, flags, _type(kind), _default(parameter.default), info.help or "")
+    choices = (info.metavar or "").split("|") if isinstance(info, OptionInfo) else []
+    shown = ", ".join(f"`{each}`" for each in choices) if len(choices) > 1 else _type(kind)
+    return Option(name, flags, shown, _default(parameter.default), info.help or "", info.rich_help_panel or "")
 
 
 def _type(kind: Any) -> str:  # noqa: ANN401
@@ -152,8 +158,8 @@ def _default(value: object) -> str:
 
 def _argument(option: Option, known: Mapping[str, str]) -> str:
     """Return the argument in Python that an option stands for; empty where there is none."""
-    flag = option.flags[0].removeprefix("--") if option.flags else option.name.lower()
-    name = FLAGS_OF_ARGUMENTS.get(flag, flag.replace("-", "_"))
+    flag = option.flags[0] if option.flags else option.name.lower()
+    name = _NAMES.get(flag, flag.removeprefix("--").replace("-", "_"))
     return f"`{known[name]}({name}=)`" if name in known else ""
 
 
@@ -161,9 +167,8 @@ def _arguments(command: str) -> dict[str, str]:
     """Return the arguments of the functions that do what a command does, each with its function's name."""
     found: dict[str, str] = {}
     for function in FUNCTIONS.get(command, ()):
-        for name in inspect.signature(getattr(autopar, function)).parameters:
-            names = [each.name for each in fields(_OPTIONS[name])] if name in _OPTIONS else [name]
-            found |= {each: function for each in names if each not in found}
+        names = inspect.signature(getattr(autopar, function)).parameters
+        found |= {each: function for each in names if each not in found}
     return found
 
 

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import autopar
 from autopar import errors
 from autopar.api.exports import Export
+from autopar.api.views import FileView
 from autopar.formats.checkpoint import CheckpointView
 from autopar.formats.report import Difference, Verification
 from autopar.interop.target import DictatedStages
-from autopar.planner import PlanOptions
+from autopar.options.option import OptionField, options_of
+from autopar.options.plan import PlanOptions
+from autopar.options.profile import ProfileOptions
+from autopar.options.train import RunOptions
 from autopar.planner.plan import Comparison
 from autopar.runtime.outcome import Outcome
 from autopar.runtime.rehearsal.steps import Rehearsal
-from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.job import Metrics
 from autopar.runtime.start.script import ScriptJob
-from autopar.api.views import FileView
 from reference_pages.commands import FUNCTIONS
-from reference_pages.text import field_docstrings, markdown, page, signature, table
+from reference_pages.text import annotation, field_docstrings, inline, markdown, page, signature, table
 
 TOPICS = {
     "Measure": ("profile", "estimate", "links", "probe"),
@@ -47,7 +50,7 @@ RETURNED = (
     CheckpointView,
 )
 """What functions return, beside those."""
-OPTIONS = (PlanOptions, TrainSettings)
+OPTIONS = (PlanOptions, ProfileOptions, RunOptions)
 """What functions take by name."""
 _INTRODUCTION = """
 ```python
@@ -90,7 +93,7 @@ def _anchor(function: str) -> str:
 
 def _function(name: str) -> str:
     value = getattr(autopar, name)
-    return "\n\n".join((f"### autopar.{name}", signature(f"autopar.{name}", value), markdown(value.__doc__)))
+    return "\n\n".join((f"### autopar.{name}", signature(f"autopar.{name}", value, own=True), markdown(value.__doc__)))
 
 
 def _kind(kind: type, *, autopar_name: bool = False) -> str:
@@ -104,11 +107,18 @@ def _kind(kind: type, *, autopar_name: bool = False) -> str:
 
 
 def _fields(kind: type) -> str:
-    rows = []
-    for name, (hint, said) in field_docstrings(kind).items():
-        rows.append([f"`{name}`", f"`{hint}`", f"`{getattr(kind, name)!r}`", said])
+    every = options_of(kind).values()
+    rows = ([f"`{each.name}`", f"`{_type(each)}`", f"`{each.default!r}`", inline(each.said.help)] for each in every)
     header = ["option", "type", "default", "meaning"]
     return "\n\n".join((f"### {kind.__name__}", markdown(kind.__doc__), table(header, rows)))
+
+
+def _type(option: OptionField) -> str:
+    """Return what an option is: a type, without the module that it is from, or its choices."""
+    choices = " | ".join(map(repr, option.choices))
+    if option.choices:
+        return f"int | {choices}" if option.is_number else choices
+    return re.sub(r"\b\w+\.", "", annotation(option.kind))
 
 
 def _own_fields(kind: type) -> list[list[str]]:

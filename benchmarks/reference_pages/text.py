@@ -118,11 +118,21 @@ def _entries(lines: list[str]) -> Iterator[str]:
         yield f"- `{match[1]}`: {inline(match[2])}" if match else f"- {inline(each)}"
 
 
-def signature(name: str, value: object, *, without: Sequence[str] = ("self", "cls")) -> str:
-    """Return how a function is called, as a block of code; a parameter a line where one line is too short."""
+def signature(name: str, value: object, *, own: bool = False) -> str:
+    """Return how a function is called, as a block of code; a parameter a line where one line is too short.
+
+    Of a function that takes options by name, only its ``own`` parameters may be wanted.
+    """
     found = inspect.signature(value)  # type: ignore[arg-type]
-    parameters = [_parameter(each) for each in found.parameters.values() if each.name not in without]
-    kinds = [each.kind for each in found.parameters.values() if each.name not in without]
+    shown = [each for each in found.parameters.values() if each.name not in ("self", "cls")]
+    code = getattr(value, "__code__", None)
+    named = own and code is not None and bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    if named:
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        shown = [each for each in shown if each.name in names]
+    parameters, kinds = [_parameter(each) for each in shown], [each.kind for each in shown]
+    if named:
+        parameters.append("**named: Any")
     if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
         parameters.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
     end = "" if found.return_annotation is inspect.Signature.empty else f" -> {annotation(found.return_annotation)}"

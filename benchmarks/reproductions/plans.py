@@ -10,12 +10,12 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Division, Objective, Plan, Stage
 from autopar.formats.prediction import Prediction
 from autopar.formats.profile import Profile
+from autopar.options.plan import PlanOptions
 from autopar.planner.assemble import assemble, plan_of
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import size
 from autopar.planner.objectives.unflushed import shallow_depths
-from autopar.planner.options import PlanOptions
 from reproductions.pipedream import pipedream_plan
 from reproductions.pipedream_graph import mini_batch
 from reproductions.piper import PiperPlan, PiperStage, piper_plan

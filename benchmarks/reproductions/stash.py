@@ -26,12 +26,12 @@ import numpy as np
 from autopar.formats.cluster import Level
 from autopar.formats.plan import Division, Plan, turn_count
 from autopar.formats.prediction import Prediction
+from autopar.options.plan import PlanOptions
 from autopar.planner.assemble import plan_of, prediction, stage_record
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import PlanOptions
 
 
 class StageShape(NamedTuple):

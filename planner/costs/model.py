@@ -33,6 +33,7 @@ from autopar.formats.program import (
 )
 from autopar.hardware.kinds import kinds_of
 from autopar.hardware.topology import devices_of
+from autopar.options.plan import PlanOptions
 from autopar.planner.candidate import Candidate, CandidateStage, Lead, groups, has_chunks, plain, splits_backward
 from autopar.planner.costs.activations import rows_bytes
 from autopar.planner.costs.communication import Flows, LinkModel, Sharing
@@ -40,7 +41,6 @@ from autopar.planner.costs.layers import LayerCosts, Levels, StageSums, share_li
 from autopar.planner.costs.memory import MemoryModel, backwards, rank_peaks, stage_terms, state_of
 from autopar.planner.costs.queues import NOTHING, PassSeconds, Site
 from autopar.planner.costs.reductions import Reduction, Reductions
-from autopar.planner.options import PlanOptions
 from autopar.schedules.route import Route, Routes, shares_of
 
 UNLIMITED_BYTES = 2**62

@@ -16,13 +16,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from autopar.options.plan import PlanOptions
 from autopar.planner.bounds import candidate_bound_s, work_s
 from autopar.planner.candidate import Candidate, CandidateStage, Family
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.milp.program import MOST_ARCS, Arc, ArcNetwork, Linear, linear, network
-from autopar.planner.options import PlanOptions
 from autopar.planner.placement import pool_of
 from autopar.planner.search.best_first import HOPELESS, search
 from autopar.planner.search.depths import depth_choices

@@ -31,6 +31,7 @@ import numpy.typing as npt
 from autopar.errors import FileError, InfeasibleError, UsageError
 from autopar.formats.plan import Division, Plan
 from autopar.formats.prediction import Alternative, Price
+from autopar.options.plan import PlanOptions, admissible_options
 from autopar.planner.assemble import assemble
 from autopar.planner.bounds import ROUNDING, layers_work_s
 from autopar.planner.candidate import Candidate, Family, divisions_of, placed_on
@@ -39,7 +40,6 @@ from autopar.planner.costs.activations import Numbers, between
 from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import advice, any_plan_fits, infeasible
-from autopar.planner.options import PlanOptions, admissible_options
 from autopar.planner.placement import Pool, groups_of, in_order
 from autopar.planner.search.best_first import search
 from autopar.planner.search.judge import Best, Reference, SimulatedPlan, references

@@ -17,6 +17,7 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.expressible import Expressible, Recomputation
 from autopar.formats.plan import Plan, layout_of
 from autopar.formats.profile import Profile
+from autopar.options.plan import PlanOptions, admissible_options
 from autopar.planner.assemble import assemble
 from autopar.planner.bounds import least_s
 from autopar.planner.candidate import (
@@ -32,7 +33,6 @@ from autopar.planner.candidate import (
 )
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import PlanOptions, admissible_options
 from autopar.planner.search.judge import Best
 from autopar.planner.search.moves import balanced_shape, cuts_moved, place_shape
 from autopar.planner.simulator.simulate import Simulator

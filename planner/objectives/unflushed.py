@@ -38,6 +38,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Level
 from autopar.formats.plan import Division, Plan, turn_count
 from autopar.formats.prediction import Alternative
+from autopar.options.plan import PlanOptions
 from autopar.planner.assemble import plan_of, prediction, stage_record
 from autopar.planner.candidate import Candidate, CandidateStage, Family, Lead, within
 from autopar.planner.constraints import FixedStages, Question
@@ -46,7 +47,6 @@ from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel, durations
 from autopar.planner.infeasible import Fits, advice, policy_remedies, size
-from autopar.planner.options import PlanOptions
 from autopar.planner.simulator.contention import DeadlockError
 from autopar.planner.simulator.simulate import PipelineTimes, Simulator, outline, pipeline_times, trace_unflushed
 from autopar.policies import POLICIES, kept_versions, stage_depths

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from autopar.formats.report import VirtualWorkers
+from autopar.options.plan import PlanOptions
 from autopar.planner.candidate import Candidate, families
 from autopar.planner.constraints import crossed_limit
-from autopar.planner.options import PlanOptions
 from autopar.planner.peers import dapple, gpipe, hetpipe, pipedream
 from autopar.planner.peers.prices import LITTLE_WORK, MOST_WORK, Prices, Proposal, planned_counts, trial
 from autopar.planner.search.judge import Reference

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.formats.prediction import Bounds
+from autopar.options.plan import PlanOptions
 from autopar.planner.bounds import (
     LinkTerms,
     StageTerms,
@@ -30,7 +31,6 @@ from autopar.planner.bounds import (
 from autopar.planner.candidate import Candidate, CandidateStage, Family
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import PlanOptions
 from autopar.planner.placement import Places, Pool, pool_of
 from autopar.planner.search.depths import depth_choices
 from autopar.planner.search.judge import BEST_FIRST, ENOUGH, FITTED, PACES, TABLES, Best, least_gap, simulated_us

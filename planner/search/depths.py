@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.plan import turns
+from autopar.options.plan import PlanOptions
 from autopar.planner.bounds import link_terms, round_trips
 from autopar.planner.candidate import Candidate, CandidateStage, Family, with_depths
 from autopar.planner.costs import memoize, memoize_weakly
@@ -27,7 +28,6 @@ from autopar.planner.costs.activations import Counts, Numbers, rows_bytes, runni
 from autopar.planner.costs.layers import Levels, Span
 from autopar.planner.costs.memory import Parts, PeakTerms, lengths_swept, moments_of, peak_of
 from autopar.planner.costs.model import UNLIMITED_BYTES, CostModel
-from autopar.planner.options import PlanOptions
 from autopar.planner.placement import Pool
 from autopar.planner.search.variants import Choice
 

@@ -22,6 +22,7 @@ from typing import NamedTuple, TypeVar
 
 from autopar.formats.plan import SHARDS, Shard
 from autopar.formats.prediction import Alternative
+from autopar.options.plan import PLANNED, PlanOptions, sharding_refusal
 from autopar.planner.candidate import (
     Candidate,
     CandidateStage,
@@ -37,7 +38,6 @@ from autopar.planner.candidate import (
 from autopar.planner.constraints import crossed_limit
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import explain
-from autopar.planner.options import PLANNED, PlanOptions, sharding_refusal
 from autopar.planner.search.depths import ROUNDING, depth_choices, span_of
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.route import even_shares

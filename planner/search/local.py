@@ -19,12 +19,12 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from autopar.formats.plan import Division, shards_of
+from autopar.options.plan import PlanOptions
 from autopar.planner.bounds import candidate_bound_s, link_terms
 from autopar.planner.candidate import Candidate, CandidateStage, Family, Manner, counts_beside, divisions_of
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs import memoize
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import PlanOptions
 from autopar.planner.search import moves
 from autopar.planner.search.depths import depth_choices, recompute_least, span_of
 from autopar.planner.search.judge import (

@@ -16,6 +16,7 @@ from operator import itemgetter
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.prediction import Bounds
+from autopar.options.plan import PlanOptions
 from autopar.planner.bounds import least_s, work_s
 from autopar.planner.candidate import (
     Candidate,
@@ -32,7 +33,6 @@ from autopar.planner.constraints import Constraints, FixedStages, Rule, refusal_
 from autopar.planner.costs.layers import Sets
 from autopar.planner.costs.model import CostModel
 from autopar.planner.infeasible import Fits, advice, explain, schedule_remedies
-from autopar.planner.options import PlanOptions
 from autopar.planner.search import moves
 from autopar.planner.search.best_first import (
     MOST_CLOSELY_BOUNDED,

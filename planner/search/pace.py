@@ -29,10 +29,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from autopar.options.plan import PlanOptions
 from autopar.planner.bounds import beside_s, candidate_bound_s, work_s
 from autopar.planner.candidate import with_depths
 from autopar.planner.costs.activations import Counts
-from autopar.planner.options import PlanOptions
 from autopar.planner.search.depths import LEAD, depth_choices, least_recomputed, span_of
 from autopar.planner.search.judge import ENOUGH, SWEPT, Best
 from autopar.planner.search.stages import StageTables, Step

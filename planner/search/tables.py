@@ -31,10 +31,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from autopar.options.plan import PlanOptions
 from autopar.planner.bounds import LinkTerms, StageTerms, Terms, fold, fold_chain, last
 from autopar.planner.costs import memoize_weakly
 from autopar.planner.costs.activations import Counts, Numbers
-from autopar.planner.options import PlanOptions
 from autopar.planner.search.stages import NextStages, StageTables
 
 SLACK = 1e-9

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.formats.plan import Division, Shard, shards_of, turns
+from autopar.options.plan import PlanOptions
 from autopar.planner.candidate import Family
 from autopar.planner.constraints import limits_met
 from autopar.planner.costs.activations import Counts
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import PlanOptions
 
 DIVISIONS: tuple[Division, ...] = ("split", "round-robin")
 FEW_RANGES = 2

@@ -21,6 +21,7 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.model.generators import set_generators
 from autopar.errors import UsageError
 from autopar.formats.checkpoint import Checkpoint, SavedPlan, SavedRun, StateKey
+from autopar.options.train import Count
 from autopar.ranks.context import RankContext
 from autopar.runtime.checkpoint.folder import CheckpointFolder, CheckpointReader, read_manifest
 from autopar.runtime.checkpoint.state import (
@@ -33,11 +34,9 @@ from autopar.runtime.checkpoint.state import (
 from autopar.runtime.checkpoint.writer import (
     Cadence,
     CheckpointWriter,
-    Every,
     SaveResult,
     SaveSettings,
     file_name,
-    known_every,
     steps_between_drains,
 )
 from autopar.runtime.start.job import Job
@@ -316,7 +315,7 @@ class RunCheckpoints:
         self._run = SavedRun(
             model=arguments["model"], batch=plan.batch, seed=plan.seed, samples=samples or None, last=last
         )
-        every = known_every(arguments["every"])
+        every: Any = arguments["every"]
         self._drained_every: int | None = None
         self.first_step, self.notes = 0, list[str]()
         known: tuple[int, ...] = ()
@@ -386,7 +385,7 @@ class RunCheckpoints:
         return newest.pause_s + newest.busy_s
 
 
-def _drained_every(context: RankContext, job: Job, every: Every, before: int | None) -> int:
+def _drained_every(context: RankContext, job: Job, every: Count, before: int | None) -> int:
     """Return after how many steps the pipeline is drained: as asked, as before, or as the plan and the model say."""
     if every != "auto":
         return every

@@ -20,11 +20,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from autopar.errors import FileError, UsageError
+from autopar.errors import FileError
 from autopar.formats.checkpoint import (
     Checkpoint,
     Piece,
@@ -37,6 +37,7 @@ from autopar.formats.checkpoint import (
     merge,
 )
 from autopar.formats.document import write_text
+from autopar.options.train import Count
 from autopar.ranks.context import RankContext
 from autopar.runtime import weights
 from autopar.runtime.checkpoint.folder import MANIFEST, CheckpointFolder, check_file
@@ -44,26 +45,10 @@ from autopar.runtime.checkpoint.state import HeldPiece, JobState, generators
 from autopar.runtime.device import clock_of
 from autopar.runtime.start.job import Job
 
-Every = int | Literal["auto"]
 SHARE = 0.03
 """Of training's time that checkpoints may take by default."""
 FIRST = 5
 """Steps of an attempt before its first checkpoint, where what one takes decides."""
-
-
-def known_every(every: int | str) -> Every:
-    """Return how often to save.
-
-    Raises:
-        UsageError: it is neither a number of steps nor ``auto``.
-    """
-    if every == "auto":
-        return "auto"
-    if isinstance(every, str) and every.isdecimal():
-        every = int(every)
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise UsageError(f"`every` must be a number of steps, at least 1, or 'auto'; found {every!r}")
-    return every
 
 
 class Cadence:
@@ -73,7 +58,7 @@ class Cadence:
     compute on the host's processors may wait for that, too.
     """
 
-    def __init__(self, every: Every, first_step: int, most: Callable[[float], float]) -> None:
+    def __init__(self, every: Count, first_step: int, most: Callable[[float], float]) -> None:
         """Begin.
 
         Args:

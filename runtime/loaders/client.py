@@ -22,12 +22,12 @@ from autopar.capture.graph import TensorSpec
 from autopar.capture.model.source import UserModel
 from autopar.errors import AutoparError, TrainingError
 from autopar.formats.plan import Plan
+from autopar.options.train import Last
 from autopar.ranks.failure import Failure
 from autopar.runtime.data import Batch, check_inputs, naming, rows_of, steps_of_epoch
 from autopar.runtime.device import Copies
 from autopar.runtime.loaders import wire
 from autopar.runtime.loaders.server import SERVER
-from autopar.runtime.settings import Last
 from autopar.schedules.expand import mine
 
 _AWAY = "the process that deals out the loaders' work has ended"

@@ -21,11 +21,11 @@ from autopar.capture.model.source import load
 from autopar.capture.plain.loop import float64_model
 from autopar.errors import TrainingError
 from autopar.formats.plan import Plan
+from autopar.options.train import Last
 from autopar.ranks.failure import Failure
 from autopar.runtime.data import SampleReader
 from autopar.runtime.loaders import wire
 from autopar.runtime.loaders.work import RankRows, ReadingTask
-from autopar.runtime.settings import Last
 
 _LONGEST_TRACE = 20_000
 """Of a traceback, the end; a packet may have some 200,000 bytes."""

@@ -11,10 +11,10 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from autopar.errors import UsageError
 from autopar.formats.plan import Plan
+from autopar.options.train import Count
 from autopar.runtime.data import rows_of
 from autopar.schedules.expand import mine, stages_of
 
@@ -23,32 +23,13 @@ MINI_BATCHES_AHEAD = 2
 MOST_PER_RANK = 8
 """As many loaders a rank are started where nobody says how many."""
 
-Loaders = int | Literal["auto"]
-"""How many there are on a host, or as many as its processors allow."""
-
-
-def known_loaders(text: int | str) -> Loaders:
-    """Return a number of loaders that a user has named.
-
-    >>> known_loaders("4"), known_loaders("auto")
-    (4, 'auto')
-
-    Raises:
-        UsageError: it is no such number.
-    """
-    if text == "auto":
-        return "auto"
-    if str(text).isascii() and str(text).isdecimal():
-        return int(text)
-    raise UsageError(f"`loaders` must be a number, 0 or more, or 'auto'; found {text!r}")
-
 
 def processors() -> int:
     """Return how many processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def count_of(loaders: Loaders, device_type: str, ranks: int, processor_count: int) -> int:
+def count_of(loaders: Count, device_type: str, ranks: int, processor_count: int) -> int:
     """Return how many loaders a host has.
 
     Where that is left open: none where ranks compute on its processors; else as many as there are processors beyond one

@@ -16,6 +16,7 @@ import torch
 
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
+from autopar.options.train import TrainSettings
 from autopar.ranks.channel import Channel, open_channels, partners
 from autopar.ranks.context import RankContext
 from autopar.runtime.device import Copies, CudaCopies
@@ -28,7 +29,6 @@ from autopar.runtime.messages.transport import (
     synced_groups,
     team_groups,
 )
-from autopar.runtime.settings import TrainSettings
 from autopar.schedules.expand import messages
 
 if TYPE_CHECKING:

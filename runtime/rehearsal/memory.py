@@ -21,12 +21,13 @@ from autopar.capture.model.source import UserModel, load
 from autopar.capture.model.terms import Term
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
+from autopar.options.train import TrainSettings
 from autopar.progress import Progress, no_progress
 from autopar.runtime.data import Batch, Loader
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.loss import LossTally
 from autopar.runtime.messages.transport import Pending, replica_ranks
-from autopar.runtime.settings import TrainSettings, check_scope
+from autopar.runtime.settings import check_scope
 from autopar.runtime.start.job import Job
 from autopar.runtime.start.workspace import fit_to_plan
 from autopar.runtime.update import Update

@@ -40,11 +40,11 @@ from autopar.formats.program import (
     RankProgram,
     price_key,
 )
+from autopar.options.train import TrainSettings
 from autopar.runtime.data import Batch, Loader
 from autopar.runtime.device import Clock, PricedClock
 from autopar.runtime.messages.mailbox import messages_by_action
 from autopar.runtime.messages.transport import Pending, Transport, replica_ranks
-from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage.versions import NewestWeights
 from autopar.runtime.start.job import Job
 from autopar.schedules.expand import mine

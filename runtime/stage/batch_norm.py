@@ -30,8 +30,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from autopar.capture.graph import Layer, LayerGraph
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
+from autopar.options.train import TrainSettings
 from autopar.runtime.messages.transport import Transport, replica_ranks, synced_groups
-from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage.layers import rewritable
 from autopar.schedules.expand import part_of
 

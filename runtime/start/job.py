@@ -28,6 +28,7 @@ from autopar.capture.model.terms import Term, is_named, terms_of
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, Program
+from autopar.options.train import TrainSettings
 from autopar.policies import POLICIES, delay, kept_versions, updates_ahead
 from autopar.runtime.data import Batch, Batches, Loader, ShareLoader
 from autopar.runtime.device import Clock, clock_of, copies_of
@@ -37,7 +38,7 @@ from autopar.runtime.loaders.client import LoadedShares
 from autopar.runtime.loss import BroughtLossTally, LossScale, LossTally, LossTerms
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.messages.transport import Transport, replica_ranks
-from autopar.runtime.settings import TrainSettings, check_compiling
+from autopar.runtime.settings import check_compiling
 from autopar.runtime.stage.batch_norm import normalizing
 from autopar.runtime.stage.layers import (
     AGAIN,

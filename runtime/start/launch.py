@@ -7,13 +7,13 @@ import json
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -23,7 +23,8 @@ from autopar.code import import_first
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.profile import TRANSFORMERS, path_of
-from autopar.formats.program import Fault, Program, parse_faults
+from autopar.formats.program import Program
+from autopar.options.train import Last, RunOptions
 from autopar.ranks.board import SET_UP_S
 from autopar.ranks.context import RankContext, join_from_environment
 from autopar.ranks.environment import LaunchedRank
@@ -33,23 +34,12 @@ from autopar.ranks.scratch import Scratch
 from autopar.ranks.siblings import refuse_siblings
 from autopar.ranks.supervisor import SupervisedRank
 from autopar.runtime.checkpoint.training import Attempt, CheckpointArguments, attempt_in
-from autopar.runtime.checkpoint.writer import Every, known_every
 from autopar.runtime.data import steps_of_epoch
 from autopar.runtime.loaders.host import loading, spare_process
 from autopar.runtime.loaders.process import ReadingArguments
-from autopar.runtime.loaders.work import Loaders, count_of, known_loaders, processors
+from autopar.runtime.loaders.work import count_of, processors
 from autopar.runtime.outcome import Outcome, RankResult, loss_of, outcome_of
-from autopar.runtime.settings import (
-    DEFAULT_STEPS,
-    Last,
-    TrainSettings,
-    check_clipping,
-    check_offload,
-    check_scope,
-    check_sharing,
-    check_unflushed,
-    known_steps,
-)
+from autopar.runtime.settings import check_clipping, check_offload, check_scope, check_sharing, check_unflushed
 from autopar.runtime.start.saving import check_shared, folder_of, make_folder, new_set, set_of
 from autopar.runtime.start.supervision import black_box_of, describe, say_slow
 from autopar.runtime.start.worker import TrainArguments, load_for, train
@@ -57,115 +47,6 @@ from autopar.runtime.start.workspace import Workspace
 from autopar.runtime.weights import publish
 from autopar.schedules.check import check, read_program
 from autopar.schedules.expand import expand
-
-MOST_PATIENCE_S = 1e9
-"""Thirty years; torch's groups count milliseconds, and cannot wait without end."""
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """What the user asks of a run."""
-
-    steps: int = 20
-    weights: Path | None = None
-    """Folder of initial weights; by default those of ``model()``."""
-    save: Path | None = None
-    """Folder for the trained weights."""
-    timeout_s: float = 300.0
-    """Longest that a rank may stand still."""
-    data: Path | None = None
-    """Python file whose ``dataset()`` feeds an ``hf:`` model; none: synthetic inputs."""
-    settings: TrainSettings = field(default_factory=TrainSettings)
-    program: Path | None = None
-    """File of the program to run; by default what the plan expands to."""
-    epochs: int | None = None
-    """Times to go through the dataset, in place of ``steps``."""
-    share_gpus: bool = False
-    """Whether several ranks may have the same GPU."""
-    keep: Path | None = None
-    """Folder for what every rank's training is compared by."""
-    checkpoint: Path | None = None
-    """Folder for checkpoints; all hosts see it."""
-    every: Every = "auto"
-    """Steps between two checkpoints, or as many as a small share of the time allows."""
-    resume: bool = False
-    """Whether to go on from the newest checkpoint there, if there is any."""
-    accept_changes: bool = False
-    """Whether to go on though what is trained has changed."""
-    faults: tuple[Fault, ...] = ()
-    """What is to go wrong, as a drill."""
-    black_box: Path | None = None
-    """File for the last actions of every rank, if the run fails."""
-    loaders: Loaders = 0
-    """How many processes of every host load mini-batches ahead of its ranks; 0: ranks do so themselves."""
-
-    def __post_init__(self) -> None:
-        if self.checkpoint is None and (self.resume or self.accept_changes or self.every != "auto"):
-            name = "resume" if self.resume else "accept_changes" if self.accept_changes else "every"
-            raise UsageError(f"`{name}` is of checkpoints; name their folder, too: `checkpoint`")
-        if self.accept_changes and not self.resume:
-            raise UsageError("`accept_changes` says what a run may go on with; pass `resume=True`, too")
-        if self.steps < 1:
-            raise UsageError(f"`steps` must be at least 1, found {self.steps}")
-        if self.epochs is not None and self.epochs < 1:
-            raise UsageError(f"`epochs` must be at least 1, found {self.epochs}")
-        if not 0 < self.timeout_s <= MOST_PATIENCE_S:
-            limit = f"positive, and at most {MOST_PATIENCE_S:g} seconds"
-            raise UsageError(f"`timeout_s` must be {limit}, found {self.timeout_s:g}")
-
-
-def run_options(
-    *,
-    steps: int | None = None,
-    epochs: int | None = None,
-    weights: str | Path | None = None,
-    save: str | Path | None = None,
-    program: str | Path | None = None,
-    data: str | Path | None = None,
-    timeout_s: float = 300.0,
-    share_gpus: bool = False,
-    checkpoint: str | Path | None = None,
-    every: int | str = "auto",
-    resume: bool = False,
-    accept_changes: bool = False,
-    inject_fault: str | Sequence[str] = (),
-    black_box: str | Path | None = None,
-    loaders: int | str = "auto",
-    **settings: Any,  # noqa: ANN401
-) -> RunOptions:
-    """Return what the user asks of a run; its arguments are those of :func:`autopar.train`.
-
-    ``data`` is the Python file whose ``dataset()`` feeds an ``hf:`` model.
-
-    Raises:
-        UsageError: options are out of range, contradict each other, or are not known.
-    """
-    known = [each.name for each in fields(TrainSettings)]
-    for name in settings:
-        if name not in known:
-            raise UsageError(f"train() has no option {name!r}; its settings are {', '.join(known)}")
-    files = (weights, save, data, program, checkpoint, black_box)
-    weights, save, data, program, checkpoint, black_box = (None if each is None else Path(each) for each in files)
-    asked = known_steps(steps, epochs)
-    return RunOptions(
-        DEFAULT_STEPS if asked is None else asked,
-        weights,
-        save,
-        timeout_s,
-        data,
-        TrainSettings(**settings),
-        program,
-        epochs,
-        share_gpus,
-        checkpoint=checkpoint,
-        every=known_every(every),
-        resume=resume,
-        accept_changes=accept_changes,
-        faults=parse_faults(inject_fault),
-        black_box=black_box,
-        loaders=known_loaders(loaders),
-    )
-
 
 OPTIMIZERS_IMPORT = "torch._dynamo"
 """What torch imports where the first optimizer is made: a second, and every rank makes one."""
@@ -325,7 +206,7 @@ def _digests(plan: Plan, program: Program, model: str, options: RunOptions) -> d
 
 def _checkpoint_options(options: RunOptions) -> list[object]:
     """Return what is asked of checkpoints."""
-    faults = [str(each) for each in options.faults]
+    faults = [str(each) for each in options.inject_fault]
     return [options.checkpoint is not None, options.every, options.resume, options.accept_changes, faults]
 
 
@@ -365,7 +246,7 @@ def _program(plan: Plan, options: RunOptions) -> Program:
     check_scope(plan, needs_flush=False)
     check_unflushed(plan, options.settings)
     check_clipping(plan, options.settings)
-    for fault in options.faults:
+    for fault in options.inject_fault:
         if fault.rank >= len(plan.devices):
             raise UsageError(f"`inject_fault='{fault}'`: the plan has {len(plan.devices)} ranks, which count from 0")
     if options.settings.cpu_offload:
@@ -381,6 +262,7 @@ def _program(plan: Plan, options: RunOptions) -> Program:
 
 def _steps(model: UserModel, plan: Plan, options: RunOptions) -> int:
     if options.epochs is None:
+        assert options.steps is not None
         return options.steps
     seed_data(plan.seed, "dataset")
     samples = model.sample_count(model.dataset())
@@ -485,7 +367,7 @@ def _arguments(
         save_as=facts.save_as,
         checkpoint=_checkpoint_arguments(plan, options, facts.attempt),
         settings=asdict(options.settings),
-        faults=[str(each) for each in options.faults],
+        faults=[str(each) for each in options.inject_fault],
         loaders=None if loaders is None else str(loaders),
         keep=None if options.keep is None else str(options.keep.resolve()),
     )

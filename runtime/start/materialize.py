@@ -14,15 +14,9 @@ from autopar.capture.model.batch import check_module
 from autopar.capture.model.generators import preserve_generators
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
+from autopar.options.train import Clip, TrainSettings
 from autopar.ranks.context import RankContext, join_in_script
-from autopar.runtime.settings import (
-    Clip,
-    TrainSettings,
-    check_clipping,
-    check_scope,
-    check_sharing,
-    check_unflushed,
-)
+from autopar.runtime.settings import check_clipping, check_scope, check_sharing, check_unflushed
 from autopar.runtime.start.script import ScriptJob
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand

@@ -31,6 +31,7 @@ from autopar.capture.model.source import UserModel
 from autopar.capture.model.terms import is_named, terms_of, total_of
 from autopar.errors import AutoparError, TrainingError, UsageError
 from autopar.formats.plan import Plan
+from autopar.options.train import TrainSettings
 from autopar.ranks.context import RankContext
 from autopar.runtime import weights
 from autopar.runtime.checkpoint.training import ScriptCheckpoints
@@ -38,7 +39,6 @@ from autopar.runtime.data import Batch, Loader, check_given, split_rows
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import Transport, sendable
-from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.agreement import Agreement, digest_of
 from autopar.runtime.start.evaluate import Evaluation
 from autopar.runtime.start.following import Capturing, Follower

@@ -29,13 +29,14 @@ from autopar.errors import AutoparError, CaptureError, ModelError, UsageError
 from autopar.formats.plan import Crossing, Plan
 from autopar.formats.profile import ParameterCut
 from autopar.formats.report import Difference, Verification
+from autopar.options.train import RunOptions, TrainSettings
 from autopar.progress import Progress, no_progress
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
 from autopar.runtime import weights
-from autopar.runtime.settings import TrainSettings, check_scope
+from autopar.runtime.settings import check_scope
 from autopar.runtime.stage.parameters import cuts_of, part_of_tensor, stages_of_parameters
-from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.start.launch import run
 from autopar.runtime.start.saving import BUFFERS, GRADIENTS, PARAMETERS, UNREAD, kept_folder
 from autopar.runtime.start.worker import load_for
 from autopar.runtime.start.workspace import host_memory_bytes

@@ -31,6 +31,7 @@ from autopar.capture.plain.loop import float64_model
 from autopar.formats.checkpoint import StateKey
 from autopar.formats.plan import Plan
 from autopar.formats.program import FORWARD, SLOWER_S, Fault, Program, RankProgram
+from autopar.options.train import TrainSettings
 from autopar.ranks.allocator import keep_pages
 from autopar.ranks.board import FINISHED
 from autopar.ranks.context import RankContext
@@ -40,7 +41,6 @@ from autopar.runtime.device import LayerTimes, PeakMemory, check_capacity, clock
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.outcome import ForwardFlops, RankResult, StepResults, peak_of
-from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage.parameters import local
 from autopar.runtime.start.following import FileWatch
 from autopar.runtime.start.job import DEFAULTS, Job

@@ -2,21 +2,23 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autopar.api import estimates
-from autopar.errors import FileError, UsageError
 from autopar.api.estimates import calibrate_gpu, device_kinds, estimate_profile, node_of
+from autopar.errors import FileError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import DeviceCosts, Profile
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import Gpu, find
+from autopar.options.profile import ProfileOptions
 from autopar.profiler.calibrate import MeasuredRun
 from autopar.profiler.estimate import estimate
-from autopar.profiler.subject import ProfileOptions, Subject
+from autopar.profiler.subject import Subject
 from autopar.progress import no_progress
 from calls import MODEL, Run, ended, well
 from random_problems import gpt_profile
@@ -41,24 +43,34 @@ def subject() -> Subject:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("cpu,H100",), "`device='cpu,H100'`: the ranks of a pipeline are all CPUs or all GPUs"),
-        (("H100,H100-SXM",), "`device='H100,H100-SXM'`: the same GPU is named twice"),
-        (("H1000",), "`device='H1000'`: none of auto, cpu and cuda, and no GPU called"),
-        (("H100", 2), "`threads=2`: says how to measure, but `device='H100'` is estimated"),
-        (("H100", None, True), "`compile`: says how to measure"),
-        (("cpu", None, False, Path("runs.csv")), "`calibrate_with='runs.csv'`: fits estimates; name a GPU"),
-        (("A100,V100", None, False, Path("runs.csv")), "the runs of one kind of GPU, but `device='A100,V100'` names 2"),
+        ({"device": "cpu,H100"}, "`device='cpu,H100'`: the ranks of a pipeline are all CPUs or all GPUs"),
+        ({"device": "H100,H100-SXM"}, "`device='H100,H100-SXM'`: the same GPU is named twice"),
+        ({"device": "H1000"}, "`device='H1000'`: none of auto, cpu and cuda, and no GPU called"),
+        ({"device": "H100", "threads": 2}, "`threads=2`: says how to measure, but `device='H100'` is estimated"),
+        ({"device": "H100", "budget_s": 3}, "`budget_s=3`: says how long to measure"),
+        ({"device": "H100", "compile": True}, "`compile`: says how to measure"),
+        (
+            {"device": "cpu", "calibrate_with": Path("runs.csv")},
+            "`calibrate_with='runs.csv'`: fits estimates; name a GPU",
+        ),
+        (
+            {"device": "A100,V100", "calibrate_with": Path("runs.csv")},
+            "the runs of one kind of GPU, but `device='A100,V100'` names 2",
+        ),
     ],
 )
-def test_devices_and_options_that_do_not_go_together_are_refused(arguments: tuple[Any, ...], message: str) -> None:
+def test_devices_and_options_that_do_not_go_together_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
-        device_kinds(*arguments)
+        device_kinds(ProfileOptions(**arguments))
 
 
 def test_nodes_and_devices_are_told_from_kinds_and_what_is_here() -> None:
-    assert device_kinds("cpu", 2, True) == ("cpu", (), None)
-    assert device_kinds("A100, cuda,V100") == ("cuda", (A100, find("V100")), None)
-    assert device_kinds("A100", runs=Path("runs.csv")) == (None, (A100,), Path("runs.csv"))
+    for device, here, gpus in (
+        ("cpu", "cpu", ()),
+        ("A100, cuda,V100", "cuda", (A100, find("V100"))),
+        ("A100", None, (A100,)),
+    ):
+        assert device_kinds(ProfileOptions(device=device)) == (here, gpus)
     profile = gpt_profile(blocks=1)
     assert node_of(profile) is None
     kind = profile.device.model_copy(update={"type": "cuda", "name": "NVIDIA A100-SXM4-80GB"})
@@ -84,11 +96,11 @@ def test_a_profile_is_estimated_with_constants_fitted_to_a_file_of_runs(subject:
     rows = ("0.02,16,1,,1", "0.05,32,4,2,4", '0.05,32,3,"0-5:1,6-13:2",4')
     path = _written(tmp_path, "step_s,batch,devices,stages,micro_batches", *rows)
     usual = estimate(subject, A100, options)
-    fitted = estimate_profile(subject, A100, options, path, no_progress)
+    fitted = estimate_profile(subject, A100, replace(options, calibrate_with=path), no_progress)
     assert any(note.startswith("constants fitted to 3 measured runs: median error") for note in fitted.notes)
     slow, quick = (sum(layer.costs[0].forward_s for layer in each.layers) for each in (fitted, usual))
     assert slow > quick
-    again = estimate_profile(subject, A100, options, None, no_progress)
+    again = estimate_profile(subject, A100, options, no_progress)
     assert again == usual.model_copy(update={"read_s": again.read_s, "collate_s": again.collate_s})
 
 

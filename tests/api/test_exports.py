@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.errors import FileError, UsageError
 from autopar.api.exports import TARGETS, configuration_of, export_plan
+from autopar.errors import FileError, UsageError
 from equal_plans import equal_plan, llama_profile, random_equal
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}

@@ -6,6 +6,7 @@ import pytest
 
 import autopar
 from autopar.api import inputs
+from autopar.api.inputs import cluster_file, data_of, machines, model_of, open_plan, predict, program_of, read_inputs
 from autopar.cache import Cache, Entry
 from autopar.code import code_of_file
 from autopar.errors import FileError, UsageError
@@ -15,7 +16,6 @@ from autopar.formats.profile import Profile
 from autopar.formats.program import BACKWARD, REDUCE, Program, RankProgram
 from autopar.formats.references import reference
 from autopar.hardware.clusters import cluster_named
-from autopar.api.inputs import cluster_file, data_of, machines, model_of, open_plan, predict, program_of, read_inputs
 from autopar.planner import PlanOptions
 from autopar.planner.assemble import assemble
 from autopar.planner.candidate import Candidate, CandidateStage

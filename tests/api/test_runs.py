@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.api.runs import ESTIMATED, compare_with_prediction, planned_times, recalibrate_inputs
 from autopar.errors import FileError
 from autopar.formats.timeline import Timeline, compare_times, own_times
 from autopar.planner import PlanOptions, plan, simulate
-from autopar.api.runs import ESTIMATED, compare_with_prediction, planned_times, recalibrate_inputs
 from autopar.runtime.outcome import outcome_of
 from autopar.schedules.expand import expand
 from played import plan_of, play, results_of

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from autopar.api.views import page, view_file
 from autopar.errors import UsageError
 from autopar.formats.checkpoint import Checkpoint
 from autopar.formats.document import Document
@@ -17,7 +18,6 @@ from autopar.formats.timeline import Timeline
 from autopar.report.inputs import render_profile
 from autopar.report.pictures import draw_profile
 from autopar.schedules.expand import expand
-from autopar.api.views import page, view_file
 from played import play, small_plan
 from random_problems import gpt_profile, local_cluster
 
@@ -28,7 +28,7 @@ def _files(folder: Path) -> dict[str, tuple[Path, Document | Program]]:
     contents = {"profile": gpt_profile(blocks=2), "cluster": local_cluster(2), "plan": plan, "program": expand(plan)}
     for kept in (Report, Checkpoint, BlackBox):
         kind = kept.KIND
-        contents[kind] = kept.load(Path(__file__).parent / f"formats/kept/{kind}.json")
+        contents[kind] = kept.load(Path(__file__).parents[1] / f"formats/kept/{kind}.json")
     for kind, content in contents.items():
         found[kind] = folder / f"{kind}-file.json", content
         content.save(found[kind][0])

@@ -61,8 +61,8 @@ def test_profile_and_cluster_are_written_and_float64_is_not_estimated(run: Run) 
         ("", "", ("--device", "tpu"), 2, "no GPU called 'tpu' is known"),
         ("", "", ("--ranks", "1"), 2, "at least 2 ranks"),
         ("", "", ("-o", "none/p.json"), 4, "no such folder"),
-        ("", "", ("--budget", "0"), 2, "--budget 0: must be above 0, and 86400 s at most"),
-        ("", "", ("--budget", "nan"), 2, "--budget nan: must be above 0"),
+        ("", "", ("--budget", "0"), 2, "--budget must be positive seconds, found 0.0"),
+        ("", "", ("--budget", "nan"), 2, "--budget must be positive, and at most 86400 seconds, found nan"),
         (
             "",
             "",

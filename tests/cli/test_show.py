@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from autopar.api import inputs
+from autopar.api.inputs import predict
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.formats.timeline import Timeline
-from autopar.api.inputs import predict
 from autopar.schedules.expand import action_count
 from calls import Run, ended, refused, well
 from played import timeline

@@ -12,9 +12,10 @@ import torch
 
 from autopar.formats.checkpoint import SavedPlan, SavedRun
 from autopar.formats.plan import SHARDS, Plan, layout_of
+from autopar.options.train import RunOptions
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.folder import CheckpointFolder, CheckpointReader, read_verified
-from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.start.launch import run
 from autopar.schedules import SCHEDULES
 from in_teams import in_teams
 from paths import MODELS

@@ -4,9 +4,9 @@ import random
 
 from autopar.formats.plan import group_of, layout_of
 from autopar.formats.profile import Layer, Profile
+from autopar.options.plan import PlanOptions
 from autopar.planner.candidate import Candidate, CandidateStage, chunk_counts, plain
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import PlanOptions
 from autopar.schedules import SCHEDULES
 from drawn import shares_of
 from random_problems import launched, random_cluster, random_profile, two_kinds

@@ -11,10 +11,10 @@ from autopar.api.exports import export_plan
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Division, Plan, Shard, chunks_of, group_of, layout_of
 from autopar.formats.profile import Profile, TiedParameter
+from autopar.options.plan import PlanOptions
 from autopar.planner.assemble import assemble
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import PlanOptions
 from autopar.schedules import SCHEDULES
 from chunked import halved
 from random_problems import gpt_profile, local_cluster

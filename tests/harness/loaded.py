@@ -15,12 +15,12 @@ from autopar.capture.model.source import UserModel, load
 from autopar.errors import AutoparError, FileError
 from autopar.formats.plan import Plan
 from autopar.formats.profile import ModelSource
+from autopar.options.train import Last
 from autopar.ranks.pool import RankPool
 from autopar.runtime.data import Batch, Batches, ShareLoader, steps_of_epoch
 from autopar.runtime.loaders.client import LoadedShares
 from autopar.runtime.loaders.host import loading
 from autopar.runtime.loaders.work import ReadingDivision
-from autopar.runtime.settings import Last
 from autopar.schedules.expand import stages_of
 from drawn_plans import chain, make
 from fake_copies import FakeCopies

@@ -3,8 +3,8 @@
 import random
 
 from autopar.formats.cluster import Cluster, Device
+from autopar.options.plan import PlanOptions
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import PlanOptions
 from autopar.planner.peers.prices import Prices
 from random_problems import random_cluster, random_profile, two_kinds
 

@@ -17,7 +17,7 @@ from autopar.formats.profile import (
     Tensor,
     TiedParameter,
 )
-from autopar.planner.options import PlanOptions
+from autopar.options.plan import PlanOptions
 
 MIB = 2**20
 

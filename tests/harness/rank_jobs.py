@@ -20,11 +20,11 @@ from autopar.capture.model.batch import named_tensors
 from autopar.capture.model.effects import StorageTracker
 from autopar.capture.model.source import UserModel, load
 from autopar.formats.plan import Plan
+from autopar.options.train import TrainSettings
 from autopar.ranks.context import RankContext
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.loss import all_finite
 from autopar.runtime.messages.staging import connect
-from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage.sharded import whole
 from autopar.runtime.start.evaluate import Evaluation
 from autopar.runtime.start.job import Job

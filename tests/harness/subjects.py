@@ -6,7 +6,8 @@ from functools import cache
 from pathlib import Path
 
 from autopar.capture import load
-from autopar.profiler.subject import ProfileOptions, Subject, prepare
+from autopar.options.profile import ProfileOptions
+from autopar.profiler.subject import Subject, prepare
 from paths import EXAMPLES
 
 

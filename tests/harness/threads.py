@@ -14,10 +14,10 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.model.source import UserModel
 from autopar.formats.plan import Plan
 from autopar.formats.program import Program
+from autopar.options.train import TrainSettings
 from autopar.runtime.data import ShareLoader
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.messages.transport import Exchange, InProcessTransport, Transport
-from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage.parameters import Team
 from autopar.runtime.stage.stage import Segment
 from autopar.runtime.start.job import DEFAULTS, Job

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from autopar.errors import UsageError
 from autopar.api.exports import export_plan
+from autopar.errors import UsageError
 from equal_plans import llama_profile, planned
 
 

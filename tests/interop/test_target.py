@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from autopar.errors import UsageError
 from autopar.api.exports import TARGETS
+from autopar.errors import UsageError
 from autopar.formats.profile import Profile
 from autopar.interop import target
 from equal_plans import equal_plan, llama_profile

@@ -15,11 +15,11 @@ import numpy as np
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Division, shards_of
 from autopar.formats.profile import Profile
+from autopar.options.plan import PLANNED, PlanOptions
 from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import Candidate, CandidateStage, divisors, within
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import PLANNED, PlanOptions
 from autopar.planner.placement import DeviceGroup, groups_of
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator

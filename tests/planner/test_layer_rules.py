@@ -212,7 +212,7 @@ def test_written_copies_are_counted_and_asked_for_only_of_buffers() -> None:
     for kind in (PARAMETER, STATE):
         with pytest.raises(UsageError, match="has one replica"):
             plan(written(gpt_profile(), {3: kind}), cluster, replace(stages, replicate_state="first"))
-    with pytest.raises(UsageError, match="`replicate_state` must be first or average"):
+    with pytest.raises(UsageError, match="`replicate_state` must be one of first, average; found"):
         PlanOptions(replicate_state="last")  # type: ignore[arg-type]
     plain, cluster = gpt_profile(), local_cluster(2)
     options = PlanOptions(stages="0-6:1,7-13:1", micro_batches=4, schedule="gpipe", recompute="full")

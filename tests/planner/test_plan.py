@@ -17,11 +17,11 @@ from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan, Shard
 from autopar.formats.profile import Profile
 from autopar.hardware.clusters import cluster_named
+from autopar.options.plan import check_flags
 from autopar.planner import PlanOptions, plan
 from autopar.planner.assemble import schedule_of
 from autopar.planner.candidate import Candidate, Family, place
 from autopar.planner.costs.model import CostModel
-from autopar.planner.options import check_flags
 from autopar.planner.plan import compare
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
@@ -132,7 +132,7 @@ def test_dictated_stages_and_rows_are_priced_and_kept() -> None:
         ({"gpus": 20, "min_stages": 15}, "make at most 14 stages"),
         ({"gpus": 0}, "`gpus` must be at least 1, found 0"),
         ({"gpus": 2, "gap": -1.0}, "`gap` must be 0 or more"),
-        ({"gpus": 8, "solver": "exhaustive"}, "`solver` must be dp or milp, found 'exhaustive'"),
+        ({"gpus": 8, "solver": "exhaustive"}, "`solver` must be one of dp, milp; found 'exhaustive'"),
     ],
     ids=str,
 )

@@ -12,8 +12,9 @@ import torch
 from autopar.capture import load
 from autopar.errors import UsageError
 from autopar.formats.profile import Profile
-from autopar.profiler import ProfileOptions, prepare
+from autopar.options.profile import ProfileOptions
 from autopar.profiler import device as devices
+from autopar.profiler import prepare
 from autopar.profiler.profile import _ModelMeasurement, measure_layers
 from autopar.profiler.subject import Subject
 

@@ -19,6 +19,7 @@ from autopar.errors import CaptureError, UsageError
 from autopar.formats.profile import Precision
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
+from autopar.options.profile import ProfileOptions
 from autopar.planner import plan
 from autopar.profiler.device import peak_bytes
 from autopar.profiler.estimate import RESERVED_BYTES, estimate, graph_work, layer_seconds, workload
@@ -26,7 +27,7 @@ from autopar.profiler.layer_runs import LayerPass, record
 from autopar.profiler.optimizer import moved_per_number
 from autopar.profiler.profile import measure_layers
 from autopar.profiler.roofline import Constants
-from autopar.profiler.subject import ProfileOptions, Subject, prepare
+from autopar.profiler.subject import Subject, prepare
 from capture_zoo import Doubled, Made, build
 from families import tiny_config
 from paths import EXAMPLES

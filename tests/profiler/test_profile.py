@@ -11,7 +11,8 @@ import torch
 from autopar.capture import load
 from autopar.errors import ModelError
 from autopar.formats.profile import Profile
-from autopar.profiler import ProfileOptions, prepare, profile
+from autopar.options.profile import ProfileOptions
+from autopar.profiler import prepare, profile
 from autopar.profiler.profile import _ModelMeasurement, _waiting_s, sizes_up_to
 
 MODEL = """

@@ -16,7 +16,8 @@ from autopar.capture.split.edges import sequence_dims
 from autopar.errors import ModelError, UsageError
 from autopar.formats.profile import Layer as Record
 from autopar.formats.profile import ParameterCut
-from autopar.profiler.subject import COUNTS, ProfileOptions, Subject, prepare, splits_of, with_splits
+from autopar.options.profile import ProfileOptions
+from autopar.profiler.subject import COUNTS, Subject, prepare, splits_of, with_splits
 from drawn_models import captured
 from random_problems import cost
 

@@ -9,12 +9,13 @@ import torch
 import plain
 from autopar.capture.model.source import load
 from autopar.formats.plan import Shard
-from autopar.profiler.subject import ProfileOptions, prepare
+from autopar.options.profile import ProfileOptions
+from autopar.options.train import RunOptions, TrainSettings
+from autopar.profiler.subject import prepare
 from autopar.ranks.pool import RankPool
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.messages.transport import sendable
-from autopar.runtime.settings import TrainSettings
-from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.start.launch import run
 from autopar.runtime.weights import names, read
 from drawn_models import model_case
 from paths import MODELS

@@ -10,12 +10,13 @@ import torch
 
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
+from autopar.options.train import RunOptions
 from autopar.profiler.device import _workspace_bytes
 from autopar.ranks.pool import RankPool
 from autopar.runtime.device import CudaCopies
 from autopar.runtime.messages.transport import Exchange, InProcessTransport
 from autopar.runtime.start.job import Job
-from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.start.launch import run
 from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.expand import expand
 from in_teams import in_teams

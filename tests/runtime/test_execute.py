@@ -11,12 +11,12 @@ import torch
 
 from autopar.errors import TrainingError
 from autopar.formats.program import Action
+from autopar.options.train import TrainSettings
 from autopar.runtime import device as devices
 from autopar.runtime.data import Batches
 from autopar.runtime.device import CudaClock, HostClock
 from autopar.runtime.execute import Executor, StepRecord
 from autopar.runtime.loss import BroughtLossTally, LossTally
-from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.worker import StepClock
 from autopar.schedules.continuing import Repetition
 from drawn_models import equals_plain, model_case

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import UsageError
-from autopar.runtime.settings import TrainSettings
+from autopar.options.train import TrainSettings
 from autopar.runtime.stage.parameters import check_split_seeds
 from family_cases import Layout, Variant, differences, family_case, plan_of, thread_variants, train_threads
 

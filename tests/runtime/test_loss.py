@@ -17,10 +17,10 @@ from autopar.capture.model.source import load
 from autopar.capture.plain.loop import train_plainly
 from autopar.errors import TrainingError
 from autopar.formats.plan import Shard
+from autopar.options.train import RunOptions, TrainSettings
 from autopar.ranks.pool import RankPool
 from autopar.runtime.loss import all_finite, first_not_finite
-from autopar.runtime.settings import TrainSettings
-from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.start.launch import run
 from dictated import dictate
 from paths import MODELS
 from threads import train_in_threads

@@ -1,26 +1,21 @@
 """How ranks train, apart from the plan, and what of it is refused."""
 
-import json
-import math
 from contextlib import nullcontext
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan, Shard, SharedParameter
+from autopar.options.train import TrainSettings
 from autopar.policies import POLICIES
 from autopar.runtime.settings import (
-    DEFAULT_STEPS,
-    TrainSettings,
     check_clipping,
     check_compiling,
     check_offload,
     check_scope,
     check_sharing,
     check_unflushed,
-    known_steps,
 )
 from autopar.schedules.expand import expand
 from drawn_models import model_case
@@ -30,29 +25,7 @@ def _plan(widths: tuple[int, ...], schedule: str = "1f1b", chunks: int = 1, shar
     return model_case("dropout").plan(widths, 2, 4, schedule, chunks=chunks, shard=shard)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"clip_norm": 0.0}, "`clip_norm` must be positive, found 0.0"),
-        ({"clip_norm": math.nan}, "`clip_norm` must be positive, found nan"),
-        ({"clip_norm": 1.0, "clip": "rank"}, "`clip` must be one of model, stage; found 'rank'"),
-        ({"clip": "stage"}, "`clip='stage'` says whose norm is bounded; say by what, too: `clip_norm`"),
-        ({"deferred_batch_norm": True, "sync_batch_norm": True}, "exclude each other"),
-        ({"split_seeds": True, "compile": True}, "`split_seeds` and `compile` exclude each other"),
-        ({"last": "keep"}, "`last` must be one of drop, pad; found 'keep'"),
-    ],
-)
-def test_values_out_of_range_are_refused_and_others_come_back_from_json(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        TrainSettings(**settings)
-    some = TrainSettings(clip_norm=2.5, clip="stage", last="pad", sync_batch_norm=True, time_layers=True)
-    assert TrainSettings(**json.loads(json.dumps(asdict(some)))) == some
-
-
-def test_clipping_and_steps_are_told_alike_and_without_flushes_by_stage() -> None:
-    assert [known_steps(None, None), known_steps(3, None), known_steps(None, 2)] == [DEFAULT_STEPS, 3, None]
-    with pytest.raises(UsageError, match="`epochs=2` and `steps=3` contradict each other"):
-        known_steps(3, 2)
+def test_clipping_without_flushes_is_by_stage() -> None:
     plan = _plan((1, 1))
     shared = SharedParameter(parameter="weight", stages=(0, 1), bytes=8)
     tied, asked = plan.model_copy(update={"tied": (shared,)}), TrainSettings(clip_norm=1.0, clip="stage")

@@ -16,8 +16,9 @@ from autopar.capture.model.batch import seed_data
 from autopar.capture.model.source import stage_traits
 from autopar.errors import AutoparError, FileError, ModelError, UsageError
 from autopar.formats.plan import Shard
+from autopar.options.train import RunOptions
 from autopar.ranks.pool import RankPool
-from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.start.launch import run
 from autopar.runtime.update import check_settings, left_out, whole_settings
 from autopar.runtime.weights import names, read
 from dictated import dictate

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
+from autopar.options.train import TrainSettings
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.messages.transport import InProcessTransport, Pending, Transport
-from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.job import Job
 from drawn_models import equals_plain, model_case, team_plans
 from in_teams import in_teams

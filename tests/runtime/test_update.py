@@ -11,9 +11,9 @@ from torch import nn
 import plain
 from autopar.errors import ModelError, TrainingError
 from autopar.formats.plan import Plan
+from autopar.options.train import TrainSettings
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.loss import LossScale
-from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.job import DEFAULTS
 from drawn_models import model_case
 from paths import MODELS

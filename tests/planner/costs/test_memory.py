@@ -12,13 +12,14 @@ from autopar.formats.plan import SHARDS
 from autopar.formats.profile import Profile, SavedStorage, TiedParameter
 from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import find
+from autopar.options.profile import ProfileOptions
 from autopar.planner import PlanOptions, plan
 from autopar.planner.costs.communication import Flows
 from autopar.planner.costs.layers import LayerCosts
 from autopar.planner.costs.memory import MemoryModel, PeakTerms, peak_of, state_of
 from autopar.planner.costs.model import CostModel
 from autopar.profiler.estimate import estimate
-from autopar.profiler.subject import ProfileOptions, prepare
+from autopar.profiler.subject import prepare
 from autopar.runtime.rehearsal.memory import rehearse
 from random_problems import gpt_profile, local_cluster, random_profile
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from autopar.errors import InfeasibleError
 from autopar.api.exports import TARGETS
+from autopar.errors import InfeasibleError
 from autopar.formats.cluster import Cluster
 from autopar.formats.expressible import Expressible
 from autopar.formats.plan import Plan

@@ -9,9 +9,10 @@ import torch
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.program import Fault
+from autopar.options.train import RunOptions
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.folder import CheckpointFolder
-from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.start.launch import run
 from checkpoint_pairs import largest_difference, saved
 from drawn_models import model_case
 from paths import MODELS
@@ -59,7 +60,7 @@ def test_a_fault_is_said_and_the_run_goes_on_as_if_it_had_not_been(
     plan: Plan, whole: dict[str, torch.Tensor], fault: str, tmp_path: Path, living_pool: Callable[[], RankPool]
 ) -> None:
     parts = tmp_path / "parts"
-    asked = RunOptions(STEPS, checkpoint=parts, every=EVERY, faults=(Fault.parse(fault),), timeout_s=3.0)
+    asked = RunOptions(STEPS, checkpoint=parts, every=EVERY, inject_fault=(Fault.parse(fault),), timeout_s=3.0)
     with pytest.raises(TrainingError, match=ENDING[fault]):
         run(plan, FILE, asked, pool=living_pool())
     left = CheckpointFolder(parts).steps()
@@ -76,7 +77,7 @@ def test_a_fault_is_said_and_the_run_goes_on_as_if_it_had_not_been(
 def test_what_training_goes_on_with_is_said_and_changes_nothing(
     plan: Plan, whole: dict[str, torch.Tensor], fault: str, tmp_path: Path, pool: RankPool
 ) -> None:
-    asked = RunOptions(STEPS, checkpoint=tmp_path / "parts", every=EVERY, faults=(Fault.parse(fault),))
+    asked = RunOptions(STEPS, checkpoint=tmp_path / "parts", every=EVERY, inject_fault=(Fault.parse(fault),))
     outcome = run(plan, FILE, asked, pool=pool)
     assert outcome.report.checkpoints is not None
     if fault.startswith("slow"):
@@ -100,5 +101,5 @@ def test_what_training_goes_on_with_is_said_and_changes_nothing(
 )
 def test_what_is_no_fault_is_refused_and_others_come_back_from_their_text(plan: Plan, text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        run(plan, FILE, RunOptions(2, faults=(Fault.parse(text),)))
+        run(plan, FILE, RunOptions(2, inject_fault=(Fault.parse(text),)))
     assert all(str(Fault.parse(each)) == each for each in (*ENDING, *HARMLESS))

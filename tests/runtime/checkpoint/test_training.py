@@ -20,12 +20,13 @@ from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan, Shard
 from autopar.formats.profile import Writes
 from autopar.formats.program import Fault
+from autopar.options.train import RunOptions
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.folder import CheckpointFolder, export, read_verified
 from autopar.runtime.checkpoint.state import class_name
 from autopar.runtime.checkpoint.training import changes, check_state, optimizer_changes, plan_notes
 from autopar.runtime.outcome import Outcome
-from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.start.launch import run
 from autopar.runtime.start.script import ScriptJob
 from autopar.schedules.continuing import lead
 from autopar.signals import ends_by_itself
@@ -107,7 +108,7 @@ def test_without_flushes_no_clock_and_no_stop_changes_what_is_trained(
     steps = stop + 15
     whole = train(RunOptions(steps, every=every, checkpoint=tmp_path / "whole"))
     parts = RunOptions(steps, every=every, checkpoint=tmp_path / "parts")
-    slow = replace(parts, faults=[Fault.parse(f"slow@0:{stop}")])
+    slow = replace(parts, inject_fault=[Fault.parse(f"slow@0:{stop}")])
     first = train(slow, lambda step, loss: ends_by_itself() if step == stop else None)
     last = train(replace(parts, resume=True))
     done, drained = first.report.steps, last.report.first_step

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.errors import FileError, UsageError
+from autopar.errors import FileError
 from autopar.formats.checkpoint import RankPart
 from autopar.runtime.checkpoint.folder import MANIFEST, CheckpointFolder, CheckpointReader, read_manifest, read_verified
 from autopar.runtime.checkpoint.state import HeldPiece, held_pieces
-from autopar.runtime.checkpoint.writer import Cadence, CheckpointWriter, SaveSettings, known_every
+from autopar.runtime.checkpoint.writer import Cadence, CheckpointWriter, SaveSettings
 from checkpoint_pairs import PLAN, RUN
 from failing_calls import Calls, counted, full, killed, meeting
 from threads import in_ranks
@@ -298,10 +298,3 @@ def test_by_itself_it_takes_as_much_of_the_time_as_is_allowed(step_s: float, cos
     gaps = {after - before for before, after in itertools.pairwise(found)}
     assert len(gaps) == 1
     assert gaps == {max(5, -(-cost_s // (0.03 * step_s)))} or share > 0.028
-
-
-@pytest.mark.parametrize("wrong", [0, -1, "often", True, 1.5, ""])
-def test_what_is_no_number_of_steps_is_refused(wrong: object) -> None:
-    assert (known_every("12"), known_every("auto"), known_every(3)) == (12, "auto", 3)
-    with pytest.raises(UsageError, match="`every` must be a number of steps"):
-        known_every(wrong)  # type: ignore[arg-type]

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import TrainingError
-from autopar.runtime.settings import TrainSettings
-from autopar.runtime.start.launch import RunOptions, run
+from autopar.options.train import RunOptions, TrainSettings
+from autopar.runtime.start.launch import run
 from autopar.runtime.weights import read
 from launched import alive, processes_in, until
 from training_cases import Case, make_case

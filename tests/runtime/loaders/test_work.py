@@ -5,9 +5,8 @@ from collections import Counter
 
 import pytest
 
-from autopar.errors import UsageError
 from autopar.runtime.data import rows_of
-from autopar.runtime.loaders.work import ReadingDivision, known_loaders
+from autopar.runtime.loaders.work import ReadingDivision
 from autopar.schedules.expand import mine
 from loaded import draw_plan
 
@@ -36,9 +35,3 @@ def test_every_row_that_ranks_of_a_host_need_is_read_once_and_sent_to_all_that_n
     # So many mini-batches have a task for every loader, and never fewer than two are read ahead.
     assert division.ahead >= 2
     assert not ranks or division.ahead * max(1, len(division.tasks(0, 0))) >= division.loaders
-
-
-@pytest.mark.parametrize("text", ["-1", "many", 1.5, ""])
-def test_a_number_of_loaders_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="`loaders` must be a number, 0 or more, or 'auto'; found"):
-        known_loaders(text)

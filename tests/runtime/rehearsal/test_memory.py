@@ -18,8 +18,9 @@ from autopar.formats.plan import Plan, Shard
 from autopar.formats.profile import Profile
 from autopar.formats.references import allow_any_path
 from autopar.hardware.kinds import estimated_cluster
+from autopar.options.profile import ProfileOptions
 from autopar.planner import PlanOptions, plan
-from autopar.profiler import ProfileOptions, profile
+from autopar.profiler import profile
 from autopar.ranks.pool import RankPool
 from autopar.runtime.rehearsal.memory import rehearse, rehearse_model
 from dictated import dictate

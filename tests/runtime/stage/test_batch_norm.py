@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from autopar.errors import UsageError
-from autopar.runtime.settings import TrainSettings
+from autopar.options.train import TrainSettings
 from drawn_models import model_case
 from training_cases import check
 

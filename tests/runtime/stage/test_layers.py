@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 import plain
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan, Shard, chunks_of, layout_of
+from autopar.options.train import RunOptions, TrainSettings
 from autopar.ranks.pool import RankPool
 from autopar.runtime.messages.transport import Exchange, InProcessTransport
-from autopar.runtime.settings import TrainSettings
 from autopar.runtime.start.job import Job
-from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.start.launch import run
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand
 from drawn_models import model_case

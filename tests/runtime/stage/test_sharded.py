@@ -19,11 +19,11 @@ from autopar.capture.model.source import load
 from autopar.capture.plain.loop import train_plainly
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import SHARDS, Plan, Shard
+from autopar.options.train import RunOptions, TrainSettings
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.ranks.pool import RankPool
-from autopar.runtime.settings import TrainSettings
 from autopar.runtime.stage.parameters import stages_of_parameters
-from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.start.launch import run
 from autopar.runtime.start.workspace import Workspace
 from autopar.runtime.weights import names, read
 from dictated import dictate

@@ -18,8 +18,9 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import Fault
 from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
+from autopar.options.train import RunOptions
 from autopar.ranks.pool import RankPool
-from autopar.runtime.start.launch import RunOptions, run
+from autopar.runtime.start.launch import run
 from autopar.runtime.weights import read
 from autopar.schedules.expand import expand
 from launched import alive, ended, launch, processes_in, until
@@ -218,7 +219,7 @@ def test_a_rank_that_becomes_slow_is_said_of_a_run(
     plan = save_plan(here, [1, 1], cuts=[1])
     times = {"forward_s": (0.001, 0.001), "backward_s": (0.002, 0.002)}
     plan = plan.model_copy(update={"predicted": plan.predicted.model_copy(update=times)})
-    run(plan, "words.py", RunOptions(30, faults=(Fault.parse("slow@1:4"),)), pool=pool)
+    run(plan, "words.py", RunOptions(30, inject_fault=(Fault.parse("slow@1:4"),)), pool=pool)
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "times as long as planned" in line]
     said = r"autopar: rank 1 \(stage 1\) computes [\d.e+]+ times as long as planned, the others [\d.]+ times; "
     remedy = "if no other work there is why, `autopar plan profile.json --gpus 1` plans without its device"
@@ -264,10 +265,10 @@ def test_what_does_not_fit_is_one_line_and_the_right_exit_code(here: Path, comma
         assert not (here / "report.json").exists()
 
     refused(4, r"no-plan.json: no such plan file", "no-plan.json")
-    refused(2, r"^autopar: Invalid value for '--steps'.* \(try --help\)$", "--steps", "0")
+    refused(2, r"^autopar: --steps must be at least 1, found 0$", "--steps", "0")
     refused(2, r"--epochs 2 and --steps 1 contradict each other", "--epochs", "2")
     refused(2, r"--last must be one of drop, pad; found 'keep'", "--last", "keep")
-    refused(2, r"--timeout must be positive, and at most 1e\+09 seconds, found inf", "--timeout", "inf")
+    refused(2, r"--timeout must be positive, and at most 1000000000 seconds, found inf", "--timeout", "inf")
     refused(2, r"r.json is written by this command and cannot", "--report", "r.json", "--trace", "r.json")
     refused(2, r"--share-gpus: the plan is for CPUs, which have none; leave it out", "--share-gpus")
     refused(4, r"nowhere: holds neither model.safetensors nor", "--weights", "nowhere")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from autopar import api
+from autopar.api.runs import remedy_of
 from autopar.errors import OutOfMemoryError
 from autopar.formats.plan import Plan
 from autopar.planner import PlanOptions, plan
-from autopar.api.runs import remedy_of
 from autopar.runtime import device as devices
 from played import small_plan
 from random_problems import gpt_profile, local_cluster

@@ -1,0 +1,221 @@
+"""Option: what is said of a field of options once: in help, in the reference, and where a value is refused.
+
+A class of options is a frozen dataclass. Its fields are made by :func:`option`, and its ``__post_init__`` calls
+:func:`check_values`. Where a field is itself of such a class, the options of that one are options of the whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from numbers import Real
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from autopar.errors import UsageError
+from autopar.formats.document import parse_bandwidth, parse_bytes
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is said of a field, beside its type and its default."""
+
+    help: str
+    """What it does, in a sentence or two; other options stand in backquotes, as Python has them."""
+    group: str = ""
+    """Under which help shows it; none: among those that most people need first."""
+    unit: str = ""
+    """``seconds``, ``bytes`` or ``bytes/s``; of the latter two, text such as ``16GiB`` is taken, too."""
+    least: float | None = None
+    above: float | None = None
+    """What the value must be larger than."""
+    most: float | None = None
+    flag: str = ""
+    """What is typed, where that is not the field's name without its unit."""
+    is_typed: bool = True
+    """Whether commands have it; else it is Python's alone."""
+
+    def expected(self, value: Any) -> str | None:  # noqa: ANN401
+        """Return what a number must be where a value is not; None where it is."""
+        least = "" if self.least is None else "0 or more" if self.least == 0 else f"at least {self.least}"
+        least += "" if self.above is None else "positive" if self.above == 0 else f"above {self.above}"
+        most = "" if self.most is None else f"at most {self.most}"
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
+            return ", and ".join(filter(None, (least, most)))
+        if (self.least is not None and value < self.least) or (self.above is not None and value <= self.above):
+            return least
+        return most if self.most is not None and value > self.most else None
+
+
+def option(default: T, help: str, group: str = "", **more: Any) -> T:  # noqa: A002, ANN401
+    """Return a field of a dataclass with a default; what is said of it are the arguments of :class:`Option`."""
+    return field(default=default, metadata={"option": Option(help, group, **more)})
+
+
+class OptionField(NamedTuple):
+    """An option of a class."""
+
+    name: str
+    kind: Any
+    """Its type; None is left out."""
+    default: Any
+    said: Option
+
+    @property
+    def flag(self) -> str:
+        """What is typed on the command line, such as ``--memory``."""
+        name = self.said.flag or self.name.removesuffix("_bytes").removesuffix("_s")
+        return f"--{name.replace('_', '-')}"
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The texts that it may be; none: any, or it is no text."""
+        return tuple(each for kind in self._kinds if get_origin(kind) is Literal for each in get_args(kind))
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is a number, or may be one."""
+        return any(kind in (int, float) for kind in self._kinds)
+
+    @property
+    def _kinds(self) -> tuple[Any, ...]:
+        return get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
+
+    def check(self, value: object) -> None:
+        """Refuse a value that it may not be.
+
+        Raises:
+            UsageError: says what it must be.
+        """
+        if value is None or value in self.choices:
+            return
+        expected = self.said.expected(value) if self.is_number else None
+        if expected is not None:
+            unit = " seconds" if self.said.unit == "seconds" else ""
+            others = "".join(f", or {each!r}; " for each in self.choices)
+            raise UsageError(f"`{self.name}` must be {expected}{unit}{others or ', '}found {value!r}")
+        if self.choices and not self.is_number:
+            raise UsageError(f"`{self.name}` must be one of {', '.join(self.choices)}; found {value!r}")
+
+    def read(self, value: Any) -> object:  # noqa: ANN401
+        """Return a value that may be text, or a list, as what the option is.
+
+        Raises:
+            UsageError: the text means no such value.
+        """
+        parse = {"bytes": parse_bytes, "bytes/s": parse_bandwidth}.get(self.said.unit)
+        if get_origin(self.kind) is tuple:
+            several = [value] if isinstance(value, str) else value
+            each_of = getattr(get_args(self.kind)[0], "parse", None)
+            return tuple(each_of(each) if each_of and isinstance(each, str) else each for each in several or ())
+        if not isinstance(value, str):
+            return value
+        if parse is not None:
+            return parse(value, f"`{self.name}`")
+        if self.kind is Path:
+            return Path(value)
+        return int(value) if self.is_number and value.isascii() and value.isdecimal() else value
+
+
+Fields = tuple[tuple[OptionField, ...], dict[str, Any]]
+"""The options among the fields of a class, and the fields that are of a class of options themselves."""
+
+
+def _read_fields(kind: Any) -> Fields:  # noqa: ANN401
+    hints = get_type_hints(kind)
+    own, nested = list[OptionField](), dict[str, Any]()
+    for each in fields(kind):
+        hint = hints[each.name]
+        if is_options(hint):
+            nested[each.name] = hint
+        elif "option" in each.metadata:
+            kinds = tuple(one for one in get_args(hint) if one is not NoneType)
+            bare = Union[kinds] if get_origin(hint) in (Union, UnionType) else hint  # noqa: UP007
+            own.append(OptionField(each.name, bare, each.default, each.metadata["option"]))
+    return tuple(own), nested
+
+
+_own_fields: Callable[[Any], Fields] = cache(_read_fields)
+
+
+def is_options(kind: Any) -> bool:  # noqa: ANN401
+    """Whether a type is a class whose fields are options."""
+    return isinstance(kind, type) and is_dataclass(kind)
+
+
+def options_of(kind: type[Any]) -> dict[str, OptionField]:
+    """Return the options of a class by name, those of the classes that its fields are of among them."""
+    own, nested = _own_fields(kind)
+    found = {each.name: each for each in own}
+    for each in nested.values():
+        found |= options_of(each)
+    return found
+
+
+def check_values(options: object) -> None:
+    """Refuse options that are out of range, or none of the choices.
+
+    Raises:
+        UsageError: names the first.
+    """
+    for each in _own_fields(type(options))[0]:
+        each.check(getattr(options, each.name))
+
+
+def changed(options: object, names: Iterable[str]) -> list[str]:
+    """Return those of some options that are other than by default."""
+    return [name for name in names if getattr(options, name) != getattr(type(options), name)]
+
+
+def with_values(kind: type[T], values: Mapping[str, object], before: T | None = None) -> T:
+    """Return options with values by name, and else those ``before``; text stands for paths, numbers and sizes.
+
+    Raises:
+        UsageError: a value is not what the option may be.
+    """
+    own, nested = _own_fields(kind)
+    changes = {each.name: each.read(values[each.name]) for each in own if each.name in values}
+    for name, part in nested.items():
+        mine = {each: value for each, value in values.items() if each in options_of(part)}
+        if mine:
+            changes[name] = with_values(part, mine, None if before is None else getattr(before, name))
+    return kind(**changes) if before is None else replace(before, **changes)  # type: ignore[type-var]
+
+
+def named_options(function: str, kind: type[T], values: Mapping[str, object], before: T | None = None) -> T:
+    """Return :func:`with_values` of what a function was called with.
+
+    Raises:
+        UsageError: ``function`` has no such option; or as there.
+    """
+    known = options_of(kind)
+    for name in values:
+        if name not in known:
+            raise UsageError(f"{function}() has no option {name!r}; its options are {', '.join(known)}")
+    return with_values(kind, values, before)
+
+
+def takes(kind: type) -> Callable[[F], F]:
+    """Return what shows the options of a class among the parameters of a function, in place of its ``**named``."""
+
+    def shown(function: F) -> F:
+        signature = inspect.signature(function)
+        own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        names = {each.name for each in own}
+        more = (
+            inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.kind)
+            for each in options_of(kind).values()
+            if each.name not in names
+        )
+        function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        return function
+
+    return shown
