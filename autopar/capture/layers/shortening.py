@@ -34,7 +34,7 @@ SHORTEST = 16
 """Places that are left at least."""
 LONG = 1e9
 """Multiplications of a forward of the example, from which checks are made on fewer samples."""
-WORTH = 4e9
+WORTH = 3e10
 """From which another export takes less time than whole samples."""
 PATCH = 256
 """Of an image, in pixels, for which a parameter is applied once."""
