@@ -28,7 +28,6 @@ from typing import NamedTuple, TypeVar
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Profile
 from autopar.interop.pipedream import pipedream_profile
-from autopar.interop.piper import piper_profile
 from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import Candidate
 from autopar.planner.costs.model import CostModel
@@ -38,6 +37,7 @@ from autopar.planner.simulator.simulate import Simulator
 from machine import Watch
 from reproductions.pipedream import PipeDreamPlan, pipedream_plan
 from reproductions.piper import PiperPlan, piper_plan
+from reproductions.piper_files import piper_profile
 from reproductions.plans import planned_by_pipedream
 
 GIB = 2**30

@@ -31,7 +31,6 @@ __all__ = [
     "export_checkpoint",
     "import_layout",
     "import_pipedream",
-    "import_piper",
     "import_profiles",
     "import_torchtitan",
     "links",

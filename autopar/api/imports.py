@@ -88,21 +88,6 @@ def import_pipedream(file: str | Path, profiled_batch: int = 1) -> Profile:
     return pipedream_profile(read_text(Path(file), "PipeDream"), Path(file), profiled_batch)
 
 
-def import_piper(file: str | Path) -> Profile:
-    """Return the profile that Piper's JSON describes.
-
-    Raises:
-        FileError: the file is missing or malformed; names the JSON path.
-
-    >>> profile = autopar.import_piper("bert.json")
-    >>> [option.tensor_parallel for option in profile.layers[0].options]
-    [1, 2]
-    """
-    from autopar.interop.piper import piper_profile
-
-    return piper_profile(read_text(Path(file), "Piper"), Path(file))
-
-
 def import_profiles(files: Sequence[str | Path]) -> Profile:
     """Return profiles of one model on several kinds of devices as one.
 

@@ -143,7 +143,7 @@ def devices(incomplete: str) -> list[str]:
 
 def formats(incomplete: str) -> list[str]:
     """Return what `autopar import` reads."""
-    return _beginning(incomplete, ("pipedream", "piper", "profiles", "layout", "torchtitan"))
+    return _beginning(incomplete, ("pipedream", "profiles", "layout", "torchtitan"))
 
 
 def targets(incomplete: str) -> list[str]:

@@ -93,14 +93,14 @@ def _export(target: str, plan: Path, output: Path, options: dict[str, Any], *, o
 _OUTPUT = Path("profile.json")
 _KINDS = "profiles"
 _STAGES = ("layout", "torchtitan")
-_FORMATS = ("pipedream", "piper", _KINDS, *_STAGES)
+_FORMATS = ("pipedream", _KINDS, *_STAGES)
 
 
 ImportFormat = Annotated[
     str,
     typer.Argument(
         metavar="FORMAT",
-        help="pipedream: the text graph of PipeDream and DAPPLE; piper: Piper's JSON; profiles: autopar's own, of one "
+        help="pipedream: the text graph of PipeDream and DAPPLE; profiles: autopar's own, of one "
         "model on several kinds of devices; layout: Megatron's text of stages, such as 'Et*7|t*9L'; torchtitan: the "
         "stages of its configuration.",
         autocompletion=arguments.formats,
@@ -139,7 +139,7 @@ def import_(
     if system not in _FORMATS:
         raise UsageError(f"FORMAT must be one of {', '.join(_FORMATS)}; found {system!r}")
     if profiled_batch is not None and system != "pipedream":
-        raise UsageError("--profiled-batch is for pipedream: Piper's files state how many micro-batches they are for")
+        raise UsageError("--profiled-batch is for pipedream; leave it out")
     _check_count(system, files)
     if system in _STAGES:
         _say_stages(_read_stages(system, files[0], profile, replicas, pipeline_size), as_json)
@@ -216,6 +216,4 @@ def _read(system: str, files: list[Path], profiled_batch: int | None) -> Profile
 
     if system == _KINDS:
         return api.import_profiles(files)
-    if system == "piper":
-        return api.import_piper(files[0])
     return api.import_pipedream(files[0], 1 if profiled_batch is None else profiled_batch)

@@ -14,19 +14,23 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+import networkx as nx
+
 from autopar.errors import FileError, UsageError
 from autopar.formats.profile import Cost, DeviceKind, Layer, ModelSource, Noise, Profile, SavedStorage, Tensor
-from autopar.interop.order import cycle, topological
+from autopar.interop.order import cycle, dependent, topological
 
+_FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+_FORM = f"`name -- description -- {', '.join(f'{each}=...' for each in _FIELDS)}`"
+_VALUES = re.compile(", ".join(f"{each}=([^,]*)" for each in _FIELDS))
 _NUMBER = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _MOST = 1e15
 """More milliseconds or bytes than any layer takes: a larger number is a slip."""
-_FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 MOST_LETTERS = 1024
 
 
@@ -35,31 +39,15 @@ class GraphNode(NamedTuple):
 
     name: str
     description: str
-    forward_s: float
-    backward_s: float
+    seconds: tuple[float, float]
+    """Forward and backward."""
     activation_bytes: int
     parameters_bytes: int
     stage: int | None
-    line: int
 
 
-class Edge(NamedTuple):
-    """What one node makes and another reads, by their indices."""
-
-    source: int
-    target: int
-    line: int
-
-
-class TextGraph(NamedTuple):
-    """Nodes in the file's order, and every edge once."""
-
-    nodes: tuple[GraphNode, ...]
-    edges: tuple[Edge, ...]
-
-
-def parse(text: str, path: Path) -> TextGraph:
-    """Read a graph; ``path`` is only named in errors.
+def parse(text: str, path: Path) -> nx.DiGraph[str]:
+    """Read a graph, whose nodes have a :class:`GraphNode` each as ``node``; ``path`` is only named in errors.
 
     Raises:
         FileError: a line is neither node nor edge, a number is none or negative, a node is given twice or not at all,
@@ -67,101 +55,75 @@ def parse(text: str, path: Path) -> TextGraph:
     """
     lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1)]
     filled = [(number, line) for number, line in lines if line.strip()]
-    nodes = [_node(line, number, path) for number, line in filled if line[0] not in "\t "]
-    places: dict[str, int] = {}
-    for index, node in enumerate(nodes):
-        if node.name in places:
-            first = nodes[places[node.name]].line
-            _refuse(path, node.line, f"node {node.name!r} is given twice, first in line {first}")
-        places[node.name] = index
-    edges: dict[tuple[int, int], Edge] = {}
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    for number, line in filled:
+        if line[0] not in "\t ":
+            node = _node(line, number, path)
+            if node.name in graph:
+                first = graph.nodes[node.name]["line"]
+                _refuse(path, number, f"node {node.name!r} is given twice, first in line {first}")
+            graph.add_node(node.name, node=node, size=node.activation_bytes, line=number)
     for number, line in filled:
         if line[0] in "\t ":
-            edge = _edge(line, number, places, path)
-            edges.setdefault((edge.source, edge.target), edge)
-    graph = TextGraph(tuple(nodes), tuple(edges.values()))
-    _refuse_cycle(graph, path)
+            ends = _edge(line, number, graph, path)
+            if not graph.has_edge(*ends):
+                graph.add_edge(*ends, at=number)
+    closed: list[tuple[str, str]] = cycle(graph)
+    if closed:
+        names = [source for source, _ in closed[:8]]
+        around = " -> ".join([*names, names[0] if len(closed) <= 8 else "..."])
+        _refuse(path, graph.edges[closed[0]]["at"], f"edges form a cycle: {around}; a model's layers have an order")
     return graph
 
 
 def _node(line: str, number: int, path: Path) -> GraphNode:
     parts = line.strip().split(" -- ")
-    stage = _stage(parts.pop(), number, path) if parts[-1].startswith("stage_id=") else None
-    if len(parts) < 3 or not parts[0]:
-        wanted = f"`name -- description -- {_FIELDS[0]}=..., ...`, or an edge, which is indented"
-        _refuse(path, number, f"expected a node, {wanted}; found {line[:80]!r}")
-    description = " -- ".join(parts[1:-1]).strip()
-    if not parts[0].isprintable() or not description.isprintable():
+    stage = parts.pop().removeprefix("stage_id=") if parts[-1].startswith("stage_id=") else None
+    values = _VALUES.fullmatch(parts[-1]) if len(parts) > 2 else None
+    if values is None or not parts[0]:
+        _refuse(path, number, f"expected a node, {_FORM}, or an edge, which is indented; found {line[:80]!r}")
+    name, description = parts[0], " -- ".join(parts[1:-1]).strip()
+    if not name.isprintable() or not description.isprintable():
         _refuse(path, number, "holds control characters")
-    if len(parts[0]) > MOST_LETTERS:
-        _refuse(path, number, f"the node's name has {len(parts[0])} letters, at most {MOST_LETTERS} are read")
-    found = _fields(parts[-1], number, path)
-    forward_ms, backward_ms, activation, parameters = (_sum(found[name], name, number, path) for name in _FIELDS)
+    if len(name) > MOST_LETTERS:
+        _refuse(path, number, f"the node's name has {len(name)} letters, at most {MOST_LETTERS} are read")
+    if stage is not None and not re.fullmatch(r"[0-9]{1,9}", stage):
+        _refuse(path, number, f"stage_id must be a whole number, found {stage[:80]!r}")
+    forward_ms, backward_ms, activation, parameters = (
+        _sum(value, field, number, path) for field, value in zip(_FIELDS, values.groups(), strict=True)
+    )
     return GraphNode(
-        name=parts[0],
+        name=name,
         description=description[:MOST_LETTERS],
-        forward_s=forward_ms / 1e3,
-        backward_s=backward_ms / 1e3,
+        seconds=(forward_ms / 1e3, backward_ms / 1e3),
         activation_bytes=math.ceil(activation),
         parameters_bytes=math.ceil(parameters),
-        stage=stage,
-        line=number,
+        stage=None if stage is None else int(stage),
     )
-
-
-def _fields(text: str, number: int, path: Path) -> dict[str, str]:
-    pairs = [part.partition("=") for part in text.split(", ")]
-    found: dict[str, str] = {}
-    for name, equals, value in pairs:
-        if name not in _FIELDS or not equals:
-            _refuse(path, number, f"expected {', '.join(f'{each}=' for each in _FIELDS)}; found {name[:80]!r}")
-        if name in found:
-            _refuse(path, number, f"{name} is given twice")
-        found[name] = value
-    for name in _FIELDS:
-        if name not in found:
-            _refuse(path, number, f"{name} is missing")
-    return found
 
 
 def _sum(text: str, name: str, number: int, path: Path) -> float:
     """Return a number, or the sum of several in brackets."""
-    listed = text.startswith("[") and text.endswith("]")
-    numbers = [part.strip() for part in text[1:-1].split(";")] if listed else [text.strip()]
+    is_list = text.startswith("[") and text.endswith("]")
+    numbers = [part.strip() for part in (text[1:-1].split(";") if is_list else [text])]
     for each in numbers:
         if not _NUMBER.fullmatch(each) or float(each) > _MOST:
             unit = "milliseconds" if name.endswith("time") else "bytes"
             _refuse(path, number, f"{name} must be {unit} from 0 to {_MOST:.0e}, found {each[:80]!r}")
-    total = math.fsum(float(each) for each in numbers)
+    total = math.fsum(map(float, numbers))
     if total > _MOST:
         _refuse(path, number, f"{name} adds up to {total}, more than {_MOST:.0e}")
     return total
 
 
-def _stage(text: str, number: int, path: Path) -> int:
-    value = text.removeprefix("stage_id=")
-    if not re.fullmatch(r"[0-9]{1,9}", value):
-        _refuse(path, number, f"stage_id must be a whole number, found {value[:80]!r}")
-    return int(value)
-
-
-def _edge(line: str, number: int, places: dict[str, int], path: Path) -> Edge:
-    parts = line.strip().split(" -- ")
-    if len(parts) != 2:
+def _edge(line: str, number: int, graph: nx.DiGraph[str], path: Path) -> list[str]:
+    ends = line.strip().split(" -- ")
+    if len(ends) != 2:
         _refuse(path, number, f"expected an edge, `node1 -- node2`; found {line.strip()[:80]!r}")
-    for name in parts:
-        if name not in places:
+    for name in ends:
+        if name not in graph:
             _refuse(path, number, f"an edge names node {name[:80]!r}, which no line describes")
-    return Edge(places[parts[0]], places[parts[1]], number)
-
-
-def _refuse_cycle(graph: TextGraph, path: Path) -> None:
-    closed = cycle(len(graph.nodes), [(edge.source, edge.target) for edge in graph.edges])
-    if closed:
-        first = graph.edges[closed[0]]
-        names = [graph.nodes[graph.edges[position].source].name for position in closed[:8]]
-        around = " -> ".join([*names, names[0] if len(closed) <= 8 else "..."])
-        _refuse(path, first.line, f"edges form a cycle: {around}; a model's layers have an order")
+    return ends
 
 
 def _refuse(path: Path, line: int, message: str) -> NoReturn:
@@ -193,76 +155,57 @@ def pipedream_profile(text: str, path: Path, profiled_batch: int = 1) -> Profile
     if not 1 <= profiled_batch < _MOST_SAMPLES:
         raise UsageError(f"`profiled_batch` must lie in 1..{_MOST_SAMPLES - 1}, found {profiled_batch}")
     graph = parse(text, path)
-    inputs, unread = _inputs(graph), _unread(graph)
-    kept = [index for index in range(len(graph.nodes)) if index not in inputs | unread]
+    inputs = _ends(graph, "Input", graph.pred)
+    unread = _ends(graph, "__getitem__", graph.succ)
+    kept = graph.subgraph(set(graph).difference(inputs, unread))
     if not kept:
-        raise FileError(f"{path}: holds no nodes{' but Input' if graph.nodes else ''}; expected a profile's text graph")
-    order = _order(graph, kept)
+        raise FileError(f"{path}: holds no nodes{' but Input' if inputs else ''}; expected a profile's text graph")
+    names: list[str] = topological(kept)
+    order = {name: place for place, name in enumerate(names)}
+    trained = dependent(kept, [name for name in names if graph.nodes[name]["node"].parameters_bytes])
     return Profile(
         model=ModelSource(source=path.name, sha256=hashlib.sha256(text.encode()).hexdigest()),
         batch=profiled_batch,
         device=DeviceKind(type="cuda", name="V100", memory_bytes=_MEMORY_BYTES),
         precision="fp32",
-        layers=_layers(graph, order, profiled_batch),
-        tensors=_tensors(graph, sorted(inputs), order, profiled_batch),
+        layers=tuple(_layers(graph, inputs, order, trained, profiled_batch)),
+        tensors=tuple(_tensors(graph, inputs, order, trained, profiled_batch)),
         noise=Noise(median_spread=0.0, max_spread=0.0),
         notes=_notes(graph, inputs, unread, order, profiled_batch),
     )
 
 
-def _inputs(graph: TextGraph) -> set[int]:
-    read = {edge.target for edge in graph.edges}
-    return {
-        index for index, node in enumerate(graph.nodes) if index not in read and node.description.startswith("Input")
-    }
+def _ends(graph: nx.DiGraph[str], description: str, neighbours: Mapping[str, Collection[str]]) -> list[str]:
+    """Return the nodes of a description that have no neighbours on one side, in the file's order."""
+    named = (name for name, node in graph.nodes(data="node") if node.description.startswith(description))
+    return [name for name in named if not neighbours[name]]
 
 
-def _unread(graph: TextGraph) -> set[int]:
-    made = {edge.source for edge in graph.edges}
-    return {
-        index
-        for index, node in enumerate(graph.nodes)
-        if index not in made and node.description.startswith("__getitem__")
-    }
+def _readers(graph: nx.DiGraph[str], name: str, order: Mapping[str, int]) -> list[str]:
+    """Return the layers that read what a node makes, the first one first."""
+    return sorted((each for each in graph.succ[name] if each in order), key=order.__getitem__)
 
 
-def _order(graph: TextGraph, node_indices: Sequence[int]) -> list[int]:
-    place = {index: new for new, index in enumerate(node_indices)}
-    edges = [(place[edge.source], place[edge.target]) for edge in graph.edges if {edge.source, edge.target} <= {*place}]
-    names = [graph.nodes[index].name for index in node_indices]
-    sizes = [graph.nodes[index].activation_bytes for index in node_indices]
-    return [node_indices[new] for new in topological(names, sizes, edges)]
-
-
-def _layers(graph: TextGraph, order: Sequence[int], batch: int) -> tuple[Layer, ...]:
-    trained = _gradient_nodes(graph, order)
-    read = dict.fromkeys(order, 0)
-    for edge in graph.edges:
-        if edge.target in read and edge.source in trained:
-            read[edge.target] += graph.nodes[edge.source].activation_bytes
-    loading = _loading_s(graph, order)
-    return tuple(_layer(graph.nodes[index], read[index], loading.get(index, 0.0), batch) for index in order)
-
-
-def _loading_s(graph: TextGraph, order: Sequence[int]) -> dict[int, float]:
-    """Return the seconds of input nodes, by the first layer that reads them: its stage has to do their work."""
-    place = {index: position for position, index in enumerate(order)}
-    found: dict[int, float] = {}
-    for source in sorted(_inputs(graph)):
-        readers = [edge.target for edge in graph.edges if edge.source == source and edge.target in place]
-        if readers:
-            first = min(readers, key=place.__getitem__)
-            node = graph.nodes[source]
-            found[first] = found.get(first, 0.0) + node.forward_s + node.backward_s
-    return found
+def _layers(
+    graph: nx.DiGraph[str], inputs: Sequence[str], order: Mapping[str, int], trained: Collection[str], batch: int
+) -> Iterator[Layer]:
+    nodes: Mapping[str, GraphNode] = graph.nodes(data="node")
+    # The work of an input node is that of the first layer that reads it.
+    input_s = dict.fromkeys(order, 0.0)
+    for name in inputs:
+        for reader in _readers(graph, name, order)[:1]:
+            input_s[reader] += sum(nodes[name].seconds)
+    for name in order:
+        read = sum(nodes[each].activation_bytes for each in graph.pred[name] if each in trained)
+        yield _layer(nodes[name], read, input_s[name], batch)
 
 
 def _layer(node: GraphNode, gradients_bytes: int, input_s: float, batch: int) -> Layer:
     """Return a layer; ``gradients_bytes`` are those of what it reads."""
     cost = Cost(
         micro_batch=batch,
-        forward_s=node.forward_s + input_s,
-        backward_s=node.backward_s,
+        forward_s=node.seconds[0] + input_s,
+        backward_s=node.seconds[1],
         saved=(SavedStorage(storage=node.name, bytes=node.activation_bytes),),
         peak_bytes=2 * node.activation_bytes + gradients_bytes,
         output_bytes=node.activation_bytes,
@@ -280,41 +223,26 @@ def _layer(node: GraphNode, gradients_bytes: int, input_s: float, batch: int) ->
     )
 
 
-def _tensors(graph: TextGraph, inputs: Sequence[int], order: Sequence[int], batch: int) -> tuple[Tensor, ...]:
-    """Return the model inputs, and what every layer makes for others."""
-    place = {index: position for position, index in enumerate(order)}
-    readers: dict[int, list[int]] = {index: [] for index in (*inputs, *order)}
-    for edge in graph.edges:
-        if edge.source in readers and edge.target in place:
-            readers[edge.source].append(edge.target)
-    trained = _gradient_nodes(graph, order)
-    return tuple(
-        Tensor(
-            name=graph.nodes[index].name,
-            producer=graph.nodes[index].name if index in place else None,
-            consumers=tuple(graph.nodes[reader].name for reader in sorted(found, key=place.__getitem__)),
-            bytes_per_sample=-(-graph.nodes[index].activation_bytes // batch),
-            dtype="float32",
-            gradient=index in trained,
-        )
-        for index, found in readers.items()
-        if found
-    )
+def _tensors(
+    graph: nx.DiGraph[str], inputs: Sequence[str], order: Mapping[str, int], trained: Collection[str], batch: int
+) -> Iterator[Tensor]:
+    """Yield the model inputs, and what every layer makes for others."""
+    for name in (*inputs, *order):
+        if consumers := _readers(graph, name, order):
+            yield Tensor(
+                name=name,
+                producer=name if name in order else None,
+                consumers=tuple(consumers),
+                bytes_per_sample=-(-graph.nodes[name]["size"] // batch),
+                dtype="float32",
+                gradient=name in trained,
+            )
 
 
-def _gradient_nodes(graph: TextGraph, order: Sequence[int]) -> set[int]:
-    """Return the nodes whose outputs depend on a parameter: over the others no gradient flows back."""
-    made: dict[int, list[int]] = {}
-    for edge in graph.edges:
-        made.setdefault(edge.target, []).append(edge.source)
-    found: set[int] = set()
-    for index in order:
-        if graph.nodes[index].parameters_bytes or found.intersection(made.get(index, ())):
-            found.add(index)
-    return found
-
-
-def _notes(graph: TextGraph, inputs: set[int], unread: set[int], order: Sequence[int], batch: int) -> tuple[str, ...]:
+def _notes(
+    graph: nx.DiGraph[str], inputs: Sequence[str], unread: Sequence[str], order: Mapping[str, int], batch: int
+) -> tuple[str, ...]:
+    nodes: Mapping[str, GraphNode] = graph.nodes(data="node")
     samples = "1 sample, which stands for the mini-batch that was profiled" if batch == 1 else f"{batch} samples"
     notes = [
         f"read from PipeDream's text format: times and sizes are those of {samples}",
@@ -325,12 +253,11 @@ def _notes(graph: TextGraph, inputs: set[int], unread: set[int], order: Sequence
     ]
     for what, left in (("Input nodes", inputs), ("__getitem__ nodes that nothing reads", unread)):
         if left:
-            lost_s = sum(graph.nodes[index].forward_s + graph.nodes[index].backward_s for index in left)
-            names = ", ".join(graph.nodes[index].name for index in sorted(left)[:8])
+            lost_s = sum(second for name in left for second in nodes[name].seconds)
             more = f" and {len(left) - 8} more" if len(left) > 8 else ""
-            where = ", counted where they are read" if left == inputs else ""
-            notes.append(f"left out: {what} ({names}{more}), with {lost_s:.6g} s of work{where}")
-    return (*notes, *_stage_notes([graph.nodes[index].stage for index in order]))
+            where = ", counted where they are read" if left is inputs else ""
+            notes.append(f"left out: {what} ({', '.join(left[:8])}{more}), with {lost_s:.6g} s of work{where}")
+    return (*notes, *_stage_notes([nodes[name].stage for name in order]))
 
 
 def _stage_notes(stages: Sequence[int | None]) -> tuple[str, ...]:

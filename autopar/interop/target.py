@@ -275,15 +275,14 @@ def usual_depths(plan: Plan) -> list[tuple[int, ...]]:
 def heading(subject: ExportSubject, target: Target) -> list[str]:
     """Return what every export says first, as lines without marks of a comment."""
     plan, grid = subject.plan, grid_of(subject.plan)
-    peaks = ", ".join(f"{each / 2**30:.3g} GiB" for each in plan.predicted.peak_bytes)
     chunks = chunks_of(layout_of(plan.schedule)) != 1 and f", {len(plan.groups[0])} of them a device"
-    return [
-        f"{plan.model.source}, planned by autopar. Written for {target.version}: {target.trial}.",
+    tokens = "" if plan.model.sequence is None else f"; tokens of a sample: {plan.model.sequence}"
+    origin, predicted = launch_heading(subject, target)
+    shape = (
         f"stages: {len(plan.stages)}{chunks or ''}; replicas: {grid.pipelines}; schedule: {plan.schedule}; "
-        f"micro-batches: {grid.micro_batches} of {grid.rows}; batch: {plan.batch}{_sequence(plan)}",
-        f"predicted: step {plan.predicted.step_s:.4g} s, bubble {plan.predicted.bubble:.1%}, peak memory {peaks}",
-        *subject.notes,
-    ]
+        f"micro-batches: {grid.micro_batches} of {grid.rows}; batch: {plan.batch}{tokens}"
+    )
+    return [origin, shape, predicted, *subject.notes]
 
 
 def launch_heading(subject: ExportSubject, target: Target) -> list[str]:
@@ -306,10 +305,6 @@ def equal_nodes(subject: ExportSubject) -> tuple[int, int]:
     if len(set(counts)) > 1:
         raise UsageError(f"machines have {', '.join(map(str, counts))} ranks, and this launcher starts as many on each")
     return len(counts), counts[0]
-
-
-def _sequence(plan: Plan) -> str:
-    return "" if plan.model.sequence is None else f"; tokens of a sample: {plan.model.sequence}"
 
 
 def comment(lines: Sequence[str]) -> str:

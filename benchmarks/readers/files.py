@@ -21,12 +21,12 @@ from autopar.formats.report import RankTimes, Report, StepTimes
 from autopar.formats.timeline import Timeline
 from autopar.hardware.clusters import read_cluster
 from autopar.interop.pipedream import pipedream_profile
-from autopar.interop.piper import piper_profile
 from autopar.planner import plan, simulate
 from autopar.profiler.calibrate import read_runs
 from autopar.runtime import weights
 from autopar.schedules.expand import expand
 from instances import instance
+from reproductions.piper_files import piper_profile
 
 __all__ = ["READERS", "good_files"]
 

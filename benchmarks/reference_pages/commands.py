@@ -27,7 +27,7 @@ FUNCTIONS = {
     "worker": ("train",),
     "show": ("show",),
     "export": ("export",),
-    "import": ("import_pipedream", "import_layout", "import_torchtitan", "import_profiles", "import_piper"),
+    "import": ("import_pipedream", "import_layout", "import_torchtitan", "import_profiles"),
     "checkpoint list": ("checkpoints",),
     "checkpoint verify": ("checkpoints",),
     "checkpoint export": ("export_checkpoint",),

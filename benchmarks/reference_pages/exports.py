@@ -8,12 +8,12 @@ from types import ModuleType
 
 from autopar.api.exports import TARGETS
 from autopar.hardware import kinds
-from autopar.interop import megatron, pipedream, piper
+from autopar.interop import megatron, pipedream
 from autopar.interop.target import Target
 from autopar.planner.objectives import nearest
 from reference_pages.text import body, inline, markdown, page, table
 
-IMPORTS: dict[str, ModuleType] = {"profiles": kinds, "pipedream": pipedream, "piper": piper, "layout": megatron}
+IMPORTS: dict[str, ModuleType] = {"profiles": kinds, "pipedream": pipedream, "layout": megatron}
 _INTRODUCTION = """
 ```bash
 autopar export torchtitan plan.json --nearest

@@ -32,7 +32,7 @@ TOPICS = {
     "Train": ("train", "verify", "materialize", "recalibrate"),
     "Checkpoints": ("checkpoints", "export_checkpoint"),
     "Show and export": ("show", "export"),
-    "Import": ("import_profiles", "import_layout", "import_torchtitan", "import_pipedream", "import_piper"),
+    "Import": ("import_profiles", "import_layout", "import_torchtitan", "import_pipedream"),
 }
 """Functions by heading; every public one is under one."""
 CLASSES = (autopar.Profile, autopar.Cluster, autopar.Plan, autopar.Timeline)

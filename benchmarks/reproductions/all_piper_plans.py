@@ -11,8 +11,8 @@ from typing import Any
 from autopar.errors import InfeasibleError
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.profile import Profile
-from autopar.interop.piper import piper_profile
 from reproductions.piper import PiperPlan, piper_plan
+from reproductions.piper_files import piper_profile
 
 BANDWIDTH = 1e3
 

@@ -93,7 +93,7 @@ def piper_plan(
 
     >>> from pathlib import Path
     >>> from autopar.formats.cluster import Device, Link
-    >>> from autopar.interop.piper import piper_profile
+    >>> from reproductions.piper_files import piper_profile
     >>> way = '"timePerSample": 0.5, "parameterSize": 0, "memoryUsageB": 0, "syncTimeFw": {}, "syncTimeBw": {}'
     >>> ways = f'"TMPCs": {{"1": [{{"id": "vanilla", "memoryUsageA": 100, {way}}}]}}'
     >>> limits = '"maxMemoryPerDevice": 100, "maxDevices": 8, "mbsInBatch": 12, "bandwidth": 1e9'

@@ -25,7 +25,7 @@ COMMANDS = {
     "verify": ("verify",),
     "run": ("train", "recalibrate"),
     "show": ("show",),
-    "import": ("import_layout", "import_pipedream", "import_piper", "import_profiles", "import_torchtitan"),
+    "import": ("import_layout", "import_pipedream", "import_profiles", "import_torchtitan"),
     "probe": ("probe",),
     "list": ("checkpoints",),
     "export": ("export", "export_checkpoint"),

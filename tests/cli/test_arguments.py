@@ -123,7 +123,7 @@ def test_a_shell_takes_every_value_as_it_was_meant(value: str) -> None:
         ("autopar plan --objective t", "throughput"),
         ("autopar plan --cluster 8xH100+", "8xH100+8xA100-80G:200Gbps"),
         ("autopar profile --device A100", "A100-SXM-80G A100-SXM-40G"),
-        ("autopar import pi", "pipedream piper"),
+        ("autopar import pi", "pipedream"),
         # Files are the shell's to offer.
         ("autopar show pl", ""),
     ],

@@ -10,9 +10,6 @@ from random_problems import local_cluster
 
 LINE = "forward_compute_time=1, backward_compute_time=2, activation_size=64, parameter_size=8"
 TEXT = f"node1 -- Linear -- {LINE}\nnode2 -- Linear -- {LINE}\n\tnode1 -- node2\n"
-WAY = {"id": "vanilla", "timePerSample": 0.5, "parameterSize": 8, "memoryUsageA": 4, "memoryUsageB": 16}
-NODES = [{"id": 0, "TMPCs": {"1": [{**WAY, "syncTimeFw": {}, "syncTimeBw": {}}]}}]
-PIPER = {"maxDevices": 2, "maxMemoryPerDevice": 1000, "bandwidth": 1e9, "mbsInBatch": 4, "nodes": NODES, "edges": []}
 
 
 def test_text_graphs_become_profiles_and_exports_are_written_beside_each_other(run: Run) -> None:
@@ -29,10 +26,6 @@ def test_text_graphs_become_profiles_and_exports_are_written_beside_each_other(r
     well(run, *asked, "-o", "old.json", "--overwrite")
     assert Profile.load("old.json") == profile
     assert "it can be looked at, but not run" in well(run, "plan", "--gpus", "2")[1]
-    Path("piper.json").write_text(json.dumps(PIPER))
-    well(run, "import", "piper", "piper.json", "-o", "bert.json")
-    assert [len(layer.options) for layer in Profile.load("bert.json").layers] == [1]
-    well(run, "show", "bert.json")
     profile = llama_profile()
     plan, cluster = equal_plan(profile, "1f1b", 2)
     for each, name in ((plan, "plan"), (profile, "measured"), (cluster, "machines")):

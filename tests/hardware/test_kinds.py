@@ -230,7 +230,11 @@ def test_profiles_that_differ_beyond_the_device_are_refused_where_they_do(run: R
     [
         (("import", "profiles", "quick.json"), 2, "quick.json is the only profile; name one for each kind"),
         (("import", "profiles", "quick.json", "none.json"), 4, "none.json: no such file; name one"),
-        (("import", "piper", "quick.json", "slow.json"), 2, "slow.json is a second file; piper profiles are read one"),
+        (
+            ("import", "layout", "quick.json", "slow.json"),
+            2,
+            "slow.json is a second file; layout profiles are read one",
+        ),
         (("import", "profiles", "quick.json", "slow.json", "-o", "slow.json", "--overwrite"), 2, "is read by this"),
         (("profile", "m.py", "--device", "auto,H100"), 2, "name GPUs, and cuda for the one of this machine"),
         (("profile", "m.py", "--device", "cpu,H100"), 2, "--device cpu,H100: the ranks of a pipeline are all CPUs or"),

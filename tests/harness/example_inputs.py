@@ -1,6 +1,5 @@
 """Files that examples in docstrings read: profiles of a GPT, and files of other systems."""
 
-import json
 from pathlib import Path
 
 from equal_plans import llama_profile
@@ -34,21 +33,3 @@ def write_inputs(folder: Path) -> None:
         profile.model_copy(update={"device": device}).save(folder / name)
     (folder / "graph.txt").write_text(GRAPH)
     (folder / "train.toml").write_text(TORCHTITAN)
-    (folder / "bert.json").write_text(json.dumps(_piper()))
-
-
-def _piper() -> dict[str, object]:
-    """Return Piper's file of two layers, of which two devices may run each together."""
-
-    def ways(forth: dict[str, float], back: dict[str, float]) -> dict[str, object]:
-        sizes = {"parameterSize": 40.0, "memoryUsageA": 100, "memoryUsageB": 90}
-        shared = {"id": "vanilla", **sizes, "syncTimeFw": forth, "syncTimeBw": back}
-        return {"1": [{**shared, "timePerSample": 0.6}], "2": [{**shared, "timePerSample": 0.4}]}
-
-    nodes = [
-        {"id": 0, "name": "block", "TMPCs": ways({}, {"1": 16})},
-        {"id": 1, "name": "head", "TMPCs": ways({"0": 16}, {})},
-    ]
-    edges = [{"sourceId": 0, "destId": 1, "communicationCost": 64.0}]
-    limits = {"maxDevices": 8, "maxMemoryPerDevice": 1e9, "bandwidth": 25e9, "mbsInBatch": 12}
-    return {**limits, "nodes": nodes, "edges": edges}

@@ -11,7 +11,6 @@ from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.interop.pipedream import pipedream_profile
-from autopar.interop.piper import piper_profile
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.assemble import candidate_of
 from autopar.planner.costs.model import CostModel
@@ -23,6 +22,7 @@ from reproductions.all_pipedream_plans import check_pipedream, nodes_of
 from reproductions.all_piper_plans import check_piper
 from reproductions.pipedream import pipedream_plan
 from reproductions.piper import piper_plan
+from reproductions.piper_files import piper_profile
 from reproductions.plans import planned_by_pipedream, planned_by_piper
 from reproductions.stash import StashCosts
 

@@ -11,7 +11,7 @@ import pytest
 
 from autopar.errors import FileError
 from autopar.formats.profile import Profile
-from autopar.interop.piper import piper_profile
+from reproductions.piper_files import piper_profile
 
 PATH = Path("some/bert.json")
 

@@ -1,4 +1,6 @@
-"""Piper: a profile of its input files, layers with their ways to run and edges, as autopar's own.
+"""Piper's files: a profile of its inputs, layers with their ways to run and edges, as autopar's own.
+
+    profile = piper_profile(Path("bert.json").read_text(), Path("bert.json"))
 
 Sizes are bytes, times seconds of one micro-batch ("sample"). ``TMPCs`` maps a number of devices to the ways in which
 that many run the layer together; ``syncTimeFw`` and ``syncTimeBw``, in bytes despite their names, say for the edge from
@@ -14,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, NoReturn
 
+import networkx as nx
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from autopar.errors import FileError
@@ -30,7 +33,7 @@ from autopar.formats.profile import (
     SavedStorage,
     Tensor,
 )
-from autopar.interop.order import cycle, topological
+from autopar.interop.order import cycle, dependent, topological
 
 _Size = Annotated[float, Field(ge=0, lt=2.0**62)]
 
@@ -120,10 +123,20 @@ def _check_edges(graph: PiperGraph, places: Mapping[object, int], path: Path) ->
         for key, node in (("sourceId", edge.source), ("destId", edge.target)):
             if node not in places:
                 _refuse(path, f"$.edges[{index}].{key}", f"no node has the id {node}")
-    closed = cycle(len(graph.nodes), [(places[edge.source], places[edge.target]) for edge in graph.edges])
+    drawn = _drawn(graph)
+    closed = cycle(drawn)
     if closed:
-        around = " -> ".join(str(graph.edges[position].source) for position in (*closed[:8], closed[0]))
-        _refuse(path, f"$.edges[{closed[0]}]", f"edges form a cycle: {around}; a model's layers have an order")
+        around = " -> ".join(str(source) for source, _ in (*closed[:8], closed[0]))
+        at = f"$.edges[{drawn.edges[closed[0]]['at']}]"
+        _refuse(path, at, f"edges form a cycle: {around}; a model's layers have an order")
+
+
+def _drawn(graph: PiperGraph) -> nx.DiGraph[int]:
+    """Return the nodes by their ids, and their edges, as :mod:`autopar.interop.order` takes them."""
+    found: nx.DiGraph[int] = nx.DiGraph()
+    found.add_nodes_from((node.id, {"size": _output_bytes(node, graph)}) for node in graph.nodes)
+    found.add_edges_from((edge.source, edge.target, {"at": at}) for at, edge in enumerate(graph.edges))
+    return found
 
 
 def _check_ways(graph: PiperGraph, node: LayerNode, at: str, path: Path) -> None:
@@ -167,18 +180,16 @@ def piper_profile(text: str, path: Path) -> Profile:
         FileError: the text is no such file; names the JSON path.
     """
     graph = parse(text, path)
-    ids = [node.id for node in graph.nodes]
-    place = {identity: index for index, identity in enumerate(ids)}
-    edges = [(place[edge.source], place[edge.target]) for edge in graph.edges]
-    sizes = [_output_bytes(node, graph) for node in graph.nodes]
-    ordered = [graph.nodes[index] for index in topological([str(identity) for identity in ids], sizes, edges)]
+    nodes, drawn = {node.id: node for node in graph.nodes}, _drawn(graph)
+    order = topological(drawn)
+    trained = dependent(drawn, [node.id for node in graph.nodes if _has_parameters(node)])
     return Profile(
         model=ModelSource(source=path.name, sha256=hashlib.sha256(text.encode()).hexdigest()),
         batch=graph.micro_batches,
         device=DeviceKind(type="cuda", name="GPU", memory_bytes=int(graph.memory)),
         precision="fp32",
-        layers=tuple(_layer(node, graph) for node in ordered),
-        tensors=_tensors(graph, {node.id: index for index, node in enumerate(ordered)}),
+        layers=tuple(_layer(nodes[each], graph) for each in order),
+        tensors=_tensors(graph, {each: place for place, each in enumerate(order)}, trained),
         noise=Noise(median_spread=0.0, max_spread=0.0),
         notes=_notes(graph),
     )
@@ -244,9 +255,12 @@ def _option(node: LayerNode, devices: int, way: PiperWay, graph: PiperGraph) -> 
     )
 
 
-def _tensors(graph: PiperGraph, place: Mapping[int, int]) -> tuple[Tensor, ...]:
+def _has_parameters(node: LayerNode) -> bool:
+    return any(way.parameters for ways in node.ways.values() for way in ways)
+
+
+def _tensors(graph: PiperGraph, place: Mapping[int, int], trained: set[int]) -> tuple[Tensor, ...]:
     nodes = {node.id: node for node in graph.nodes}
-    trained = _gradient_nodes(graph, place)
     edges = sorted(graph.edges, key=lambda edge: (place[edge.source], place[edge.target]))
     return tuple(
         Tensor(
@@ -259,16 +273,6 @@ def _tensors(graph: PiperGraph, place: Mapping[int, int]) -> tuple[Tensor, ...]:
         )
         for edge in edges
     )
-
-
-def _gradient_nodes(graph: PiperGraph, place: Mapping[int, int]) -> set[int]:
-    """Return the nodes whose outputs depend on a parameter: over the others no gradient flows back."""
-    found: set[int] = set()
-    for node in sorted(graph.nodes, key=lambda each: place[each.id]):
-        own = any(way.parameters for ways in node.ways.values() for way in ways)
-        if own or any(edge.target == node.id and edge.source in found for edge in graph.edges):
-            found.add(node.id)
-    return found
 
 
 def _notes(graph: PiperGraph) -> tuple[str, ...]:
