@@ -30,7 +30,7 @@ from pydantic import (
     ValidationError,
     model_serializer,
 )
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, from_json
 
 from autopar.errors import FileError, UsageError
 
@@ -79,7 +79,6 @@ MAX_DEPTH = 64
 SAFE_RECURSION = 3000
 """Python's limit of recursion, up to which its JSON parser gives up before its stack is used up: it ends the process
 where a module, as some of torch's do, has raised the limit."""
-_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|(?P<open>[\[{])|(?P<close>[\]}])', re.DOTALL)
 MAX_DIGITS = 1000
 MAX_OBJECTS, MAX_KEYS = 2_000_000, 20_000
 """Of a file, and of one object: what holds more is no file of autopar, and takes long to refuse otherwise."""
@@ -140,6 +139,24 @@ class Record(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
+    def parse(cls, text: str, path: Path) -> Self:
+        """Validate strict JSON; ``path`` is only named in errors.
+
+        Raises:
+            FileError: the text is not JSON, or violates the schema; names the JSON path.
+        """
+        cls._check_kind(parse_json(text, path), path)
+        try:
+            # Of a large file there is one tree at a time.
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise FileError(f"{path}: {first_fault(error, parse_json(text, path))}") from error
+
+    @classmethod
+    def _check_kind(cls, content: object, path: Path) -> None:
+        """Refuse another kind of file before its keys are."""
+
+    @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
         """Have lists refused at their first fault: a list may have millions."""
         schema = handler(source)
@@ -181,14 +198,15 @@ class Document(Record):
         return cls.parse(read_text(path, cls.KIND), path)
 
     @classmethod
-    def parse(cls, text: str, path: Path) -> Self:
-        """Validate a document's text; ``path`` is only named in errors."""
-        _check_kind(parse_json(text, path), f"autopar.{cls.KIND}", path)
-        try:
-            # Of a large file there is one tree at a time.
-            return cls.model_validate_json(text)
-        except ValidationError as error:
-            raise FileError(f"{path}: {first_fault(error, parse_json(text, path))}") from error
+    def _check_kind(cls, content: object, path: Path) -> None:
+        wanted = f"autopar.{cls.KIND}"
+        if not isinstance(content, dict):
+            raise FileError(f'{path}: $: expected an object with "format": "{wanted}"')
+        kind, version = content.get("format"), content.get("version")
+        if kind != wanted:
+            raise FileError(f'{path}: $.format: expected "{wanted}", found {value_text(kind)}')
+        if version != 1 or type(version) is not int:
+            raise FileError(f"{path}: $.version: this autopar reads version 1, found {value_text(version)}")
 
     def dumps(self) -> str:
         """Return the canonical JSON text, newline at the end."""
@@ -235,9 +253,9 @@ def parse_json(text: str, path: Path, keys: int = MAX_KEYS) -> object:
     Raises:
         FileError: the text is not strict JSON.
     """
-    if sys.getrecursionlimit() > SAFE_RECURSION and _deepest(text) > MAX_DEPTH:
-        raise FileError(f"{path}: $: nested deeper than {MAX_DEPTH} levels")
     try:
+        if sys.getrecursionlimit() > SAFE_RECURSION:
+            _check_depth(text)
         try:
             content = _loads(text, path, keys, int)
         except json.JSONDecodeError:
@@ -255,20 +273,13 @@ def parse_json(text: str, path: Path, keys: int = MAX_KEYS) -> object:
     return content
 
 
-def _deepest(text: str) -> int:
-    """Return how many brackets are open at a time, at most.
-
-    >>> _deepest('{"[[[": [[], []]}')
-    3
-    """
-    depth = deepest = 0
-    for match in _BRACKETS.finditer(text):
-        if match["open"]:
-            depth += 1
-            deepest = max(deepest, depth)
-        elif match["close"]:
-            depth -= 1
-    return deepest
+def _check_depth(text: str) -> None:
+    """Raise what Python's parser raises of what is nested too deeply for one that has a limit of its own."""
+    try:
+        from_json(text)
+    except ValueError as error:
+        if "recursion limit" in str(error):
+            raise RecursionError from error
 
 
 def _loads(text: str, path: Path, keys: int, integer: Callable[[str], object]) -> object:
@@ -395,16 +406,6 @@ def read_text(path: Path, kind: str) -> str:
         raise FileError(f"{path}: not UTF-8 at byte {error.start}") from error
 
 
-def _check_kind(content: object, expected_format: str, path: Path) -> None:
-    if not isinstance(content, dict):
-        raise FileError(f'{path}: $: expected an object with "format": "{expected_format}"')
-    found = content.get("format")
-    if found != expected_format:
-        raise FileError(f'{path}: $.format: expected "{expected_format}", found {value_text(found)}')
-    if content.get("version") != 1 or type(content.get("version")) is not int:
-        raise FileError(f"{path}: $.version: this autopar reads version 1, found {value_text(content.get('version'))}")
-
-
 def value_text(value: object) -> str:
     """Return a value of a file as a message shows it.
 
@@ -423,10 +424,10 @@ def first_fault(error: ValidationError, content: object) -> str:
     """Return where the first of a validation's faults in ``content`` is, as a JSON path, and what it is."""
     first = error.errors(include_url=False)[0]
     at = "$"
-    for part in first["loc"]:
+    for place, part in enumerate(first["loc"], 1):
         if isinstance(part, int):
             at, content = f"{at}[{part}]", content[part] if isinstance(content, list) else None
-        elif isinstance(content, dict):
+        elif isinstance(content, dict) and (part in content or place == len(first["loc"])):
             # What else stands there is no key, but which of several types was tried.
             at, content = f"{at}.{part[:SHOWN]}", content.get(part)
     inner = first.get("ctx", {}).get("at", "")[:LONGEST_PATH]

@@ -22,10 +22,10 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 from autopar.errors import FileError, UsageError
-from autopar.formats.document import SHOWN, parse_json, read_text, write_text
+from autopar.formats.document import Document, Index, read_text, write_text
 
 FORWARD = "F"
 BACKWARD = "B"
@@ -48,22 +48,24 @@ CORRECT = "C"
 BEGIN_SUM = "N"
 """Where a pipeline that is never flushed begins the sum over all ranks, of losses, counts and norms, that the update of
 the micro-batch's mini-batch waits for."""
-KINDS = (
-    FORWARD,
-    BACKWARD,
-    SEND,
-    RECEIVE,
-    SEND_GRADIENT,
-    RECEIVE_GRADIENT,
-    REDUCE,
-    REDUCE_TIED,
-    UPDATE,
-    INPUT_BACKWARD,
-    WEIGHT_BACKWARD,
-    PREDICT,
-    CORRECT,
-    BEGIN_SUM,
-)
+WORDS = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    SEND: "message forth",
+    RECEIVE: "receipt of a message forth",
+    SEND_GRADIENT: "message back",
+    RECEIVE_GRADIENT: "receipt of a message back",
+    REDUCE: "reduction",
+    REDUCE_TIED: "reduction of a shared parameter",
+    UPDATE: "update",
+    INPUT_BACKWARD: "backward, input half",
+    WEIGHT_BACKWARD: "backward, weight half",
+    PREDICT: "prediction of weights",
+    CORRECT: "correction of weights",
+    BEGIN_SUM: "sum over all ranks",
+}
+"""What kinds of actions are called."""
+KINDS = tuple(WORDS)
 BACKWARDS = (BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD)
 SENDS, RECEIVES, REDUCTIONS = (SEND, SEND_GRADIENT), (RECEIVE, RECEIVE_GRADIENT), (REDUCE, REDUCE_TIED)
 
@@ -203,20 +205,18 @@ class Program:
         Raises:
             FileError: the text is malformed; names the rank and the action.
         """
-        content = parse_json(text, path)
-        if not isinstance(content, dict) or content.get("format") != "autopar.program" or content.get("version") != 1:
-            raise FileError(f'{path}: $.format: expected "autopar.program" of version 1')
-        unknown = sorted(content.keys() - {"format", "version", "shift", "ranks"})
-        if unknown:
-            raise FileError(f"{path}: $.{unknown[0][:SHOWN]}: unknown key")
-        rows = content.get("ranks")
-        if not isinstance(rows, list) or not all(isinstance(row, str) for row in rows):
-            raise FileError(f"{path}: $.ranks: expected a list of texts")
-        shift = content.get("shift", 0)
-        if type(shift) is not int or not 0 <= shift < 2**31:
-            raise FileError(f"{path}: $.shift: expected a number of micro-batches, found {str(shift)[:SHOWN]!r}")
-        ranks = tuple(RankProgram.of(_actions(row, f"{path}: $.ranks[{i}]")) for i, row in enumerate(rows))
-        return cls(ranks, shift)
+        file = _ProgramFile.parse(text, path)
+        ranks = tuple(RankProgram.of(_actions(row, f"{path}: $.ranks[{i}]")) for i, row in enumerate(file.ranks))
+        return cls(ranks, file.shift)
+
+
+class _ProgramFile(Document):
+    KIND: ClassVar[str] = "program"
+
+    format: Literal["autopar.program"]
+    version: Literal[1]
+    ranks: tuple[str, ...]
+    shift: Index = 0
 
 
 def _actions(row: str, at: str) -> Iterator[Action]:

@@ -14,10 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import ConfigDict, Field, PlainValidator
 
 from autopar.errors import FileError
-from autopar.formats.document import MOST_RANKS, parse_json, read_text, value_text, write_text
+from autopar.formats.document import MOST_RANKS, Bytes, Record, read_text, write_text
 from autopar.formats.program import (
     BACKWARDS,
     BEGIN_SUM,
@@ -35,7 +37,6 @@ from autopar.formats.report import CauseTimes, KindTimes
 
 Origin = Literal["simulated", "measured", "rehearsed"]
 """Predicted; or recorded by ranks, of a model's layers or of stand-ins in virtual time."""
-LONGEST_US = 1e18
 TRACKS = ("compute", "send", "receive", "reduce")
 _COMPUTATIONS = (FORWARD, *BACKWARDS, UPDATE, PREDICT, CORRECT, BEGIN_SUM)
 _KINDS_OF_TRACKS = (_COMPUTATIONS, SENDS, RECEIVES, REDUCTIONS)
@@ -148,28 +149,14 @@ class Timeline:
             FileError: the file is missing, or is not a trace of autopar; names the JSON path.
         """
         path = Path(path)
-        content = parse_json(read_text(path, "trace"), path)
-        if not isinstance(content, dict):
-            raise FileError(f"{path}: $: expected an object with traceEvents")
-        other = content.get("otherData")
-        if not isinstance(other, dict) or other.get("format") != "autopar.trace" or other.get("version") != 1:
-            raise FileError(f'{path}: $.otherData.format: expected "autopar.trace" of version 1')
-        if other.get("origin") not in get_args(Origin):
-            raise FileError(f"{path}: $.otherData.origin: expected one of {', '.join(get_args(Origin))}")
-        timeline = cls(other["origin"])
-        entries = content.get("traceEvents")
-        if not isinstance(entries, list):
-            raise FileError(f"{path}: $.traceEvents: expected an array of events")
-        for index, entry in enumerate(entries):
-            at = f"{path}: $.traceEvents[{index}]"
-            if not isinstance(entry, dict):
-                raise FileError(f"{at}: expected an event, found {value_text(entry)}")
-            if entry.get("ph") == "C":
-                rank, moment = _read_counter(entry, at)
-                timeline.memory.setdefault(rank, []).append(moment)
-            elif entry.get("ph") != "M":
-                timeline.add(*_read_event(entry, at))
-        timeline.limits_bytes.update(_read_limits(other, path))
+        trace = _Trace.parse(read_text(path, "trace"), path)
+        timeline = cls(trace.otherData.origin)
+        timeline.limits_bytes.update({int(rank): size for rank, size in trace.otherData.limits_bytes.items()})
+        for each in trace.traceEvents:
+            if isinstance(each, _MemoryCounter):
+                timeline.memory.setdefault(each.pid, []).append((each.ts / 1e6, each.args.bytes))
+            elif isinstance(each, _ActionSpan):
+                timeline.add(each.pid, each.name, each.ts / 1e6, (each.ts + each.dur) / 1e6)
         if timeline.rank_count() > len(timeline):
             raise FileError(
                 f"{path}: $.traceEvents: {len(timeline)} events are too few for {timeline.rank_count()} ranks"
@@ -178,49 +165,56 @@ class Timeline:
 
 
 _MEMORY = "memory"
+_Microseconds = Annotated[float, Field(ge=0, lt=1e18)]
+_Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
 
 
-def _read_counter(entry: dict[str, object], at: str) -> tuple[int, tuple[float, int]]:
-    """Read the bytes that a rank held from a moment on."""
-    content, name = entry.get("args"), entry.get("name")
-    size = content.get("bytes") if isinstance(content, dict) else None
-    if name != _MEMORY or type(size) is not int or size < 0:
-        raise FileError(f"{at}.args.bytes: expected the bytes of a counter of {_MEMORY}, found {value_text(size)}")
-    return _rank(entry, at), (_microseconds(entry, "ts", at) / 1e6, size)
+class _TraceRecord(Record):
+    """A piece of a Chrome trace, to which programs that draw it may have added keys."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
-def _read_limits(other: dict[str, object], path: Path) -> dict[int, int]:
-    found = other.get("limits_bytes", {})
-    if not isinstance(found, dict) or not all(each.isdecimal() and type(size) is int for each, size in found.items()):
-        raise FileError(f"{path}: $.otherData.limits_bytes: expected bytes by rank, found {value_text(found)}")
-    return {int(rank): size for rank, size in found.items()}
+class _Label(_TraceRecord):
+    """What a rank or a track is called."""
+
+    ph: Literal["M"]
 
 
-def _rank(entry: dict[str, object], at: str) -> int:
-    rank = entry.get("pid")
-    if type(rank) is not int or not 0 <= rank < MOST_RANKS:
-        raise FileError(f"{at}.pid: expected a rank below {MOST_RANKS}, found {value_text(rank)}")
-    return rank
+class _ActionSpan(_TraceRecord):
+    """An action and its times."""
+
+    ph: Literal["X"]
+    pid: _Rank
+    name: Annotated[Action, PlainValidator(lambda text: Action.parse(str(text)))]
+    ts: _Microseconds
+    dur: _Microseconds
 
 
-def _read_event(entry: dict[str, object], at: str) -> Event:
-    """Read a complete event of a Chrome trace; ``at`` says where it stands."""
-    if entry.get("ph") != "X":
-        raise FileError(f"{at}.ph: expected a complete event (X), found {value_text(entry.get('ph'))}")
-    rank, name = _rank(entry, at), entry.get("name")
-    start_s, length_s = (_microseconds(entry, key, at) / 1e6 for key in ("ts", "dur"))
-    try:
-        action = Action.parse(name if isinstance(name, str) else json.dumps(name))
-    except ValueError as error:
-        raise FileError(f"{at}.name: {error}") from error
-    return Event(rank, action, start_s, start_s + length_s)
+class _HeldBytes(_TraceRecord):
+    bytes: Bytes
 
 
-def _microseconds(entry: dict[str, object], key: str, at: str) -> float:
-    value = entry.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LONGEST_US:
-        raise FileError(f"{at}.{key}: expected microseconds, found {value_text(value)}")
-    return float(value)
+class _MemoryCounter(_TraceRecord):
+    """The bytes that a rank held from a moment on."""
+
+    ph: Literal["C"]
+    pid: _Rank
+    name: Literal["memory"]
+    ts: _Microseconds
+    args: _HeldBytes
+
+
+class _TraceHeader(_TraceRecord):
+    format: Literal["autopar.trace"]
+    version: Literal[1]
+    origin: Origin
+    limits_bytes: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Bytes] = Field(default_factory=dict)
+
+
+class _Trace(_TraceRecord):
+    otherData: _TraceHeader  # noqa: N815
+    traceEvents: tuple[Annotated[_Label | _ActionSpan | _MemoryCounter, Field(discriminator="ph")], ...]  # noqa: N815
 
 
 _COMPUTE, _LOADING, _UPDATE, _REDUCE, _WAITING, _TRANSFER = range(6)
