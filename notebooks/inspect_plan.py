@@ -22,11 +22,12 @@
 from itertools import pairwise
 from pathlib import Path
 
+import pandas as pd
+
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.report import pictures
-from autopar.report import plan as tables
 
 DATA = Path("data")
 profile = Profile.load(DATA / "gpt.profile.json")
@@ -60,7 +61,8 @@ whole = layers.groupby("micro_batch")[["forward_s", "backward_s", "saved_bytes"]
 
 # %%
 two = plan(profile, cluster, PlanOptions(gpus=2))
-tables.stages_frame(two)
+stages = pd.DataFrame([stage.model_dump() for stage in two.stages])
+stages.assign(peak_bytes=two.predicted.peak_bytes)[["layers", "devices", "shares", "warmup", "peak_bytes"]]
 
 # %%
 {
@@ -77,7 +79,8 @@ tables.stages_frame(two)
 # What else was considered, and why it lost. The text in `stages` is what `autopar plan --stages` takes.
 
 # %%
-tables.alternatives_frame(two)
+others = pd.DataFrame([alternative.model_dump() for alternative in two.alternatives]).sort_values("step_s")
+others[["name", "step_s", "stages", "micro_batches", "schedule", "infeasible"]]
 
 # %% [markdown]
 # ## The step, action by action
@@ -101,4 +104,5 @@ four = plan(profile, cluster, PlanOptions(gpus=4, stages=dictated, memory_bytes=
 pictures.draw_timeline(simulate(four, profile, cluster))
 
 # %%
-tables.draw_memory(four, [limit] * 4)
+peaks = pd.DataFrame({"device memory": limit, "predicted peak": four.predicted.peak_bytes}) / 2**20
+axes = peaks.plot.barh(xlabel="MiB", ylabel="stage")

@@ -67,14 +67,13 @@ def title_of(profile: Profile) -> str:
 def _layers(profile: Profile) -> Table:
     rows = profile.layers[0].costs[-1].micro_batch
     mixed = len({cost.provenance for layer in profile.layers for cost in layer.costs}) > 1
-    columns = ("index", "layer", ">parameters", ">forward", ">backward", ">saved", ">peak", ">crosses")
+    columns = ("index", "layer", ">parameters", ">forward", ">backward", ">saved", ">peak", ">crosses", "known")
     where = f" on {profile.device.name}" if profile.others else ""
-    title = f"Layers (micro-batch of {rows}, each){where}"
-    table = Table(title, (*columns, "known") if mixed else columns)
+    table = Table(f"Layers (micro-batch of {rows}, each){where}", columns, footer=_totals(profile))
     crossing = profile.crossing_bytes()
     for first, last in _alike(profile):
         layer, cost = profile.layers[first], profile.layers[first].costs[-1]
-        row = (
+        table.add_row(
             *_names(layer, first, last),
             size(layer.parameters_bytes),
             duration(cost.forward_s),
@@ -82,10 +81,8 @@ def _layers(profile: Profile) -> Table:
             size(cost.saved_bytes),
             size(cost.peak_bytes),
             size(crossing[last] * rows) if last + 1 < len(profile.layers) else "",
-            cost.provenance,
+            cost.provenance if mixed else "",
         )
-        table.add_row(*row[: len(table.columns)])
-    table.footer = _totals(profile)
     return table
 
 
@@ -213,6 +210,8 @@ def _totals_in_words(profile: Profile) -> Iterator[str]:
         yield f"loading a mini-batch of {profile.batch}: {duration(profile.step_overhead_s)}"
     else:
         yield f"loading a mini-batch of {profile.batch}: beside the GPU's work"
+    if profile.read_s is not None and profile.collate_s is not None:
+        yield f"reading a sample: {duration(profile.read_s)}, collating it: {duration(profile.collate_s)}"
     update = sum(layer.update_s for layer in profile.layers)
     state = sum(layer.optimizer_bytes for layer in profile.layers)
     gradients = sum(layer.gradient_bytes for layer in profile.layers)
@@ -243,8 +242,6 @@ def _totals(profile: Profile) -> tuple[str, ...]:
         duration(sum(cost.forward_s for cost in costs)),
         duration(sum(cost.backward_s for cost in costs)),
         size(sum({saved.storage: saved.bytes for cost in costs for saved in cost.saved}.values())),
-        "",
-        "",
     )
 
 
@@ -317,14 +314,13 @@ def _bits(bytes_per_s: float) -> str:
 
 def _devices(cluster: Cluster) -> Table:
     racked = any(link.level == "rack" for link in cluster.links)
-    columns = (">nodes", ">devices each", "type", ">memory each", ">price per hour")
-    table = Table("Devices", (">racks", *columns) if racked else columns)
+    table = Table("Devices", (">racks", ">nodes", ">devices each", "type", ">memory each", ">price per hour"))
     for racks, alike in _by_rack(cluster, racked):
         for kinds, count in alike:
             for (kind, memory, price), devices in kinds:
                 dear = "" if price is None else f"{price:g}"
-                row = (str(count), str(devices), kind, size(memory), dear)
-                table.add_row(*((str(racks), *row) if racked else row))
+                numbers = (str(racks) if racked else "", str(count), str(devices))
+                table.add_row(*numbers, kind, size(memory), dear)
     return table
 
 
@@ -353,12 +349,11 @@ def _curves(cluster: Cluster) -> Table:
     ends = dict.fromkeys(f"{size(curve.sizes[0])} to {size(curve.sizes[-1])}" for curve in cluster.curves)
     known = {curve.provenance for curve in cluster.curves}
     title = f"Curves from {' or '.join(ends)}{'' if len(known) > 1 else f' ({min(known)})'}"
-    columns = ("operation", ">ranks", "level", ">smallest", ">largest", ">algbw", ">busbw")
-    table = Table(title, (*columns, *(("known",) if len(known) > 1 else ())))
+    table = Table(title, ("operation", ">ranks", "level", ">smallest", ">largest", ">algbw", ">busbw", "known"))
     for curve in cluster.curves:
         times = (duration(curve.seconds[0]), duration(curve.seconds[-1]))
-        row = (*_operation(curve), *times, *_bandwidths(curve, -1), curve.provenance)
-        table.add_row(*row[: len(table.columns)])
+        sure = curve.provenance if len(known) > 1 else ""
+        table.add_row(*_operation(curve), *times, *_bandwidths(curve, -1), sure)
     return table
 
 

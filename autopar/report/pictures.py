@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from autopar.formats.program import (
     BACKWARD,
@@ -24,6 +24,7 @@ from autopar.formats.program import (
     PREDICT,
     UPDATE,
     WEIGHT_BACKWARD,
+    WORDS,
 )
 from autopar.formats.timeline import Event, Timeline, time_use, track_of
 from autopar.report.inputs import title_of
@@ -57,16 +58,6 @@ _COLOURS = {
     "receive": "#9a6fb8",
     "reduce": "#d1495b",
 }
-_NAMES = {
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    INPUT_BACKWARD: "backward, input half",
-    WEIGHT_BACKWARD: "backward, weight half",
-    UPDATE: "update",
-    PREDICT: "prediction of weights",
-    CORRECT: "correction of weights",
-    BEGIN_SUM: "sum over all ranks",
-}
 _SPENT = ((FORWARD,), BACKWARDS, (UPDATE, PREDICT, CORRECT, BEGIN_SUM))
 """Kinds whose times make a column of the table."""
 _STRIPS = ("send", "receive", "reduce")
@@ -83,7 +74,7 @@ _POINTS = 72
 _TITLE_INCHES, _LETTER_INCHES = 0.4, 0.075
 _MEMORY_INCHES = 1.6
 _NAMED_RANKS = 8
-_BYTE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+_BYTE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _MOST_INCHES = 100.0
 """Of all rows together: rows of a thousand ranks are only as high as this leaves."""
 
@@ -144,7 +135,7 @@ def draw_over(measured_timeline: Timeline, predicted_timeline: Timeline) -> Figu
 def _draw_memory(timeline: Timeline, end_s: float, axes: Axes) -> None:
     """Draw what every rank holds over the step, and the least that a device has where that is near."""
     most = max(timeline.peaks_bytes().values())
-    unit, name = next((each for each in _BYTE_UNITS if most >= each[0]), _BYTE_UNITS[-1])
+    unit, name = _byte_unit(most)
     ranks = len(timeline.memory)
     for at, (rank, moments) in enumerate(sorted(timeline.memory.items())):
         times, sizes = zip(*moments, (end_s, moments[-1][1]), strict=True)
@@ -160,8 +151,7 @@ def _draw_memory(timeline: Timeline, end_s: float, axes: Axes) -> None:
     axes.set_ylim(0, 1.15 * max(most, limit if limit is not None and limit < 3 * most else 0) / unit)
     axes.set_ylabel(f"held, {name}")
     axes.tick_params(labelbottom=False)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     if ranks <= _NAMED_RANKS:
         axes.legend(loc="upper right", ncols=ranks, fontsize=8, frameon=False)
 
@@ -237,7 +227,7 @@ def _draw_row(sheet: _Sheet, row: _RankRow) -> None:
     end_ms = sheet.axes.get_xlim()[1]
     sheet.axes.broken_barh([(0, end_ms)], (row.top, _LANE_HEIGHT), facecolors=_LANE, zorder=0)
     stages = _stages(row.events)
-    for kind in _NAMES:
+    for kind in (each for each in _COLOURS if each not in _STRIPS):
         for chunk, stage in enumerate(stages):
             blocks = [event for event in row.events if event.action.kind == kind and event.action.stage == stage]
             _bars(sheet, blocks, row.top, _COMPUTE, _shade(_COLOURS[kind], chunk / len(stages)), edge="white")
@@ -295,19 +285,24 @@ def _draw_rows(rows: list[_RankRow], sheet: _Sheet, title: str) -> Figure:
     axes = sheet.axes
     axes.set_title(title, loc="left", size=11, color=INK, pad=10)
     axes.set_xlabel("time since the step began (ms)", color=INK, size=9)
-    axes.tick_params(axis="x", colors=INK, labelsize=8)
-    axes.grid(axis="x", color=FAINT, linewidth=0.6, zorder=1)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT)
+    _strip(axes, "x")
     _label_rows(sheet, rows)
     kinds = {event.action.kind for row in rows for event in row.events}
     present = kinds | {track_of(kind) for kind in kinds}
-    handles = [Patch(color=colour, label=_NAMES.get(key, key)) for key, colour in _COLOURS.items() if key in present]
+    handles = [Patch(color=colour, label=WORDS.get(key, key)) for key, colour in _COLOURS.items() if key in present]
     sheet.figure.legend(
         handles=handles, loc="lower center", ncols=len(handles) or 1, frameon=False, fontsize=9, handlelength=1.2
     )
     return sheet.figure
+
+
+def _strip(axes: Axes, grid: Literal["x", "y"]) -> None:
+    """Leave of the frame the line below, and faint lines across one axis, behind what is drawn."""
+    axes.grid(axis=grid, color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=INK, labelsize=8)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
 
 
 def _label_rows(sheet: _Sheet, rows: list[_RankRow]) -> None:
@@ -447,7 +442,6 @@ _SAVED, _PEAK, _PARAMETERS, _CROSSING = "#3a9d7c", "#d8ece5", "#9a6fb8", "#d1495
 _MOST_NAMES, _LONGEST_NAME = 60, 29
 _LEAST_PLACES = 8
 """Bars of a model with fewer layers stay as narrow as these."""
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 class _ColourPart(NamedTuple):
@@ -496,13 +490,12 @@ def draw_profile(profile: Profile) -> Figure:
 
 
 def _bytes_panel(axes: Axes, parts: Sequence[_ColourPart]) -> None:
-    unit, factor = _unit([value for part in parts for value in part.values])
+    factor, unit = _byte_unit(max(value for part in parts for value in part.values))
     _panel(axes, unit, [part._replace(values=[value / factor for value in part.values]) for part in parts])
 
 
-def _unit(values: Sequence[float]) -> tuple[str, int]:
-    largest = max(values, default=0)
-    return next(((unit, factor) for unit, factor in _UNITS if largest >= factor), ("bytes", 1))
+def _byte_unit(largest: float) -> tuple[int, str]:
+    return next((each for each in _BYTE_UNITS if largest >= each[0]), (1, "bytes"))
 
 
 def _panel(axes: Axes, unit: str, parts: Sequence[_ColourPart]) -> None:
@@ -517,7 +510,7 @@ def _panel(axes: Axes, unit: str, parts: Sequence[_ColourPart]) -> None:
 
 def _boundaries(axes: Axes, values: Sequence[float]) -> None:
     """Draw what crosses where it crosses: between two layers."""
-    unit, factor = _unit(values)
+    factor, unit = _byte_unit(max(values, default=0))
     places = [index + 0.5 for index in range(len(values))]
     heights = [value / factor for value in values]
     label = "bytes that a cut here would send"
@@ -533,10 +526,8 @@ def _boundaries(axes: Axes, values: Sequence[float]) -> None:
 def _finish_bars(axes: Axes, unit: str) -> None:
     axes.set_ylabel(unit, size=9, color=INK)
     axes.set_ylim(bottom=0)
-    axes.grid(axis="y", color=FAINT, linewidth=0.6, zorder=0)
-    axes.tick_params(colors=INK, labelsize=8, length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT)
+    axes.tick_params(length=0)
+    _strip(axes, "y")
     # Above the panel, where no bar can be in the way.
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.1, ncols=2, frameon=False, fontsize=8)
 

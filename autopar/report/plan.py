@@ -1,7 +1,6 @@
 """Plans as tables and text: stages, predictions, bounds and what binds them, alternatives, and comparisons.
 
-A plan's memory: each stage's predicted peak beside what its devices have, or what it was found to hold. For notebooks,
-stages and alternatives as pandas frames.
+A plan's memory: each stage's predicted peak beside what it was found to hold.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from autopar.formats.report import ComparisonRow, VirtualWorkers
 from autopar.report.table import Table, as_text, duration, figure, fill, percentage, say, size
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
     from rich.console import Console
 
     from autopar.formats.plan import Plan, Stage
@@ -123,10 +120,10 @@ def render(plan: Plan, console: Console) -> None:
 def _stages(plan: Plan) -> Table:
     predicted = plan.predicted
     computed = (">forward", ">backward")
-    columns = (">stage", "layers", "devices", "shares", ">in flight", *computed, ">peak memory", ">headroom")
+    columns = (">stage", "layers", "devices", "shares", ">in flight", *computed, ">peak memory", ">headroom", "known")
     known = set(predicted.compute)
     title = f"Stages (times of one micro-batch{f', {min(known)}' if len(known) == 1 else ''})"
-    table = Table(title, (*columns, "known") if len(known) > 1 else columns)
+    table = Table(title, columns)
     rows: list[tuple[str, ...]] = []
     for index, stage in enumerate(plan.stages):
         times = [duration(numbers[index]) if numbers else "" for numbers in (predicted.forward_s, predicted.backward_s)]
@@ -184,17 +181,14 @@ def _layers(stage: Stage) -> str:
     return f"{stage.layers[0]} .. {stage.layers[-1]}"
 
 
-def abbreviate_stages(stages: str) -> str:
-    """Return stages as they are; of more than :data:`MOST_STAGES` the first and the last ones.
+def _stages_text(stages: str) -> str:
+    """Return stages with spaces, where lines may end; of more than :data:`MOST_STAGES` the first and the last ones.
 
-    >>> abbreviate_stages("0-1:1,2:4"), abbreviate_stages(",".join(f"{layer}:1" for layer in range(100)))
-    ('0-1:1,2:4', '0:1,1:1,2:1, ... 94 more ..., 97:1,98:1,99:1')
+    >>> _stages_text("0-1:1,2:4"), _stages_text(",".join(f"{layer}:1" for layer in range(100)))
+    ('0-1:1, 2:4', '0:1, 1:1, 2:1, ... 94 more ..., 97:1, 98:1, 99:1')
     """
     each = stages.split(",")
-    if len(each) <= MOST_STAGES:
-        return stages
-    ends = (",".join(part) for part in (each[:3], each[-3:]))
-    return f", ... {len(each) - 6} more ..., ".join(ends)
+    return ", ".join(each if len(each) <= MOST_STAGES else (*each[:3], f"... {len(each) - 6} more ...", *each[-3:]))
 
 
 def _prediction(plan: Plan) -> Table:
@@ -232,22 +226,18 @@ def _add_price(table: Table, price: Price) -> None:
 
 
 def _alternatives(plan: Plan) -> Table:
-    price = plan.predicted.price
-    columns: tuple[str, ...] = ("alternative", ">step", ">against plan")
-    columns += (">cost of a step", ">cost against plan") if price is not None else ()
-    columns += ("schedule", ">micro-batches", "stages, or why not")
+    price, costs = plan.predicted.price, (">cost of a step", ">cost against plan")
+    columns = ("alternative", ">step", ">against plan", *costs, "schedule", ">micro-batches", "stages, or why not")
     table = Table("Alternatives", columns)
     for each in plan.alternatives:
         if each.step_s is None:
-            table.add_row(each.name, *[""] * (len(columns) - 2), each.infeasible or "")
+            table.add_row(each.name, *[""] * 6, each.infeasible or "")
             continue
         count = "" if each.micro_batches is None else str(each.micro_batches)
         name = each.name if each.excluded is None else f"{each.name} (excluded by {each.excluded})"
-        row = [name, duration(each.step_s), _against(each.step_s, plan.predicted.step_s)]
-        if price is not None:
-            cost = each.price_per_step
-            row += ["", ""] if cost is None else [figure(cost), _against(cost, price.per_step)]
-        table.add_row(*row, each.schedule or "", count, abbreviate_stages(each.stages or ""))
+        times, cost = (duration(each.step_s), _against(each.step_s, plan.predicted.step_s)), each.price_per_step
+        prices = ("", "") if price is None or cost is None else (figure(cost), _against(cost, price.per_step))
+        table.add_row(name, *times, *prices, each.schedule or "", count, _stages_text(each.stages or ""))
     return table
 
 
@@ -268,7 +258,7 @@ def render_comparison(rows: Sequence[ComparisonRow], own_step_s: float, console:
     for row in rows:
         count = "" if row.micro_batches is None else str(row.micro_batches)
         peak = "" if row.peak_bytes is None else size(row.peak_bytes)
-        stages = row.infeasible or abbreviate_stages(row.stages or "cut differently, see below")
+        stages = row.infeasible or _stages_text(row.stages or "cut differently, see below")
         table.add_row(row.name, *_times(row, own_step_s), row.schedule or "", count, peak, stages)
     console.print(table)
     for row in rows:
@@ -304,9 +294,6 @@ def _times(row: ComparisonRow, own_step_s: float) -> tuple[str, str]:
     return duration(row.step_s), "" if row.name == "autopar" else _against(row.step_s, own_step_s)
 
 
-_USED, _FREE, _INK = "#4f86c6", "#e4e7ec", "#2b2f36"
-
-
 def render_memory(plan: Plan, held_bytes: Sequence[int], console: Console) -> None:
     """Print every stage's predicted peak beside the bytes that it was found to hold."""
     columns = (">stage", ">predicted", ">rehearsed", ">predicted over rehearsed", ">device memory")
@@ -316,62 +303,3 @@ def render_memory(plan: Plan, held_bytes: Sequence[int], console: Console) -> No
         error = percentage(peak / held - 1, with_sign=True) if held else ""
         table.add_row(str(index), size(peak), size(held), error, size(limits[index]) if limits else "")
     console.print(table)
-
-
-def draw_memory(plan: Plan, memory_bytes: Sequence[int]) -> Figure:
-    """Return bars of each stage's peak; ``memory_bytes`` holds every device's memory in cluster order."""
-    from matplotlib.figure import Figure
-
-    limits = [min(memory_bytes[device] for device in stage.devices) for stage in plan.stages]
-    figure = Figure(figsize=(8, 0.6 + 0.4 * len(limits)), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    places = range(len(limits))
-    axes.barh(places, limits, color=_FREE, height=0.62, label="device memory")
-    axes.barh(places, plan.predicted.peak_bytes, color=_USED, height=0.62, label="predicted peak")
-    for place, (peak, limit) in enumerate(zip(plan.predicted.peak_bytes, limits, strict=True)):
-        share = f" ({peak / limit:.1%})" if limit else ""
-        axes.annotate(
-            f"{size(peak)} of {size(limit)}{share}",
-            (max(limits), place),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            size=8,
-            color=_INK,
-        )
-    axes.set_yticks(places, [f"stage {index}" for index in places])
-    axes.invert_yaxis()
-    axes.set_xticks([])
-    axes.tick_params(length=0, labelsize=8, colors=_INK)
-    axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-    return figure
-
-
-def stages_frame(plan: Plan) -> pd.DataFrame:
-    """Return one row per stage."""
-    import pandas as pd
-
-    rows = [
-        {
-            "stage": index,
-            "first_layer": stage.layers[0],
-            "last_layer": stage.layers[-1],
-            "layers": len(stage.layers),
-            "devices": list(stage.devices),
-            "shares": list(stage.shares),
-            "in_flight": stage.warmup,
-            "peak_bytes": plan.predicted.peak_bytes[index],
-        }
-        for index, stage in enumerate(plan.stages)
-    ]
-    return pd.DataFrame(rows).set_index("stage")
-
-
-def alternatives_frame(plan: Plan) -> pd.DataFrame:
-    """Return one row per alternative, quickest first, those that cannot be last."""
-    import pandas as pd
-
-    rows = [alternative.model_dump() for alternative in plan.alternatives]
-    columns = ["name", "step_s", "stages", "micro_batches", "schedule", "infeasible"]
-    return pd.DataFrame(rows, columns=columns).sort_values("step_s", na_position="last", ignore_index=True)

@@ -4,20 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autopar.formats.program import (
-    BACKWARD,
-    BEGIN_SUM,
-    CORRECT,
-    FORWARD,
-    INPUT_BACKWARD,
-    PREDICT,
-    REDUCE,
-    REDUCE_TIED,
-    SEND,
-    SEND_GRADIENT,
-    UPDATE,
-    WEIGHT_BACKWARD,
-)
+from autopar.formats.program import WORDS
 from autopar.report.table import Table, duration, figure, fill, percentage, say, size
 
 if TYPE_CHECKING:
@@ -34,20 +21,6 @@ _SHOWN_LOSSES = 8
 _LAST_ACTIONS = 12
 """How many of a rank that has failed are listed; the file, and `--json`, have more."""
 _SPENT = ("compute", "loading", "update", "reduce", "waiting", "transfer", "idle")
-_KINDS = {
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    INPUT_BACKWARD: "input half of a backward",
-    WEIGHT_BACKWARD: "weight half of a backward",
-    SEND: "message forth",
-    SEND_GRADIENT: "message back",
-    REDUCE: "reduction",
-    REDUCE_TIED: "reduction of a shared parameter",
-    UPDATE: "update",
-    PREDICT: "prediction of weights",
-    CORRECT: "correction of weights",
-    BEGIN_SUM: "sum over all ranks",
-}
 _COMPARABLE = {
     "resident": "a process grows by more than tensors: by what allocators and libraries keep",
     "allocated": "the allocator's figure has the workspaces of matrix products in it, which plans reserve apart",
@@ -155,7 +128,7 @@ def _kinds(report: Report) -> Table:
     table = Table("Actions by themselves (medians)", heads)
     for each in report.kinds:
         times = duration(each.measured_s), duration(each.predicted_s)
-        table.add_row(f"{each.kind} {_KINDS[each.kind]}", str(each.actions), *times, f"{each.ratio:.3g} x")
+        table.add_row(f"{each.kind} {WORDS[each.kind]}", str(each.actions), *times, f"{each.ratio:.3g} x")
     return table
 
 
