@@ -53,8 +53,8 @@ def train(context: RankContext, field: dict[str, Any]) -> dict[str, list[Any]]:
     jobs = {name: build(context, plan, user, workspace.graph(user, plan), workspace) for name, plan in plans.items()}
     group, size = dist.new_group(list(range(context.size))), field["bytes"]
     works = {"gather": gathering(size, group), "scatter": scattering(size, group), **_bare(size, group)}
-    computing = Computing()
-    count = computing.count(min(works["gather"]() for _ in range(5)))
+    computing = Computing(context.device)
+    (count,) = computing.counts([min(works["gather"]() for _ in range(5))])
     found: dict[str, list[Any]] = defaultdict(list)
     for number in range(WARM_UP + field["rounds"]):
         for name, work in works.items():

@@ -180,7 +180,7 @@ def observed(
         rows = run.replicas * run.micro_batch
         family, cuts = Family(run.batch // rows, rows, "1f1b"), _cuts(profile, run.stages)
         dictated = DictatedRun(costs[key], family, cuts, (run.replicas,) * run.stages)
-        found.append(Observation(load_, dictated, True, run.step_s))
+        found.append(Observation(load_, dictated.step_s, True, run.step_s))
     return found
 
 

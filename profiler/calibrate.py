@@ -8,15 +8,15 @@ import io
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Annotated, Literal, NamedTuple, Self
 
 import numpy as np
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from scipy.optimize import least_squares
 
 from autopar.errors import FileError
-from autopar.formats.document import MOST_RANKS, SHOWN, read_text
+from autopar.formats.document import MOST_RANKS, SHOWN, Count, Record, fault, first_fault, read_text
 from autopar.profiler.estimate import Workload, layer_seconds
 from autopar.profiler.roofline import Constants, Numbers
 from autopar.schedules import canonical
@@ -48,32 +48,14 @@ _PRIORS = {
 }
 
 
-class PricedRun(Protocol):
-    """A run whose stages and micro-batches are known: what the planner's ``DictatedRun`` is."""
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Every number of samples that a replica takes of a micro-batch."""
-
-    def step_s(
-        self,
-        forward_s: Mapping[int, Sequence[float]],
-        backward_s: Mapping[int, Sequence[float]],
-        accumulate_s: Sequence[float],
-        update_s: Sequence[float],
-        overhead_s: float,
-        launches_s: tuple[Mapping[int, Sequence[float]], Mapping[int, Sequence[float]]],
-    ) -> float:
-        """Return the seconds of a step, given every layer's times, and those of launches, by number of samples."""
-
-
 @dataclass(frozen=True)
 class Observation:
     """A run that was measured."""
 
     load: Workload
     """Of its model; holds the run's numbers of rows among its sizes."""
-    run: PricedRun
+    step_of: Callable[..., float]
+    """Prices its stages and micro-batches, as ``DictatedRun.step_s`` of the planner does."""
     recompute: bool
     """Whether every layer's backward ran its forward again."""
     step_s: float
@@ -145,7 +127,7 @@ def _step_seconds(load: Workload, constants: Constants) -> Callable[[Observation
 
     def step_s(each: Observation) -> float:
         launches_s = launches[0], launches[1 + each.recompute]
-        return each.run.step_s(kernels[0], kernels[1 + each.recompute], *once_s, constants.step_s, launches_s)
+        return each.step_of(kernels[0], kernels[1 + each.recompute], *once_s, constants.step_s, launches_s)
 
     return step_s
 
@@ -200,39 +182,38 @@ def _error(observations: Sequence[Observation], constants: Constants) -> float:
     return statistics.median(abs(p / each.step_s - 1) for p, each in zip(predicted, observations, strict=True))
 
 
-COLUMNS = ("step_s", "batch", "model", "devices", "stages", "micro_batches", "schedule", "recompute", "cluster")
-PRICED = ("gpipe", "1f1b")
-"""Schedules of one stage per device and of whole backwards, as a run is described here."""
-_REQUIRED = ("step_s", "batch")
-_SHORTEST_S, _LONGEST_S = 1e-6, 86_400.0
-_MOST = 2**31 - 1
-_Value = TypeVar("_Value")
-
-
-@dataclass(frozen=True)
-class MeasuredRun:
+class MeasuredRun(Record):
     """One measured run, priced by the simulator as a plan of these stages would be."""
 
     at: str
     """Where it stands, for messages: file and row."""
-    step_s: float
+    step_s: Annotated[float, Field(ge=1e-6, le=86_400)]
     """Of one optimizer step, steady state; between a microsecond and a day."""
-    batch: int
+    batch: Count
     """Samples per step, over all devices."""
     model: str | None = None
     """As on the command line; None: the model that is profiled."""
-    devices: int = 1
+    devices: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     """How many were used."""
     stages: str = "1"
     """How many equal ones (a divisor of ``devices``), or which: ``0-5:2,6-11:2``."""
-    micro_batches: int = 1
+    micro_batches: Count = 1
     """Per step; a divisor of ``batch``."""
-    schedule: str = "1f1b"
-    """Or ``gpipe``."""
-    recompute: bool = False
-    """``full`` in the file: every layer's backward ran its forward again; else ``none``."""
+    schedule: Annotated[Literal["gpipe", "1f1b"], BeforeValidator(lambda name: canonical(name) or name)] = "1f1b"
+    """Of one stage per device and of whole backwards."""
+    recompute: Literal["none", "full"] = "none"
+    """``full``: every layer's backward ran its forward again."""
     cluster: str | None = None
     """A name or a file; None: nodes of eight such GPUs, as many as are needed."""
+
+    @model_validator(mode="after")
+    def _micro_batches_are_equal(self) -> Self:
+        if self.batch % self.micro_batches:
+            fault("micro_batches", f"{self.micro_batches} does not divide the batch {self.batch}")
+        return self
+
+
+COLUMNS = tuple(name for name in MeasuredRun.model_fields if name != "at")
 
 
 def read_runs(path: str | Path) -> tuple[MeasuredRun, ...]:
@@ -247,24 +228,17 @@ def read_runs(path: str | Path) -> tuple[MeasuredRun, ...]:
         raise FileError(f"{path}: no such file; docs/howto/other_gpus.md says which runs it holds, and how")
     reader = csv.DictReader(io.StringIO(read_text(path, "runs").removeprefix("\ufeff")))
     try:
-        names = [name.strip() for name in reader.fieldnames or ()]
-    except csv.Error as error:
-        raise FileError(f"{path}: row 1: {error}") from error
-    _check_header(path, names)
-    reader.fieldnames = names
-    try:
+        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        _check_header(path, reader.fieldnames)
         runs = tuple(_run(f"{path}: row {reader.line_num}", row) for row in reader)
     except csv.Error as error:
-        raise FileError(f"{path}: row {reader.line_num}: {error}") from error
+        raise FileError(f"{path}: row {max(1, reader.line_num)}: {error}") from error
     if not runs:
         raise FileError(f"{path}: holds no run; write one per line below the header")
     return runs
 
 
-def _check_header(path: Path, names: list[str]) -> None:
-    for name in _REQUIRED:
-        if name not in names:
-            raise FileError(f"{path}: row 1: column {name} is missing; {', '.join(_REQUIRED)} are needed")
+def _check_header(path: Path, names: Sequence[str]) -> None:
     for name in names:
         if name not in COLUMNS:
             near = difflib.get_close_matches(name, COLUMNS, n=1)
@@ -274,54 +248,11 @@ def _check_header(path: Path, names: list[str]) -> None:
             raise FileError(f"{path}: row 1: column {name} is given twice")
 
 
-def _run(at: str, row: Mapping[str | None, str | list[str] | None]) -> MeasuredRun:
+def _run(at: str, row: Mapping[str | None, str | None]) -> MeasuredRun:
     if None in row:
         raise FileError(f"{at}: has more cells than the header has columns")
-    cells = {name: value.strip() for name, value in row.items() if name is not None and isinstance(value, str)}
-
-    def cell(name: str, read: Callable[[str], _Value], what: str, default: _Value | None) -> _Value:
-        text = cells.get(name, "")
-        if not text and default is not None:
-            return default
-        try:
-            return read(text)
-        except ValueError as error:
-            raise FileError(f"{at}, column {name}: {text[:SHOWN]!r} is not {what}") from error
-
-    count = "a whole number from 1 up"
-    names = ", ".join(PRICED)
-    found = MeasuredRun(
-        at=at,
-        step_s=cell("step_s", _seconds, "the seconds of a step, between a microsecond and a day", None),
-        batch=cell("batch", _count, count, None),
-        model=cells.get("model") or None,
-        devices=cell("devices", partial(_count, most=MOST_RANKS), f"a whole number from 1 to {MOST_RANKS}", 1),
-        stages=cells.get("stages") or "1",
-        micro_batches=cell("micro_batches", _count, count, 1),
-        schedule=cell("schedule", lambda text: _one_of(PRICED, canonical(text) or text), f"one of {names}", "1f1b"),
-        recompute=cell("recompute", partial(_one_of, ("none", "full")), "one of none, full", "none") == "full",
-        cluster=cells.get("cluster") or None,
-    )
-    if found.batch % found.micro_batches:
-        raise FileError(f"{at}, column micro_batches: {found.micro_batches} does not divide the batch {found.batch}")
-    return found
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    # Not a number is between no two.
-    if not _SHORTEST_S <= value <= _LONGEST_S:
-        raise ValueError(text)
-    return value
-
-
-def _count(text: str, most: int = _MOST) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= most:
-        raise ValueError(text)
-    return int(text)
-
-
-def _one_of(values: Sequence[str], text: str) -> str:
-    if text not in values:
-        raise ValueError(text)
-    return text
+    cells = {name: value.strip() for name, value in row.items() if value and value.strip()}
+    try:
+        return MeasuredRun.model_validate_strings({**cells, "at": at})
+    except ValidationError as error:
+        raise FileError(f"{at}, column {first_fault(error, cells).removeprefix('$.')}") from error

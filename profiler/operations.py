@@ -32,28 +32,28 @@ from autopar.ranks.context import RankContext
 
 PARAMETERS = 4
 """Of a layer: weights and biases of two modules."""
-WIDTH = 256
+WIDTH = {"cpu": 256, "cuda": 4096}
 
 
 class Computing:
-    """Products of matrices."""
+    """Products of matrices, which are bound by arithmetic and last longer than starting them takes."""
 
-    def __init__(self) -> None:
-        self._matrix = torch.full((WIDTH, WIDTH), 0.5)
+    def __init__(self, device: torch.device) -> None:
+        self._matrix = torch.full((WIDTH[device.type],) * 2, 0.5, device=device)
         self._product = torch.empty_like(self._matrix)
-        self(2)
-        started = time.perf_counter()
-        self(4)
-        self._seconds = (time.perf_counter() - started) / 4
 
     def __call__(self, count: int) -> None:
         """Compute so many."""
         for _ in range(count):
             torch.mm(self._matrix, self._matrix, out=self._product)
 
-    def count(self, seconds: float) -> int:
-        """Return how many last so long."""
-        return round(seconds / self._seconds)
+    def counts(self, seconds: Sequence[float]) -> list[int]:
+        """Return how many last so long on this host."""
+        self(2)
+        started = time.perf_counter()
+        self(4)
+        each_s = (time.perf_counter() - started) / 4
+        return [round(each / each_s) for each in seconds]
 
 
 def gathering(size_bytes: int, group: dist.ProcessGroup) -> Callable[[], float]:
@@ -204,12 +204,11 @@ def time_operation(operation: Operation, sizes: Sequence[int], pace: Pace) -> li
 def _time_divided(operation: Operation, sizes: Sequence[int], pace: Pace) -> list[float]:
     made = gathering if operation.kind == "all_gather" else scattering
     works = [made(size, operation.group) for size in sizes]
-    computing = Computing()
+    computing = Computing(operation.context.device)
     # The first call of each makes what later ones find, and the quickest tells what another process did not hold up.
     alone = [min([work() for _ in range(1 + pace.warm_up)][1:]) for work in works]
-    counts = [
-        int(_agree(computing.count(min(seconds, LONGEST_S)), dist.ReduceOp.MIN, operation.group)) for seconds in alone
-    ]
+    lasting = computing.counts([min(seconds, LONGEST_S) for seconds in alone])
+    counts = [int(_agree(each, dist.ReduceOp.MIN, operation.group)) for each in lasting]
 
     def time_work(work: Callable[[], float], count: int) -> float:
         dist.barrier(operation.group)
@@ -290,9 +289,8 @@ def _round_trip(there: Work, back: Work) -> Work:
 
 
 ROUNDS, WARM_UP = 8, 2
-# Large enough to be bound by bandwidth and by arithmetic, and to last longer than starting them takes.
 _MESSAGE_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
-_WIDTH = {"cpu": 256, "cuda": 4096}
+"""Bound by bandwidth."""
 
 
 def measure_overlap(context: RankContext, group: dist.ProcessGroup) -> tuple[float, float]:
@@ -300,15 +298,8 @@ def measure_overlap(context: RankContext, group: dist.ProcessGroup) -> tuple[flo
 
     A round times matrix products alone, an all-reduce alone, and both at once; medians over rounds are compared.
     """
-    kind = context.device.type
-    message = torch.zeros(_MESSAGE_BYTES[kind] // 4, device=context.device)
-    matrix = torch.full((_WIDTH[kind], _WIDTH[kind]), 0.5, device=context.device)
-    product = torch.empty_like(matrix)
-
-    def compute(count: int) -> None:
-        for _ in range(count):
-            torch.mm(matrix, matrix, out=product)
-
+    message = torch.zeros(_MESSAGE_BYTES[context.device.type] // 4, device=context.device)
+    compute = Computing(context.device)
     count = _products_as_long(context, group, message, compute)
     found: list[tuple[float, float, float, float]] = []
     for _ in range(WARM_UP + ROUNDS):

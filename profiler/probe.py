@@ -16,13 +16,13 @@ import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, Self, TypedDict, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch.distributed as dist
 
 from autopar.errors import UsageError
 from autopar.formats.cluster import Cluster, Curve, CurveKind, Device, Level, Link, Overlap
-from autopar.formats.profile import DeviceKind, DeviceType
+from autopar.formats.profile import DeviceKind
 from autopar.hardware.clusters import group_sizes, message_sizes
 from autopar.profiler.device import choose, count, describe
 from autopar.profiler.operations import Operation, Pace, measure_overlap, time_operation
@@ -138,35 +138,8 @@ class Probe:
         return Pace(warm_up=2, budget_s=1.0) if self.quick else Pace()
 
 
-class MeasuredCurve(TypedDict):
-    """Seconds of an operation, the mean over its ranks."""
-
-    kind: CurveKind
-    ranks: int
-    level: Level
-    sizes: list[int]
-    seconds: list[float]
-
-
-class MeasuredOverlap(TypedDict):
-    """Times as long as alone."""
-
-    level: Level
-    compute: float
-    communication: float
-
-
-class LinkMeasurements(TypedDict):
-    """What all ranks found together."""
-
-    curves: list[MeasuredCurve]
-    overlaps: list[MeasuredOverlap]
-    nodes: list[int]
-    """Of every rank."""
-    memory_bytes: list[int]
-    names: list[str]
-    """Of every rank's device."""
-    notes: list[str]
+LinkMeasurements = dict[str, Any]
+"""What all ranks found together: a :class:`Cluster` with a device per rank, as JSON."""
 
 
 class RankGroups(NamedTuple):
@@ -252,7 +225,7 @@ def _measure(context: RankContext, probe: Probe) -> LinkMeasurements:
     nodes = node_of_each([(each["host"], each["index"]) for each in ranks])
     wanted = groups_of(nodes)
     ways = _Communicators.join(context, wanted)
-    sizes = list(message_sizes(probe.largest_bytes or _LARGEST_BYTES[context.device.type]))
+    sizes = message_sizes(probe.largest_bytes or _LARGEST_BYTES[device.type])
     times: list[list[float] | None] = []
     for number, groups in enumerate(wanted):
         _say(context, str(groups), number, number / (len(wanted) + 1))
@@ -260,23 +233,28 @@ def _measure(context: RankContext, probe: Probe) -> LinkMeasurements:
         context.barrier()
     overlaps = [] if probe.quick else _overlaps(context, wanted, ways.process_groups)
     every = [json.loads(text) for text in context.gather(json.dumps({"times": times, "overlaps": overlaps}))]
-    return LinkMeasurements(
-        curves=[
-            MeasuredCurve(
-                kind=groups.kind,
-                ranks=len(groups.members[0]),
-                level=groups.level,
-                sizes=sizes,
-                seconds=[statistics.mean(column) for column in zip(*filter(None, found), strict=True)],
-            )
-            for groups, found in zip(wanted, zip(*(each["times"] for each in every), strict=True), strict=True)
-        ],
-        overlaps=_merge_overlaps([each["overlaps"] for each in every]),
-        nodes=nodes,
-        memory_bytes=[each["memory"] for each in ranks],
-        names=[each["name"] for each in ranks],
-        notes=_notes(context),
+    of_groups = zip(wanted, zip(*(each["times"] for each in every), strict=True), strict=True)
+    measured = measured_cluster(
+        _devices(ranks, nodes, device.type),
+        [_curve(groups, sizes, list(filter(None, found))) for groups, found in of_groups],
+        _merge_overlaps([Overlap(**overlap) for each in every for overlap in each["overlaps"]]),
+        _notes(context),
     )
+    return measured.model_dump(mode="json")
+
+
+def _devices(ranks: Sequence[Mapping[str, Any]], nodes: Sequence[int], kind: str) -> list[Device]:
+    """Return the ranks' devices; GPUs that differ are told apart by their names."""
+    several = kind == "cuda" and len({each["name"] for each in ranks}) > 1
+    types = [each["name"] if several else kind for each in ranks]
+    places = zip(types, ranks, nodes, strict=True)
+    return [Device(type=own, memory_bytes=each["memory"], node=node) for own, each, node in places]
+
+
+def _curve(groups: RankGroups, sizes: tuple[int, ...], seconds: Sequence[Sequence[float]]) -> Curve:
+    """Return what groups took, the mean over their ranks."""
+    means = _rising([statistics.mean(column) for column in zip(*seconds, strict=True)])
+    return Curve(kind=groups.kind, ranks=len(groups.members[0]), level=groups.level, sizes=sizes, seconds=means)
 
 
 class _Communicators(NamedTuple):
@@ -319,7 +297,7 @@ def _time(
 
 def _overlaps(
     context: RankContext, all_groups: Sequence[RankGroups], process_groups: Mapping[tuple[int, ...], dist.ProcessGroup]
-) -> list[MeasuredOverlap]:
+) -> list[dict[str, Any]]:
     """Measure the largest all-reduce of every level against computing; this rank's part."""
     largest: dict[Level, RankGroups] = {}
     for groups in all_groups:
@@ -333,23 +311,22 @@ def _overlaps(
         own = groups.of(context.rank)
         if own is not None:
             compute, communication = measure_overlap(context, process_groups[own])
-            found.append(MeasuredOverlap(level=level, compute=compute, communication=communication))
+            found.append({"level": level, "compute": compute, "communication": communication})
         context.barrier()
     return found
 
 
-def _merge_overlaps(every: Sequence[Sequence[MeasuredOverlap]]) -> list[MeasuredOverlap]:
-    by_level: dict[Level, list[MeasuredOverlap]] = defaultdict(list)
-    for each in itertools.chain.from_iterable(every):
-        by_level[each["level"]].append(each)
-    return [
-        MeasuredOverlap(
-            level=level,
-            compute=statistics.mean(each["compute"] for each in found),
-            communication=statistics.mean(each["communication"] for each in found),
-        )
+def _merge_overlaps(every: Sequence[Overlap]) -> tuple[Overlap, ...]:
+    """Return the means of each level."""
+    by_level: dict[Level, list[Overlap]] = defaultdict(list)
+    for each in every:
+        by_level[each.level].append(each)
+    names = ("compute", "communication")
+    means = {
+        level: {name: statistics.mean(getattr(each, name) for each in found) for name in names}
         for level, found in by_level.items()
-    ]
+    }
+    return tuple(Overlap(level=level, **each) for level, each in means.items())
 
 
 def _notes(context: RankContext) -> list[str]:
@@ -409,8 +386,8 @@ def cluster_here(
 
 def measure_from_environment(
     device: str, threads: int, probe: Probe, progress: Progress = no_progress
-) -> LinkMeasurements | None:
-    """Measure as one of the ranks that torchrun has started; rank 0 returns what all found.
+) -> Cluster | None:
+    """Measure as one of the ranks that torchrun has started; rank 0 returns their devices, in rank order, and links.
 
     Raises:
         UsageError: the environment is incomplete.
@@ -423,67 +400,61 @@ def measure_from_environment(
     with join_from_environment(launch, device, _TIMEOUT_S, launch.size) as context:
         told = replace(context, report=lambda message: progress(str(message["doing"]), float(str(message["share"]))))
         measured = measure(told, asdict(probe))
-        return measured if context.rank == 0 else None
+        return cluster_of(measured) if context.rank == 0 else None
 
 
 def _describe(rank: int, note: Note) -> Doing:
     return Doing("measuring links" if note.phase == STEPPING else "setting up", waiting=False)
 
 
+def cluster_of(measurements: LinkMeasurements) -> Cluster:
+    """Return what was measured as a cluster with a device per rank, in rank order."""
+    return Cluster.model_validate_json(json.dumps(measurements))
+
+
 def local_cluster(measurements: LinkMeasurements, kind: DeviceKind, count: int, name: str = "local") -> Cluster:
     """Return this machine as a cluster of ``count`` devices with the measured times."""
-    largest = max(curve["ranks"] for curve in measurements["curves"])
+    cluster = cluster_of(measurements)
+    largest = max(curve.ranks for curve in cluster.curves)
     notes = [f"collectives were measured among up to {largest} ranks; times of larger groups are estimated from that"]
-    cluster = measured_cluster(measurements, kind.type, name)
     return cluster.model_copy(
         update={
+            "name": name,
             "devices": (Device(type=kind.type, memory_bytes=kind.memory_bytes),) * count,
             "notes": (*(notes if largest < count else ()), *cluster.notes),
         }
     )
 
 
-def measured_cluster(measurements: LinkMeasurements, device: DeviceType, name: str) -> Cluster:
-    """Return what was measured as a cluster with a device per rank, in rank order; GPUs that differ by their names."""
-    several = device == "cuda" and len(set(measurements["names"])) > 1
-    types = [name if several else device for name in measurements["names"]]
-    places = zip(types, measurements["nodes"], measurements["memory_bytes"], strict=True)
+def measured_cluster(
+    devices: Sequence[Device], curves: Sequence[Curve], overlaps: Sequence[Overlap] = (), notes: Sequence[str] = ()
+) -> Cluster:
+    """Return devices with links as the curves of their messages say."""
     return Cluster(
-        name=name,
-        backend="nccl" if device == "cuda" else "gloo",
-        devices=tuple(Device(type=kind, memory_bytes=memory, node=node) for kind, node, memory in places),
-        links=_links(measurements["curves"]),
-        curves=tuple(map(_curve, measurements["curves"])),
-        overlaps=tuple(Overlap(**each) for each in measurements["overlaps"]),
-        notes=tuple(measurements["notes"]),
+        backend="gloo" if devices[0].type == "cpu" else "nccl",
+        devices=tuple(devices),
+        links=_links(curves),
+        curves=tuple(curves),
+        overlaps=tuple(overlaps),
+        notes=tuple(notes),
     )
 
 
-def _curve(curve: MeasuredCurve) -> Curve:
-    return Curve(
-        kind=curve["kind"],
-        ranks=curve["ranks"],
-        level=curve["level"],
-        sizes=tuple(curve["sizes"]),
-        seconds=_rising(curve["seconds"]),
-    )
-
-
-def _links(curves: Sequence[MeasuredCurve]) -> tuple[Link, ...]:
+def _links(curves: Sequence[Curve]) -> tuple[Link, ...]:
     """Return a link per level that was measured; where every node has one rank, nodes have no links of their own."""
-    found = {curve["level"]: _link(curve["level"], curve) for curve in curves if curve["kind"] == "p2p"}
+    found = {curve.level: _link(curve) for curve in curves if curve.kind == "p2p"}
     if "node" not in found:
         # A cluster states one, although no two of its devices are in a node.
         found["node"] = found["network"].model_copy(update={"level": "node", "provenance": "estimated"})
     return tuple(found[level] for level in sorted(found, key=("node", "network").index))
 
 
-def _link(level: Level, curve: MeasuredCurve) -> Link:
-    sizes, seconds = curve["sizes"], _rising(curve["seconds"])
+def _link(curve: Curve) -> Link:
+    sizes, seconds = curve.sizes, curve.seconds
     # Times that do not rise at all tell of the largest message alone how fast it went.
     whole_s = seconds[-1] - seconds[0] if seconds[-1] > seconds[0] else seconds[-1]
     rate = (sizes[-1] - sizes[0]) / max(whole_s, 1e-12)
-    return Link(level=level, latency_s=seconds[0], bytes_per_s=rate, provenance="measured")
+    return Link(level=curve.level, latency_s=seconds[0], bytes_per_s=rate, provenance="measured")
 
 
 def _rising(seconds: Sequence[float]) -> tuple[float, ...]:

@@ -186,7 +186,7 @@ def _observe(subject: Subject, gpu: Gpu, runs: list[MeasuredRun], progress: Prog
             costs[key] = CostModel(profile, _cluster(run, gpu), PlanOptions(gpus=run.devices))
         family = Family(run.micro_batches, run.batch // run.micro_batches, run.schedule)
         dictated = DictatedRun(costs[key], family, cuts, widths)
-        observations.append(Observation(load, dictated, run.recompute, run.step_s))
+        observations.append(Observation(load, dictated.step_s, run.recompute == "full", run.step_s))
     return observations
 
 

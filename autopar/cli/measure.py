@@ -263,7 +263,7 @@ def _measure_as_rank(device: str, threads: int, quick: bool, largest_bytes: int 
     from autopar.cli.output import phases
     from autopar.formats.cluster import PROBED
     from autopar.profiler.device import choose
-    from autopar.profiler.probe import Probe, measure_from_environment, measured_cluster
+    from autopar.profiler.probe import Probe, measure_from_environment
 
     probe = Probe(quick, largest_bytes)
     kind: DeviceType = "cuda" if choose(device).type == "cuda" else "cpu"
@@ -273,7 +273,7 @@ def _measure_as_rank(device: str, threads: int, quick: bool, largest_bytes: int 
     with phases() as progress:
         progress("joining the other ranks", 0.0)
         measured = measure_from_environment(kind, threads, probe, progress)
-    return None if measured is None else measured_cluster(measured, kind, PROBED)
+    return None if measured is None else measured.model_copy(update={"name": PROBED})
 
 
 def list_known(

@@ -80,7 +80,7 @@ def test_nodes_and_devices_are_told_from_kinds_and_what_is_here() -> None:
         expected = cluster_named(f"{count}xA100-80G+{count}xV100")
         assert found is not None
         assert (found.devices, found.links, found.curves) == (expected.devices, expected.links, expected.curves)
-    run = MeasuredRun("runs.csv: row 2", 1.0, 18, devices=9)
+    run = MeasuredRun(at="runs.csv: row 2", step_s=1.0, batch=18, devices=9)
     assert len(estimates._cluster(run, A100).devices) == 16
 
 
@@ -109,11 +109,11 @@ def test_a_profile_is_estimated_with_constants_fitted_to_a_file_of_runs(subject:
     [
         ("1,8,3,2,1,,", "row 2, column stages: 2 equal stages cannot be made of 14 layers on 3 devices"),
         ("1,8,2,0-99:2,1,,", "row 2, column stages: stage 0 names layer 99"),
-        ("1,8,99999,,1,,", "row 2, column devices: '99999' is not a whole number from 1 to 65536"),
+        ("1,8,99999,,1,,", "row 2, column devices: .* less than or equal to 65536, found .99999"),
         ("1,8,3,0-13:2,1,,", "row 2, column devices: 3, but the stages have 2 replicas"),
         ("1,8,4,,8,,", "row 2, column micro_batches: a micro-batch of 1 samples has none for some of 4 replicas"),
         ("1,8,4,,1,2xA100,", "row 2, column devices: 4, but the cluster has 2"),
-        ("1,8,1,,1,8xA1000,", "row 2, column cluster: no GPU called"),
+        ("1,8,1,,1,8xA1000,", "row 2, column cluster: .*no GPU called"),
         ("1,8,1,,1,,nowhere.py", "row 2, column model: .*nowhere.py"),
     ],
 )

@@ -36,7 +36,8 @@ def test_a_layer_is_gathered_and_scattered_once_in_every_call(monkeypatch: pytes
 
 def test_a_round_trip_is_two_messages_and_all_ranks_are_told_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     context: Any = SimpleNamespace(device=torch.device("cpu"), rank=0)
-    stand_ins = {"_work": Mock(), "gathering": Mock(return_value=lambda: 1.0), "Computing": Mock(), "_agree": Mock()}
+    stand_ins = {"_work": Mock(), "gathering": Mock(return_value=lambda: 1.0), "_agree": Mock()}
+    stand_ins["Computing"] = Mock(return_value=Mock(counts=lambda seconds: [1 for _ in seconds]))
     stand_ins |= {"_agree": lambda *_: 1, "_rounds": lambda group, turns, *_: [[6.0, 2.0, 4.0] for _ in turns]}
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(operations, name, stand_in)

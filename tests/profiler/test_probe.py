@@ -2,12 +2,11 @@
 
 import random
 import statistics
-from typing import Any
 
 import numpy as np
 import pytest
 
-from autopar.formats.cluster import Cluster, CurveKind
+from autopar.formats.cluster import Cluster, Curve, CurveKind, Device, Overlap
 from autopar.hardware.clusters import message_sizes
 from autopar.planner.costs.communication import LinkModel
 from autopar.profiler import probe
@@ -47,20 +46,16 @@ def test_links_are_probed_where_ranks_are_and_nodes_of_one_have_none() -> None:
     assert slowdowns(1.0, 3.0, 1.2, 3.1) == pytest.approx((1.2, 1.2 / 1.1))
     assert slowdowns(3.0, 1.0, 3.5, 2.0) == pytest.approx((2.0 / 1.5, 2.0))
     assert slowdowns(1.0, 1.0, 0.9, 0.9) == (1.0, 1.0)
-    one, other = (probe.MeasuredOverlap(level="node", compute=n, communication=3 * n) for n in (1.0, 2.0))
-    assert probe._merge_overlaps([[one], [], [other]]) == [{"level": "node", "compute": 1.5, "communication": 4.5}]
+    one, other = (Overlap(level="node", compute=n, communication=3 * n) for n in (1.0, 2.0))
+    assert probe._merge_overlaps([one, other]) == (Overlap(level="node", compute=1.5, communication=4.5),)
     found = [each for each in probe.groups_of([0, 1, 1, 1]) if each.level == "node"]
     assert [each.members for each in found if each.kind == "all_reduce"] == [((1, 2),), ((1, 2, 3),)]
-    curve = probe.MeasuredCurve(kind="p2p", ranks=2, level="network", sizes=[1024, 2048], seconds=[1e-3, 2e-3])
-    memory = [2**30, 2**31]
-    measured = probe.LinkMeasurements(
-        curves=[curve], overlaps=[], nodes=[0, 1], memory_bytes=memory, names=["one", "other"], notes=["seen"]
-    )
-    cluster = probe.measured_cluster(measured, "cpu", "two")
-    assert {device.type for device in cluster.devices} == {"cpu"}
-    assert [device.type for device in probe.measured_cluster(measured, "cuda", "two").devices] == ["one", "other"]
-    measured["names"] = ["one", "one"]
-    assert {device.type for device in probe.measured_cluster(measured, "cuda", "two").devices} == {"cuda"}
+    curve = Curve(kind="p2p", ranks=2, level="network", sizes=(1024, 2048), seconds=(1e-3, 2e-3))
+    ranks = [{"name": name, "memory": 2 ** (30 + node)} for node, name in enumerate(("one", "other"))]
+    types = {kind: [device.type for device in probe._devices(ranks, [0, 1], kind)] for kind in ("cpu", "cuda")}
+    assert types == {"cpu": ["cpu", "cpu"], "cuda": ["one", "other"]}
+    assert {device.type for device in probe._devices([ranks[0], ranks[0]], [0, 1], "cuda")} == {"cuda"}
+    cluster = probe.measured_cluster(probe._devices(ranks, [0, 1], "cpu"), [curve], notes=["seen"])
     assert [(link.level, link.provenance) for link in cluster.links] == [("node", "estimated"), ("network", "measured")]
     assert [(device.node, device.memory_bytes) for device in cluster.devices] == [(0, 2**30), (1, 2**31)]
     assert cluster.notes == ("seen",)
@@ -73,7 +68,7 @@ def test_two_local_ranks_are_probed_and_make_a_cluster() -> None:
         2, "cpu", 1, probe.Probe(largest_bytes=2**18), lambda what, share: said.append((what, share))
     )
     kinds = ["p2p", "all_reduce", "all_gather", "reduce_scatter"]
-    both = probe.measured_cluster(measured, "cpu", "local")
+    both = probe.cluster_of(measured)
     four = probe.local_cluster(measured, describe(choose("cpu"), 1), 4)
     for cluster in (both, four):
         assert [(curve.kind, curve.ranks) for curve in cluster.curves] == [(kind, 2) for kind in kinds]
@@ -147,10 +142,11 @@ def test_the_drivers_table_is_told_in_words_and_falling_times_are_made_to_rise()
 
 def in_a_node(ranks: int, *curves: tuple[CurveKind, int, list[int], list[float]]) -> Cluster:
     """Return the cluster of so many ranks in a node that measured these curves."""
-    keys = ("kind", "ranks", "sizes", "seconds")
-    found: list[Any] = [{"level": "node", **dict(zip(keys, curve, strict=True))} for curve in curves]
-    same: Any = {"nodes": [0] * ranks, "memory_bytes": [2**30] * ranks, "names": ["one"] * ranks}
-    return probe.measured_cluster(probe.LinkMeasurements(curves=found, overlaps=[], notes=[], **same), "cpu", "local")
+    found = [
+        probe._curve(probe.RankGroups(kind, "node", (tuple(range(count)),)), tuple(sizes), [seconds])
+        for kind, count, sizes, seconds in curves
+    ]
+    return probe.measured_cluster([Device(type="cpu", memory_bytes=2**30)] * ranks, found)
 
 
 @pytest.mark.parametrize("seconds", [[1e-3, 4e-3, 3e-3], [2e-3, 2e-3, 2e-3]])
