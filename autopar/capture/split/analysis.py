@@ -20,7 +20,7 @@ What remains writes as it did, and the layer is not split.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,8 @@ from torch import fx
 
 from autopar.capture.graph import Layer
 from autopar.capture.model.effects import Storages
-from autopar.capture.split.names import Dim, MismatchError, Name, block, carries, is_partial, leaves, resolve
-from autopar.capture.split.rules import Dims, OperatorCall, find_rule
+from autopar.capture.split.names import MismatchError, Name, block, carries, is_partial, leaves, resolve
+from autopar.capture.split.rules import Dims, OperatorCall, apply_rule
 from autopar.capture.split.rules.rule import new_dims
 
 
@@ -50,13 +50,15 @@ class Analysis:
     """Why operators are computed whole: they have no rule, or it does not apply."""
     sources: frozenset[fx.Node]
     """What is there as a whole: the layer's inputs, buffers, and what operators give that are computed whole."""
+    values: Mapping[fx.Node, Any]
+    """What nodes give: tensors that may have no values."""
     varying: frozenset[fx.Node]
     """What gradients may be asked of."""
 
     @property
     def writes(self) -> bool:
         """Whether the layer writes into tensors."""
-        return _writes(self.module)
+        return is_writing(self.module)
 
     def splits(self, node: fx.Node, name: Name) -> bool:
         """Tell whether splitting a name splits what a node gives, or some of it.
@@ -145,32 +147,15 @@ def analyse(layer: Layer) -> Analysis:
     """
     if not isinstance(layer.module, fx.GraphModule):
         raise MismatchError("the layer is a module as it is, whose operators were not captured")
-    return analyse_graph(layer.module, layer.parameters)
-
-
-def analyse_graph(module: fx.GraphModule, parameters: Collection[str]) -> Analysis:
-    """Find out which dimensions of a graph are one; ``parameters`` are the attributes that can be cut."""
-    module = without_writes(module)
-    visit = _Visit(module, parameters)
-    for node in module.graph.nodes:
-        visit.enter(node)
+    module = without_writes(layer.module)
+    visit = _Visit(module, layer.parameters)
     varying: set[fx.Node] = set()
     for node in module.graph.nodes:
-        if _may_have_gradient(node, module, visit.parameters, varying):
+        visit.enter(node)
+        if visit.may_have_gradient(node, varying):
             varying.add(node)
-    found = (visit.parameters, visit.dims, visit.calls, visit.obstacles, frozenset(visit.sources))
+    found = (visit.parameters, visit.dims, visit.calls, visit.obstacles, frozenset(visit.sources), visit.values)
     return Analysis(module, *found, frozenset(varying))
-
-
-def _may_have_gradient(
-    node: fx.Node, module: fx.GraphModule, parameters: Collection[str], varying: Collection[fx.Node]
-) -> bool:
-    """Tell whether a gradient may be asked of a node: of numbers with fractions, made of such or of parameters."""
-    if node.op == "get_attr":
-        return node.target in parameters and bool(operator.attrgetter(str(node.target))(module).requires_grad)
-    if not any(each.is_floating_point() for each in _tensors(node.meta.get("val"))):
-        return False
-    return node.op == "placeholder" or any(source in varying for source in node.all_input_nodes)
 
 
 class _Visit:
@@ -183,8 +168,8 @@ class _Visit:
         self.obstacles: dict[fx.Node, str] = {}
         self.sources: set[fx.Node] = set()
         self._module, self._attributes = module, set(parameters)
-        self._writes = _writes(module)
-        self._values: dict[fx.Node, Any] = {}
+        self._writes = is_writing(module)
+        self.values: dict[fx.Node, Any] = {}
         self._tensors: dict[int, Dims] = {}
         """By the identity of a tensor that the module holds."""
 
@@ -196,15 +181,23 @@ class _Visit:
             for source in node.all_input_nodes:
                 self._block(source, "it crosses the layer's edge")
         else:
-            self._values[node] = node.meta.get("val")
+            self.values[node] = node.meta.get("val")
             if node.op == "call_function":
                 self._call(node)
             else:
                 self._name_anew(node)
 
+    def may_have_gradient(self, node: fx.Node, varying: Collection[fx.Node]) -> bool:
+        """Tell whether a gradient may be asked of a node: of numbers with fractions, made of such or of parameters."""
+        if node.op == "get_attr":
+            return node.target in self.parameters and bool(self.values[node].requires_grad)
+        if not any(each.is_floating_point() for each in tensors_of(node.meta.get("val"))):
+            return False
+        return node.op == "placeholder" or any(source in varying for source in node.all_input_nodes)
+
     def _read_attribute(self, node: fx.Node) -> None:
         value = operator.attrgetter(str(node.target))(self._module)
-        self._values[node] = value
+        self.values[node] = value
         if not isinstance(value, torch.Tensor):
             return
         dims = self._tensors.setdefault(id(value), new_dims(value))
@@ -215,13 +208,13 @@ class _Visit:
             self._add_source(node)
 
     def _call(self, node: fx.Node) -> None:
-        if not _tensors(self._values[node]):
+        if not tensors_of(self.values[node]):
             return
         if node.target is operator.getitem:
             self._take(node, *node.args)
             return
         try:
-            self._apply_rule(node)
+            self.calls[node], self.dims[node] = apply_rule(node, self.dims, self.values)
         except MismatchError as error:
             self.obstacles[node] = str(error)
             for source in node.all_input_nodes:
@@ -235,17 +228,8 @@ class _Visit:
         else:
             self._name_anew(node)
 
-    def _apply_rule(self, node: fx.Node) -> None:
-        found = find_rule(node.target)
-        if found is None:
-            raise MismatchError("it has no rule")
-        call = OperatorCall(node, self.dims, self._values)
-        dims = found.names(call)
-        self.dims[node] = tuple(dims) if isinstance(dims, list) else (dims,)
-        self.calls[node] = call
-
     def _name_anew(self, node: fx.Node) -> None:
-        tensors = _tensors(self._values[node])
+        tensors = tensors_of(self.values[node])
         if tensors:
             self.dims[node] = tuple(map(new_dims, tensors))
             self._add_source(node)
@@ -257,22 +241,24 @@ class _Visit:
             self._block(node, "the layer writes into tensors")
 
     def _block(self, node: fx.Node, obstacle: str) -> None:
-        for dim in _all_dims(self.dims.get(node, ())):
-            block(dim, obstacle)
+        for dims in self.dims.get(node, ()):
+            for dim in dims:
+                block(dim, obstacle)
 
 
-def _writes(module: fx.GraphModule) -> bool:
+def is_writing(module: fx.GraphModule) -> bool:
     """Tell whether a graph, or one inside it, writes into tensors."""
-    graphs = (each.graph for each in module.modules() if isinstance(each, fx.GraphModule))
-    schemas = (getattr(node.target, "_schema", None) for graph in graphs for node in graph.nodes)
-    return any(schema is not None and schema.is_mutable for schema in schemas)
+    return any(writing_nodes(each) for each in module.modules() if isinstance(each, fx.GraphModule))
 
 
-def _all_dims(outputs: tuple[Dims, ...]) -> Iterator[Dim]:
-    return (dim for dims in outputs for dim in dims)
+def writing_nodes(module: fx.GraphModule) -> list[fx.Node]:
+    """Return the operators of a graph that write into tensors."""
+    schemas = ((node, getattr(node.target, "_schema", None)) for node in module.graph.nodes)
+    return [node for node, schema in schemas if schema is not None and schema.is_mutable]
 
 
-def _tensors(value: object) -> list[torch.Tensor]:
+def tensors_of(value: object) -> list[torch.Tensor]:
+    """Return the tensors that a node gives."""
     values = value if isinstance(value, (tuple, list)) else [value]
     return [each for each in values if isinstance(each, torch.Tensor)]
 

@@ -22,9 +22,9 @@ Two matrices split in any number, but a block only in one that its heads allow.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import permutations, product
 from math import gcd, prod
 from typing import NamedTuple
 
@@ -32,9 +32,9 @@ import torch
 from torch import fx
 
 from autopar.capture.model.effects import Storages
-from autopar.capture.split.analysis import Analysis
+from autopar.capture.split.analysis import Analysis, writing_nodes
 from autopar.capture.split.names import MismatchError, Name, leaves, resolve, size
-from autopar.capture.split.rules import Axis, Dims, Part, Ranges, find_rule
+from autopar.capture.split.rules import Axis, Dims, Part, Ranges, local_call
 
 
 class AttributeCut(NamedTuple):
@@ -54,30 +54,13 @@ class Split:
     """Names that are split together, with the operators that are computed in parts."""
 
     names: tuple[Name, ...]
-    counts: tuple[int, ...]
-    """In how many parts each name is split."""
+    parts: tuple[Part, ...]
+    """What every rank has: all pairs of parts of the names, those of the last name running fastest."""
     region: frozenset[fx.Node]
     numbers_saved: float
     """How many numbers of parameters a part has less than the whole."""
     numbers_summed: int
     """How many are summed among parts, for a sample."""
-
-    def part(self, index: int) -> Part:
-        """Return what the rank of that index has: the last name's parts come first."""
-        return make_part(self.names, self.counts, index)
-
-    def parts(self) -> list[Part]:
-        """Return what every rank has, in their order."""
-        return [self.part(index) for index in range(prod(self.counts))]
-
-
-def make_part(names: tuple[Name, ...], counts: tuple[int, ...], index: int) -> Part:
-    """Return the part of an index among all pairs of parts of names; the last name's index runs fastest."""
-    axes: list[Axis] = []
-    for name, count in zip(reversed(names), reversed(counts), strict=True):
-        index, own = divmod(index, count)
-        axes.insert(0, Axis(name, own, count))
-    return Part(tuple(axes))
 
 
 def split_dim(dims: Dims, part: Part) -> int | None:
@@ -92,11 +75,10 @@ def cuts_of(analysis: Analysis, splits: Iterable[Split]) -> dict[str, AttributeC
     """
     found: dict[str, AttributeCut] = {}
     for split in splits:
-        parts = split.parts()
         for attribute, dims in analysis.parameters.items():
-            at = split_dim(dims, parts[0])
+            at = split_dim(dims, split.parts[0])
             if at is not None:
-                found[attribute] = AttributeCut(at, tuple(part.ranges(dims[at]) for part in parts))
+                found[attribute] = AttributeCut(at, tuple(part.ranges(dims[at]) for part in split.parts))
     return found
 
 
@@ -132,8 +114,10 @@ def choose(
     for split in found:
         if not any(split.region & other.region for other in chosen):
             chosen.append(split)
-    if earlier_cuts is not None:
-        _check_repeated(cuts_of(analysis, chosen), earlier_cuts, count)
+    repeated = cuts_of(analysis, chosen) if earlier_cuts else {}
+    for attribute, cut in (earlier_cuts or {}).items():
+        if repeated.get(attribute) != cut:
+            raise MismatchError(f"parameter {attribute} cannot be cut in {count} parts as it was recorded")
     return tuple(chosen)
 
 
@@ -153,15 +137,9 @@ def _candidates(analysis: Analysis, count: int) -> Iterator[Split]:
 
 def _cuts_any(analysis: Analysis, split: Split, attributes: Collection[str]) -> bool:
     """Tell whether one of some parameters would be cut."""
-    part = split.part(0)
+    part = split.parts[0]
     dims = (analysis.parameters[each] for each in attributes if each in analysis.parameters)
     return any(split_dim(each, part) is not None for each in dims)
-
-
-def _check_repeated(cuts: Mapping[str, AttributeCut], earlier_cuts: Mapping[str, AttributeCut], count: int) -> None:
-    for attribute, cut in earlier_cuts.items():
-        if cuts.get(attribute) != cut:
-            raise MismatchError(f"parameter {attribute} cannot be cut in {count} parts as it was recorded")
 
 
 def _ways(analysis: Analysis, count: int) -> Iterator[tuple[tuple[Name, ...], tuple[int, ...]]]:
@@ -189,17 +167,14 @@ def _split(analysis: Analysis, names: tuple[Name, ...], counts: tuple[int, ...])
         MismatchError: they cannot be split so.
     """
     region = analysis.region(names)
-    part = make_part(names, counts, 0)
+    parts = tuple(Part(tuple(map(Axis, names, indices, counts))) for indices in product(*map(range, counts)))
     for node in region:
-        rule = find_rule(node.target)
-        if rule is not None and rule.local is not None:
-            rule.local(analysis.calls[node], part)
-    saved = _numbers_saved(analysis, names, counts)
-    return Split(names, counts, region, saved, _numbers_summed(analysis, names[0], region))
+        if node in analysis.calls:
+            local_call(analysis.calls[node], parts[0])
+    return Split(names, parts, region, _numbers_saved(analysis, parts), _numbers_summed(analysis, names[0], region))
 
 
-def _numbers_saved(analysis: Analysis, names: tuple[Name, ...], counts: tuple[int, ...]) -> float:
-    parts = [make_part(names, counts, index) for index in range(prod(counts))]
+def _numbers_saved(analysis: Analysis, parts: Sequence[Part]) -> float:
     saved = 0.0
     for dims in dict.fromkeys(analysis.parameters.values()):
         if split_dim(dims, parts[0]) is not None:
@@ -210,14 +185,14 @@ def _numbers_saved(analysis: Analysis, names: tuple[Name, ...], counts: tuple[in
 
 def _numbers_summed(analysis: Analysis, name: Name, region: frozenset[fx.Node]) -> int:
     """Return how many numbers the operators give, for a sample, that sum over a name."""
-    shapes = (_value(node).shape for node in region if analysis.sums(node, name))
-    return sum(prod(length for length in shape if isinstance(length, int)) for shape in shapes)
+    return sum(numbers(node) for node in region if analysis.sums(node, name))
 
 
-def _value(node: fx.Node) -> torch.Tensor:
+def numbers(node: fx.Node) -> int:
+    """Return how many numbers a node gives for a sample."""
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor)
-    return value
+    return prod(length for length in value.shape if isinstance(length, int))
 
 
 NEARLY_ALL = 0.9
@@ -270,9 +245,7 @@ def _obstacle(analysis: Analysis) -> str:
 
 def written_tensor(module: fx.GraphModule) -> str | None:
     """Return the name of a tensor that a graph writes into: a buffer's or input's, if it is one."""
-    nodes = list(module.graph.nodes)
-    schemas = ((node, getattr(node.target, "_schema", None)) for node in nodes)
-    writing = [node for node, schema in schemas if schema is not None and schema.is_mutable]
+    nodes, writing = list(module.graph.nodes), writing_nodes(module)
     if not writing:
         return None
     storages = Storages(nodes)

@@ -19,14 +19,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from math import prod
 
 import torch
 from torch import fx
 
 from autopar.capture.graph import Layer
 from autopar.capture.split.analysis import Analysis, analyse
-from autopar.capture.split.choice import AttributeCut, Split, choose
+from autopar.capture.split.choice import AttributeCut, Split, choose, numbers
 from autopar.capture.split.names import MismatchError, Name, leaves
 from autopar.capture.split.sequence import SequenceSplit, reads_slices, split_sequence, writes_slices
 
@@ -205,10 +204,3 @@ def _taken_of_whole(analysis: Analysis, sequence: SequenceSplit) -> set[tuple[fx
                 place = sequence.slice_of(reader, source)
                 pairs |= set() if place is None else {(source, place.name)}
     return pairs
-
-
-def numbers(node: fx.Node) -> int:
-    """Return how many numbers a node gives for a sample."""
-    value = node.meta.get("val")
-    assert isinstance(value, torch.Tensor)
-    return prod(length for length in value.shape if isinstance(length, int))

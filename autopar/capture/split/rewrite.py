@@ -23,8 +23,8 @@ from autopar.capture.split.analysis import Analysis, analyse
 from autopar.capture.split.choice import AttributeCut, Split, choose, cuts_of
 from autopar.capture.split.edges import NO_EDGES, Edges, find_edges
 from autopar.capture.split.names import MismatchError, is_partial, split_places
-from autopar.capture.split.rules import Axis, Part, ranges, take_ranges
-from autopar.capture.split.sequence import NOTHING, SequenceSplit, SlicePlace, local_call, split_sequence, writes_slices
+from autopar.capture.split.rules import Axis, LocalCall, Part, local_call, ranges, take_ranges
+from autopar.capture.split.sequence import NOTHING, SequenceSplit, SlicePlace, split_sequence, writes_slices
 from autopar.capture.split.sums import Enter, Leave, Move, Summand, Sums
 
 _ENTER, _LEAVE = "enter", "leave"
@@ -113,7 +113,7 @@ def rewrite(
         if writes_slices(analysis):
             raise MismatchError("the layer writes into tensors, and slices of them would not see it")
         sequence = split_sequence(analysis, splits, count, edges.inputs, edges.output_nodes(analysis.module))
-    parts = [split.part(index) for split in splits]
+    parts = [split.parts[index] for split in splits]
     cuts = cuts_of(analysis, splits)
     regions = {node: part for split, part in zip(splits, parts, strict=True) for node in split.region}
     graph = _Rewrite(analysis, regions, sequence, edges, (index, count)).run()
@@ -153,7 +153,7 @@ def _attributes(analysis: Analysis, cuts: Mapping[str, AttributeCut], index: int
         if node.op != "get_attr":
             continue
         attribute = str(node.target)
-        value = operator.attrgetter(attribute)(analysis.module)
+        value = analysis.values[node]
         if attribute in analysis.parameters:
             value = copies.setdefault(id(value), _parameter_part(value, cuts.get(attribute), index))
         found[attribute] = value
@@ -218,7 +218,8 @@ class _Rewrite:
         return place is not None and place.dim != dim % len(self._analysis.dims[source][0])
 
     def _call(self, node: fx.Node, part: Part) -> fx.Node:
-        local = local_call(node, self._analysis.calls.get(node), part)
+        call = self._analysis.calls.get(node)
+        local = LocalCall(node.target, node.args, node.kwargs) if call is None else local_call(call, part)
         args, kwargs = fx.map_arg((local.args, dict(local.kwargs)), lambda each: self._inside(each, part))
         made = self._graph.call_function(local.target, args, kwargs)
         if not self._sums(node, part):
@@ -241,7 +242,7 @@ class _Rewrite:
     def _call_slice(self, node: fx.Node) -> fx.Node:
         """Compute a slice outside regions."""
         axis = Axis(self._sequence.call_names[node], *self._share)
-        local = local_call(node, self._sequence.calls[node], Part((axis,)))
+        local = local_call(self._sequence.calls[node], Part((axis,)))
         args, kwargs = fx.map_arg((local.args, dict(local.kwargs)), lambda each: self._slice(node, each))
         return self._graph.call_function(local.target, args, kwargs)
 

@@ -18,15 +18,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
-from autopar.capture.split.analysis import Analysis
+from autopar.capture.split.analysis import Analysis, tensors_of, writing_nodes
 from autopar.capture.split.choice import Split
 from autopar.capture.split.names import Dim, MismatchError, Name, carries, leaves, resolve, size, unite
-from autopar.capture.split.rules import Axis, Dims, LocalCall, OperatorCall, Part, find_rule
+from autopar.capture.split.rules import Axis, Dims, OperatorCall, Part, apply_rule, local_call
 from autopar.capture.split.rules.rule import ROWS, broadcast, new_dim, plain_size
 
 Reads = Mapping[fx.Node, tuple[Dims, ...]]
@@ -122,7 +122,7 @@ class _SequenceWalk:
         inputs: Collection[fx.Node],
         whole: Collection[fx.Node],
     ) -> None:
-        self._regions = {node: split.part(0) for split in splits for node in split.region}
+        self._regions = {node: split.parts[0] for split in splits for node in split.region}
         self._analysis, self._whole = analysis, whole
         self.dims: dict[fx.Node, tuple[Dims, ...]] = {}
         """Of inputs that come in slices, and of what operators give that may be computed in slices."""
@@ -132,7 +132,6 @@ class _SequenceWalk:
         """Of inputs that come as a whole."""
         self.stopped: set[fx.Node] = set()
         """Operators that have no rule, or whose rule does not apply."""
-        self._values = {node: value_of(analysis, node) for node in analysis.module.graph.nodes}
         derived = derived_nodes(analysis)
         for node in analysis.module.graph.nodes:
             if node in derived:
@@ -142,10 +141,10 @@ class _SequenceWalk:
         if node in self._whole:
             return
         if node.op == "placeholder" and node in inputs:
-            self.dims[node] = (fresh_dims(self._values[node]),)
+            self.dims[node] = (fresh_dims(self._analysis.values[node]),)
         elif node.op == "call_function" and node in self._regions:
             if self._leaves_region(node):
-                self._name(node, {node: (fresh_dims(self._values[node]),)}, self._then_args(node))
+                self._name(node, {node: (fresh_dims(self._analysis.values[node]),)}, self._then_args(node))
         elif node.op == "call_function" and node.target is operator.getitem:
             source, index = node.args
             if source in self.calls and isinstance(source, fx.Node) and isinstance(index, int):
@@ -158,11 +157,11 @@ class _SequenceWalk:
         part = self._regions[node]
         if not any(self._analysis.sums(node, axis.name) for axis in part.axes):
             return False
-        local = local_call(node, self._analysis.calls[node], part)
+        local = local_call(self._analysis.calls[node], part)
         return local.then is None or local.then_broadcasts
 
     def _then_args(self, node: fx.Node) -> list[fx.Node]:
-        then_args = local_call(node, self._analysis.calls[node], self._regions[node]).then_args
+        then_args = local_call(self._analysis.calls[node], self._regions[node]).then_args
         return [each for each in then_args if isinstance(each, fx.Node)]
 
     def _name(self, node: fx.Node, own: Reads, sources: Iterable[fx.Node]) -> None:
@@ -182,7 +181,7 @@ class _SequenceWalk:
     def _read(self, source: fx.Node) -> tuple[Dims, ...]:
         if source in self.dims:
             return self.dims[source]
-        fresh = tuple(map(fresh_dims, tensors_of(self._values[source])))
+        fresh = tuple(map(fresh_dims, tensors_of(self._analysis.values[source])))
         if source.op == "placeholder" and source in self._analysis.varying and source not in self._whole:
             return self._inputs.setdefault(source, fresh)
         return fresh
@@ -191,12 +190,7 @@ class _SequenceWalk:
         """Return the dimensions of what an operator gives, or of a region's sum with what is added to it."""
         if node in self._regions:
             return None, (broadcast(dims for outputs in reads.values() for dims in outputs),)
-        rule = find_rule(node.target)
-        if rule is None:
-            raise MismatchError("it has no rule")
-        call = OperatorCall(node, reads, self._values)
-        dims = rule.names(call)
-        return call, tuple(dims) if isinstance(dims, list) else (dims,)
+        return apply_rule(node, reads, self._analysis.values)
 
     def names_at(self, node: fx.Node, dim: int, count: int) -> Iterator[Name]:
         """Yield the outermost name of a dimension, if parts divide it evenly."""
@@ -236,7 +230,7 @@ class _SequenceWalk:
         if call is not None:
             if any(_has((dim,), sliced[0]) for dim in call.summed):
                 return False
-            local_call(node, call, Part((Axis(sliced[0], 0, count),)))
+            local_call(call, Part((Axis(sliced[0], 0, count),)))
         return all(find_place(dims, sliced) for dims in found)
 
     def result(self, names: frozenset[Name]) -> SequenceSplit:
@@ -275,40 +269,25 @@ def _has(dims: Dims, name: Name) -> bool:
     return any(each is name or each in own for dim in dims for each in (*resolve(dim), *leaves(dim)))
 
 
-def local_call(node: fx.Node, call: OperatorCall | None, part: Part) -> LocalCall:
-    """Return what a part calls in place of an operator.
-
-    Raises:
-        MismatchError: nothing would do.
-    """
-    rule = find_rule(node.target)
-    if rule is None or rule.local is None or call is None:
-        return LocalCall(node.target, node.args, node.kwargs)
-    return rule.local(call, part)
-
-
 def reads_slices(analysis: Analysis, reader: fx.Node, source: fx.Node, dim: int) -> bool:
     """Tell whether an operator could be given slices of a dimension and give slices, whatever else is in its layer."""
-    values = {node: value_of(analysis, node) for node in (reader, *reader.all_input_nodes)}
+    values = analysis.values
     reads = {node: tuple(map(fresh_dims, tensors_of(values[node]))) for node in reader.all_input_nodes}
-    rule = find_rule(reader.target)
     try:
-        call = OperatorCall(reader, reads, values)
-        dims = [] if rule is None else rule.names(call)
+        call, dims = apply_rule(reader, reads, values)
     except MismatchError:
         return False
     names = resolve(reads[source][0][dim])
     free = len(names) == 1 and names[0].obstacle is None and not any(_has((each,), names[0]) for each in call.summed)
-    return free and all(_has(each, names[0]) for each in (dims if isinstance(dims, list) else [dims]))
+    return free and all(_has(each, names[0]) for each in dims)
 
 
 def derived_nodes(analysis: Analysis) -> set[fx.Node]:
     """Return the tensors that are parameters or inputs with fractions, or made of such."""
     found: set[fx.Node] = set()
     for node in analysis.module.graph.nodes:
-        if not tensors_of(value_of(analysis, node)):
-            continue
-        if node in analysis.varying or not found.isdisjoint(node.all_input_nodes):
+        made = node in analysis.varying or not found.isdisjoint(node.all_input_nodes)
+        if made and tensors_of(analysis.values.get(node)):
             found.add(node)
     return found
 
@@ -317,24 +296,9 @@ def writes_slices(analysis: Analysis) -> bool:
     """Tell whether a layer writes into what may be in slices; of the rest, every reader takes its own."""
     if not analysis.writes:
         return False
+    derived, writing = derived_nodes(analysis), writing_nodes(analysis.module)
     inner = any(isinstance(each, fx.GraphModule) for each in analysis.module.children())
-    schemas = ((node, getattr(node.target, "_schema", None)) for node in analysis.module.graph.nodes)
-    writing = {node for node, schema in schemas if schema is not None and schema.is_mutable}
-    derived = derived_nodes(analysis)
     return inner or any(not derived.isdisjoint((node, *node.all_input_nodes)) for node in writing)
-
-
-def value_of(analysis: Analysis, node: fx.Node) -> Any:  # noqa: ANN401
-    """Return what a node gives: tensors that may have no values."""
-    if node.op == "get_attr":
-        return operator.attrgetter(str(node.target))(analysis.module)
-    return node.meta.get("val")
-
-
-def tensors_of(value: object) -> list[torch.Tensor]:
-    """Return the tensors that a node gives."""
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return [each for each in values if isinstance(each, torch.Tensor)]
 
 
 def fresh_dims(value: torch.Tensor) -> Dims:

@@ -8,6 +8,12 @@ and ``draws.py`` (random numbers).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from autopar.capture.split.names import MismatchError
 from autopar.capture.split.rules import (
     arithmetic,
     attention,
@@ -40,7 +46,9 @@ __all__ = [
     "Part",
     "Ranges",
     "SplitRule",
+    "apply_rule",
     "find_rule",
+    "local_call",
     "ranges",
     "share",
     "take_ranges",
@@ -61,3 +69,30 @@ FAMILIES = (
 def find_rule(target: object) -> SplitRule | None:
     """Return the rule of an operator, if it has one."""
     return RULES.get(str(target)) or arithmetic.pointwise(target)
+
+
+def apply_rule(
+    node: fx.Node, dims: Mapping[fx.Node, tuple[Dims, ...]], values: Mapping[fx.Node, Any]
+) -> tuple[OperatorCall, tuple[Dims, ...]]:
+    """Return an operator's call, of tensors with these dimensions, and the dimensions of all that it gives.
+
+    Raises:
+        MismatchError: it has no rule, or its rule does not apply.
+    """
+    rule = find_rule(node.target)
+    if rule is None:
+        raise MismatchError("it has no rule")
+    call = OperatorCall(node, dims, values)
+    found = rule.names(call)
+    return call, tuple(found) if isinstance(found, list) else (found,)
+
+
+def local_call(call: OperatorCall, part: Part) -> LocalCall:
+    """Return what a part calls in place of an operator.
+
+    Raises:
+        MismatchError: nothing would do.
+    """
+    rule = find_rule(call.node.target)
+    found = None if rule is None or rule.local is None else rule.local(call, part)
+    return found or LocalCall(call.node.target, call.node.args, call.node.kwargs)

@@ -100,11 +100,11 @@ def mean_share(operator: Callable[..., torch.Tensor], share: float, *args: Any, 
     return operator(*args, **options) * share
 
 
-def local_mean(call: OperatorCall, part: Part) -> LocalCall:
+def local_mean(call: OperatorCall, part: Part) -> LocalCall | None:
     """Return a part's summand of a mean over dimensions."""
     share = prod(part.length(dim) / size(dim) for dim in call.summed if part.splits(dim))
     if share == 1:
-        return LocalCall(call.node.target, call.node.args, call.node.kwargs)
+        return None
     return LocalCall(mean_share, (call.node.target, share, *call.node.args), call.node.kwargs)
 
 
@@ -128,8 +128,8 @@ def reduce(call: OperatorCall) -> Dims:
 @rule("_log_softmax.default", "_safe_softmax.default", "_softmax.default", "log_softmax.int", "softmax.int")
 def softmax(call: OperatorCall) -> Dims:
     """Divide by a sum over the whole of a dimension."""
-    given = call.dims("self")
-    block(given[normal(call.argument("dim"), len(given))], "softmax reads the whole of it")
+    given, at = call.dims_and_place()
+    block(given[at], "softmax reads the whole of it")
     return given
 
 
@@ -148,10 +148,8 @@ def norm(call: OperatorCall) -> Dims:
     return given
 
 
-def _local_loss(call: OperatorCall, part: Part) -> LocalCall:
-    if call.argument("reduction") != 1:
-        return LocalCall(call.node.target, call.node.args, call.node.kwargs)
-    return local_mean(call, part)
+def _local_loss(call: OperatorCall, part: Part) -> LocalCall | None:
+    return local_mean(call, part) if call.argument("reduction") == 1 else None
 
 
 @rule("huber_loss.default", "l1_loss.default", "mse_loss.default", "smooth_l1_loss.default", local=_local_loss)

@@ -119,9 +119,9 @@ def _hide(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torc
     return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
 
 
-def _local_attention(call: OperatorCall, part: Part) -> LocalCall:
+def _local_attention(call: OperatorCall, part: Part) -> LocalCall | None:
     if not call.argument("dropout_p"):
-        return LocalCall(call.node.target, call.node.args, call.node.kwargs)
+        return None
     tensors = [call.argument(name) for name in ("query", "key", "value", "attn_mask")]
     options = [call.argument(name) for name in ("dropout_p", "is_causal", "scale", "enable_gqa")]
     *heads, queries, _ = call.dims_of(call.node)

@@ -107,20 +107,6 @@ def _fused_mask(ones: torch.Tensor, rate: float) -> torch.Tensor:
     return mask
 
 
-def _local_dropout(call: OperatorCall, part: Part) -> LocalCall:
-    own = own_ranges(call.dims("input"), part)
-    if not own or not (call.argument("train") and call.argument("p")):
-        return LocalCall(call.node.target, call.node.args, call.node.kwargs)
-    place = (call.memory_order("input"), own)
-    return LocalCall(drop_part, (call.argument("input"), call.argument("p"), *place), {})
-
-
-@rule("dropout.default", local=_local_dropout)
-def dropout(call: OperatorCall) -> Dims:
-    """Leave every number in its place, or make it zero."""
-    return call.dims("input")
-
-
 def native_drop_part(
     tensor: torch.Tensor, rate: float, order: tuple[int, ...], own: Taken
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,24 +115,31 @@ def native_drop_part(
     return tensor * mask * (1 / (1 - rate) if rate < 1 else 0.0), mask
 
 
-def _local_native_dropout(call: OperatorCall, part: Part) -> LocalCall:
-    own, train = own_ranges(call.dims("input"), part), call.argument("train")
-    if not own or train is False:
-        return LocalCall(call.node.target, call.node.args, call.node.kwargs)
-    place = (call.memory_order("input"), own)
-    return LocalCall(native_drop_part, (call.argument("input"), call.argument("p"), *place), {})
+def _local_dropout(call: OperatorCall, part: Part) -> LocalCall | None:
+    own, train, rate = own_ranges(call.dims("input"), part), call.argument("train"), call.argument("p")
+    native = call.node.target is torch.ops.aten.native_dropout.default
+    if not own or train is False or not (native or (train and rate)):
+        return None
+    drop = native_drop_part if native else drop_part
+    return LocalCall(drop, (call.argument("input"), rate, call.memory_order("input"), own), {})
 
 
-@rule("native_dropout.default", local=_local_native_dropout)
+@rule("dropout.default", local=_local_dropout)
+def dropout(call: OperatorCall) -> Dims:
+    """Leave every number in its place, or make it zero."""
+    return call.dims("input")
+
+
+@rule("native_dropout.default", local=_local_dropout)
 def native_dropout(call: OperatorCall) -> list[Dims]:
     """Leave every number in its place, or make it zero; and tell which."""
     return [call.dims("input")] * 2
 
 
-def _local_draw(call: OperatorCall, part: Part) -> LocalCall:
+def _local_draw(call: OperatorCall, part: Part) -> LocalCall | None:
     own = own_ranges(call.dims("self"), part)
     if not own:
-        return LocalCall(call.node.target, call.node.args, call.node.kwargs)
+        return None
     like, *others = call.node.args
     return LocalCall(draw_part, (call.node.target, like, call.memory_order("self"), own, *others), call.node.kwargs)
 

@@ -32,12 +32,11 @@ def _bounds(call: OperatorCall, at: int) -> list[int]:
     return list(accumulate(sizes, initial=0))
 
 
-def _local_division(call: OperatorCall, part: Part) -> LocalCall:
+def _local_division(call: OperatorCall, part: Part) -> LocalCall | None:
     """Divide what a part has at the same places, by sizes: they may be uneven."""
-    given = call.dims("self")
-    at = normal(call.argument("dim"), len(given))
+    given, at = call.dims_and_place()
     if not part.splits(given[at]):
-        return LocalCall(call.node.target, call.node.args, call.node.kwargs)
+        return None
     ends = [part.before(given[at], bound) for bound in _bounds(call, at)]
     return LocalCall(_SPLIT, (call.argument("self"), [end - start for start, end in pairwise(ends)], at), {})
 
@@ -45,8 +44,7 @@ def _local_division(call: OperatorCall, part: Part) -> LocalCall:
 @rule("chunk.default", "split.Tensor", "split_with_sizes.default", local=_local_division)
 def division(call: OperatorCall) -> list[Dims]:
     """Cut a dimension into pieces, one behind the other."""
-    given = call.dims("self")
-    at = normal(call.argument("dim"), len(given))
+    given, at = call.dims_and_place()
     return [replace_dim(given, at, [piece]) for piece in cut(given[at], _bounds(call, at))]
 
 
@@ -62,11 +60,10 @@ def _range(call: OperatorCall, at: int) -> tuple[int, int]:
     return ends[0], ends[1]
 
 
-def _local_slice(call: OperatorCall, part: Part) -> LocalCall:
-    given = call.dims("self")
-    at = normal(call.argument("dim"), len(given))
+def _local_slice(call: OperatorCall, part: Part) -> LocalCall | None:
+    given, at = call.dims_and_place()
     if not part.splits(given[at]):
-        return LocalCall(call.node.target, call.node.args, call.node.kwargs)
+        return None
     start, end = (part.before(given[at], bound) for bound in _range(call, at))
     return LocalCall(call.node.target, (call.argument("self"), at, start, end), {})
 
@@ -74,8 +71,7 @@ def _local_slice(call: OperatorCall, part: Part) -> LocalCall:
 @rule("slice.Tensor", local=_local_slice)
 def take_slice(call: OperatorCall) -> Dims:
     """Take one piece of a dimension."""
-    given = call.dims("self")
-    at = normal(call.argument("dim"), len(given))
+    given, at = call.dims_and_place()
     if call.output_sizes()[at] == call.sizes("self")[at] and call.argument("step") == 1:
         return given
     if call.argument("step") != 1:
@@ -91,8 +87,7 @@ def take_slice(call: OperatorCall) -> Dims:
 @rule("glu.default")
 def gate(call: OperatorCall) -> Dims:
     """Multiply the first half of a dimension by what is made of the second."""
-    given = call.dims("self")
-    at = normal(call.argument("dim"), len(given))
+    given, at = call.dims_and_place()
     length = call.sizes("self")[at]
     first, second = cut(given[at], (0, length // 2, length))
     return replace_dim(given, at, [unite_or_block(first, second)])

@@ -24,12 +24,11 @@ from autopar.capture.split.rules.rule import (
 _ADD = torch.ops.aten.add.Tensor
 
 
-def _local_linear(call: OperatorCall, part: Part) -> LocalCall:
-    args, kwargs = call.replace_arguments(bias=None)
+def _local_linear(call: OperatorCall, part: Part) -> LocalCall | None:
     bias = call.argument("bias")
     if bias is None or not part.splits(call.dims("input")[-1]):
-        return LocalCall(call.node.target, call.node.args, call.node.kwargs)
-    return LocalCall(call.node.target, args, kwargs, _ADD, (bias,), then_broadcasts=True)
+        return None
+    return LocalCall(call.node.target, *call.replace_arguments(bias=None), _ADD, (bias,), then_broadcasts=True)
 
 
 @rule("linear.default", local=_local_linear)
@@ -42,11 +41,18 @@ def linear(call: OperatorCall) -> Dims:
     return (*given[:-1], weight[0])
 
 
-def _local_addmm(call: OperatorCall, part: Part) -> LocalCall:
-    if not part.splits(call.dims("mat1")[1]):
-        return LocalCall(call.node.target, call.node.args, call.node.kwargs)
-    factors = (call.argument("mat1"), call.argument("mat2"))
-    return LocalCall(torch.ops.aten.mm.default, factors, {}, add_scaled, _summand(call), then_broadcasts=True)
+def _local_sum_with_product(call: OperatorCall, part: Part) -> LocalCall | None:
+    one, other = _factors(call)
+    if not part.splits(call.dims(one)[-1]):
+        return None
+    product = torch.ops.aten.mm.default if one == "mat1" else torch.ops.aten.bmm.default
+    factors, summand = (call.argument(one), call.argument(other)), _summand(call)
+    return LocalCall(product, factors, {}, add_scaled, summand, then_broadcasts=True)
+
+
+def _factors(call: OperatorCall) -> tuple[str, str]:
+    """Return the names of the arguments that are multiplied."""
+    return ("mat1", "mat2") if call.node.target is torch.ops.aten.addmm.default else ("batch1", "batch2")
 
 
 def add_scaled(product: torch.Tensor, summand: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
@@ -58,26 +64,10 @@ def _summand(call: OperatorCall) -> tuple[object, ...]:
     return call.argument("self"), call.argument("beta"), call.argument("alpha")
 
 
-@rule("addmm.default", local=_local_addmm)
-def addmm(call: OperatorCall) -> Dims:
-    """Sum over the dimension between two matrices, and add a bias to the product."""
-    left, right = call.dims("mat1"), call.dims("mat2")
-    call.summed.append(unite_or_block(left[1], right[0]))
-    return broadcast([(left[0], right[1]), call.dims("self")])
-
-
-def _local_baddbmm(call: OperatorCall, part: Part) -> LocalCall:
-    if not part.splits(call.dims("batch1")[2]):
-        return LocalCall(call.node.target, call.node.args, call.node.kwargs)
-    factors = (call.argument("batch1"), call.argument("batch2"))
-    return LocalCall(torch.ops.aten.bmm.default, factors, {}, add_scaled, _summand(call), then_broadcasts=True)
-
-
-@rule("baddbmm.default", local=_local_baddbmm)
-def baddbmm(call: OperatorCall) -> Dims:
-    """Multiply matrices, as many as there are, and add something to the products."""
-    products = _product_dims(call, call.dims("batch1"), call.dims("batch2"))
-    return broadcast([products, call.dims("self")])
+@rule("addmm.default", "baddbmm.default", local=_local_sum_with_product)
+def sum_with_product(call: OperatorCall) -> Dims:
+    """Multiply two matrices, or as many pairs as there are, and add something to the product."""
+    return broadcast([_product_dims(call, *map(call.dims, _factors(call))), call.dims("self")])
 
 
 @rule("einsum.default")
@@ -96,16 +86,11 @@ def einsum(call: OperatorCall) -> Dims:
     return tuple(found[letter] for letter in output)
 
 
-@rule("bmm.default", "mm.default")
+@rule("bmm.default", "matmul.default", "mm.default")
 def product(call: OperatorCall) -> Dims:
-    """Sum over the dimension between two matrices."""
-    return _product_dims(call, call.dims("self"), call.dims("mat2"))
-
-
-@rule("matmul.default")
-def matmul(call: OperatorCall) -> Dims:
     """Sum over the dimension between matrices; those before the last two are broadcast."""
-    return _product_dims(call, call.dims("self"), call.dims("other"))
+    other = "other" if call.node.target is torch.ops.aten.matmul.default else "mat2"
+    return _product_dims(call, call.dims("self"), call.dims(other))
 
 
 def _product_dims(call: OperatorCall, one: Dims, other: Dims) -> Dims:
@@ -123,10 +108,10 @@ def add_channels(total: torch.Tensor, bias: torch.Tensor, places: int) -> torch.
     return total + bias.view(-1, *[1] * places)
 
 
-def _local_convolution(call: OperatorCall, part: Part) -> LocalCall:
+def _local_convolution(call: OperatorCall, part: Part) -> LocalCall | None:
     places = len(call.dims("weight")) - 2
     if not part.splits(call.dims("input")[-places - 1]):
-        return LocalCall(call.node.target, call.node.args, call.node.kwargs)
+        return None
     if call.argument("groups") > 1:
         groups = part.length(call.dims("weight")[0])
         return LocalCall(call.node.target, *call.replace_arguments(groups=groups))

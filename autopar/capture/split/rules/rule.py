@@ -118,6 +118,11 @@ class OperatorCall:
         """Return the dimensions of a tensor argument."""
         return self.dims_of(self.argument(name))
 
+    def dims_and_place(self) -> tuple[Dims, int]:
+        """Return the dimensions of the argument ``self``, and which of them the argument ``dim`` says."""
+        dims = self.dims("self")
+        return dims, normal(self.argument("dim"), len(dims))
+
     def dims_of(self, node: Any) -> Dims:  # noqa: ANN401
         """Return the dimensions of a tensor.
 
@@ -253,26 +258,28 @@ class LocalCall:
     """Whether every number that comes is made of those in its place, to which arguments are broadcast."""
 
 
+Names = Callable[[OperatorCall], Dims | list[Dims]]
+"""Returns the dimensions of what an operator gives; a list of them where it gives several tensors."""
+Local = Callable[[OperatorCall, Part], LocalCall | None]
+"""Returns what a part calls; none: the operator, with the same arguments."""
+
+
 @dataclass(frozen=True)
 class SplitRule:
     """What is known of an operator."""
 
-    names: Callable[[OperatorCall], Dims | list[Dims]]
-    """Return the dimensions of what it gives; a list of them where it gives several tensors."""
-    local: Callable[[OperatorCall, Part], LocalCall] | None = None
-    """Return what a part calls; none: the operator, with the same arguments."""
+    names: Names
+    local: Local | None = None
 
 
 RULES: dict[str, SplitRule] = {}
 """By the operator's name and overload."""
 
 
-def rule(
-    *operators: str, local: Callable[[OperatorCall, Part], LocalCall] | None = None
-) -> Callable[[Callable[[OperatorCall], Dims | list[Dims]]], Callable[[OperatorCall], Dims | list[Dims]]]:
+def rule(*operators: str, local: Local | None = None) -> Callable[[Names], Names]:
     """Register a function as the rule of operators, as ``linear.default``."""
 
-    def register(names: Callable[[OperatorCall], Dims | list[Dims]]) -> Callable[[OperatorCall], Dims | list[Dims]]:
+    def register(names: Names) -> Names:
         RULES.update(dict.fromkeys((f"aten.{operator}" for operator in operators), SplitRule(names, local)))
         return names
 

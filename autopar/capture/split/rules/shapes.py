@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,41 +71,41 @@ def _name_size(sizes: list[Any], dims: Dims, part: Part) -> None:
         sizes[open_place] = length
 
 
-def _local_view(call: OperatorCall, part: Part) -> LocalCall:
-    name = "shape" if str(call.node.target).startswith("aten.reshape") else "size"
-    sizes = local_sizes(call.argument(name), call.dims_of(call.node), part)
+def _local_view(call: OperatorCall, part: Part) -> LocalCall | None:
+    """Name a part's sizes; those of ``flatten`` come of themselves."""
+    kind, dims = str(call.node.target).split(".")[1], call.dims_of(call.node)
+    if kind == "flatten":
+        return None
+    if kind == "unflatten":
+        name, (_, at) = "sizes", call.dims_and_place()
+        dims = dims[at : at + len(call.argument(name))]
+    else:
+        name = "shape" if kind == "reshape" else "size"
+    sizes = local_sizes(call.argument(name), dims, part)
     return LocalCall(call.node.target, *call.replace_arguments(**{name: sizes}))
 
 
-@rule("_unsafe_view.default", "reshape.default", "view.default", local=_local_view)
+@rule(
+    "_unsafe_view.default",
+    "flatten.using_ints",
+    "reshape.default",
+    "unflatten.int",
+    "view.default",
+    local=_local_view,
+)
 def view(call: OperatorCall) -> Dims:
     """Regroup names."""
     return regroup(call.dims("self"), call.output_sizes())
 
 
-@rule("flatten.using_ints")
-def flatten(call: OperatorCall) -> Dims:
-    """Regroup names; sizes come of themselves."""
-    return regroup(call.dims("self"), call.output_sizes())
+def _with_rank_of(dims: Dims, sizes: Sequence[object]) -> Dims:
+    """Return as many dimensions as there are sizes: new ones in front have one index each."""
+    return ((),) * (len(sizes) - len(dims)) + dims
 
 
-def _local_unflatten(call: OperatorCall, part: Part) -> LocalCall:
-    at = normal(call.argument("dim"), len(call.dims("self")))
-    sizes = call.argument("sizes")
-    dims = call.dims_of(call.node)[at : at + len(sizes)]
-    return LocalCall(call.node.target, *call.replace_arguments(sizes=local_sizes(sizes, dims, part)))
-
-
-@rule("unflatten.int", local=_local_unflatten)
-def unflatten(call: OperatorCall) -> Dims:
-    """Regroup names."""
-    return regroup(call.dims("self"), call.output_sizes())
-
-
-def _local_expand(call: OperatorCall, part: Part) -> LocalCall:
+def _local_expand(call: OperatorCall, part: Part) -> LocalCall | None:
     sizes = local_sizes(call.argument("size"), call.dims_of(call.node), part)
-    given = call.dims("self")
-    given = ((),) * (len(sizes) - len(given)) + given
+    given = _with_rank_of(call.dims("self"), sizes)
     if any(
         new == -1 != old and not resolve(dim) for new, old, dim in zip(sizes, call.argument("size"), given, strict=True)
     ):
@@ -115,31 +116,30 @@ def _local_expand(call: OperatorCall, part: Part) -> LocalCall:
 @rule("broadcast_to.default", "expand.default", local=_local_expand)
 def expand(call: OperatorCall) -> Dims:
     """Add names for what is repeated."""
-    given, sizes = call.dims("self"), call.output_sizes()
-    given = ((),) * (len(sizes) - len(given)) + given
+    sizes = call.output_sizes()
+    given = _with_rank_of(call.dims("self"), sizes)
     return tuple(dim if resolve(dim) else new_dim(length) for dim, length in zip(given, sizes, strict=True))
 
 
-def _local_repeat(call: OperatorCall, part: Part) -> LocalCall:
-    at = normal(call.argument("dim"), len(call.dims("self")))
-    repeats = part.length(call.dims_of(call.node)[at]) // part.length(call.dims("self")[at])
+def _local_repeat(call: OperatorCall, part: Part) -> LocalCall | None:
+    given, at = call.dims_and_place()
+    repeats = part.length(call.dims_of(call.node)[at]) // part.length(given[at])
     return LocalCall(call.node.target, *call.replace_arguments(repeats=repeats))
 
 
 @rule("repeat_interleave.self_int", local=_local_repeat)
 def repeat_interleave(call: OperatorCall) -> Dims:
     """Add a name inside a dimension."""
-    given, at = call.dims("self"), call.argument("dim")
-    if at is None:
+    if call.argument("dim") is None:
         raise MismatchError("it flattens what it repeats")
-    at = normal(at, len(given))
+    given, at = call.dims_and_place()
     return replace_dim(given, at, [(*given[at], Name(call.argument("repeats")))])
 
 
-def _local_tile(call: OperatorCall, part: Part) -> LocalCall:
-    repeats, given = list(call.argument("repeats")), call.dims("self")
-    given = ((),) * (len(repeats) - len(given)) + given
-    for place, (before, after) in enumerate(zip(given, call.dims_of(call.node), strict=True)):
+def _local_tile(call: OperatorCall, part: Part) -> LocalCall | None:
+    repeats = list(call.argument("repeats"))
+    pairs = zip(_with_rank_of(call.dims("self"), repeats), call.dims_of(call.node), strict=True)
+    for place, (before, after) in enumerate(pairs):
         if part.splits(after) and not isinstance(repeats[place], fx.Node):
             repeats[place] = part.length(after) // part.length(before)
     return LocalCall(call.node.target, *call.replace_arguments(repeats=repeats))
@@ -148,8 +148,8 @@ def _local_tile(call: OperatorCall, part: Part) -> LocalCall:
 @rule("repeat.default", local=_local_tile)
 def tile(call: OperatorCall) -> Dims:
     """Add names around dimensions."""
-    given, sizes = call.dims("self"), call.output_sizes()
-    given = ((),) * (len(sizes) - len(given)) + given
+    sizes = call.output_sizes()
+    given = _with_rank_of(call.dims("self"), sizes)
     return tuple((*new_dim(length // size(dim)), *dim) for dim, length in zip(given, sizes, strict=True))
 
 
@@ -195,27 +195,23 @@ def unsqueeze(call: OperatorCall) -> Dims:
     return (*given[:at], (), *given[at:])
 
 
-def _local_squeeze(call: OperatorCall, part: Part) -> LocalCall:
+def _local_squeeze(call: OperatorCall, part: Part) -> LocalCall | None:
     """Leave a dimension that is of size 1 in a part only."""
-    given = call.dims("self")
-    if part.splits(given[normal(call.argument("dim"), len(given))]):
-        return LocalCall(torch.ops.aten.alias.default, (call.argument("self"),), {})
-    return LocalCall(call.node.target, call.node.args, call.node.kwargs)
+    given, at = call.dims_and_place()
+    return LocalCall(torch.ops.aten.alias.default, (call.argument("self"),), {}) if part.splits(given[at]) else None
 
 
 @rule("squeeze.dim", local=_local_squeeze)
 def squeeze(call: OperatorCall) -> Dims:
     """Drop a dimension, if it is of size 1."""
-    given = call.dims("self")
-    at = normal(call.argument("dim"), len(given))
+    given, at = call.dims_and_place()
     return given if resolve(given[at]) else replace_dim(given, at, [])
 
 
 @rule("select.int")
 def select(call: OperatorCall) -> Dims:
     """Drop a dimension of which one index is taken."""
-    given = call.dims("self")
-    at = normal(call.argument("dim"), len(given))
+    given, at = call.dims_and_place()
     block(given[at], "one index is taken of it")
     return replace_dim(given, at, [])
 
@@ -223,13 +219,12 @@ def select(call: OperatorCall) -> Dims:
 @rule("unbind.int")
 def unbind(call: OperatorCall) -> list[Dims]:
     """Drop a dimension, a tensor for every index."""
-    given = call.dims("self")
-    at = normal(call.argument("dim"), len(given))
+    given, at = call.dims_and_place()
     block(given[at], "every index of it becomes a tensor")
     return [replace_dim(given, at, [])] * len(call.values())
 
 
-def _local_creation(call: OperatorCall, part: Part) -> LocalCall:
+def _local_creation(call: OperatorCall, part: Part) -> LocalCall | None:
     sizes = local_sizes(call.argument("size"), call.dims_of(call.node), part)
     return LocalCall(call.node.target, *call.replace_arguments(size=sizes))
 

@@ -36,10 +36,10 @@ def embed_part(weight: torch.Tensor, indices: torch.Tensor, padding_idx: int, fi
     return found.masked_fill(~inside.unsqueeze(-1), 0)
 
 
-def _local_embedding(call: OperatorCall, part: Part) -> LocalCall:
+def _local_embedding(call: OperatorCall, part: Part) -> LocalCall | None:
     rows = call.dims("weight")[0]
     if not part.splits(rows):
-        return LocalCall(call.node.target, call.node.args, call.node.kwargs)
+        return None
     (axis,) = part.axes
     tensors = (call.argument("weight"), call.argument("indices"))
     counts = (call.argument("padding_idx"), axis.indices.start, call.sizes("weight")[0])
@@ -61,7 +61,7 @@ def _class_dim(logits: Dims) -> int:
     return min(1, len(logits) - 1)
 
 
-def _local_cross_entropy(call: OperatorCall, part: Part) -> LocalCall:
+def _local_cross_entropy(call: OperatorCall, part: Part) -> LocalCall | None:
     at = _class_dim(call.dims("self"))
     (axis,) = part.axes
     classes, smooth = call.sizes("self")[at], bool(call.argument("label_smoothing"))

@@ -11,7 +11,17 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture.split.names import MismatchError, Name, carries, is_partial, leaves
-from autopar.capture.split.rules import FAMILIES, Axis, Dims, LocalCall, OperatorCall, Part, find_rule, ranges
+from autopar.capture.split.rules import (
+    FAMILIES,
+    Axis,
+    Dims,
+    LocalCall,
+    Part,
+    apply_rule,
+    find_rule,
+    local_call,
+    ranges,
+)
 from autopar.capture.split.rules.attention import attend_part
 from autopar.capture.split.rules.rule import RULES, memory_order, new_dims
 from autopar.errors import UsageError
@@ -43,11 +53,7 @@ class OperatorParts:
         self.whole = target(*args, **kwargs)
         self._values[self._node] = self.whole
         self.dims: dict[fx.Node, tuple[Dims, ...]] = {node: (new_dims(value),) for node, value in self._tensors.items()}
-        rule = find_rule(target)
-        assert rule is not None, f"{target} has no rule"
-        self._rule, self._call = rule, OperatorCall(self._node, self.dims, self._values)
-        found = rule.names(self._call)
-        self.dims[self._node] = tuple(found) if isinstance(found, list) else (found,)
+        self._call, self.dims[self._node] = apply_rule(self._node, self.dims, self._values)
 
     def names(self) -> list[Name]:
         """Return all names that the rule leaves to be split, and that it does not both keep and sum over."""
@@ -79,9 +85,7 @@ class OperatorParts:
         return max(self._outputs_error(result, part) for (result, _), part in zip(results, parts, strict=True))
 
     def _run(self, part: Part) -> tuple[Any, LocalCall]:
-        node = self._node
-        whole = LocalCall(node.target, node.args, node.kwargs)
-        local = self._rule.local(self._call, part) if self._rule.local else whole
+        local = local_call(self._call, part)
         given = {node: take(value, self.dims[node][0], part) for node, value in self._tensors.items()}
         args, kwargs = fx.map_arg((local.args, dict(local.kwargs)), given.__getitem__)
         torch.manual_seed(0)
