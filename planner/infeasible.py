@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.plan import SHARDS, Division, Shard, shards_of, turn_count, turns
-from autopar.options.option import changed
 from autopar.options.plan import PLANNED, PlanOptions, admissible_options
 from autopar.planner.candidate import Candidate, CandidateStage, Family, divisions_of, divisors, families, within
 from autopar.planner.constraints import Constraints
@@ -330,7 +329,7 @@ def _options_text(**options: object) -> str:
 
 def _left_out(options: PlanOptions, fits: Fits) -> list[tuple[str, PlanOptions]]:
     """Return what may be left out, in words, and the options without: each that helps alone, else as few as needed."""
-    asked = changed(options, _LEFT_OUT)
+    asked = options.changed(_LEFT_OUT)
     for count in range(1, len(asked) + 1):
         found = []
         for names in combinations(asked, count):

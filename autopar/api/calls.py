@@ -16,7 +16,7 @@ from autopar.api.objects import Plan, PlanFile, Timeline, plan_inputs
 from autopar.errors import UsageError
 from autopar.formats import cluster as clusters
 from autopar.formats.profile import Profile
-from autopar.options.option import named_options, takes
+from autopar.options.option import takes
 from autopar.options.plan import PlanOptions
 from autopar.options.profile import ProfileOptions
 from autopar.options.train import RunOptions
@@ -77,7 +77,7 @@ def profile(
     from autopar.api.estimates import device_kinds, profile_kinds
     from autopar.api.objects import user_model
 
-    asked = named_options("profile", ProfileOptions, named, options)
+    asked = ProfileOptions.of("profile", named, options)
     kinds = device_kinds(asked)
     functions = {"loss": loss, "optimizer": optimizer, "layers": layers}
     user, rows = user_model(model, batch, functions, tuple(ignored_state), asked)
@@ -140,7 +140,7 @@ def plan(
     from autopar.api.inputs import resolve_machines
     from autopar.planner import plan as search
 
-    asked = named_options("plan", PlanOptions, named, options)
+    asked = PlanOptions.of("plan", named, options)
     measured, machines = resolve_machines(profile, cluster, asked)
     return Plan.of(search(measured, machines, asked, progress), measured, machines)
 
@@ -175,7 +175,7 @@ def compare(
     from autopar.api.inputs import resolve_machines
     from autopar.planner.plan import compare as judge
 
-    asked = named_options("compare", PlanOptions, named, options)
+    asked = PlanOptions.of("compare", named, options)
     return judge(*resolve_machines(profile, cluster, asked), asked, progress)
 
 
@@ -270,7 +270,7 @@ def train(
     (2, 2)
     >>> outcome.report.save("report.json")
     """
-    asked = named_options("train", RunOptions, named, options)
+    asked = RunOptions.of("train", named, options)
     planned, model, data = model_inputs(plan, seed)
 
     from autopar.api.runs import advise_on_memory, compare_with_prediction

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from autopar.errors import FileError, UsageError
-from autopar.options.option import changed
 
 if TYPE_CHECKING:
     from autopar.capture import UserModel
@@ -53,7 +52,7 @@ def device_kinds(options: ProfileOptions) -> DeviceKinds:
     if len({gpu.name for gpu in gpus}) < len(gpus):
         raise UsageError(f"{asked}: the same GPU is named twice; name every kind once")
     measuring = {"threads": bool(gpus), "compile": bool(gpus), "budget_s": not here}
-    for name in (name for name in changed(options, measuring) if measuring[name]):
+    for name in (name for name in options.changed(measuring) if measuring[name]):
         shown = f"`{name}`" if name == "compile" else f"`{name}={getattr(options, name):g}`"
         how = "how long" if name == "budget_s" else "how"
         raise UsageError(f"{shown}: says {how} to measure, but {asked} is estimated; leave it out")

@@ -13,7 +13,6 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import fields
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
@@ -22,7 +21,7 @@ import typer
 from typer.models import OptionInfo
 
 from autopar.cli.output import quietly
-from autopar.options.option import OptionField, is_options, options_of
+from autopar.options.option import OptionField, Options, options_of
 from autopar.options.plan import PlanOptions
 from autopar.options.profile import ProfileOptions
 from autopar.options.train import RunOptions
@@ -268,23 +267,19 @@ class _Part(NamedTuple):
 
 def _part(name: str, default: object, hint: Any) -> _Part:  # noqa: ANN401
     kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    if not is_options(kind):
+    if not (isinstance(kind, type) and issubclass(kind, Options)):
         return _Part(lambda typed: typed[name], (_parameter(name, default, hint),))
     hints, known = get_type_hints(kind, include_extras=True), options_of(kind)
     only = next((each for each in extras if isinstance(each, Only)), Only(tuple(known)))
-    parts = {}
-    for each in fields(kind):
-        found = known.get(each.name)
-        if found is not None and found.said.is_typed and each.name in only.names:
-            parts[each.name] = _option(found, only.help.get(each.name))
-        elif found is None and (is_options(hints[each.name]) or get_origin(hints[each.name]) is Annotated):
-            parts[each.name] = _part(each.name, each.default, hints[each.name])
-    make = partial(_make, kind, parts)
-    return _Part(make, tuple(chain.from_iterable(part.parameters for part in parts.values())))
-
-
-def _make(kind: Callable[..., object], parts: Mapping[str, _Part], typed: Mapping[str, object]) -> object:
-    return kind(**{name: part.make(typed) for name, part in parts.items()})
+    typed = {name: each for name, each in known.items() if each.said.is_typed and name in only.names}
+    parts = {name: _option(each, only.help.get(name)) for name, each in typed.items()}
+    parts |= {
+        each.name: _part(each.name, each.default, hints[each.name])
+        for each in fields(kind)
+        if get_origin(hints[each.name]) is Annotated
+    }
+    shown = tuple(chain.from_iterable(part.parameters for part in parts.values()))
+    return _Part(lambda typed: kind(**{name: part.make(typed) for name, part in parts.items()}), shown)
 
 
 def _option(option: OptionField, text: str | None) -> _Part:

@@ -14,7 +14,6 @@ from autopar.errors import UsageError
 from autopar.formats.document import write_bytes
 from autopar.options.plan import PlanOptions
 from autopar.options.profile import ProfileOptions
-from autopar.options.train import RunOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,10 +54,9 @@ def _perform(console: Console, folder: Path, files: dict[str, Path], picture: Pa
     planned = PlanOptions(gpus=ranks, min_stages=2)
     plan.plan(files["profile.json"], options=planned, output=files["plan.json"], overwrite=True)
     _say(console, f"autopar run --steps {steps}", "train it that way")
+    plan_file, report = files["plan.json"], files["report.json"]
     training.run(
-        training.TrainingArguments(
-            RunOptions(steps), files["plan.json"], report=files["report.json"], trace=traces["measured"], overwrite=True
-        )
+        training.TrainingArguments(steps=steps, plan=plan_file, report=report, trace=traces["measured"], overwrite=True)
     )
     _say(console, "autopar simulate, autopar show --over", "lay the measured step over the predicted one")
     simulate.simulate(files["plan.json"], trace=traces["predicted"], overwrite=True)

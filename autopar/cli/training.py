@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,11 +38,10 @@ CLUSTER = "cluster.json"
 """Beside a profile, where `autopar plan` looks for it."""
 
 
-@dataclass(frozen=True)
-class TrainingArguments:
+@dataclass(frozen=True, kw_only=True)
+class TrainingArguments(RunOptions):
     """What commands that train are asked: arguments and options, under their names."""
 
-    options: RunOptions
     plan: Annotated[Path, typer.Argument(help="The plan to carry out.")] = PLANNED_FILE
     seed: int | None = option(None, "Run seed, in place of the plan's.", least=0, most=2**63 - 1)
     report: Annotated[Path, output_option("Where to write the report.", "--report")] = DEFAULT_REPORT
@@ -64,7 +63,7 @@ class TrainingArguments:
     as_json: Annotated[bool, json_option("the report")] = False
 
     @property
-    def black_box(self) -> Path:
+    def black_box_file(self) -> Path:
         """Where the last actions of every rank are written if the run fails: beside the report."""
         return self.report.with_suffix(".blackbox.json")
 
@@ -72,7 +71,7 @@ class TrainingArguments:
         """Whether a run that goes on has saved weights in a folder before, which it may replace."""
         from autopar.runtime.weights import INDEX
 
-        return self.options.resume and (folder / INDEX).exists()
+        return self.resume and (folder / INDEX).exists()
 
     def check(self, loaded_plan: Plan) -> None:
         """Refuse, before anything starts, what could not be written afterwards.
@@ -81,15 +80,15 @@ class TrainingArguments:
             UsageError: a file exists and may not be replaced, or is read, or there is no profile to update.
             FileError: a folder is missing, or a file that the plan records.
         """
-        read = (*plan_files(loaded_plan, self.plan), *([self.options.program] if self.options.program else []))
+        read = (*plan_files(loaded_plan, self.plan), *([self.program] if self.program else []))
         check_output(self.report, DEFAULT_REPORT, overwrite=self.overwrite, inputs=read)
         if self.trace is not None:
             check_output(self.trace, None, overwrite=self.overwrite, inputs=read, others=(self.report,))
-        if self.options.save is not None and self.options.save.exists():
-            if not self.options.save.is_dir():
-                raise UsageError(f"{self.options.save} is a file; --save takes a folder")
-            if any(self.options.save.iterdir()) and not (self.overwrite or self._goes_on_in(self.options.save)):
-                raise UsageError(f"{self.options.save} is not empty; pass --overwrite to write into it")
+        if self.save is not None and self.save.exists():
+            if not self.save.is_dir():
+                raise UsageError(f"{self.save} is a file; --save takes a folder")
+            if any(self.save.iterdir()) and not (self.overwrite or self._goes_on_in(self.save)):
+                raise UsageError(f"{self.save} is not empty; pass --overwrite to write into it")
         if self.update_profile:
             self._check_update(loaded_plan, read)
         elif self.output is not None:
@@ -128,8 +127,8 @@ class TrainingArguments:
 
     def run_options(self, data: Path | None = None) -> RunOptions:
         """Return what the runtime is asked; ``data`` is the file that feeds an ``hf:`` model."""
-        settings = replace(self.options.settings, time_layers=self.update_profile)
-        return replace(self.options, settings=settings, black_box=self.black_box, data=data)
+        asked = RunOptions(**{each.name: getattr(self, each.name) for each in fields(RunOptions)})
+        return replace(asked, time_layers=self.update_profile, black_box=self.black_box_file, data=data)
 
 
 def conclude(arguments: TrainingArguments, outcome: Outcome) -> None:
@@ -144,7 +143,7 @@ def conclude(arguments: TrainingArguments, outcome: Outcome) -> None:
     updated = _write_update(arguments, outcome) if arguments.update_profile else ()
     console = screen()
     render(report, console)
-    written = [str(path) for path in (arguments.report, arguments.trace, arguments.options.save) if path is not None]
+    written = [str(path) for path in (arguments.report, arguments.trace, arguments.save) if path is not None]
     say(console, f"Written: {', '.join(written)}")
     if updated:
         text = f"Written: {', '.join(map(str, updated))}; `autopar plan {updated[0]}` plans with what was measured"
@@ -190,7 +189,7 @@ def run(arguments: TrainingArguments) -> None:
     arguments.check(chosen)
     # What is not there is said before any rank starts.
     model_of(chosen, arguments.plan)
-    with forked_servers(), steps_progress(arguments.options.steps) as progress:
+    with forked_servers(), steps_progress(arguments.steps) as progress:
         asked = arguments.run_options()
         outcome = api.train(arguments.plan, asked, seed=arguments.seed, progress=progress, phases=long_simulation)
     conclude(arguments, outcome)
@@ -224,9 +223,9 @@ def _supervise(arguments: TrainingArguments, launch: LaunchedRank) -> None:
     from autopar.runtime.start.supervision import watch_of
 
     chosen, _ = _read_plan(arguments, launch)
-    place = (launch.ranks_of_host, arguments.options.timeout_s, arguments.black_box)
+    place = (launch.ranks_of_host, arguments.timeout_s, arguments.black_box_file)
     remedy = partial(remedy_of, loaded_plan=chosen, path=arguments.plan)
-    watch = watch_of(chosen, arguments.options.program, *place, remedy)
+    watch = watch_of(chosen, arguments.program, *place, remedy)
     code = supervise(launch, watch, [sys.executable, "-m", "autopar", *sys.argv[1:]])
     if code:
         raise typer.Exit(code)

@@ -1,7 +1,6 @@
 """Option: what is said of a field of options once: in help, in the reference, and where a value is refused.
 
-A class of options is a frozen dataclass. Its fields are made by :func:`option`, and its ``__post_init__`` calls
-:func:`check_values`. Where a field is itself of such a class, the options of that one are options of the whole.
+A class of options is a frozen dataclass below :class:`Options`, whose fields are made by :func:`option`.
 """
 
 from __future__ import annotations
@@ -9,12 +8,12 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from numbers import Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from autopar.errors import UsageError
 from autopar.formats.document import parse_bandwidth, parse_bytes
@@ -125,85 +124,53 @@ class OptionField(NamedTuple):
         return int(value) if self.is_number and value.isascii() and value.isdecimal() else value
 
 
-Fields = tuple[tuple[OptionField, ...], dict[str, Any]]
-"""The options among the fields of a class, and the fields that are of a class of options themselves."""
-
-
-def _read_fields(kind: Any) -> Fields:  # noqa: ANN401
-    hints = get_type_hints(kind)
-    own, nested = list[OptionField](), dict[str, Any]()
+def _read_options(kind: Any) -> dict[str, OptionField]:  # noqa: ANN401
+    hints, found = get_type_hints(kind), dict[str, OptionField]()
     for each in fields(kind):
-        hint = hints[each.name]
-        if is_options(hint):
-            nested[each.name] = hint
-        elif "option" in each.metadata:
+        if "option" in each.metadata:
+            hint = hints[each.name]
             kinds = tuple(one for one in get_args(hint) if one is not NoneType)
             bare = Union[kinds] if get_origin(hint) in (Union, UnionType) else hint  # noqa: UP007
-            own.append(OptionField(each.name, bare, each.default, each.metadata["option"]))
-    return tuple(own), nested
-
-
-_own_fields: Callable[[Any], Fields] = cache(_read_fields)
-
-
-def is_options(kind: Any) -> bool:  # noqa: ANN401
-    """Whether a type is a class whose fields are options."""
-    return isinstance(kind, type) and is_dataclass(kind)
-
-
-def options_of(kind: type[Any]) -> dict[str, OptionField]:
-    """Return the options of a class by name, those of the classes that its fields are of among them."""
-    own, nested = _own_fields(kind)
-    found = {each.name: each for each in own}
-    for each in nested.values():
-        found |= options_of(each)
+            found[each.name] = OptionField(each.name, bare, each.default, each.metadata["option"])
     return found
 
 
-def check_values(options: object) -> None:
-    """Refuse options that are out of range, or none of the choices.
+options_of: Callable[[Any], dict[str, OptionField]] = cache(_read_options)
+"""Returns the options of a class by name."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asks.
 
     Raises:
-        UsageError: names the first.
+        UsageError: a value is out of range, or none of the choices.
     """
-    for each in _own_fields(type(options))[0]:
-        each.check(getattr(options, each.name))
+
+    def __post_init__(self) -> None:
+        for name, each in options_of(type(self)).items():
+            each.check(getattr(self, name))
+
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Return those of some options that are other than by default."""
+        return [name for name in names if getattr(self, name) != getattr(type(self), name)]
+
+    @classmethod
+    def of(cls, function: str, values: Mapping[str, object], before: Self | None = None) -> Self:
+        """Return options with values by name, and else those ``before``; text stands for paths, numbers and sizes.
+
+        Raises:
+            UsageError: ``function`` has no such option, or a value is not what the option may be.
+        """
+        known = options_of(cls)
+        for name in values:
+            if name not in known:
+                raise UsageError(f"{function}() has no option {name!r}; its options are {', '.join(known)}")
+        changes = {name: known[name].read(value) for name, value in values.items()}
+        return cls(**changes) if before is None else replace(before, **changes)
 
 
-def changed(options: object, names: Iterable[str]) -> list[str]:
-    """Return those of some options that are other than by default."""
-    return [name for name in names if getattr(options, name) != getattr(type(options), name)]
-
-
-def with_values(kind: type[T], values: Mapping[str, object], before: T | None = None) -> T:
-    """Return options with values by name, and else those ``before``; text stands for paths, numbers and sizes.
-
-    Raises:
-        UsageError: a value is not what the option may be.
-    """
-    own, nested = _own_fields(kind)
-    changes = {each.name: each.read(values[each.name]) for each in own if each.name in values}
-    for name, part in nested.items():
-        mine = {each: value for each, value in values.items() if each in options_of(part)}
-        if mine:
-            changes[name] = with_values(part, mine, None if before is None else getattr(before, name))
-    return kind(**changes) if before is None else replace(before, **changes)  # type: ignore[type-var]
-
-
-def named_options(function: str, kind: type[T], values: Mapping[str, object], before: T | None = None) -> T:
-    """Return :func:`with_values` of what a function was called with.
-
-    Raises:
-        UsageError: ``function`` has no such option; or as there.
-    """
-    known = options_of(kind)
-    for name in values:
-        if name not in known:
-            raise UsageError(f"{function}() has no option {name!r}; its options are {', '.join(known)}")
-    return with_values(kind, values, before)
-
-
-def takes(kind: type) -> Callable[[F], F]:
+def takes(kind: type[Options]) -> Callable[[F], F]:
     """Return what shows the options of a class among the parameters of a function, in place of its ``**named``."""
 
     def shown(function: F) -> F:

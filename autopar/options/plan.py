@@ -9,9 +9,8 @@ from autopar.errors import UsageError
 from autopar.formats.document import MOST_RANKS
 from autopar.formats.plan import SHARDS, ReplicatedState, Shard, WeightPolicy, layout_of
 from autopar.formats.profile import Profile
-from autopar.options.option import changed, check_values, option
+from autopar.options.option import Options, option
 from autopar.policies import Ahead
-from autopar.schedules import SCHEDULES, schedule_named
 
 PLANNED = ("gpipe", "1f1b")
 """Schedules whose plans are bounded by tables; those of others are found by trying."""
@@ -29,7 +28,7 @@ _SEARCH_FOR, _ASSUME = "Search", "Assumptions"
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class PlanOptions(Options):
     """What the user asks of a plan.
 
     Raises:
@@ -184,7 +183,10 @@ class PlanOptions:
     seed: int = option(0, "Run seed that the plan records.", "Output", least=0, most=2**63 - 1)
 
     def __post_init__(self) -> None:
-        check_values(self)
+        # Of schedules, whose orders are computed with numpy, the command line's help needs none.
+        from autopar.schedules import schedule_named
+
+        super().__post_init__()
         self._check_search()
         object.__setattr__(self, "schedule", schedule_named(self.schedule))
         self._check_schedule()
@@ -204,7 +206,7 @@ class PlanOptions:
         if self.chunks is not None and (self.chunks < 2 or not loop):
             wanted = "at least 2" if loop else "left out but with `schedule='interleaved'`"
             raise UsageError(f"`chunks` must be {wanted}, found {self.chunks}")
-        if self.schedule in SCHEDULES and self.schedule not in PLANNED and self.solver != "dp":
+        if self.schedule not in ("auto", *PLANNED) and self.solver != "dp":
             raise UsageError(f"`solver={self.solver!r}` knows {' and '.join(PLANNED)} only, not {self.schedule}")
 
     def _check_policy(self) -> None:
@@ -297,7 +299,7 @@ def check_flags(options: PlanOptions) -> None:
     Raises:
         UsageError: names the option.
     """
-    for name in changed(options, _FOREIGN[options.objective]):
+    for name in options.changed(_FOREIGN[options.objective]):
         raise UsageError(
             f"`{name}` does not go with `objective={options.objective!r}`, which {_WHY[options.objective]}; "
             f"leave out `{name}`"
@@ -317,7 +319,7 @@ def check_policy(options: PlanOptions) -> PlanOptions:
         UsageError: they ask for what no pipeline without flushes has.
     """
     asked = f"`policy={options.policy!r}`" if options.policy != "sync" else f"`objective={options.objective!r}`"
-    for name in changed(options, _FLUSHED):
+    for name in options.changed(_FLUSHED):
         if (name, options.schedule) != ("schedule", "1f1b"):
             raise UsageError(f"`{name}` does not go with {asked}; leave out one of them")
     if options.objective == "cost":

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.formats.profile import Precision
-from autopar.options.option import check_values, option
+from autopar.options.option import Options, option
 
 _LARGEST = 2**31 - 1
 _LONGEST_S = 86_400
 
 
 @dataclass(frozen=True)
-class ProfileOptions:
+class ProfileOptions(Options):
     """What the user asks of a profile.
 
     Raises:
@@ -47,6 +47,3 @@ class ProfileOptions:
         above=0,
         most=_LONGEST_S,
     )
-
-    def __post_init__(self) -> None:
-        check_values(self)

@@ -1,14 +1,14 @@
-"""RunOptions: what the user asks of a run; and TrainSettings, what of it all ranks are told."""
+"""RunOptions: what the user asks of a run; and TrainSettings, the part of it that is the same on all ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
 from autopar.errors import UsageError
 from autopar.formats.program import Fault
-from autopar.options.option import check_values, option
+from autopar.options.option import Options, option
 
 DEFAULT_STEPS = 20
 MOST_PATIENCE_S = 10**9
@@ -26,8 +26,8 @@ Count = int | Literal["auto"]
 _CHECKPOINTS, _LAYERS, _PROCESSES = "Checkpoints", "How layers train", "Processes and devices"
 
 
-@dataclass(frozen=True)
-class TrainSettings:
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings(Options):
     """What the user asks of training, the same on all ranks.
 
     Raises:
@@ -72,7 +72,7 @@ class TrainSettings:
     """Whether parameters, buffers and inputs are cast to float64, as ``autopar verify`` has it."""
 
     def __post_init__(self) -> None:
-        check_values(self)
+        super().__post_init__()
         if self.clip is not None and self.clip_norm is None:
             raise UsageError(f"`clip={self.clip!r}` says whose norm is bounded; say by what, too: `clip_norm`")
         if self.deferred_batch_norm and self.sync_batch_norm:
@@ -82,7 +82,7 @@ class TrainSettings:
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class RunOptions(TrainSettings):
     """What the user asks of a run.
 
     Raises:
@@ -110,8 +110,6 @@ class RunOptions:
         "fits.",
         _CHECKPOINTS,
     )
-
-    settings: TrainSettings = field(default_factory=TrainSettings)
 
     program: Path | None = option(
         None,
@@ -155,7 +153,7 @@ class RunOptions:
     """Folder for what every rank's training is compared by."""
 
     def __post_init__(self) -> None:
-        check_values(self)
+        super().__post_init__()
         if self.checkpoint is None and (self.resume or self.accept_changes or self.every != "auto"):
             name = "resume" if self.resume else "accept_changes" if self.accept_changes else "every"
             raise UsageError(f"`{name}` is of checkpoints; name their folder, too: `checkpoint`")
@@ -165,3 +163,8 @@ class RunOptions:
             object.__setattr__(self, "steps", DEFAULT_STEPS)
         elif self.epochs is not None and self.steps is not None:
             raise UsageError(f"`epochs={self.epochs}` and `steps={self.steps}` contradict each other; give one")
+
+    @property
+    def settings(self) -> TrainSettings:
+        """What of it all ranks are told."""
+        return TrainSettings(**{each.name: getattr(self, each.name) for each in fields(TrainSettings)})

@@ -244,12 +244,12 @@ class RunFacts(NamedTuple):
 def _program(plan: Plan, options: RunOptions) -> Program:
     """Return what is run, the plan and what is asked for being within the runtime's scope."""
     check_scope(plan, needs_flush=False)
-    check_unflushed(plan, options.settings)
-    check_clipping(plan, options.settings)
+    check_unflushed(plan, options)
+    check_clipping(plan, options)
     for fault in options.inject_fault:
         if fault.rank >= len(plan.devices):
             raise UsageError(f"`inject_fault='{fault}'`: the plan has {len(plan.devices)} ranks, which count from 0")
-    if options.settings.cpu_offload:
+    if options.cpu_offload:
         check_offload(plan)
     if options.share_gpus:
         check_sharing(plan)
@@ -266,7 +266,7 @@ def _steps(model: UserModel, plan: Plan, options: RunOptions) -> int:
         return options.steps
     seed_data(plan.seed, "dataset")
     samples = model.sample_count(model.dataset())
-    return options.epochs * steps_of_epoch(model, samples, plan, options.settings.last)
+    return options.epochs * steps_of_epoch(model, samples, plan, options.last)
 
 
 Serve = Callable[[Path], AbstractContextManager[Callable[[], Path | None]]]
@@ -325,7 +325,7 @@ def _conclude(
     trained = facts.attempt.step + len(results[0]["loss"])
     if trained < facts.steps:
         notes.append(f"was asked to end, and has trained {trained} of {facts.steps} steps")
-    notes += _of_epochs(max(result["samples"] for result in results), plan, options.settings.last)
+    notes += _of_epochs(max(result["samples"] for result in results), plan, options.last)
     notes += dict.fromkeys(note for result in results for note in result["notes"])
     return outcome_of(plan, program, results, initial, notes, facts.attempt.step)
 
@@ -383,7 +383,7 @@ def _checkpoint_arguments(plan: Plan, options: RunOptions, attempt: Attempt) -> 
         resume=None if attempt.resume is None else str(attempt.resume),
         accept_changes=options.accept_changes,
         model=plan.model.source,
-        last=options.settings.last,
+        last=options.last,
     )
 
 

@@ -312,9 +312,10 @@ class _VerificationRun:
         allowed, rounding = (PROMISED, _PROMISE) if self.double else self._rounding_tolerances(truth, progress)
         with Scratch("verify") as scratch:
             progress(f"training on {len(self._plan.devices)} ranks", 0.0)
-            settings = TrainSettings(double=self.double)
-            options = RunOptions(self.steps, timeout_s=self.timeout_s, data=self.data, settings=settings)
-            outcome = run(self._plan, self.model, replace(options, keep=scratch.path), pool=pool)
+            options = RunOptions(
+                self.steps, timeout_s=self.timeout_s, data=self.data, keep=scratch.path, double=self.double
+            )
+            outcome = run(self._plan, self.model, options, pool=pool)
             progress("comparing", 0.0)
             holders = holders_of(self._plan, scratch.path, truth)
             differences = compare(outcome.report.loss, holders, truth, allowed)

@@ -1,7 +1,7 @@
 """Options: what is said of a field is what help shows, what is refused, and how text is read."""
 
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,49 +9,39 @@ import pytest
 
 from autopar.errors import UsageError
 from autopar.formats.program import Fault
-from autopar.options.option import changed, check_values, named_options, option, options_of, takes, with_values
+from autopar.options.option import Options, option, options_of, takes
 
 
-@dataclass(frozen=True)
-class Inner:
+@dataclass(frozen=True, kw_only=True)
+class Base(Options):
     share: float = option(0.5, "A share.", "Group", least=0, most=1)
 
-    def __post_init__(self) -> None:
-        check_values(self)
-
 
 @dataclass(frozen=True)
-class Outer:
+class Some(Base):
     limit_bytes: int | None = option(None, "A limit.", unit="bytes", above=10)
     kind: Literal["a", "b"] | None = option(None, "A kind.")
     names: tuple[str, ...] = option((), "Names.")
     faults: tuple[Fault, ...] = option((), "Faults.", flag="fault")
     file: Path | None = option(None, "A file.", is_typed=False)
-    inner: Inner = field(default_factory=Inner)
     rest: int = 3
 
-    def __post_init__(self) -> None:
-        check_values(self)
 
-
-def test_options_are_those_of_the_fields_and_of_what_these_are_of() -> None:
-    found = options_of(Outer)
-    assert list(found) == ["limit_bytes", "kind", "names", "faults", "file", "share"]
-    assert [each.flag for each in found.values()] == ["--limit", "--kind", "--names", "--fault", "--file", "--share"]
-    assert [each.choices for each in found.values()] == [(), ("a", "b"), (), (), (), ()]
-    assert found["share"].said.group == "Group"
-    assert found["kind"].said.group == ""
+def test_options_are_those_of_the_fields_also_of_the_class_above() -> None:
+    found = options_of(Some)
+    assert list(found) == ["share", "limit_bytes", "kind", "names", "faults", "file"]
+    assert [each.flag for each in found.values()] == ["--share", "--limit", "--kind", "--names", "--fault", "--file"]
+    assert [each.choices for each in found.values()] == [(), (), ("a", "b"), (), (), ()]
+    assert (found["share"].said.group, found["kind"].said.group) == ("Group", "")
 
 
 def test_text_and_lists_are_read_as_what_an_option_is() -> None:
     asked = {"limit_bytes": "2KiB", "names": "a,b", "faults": ["kill@1:7"], "file": "x.json", "share": 1}
-    made = with_values(Outer, asked)
-    assert (made.limit_bytes, made.names, made.file) == (2048, ("a,b",), Path("x.json"))
-    assert made.faults == (Fault.parse("kill@1:7"),)
-    assert made.inner == Inner(1)
-    again = with_values(Outer, {"kind": "b"}, made)
-    assert (again.kind, again.inner, again.names) == ("b", Inner(1), ("a,b",))
-    assert changed(again, ("kind", "rest", "file")) == ["kind", "file"]
+    made = Some.of("use", asked)
+    assert made == Some(2048, None, ("a,b",), (Fault.parse("kill@1:7"),), Path("x.json"), share=1)
+    again = Some.of("use", {"kind": "b"}, made)
+    assert (again.kind, again.share, again.names) == ("b", 1, ("a,b",))
+    assert again.changed(("kind", "rest", "file")) == ["kind", "file"]
 
 
 @pytest.mark.parametrize(
@@ -63,17 +53,17 @@ def test_text_and_lists_are_read_as_what_an_option_is() -> None:
         ({"share": 2}, "`share` must be at most 1, found 2"),
         ({"share": float("nan")}, "`share` must be 0 or more, and at most 1, found nan"),
         ({"share": True}, "found True"),
-        ({"rest": 4}, r"use\(\) has no option 'rest'; its options are limit_bytes, kind, names, faults, file, share"),
+        ({"rest": 4}, r"use\(\) has no option 'rest'; its options are share, limit_bytes, kind, names, faults, file"),
     ],
     ids=str,
 )
 def test_other_values_and_names_are_refused(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        named_options("use", Outer, asked)
+        Some.of("use", asked)
 
 
 def test_a_function_shows_the_options_that_it_takes_by_name() -> None:
-    @takes(Outer)
+    @takes(Some)
     def use(file: str, **named: object) -> None: ...
 
-    assert list(inspect.signature(use).parameters) == ["file", "limit_bytes", "kind", "names", "faults", "share"]
+    assert list(inspect.signature(use).parameters) == ["file", "share", "limit_bytes", "kind", "names", "faults"]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from autopar.errors import UsageError
-from autopar.options.option import with_values
 from autopar.options.train import DEFAULT_STEPS, RunOptions, TrainSettings
 
 
@@ -49,11 +48,11 @@ def test_values_out_of_range_are_refused_and_others_come_back_from_json(settings
 )
 def test_what_no_run_can_be_asked_is_refused(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        with_values(RunOptions, asked)
+        RunOptions.of("train", asked)
 
 
 def test_numbers_of_steps_are_read_from_text_and_left_open_where_epochs_are_counted() -> None:
-    every = [with_values(RunOptions, {"checkpoint": "saved", "every": each}).every for each in ("12", "auto", 3)]
+    every = [RunOptions.of("train", {"checkpoint": "saved", "every": each}).every for each in ("12", "auto", 3)]
     assert every == [12, "auto", 3]
     asked = ({}, {"steps": 3}, {"epochs": 2})
-    assert [with_values(RunOptions, each).steps for each in asked] == [DEFAULT_STEPS, 3, None]
+    assert [RunOptions.of("train", each).steps for each in asked] == [DEFAULT_STEPS, 3, None]

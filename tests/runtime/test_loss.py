@@ -87,7 +87,7 @@ def test_a_run_ends_and_saves_nothing(
     step = STEPS - 1
     case = _case(tmp_path, step, COUNTED if counted else "")
     plan = case.plan((2, 1), MICRO_BATCHES, ROWS, shard=shard)
-    options = RunOptions(steps=STEPS, save=tmp_path / "saved", settings=TrainSettings(clip_norm=clip_norm))
+    options = RunOptions(steps=STEPS, save=tmp_path / "saved", clip_norm=clip_norm)
     with pytest.raises(TrainingError, match=rf"step {step}, U@0\): the gradient of 0.linear.(weight|bias) \(stage 0\)"):
         run(plan, str(case.file), options, pool=pool)
     assert not options.save.exists()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import TrainingError
-from autopar.options.train import RunOptions, TrainSettings
+from autopar.options.train import RunOptions
 from autopar.runtime.start.launch import run
 from autopar.runtime.weights import read
 from launched import alive, processes_in, until
@@ -41,10 +41,10 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
 @pytest.mark.core
 @pytest.mark.slow
 def test_weights_are_the_same_bit_for_bit_also_from_the_middle_of_an_epoch_on(case: Case, tmp_path: Path) -> None:
-    plan, settings = case.plan((2, 1), 2, 4, shares=[[1, 3], [4]]), TrainSettings(last="pad")
+    plan, settings = case.plan((2, 1), 2, 4, shares=[[1, 3], [4]]), {"last": "pad"}
 
     def trained(name: str, steps: int, **more: object) -> None:
-        run(plan, str(case.file), RunOptions(steps, save=tmp_path / name, settings=settings, **more))  # type: ignore[arg-type]
+        run(plan, str(case.file), RunOptions(steps, save=tmp_path / name, **settings, **more))  # type: ignore[arg-type]
 
     trained("alone", 7)
     for steps in (2, 7):

@@ -202,8 +202,8 @@ def test_compiled_replicas_with_synchronised_statistics_train_as_the_whole_model
     monkeypatch.setenv("PYTHONPATH", str(HARNESS), prepend=os.pathsep)
     case = model_case("small_normed")
     plan = case.plan((2,), MICRO_BATCHES, ROWS, shares=[[3, 1]])
-    settings = TrainSettings(sync_batch_norm=True, compile=True)
-    outcome = run(plan, str(case.file), RunOptions(steps=STEPS, save=tmp_path / "trained", settings=settings))
+    settings = {"sync_batch_norm": True, "compile": True}
+    outcome = run(plan, str(case.file), RunOptions(steps=STEPS, save=tmp_path / "trained", **settings))
     truth = case.truth(plan, STEPS, synced=True)
     assert outcome.report.notes == ()
     assert outcome.report.loss == pytest.approx(truth.losses, rel=1e-10)

@@ -19,7 +19,7 @@ from autopar.capture.model.source import load
 from autopar.capture.plain.loop import train_plainly
 from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import SHARDS, Plan, Shard
-from autopar.options.train import RunOptions, TrainSettings
+from autopar.options.train import RunOptions
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.ranks.pool import RankPool
 from autopar.runtime.stage.parameters import stages_of_parameters
@@ -274,7 +274,7 @@ def test_replicas_that_take_turns_divide_what_all_of_them_have(
 ) -> None:
     with pytest.raises(ValidationError, match=said):
         model_case("dropout").plan(widths, micro_batches, 4, "gpipe", turns=[0], shard=level)
-    case, options = model_case("dropout"), RunOptions(settings=TrainSettings(cpu_offload=True))
+    case, options = model_case("dropout"), RunOptions(cpu_offload=True)
     with pytest.raises(UsageError, match="`cpu_offload`: the plan is for CPUs"):
         run(case.plan((2,), 2, 4, shard="parameters"), str(case.file), options)
 
