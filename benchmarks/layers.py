@@ -125,7 +125,7 @@ def _trained(spec: str, options: ProfileOptions) -> dict[str, float]:
 
 def _memory(spec: str, options: ProfileOptions) -> dict[str, Any]:
     plain = _plain(spec, options)
-    parameters_bytes = _subject(spec, options).parameter_bytes
+    parameters_bytes = sum(each.nbytes for each in _subject(spec, options).module.parameters())
     return {"parameters_bytes": parameters_bytes, "saved_bytes": plain.saved_bytes(), **plain.memory()}
 
 

@@ -146,52 +146,44 @@ class CallClock:
         return [Time(seconds) for seconds in self._host_s]
 
 
-class _LaunchClock(CallClock):
-    """Seconds of the host alone: the device has nothing to do when a call begins, so that no launch waits for room."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-
-    def time(self, work: Callable[[], None]) -> None:
-        torch.cuda.synchronize(self._device)
-        super().time(work)
-
-
 _CYCLES_PER_S = 3e9
 """More than a GPU's clock has, so that a delay is no shorter than it is to be."""
 _LEAST_DELAY_S = 50e-6
 
 
-class _KernelClock(CallClock):
-    """Seconds of the device alone, between two events.
+class _CudaClock(CallClock):
+    """Seconds of the host alone, or, once these are known, of the device alone, between two events.
 
-    It is kept busy before the first for as long as launching the call took, and half as long again: when it comes to
-    the call's kernels, all of them wait for it. A queue has room for about a thousand; the host is ahead of longer
-    ones, too, if it is as quick as the device.
+    When a call begins whose launches are timed, the device has nothing to do, so that no launch waits for room. Before
+    one whose kernels are timed it is kept busy for as long as launching the call took, and half as long again: when it
+    comes to the call's kernels, all of them wait for it. A queue has room for about a thousand; the host is ahead of
+    longer ones, too, if it is as quick as the device.
     """
 
-    def __init__(self, device: torch.device, launches: Sequence[Time]) -> None:
+    def __init__(self, device: torch.device, launches: Sequence[Time] = ()) -> None:
         super().__init__()
         self._device, self._launches = device, launches
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def time(self, work: Callable[[], None]) -> None:
+        if not self._launches:
+            torch.cuda.synchronize(self._device)
+            super().time(work)
+            return
         delay_s = _LEAST_DELAY_S + 1.5 * self._launches[len(self._events)].seconds
         torch.cuda._sleep(int(delay_s * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
-        first, last = _event(), _event()
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         first.record()
         work()
         last.record()
         self._events.append((first, last))
 
     def times(self) -> list[Time]:
+        if not self._launches:
+            return super().times()
         torch.cuda.synchronize(self._device)
-        return [Time(first.elapsed_time(last) / 1e3) for first, last in self._events]
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        kernels_s = (first.elapsed_time(last) / 1e3 for first, last in self._events)
+        return [Time(each_s, launch.seconds) for each_s, launch in zip(kernels_s, self._launches, strict=True)]
 
 
 def timed(device: torch.device, run: Callable[[CallClock], None]) -> list[Time]:
@@ -200,16 +192,12 @@ def timed(device: torch.device, run: Callable[[CallClock], None]) -> list[Time]:
     Where the device is a GPU, ``run`` is called twice, and makes the same calls: the first time their launches are
     timed, the second time their kernels.
     """
-    if device.type != "cuda":
-        clock = CallClock()
+    clock = _CudaClock(device) if device.type == "cuda" else CallClock()
+    run(clock)
+    if device.type == "cuda":
+        clock = _CudaClock(device, clock.times())
         run(clock)
-        return clock.times()
-    host = _LaunchClock(device)
-    run(host)
-    launches = host.times()
-    kernels = _KernelClock(device, launches)
-    run(kernels)
-    return [Time(each.seconds, launch.seconds) for each, launch in zip(kernels.times(), launches, strict=True)]
+    return clock.times()
 
 
 SAMPLE_S = 0.05

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.formats.cluster import LEVELS, Cluster, Curve, Level, Link
+from autopar.formats.cluster import LEVELS, Cluster, Curve, CurveKind, Level, Link
 from autopar.formats.plan import SCATTERING, Plan, Stage
 from autopar.formats.profile import Cost, Layer, Line, Profile
 from autopar.formats.program import (
@@ -155,9 +155,7 @@ def _layer_factors(
 ) -> dict[str, _Factors]:
     """Return the factors of a stage's layers on one rank."""
     placed, replica = plan.stages[stage], stages_of(plan, rank)[1]
-    layers = profile.layers
-    for other in profile.others:
-        layers = other.layers if other.device.name == kind else layers
+    layers = next((each.layers for each in profile.kinds if each.device.name == kind), profile.layers)
     mine = [layer for layer in layers if layer.name in placed.layers]
     timed = layers_s[rank] if layers_s else {}
     parts, rows = [], placed.rows[replica]
@@ -275,11 +273,8 @@ def correct_links(cluster: Cluster, plan: Plan, measured_times: OwnTimes, predic
         _correct_link(link, samples[link.level], _alone(cluster, link)) if samples.get(link.level) else link
         for link in cluster.links
     )
-    curves = tuple(
-        scale_curve(curve, _factor(samples[curve.level])) if curve.kind == "p2p" and samples.get(curve.level) else curve
-        for curve in cluster.curves
-    )
-    return cluster.model_copy(update={"links": links, "curves": curves})
+    factors = {level: _factor(found) for level, found in samples.items()}
+    return _scale_curves(cluster, ("p2p",), factors).model_copy(update={"links": links})
 
 
 def _samples(
@@ -332,20 +327,26 @@ def _correct_link(link: Link, samples: Sequence[_Sample], alone: bool) -> Link:
     return link.model_copy(update={**update, "provenance": "measured"})
 
 
-def scale_curve(curve: Curve, factor: float) -> Curve:
-    """Return a curve whose seconds are multiplied, as a run measured them."""
-    seconds = tuple(seconds * factor for seconds in curve.seconds)
-    return curve.model_copy(update={"seconds": seconds, "provenance": "measured"})
+def _scale_curves(cluster: Cluster, kinds: Sequence[CurveKind], factors: Mapping[Level, float]) -> Cluster:
+    """Return a cluster of whose curves some have their seconds multiplied, by level, as a run measured them."""
+
+    def scaled(curve: Curve) -> Curve:
+        if curve.kind not in kinds or curve.level not in factors:
+            return curve
+        seconds = tuple(seconds * factors[curve.level] for seconds in curve.seconds)
+        return curve.model_copy(update={"seconds": seconds, "provenance": "measured"})
+
+    return cluster.model_copy(update={"curves": tuple(map(scaled, cluster.curves))})
 
 
-_KINDS = ("all_gather", "reduce_scatter")
+_KINDS: tuple[CurveKind, ...] = ("all_gather", "reduce_scatter")
 _LEAST = 0.01
 """Of what actions take: gathers that are predicted to be less of it are hidden, and not told from noise."""
 
 
 def without_gathering(cluster: Cluster) -> Cluster:
     """Return a cluster where nothing that has a curve takes time to be gathered or scattered."""
-    return _times(cluster, dict.fromkeys(LEVELS, 0.0))
+    return _scale_curves(cluster, _KINDS, dict.fromkeys(LEVELS, 0.0))
 
 
 def correct_gathering(
@@ -371,13 +372,5 @@ def correct_gathering(
             if more_s > _LEAST * predicted_s:
                 added[topology.level(stage.devices)].append((measured_times[key] - computing[key], more_s))
     sums = {level: [sum(column) for column in zip(*found, strict=True)] for level, found in added.items()}
-    return _times(cluster, {level: measured / more for level, (measured, more) in sums.items() if measured > 0})
-
-
-def _times(cluster: Cluster, factors: Mapping[Level, float]) -> Cluster:
-    """Multiply the seconds of gathers and scatters, by level."""
-    curves = tuple(
-        scale_curve(curve, factors[curve.level]) if curve.kind in _KINDS and curve.level in factors else curve
-        for curve in cluster.curves
-    )
-    return cluster.model_copy(update={"curves": curves})
+    factors = {level: measured / more for level, (measured, more) in sums.items() if measured > 0}
+    return _scale_curves(cluster, _KINDS, factors)

@@ -100,10 +100,6 @@ class Subject:
             **fields,
         )
 
-    @property
-    def parameter_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.module.parameters())
-
 
 @unwinding_aborts()
 def prepare(user: UserModel, options: ProfileOptions, progress: Progress = no_progress) -> Subject:

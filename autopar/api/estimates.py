@@ -110,7 +110,7 @@ def node_of(profile: Profile, gpus: int | None = None) -> Cluster | None:
     from autopar.hardware.clusters import cluster_named
     from autopar.hardware.gpus import is_known, known_as
 
-    names = [known_as(device.name) for device in (profile.device, *(other.device for other in profile.others))]
+    names = [known_as(kind.device.name) for kind in profile.kinds]
     if not all(is_known(name) for name in names):
         return None
     return cluster_named("+".join(f"{GPUS_PER_NODE if gpus is None else gpus}x{name}" for name in names))

@@ -204,7 +204,7 @@ def _check_count(system: str, files: list[Path]) -> None:
 
 
 def _content(profile: Profile) -> str:
-    kinds = [profile.device.name, *(other.device.name for other in profile.others)]
+    kinds = [kind.device.name for kind in profile.kinds]
     if len(kinds) > 1:
         return f"{len(profile.layers)} layers on {', '.join(kinds)}"
     seconds = sum(layer.costs[0].forward_s + layer.costs[0].backward_s for layer in profile.layers)

@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 from pydantic import Field, JsonValue, model_validator
 
 from autopar.errors import FileError
-from autopar.formats.document import Bytes, Count, Digest, Document, Index, Name, Record, SparseRecord, fault
+from autopar.formats.document import Bytes, Count, Digest, Document, Index, Name, Record, SparseRecord, each_once, fault
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Precision
 
@@ -212,8 +212,6 @@ class StateKey(Record):
 class Checkpoint(Document):
     """The manifest of a checkpoint."""
 
-    KIND: ClassVar[str] = "checkpoint"
-
     format: Literal["autopar.checkpoint"] = "autopar.checkpoint"
     version: Literal[1] = 1
     step: Count
@@ -233,15 +231,11 @@ class Checkpoint(Document):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        names = [file.name for file in self.files]
-        if len(set(names)) < len(names):
-            fault("files", "two files have the same name")
-        seen = set[str]()
+        each_once((file.name for file in self.files), "files[{}].name", "file")
+        each_once((tensor.key for tensor in self.tensors), "tensors[{}]", "tensor")
+        names = {file.name for file in self.files}
         for at, tensor in enumerate(self.tensors):
-            if tensor.key in seen:
-                fault(f"tensors[{at}]", f"{tensor.key} is given twice")
-            seen.add(tensor.key)
-            _check_pieces(f"tensors[{at}].pieces", tensor, set(names))
+            _check_pieces(f"tensors[{at}].pieces", tensor, names)
         return self
 
     def with_digest(self) -> Self:
@@ -291,16 +285,12 @@ class CheckpointView(NamedTuple):
 
 def _check_pieces(at: str, tensor: StoredTensor, files: set[str]) -> None:
     """Refuse pieces that do not make up a tensor."""
-    volume, places = 0, set[tuple[str, str | None]]()
+    volume = 0
+    each_once(((piece.file, piece.key) for piece in tensor.pieces), at + "[{}].key", "piece")
     for index, piece in enumerate(tensor.pieces):
         if piece.file not in files:
             fault(f"{at}[{index}].file", f"{piece.file} is not among the files")
-        if (piece.file, piece.key) in places:
-            fault(f"{at}[{index}].key", f"{piece.file} has two pieces of {tensor.key} under the same key")
-        places.add((piece.file, piece.key))
-        dims = [each.dim for each in piece.ranges]
-        if len(set(dims)) < len(dims):
-            fault(f"{at}[{index}].ranges", "a dimension is given twice")
+        each_once((each.dim for each in piece.ranges), f"{at}[{index}].ranges[{{}}].dim", "dimension")
         for each in piece.ranges:
             if each.dim >= len(tensor.shape) or not each.start < each.stop <= tensor.shape[each.dim]:
                 fault(f"{at}[{index}].ranges", f"{tensor.key} of shape {list(tensor.shape)} has no such indices")

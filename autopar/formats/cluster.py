@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,8 @@ from autopar.formats.document import (
     Provenance,
     Record,
     Seconds,
+    ascending,
+    each_once,
     fault,
 )
 
@@ -81,8 +83,7 @@ class Curve(Record):
     def _sizes_ascend(self) -> Self:
         if len(self.sizes) != len(self.seconds):
             fault("seconds", f"{len(self.seconds)} seconds for {len(self.sizes)} sizes")
-        if list(self.sizes) != sorted(set(self.sizes)):
-            fault("sizes", "sizes must ascend without repeats")
+        ascending(self.sizes, "sizes", "sizes")
         return self
 
 
@@ -99,8 +100,6 @@ class Overlap(Record):
 
 class Cluster(Document):
     """Devices in a fixed order, which plans refer to by index."""
-
-    KIND: ClassVar[str] = "cluster"
 
     format: Literal["autopar.cluster"] = "autopar.cluster"
     version: Literal[1] = 1
@@ -138,7 +137,5 @@ class Cluster(Document):
             key = curve.kind, 2 if curve.kind == "p2p" else curve.ranks, curve.level
             if seen.setdefault(key, index) != index:
                 fault(f"curves[{index}]", f"curves[{seen[key]}] is of the same operation, ranks and level; keep one")
-        for index, overlap in enumerate(self.overlaps):
-            if overlap.level in {other.level for other in self.overlaps[:index]}:
-                fault(f"overlaps[{index}].level", f'level "{overlap.level}" is given twice; keep one')
+        each_once((overlap.level for overlap in self.overlaps), "overlaps[{}].level", "level")
         return self

@@ -15,7 +15,7 @@ import secrets
 import stat
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, ClassVar, Literal, NamedTuple, NoReturn, Self, get_args
@@ -188,6 +188,11 @@ class Document(Record):
     KIND: ClassVar[str]
 
     @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:  # noqa: ANN401
+        super().__pydantic_init_subclass__(**kwargs)
+        cls.KIND = cls.model_fields["format"].default.removeprefix("autopar.")
+
+    @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read and validate a document.
 
@@ -220,6 +225,27 @@ class Document(Record):
 def fault(at: str, message: str) -> NoReturn:
     """Refuse a document inside a validator, naming the JSON path ``at`` (such as ``layers[3].name``)."""
     raise PydanticCustomError("fault", "{message}", {"message": message[:LONGEST_MESSAGE], "at": at})
+
+
+def each_once(keys: Iterable[Hashable], at: str, what: str) -> None:
+    """Refuse a document inside a validator in which a key is given twice.
+
+    Args:
+        keys: in their order.
+        at: the JSON path of one, with ``{}`` for its index.
+        what: the word for one.
+    """
+    seen = set[Hashable]()
+    for index, key in enumerate(keys):
+        if key in seen:
+            fault(at.format(index), f"{what} {key!r} is given twice")
+        seen.add(key)
+
+
+def ascending(values: Sequence[int], at: str, what: str) -> None:
+    """Refuse a document inside a validator in which values do not ascend; ``at`` is their JSON path."""
+    if list(values) != sorted(set(values)):
+        fault(at, f"{what} must ascend without repeats, found {list(values)}")
 
 
 def write_text(path: str | Path, text: str, *, overwrite: bool = True) -> None:
@@ -256,13 +282,12 @@ def parse_json(text: str, path: Path, keys: int = MAX_KEYS) -> object:
     try:
         if sys.getrecursionlimit() > SAFE_RECURSION:
             _check_depth(text)
-        try:
-            content = _loads(text, path, keys, int)
-        except json.JSONDecodeError:
-            raise
-        except ValueError:
-            # An integer of thousands of digits; read again to find its path.
-            content = _loads(text, path, keys, _parse_integer)
+        content: object = json.loads(
+            text,
+            object_pairs_hook=_Objects(path, keys).make,
+            parse_constant=lambda name: _InvalidValue(f"{name} is not a JSON number"),
+            parse_int=_parse_integer,
+        )
     except json.JSONDecodeError as error:
         raise FileError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
     except RecursionError as error:
@@ -280,17 +305,6 @@ def _check_depth(text: str) -> None:
     except ValueError as error:
         if "recursion limit" in str(error):
             raise RecursionError from error
-
-
-def _loads(text: str, path: Path, keys: int, integer: Callable[[str], object]) -> object:
-    made: object = json.loads(
-        text,
-        object_pairs_hook=_Objects(path, keys).make,
-        parse_constant=lambda name: _InvalidValue(f"{name} is not a JSON number"),
-        # The decoder's own integers are quicker than any that are asked for.
-        parse_int=None if integer is int else integer,
-    )
-    return made
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from autopar.formats.document import (
     Name,
     Record,
     SparseRecord,
+    ascending,
+    each_once,
     fault,
 )
 from autopar.formats.prediction import Alternative, Prediction
@@ -237,8 +239,6 @@ class Plan(SparseRecord, Document):
     """How one step is trained: stages, replicas, micro-batches, schedule."""
 
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("anneal_steps", "synchronous_steps", "ahead")
-
-    KIND: ClassVar[str] = "plan"
 
     format: Literal["autopar.plan"] = "autopar.plan"
     version: Literal[1] = 1
@@ -503,14 +503,11 @@ class Plan(SparseRecord, Document):
 
     @staticmethod
     def _check_cuts(stage: Stage, at: str) -> None:
-        names = set[str]()
+        each_once((cut.parameter for cut in stage.cuts), f"{at}.cuts[{{}}].parameter", "parameter")
         for index, cut in enumerate(stage.cuts):
-            if cut.parameter in names:
-                fault(f"{at}.cuts[{index}].parameter", f"{cut.parameter!r} is cut twice")
             if len(cut.parts) != stage.tensor_parallel:
                 found = f"{len(cut.parts)} parts for groups of {stage.tensor_parallel} devices"
                 fault(f"{at}.cuts[{index}].parts", found)
-            names.add(cut.parameter)
 
     def _check_depth(self, stage: Stage, before: Stage | None, at: str) -> None:
         if self.weight_policy != "sync":
@@ -539,20 +536,16 @@ class Plan(SparseRecord, Document):
 
     @model_validator(mode="after")
     def _tensors_flow_forth(self) -> Self:
-        names: set[str] = set()
+        each_once((tensor.name for tensor in self.tensors), "tensors[{}].name", "tensor")
         for index, tensor in enumerate(self.tensors):
             at = f"tensors[{index}]"
-            if tensor.name in names:
-                fault(f"{at}.name", f"tensor {tensor.name!r} is given twice")
-            names.add(tensor.name)
-            if list(tensor.consumers) != sorted(set(tensor.consumers)):
-                fault(f"{at}.consumers", "stages must ascend without repeats")
+            ascending(tensor.consumers, f"{at}.consumers", "stages")
             if tensor.consumers[0] <= tensor.producer or tensor.consumers[-1] >= len(self.stages):
                 fault(f"{at}.consumers", f"must lie behind the producer {tensor.producer} and below {len(self.stages)}")
             self._check_sequence(tensor, at)
+        each_once((tied.parameter for tied in self.tied), "tied[{}].parameter", "parameter")
         for index, tied in enumerate(self.tied):
-            if any(tied.parameter == other.parameter for other in self.tied[:index]):
-                fault(f"tied[{index}].parameter", f"parameter {tied.parameter!r} is given twice")
-            if list(tied.stages) != sorted(set(tied.stages)) or tied.stages[-1] >= len(self.stages):
-                fault(f"tied[{index}].stages", f"must ascend without repeats and lie below {len(self.stages)}")
+            ascending(tied.stages, f"tied[{index}].stages", "stages")
+            if tied.stages[-1] >= len(self.stages):
+                fault(f"tied[{index}].stages", f"must lie below {len(self.stages)}, found {tied.stages[-1]}")
         return self

@@ -23,6 +23,8 @@ from autopar.formats.document import (
     Record,
     Seconds,
     SparseRecord,
+    ascending,
+    each_once,
     fault,
 )
 
@@ -149,10 +151,7 @@ class LayerOption(Record):
 
     @model_validator(mode="after")
     def _each_tensor_once(self) -> Self:
-        names = [each.tensor for each in self.resharded]
-        if len(set(names)) != len(names):
-            twice = next(index for index, name in enumerate(names) if name in names[:index])
-            fault(f"resharded[{twice}].tensor", f"tensor {names[twice]!r} is given twice")
+        each_once((each.tensor for each in self.resharded), "resharded[{}].tensor", "tensor")
         return self
 
 
@@ -388,16 +387,10 @@ class Layer(SparseRecord):
 
     @model_validator(mode="after")
     def _sizes_ascend_and_options_differ(self) -> Self:
-        sizes = [cost.micro_batch for cost in self.costs]
-        if sizes != sorted(set(sizes)):
-            fault("costs", f"micro-batch sizes must ascend without repeats, found {sizes}")
-        ways = [(option.tensor_parallel, option.name) for option in self.options]
-        if len(set(ways)) != len(ways):
-            twice = next(index for index, way in enumerate(ways) if way in ways[:index])
-            fault(f"options[{twice}]", f"option {ways[twice][1]!r} of {ways[twice][0]} devices is given twice")
-        counts = [split.count for split in self.splits]
-        if counts != sorted(set(counts)):
-            fault("splits", f"numbers of parts must ascend without repeats, found {counts}")
+        ascending([cost.micro_batch for cost in self.costs], "costs", "micro-batch sizes")
+        ways = (f"{option.name} of {option.tensor_parallel} devices" for option in self.options)
+        each_once(ways, "options[{}]", "option")
+        ascending([split.count for split in self.splits], "splits", "numbers of parts")
         return self
 
 
@@ -434,8 +427,6 @@ class DeviceCosts(Record):
 class Profile(Document):
     """Costs of every layer, and the tensors between them."""
 
-    KIND: ClassVar[str] = "profile"
-
     format: Literal["autopar.profile"] = "autopar.profile"
     version: Literal[1] = 1
     model: ModelSource
@@ -469,6 +460,11 @@ class Profile(Document):
     counts_labels: bool = False
     """Whether the loss of a Transformers model that is given from Python is taken as a sum over labels and a count."""
     notes: tuple[Name, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[DeviceCosts, ...]:
+        """Costs on every kind of device, the profile's own first."""
+        return (DeviceCosts(device=self.device, layers=self.layers), *self.others)
 
     def loading_s(self, batch: int) -> float | None:
         """Return the seconds in which one process reads and collates a mini-batch; None where that is not known."""
@@ -538,20 +534,15 @@ class Profile(Document):
     @model_validator(mode="after")
     def _layers_and_tensors_agree(self) -> Self:
         order = {layer.name: index for index, layer in enumerate(self.layers)}
-        for index, layer in enumerate(self.layers):
-            if order[layer.name] != index:
-                fault(f"layers[{index}].name", f"layer {layer.name!r} is given twice")
+        each_once((layer.name for layer in self.layers), "layers[{}].name", "layer")
         for index, other in enumerate(self.others):
             if [layer.name for layer in other.layers] != list(order):
                 fault(f"others[{index}].layers", "these are not the profile's layers, in its order")
             if other.device.name in {self.device.name, *(each.device.name for each in self.others[:index])}:
                 fault(f"others[{index}].device.name", f"{other.device.name!r} is given twice")
-        seen: set[str] = set()
+        each_once((tensor.name for tensor in self.tensors), "tensors[{}].name", "tensor")
         for index, tensor in enumerate(self.tensors):
             at = f"tensors[{index}]"
-            if tensor.name in seen:
-                fault(f"{at}.name", f"tensor {tensor.name!r} is given twice")
-            seen.add(tensor.name)
             if tensor.producer is not None and tensor.producer not in order:
                 fault(f"{at}.producer", f"no layer is called {tensor.producer!r}")
             made = -1 if tensor.producer is None else order[tensor.producer]

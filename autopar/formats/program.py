@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from autopar.errors import FileError, UsageError
 from autopar.formats.document import Document, Index, read_text, write_text
@@ -211,10 +211,8 @@ class Program:
 
 
 class _ProgramFile(Document):
-    KIND: ClassVar[str] = "program"
-
-    format: Literal["autopar.program"]
-    version: Literal[1]
+    format: Literal["autopar.program"] = "autopar.program"
+    version: Literal[1] = 1
     ranks: tuple[str, ...]
     shift: Index = 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -136,8 +136,6 @@ class Report(Document):
     are gone, or no longer what they were, forwards and backwards are compared with the plan's own times of every
     stage's busiest replica, and a note says so.
     """
-
-    KIND: ClassVar[str] = "report"
 
     format: Literal["autopar.report"] = "autopar.report"
     version: Literal[1] = 1
@@ -326,8 +324,6 @@ class RankActions(Record):
 
 class BlackBox(Document):
     """What the ranks of a host had last done when a run failed."""
-
-    KIND: ClassVar[str] = "blackbox"
 
     format: Literal["autopar.blackbox"] = "autopar.blackbox"
     version: Literal[1] = 1

@@ -61,7 +61,7 @@ def join_profiles(origins: Sequence[NamedProfile]) -> Profile:
     spreads = {key: max(getattr(noise, key) for noise in noises) for key in ("median_spread", "max_spread")}
     return first.profile.model_copy(
         update={
-            "others": tuple(chain(first.profile.others, *map(_costs, profiles[1:]))),
+            "others": tuple(chain(first.profile.others, *(profile.kinds for profile in profiles[1:]))),
             "noise": first.profile.noise.model_copy(update=spreads),
             "step_overhead_s": max(profile.step_overhead_s for profile in profiles),
             "indivisible": next((each.indivisible for each in profiles if each.indivisible), None),
@@ -102,11 +102,11 @@ def _check_names(origins: Sequence[NamedProfile]) -> None:
     for origin in origins:
         profile = origin.profile
         paths = ["$.device.name", *(f"$.others[{index}].device.name" for index in range(len(profile.others)))]
-        for path, device in zip(paths, (profile.device, *(other.device for other in profile.others)), strict=True):
-            name = known_as(device.name)
+        for path, kind in zip(paths, profile.kinds, strict=True):
+            name = known_as(kind.device.name)
             if name in seen:
                 raise FileError(
-                    f"{origin.name}: {path} is {_text(device.name)}, which {seen[name]} has costs for; "
+                    f"{origin.name}: {path} is {_text(kind.device.name)}, which {seen[name]} has costs for; "
                     "name every kind of device once"
                 )
             seen[name] = origin.name
@@ -147,7 +147,7 @@ def kinds_of(profile: Profile, devices: Sequence[Device], times_of: str | None) 
         UsageError: the profile has no times of a type, or no kind is called ``times_of``.
         FileError: a type that no table knows is beside others, or may be any of several kinds.
     """
-    kinds = _kinds(profile)
+    kinds = [each.device for each in profile.kinds]
     types = dict.fromkeys(device.type for device in devices)
     own = {name: _own(kinds, name) for name in types}
     known = {name: index for name, index in own.items() if index is not None}
@@ -155,14 +155,14 @@ def kinds_of(profile: Profile, devices: Sequence[Device], times_of: str | None) 
     if times_of is not None and missing:
         return _substitute_kinds(profile, known, missing, times_of)
     if not missing:
-        return Kinds(_costs(profile), known, None, ())
+        return Kinds(profile.kinds, known, None, ())
     if not known:
         _refuse_known(profile, missing)
     if len(types) > 1 or len(kinds) > 1:
         raise _missing_costs_error(kinds, devices, missing[0])
     names = ", ".join(types)
     note = f"the profile is of {kinds[0].name}, but the cluster has {names}: times are {kinds[0].name}'s"
-    return Kinds(_costs(profile), {missing[0]: 0}, None, (note,))
+    return Kinds(profile.kinds, {missing[0]: 0}, None, (note,))
 
 
 def check_times_of(profile: Profile, cluster: Cluster, times_of: str | None, gpus: int | None = None) -> None:
@@ -173,7 +173,7 @@ def check_times_of(profile: Profile, cluster: Cluster, times_of: str | None, gpu
     """
     if times_of is None:
         return
-    kinds = _kinds(profile)
+    kinds = [each.device for each in profile.kinds]
     _kind_index(kinds, times_of)
     types = dict.fromkeys(device.type for device in cluster.devices[:gpus])
     if None not in [_own(kinds, name) for name in types]:
@@ -181,14 +181,6 @@ def check_times_of(profile: Profile, cluster: Cluster, times_of: str | None, gpu
             f"`times_of={times_of!r}`: the profile has times of all devices to plan for ({', '.join(types)}); "
             "leave it out"
         )
-
-
-def _kinds(profile: Profile) -> tuple[DeviceKind, ...]:
-    return (profile.device, *(other.device for other in profile.others))
-
-
-def _costs(profile: Profile) -> tuple[DeviceCosts, ...]:
-    return (DeviceCosts(device=profile.device, layers=profile.layers), *profile.others)
 
 
 def _own(kinds: Sequence[DeviceKind], name: str, spell: Callable[[str], str] = str) -> int | None:
@@ -224,8 +216,8 @@ def _kind_text(kinds: Sequence[DeviceKind], index: int) -> str:
 
 def _substitute_kinds(profile: Profile, known_kinds: dict[str, int], missing: Sequence[str], times_of: str) -> Kinds:
     """Return kinds of which one stands for those that are missing: in its own place, unless that is taken."""
-    costs = list(_costs(profile))
-    index = _kind_index(_kinds(profile), times_of)
+    costs = list(profile.kinds)
+    index = _kind_index([each.device for each in costs], times_of)
     of_type = dict(known_kinds)
     for name in missing:
         same = [of_type[other] for other in missing if other in of_type and known_as(other) == known_as(name)]
@@ -246,7 +238,7 @@ def _refuse_known(profile: Profile, types: Sequence[str]) -> None:
     Raises:
         UsageError: names them, and what would do instead.
     """
-    kinds = _kinds(profile)
+    kinds = [each.device for each in profile.kinds]
     if not all(_differ(kind, name) for kind in kinds for name in types):
         return
     wanted = list(dict.fromkeys(known_as(name) for name in types))

@@ -60,7 +60,7 @@ def title_of(profile: Profile) -> str:
     device = profile.device
     threads = f", {device.threads} thread{'s' if device.threads > 1 else ''} per rank" if device.type == "cpu" else ""
     compiled = ", compiled" if profile.compiled else ""
-    names = " and ".join((device.name, *(other.device.name for other in profile.others)))
+    names = " and ".join(kind.device.name for kind in profile.kinds)
     return f"profile of {profile.model.source}: {profile.precision}{compiled} on {names}{threads}"
 
 
@@ -91,10 +91,7 @@ def _kinds(profile: Profile) -> Table:
     columns = ("device", ">memory", ">micro-batch", ">forward", ">backward", ">times as long", "known")
     table = Table("All layers by kind of device", columns)
     first_s = sum(map(_seconds, profile.layers))
-    for device, layers in (
-        (profile.device, profile.layers),
-        *((other.device, other.layers) for other in profile.others),
-    ):
+    for device, layers in ((kind.device, kind.layers) for kind in profile.kinds):
         costs = [layer.costs[-1] for layer in layers]
         table.add_row(
             device.name,

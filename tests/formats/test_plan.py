@@ -56,7 +56,7 @@ TURNS: dict[str, object] = {"division": "round-robin", "shares": (8, 8)}
         (_with(0, shares=(3.5, 4.5)), "rows are whole"),
         (_with(0, devices=(0, 1, 3), tensor_parallel=2), "3 devices do not make groups of 2"),
         (_with(1, cuts=(CUT,)), "2 parts for groups of 1 devices"),
-        (_with(1, cuts=(CUT, CUT), devices=(2, 3), tensor_parallel=2), "'w' is cut twice"),
+        (_with(1, cuts=(CUT, CUT), devices=(2, 3), tensor_parallel=2), "parameter 'w' is given twice"),
         (_with(0, sequence=(SequenceCut(tensor="t0", dim=1),)), "not alike in all stages"),
         (_with(2, small_plan((2, 1), 2, "interleaved", 2), shares=(3, 5)), "must divide rows alike"),
         ({"schedule": "gpipe"}, "gpipe keeps all 2 micro-batches"),

@@ -53,7 +53,7 @@ def test_on_a_gpu_launches_are_timed_with_nothing_queued_and_kernels_behind_a_de
     """The calls are made twice; no kernel of the second time is launched later than the device comes to it."""
     did: list[str] = []
     event = SimpleNamespace(record=lambda: did.append("record"), elapsed_time=lambda last: 4000.0)
-    monkeypatch.setattr(device, "_event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: did.append("wait"))
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: did.append(f"delay {cycles / device._CYCLES_PER_S:.6f}"))
     monkeypatch.setattr(device.time, "perf_counter", iter((0.0, 2.0, 10.0, 13.0)).__next__)
