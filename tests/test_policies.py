@@ -13,7 +13,7 @@ from autopar.formats.program import BACKWARD, BEGIN_SUM, FORWARD, UPDATE, Action
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.simulator.simulate import skeleton
 from autopar.policies import POLICIES, StageDepths, kept_versions, rate_factor, stage_depths, updates_ahead
-from autopar.schedules.continuing import Repetition, depths_of, lead, repetition
+from autopar.schedules.continuing import Repetition, lead, repetition
 from autopar.schedules.one_forward_one_backward import warmups
 from oracles.unflushed import RULES, SAME_BACKWARD, Question
 
@@ -74,7 +74,7 @@ def test_every_forward_and_backward_sees_the_rules_version(seed: int, policy: st
                     assert kind == BACKWARD
                     assert seen.pop((step, index)) == version
         assert (updates, seen) == (12, {})
-        assert most + 1 == kept_versions(POLICIES[policy], depths_of(plan, stage))
+        assert most + 1 == kept_versions(POLICIES[policy], plan.depths[stage])
 
 
 @pytest.mark.parametrize("depth", range(1, 5))

@@ -62,7 +62,7 @@ SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(gpipe.order, gpipe.warmups),
     "1f1b": Schedule(one_forward_one_backward.order, one_forward_one_backward.warmups),
     "interleaved": Schedule(one_forward_one_backward.interleaved_order, one_forward_one_backward.interleaved_warmups),
-    "zb-h1": Schedule(zero_bubble.h1_order, zero_bubble.h1_warmups, halves=True),
+    "zb-h1": Schedule(zero_bubble.h1_order, one_forward_one_backward.warmups, halves=True),
     "zb-h2": Schedule(zero_bubble.h2_order, zero_bubble.h2_warmups, halves=True),
     "zb-v": Schedule(zero_bubble.v_order, zero_bubble.v_warmups, halves=True),
     "dualpipe-v": Schedule(dualpipe_v.order, dualpipe_v.warmups, halves=True),
@@ -108,5 +108,5 @@ def schedule_named(text: str) -> str:
         if found is not None:
             return found
     absent = _ABSENT.get(_plain(text)) if isinstance(text, str) else None
-    near = f"; torch's {absent} has no counterpart, near it is {_NEAREST[absent]}" if absent else ""
-    raise UsageError(f"`schedule` must be one of auto, {', '.join(SCHEDULES)}; found {text!r}{near}")
+    hint = f"; torch's {absent} has no counterpart, near it is {_NEAREST[absent]}" if absent else ""
+    raise UsageError(f"`schedule` must be one of auto, {', '.join(SCHEDULES)}; found {text!r}{hint}")

@@ -79,7 +79,7 @@ def check(program: Program, plan: Plan, kinds: Collection[str] = KINDS) -> None:
         return
     flowing = _messages_by_rank(plan)
     for rank, actions in enumerate(program.ranks):
-        _check_complete(rank, actions, plan, flowing[rank], kinds)
+        _check_order(rank, actions, _prerequisites(rank, plan, flowing[rank], Counter(actions)), kinds)
         for stage in in_flight(actions) if BACKWARD in kinds else ():
             _check_depth(rank, stage, actions, plan)
     _check_flow(program)
@@ -184,13 +184,6 @@ def _without_versions(actions: RankProgram) -> RankProgram:
     """Return what has a micro-batch, all of it seeing the newest weights."""
     kinds = (*_MOVABLE, BACKWARD)
     return RankProgram.of(each._replace(version=0) for each in actions if each.kind in kinds)
-
-
-def _check_complete(
-    rank: int, actions: RankProgram, plan: Plan, flowing: list[Message], kinds: Collection[str]
-) -> None:
-    """Every action that the plan asks of the rank, ``flowing`` messages included, is there once, and in sound order."""
-    _check_order(rank, actions, _prerequisites(rank, plan, flowing, Counter(actions)), kinds)
 
 
 def _check_order(

@@ -45,11 +45,6 @@ class RepetitionEntry(NamedTuple):
     """How many updates behind the newest weights it sees them."""
 
 
-def depths_of(plan: Plan, stage: int) -> StageDepths:
-    """Return how deep a stage is, for the weight policy."""
-    return plan.depths[stage]
-
-
 def repetition(plan: Plan, stage: int, replica: int = 0) -> Iterator[RepetitionEntry]:
     """Yield what a replica of a stage of a plan with a weight policy computes in one repetition, updates included."""
     count, turning = plan.span, plan.stages[stage].turning
@@ -58,7 +53,7 @@ def repetition(plan: Plan, stage: int, replica: int = 0) -> Iterator[RepetitionE
         return
     # Of a mini-batch that is a single micro-batch; an update is named by the first one that it is of.
     depth = plan.stages[stage].warmup * turning
-    behind = distances(POLICIES[plan.weight_policy], depths_of(plan, stage), 0)
+    behind = distances(POLICIES[plan.weight_policy], plan.depths[stage], 0)
     for first in range(0, count, turning):
         yield RepetitionEntry(BACKWARD, first + replica % turning, behind.backward)
         yield RepetitionEntry(UPDATE, first, 0)
@@ -67,7 +62,7 @@ def repetition(plan: Plan, stage: int, replica: int = 0) -> Iterator[RepetitionE
 
 def _one_mini_batch(plan: Plan, stage: int) -> Iterator[RepetitionEntry]:
     """Yield a repetition in which all replicas have a part of every micro-batch."""
-    depths = depths_of(plan, stage)
+    depths = plan.depths[stage]
     depth, micro_batches, policy = depths.depth, depths.micro_batches, POLICIES[plan.weight_policy]
     behind = [distances(policy, depths, index) for index in range(micro_batches)]
     last = micro_batches - 1

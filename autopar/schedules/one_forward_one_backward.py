@@ -14,10 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-import numpy as np
-
 from autopar.formats.program import BACKWARD, FORWARD
-from autopar.schedules.order import Computation, RankPlace, places
+from autopar.schedules.order import Computation, RankPlace, depths
 
 
 def order(place: RankPlace) -> Iterator[Computation]:
@@ -90,30 +88,7 @@ def interleaved_warmups(groups: int, chunks: int, micro_batches: int) -> dict[st
     >>> interleaved_warmups(2, 2, 4)
     {'all': (4, 3, 2, 1)}
     """
-    found = [0] * (groups * chunks)
-    for place in places("loop", groups, chunks, micro_batches):
-        for stage, depth in zip(place.stages, _depths(place), strict=True):
-            found[stage] = depth
-    return {"all": tuple(found)}
-
-
-def _depths(place: RankPlace) -> list[int]:
-    """Return what a rank's order holds at most of each stage, counted over all of its places at once.
-
-    The forward at a place ``at`` of all forwards stands behind the first ``at - ahead`` backwards.
-    """
-    sizes = [len(part) for part in _rounds(place)]
-    chunks = np.arange(len(place.stages))
-    forwards, backwards = (
-        np.repeat(np.tile(each, len(sizes)), np.repeat(sizes, len(chunks))) for each in (chunks, chunks[::-1])
-    )
-    ahead = _ahead(place, sizes[0])
-    done = np.maximum(0, np.arange(len(forwards)) - ahead)
-    found = []
-    for chunk in chunks:
-        begun, ended = np.cumsum(forwards == chunk), np.cumsum(np.append(0, backwards == chunk))
-        found.append(int((begun - ended[done]).max()))
-    return found
+    return {"all": depths(interleaved_order, "loop", groups, chunks, micro_batches)}
 
 
 def _ahead(place: RankPlace, first_round: int) -> int:

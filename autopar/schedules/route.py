@@ -29,13 +29,6 @@ class StageShares(Protocol):
         """Whether the replicas split every micro-batch, or take whole ones in turn."""
 
 
-class FixedStageShares(NamedTuple):
-    """The least that is :class:`StageShares`."""
-
-    shares: tuple[float, ...]
-    division: Division = "split"
-
-
 class Route(NamedTuple):
     """Rows ``start:stop`` of every ``period``-th micro-batch from ``first`` on go from ``sender`` to ``receiver``."""
 
@@ -69,10 +62,6 @@ def even_shares(rows: int, replicas: int) -> tuple[int, ...]:
     return tuple(after - before for before, after in pairwise(edges))
 
 
-def free_shares(rows: int, replicas: int) -> tuple[float, ...]:
-    return (rows / replicas,) * replicas
-
-
 def shares_of(rows: int, replicas: int, division: Division, *, divisible: bool) -> tuple[float, ...]:
     """Return the rows of a micro-batch that each replica takes.
 
@@ -81,18 +70,21 @@ def shares_of(rows: int, replicas: int, division: Division, *, divisible: bool) 
     """
     if division == "round-robin":
         return (rows,) * replicas
-    return free_shares(rows, replicas) if divisible else even_shares(rows, replicas)
+    return (rows / replicas,) * replicas if divisible else even_shares(rows, replicas)
 
 
 def routes(sending: StageShares, receiving: StageShares) -> list[Route]:
     """Return what travels between the replicas of two stages.
 
-    >>> for route in routes(FixedStageShares((2, 2)), FixedStageShares((1, 3))):
+    >>> from functools import partial
+    >>> from types import SimpleNamespace
+    >>> split, turns = partial(SimpleNamespace, division="split"), partial(SimpleNamespace, division="round-robin")
+    >>> for route in routes(split(shares=(2, 2)), split(shares=(1, 3))):
     ...     print(*route[:4])
     0 0 0 1
     0 1 1 2
     1 1 2 4
-    >>> for route in routes(FixedStageShares((4, 4), "round-robin"), FixedStageShares((2, 2))):
+    >>> for route in routes(turns(shares=(4, 4)), split(shares=(2, 2))):
     ...     print(*route)
     0 0 0 2 0 2
     0 1 2 4 0 2

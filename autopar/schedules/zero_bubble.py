@@ -26,18 +26,11 @@ def h1_order(place: RankPlace) -> Iterator[Computation]:
     stage 1: .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     stage 2: .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
-    return _order_with_delay(place, place.group)
-
-
-def _order_with_delay(place: RankPlace, late: int) -> Iterator[Computation]:
-    """Yield 1F1B's order in halves, weight halves being ``late`` micro-batches behind input halves.
-
-    The first stage's are whole where nothing is late.
-    """
-    return join_halves(_halves(place, late))
+    return join_halves(_halves(place, place.group))
 
 
 def _halves(place: RankPlace, late: int) -> Iterator[Computation]:
+    """Yield 1F1B's order in halves, weight halves being ``late`` micro-batches behind input halves."""
     (stage,), (warmup,) = place.stages, place.warmups
     for micro_batch in range(warmup):
         yield FORWARD, stage, micro_batch
@@ -49,11 +42,6 @@ def _halves(place: RankPlace, late: int) -> Iterator[Computation]:
             yield FORWARD, stage, warmup + micro_batch
     for micro_batch in range(max(0, place.micro_batches - late), place.micro_batches):
         yield WEIGHT_BACKWARD, stage, micro_batch
-
-
-def h1_warmups(groups: int, chunks: int, micro_batches: int) -> dict[str, tuple[int, ...]]:
-    """Return 1F1B's choices of in-flight depth per stage: the paper's is PA."""
-    return one_forward_one_backward.warmups(groups, chunks, micro_batches)
 
 
 def h2_order(place: RankPlace) -> Iterator[Computation]:
@@ -70,7 +58,7 @@ def h2_order(place: RankPlace) -> Iterator[Computation]:
     stage 1: .  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5 .
     stage 2: .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
     """
-    return _order_with_delay(place, 2 * place.group)
+    return join_halves(_halves(place, 2 * place.group))
 
 
 def h2_warmups(groups: int, chunks: int, micro_batches: int) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ from autopar.formats.program import BACKWARD, FORWARD, UPDATE, Action
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.simulator.simulate import skeleton
 from autopar.policies import POLICIES
-from autopar.schedules.continuing import Repetition, depths_of, lead, repetition_positions, written_out
+from autopar.schedules.continuing import Repetition, lead, repetition_positions, written_out
 from autopar.schedules.expand import expand
 
 
@@ -43,7 +43,7 @@ def test_what_is_written_out_fills_goes_on_and_drains_as_a_plain_loop(policy: st
     whole = written_out(expand(plan), micro_batches, -lead(plan), mini_batches)
     for stage, actions in enumerate(whole.ranks):
         found = [(each.kind, each.micro_batch) for each in actions if each.kind in (FORWARD, BACKWARD, UPDATE)]
-        lag = depths_of(plan, stage).lag
+        lag = plan.depths[stage].lag
         assert found == list(_plain(depths[stage], lag, micro_batches, micro_batches * mini_batches))
 
 

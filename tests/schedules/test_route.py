@@ -5,8 +5,9 @@ from itertools import accumulate, chain
 
 from autopar.formats.plan import turns
 from autopar.schedules import route as routing
-from autopar.schedules.route import FixedStageShares, Routes, buckets, even_shares, free_shares, routes
+from autopar.schedules.route import Routes, buckets, even_shares, routes
 from drawn import shares_of
+from stage_shares import FixedStageShares
 
 MIB = 2**20
 
@@ -51,7 +52,9 @@ def test_shares_are_whole_and_buckets_hold_every_gradient_once() -> None:
             shares = even_shares(rows, replicas)
             assert (len(shares), sum(shares)) == (replicas, rows)
             assert 1 <= min(shares) <= max(shares) <= min(shares) + 1
-            free = routes(FixedStageShares(free_shares(rows, replicas)), FixedStageShares(free_shares(rows, replicas)))
+            free = routes(
+                FixedStageShares((rows / replicas,) * replicas), FixedStageShares((rows / replicas,) * replicas)
+            )
             assert [(route.sender, route.receiver) for route in free] == [(at, at) for at in range(replicas)]
             taken = chain.from_iterable(turns("round-robin", replicas, each, rows) for each in range(replicas))
             assert sorted(taken) == list(range(rows))

@@ -8,8 +8,9 @@ from autopar.planner import PlanOptions
 from autopar.planner.candidate import Family, families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.search.variants import DIVISIONS, FINE, Choice, Fineness, choices, lengths_of, queues, ways_of
-from autopar.schedules.route import FixedStageShares, routes, shares_of
+from autopar.schedules.route import routes, shares_of
 from random_problems import random_cluster, random_profile
+from stage_shares import FixedStageShares
 
 
 def test_ranges_lengths_and_widths_hold_every_number() -> None:
