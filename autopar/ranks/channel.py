@@ -18,8 +18,7 @@ import socket
 import struct
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -78,7 +77,7 @@ class Channel:
             timeout_s: longest that it waits for the other end.
         """
         self._outlet, self._inlet = _Outlet(outward, timeout_s), _Inlet(inward, timeout_s)
-        self._waiting: deque[_IncomingMessage] = deque()
+        self._waiting: deque[InTurn] = deque()
 
     def close(self) -> None:
         """Let go of descriptors and memory; nothing is sent or received any more."""
@@ -93,32 +92,33 @@ class Channel:
         """
         self._outlet.send(bytes_of(tensor))
 
-    def receive(self, tensor: torch.Tensor) -> _IncomingMessage:
-        """Return what, waited for, fills a contiguous tensor of the CPU with the next message."""
-        arrival = _IncomingMessage(tensor, self._waiting, self._inlet)
-        self._waiting.append(arrival)
-        return arrival
+    def receive(self, tensor: torch.Tensor) -> InTurn:
+        """Return what, waited for, fills a contiguous tensor of the CPU with the next message.
+
+        It raises where the other end says nothing for too long, or sent something of another size.
+        """
+        return InTurn(self._waiting, lambda: self._inlet.receive(bytes_of(tensor)))
 
 
-@dataclass(eq=False, slots=True)
-class _IncomingMessage:
-    """A message to come; those before it are taken first."""
+class InTurn:
+    """Something that is done behind what was begun before it, whichever is waited for."""
 
-    _tensor: torch.Tensor
-    _waiting: deque[_IncomingMessage]
-    _inlet: _Inlet
-    _here: bool = False
+    __slots__ = ("_act", "_begun", "_done")
+
+    def __init__(self, begun: deque[InTurn], act: Callable[[], None]) -> None:
+        self._begun, self._act, self._done = begun, act, False
+        begun.append(self)
 
     def wait(self) -> None:
-        """Return when the tensor is filled.
+        """Return when it is done.
 
         Raises:
-            PeerLostError: the other end is gone, says nothing for too long, or sent something of another size.
+            PeerLostError: it cannot be done.
         """
-        while not self._here:
-            first = self._waiting.popleft()
-            self._inlet.receive(bytes_of(first._tensor))
-            first._here = True
+        while not self._done:
+            first = self._begun.popleft()
+            first._act()
+            first._done = True
 
 
 class _End:

@@ -330,21 +330,6 @@ def patience(timeout_s: float) -> timedelta:
     return timedelta(seconds=max(timeout_s, SET_UP_S))
 
 
-@contextmanager
-def join_in_script(device_type: str, timeout_s: float, size: int, share_gpus: bool = False) -> Iterator[RankContext]:
-    """Join ``size`` ranks: those of the script's own process group, else those that a launcher started, else one.
-
-    Raises:
-        UsageError: there is another number of ranks, or the script's group cannot carry what training does.
-    """
-    try:
-        with _join(device_type, timeout_s, size, share_gpus) as context:
-            yield context
-    finally:
-        # What lies in cycles may hold groups, whose threads must not outlive Python.
-        gc.collect()
-
-
 class _OwnGroup:
     """The default group where jobs of this process made it: they share it, and the last one to leave ends it."""
 
@@ -372,19 +357,28 @@ _own_group = _OwnGroup()
 
 
 @contextmanager
-def _join(device_type: str, timeout_s: float, size: int, share_gpus: bool) -> Iterator[RankContext]:
+def join_in_script(device_type: str, timeout_s: float, size: int, share_gpus: bool = False) -> Iterator[RankContext]:
+    """Join ``size`` ranks: those of the script's own process group, else those that a launcher started, else one.
+
+    Raises:
+        UsageError: there is another number of ranks, or the script's group cannot carry what training does.
+    """
     group: AbstractContextManager[None] = nullcontext()
     launch = None
     if not dist.is_initialized() or _own_group.jobs:
         launch = rank_from_environment(os.environ) if "WORLD_SIZE" in os.environ else None
         group = _own_group.held(lambda: _make_group(launch, device_type, timeout_s, size))
-    with group:
-        context = _of_group(launch, device_type, timeout_s, size, share_gpus)
-        try:
-            yield context
-        finally:
-            # The group may be the script's, or other jobs', too.
-            context.leave()
+    try:
+        with group:
+            context = _of_group(launch, device_type, timeout_s, size, share_gpus)
+            try:
+                yield context
+            finally:
+                # The group may be the script's, or other jobs', too.
+                context.leave()
+    finally:
+        # What lies in cycles may hold groups, whose threads must not outlive Python.
+        gc.collect()
 
 
 def _make_group(launch: LaunchedRank | None, device_type: str, timeout_s: float, size: int) -> None:

@@ -27,10 +27,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, cast
 
 from autopar.ranks.monitor import AnswerPipe, RankProcess
 
@@ -42,7 +44,7 @@ class ForkServer:
     """The process that ranks are forked from (:func:`main`).
 
     It reports who has been forked, and who has ended: both are its children, which nobody else can wait for. It ends
-    with the thread that has made it, and its ranks with it.
+    with this process, and its ranks with it.
     """
 
     def __init__(self, size: int, threads: int, imports: Sequence[str] = ()) -> None:
@@ -70,36 +72,28 @@ class ForkServer:
         }
         self._reports, self._rest = reports[0], b""
         os.set_blocking(self._reports, False)
-        self._pids: dict[int, int] = {}
-        self._codes: dict[int, int] = {}
+        self.pids: dict[int, int] = {}
+        self.codes: dict[int, int] = {}
+        """Of every rank that has ended, how: its exit code, or the negative of a signal."""
         pipes = [
             (os.fdopen(writer, "wb"), os.fdopen(reader, "rb", buffering=0))
             for (_, writer), (reader, _) in zip(jobs, answers, strict=True)
         ]
         self.links = [RankProcess(ForkedProcess(self, rank, job), pipe) for rank, (job, pipe) in enumerate(pipes)]
         try:
-            start = _fork if can_fork() else _start
+            # A fork is made by this process's only thread, and ends with it.
+            start: Callable[..., subprocess.Popen[bytes] | _ForkedServer] = _fork if can_fork() else _start
             self._process = start(settings, environment, of_server)
         finally:
             for each in of_server:
                 os.close(each)
 
-    def pid_of(self, rank: int) -> int | None:
-        """Return a rank's process; None where it is not there yet."""
-        self._look()
-        return self._pids.get(rank)
-
-    def code_of(self, rank: int) -> int | None:
-        """Return how a rank ended: its exit code, or the negative of a signal; None where it has not."""
-        self._look()
-        return self._codes.get(rank)
-
     def wait_for(self, rank: int) -> int:
         """Wait until a rank has ended, and return how; of one that was never there, how the server did."""
         os.set_blocking(self._reports, True)
-        while rank not in self._codes and self._look():
+        while rank not in self.codes and self.look():
             pass
-        return self._codes[rank] if rank in self._codes else self._process.wait()
+        return self.codes[rank] if rank in self.codes else self._process.wait()
 
     def close(self) -> None:
         """End all ranks and the server, and wait until they are gone."""
@@ -113,7 +107,7 @@ class ForkServer:
             link.close()
         os.close(self._reports)
 
-    def _look(self) -> bool:
+    def look(self) -> bool:
         """Take in what the server has reported; return False where it has ended."""
         try:
             data = os.read(self._reports, 1 << 16)
@@ -122,7 +116,7 @@ class ForkServer:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             report = json.loads(line)
-            found = self._codes if "code" in report else self._pids
+            found = self.codes if "code" in report else self.pids
             found[report["rank"]] = report["code" if "code" in report else "pid"]
         return bool(data)
 
@@ -136,11 +130,13 @@ class ForkedProcess:
     @property
     def pid(self) -> int | None:
         """Its number; None where it is not there yet."""
-        return self._server.pid_of(self._rank)
+        self._server.look()
+        return self._server.pids.get(self._rank)
 
     def poll(self) -> int | None:
         """Return how it has ended, if it has."""
-        return self._server.code_of(self._rank)
+        self._server.look()
+        return self._server.codes.get(self._rank)
 
     def wait(self) -> int:
         """Wait until it has ended, and return how."""
@@ -148,16 +144,6 @@ class ForkedProcess:
 
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-
-
-class _Server(Protocol):
-    """The server's process, as :class:`subprocess.Popen` has it."""
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
 
 
 _Settings = dict[str, Any]
@@ -184,19 +170,35 @@ def can_fork() -> bool:
     return len(os.listdir("/proc/self/task")) == 1
 
 
-def _start(settings: _Settings, environment: Mapping[str, str], held: Sequence[int]) -> _Server:
-    """Start the server as a process of its own, which has ``held``."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "autopar.ranks.fork_server", json.dumps(settings)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        pass_fds=held,
-        start_new_session=True,
-        env={**os.environ, **environment},
+def _start(settings: _Settings, environment: Mapping[str, str], held: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start the server as a process of its own, which has ``held``.
+
+    The kernel ends a child with the thread that started it, not with the process: one that lasts does.
+    """
+    starting = _lasting_thread(os.getpid()).submit(
+        lambda: subprocess.Popen(
+            [sys.executable, "-m", "autopar.ranks.fork_server", json.dumps(settings)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=held,
+            start_new_session=True,
+            env={**os.environ, **environment},
+        )
     )
+    try:
+        return starting.result()
+    except BaseException:
+        starting.add_done_callback(lambda done: None if done.exception() else done.result().kill())
+        raise
 
 
-def _fork(settings: _Settings, environment: Mapping[str, str], held: Sequence[int]) -> _Server:
+@cache
+def _lasting_thread(process: int) -> ThreadPoolExecutor:
+    """Return a thread that lives as long as this process: one that was forked has to start its own."""
+    return ThreadPoolExecutor(1, "autopar-ranks")
+
+
+def _fork(settings: _Settings, environment: Mapping[str, str], held: Sequence[int]) -> _ForkedServer:
     """Fork the server, which has ``held``, and nothing else that this process has open."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -230,7 +232,7 @@ class _ForkedServer:
     """The process of a forked server."""
 
     def __init__(self, pid: int) -> None:
-        self._pid, self._code = pid, None if pid else 0
+        self._pid, self._code = pid, cast(int | None, None)
 
     def terminate(self) -> None:
         self._send(signal.SIGTERM)
@@ -355,47 +357,34 @@ def _serve_jobs(jobs: int, answers: int, threads: int) -> None:
 
 
 def _serve(job: dict[str, object], pipe: AnswerPipe) -> None:
+    """Perform a job, as one of its ranks, or beside them."""
+    try:
+        if "rank" in job:
+            _serve_rank(job, pipe)
+        else:
+            pipe.send({"result": _target_of(job)(job["arguments"], pipe.report)})
+    except Exception as error:
+        pipe.fail(error)
+
+
+def _serve_rank(job: dict[str, object], pipe: AnswerPipe) -> None:
     from autopar.ranks.board import FINISHED, SETTING_UP, Board
     from autopar.ranks.context import join_ranks
-    from autopar.ranks.failure import Failure
 
-    if "rank" not in job:
-        _serve_alone(job, pipe)
-        return
     rank, size = int(str(job["rank"])), int(str(job["size"]))
     with Board(Path(str(job["board"])), size) as board:
         board.write(rank, SETTING_UP)
-
-        def report(message: dict[str, object]) -> None:
-            pipe.send({"message": message})
-
-        try:
-            target = _target_of(job)
-            place = (str(job["rendezvous"]), str(job["device"]), float(str(job["timeout_s"])))
-            with join_ranks(rank, size, *place, board, report, bool(job["share_gpus"])) as context:
-                try:
-                    result = target(context, job["arguments"])
-                except Exception as error:
-                    # Said before the group is left: leaving it may take as long as the peers let it.
-                    pipe.send({"failure": Failure.of(error).as_dict()})
-                    raise
-            board.write(rank, FINISHED)
-            pipe.send({"result": result})
-        except Exception as error:
-            pipe.send({"failure": Failure.of(error).as_dict()})
-
-
-def _serve_alone(job: dict[str, object], pipe: AnswerPipe) -> None:
-    """Call a function with what it is to do, and what reports, in a process that is none of the job's ranks."""
-    from autopar.ranks.failure import Failure
-
-    def report(message: dict[str, object]) -> None:
-        pipe.send({"message": message})
-
-    try:
-        pipe.send({"result": _target_of(job)(job["arguments"], report)})
-    except Exception as error:
-        pipe.send({"failure": Failure.of(error).as_dict()})
+        target = _target_of(job)
+        place = (str(job["rendezvous"]), str(job["device"]), float(str(job["timeout_s"])))
+        with join_ranks(rank, size, *place, board, pipe.report, bool(job["share_gpus"])) as context:
+            try:
+                result = target(context, job["arguments"])
+            except Exception as error:
+                # Said before the group is left: leaving it may take as long as the peers let it.
+                pipe.fail(error)
+                raise
+        board.write(rank, FINISHED)
+        pipe.send({"result": result})
 
 
 def _target_of(job: dict[str, object]) -> Callable[..., object]:

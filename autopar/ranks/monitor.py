@@ -114,6 +114,14 @@ class AnswerPipe:
         with suppress(BrokenPipeError):
             self._pipe.write(json.dumps(message) + "\n")
 
+    def report(self, message: dict[str, object]) -> None:
+        """Say something meanwhile."""
+        self.send({"message": message})
+
+    def fail(self, error: Exception) -> None:
+        """Say what failed."""
+        self.send({"failure": Failure.of(error).as_dict()})
+
     def close(self) -> None:
         # What was sent in vain is still in the buffer, and is tried once more.
         with suppress(BrokenPipeError):
@@ -166,9 +174,9 @@ class RankMonitor:
             self._board.write_said()
             raise
         except AutoparError as error:
-            beside = "" if self._watch.on_failure is None else self._watch.on_failure(self._board, error)
-            if beside:
-                error.args = (f"{error}; {beside}",)
+            advice = "" if self._watch.on_failure is None else self._watch.on_failure(self._board, error)
+            if advice:
+                error.args = (f"{error}; {advice}",)
             self._board.write_said()
             raise
 

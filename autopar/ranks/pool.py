@@ -5,12 +5,8 @@ In come a function's name and its arguments; out comes what every rank returned,
 
 from __future__ import annotations
 
-import os
-import queue
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,7 +15,7 @@ from typing import Self
 from autopar.errors import AutoparError, TrainingError
 from autopar.ranks.board import SET_UP_S, Board
 from autopar.ranks.failure import Failure
-from autopar.ranks.fork_server import ForkServer, can_fork
+from autopar.ranks.fork_server import ForkServer
 from autopar.ranks.monitor import Describe, RankMonitor, RankProcess, Watch
 from autopar.ranks.scratch import Scratch
 from autopar.signals import stopping
@@ -63,9 +59,7 @@ class RankPool:
         self._jobs = 0
         self._server: ForkServer | None = None
         try:
-            start = partial(ForkServer, size + spare, threads, imports)
-            # A fork is made by this process's only thread, and ends with it.
-            self._server = start() if can_fork() else _LASTING.call(start, ForkServer.close)
+            self._server = ForkServer(size + spare, threads, imports)
         except BaseException:
             self.close()
             raise
@@ -186,44 +180,3 @@ def _await_word(link: RankProcess, kind: str) -> None:
         if any(kind in message for message in messages):
             return
     raise TrainingError(f"the process that serves ranks ended with exit code {link.process.wait()}")
-
-
-class _LastingThread:
-    """A thread that lives as long as this process, and starts ranks, whichever thread asks.
-
-    The kernel ends a child with the thread that started it, not with the process (``PR_SET_PDEATHSIG``).
-    """
-
-    def __init__(self) -> None:
-        """Start none yet: a process that forks has to start its own."""
-        self._process, self._lock = -1, threading.Lock()
-        self._call_queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-
-    def call(self, act: Callable[[], ForkServer], undo: Callable[[ForkServer], None]) -> ForkServer:
-        """Call a function there, and return what it does; if this call is interrupted, undo it."""
-        made: Future[ForkServer] = Future()
-
-        def fulfil() -> None:
-            try:
-                made.set_result(act())
-            except BaseException as error:
-                made.set_exception(error)
-
-        with self._lock:
-            if self._process != os.getpid():
-                self._process, self._call_queue = os.getpid(), queue.SimpleQueue()
-                threading.Thread(target=_serve, args=(self._call_queue,), name="autopar-ranks", daemon=True).start()
-        self._call_queue.put(fulfil)
-        try:
-            return made.result()
-        except BaseException:
-            made.add_done_callback(lambda done: None if done.exception() else undo(done.result()))
-            raise
-
-
-def _serve(call_queue: queue.SimpleQueue[Callable[[], None]]) -> None:
-    while True:
-        call_queue.get()()
-
-
-_LASTING = _LastingThread()

@@ -19,23 +19,16 @@ from autopar.ranks.environment import MARKERS, Environment, LaunchedRank, rank_f
 _CONNECT_S = 1.0
 
 
-def rank_among_siblings(environment: Environment) -> LaunchedRank | None:
-    """Return which rank this process is of a job of several that is at work; None where it is alone."""
-    own = _rank_of(environment)
-    if own is None or own.size == 1:
-        return None
-    siblings = any(_are_siblings(own, _rank_of(each)) for each in _environments_of_others())
-    return own if siblings or _is_listened_to(own) else None
-
-
 def refuse_siblings(environment: Environment) -> None:
     """Check that this process, which is to start ranks, is not one of several that a launcher has started alike.
 
     Raises:
         UsageError: it is; names ``worker``.
     """
-    own = rank_among_siblings(environment)
-    if own is not None:
+    own = _rank_of(environment)
+    if own is None or own.size == 1:
+        return
+    if any(_are_siblings(own, _rank_of(each)) for each in _environments_of_others()) or _is_listened_to(own):
         unset = " ".join(f"-u {name}" for name in MARKERS if name in environment)
         raise UsageError(
             f"`autopar run` starts all ranks itself, and {own.starter} has started it {own.size} times (here as "

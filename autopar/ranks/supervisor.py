@@ -27,7 +27,7 @@ from typing import Self
 from autopar.errors import FileError
 from autopar.ranks.board import SETTING_UP, Board
 from autopar.ranks.environment import SUPERVISED, LaunchedRank
-from autopar.ranks.failure import Failure, SaidElsewhereError
+from autopar.ranks.failure import SaidElsewhereError
 from autopar.ranks.fork_server import die_with
 from autopar.ranks.monitor import AnswerPipe, RankMonitor, RankProcess, Watch
 from autopar.ranks.scratch import LOCK, PREFIX
@@ -143,10 +143,6 @@ class SupervisedRank:
         self.board.write(launch.rank, SETTING_UP)
         self._said = False
 
-    def report(self, message: dict[str, object]) -> None:
-        """Send a message to the supervisor."""
-        self._pipe.send({"message": message})
-
     def fail(self, error: Exception) -> None:
         """Have the supervisor say what failed, unless another rank does; said once, as early as it is known."""
         if not self._said:
@@ -154,7 +150,7 @@ class SupervisedRank:
             if isinstance(error, SaidElsewhereError):
                 self._pipe.send({"elsewhere": error.exit_code})
             else:
-                self._pipe.send({"failure": Failure.of(error).as_dict()})
+                self._pipe.fail(error)
 
     def finish(self) -> None:
         """Say that the rank has done all."""

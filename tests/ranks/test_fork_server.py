@@ -36,7 +36,7 @@ def test_servers_share_what_was_imported_and_are_closed_while_they_start(capfd: 
     for tenth in range(5):
         server = ForkServer(2, 1)
         time.sleep(tenth / 10)
-        pids = [each for rank in range(2) if (each := server.pid_of(rank))]
+        pids = [each for link in server.links if (each := link.process.pid)]
         server.close()
         assert not any(map(alive, pids))
     with RankPool(2, imports=["no_such_module"]) as pool, pytest.raises(TrainingError, match=r"^rank . \(setting up\)"):
@@ -129,7 +129,7 @@ with forked_servers():
     with RankPool(2, imports=["jobs_for_ranks"]) as pool:
         server = pool._server._process
         pool.run("jobs_for_ranks:add_up")
-        pids = [pool._server.pid_of(rank) for rank in range(2)]
+        pids = [link.process.pid for link in pool._server.links]
         files = [os.readlink(f"/proc/{pid}/fd/{each}") for pid in pids for each in os.listdir(f"/proc/{pid}/fd")]
         print(before, not hasattr(server, "args"), can_fork(), sys.argv[0] in files, *pids, flush=True)
         if "die" in sys.argv:
