@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from autopar.formats.plan import Plan
 from autopar.options.train import TrainSettings
 from autopar.ranks.pool import RankPool
-from autopar.runtime.start.job import DEFAULTS
+from autopar.runtime.job import DEFAULTS
 from families import EAGER
 from in_teams import in_teams
 from suite.tiers import pair_cover

@@ -26,9 +26,9 @@ from autopar.profiler import probe, profile
 from autopar.profiler.probe import LinkMeasurements, Probe
 from autopar.ranks.context import RankContext
 from autopar.runtime.data import split_rows
+from autopar.runtime.job import DEFAULTS, Job
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import Exchange, InProcessTransport, Transport
-from autopar.runtime.start.job import DEFAULTS, Job
 from autopar.runtime.start.worker import build
 from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.check import check

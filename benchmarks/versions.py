@@ -39,9 +39,9 @@ from autopar.formats.program import BACKWARD, CORRECT, FORWARD, PREDICT, UPDATE
 from autopar.formats.timeline import Timeline
 from autopar.planner import action_prices, simulate
 from autopar.planner.simulator.simulate import mini_batches
+from autopar.runtime.job import Job
 from autopar.runtime.messages.transport import Exchange, InProcessTransport
 from autopar.runtime.rehearsal.steps import rehearse_steps
-from autopar.runtime.start.job import Job
 from autopar.schedules.continuing import lead
 from autopar.schedules.expand import expand
 from machine import Watch

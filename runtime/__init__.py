@@ -1,9 +1,9 @@
 """Runtime: a plan and a model become a training job.
 
 A step goes this way: ``start`` (once), ``data`` or ``loaders``, ``execute``, which runs ``stage`` and ``messages``,
-then ``gradients`` and ``loss``, ``update``, and at the end ``outcome`` (report and timeline) and ``weights`` (files).
-``checkpoint`` has what is gone on from, ``rehearsal`` the same performed without devices, ``device`` what GPUs and
-hosts have of their own. Read ``execute.py`` first.
+then ``gradients`` and ``loss``, ``update``, and at the end ``outcome`` (report and timeline) and ``checkpoint`` (what
+is kept). ``job`` builds one rank's part of all this. ``rehearsal`` performs it without devices,
+``faults`` are drills, ``device`` is what GPUs and hosts have of their own. Read ``execute.py`` first.
 """
 
 if __name__ != "autopar.runtime":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, cast, runtime_checkable
+from typing import NamedTuple, cast
 
 import torch
 
@@ -117,28 +117,13 @@ class SampleReader:
         Raises:
             FileError: the dataset has fewer samples than a mini-batch.
         """
-        self._model, self._plan = model, plan
+        self.model, self.plan = model, plan
         seed_data(plan.seed, "dataset")
         self._dataset = model.dataset()
         self.samples = len(cast(Sized, self._dataset))
         """In the dataset."""
         self._steps = steps_of_epoch(model, self.samples, plan, last)
         self._epoch, self._order = -1, torch.empty(0)
-
-    @property
-    def micro_batch_size(self) -> int:
-        """How many rows a micro-batch has."""
-        return self._plan.micro_batch_size
-
-    @property
-    def collates_whole(self) -> bool:
-        """Whether ``collate`` is given mini-batches."""
-        return self._model.whole_batches
-
-    @property
-    def collates(self) -> bool:
-        """Whether what becomes of a sample may depend on the others of its micro-batch, or mini-batch."""
-        return self._model.whole_batches or self._model.collates
 
     def whole(self, step: int) -> dict[str, torch.Tensor]:
         """Return a mini-batch, collated at once.
@@ -159,35 +144,69 @@ class SampleReader:
             ModelError: as :meth:`whole`.
         """
         epoch, picked = self._picked(step)
-        first = micro_batch * self._plan.micro_batch_size
-        if not self._model.collates:
+        first = micro_batch * self.plan.micro_batch_size
+        if not self.model.collates:
             return self._collated(epoch, picked[first + start : first + stop], step, micro_batch)
-        indices = picked[first : first + self._plan.micro_batch_size]
+        indices = picked[first : first + self.plan.micro_batch_size]
         return slice_rows(self._collated(epoch, indices, step, micro_batch), start, stop)
 
     def _picked(self, step: int) -> tuple[int, list[int]]:
         """Return a mini-batch's epoch, and its samples."""
-        (epoch, index), batch = divmod(step, self._steps), self._plan.batch
+        (epoch, index), batch = divmod(step, self._steps), self.plan.batch
         if epoch != self._epoch:
-            order = sample_order(self.samples, self._plan.seed, epoch)
+            order = sample_order(self.samples, self.plan.seed, epoch)
             self._epoch, self._order = epoch, order.repeat(-(-self._steps * batch // self.samples))
         picked: list[int] = self._order[index * batch : (index + 1) * batch].tolist()
         return epoch, picked
 
     def _collated(self, epoch: int, indices: list[int], step: int, micro_batch: int) -> dict[str, torch.Tensor]:
         samples = [self._sample(epoch, sample) for sample in indices]
-        seed_data(self._plan.seed, "collate", step, micro_batch)
-        values = named_tensors(self._model.collate(samples))
+        seed_data(self.plan.seed, "collate", step, micro_batch)
+        values = named_tensors(self.model.collate(samples))
         if row_count(values) != len(indices):
-            raise ModelError(f"{self._model.path}: collate() made {row_count(values)} rows of {len(indices)} samples")
+            raise ModelError(f"{self.model.path}: collate() made {row_count(values)} rows of {len(indices)} samples")
         return values
 
     def _sample(self, epoch: int, index: int) -> object:
-        seed_data(self._plan.seed, "sample", epoch, index)
-        return self._model.sample(self._dataset, index)
+        seed_data(self.plan.seed, "sample", epoch, index)
+        return self.model.sample(self._dataset, index)
 
 
-class ShareLoader:
+Batch = list[dict[str, torch.Tensor]]
+"""A rank's rows of the model's inputs, in every micro-batch."""
+
+
+class Loader:
+    """What a rank's mini-batches come from; by itself, it reads them when they are asked for."""
+
+    samples = 0
+    """In the dataset; 0 where this rank does not read it."""
+    loaders = 0
+    """How many processes read for it."""
+
+    def load(self, step: int) -> Batch:
+        """Return a step's; steps count from 0."""
+        raise NotImplementedError
+
+    def expect(self, step: int, following: range, first: int) -> None:
+        """Have a step's mini-batch read, and as many of those that follow as are read ahead.
+
+        Replicas that take turns began with mini-batch ``first``.
+        """
+
+    def is_there(self, step: int) -> bool:
+        """Tell whether a step's has been read, or is read when it is asked for."""
+        return True
+
+    def work_s(self) -> float | None:
+        """Return the seconds in which others read and collated for it, since this was last asked; None without any."""
+        return None
+
+    def close(self) -> None:
+        """Let those who work for it end."""
+
+
+class ShareLoader(Loader):
     """Loads, for one rank, the model inputs that its layers read, in the rank's own process."""
 
     def __init__(
@@ -231,7 +250,7 @@ class ShareLoader:
         (start, stop), whole = self._rows, dict[str, torch.Tensor]()
         for micro_batch in (each for each in range(self._plan.micro_batches) if each in self._mine):
             with naming(self._rank, step, micro_batch):
-                if self._reader.collates_whole:
+                if self._reader.model.whole_batches:
                     whole = whole or self._reader.whole(step)
                     first = micro_batch * self._plan.micro_batch_size
                     values = slice_rows(whole, first + start, first + stop)
@@ -251,41 +270,21 @@ def naming(rank: int, step: int, micro_batch: int) -> Iterator[None]:
         raise type(error)(f"rank {rank} (step {step}, micro-batch {micro_batch}): {error}") from error
 
 
-Batch = list[dict[str, torch.Tensor]]
-"""A rank's rows of the model's inputs, in every micro-batch."""
+class BlankLoader(Loader):
+    """Makes batches of zeros, of the right shapes."""
 
-
-class Loader(Protocol):
-    """What a rank's mini-batches come from."""
-
-    samples: int
-    """In the dataset; 0 where this rank does not read it."""
+    def __init__(self, plan: Plan, rank: int, rows: int, specs: Sequence[TensorSpec]) -> None:
+        """Take what a rank reads: so many rows, of so many inputs."""
+        own = mine(plan, rank)
+        self._own = [micro_batch in own for micro_batch in range(plan.micro_batches)]
+        self._rows, self._specs = rows, specs
 
     def load(self, step: int) -> Batch:
-        """Return a step's; steps count from 0."""
-
-
-@runtime_checkable
-class LoaderAhead(Loader, Protocol):
-    """One that others work for: it has mini-batches before they are asked for."""
-
-    loaders: int
-    """How many others."""
-
-    def expect(self, step: int, following: range, first: int) -> None:
-        """Have a step's mini-batch read, and as many of those that follow as are read ahead.
-
-        Replicas that take turns began with mini-batch ``first``.
-        """
-
-    def is_there(self, step: int) -> bool:
-        """Tell whether a step's has been read."""
-
-    def work_s(self) -> float:
-        """Return the seconds in which others read and collated for it, since this was last asked."""
-
-    def close(self) -> None:
-        """Let those who work for it end."""
+        """See :class:`Loader`."""
+        return [
+            {spec.name: torch.zeros(spec.shape(self._rows), dtype=spec.dtype) for spec in self._specs if own}
+            for own in self._own
+        ]
 
 
 class StepLoading(NamedTuple):
@@ -305,13 +304,11 @@ class StepLoading(NamedTuple):
 class Batches:
     """Loads mini-batches; for a GPU, in the host's memory, and copies them on: the next one while the GPU computes."""
 
-    def __init__(self, loader: Loader | LoaderAhead, copies: Copies | None) -> None:
+    def __init__(self, loader: Loader, copies: Copies | None) -> None:
         """Take what loads them, and what copies them on to a device with a memory of its own."""
-        self.samples = loader.samples
         self._loader, self._copies = loader, copies
-        self._others = loader if isinstance(loader, LoaderAhead) else None
-        self.loaders = 0 if self._others is None else self._others.loaders
-        """How many processes load for this rank."""
+        self.samples, self.loaders = loader.samples, loader.loaders
+        """In the dataset, and how many processes load for this rank."""
         self._following = range(0)
         self._ahead: tuple[int, Batch] | None = None
         self._spans_s: list[tuple[float, float]] = []
@@ -322,8 +319,7 @@ class Batches:
         Replicas that take turns began with mini-batch ``first``.
         """
         self._following = following
-        if self._others is not None:
-            self._others.expect(step, following, first)
+        self._loader.expect(step, following, first)
         if self._copies is None:
             return self._read(step)
         ahead, self._ahead = self._ahead, None
@@ -339,7 +335,7 @@ class Batches:
         if self._copies is None or not self._following:
             return
         step = self._following[0]
-        if self._others is not None and not self._others.is_there(step):
+        if not self._loader.is_there(step):
             # It is waited for when the device has been given the rest of this step.
             return
         try:
@@ -350,13 +346,12 @@ class Batches:
     def times(self) -> StepLoading:
         """Return what loading took since this was last asked."""
         spans_s, self._spans_s = self._spans_s, []
-        found = StepLoading(spans_s, 0.0)
-        return found._replace(work_s=found.waited_s if self._others is None else self._others.work_s())
+        found, work_s = StepLoading(spans_s, 0.0), self._loader.work_s()
+        return found._replace(work_s=found.waited_s if work_s is None else work_s)
 
     def close(self) -> None:
         """Let those who load ahead end."""
-        if self._others is not None:
-            self._others.close()
+        self._loader.close()
 
     def _read(self, step: int) -> Batch:
         began_s = time.perf_counter()

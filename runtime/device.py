@@ -18,7 +18,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -27,61 +27,23 @@ from autopar.formats.plan import Plan
 from autopar.formats.program import BACKWARD, FORWARD, RankProgram
 
 
-class HostCopy(Protocol):
-    """A copy in the host's memory, under way."""
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The copy, which has its values once it has been waited for."""
-
-    def wait(self) -> None:
-        """Return when it is done, in whichever thread."""
-
-
-class Copies(Protocol):
-    """Copies of one device; its calls return before the device has copied."""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is in the device's memory."""
-
-    def to_host(self, tensor: torch.Tensor) -> HostCopy:
-        """Begin to copy what the device's work so far makes of a tensor, which must stay untouched until it is done."""
-
-    def buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return host memory for a copy of a contiguous tensor."""
-
-    def moment(self) -> object:
-        """Mark the end of the device's work so far."""
-
-    def to_device(self, host: torch.Tensor, tensor: torch.Tensor, since: object) -> None:
-        """Begin to fill a tensor that no work after the moment ``since`` uses; work from now on waits for it."""
-
-    def bring(self, host: torch.Tensor) -> torch.Tensor:
-        """Begin to copy a tensor to the device, beside its work; that may use it once it is admitted."""
-
-    def admit(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let the device's work from now on use what was brought, for which it waits."""
-
-    def prepare_thread(self) -> None:
-        """Let the present thread wait for copies."""
-
-
-class _CudaHostCopy:
-    """Keeps the tensor that is copied until the copy is done."""
+class HostCopy:
+    """A copy in the host's memory, under way; the tensor that is copied is kept until it is done."""
 
     def __init__(self, tensor: torch.Tensor, source: torch.Tensor, done: torch.cuda.Event) -> None:
         self.tensor = tensor
+        """The copy, which has its values once it has been waited for."""
         self._source: torch.Tensor | None = source
         self._done = done
 
     def wait(self) -> None:
-        """See :class:`HostCopy`."""
+        """Return when it is done, in whichever thread."""
         self._done.synchronize()
         self._source = None
 
 
-class CudaCopies:
-    """Copies through page-locked memory, on a stream for each purpose."""
+class Copies:
+    """Copies of one GPU, through page-locked memory, on a stream for each purpose; calls return before it is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -90,11 +52,11 @@ class CudaCopies:
         self._bringing = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """See :class:`Copies`."""
+        """Return whether a tensor is in the device's memory."""
         return tensor.is_cuda
 
     def to_host(self, tensor: torch.Tensor) -> HostCopy:
-        """See :class:`Copies`."""
+        """Begin to copy what the device's work so far makes of a tensor, which must stay untouched until it is done."""
         host = self.buffer(tensor)
         # Whoever waits for it sleeps: computing threads may want the processor.
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -102,18 +64,18 @@ class CudaCopies:
         with torch.cuda.stream(self._out):
             host.copy_(tensor, non_blocking=True)
             done.record(self._out)
-        return _CudaHostCopy(host, tensor, done)
+        return HostCopy(host, tensor, done)
 
     def buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See :class:`Copies`."""
+        """Return host memory for a copy of a contiguous tensor."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def moment(self) -> object:
-        """See :class:`Copies`."""
+        """Mark the end of the device's work so far."""
         return torch.cuda.current_stream(self._device).record_event()
 
     def to_device(self, host: torch.Tensor, tensor: torch.Tensor, since: object) -> None:
-        """See :class:`Copies`."""
+        """Begin to fill a tensor that no work after the moment ``since`` uses; work from now on waits for it."""
         assert isinstance(since, torch.cuda.Event)
         self._in.wait_event(since)
         with torch.cuda.stream(self._in):
@@ -122,12 +84,12 @@ class CudaCopies:
         torch.cuda.current_stream(self._device).wait_stream(self._in)
 
     def bring(self, host: torch.Tensor) -> torch.Tensor:
-        """See :class:`Copies`."""
+        """Begin to copy a tensor to the device, beside its work; that may use it once it is admitted."""
         with torch.cuda.stream(self._bringing):
             return _through_page_locked(host, self._device)
 
     def admit(self, tensors: Iterable[torch.Tensor]) -> None:
-        """See :class:`Copies`."""
+        """Let the device's work from now on use what was brought, for which it waits."""
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._bringing)
         for tensor in tensors:
@@ -135,13 +97,13 @@ class CudaCopies:
             tensor.record_stream(current)
 
     def prepare_thread(self) -> None:
-        """See :class:`Copies`."""
+        """Let the present thread wait for copies."""
         torch.cuda.set_device(self._device)
 
 
 def copies_of(device: torch.device) -> Copies | None:
     """Return the copies of a device with a memory of its own; None for the CPU."""
-    return CudaCopies(device) if device.type == "cuda" else None
+    return Copies(device) if device.type == "cuda" else None
 
 
 def move_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -171,10 +133,11 @@ ANCHOR_S = 10.0
 GPU tells times in milliseconds of 24 bits."""
 
 
-class Clock(Protocol):
-    """Marks moments without waiting for the device, and tells their times afterwards."""
+class Clock:
+    """Marks moments without waiting for the device, and tells their times afterwards; the host's, whose work is done
+    when the call returns."""
 
-    lags: bool
+    lags = False
     """Whether the device may be behind the host, so that telling times waits for it."""
 
     def start(self) -> None:
@@ -182,25 +145,10 @@ class Clock(Protocol):
 
     def mark(self) -> object:
         """Mark the present moment of the device's work."""
-
-    def resolve(self, marks: list[object]) -> list[float]:
-        """Wait for the last of the marks, and return the times of all."""
-
-
-class HostClock:
-    """For devices whose work is done when the call returns."""
-
-    lags = False
-
-    def start(self) -> None:
-        """See :class:`Clock`."""
-
-    def mark(self) -> object:
-        """See :class:`Clock`."""
         return time.perf_counter()
 
     def resolve(self, marks: list[object]) -> list[float]:
-        """See :class:`Clock`."""
+        """Wait for the last of the marks, and return the times of all."""
         return [mark for mark in marks if isinstance(mark, float)]
 
 
@@ -216,7 +164,7 @@ class _Mark(NamedTuple):
     event: torch.cuda.Event
 
 
-class CudaClock:
+class CudaClock(Clock):
     """Marks are events on the current stream, told in host time by one that the host has waited for."""
 
     lags = True
@@ -251,73 +199,9 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-class PricedClock(Clock, Protocol):
-    """A clock of a rank whose actions take no time of their own: their prices pass in it."""
-
-    @property
-    def now_s(self) -> float:
-        """The present moment; ranks that tell each other moments have it of the same origin."""
-
-    def spend(self, seconds: float) -> None:
-        """Let time pass."""
-
-    def wait_until(self, moment_s: float) -> None:
-        """Let time pass until a moment, if that is to come."""
-
-
-class VirtualClock(HostClock):
-    """Time is a number: every step begins at 0, but of pipelines that are never flushed."""
-
-    def __init__(self, overhead_s: float, *, goes_on: bool = False) -> None:
-        """Begin; ``overhead_s`` is what a step takes before its first action, unless time ``goes_on``."""
-        self._overhead_s, self._goes_on, self.now_s = overhead_s, goes_on, 0.0
-
-    def start(self) -> None:
-        """See :class:`Clock`."""
-        if not self._goes_on:
-            self.now_s = self._overhead_s
-
-    def mark(self) -> object:
-        """See :class:`Clock`."""
-        return self.now_s
-
-    def spend(self, seconds: float) -> None:
-        """See :class:`PricedClock`."""
-        self.now_s += seconds
-
-    def wait_until(self, moment_s: float) -> None:
-        """See :class:`PricedClock`."""
-        self.now_s = max(self.now_s, moment_s)
-
-
-class SleepingClock(HostClock):
-    """Time is this host's: a rank sleeps as long as its actions take."""
-
-    def __init__(self, overhead_s: float) -> None:
-        """Begin; ``overhead_s`` is what a step takes before its first action."""
-        self._overhead_s = overhead_s
-
-    @property
-    def now_s(self) -> float:
-        """See :class:`PricedClock`."""
-        return time.perf_counter()
-
-    def start(self) -> None:
-        """See :class:`Clock`."""
-        time.sleep(self._overhead_s)
-
-    def spend(self, seconds: float) -> None:
-        """See :class:`PricedClock`."""
-        time.sleep(seconds)
-
-    def wait_until(self, moment_s: float) -> None:
-        """See :class:`PricedClock`."""
-        time.sleep(max(0.0, moment_s - time.perf_counter()))
-
-
 def clock_of(device: torch.device) -> Clock:
     """Return the clock for a device."""
-    return CudaClock() if device.type == "cuda" else HostClock()
+    return CudaClock() if device.type == "cuda" else Clock()
 
 
 class LayerTimes:
@@ -425,16 +309,16 @@ class PeakMemory:
 
     def peak_bytes(self) -> int:
         """Return the most bytes held since creation, beyond those held then; 0 where the system does not tell."""
-        return held_bytes(self._device) if self._device.type == "cuda" else max(0, _most_bytes() - self._before_bytes)
+        return (
+            held_bytes(self._device)
+            if self._device.type == "cuda"
+            else max(0, _status_bytes("VmHWM") - self._before_bytes)
+        )
 
 
 def held_bytes(device: torch.device) -> int:
     """Return the most bytes that were held: on a GPU by tensors, else by this process; 0 where nobody tells."""
-    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else _most_bytes()
-
-
-def _most_bytes() -> int:
-    return _status_bytes("VmHWM")
+    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else _status_bytes("VmHWM")
 
 
 def _status_bytes(key: str) -> int:

@@ -135,7 +135,7 @@ class StepRecord:
     """Whether scaled gradients were not finite: nothing was updated."""
     has_loss: bool = False
     """Whether ``loss`` and ``count`` are there."""
-    untold: Callable[[], list[tuple[float, float]]] | None = None
+    pending_times: Callable[[], list[tuple[float, float]]] | None = None
     """Tells ``times_s``, where nobody has asked yet."""
     loading: StepLoading | None = None
     """What loading took of the rank, where it loads by itself."""
@@ -150,12 +150,12 @@ class StepRecord:
     @cached_property
     def times_s(self) -> list[tuple[float, float]]:
         """Start and end of every action of the program; waits until the device is done with the step."""
-        tell, self.untold = self.untold, None
+        tell, self.pending_times = self.pending_times, None
         return [] if tell is None else tell()
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ExecutorSettings:
     """Where an executor runs, and what."""
 
     plan: Plan
@@ -184,7 +184,7 @@ class StepEnd(Protocol):
         """Whether an update takes what only all ranks know together."""
 
     def begin(self, record: StepRecord) -> None:
-        """Begin what ranks add up for the update, its losses being settled."""
+        """Begin what ranks add up for the update, its loss being known."""
 
     def __call__(self, record: StepRecord, mini_batches: int) -> None:
         """Step the optimizer, the sum of the gradients of so many mini-batches from the record's on being complete."""
@@ -195,7 +195,7 @@ class Executor:
 
     def __init__(
         self,
-        surroundings: Surroundings,
+        settings: ExecutorSettings,
         stages: Mapping[int, Stage],
         mailbox: Mailbox,
         reducer: Reducer,
@@ -207,7 +207,7 @@ class Executor:
         """Prepare to run.
 
         Args:
-            surroundings: what is run, and where.
+            settings: what is run, and where.
             stages: the rank's, by index.
             mailbox: its messages.
             reducer: its gradients.
@@ -217,11 +217,11 @@ class Executor:
             terms: of a loss that has several; None of others, and on ranks that make none.
         """
         self._terms = terms
-        plan, device = surroundings.plan, surroundings.device
-        self._surroundings, self._actions = surroundings, list(surroundings.actions)
+        plan, device = settings.plan, settings.device
+        self._settings, self._actions = settings, list(settings.actions)
         self._stages, self._mailbox, self._reducer = stages, mailbox, reducer
-        self._tally, self._update, self._versions, self._clock = tally, update, versions, surroundings.clock
-        chunks, replica = stages_of(plan, surroundings.rank)
+        self._tally, self._update, self._versions, self._clock = tally, update, versions, settings.clock
+        chunks, replica = stages_of(plan, settings.rank)
         placed = plan.stages[chunks[0]]
         self._rows = placed.rows[replica]
         self._share = replica if placed.division == "split" else 0
@@ -229,12 +229,12 @@ class Executor:
         self._turning = 1 if self._flushes else placed.turning
         """How many mini-batches an update is of, replicas taking turns."""
         self._turn = replica % self._turning
-        self._tells_losses = part_of(plan, surroundings.rank) == 0
+        self._tells_losses = part_of(plan, settings.rank) == 0
         """Whether its losses count: all ranks of a team have them."""
         recomputing = {index for index in chunks if plan.stages[index].recompute}
         self._analysis = analyze_program(self._actions, recomputing, 0 if self._flushes else plan.micro_batches)
         # On gloo, a rank cannot hang in a send, and notes nothing of it.
-        passing = device.type == "cpu" and not surroundings.notes_sends
+        passing = device.type == "cpu" and not settings.notes_sends
         self._passing = self._analysis.sends if passing else frozenset()
         self._producer = {tensor.name: tensor.producer for tensor in plan.tensors}
         self._consumers = {tensor.name: tensor.consumers for tensor in plan.tensors}
@@ -279,14 +279,14 @@ class Executor:
             self._records.pop(each.step, None)
         record = ended[0]
         record.others = tuple(ended[1:])
-        record.untold = partial(self._times_s, dict(self._began), marks)
+        record.pending_times = partial(self._times_s, dict(self._began), marks)
         if not self._clock.lags:
             _ = record.times_s
         return record
 
     def _perform(self, repetition: Repetition) -> list[object]:
         """Perform all actions; return a mark of the beginning, and of the end of each."""
-        note, mark, post, due = self._surroundings.note, self._clock.mark, self._mailbox.post, self._mailbox.due
+        note, mark, post, due = self._settings.note, self._clock.mark, self._mailbox.post, self._mailbox.due
         passing, step = self._passing, repetition.number
         marks = [mark()]
         # While a pipeline fills or drains, some actions have no micro-batch.
@@ -319,11 +319,11 @@ class Executor:
         if action.kind in (FORWARD, *BACKWARDS):
             # Within its mini-batch.
             action = action._replace(micro_batch=self._repetition.place(action.micro_batch)[1])
-        place = f"rank {self._surroundings.rank} (stage {action.stage}, step {step}, {action})"
+        place = f"rank {self._settings.rank} (stage {action.stage}, step {step}, {action})"
         if isinstance(error, AutoparError):
             return type(error)(f"{place}: {error}")
         if is_out_of_memory(error):
-            own = self._surroundings
+            own = self._settings
             return out_of_memory(place, error, own.plan, {each.stage for each in own.actions}, own.device)
         kind = PeerLostError if is_of_connection(error) else TrainingError
         return kind(f"{place}: {type(error).__name__}: {error}")
@@ -353,7 +353,7 @@ class Executor:
 
     def _bind_backward(self, position: int, action: Action) -> Callable[[], None]:
         run = self._last_backward if position in self._analysis.last_backwards else self._backward
-        if not self._flushes and action.micro_batch % self._surroundings.plan.micro_batches == 0:
+        if not self._flushes and action.micro_batch % self._settings.plan.micro_batches == 0:
             run = partial(self._first_backward, run)
         return partial(run, action.kind, action.stage, action.micro_batch, action.version)
 
@@ -375,7 +375,7 @@ class Executor:
         sent = stage.sendable(self._rows, outputs)
         self._hand_out(SEND, index, micro_batch, sent)
         weights = self._weights(stage, step, outputs) if stage.loss else {}
-        scale = self._surroundings.scale
+        scale = self._settings.scale
         if scale is not None:
             record = self._record_of(step)
             record.scale = scale.value
@@ -395,7 +395,7 @@ class Executor:
 
     def _weight(self, losses: Sequence[torch.Tensor]) -> float:
         """Return what a micro-batch's losses are multiplied by before their backward."""
-        plan = self._surroundings.plan
+        plan = self._settings.plan
         if len(losses) != 2:
             # A mean over the share counts for as much as the share's part of the mini-batch.
             return self._rows / plan.batch
@@ -409,8 +409,8 @@ class Executor:
         return 1.0 / count
 
     def _seed(self, step: int, micro_batch: int, layer: str) -> None:
-        number = seed_of(self._surroundings.plan.seed, layer, step, micro_batch, self._share)
-        seed_generator(self._surroundings.device, number)
+        number = seed_of(self._settings.plan.seed, layer, step, micro_batch, self._share)
+        seed_generator(self._settings.device, number)
 
     def _backward(self, kind: str, index: int, micro_batch: int, distance: int) -> None:
         """Run a backward, or a half of one; the flight ends with the second half."""
@@ -489,26 +489,26 @@ class Executor:
             # A loss need not be waited for yet.
             return
         record = self._record_of(self._repetition.place(micro_batch)[0])
-        self._settle_loss(record)
+        self._note_loss(record)
         self._update.begin(record)
 
-    def _settle_loss(self, record: StepRecord) -> None:
+    def _note_loss(self, record: StepRecord) -> None:
         """Note a mini-batch's loss, which has to be a number.
 
         Of scaled losses, one that is not is an overflow like those of gradients, which the update makes out.
         """
-        finite = self._surroundings.scale is None
-        loss, count = self._tally.settle(record.step, finite=finite)
+        finite = self._settings.scale is None
+        loss, count = self._tally.total(record.step, finite=finite)
         record.loss, record.count = (loss, count) if self._tells_losses else (0.0, 0.0)
         record.terms = dict(self._tally.terms) if self._tells_losses else {}
         record.has_loss = True
 
     def _close(self, update: Action) -> None:
-        """Settle the losses, and step the optimizer unless one is not a number."""
+        """Note the losses, and step the optimizer unless one is not a number."""
         mini_batches = self._repetition.mini_batches_of(update, self._turning)
         for record in map(self._record_of, mini_batches):
             if not record.has_loss:
-                self._settle_loss(record)
+                self._note_loss(record)
         first = self._record_of(mini_batches[0])
         with self._versions.updating(first.step), self._reducer.gradients_of(first.step):
             self._update(first, len(mini_batches))

@@ -22,7 +22,6 @@ from autopar.runtime.messages.transport import Pending, Transport, replica_ranks
 from autopar.runtime.stage.layers import used_by_several
 from autopar.runtime.stage.parameters import LocalParameters, Team, local, sharded_bounds
 from autopar.runtime.stage.stage import Stage
-from autopar.schedules.continuing import depths_of
 from autopar.schedules.expand import rank_of, team_of
 from autopar.schedules.route import buckets
 
@@ -217,11 +216,6 @@ class StageBuckets:
         return self.buckets[len(self.pending) :]
 
 
-def gradients_in(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """Return the gradients that there are."""
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
 def fill_buckets(groups: Sequence[Sequence[torch.nn.Parameter]]) -> list[Bucket]:
     """Return buckets for the parameters of a stage's layers, in the order in which backwards complete them."""
     sizes = [sum(p.numel() * p.element_size() for p in group) for group in groups]
@@ -328,8 +322,8 @@ class Reducer:
         self._rank = rank
         self._replicas, self._sharded_stages, self._transport, self._mark = replicas, sharded_stages, transport, mark
         groups = _group_by_layer(stages, {id(shared.parameter) for shared in shared_parameters.values()})
-        alone, none = len(replicas) == 1, {index: list[list[torch.nn.Parameter]]() for index in groups}
-        plain, reduced = (groups, none) if alone else (none, groups)
+        single, none = len(replicas) == 1, {index: list[list[torch.nn.Parameter]]() for index in groups}
+        plain, reduced = (groups, none) if single else (none, groups)
         self._plain_of = {index: [each for layer in layers for each in layer] for index, layers in plain.items()}
         self._gradients = [_BatchGradients(reduced, shared_parameters, self._plain) for _ in range(mini_batches)]
         self._current = self._updated = self._gradients[0]
@@ -448,7 +442,7 @@ class Reducer:
         if index is not None:
             plain, buckets = self._plain_of[index], self._updated.stages[index].buckets
         return [
-            *gradients_in(plain),
+            *(each.grad for each in plain if each.grad is not None),
             *(each for bucket in buckets for each in bucket.gradients),
             *self._divided_gradients(index),
         ]
@@ -577,7 +571,7 @@ def reducer_of(
     }
     shared = dict(_shared_gradients(plan, rank, stages.keys(), local_parameters, team))
     replicas = replica_ranks(plan, stages, team.part)
-    kept = 1 if plan.weight_policy == "sync" else max(depths_of(plan, index).gradients for index in stages)
+    kept = 1 if plan.weight_policy == "sync" else max(plan.depths[index].gradients for index in stages)
     names = {id(parameter): name for name, parameter in local_parameters.parameters.items()}
 
     def owned_views(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> list[torch.Tensor]:

@@ -70,17 +70,33 @@ class LossTerms:
 
 
 class LossTally:
-    """Adds up the loss outputs of a rank's micro-batches."""
+    """Adds up the loss outputs of a rank's micro-batches.
 
-    def __init__(self, rows: int, batch: int, terms: Sequence[Term] = ()) -> None:
-        """Begin with nothing; every micro-batch has ``rows`` of the mini-batch's ``batch`` samples.
+    From a device that is behind the host, each is brought to the host as soon as it is made: whoever asks for their
+    total waits for the last forward, not for the backward behind it.
+    """
 
-        Outputs of ``terms`` with names are added as they are weighted.
+    def __init__(
+        self,
+        rows: int,
+        batch: int,
+        terms: Sequence[Term] = (),
+        copies: Copies | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begin with nothing.
+
+        Args:
+            rows: of every micro-batch.
+            batch: samples of a mini-batch.
+            terms: with names, whose outputs are added as they are weighted.
+            copies: of a device that is behind the host; None of others.
+            meanwhile: done before the device is waited for.
         """
-        self._share, self._terms = rows / batch, list(terms)
+        self._share, self._terms, self._copies, self._meanwhile = rows / batch, list(terms), copies, meanwhile
         self.terms: dict[str, float] = {}
-        """Of the mini-batch that was settled last, this rank's part of every term, by name."""
-        self._parts: dict[int, list[torch.Tensor]] = defaultdict(list)
+        """Of the mini-batch whose total was asked for last, this rank's part of every term, by name."""
+        self._parts: dict[int, list[torch.Tensor | HostCopy]] = defaultdict(list)
 
     def begin_step(self, step: int) -> None:
         """Forget the steps before."""
@@ -89,15 +105,17 @@ class LossTally:
 
     def add(self, step: int, outputs: list[torch.Tensor]) -> None:
         """Note one micro-batch's loss outputs: its mean, or its sum and count."""
-        self._parts[step].append(_part(outputs))
+        part = torch.stack([output.detach().double() for output in outputs])
+        self._parts[step].append(part if self._copies is None else self._copies.to_host(part))
 
-    def settle(self, step: int, *, finite: bool = True) -> tuple[float, float]:
+    def total(self, step: int, *, finite: bool = True) -> tuple[float, float]:
         """Return this rank's part of the mini-batch's mean and 0, or its sum and count; zeros without any loss.
 
         Raises:
             TrainingError: a loss is not a finite number, and has to be.
         """
-        parts, self.terms = self._parts.pop(step, []), {}
+        self._meanwhile()
+        parts, self.terms = [_brought(each) for each in self._parts.pop(step, [])], {}
         if not parts:
             return 0.0, 0.0
         total = torch.stack(parts).sum(0).tolist()
@@ -113,41 +131,11 @@ class LossTally:
         return total[0], total[1]
 
 
-class BroughtLossTally(LossTally):
-    """Adds up losses of a device that is behind the host: each is brought to the host as soon as it is made.
-
-    Whoever settles them waits for the last forward, not for the backward behind it.
-    """
-
-    def __init__(
-        self, rows: int, batch: int, copies: Copies, meanwhile: Callable[[], None], terms: Sequence[Term] = ()
-    ) -> None:
-        """Begin as :class:`LossTally`; ``meanwhile`` is done before the device is waited for."""
-        super().__init__(rows, batch, terms)
-        self._copies, self._meanwhile = copies, meanwhile
-        self._coming: dict[int, list[HostCopy]] = defaultdict(list)
-
-    def begin_step(self, step: int) -> None:
-        """See :class:`LossTally`."""
-        super().begin_step(step)
-        for before in [each for each in self._coming if each < step]:
-            del self._coming[before]
-
-    def add(self, step: int, outputs: list[torch.Tensor]) -> None:
-        """See :class:`LossTally`."""
-        self._coming[step].append(self._copies.to_host(_part(outputs)))
-
-    def settle(self, step: int, *, finite: bool = True) -> tuple[float, float]:
-        """See :class:`LossTally`."""
-        self._meanwhile()
-        for copy in self._coming.pop(step, []):
-            copy.wait()
-            self._parts[step].append(copy.tensor)
-        return super().settle(step, finite=finite)
-
-
-def _part(outputs: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([output.detach().double() for output in outputs])
+def _brought(part: torch.Tensor | HostCopy) -> torch.Tensor:
+    if isinstance(part, torch.Tensor):
+        return part
+    part.wait()
+    return part.tensor
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
@@ -179,27 +167,20 @@ class LossScale:
     """The scale of a run's losses; every rank keeps the same one, for all see the same overflows.
 
     >>> scale = LossScale(growth_interval=2)
-    >>> [scale.settle(overflow) or scale.value for overflow in (True, False, False)]
+    >>> [scale.update(overflow) or scale.value for overflow in (True, False, False)]
     [32768.0, 32768.0, 65536.0]
     """
 
-    def __init__(
-        self,
-        value: float = 2.0**16,
-        growth: float = 2.0,
-        backoff: float = 0.5,
-        growth_interval: int = 2000,
-    ) -> None:
-        self.value = value
-        self._growth, self._backoff, self._interval = growth, backoff, growth_interval
+    def __init__(self, value: float = 2.0**16, growth_interval: int = 2000) -> None:
+        self.value, self._interval = value, growth_interval
         self.sound_steps = 0
         """Since the last overflow, or since it grew."""
 
-    def settle(self, overflow: bool) -> None:
+    def update(self, overflow: bool) -> None:
         """Take note of a step: shrink after an overflow, grow after enough steps without one."""
         self.sound_steps = 0 if overflow else self.sound_steps + 1
         if overflow:
-            self.value *= self._backoff
+            self.value /= 2
         elif self.sound_steps == self._interval:
-            self.value *= self._growth
+            self.value *= 2
             self.sound_steps = 0

@@ -25,14 +25,14 @@ from autopar.formats.program import Program
 from autopar.formats.report import CheckpointTimes, LoadingTimes, RankTimes, Report, StepTimes
 from autopar.formats.timeline import OwnTimes, Timeline, TimeUse, medians, own_times, time_use_between
 from autopar.hardware.gpus import find
+from autopar.runtime.checkpoint.weights import StoredFile
 from autopar.runtime.checkpoint.writer import SaveResult
-from autopar.runtime.weights import StoredFile
 from autopar.schedules.continuing import lead, written_out
 from autopar.schedules.order import in_flight
 
 
 class StepResults(TypedDict):
-    """What its steps gave; lists are by step. Times are of repetitions, where these have several mini-batches."""
+    """What a rank's steps gave; lists are by step. Times are of repetitions, where these have several mini-batches."""
 
     loss: list[float]
     count: list[float]
@@ -56,7 +56,7 @@ class StepResults(TypedDict):
 
 
 class RankResult(StepResults):
-    """All of it."""
+    """What a rank brings back from a run."""
 
     rank: int
     host: int

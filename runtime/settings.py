@@ -9,6 +9,21 @@ from autopar.options.train import TrainSettings
 from autopar.policies import POLICIES
 
 
+def check_training(plan: Plan, settings: TrainSettings, *, share_gpus: bool) -> None:
+    """Refuse a plan that cannot be carried out, or what is asked of training it.
+
+    Raises:
+        UsageError: names what it is, and what to do.
+    """
+    check_scope(plan, needs_flush=False)
+    check_unflushed(plan, settings)
+    check_clipping(plan, settings)
+    if settings.cpu_offload:
+        check_offload(plan)
+    if share_gpus:
+        check_sharing(plan)
+
+
 def check_scope(plan: Plan, *, needs_flush: bool = True) -> None:
     """Refuse a plan that can be simulated, but not carried out.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -46,10 +46,10 @@ def whole_settings(user: UserModel, module: nn.Module, graph: LayerGraph, plan: 
         ModelError: ``optimizer()`` raises.
     """
     trained, stage_of = _trainable_parameters(module), stages_of_parameters(graph, plan)
-    told = stage_traits(plan, user.optimizer_options)
+    every_stage = stage_traits(plan, user.optimizer_options)
     try:
-        every = {traits: settings_of(user, trained, traits) for traits in dict.fromkeys(told)}
-        of_name = {name: every[told[stage_of.get(name, 0)]] for name, _ in trained}
+        every = {traits: settings_of(user, trained, traits) for traits in dict.fromkeys(every_stage)}
+        of_name = {name: every[every_stage[stage_of.get(name, 0)]] for name, _ in trained}
         found = {name: settings[name] for name, settings in of_name.items() if name in settings}
         first = {id(each): name for name, each in trained}
         # Under any of its names, a tied parameter is found.
@@ -186,8 +186,8 @@ class UpdateSettings:
     @property
     def traits(self) -> StageTraits:
         """What the optimizer is told of the rank's stages."""
-        told = stage_traits(self.plan, self.user.optimizer_options)
-        return told[stages_of(self.plan, self.rank)[0][0]]
+        traits = stage_traits(self.plan, self.user.optimizer_options)
+        return traits[stages_of(self.plan, self.rank)[0][0]]
 
     @property
     def parts(self) -> Sequence[int | None]:
@@ -204,7 +204,13 @@ class Update:
     """Scales, clips and applies the gradients of a rank; what concerns all ranks they decide alike."""
 
     def __init__(
-        self, settings: UpdateSettings, twins: OptimizerParameters, reducer: Reducer, transport: Transport
+        self,
+        settings: UpdateSettings,
+        twins: OptimizerParameters,
+        reducer: Reducer,
+        transport: Transport,
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
     ) -> None:
         """Make the optimizer and its scheduler.
 
@@ -213,12 +219,14 @@ class Update:
             twins: this rank's trained parameters; an optimizer is made if there are any.
             reducer: the gradients.
             transport: carries sums over all ranks.
+            before: what becomes of buffers before every update.
+            after: and what behind it.
 
         Raises:
             ModelError: the optimizer wants to run forwards itself, or does something else with these parameters than
                 with all of the model's.
         """
-        self._settings, user = settings, settings.user
+        self._settings, user, self._before, self._after = settings, settings.user, before, after
         self._reducer, self._transport, self._everyone = reducer, transport, tuple(range(len(settings.plan.devices)))
         self._trainable_parameters = twins.trainable_parameters
         self.optimizer_parameters = twins.optimizer_parameters
@@ -268,6 +276,11 @@ class Update:
             TrainingError: a gradient is not finite, and its loss was not scaled; or nothing was counted in the whole
                 mini-batch.
         """
+        self._before()
+        self._step(record, mini_batches)
+        self._after()
+
+    def _step(self, record: StepRecord, mini_batches: int) -> None:
         self._reducer.sum_in_team(record.step)
         if mini_batches > 1:
             self._reducer.scale(1.0 / mini_batches)
@@ -312,7 +325,7 @@ class Update:
         if self.scale is None:
             return 1.0 / divisor
         record.overflow = not finite
-        self.scale.settle(record.overflow)
+        self.scale.update(record.overflow)
         return 1.0 / divisor / record.scale
 
     def _totals(self, record: StepRecord) -> Sequence[float]:

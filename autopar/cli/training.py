@@ -69,7 +69,7 @@ class TrainingArguments(RunOptions):
 
     def _goes_on_in(self, folder: Path) -> bool:
         """Whether a run that goes on has saved weights in a folder before, which it may replace."""
-        from autopar.runtime.weights import INDEX
+        from autopar.runtime.checkpoint.weights import INDEX
 
         return self.resume and (folder / INDEX).exists()
 

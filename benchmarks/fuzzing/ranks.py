@@ -20,10 +20,10 @@ from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
 from autopar.ranks.pool import RankPool
 from autopar.runtime.data import ShareLoader
+from autopar.runtime.job import Job
 from autopar.runtime.messages.transport import Exchange, InProcessTransport
 from autopar.runtime.stage.parameters import Team
 from autopar.runtime.stage.stage import Segment
-from autopar.runtime.start.job import Job
 from autopar.runtime.start.worker import build
 from autopar.runtime.start.workspace import Workspace
 from autopar.runtime.update import Update

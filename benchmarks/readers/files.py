@@ -23,7 +23,7 @@ from autopar.hardware.clusters import read_cluster
 from autopar.interop.pipedream import pipedream_profile
 from autopar.planner import plan, simulate
 from autopar.profiler.calibrate import read_runs
-from autopar.runtime import weights
+from autopar.runtime.checkpoint import weights
 from autopar.schedules.expand import expand
 from instances import instance
 from reproductions.piper_files import piper_profile

@@ -19,9 +19,9 @@ from autopar.options.plan import PlanOptions
 from autopar.options.profile import ProfileOptions
 from autopar.options.train import RunOptions
 from autopar.planner.plan import Comparison
+from autopar.runtime.job import Metrics
 from autopar.runtime.outcome import Outcome
 from autopar.runtime.rehearsal.steps import Rehearsal
-from autopar.runtime.start.job import Metrics
 from autopar.runtime.start.script import ScriptJob
 from reference_pages.commands import FUNCTIONS
 from reference_pages.text import annotation, field_docstrings, inline, markdown, page, signature, table

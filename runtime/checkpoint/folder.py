@@ -26,8 +26,8 @@ from autopar.errors import FileError, UsageError
 from autopar.formats.checkpoint import Checkpoint, CheckpointView, IndexRange, Piece, PieceFile, StoredTensor, sides_of
 from autopar.formats.document import read_text, sync_folder
 from autopar.progress import Progress, no_progress
-from autopar.runtime import weights
-from autopar.runtime.weights import TensorFile
+from autopar.runtime.checkpoint import weights
+from autopar.runtime.checkpoint.weights import TensorFile
 
 MANIFEST = "manifest.json"
 KEPT = 2
@@ -86,9 +86,12 @@ class CheckpointFolder:
             UsageError: another run writes there.
             FileError: it cannot be written.
         """
-        with _errors_of(self.path):
+        try:
             self.path.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            why = error.strerror or error
+            raise FileError(f"{self.path}: checkpoints cannot be written there: {why}") from error
         try:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,14 +148,6 @@ class CheckpointFolder:
                 gone = self.path / f"step-{step}.{'0' * 16}.gone"
                 self.folder_of(step).rename(gone)
                 shutil.rmtree(gone, ignore_errors=True)
-
-
-@contextmanager
-def _errors_of(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise FileError(f"{path}: checkpoints cannot be written there: {error.strerror or error}") from error
 
 
 def read_manifest(folder: Path) -> Checkpoint:

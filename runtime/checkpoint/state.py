@@ -40,8 +40,8 @@ from autopar.formats.checkpoint import (
 )
 from autopar.formats.profile import CutPiece, ParameterCut
 from autopar.runtime.checkpoint.folder import CheckpointReader
+from autopar.runtime.job import Job
 from autopar.runtime.stage.parameters import Team, cut_views, local, sharded_bounds, sharded_ranges
-from autopar.runtime.start.job import Job
 from autopar.runtime.update import Update
 
 
@@ -201,7 +201,7 @@ class JobState:
             if isinstance(value, torch.Tensor):
                 every.append(("optimizer", name, state, value))
             else:
-                numbers.append(StateNumber(parameter=name, state=state, value=to_plain(value)))
+                numbers.append(StateNumber(parameter=name, state=state, value=value))
         found = (self._pieces(kind, name, tensor, state) for kind, name, state, tensor in every)
         pieces = [piece for each in found for piece in each if self._writes(piece)]
         # Numbers are other objects each time, and what replicas divide has no address.
@@ -252,8 +252,8 @@ class JobState:
         scale = self._job.update.scale
         return None if scale is None else LossScaleState(value=scale.value, sound_steps=scale.sound_steps)
 
-    def _optimizer_values(self) -> Iterator[tuple[str, str, object]]:
-        """Yield (parameter, its name to the optimizer, value) of all that the optimizer keeps."""
+    def _optimizer_values(self) -> Iterator[tuple[str, str, torch.Tensor | JsonValue]]:
+        """Yield (parameter, its name to the optimizer, tensor or JSON) of all that the optimizer keeps."""
         update = self._job.update
         if update.optimizer is None:
             return
@@ -262,20 +262,13 @@ class JobState:
             if name is None:
                 raise TrainingError(f"{class_name(update.optimizer)} keeps state of no parameter, which is not saved")
             for state, value in kept.items():
-                if not isinstance(value, torch.Tensor) and not _is_plain(value):
+                try:
+                    yield name, str(state), value if isinstance(value, torch.Tensor) else to_plain(value)
+                except NotPlainError as error:
                     raise TrainingError(
                         f"{class_name(update.optimizer)} keeps {state!r} of {name}, a {type(value).__name__}; "
                         "checkpoints hold tensors and numbers: use another optimizer, or train without `checkpoint`"
-                    )
-                yield name, str(state), value
-
-
-def _is_plain(value: object) -> bool:
-    try:
-        to_plain(value)
-    except NotPlainError:
-        return False
-    return True
+                    ) from error
 
 
 def _names(update: Update) -> dict[torch.Tensor, str]:

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,9 +21,10 @@ from autopar.capture.graph import LayerGraph
 from autopar.capture.model.generators import set_generators
 from autopar.errors import UsageError
 from autopar.formats.checkpoint import Checkpoint, SavedPlan, SavedRun, StateKey
-from autopar.options.train import Count
+from autopar.options.train import Count, RunOptions
 from autopar.ranks.context import RankContext
 from autopar.runtime.checkpoint.folder import CheckpointFolder, CheckpointReader, read_manifest
+from autopar.runtime.checkpoint.saving import check_shared, holders, state_keys
 from autopar.runtime.checkpoint.state import (
     JobState,
     class_name,
@@ -39,9 +40,7 @@ from autopar.runtime.checkpoint.writer import (
     file_name,
     steps_between_drains,
 )
-from autopar.runtime.start.job import Job
-from autopar.runtime.start.saving import check_shared, holders
-from autopar.runtime.start.workspace import state_keys
+from autopar.runtime.job import Job
 from autopar.schedules.continuing import lead
 
 SHOWN = 3
@@ -176,43 +175,6 @@ def shapes_of(graph: LayerGraph, unread: Mapping[str, torch.Tensor]) -> dict[str
     return found
 
 
-def resume(
-    job: Job,
-    rank: int,
-    folder: Path,
-    checkpoint: Checkpoint,
-    differences: Sequence[str],
-    device: torch.device,
-    *,
-    accept: bool,
-) -> list[str]:
-    """Have a job go on from a checkpoint that was verified; return what its reader should know.
-
-    Args:
-        job: a rank's, before its first step.
-        rank: which.
-        folder: the checkpoint's.
-        checkpoint: its manifest.
-        differences: what :func:`changes` says.
-        device: of the rank.
-        accept: whether changes are accepted.
-
-    Raises:
-        UsageError: something has changed; says what it was, and is.
-    """
-    changed = [*differences, *optimizer_changes(checkpoint, job)]
-    if changed and not accept:
-        raise _changed_error(folder, changed)
-    with CheckpointReader(folder, checkpoint) as source:
-        restore_tensors(job, source)
-        restore_optimizer(job, source)
-        kept = [each for each in checkpoint.tensors if each.kind == "generator"]
-        # Ranks that there were not then draw what rank 0 does.
-        whose = f"rank {rank}" if any(each.name == f"rank {rank}" for each in kept) else "rank 0"
-        set_generators(device, {str(each.state): source.read(each) for each in kept if each.name == whose})
-    return [f"accepted: {each}" for each in changed]
-
-
 def _changed_error(folder: Path, differences: Sequence[str]) -> UsageError:
     """Return the error that names what has changed since a checkpoint, as far as it is shown."""
     more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
@@ -267,22 +229,6 @@ def attempt_in(folder: Path, *, resume: bool, how_to_go_on: str = "pass `resume=
             yield Attempt(token, newest.folder.resolve(), newest.manifest.step, skipped)
 
 
-class CheckpointArguments(TypedDict):
-    """What ranks are told of a run's checkpoints; plain data."""
-
-    folder: str
-    """Of all of them."""
-    token: str
-    """Of this attempt."""
-    every: int | str
-    resume: str | None
-    """Folder of the checkpoint to go on from, which was verified."""
-    accept_changes: bool
-    model: str
-    """What the run trains."""
-    last: str
-
-
 class RunCheckpoints:
     """Saves a run's checkpoints as its steps end."""
 
@@ -293,7 +239,9 @@ class RunCheckpoints:
         graph: LayerGraph,
         unread: Mapping[str, torch.Tensor],
         keys: tuple[StateKey, ...],
-        arguments: CheckpointArguments,
+        folder: Path,
+        options: RunOptions,
+        attempt: Attempt,
     ) -> None:
         """Prepare, and have the job go on from a checkpoint, if one is given; all ranks do so at once.
 
@@ -303,7 +251,9 @@ class RunCheckpoints:
             graph: the captured model.
             unread: the parameters and buffers that no layer reads.
             keys: of the model's ``state_dict``.
-            arguments: what the user asks.
+            folder: of all checkpoints.
+            options: what the user asks.
+            attempt: what it goes on from.
 
         Raises:
             UsageError: something has changed that may not have, or the model has state that is not kept; on all ranks.
@@ -311,26 +261,24 @@ class RunCheckpoints:
         check_state(graph)
         plan = job.plan
         samples = max(int(text) for text in context.gather(str(job.samples)))
-        last: Any = arguments["last"]
+        last = options.settings.last
         self._run = SavedRun(
-            model=arguments["model"], batch=plan.batch, seed=plan.seed, samples=samples or None, last=last
+            model=plan.model.source, batch=plan.batch, seed=plan.seed, samples=samples or None, last=last
         )
-        every: Any = arguments["every"]
+        every = options.every
         self._drained_every: int | None = None
         self.first_step, self.notes = 0, list[str]()
         known: tuple[int, ...] = ()
-        if arguments["resume"] is not None:
-            folder, accept = Path(arguments["resume"]), arguments["accept_changes"]
-            self.first_step, self.notes = go_on(context, job, graph, unread, self._run, folder, accept=accept)
+        if attempt.resume is not None:
+            place, accept = attempt.resume, options.accept_changes
+            self.first_step, self.notes = go_on(context, job, graph, unread, self._run, place, accept=accept)
             known = (self.first_step,)
         if lead(plan):
-            before = (
-                None if arguments["resume"] is None else read_manifest(Path(arguments["resume"])).plan.drained_every
-            )
+            before = None if attempt.resume is None else read_manifest(attempt.resume).plan.drained_every
             every = self._drained_every = _drained_every(context, job, every, before)
             self.notes += _drain_notes(self.first_step, before, every)
         saved = SavedPlan.of(plan, torch.__version__, self._drained_every)
-        settings = SaveSettings(Path(arguments["folder"]), arguments["token"], self._run, saved, keys, known)
+        settings = SaveSettings(folder, attempt.token, self._run, saved, keys, known)
         state = JobState(job, holders(plan, graph))
         self._writer = CheckpointWriter(context, state, settings, file_name(job), lambda: unread)
         self._cadence = Cadence(every, self.first_step, lambda number: _most(context, number))
@@ -439,9 +387,14 @@ def go_on(
 
     def act() -> tuple[int, list[str]]:
         checkpoint = read_manifest(folder)
-        changed = list(changes(checkpoint, run, shapes_of(graph, unread)))
-        notes = [f"went on from the checkpoint of step {checkpoint.step}"]
-        notes += resume(job, context.rank, folder, checkpoint, changed, context.device, accept=accept)
+        changed = [*changes(checkpoint, run, shapes_of(graph, unread)), *optimizer_changes(checkpoint, job)]
+        if changed and not accept:
+            raise _changed_error(folder, changed)
+        with CheckpointReader(folder, checkpoint) as source:
+            restore_tensors(job, source)
+            restore_optimizer(job, source)
+            _restore_generators(context, source)
+        notes = [f"went on from the checkpoint of step {checkpoint.step}", *(f"accepted: {each}" for each in changed)]
         random = any(layer.random for layer in graph.layers)
         batch_norm = any(isinstance(module, _BatchNorm) for layer in graph.layers for module in layer.module.modules())
         now = SavedPlan.of(job.plan, torch.__version__)
@@ -449,6 +402,13 @@ def go_on(
 
     step, notes = context.gather_results(act)[context.rank]
     return step, notes
+
+
+def _restore_generators(context: RankContext, source: CheckpointReader) -> None:
+    """Give the generators of a rank the state that they had; ranks that there were not then draw what rank 0 does."""
+    kept = [each for each in source.checkpoint.tensors if each.kind == "generator"]
+    whose = f"rank {context.rank}" if any(each.name == f"rank {context.rank}" for each in kept) else "rank 0"
+    set_generators(context.device, {str(each.state): source.read(each) for each in kept if each.name == whose})
 
 
 class ScriptCheckpoints:

@@ -39,11 +39,11 @@ from autopar.formats.checkpoint import (
 from autopar.formats.document import write_text
 from autopar.options.train import Count
 from autopar.ranks.context import RankContext
-from autopar.runtime import weights
+from autopar.runtime.checkpoint import weights
 from autopar.runtime.checkpoint.folder import MANIFEST, CheckpointFolder, check_file
 from autopar.runtime.checkpoint.state import HeldPiece, JobState, generators
 from autopar.runtime.device import clock_of
-from autopar.runtime.start.job import Job
+from autopar.runtime.job import Job
 
 SHARE = 0.03
 """Of training's time that checkpoints may take by default."""

@@ -24,7 +24,7 @@ from autopar.errors import AutoparError, TrainingError
 from autopar.formats.plan import Plan
 from autopar.options.train import Last
 from autopar.ranks.failure import Failure
-from autopar.runtime.data import Batch, check_inputs, naming, rows_of, steps_of_epoch
+from autopar.runtime.data import Batch, Loader, check_inputs, naming, rows_of, steps_of_epoch
 from autopar.runtime.device import Copies
 from autopar.runtime.loaders import wire
 from autopar.runtime.loaders.server import SERVER
@@ -45,7 +45,7 @@ class _Rows:
     failure: AutoparError | None = None
 
 
-class LoadedShares:
+class LoadedShares(Loader):
     """Loads, for one rank, the model inputs that its layers read, from the loaders of its host."""
 
     def __init__(

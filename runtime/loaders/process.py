@@ -72,7 +72,9 @@ def serve_tasks(server: socket.socket, listener: socket.socket, arguments: Readi
     except Exception as error:
         server.send(_packet({"failure": failure_of(error)}))
         return
-    facts = {"samples": reader.samples, "collates": reader.collates, "whole": reader.collates_whole}
+    whole = reader.model.whole_batches
+    # What becomes of a sample may then depend on the others of its micro-batch, or mini-batch.
+    facts = {"samples": reader.samples, "collates": whole or reader.model.collates, "whole": whole}
     server.send(_packet({"opened": facts}))
     ranks = _Ranks()
     while packet := server.recv(1 << 20):
@@ -127,20 +129,13 @@ class _Ranks:
             TrainingError: a tensor is not of a kind that can be sent.
         """
         wanted = self._names[rank]
-        found = {name: _sendable(name, value) for name, value in (values or {}).items() if name in wanted}
+        found = {name: wire.dense(name, value) for name, value in (values or {}).items() if name in wanted}
         described = [_described(name, found.get(name, value), name in found) for name, value in (values or {}).items()]
         try:
             wire.send(self._links[rank], {**header, "tensors": described}, list(found.values()))
         except OSError:
             # It has gone: whoever watches over it knows why.
             return
-
-
-def _sendable(name: str, value: torch.Tensor) -> torch.Tensor:
-    try:
-        return wire.dense(value)
-    except TrainingError as error:
-        raise TrainingError(f"{name} {error}") from None
 
 
 def _described(name: str, value: torch.Tensor, sent: bool) -> dict[str, object]:
@@ -165,7 +160,7 @@ def _perform(task: ReadingTask, reader: SampleReader, ranks: _Ranks) -> None:
         return
     work_s = (time.perf_counter() - began_s) / len(task.shares)
     for share in task.shares:
-        first = share.micro_batch * reader.micro_batch_size if whole else -task.start
+        first = share.micro_batch * reader.plan.micro_batch_size if whole else -task.start
         own = slice_rows(values, first + share.start, first + share.stop)
         header = _place(task, share)
         try:

@@ -70,7 +70,7 @@ def _fill(link: socket.socket, view: memoryview) -> bool:
     return True
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
+def dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose elements lie in memory without gaps, in the order of its strides, as a plain one.
 
     Raises:
@@ -79,7 +79,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().cpu().as_subclass(torch.Tensor)
     if tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
-        raise TrainingError(f"is {kind}, which loaders do not carry; run with `loaders=0`")
+        raise TrainingError(f"{name} is {kind}, which loaders do not carry; run with `loaders=0`")
     tensor = tensor.resolve_conj().resolve_neg()
     lies_dense = prod(tensor.shape) == 0 or _without_gaps(tensor)
     return tensor if lies_dense else tensor.clone()

@@ -71,14 +71,14 @@ def retirements_by_repetition(program: Program, rank: int, plan: Plan) -> dict[i
     }
 
 
-def receives_ahead(program: Program, rank: int, computations: int = 2) -> dict[int, list[int]]:
-    """Return, for positions in a rank's program, the receives to post there: so many computations ahead of use."""
+def receives_ahead(program: Program, rank: int) -> dict[int, list[int]]:
+    """Return, for positions in a rank's program, the receives to post there: two computations ahead of use."""
     mine = list(program.ranks[rank])
     starts = [0]
     posts: dict[int, list[int]] = defaultdict(list)
     for position, action in enumerate(mine):
         if action.kind in _RECEIVES:
-            posts[starts[max(0, len(starts) - 1 - computations)]].append(position)
+            posts[starts[max(0, len(starts) - 3)]].append(position)
         elif action.kind not in _SENDS:
             starts.append(position + 1)
     return dict(posts)

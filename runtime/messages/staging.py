@@ -19,7 +19,7 @@ from autopar.formats.plan import Plan
 from autopar.options.train import TrainSettings
 from autopar.ranks.channel import Channel, open_channels, partners
 from autopar.ranks.context import RankContext
-from autopar.runtime.device import Copies, CudaCopies
+from autopar.runtime.device import Copies
 from autopar.runtime.messages.transport import (
     GroupTransport,
     Pending,
@@ -139,7 +139,7 @@ def connect(
     if context.device.type == "cpu":
         return transport
     if not context.nccl:
-        return StagedTransport(transport, CudaCopies(context.device))
+        return StagedTransport(transport, Copies(context.device))
     with warnings.catch_warnings():
         # One communicator for each pair is what is wanted.
         warnings.filterwarnings("ignore", message=".*unbatched P2P op")

@@ -14,6 +14,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan, SharedParameter, Stage
-from autopar.ranks.channel import Channel, bytes_of
+from autopar.ranks.channel import Channel, InTurn, bytes_of
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
 from autopar.ranks.meeting import late_connections_dropped
@@ -96,10 +97,10 @@ class _Work:
 
 
 class Done:
-    """Something that was done at once; of a message, it keeps the tensor as one under way would."""
+    """Something that was done at once; like something under way, it keeps its tensors until it is let go."""
 
-    def __init__(self, tensor: torch.Tensor | None = None) -> None:
-        self.tensor = tensor
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._tensors = tensors
 
     def wait(self) -> None:
         """See :class:`Pending`."""
@@ -332,64 +333,43 @@ def replica_ranks(plan: Plan, stages: Iterable[int], part: int = 0) -> tuple[int
     return tuple(dict.fromkeys(found))
 
 
-_Key = tuple[tuple[int, ...], bool, int]
-"""Of a reduction: its ranks, whether it is apart, and the how manieth of those it is."""
-
-
-_Fill = Callable[[Sequence[torch.Tensor]], object]
-"""Does something with what ranks brought, in their order."""
-
-
-class _Meeting:
-    """Where those who have something to do with each other wait for one another, and nobody else does."""
-
-    def __init__(self) -> None:
-        self.condition = threading.Condition()
-        self.messages: deque[torch.Tensor] = deque()
-        self.parts: dict[int, torch.Tensor] = {}
-        """Of a reduction, by rank."""
-        self.left = 0
-        """How many ranks have the sum."""
+_Key = tuple[int, int, object]
+"""Of a queue: who puts, who takes, and in which group's reductions; None of messages."""
 
 
 class Exchange:
-    """What all ranks of one process share: a queue per ordered pair, and the reductions under way."""
+    """What all ranks of one process share: a queue for each ordered pair of ranks, and for each of their groups."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
-        self.broken = False
-        self._timeout_s, self._lock = timeout_s, threading.Lock()
-        self._queues: dict[tuple[int, int], _Meeting] = {}
-        self._reductions: dict[_Key, _Meeting] = {}
+        self._timeout_s, self._lock, self._broken = timeout_s, threading.Lock(), False
+        self._queues: dict[_Key, SimpleQueue[torch.Tensor | None]] = defaultdict(SimpleQueue)
 
-    def queue(self, pair: tuple[int, int]) -> _Meeting:
-        """Return the queue of an ordered pair."""
-        with self._lock:
-            return self._queues.setdefault(pair, _Meeting())
+    def put(self, key: _Key, tensor: torch.Tensor) -> None:
+        """Put a tensor into a queue."""
+        self._queue(key).put(tensor)
 
-    def reduction(self, key: _Key) -> _Meeting:
-        """Return a reduction that is not over."""
-        with self._lock:
-            return self._reductions.setdefault(key, _Meeting())
-
-    def end(self, key: _Key) -> None:
-        """Forget a reduction."""
-        with self._lock:
-            del self._reductions[key]
-
-    def wait(self, meeting: _Meeting, ready: _Ready, what: str) -> None:
-        """Wait, holding a meeting, until something is so; ``what`` is lost otherwise."""
-        arrived = meeting.condition.wait_for(lambda: self.broken or ready(), self._timeout_s)
-        if self.broken or not arrived:
+    def take(self, key: _Key, what: str) -> torch.Tensor:
+        """Return the next tensor of a queue; ``what`` is lost where none comes."""
+        try:
+            found = self._queue(key).get(timeout=self._timeout_s)
+        except Empty:
+            found = None
+        if found is None:
             raise PeerLostError(what)
+        return found
 
     def break_off(self) -> None:
         """Let every rank that waits, now or later, fail."""
         with self._lock:
-            self.broken = True
-            every = [*self._queues.values(), *self._reductions.values()]
-        for meeting in every:
-            with meeting.condition:
-                meeting.condition.notify_all()
+            self._broken = True
+            for each in self._queues.values():
+                each.put(None)
+
+    def _queue(self, key: _Key) -> SimpleQueue[torch.Tensor | None]:
+        with self._lock:
+            if self._broken:
+                self._queues[key].put(None)
+            return self._queues[key]
 
 
 class InProcessTransport:
@@ -397,29 +377,32 @@ class InProcessTransport:
 
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self._exchange, self._rank = exchange, rank
-        self._posted: dict[int, deque[_Receive]] = defaultdict(deque)
-        self._count: dict[tuple[tuple[int, ...], bool], int] = defaultdict(int)
+        self._begun: dict[object, deque[InTurn]] = defaultdict(deque)
+        """By peer or group, what was begun and not waited for."""
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
-        """See :class:`autopar.runtime.messages.transport.Transport`."""
-        queue = self._exchange.queue((self._rank, peer))
-        with queue.condition:
-            queue.messages.append(bytes_of(tensor).clone())
-            queue.condition.notify_all()
+        """See :class:`Transport`."""
+        self._exchange.put((self._rank, peer, None), bytes_of(tensor).clone())
         return Done(tensor)
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
-        """See :class:`autopar.runtime.messages.transport.Transport`."""
-        receive = _Receive(self._exchange, (peer, self._rank), tensor, self._posted[peer])
-        self._posted[peer].append(receive)
-        return receive
+        """See :class:`Transport`."""
+
+        def fill() -> None:
+            message = self._exchange.take((peer, self._rank, None), f"no message from rank {peer}")
+            content = bytes_of(tensor)
+            if message.numel() != content.numel():
+                raise PeerLostError(f"it has sent {message.numel()} bytes where {content.numel()} were expected")
+            content.copy_(message)
+
+        return InTurn(self._begun[peer], fill)
 
     def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
         """Refuse: threads of one process have no mesh."""
         raise UsageError(f"ranks {ranks} of one process cannot shard; train with processes")
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
-        """See :class:`autopar.runtime.messages.transport.Transport`."""
+        """See :class:`Transport`."""
 
         def fill(parts: Sequence[torch.Tensor]) -> None:
             total = parts[0].clone()
@@ -430,65 +413,32 @@ class InProcessTransport:
         return self._meet(_summable(tensor), (ranks, apart), fill)
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
-        """See :class:`autopar.runtime.messages.transport.Transport`."""
+        """See :class:`Transport`."""
         return self._meet(bytes_of(own), (ranks, False), lambda parts: bytes_of(whole).copy_(torch.cat(list(parts))))
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
-        """See :class:`autopar.runtime.messages.transport.Transport`."""
+        """See :class:`Transport`."""
         return Slicing(self.all_reduce(whole, ranks), own, whole, ranks.index(self._rank))
 
-    def _meet(self, part: torch.Tensor, group: tuple[tuple[int, ...], bool], fill: _Fill) -> Pending:
-        """Begin to do something with what all of a group's ranks bring."""
-        key = (*group, self._count[group])
-        self._count[group] += 1
-        meeting = self._exchange.reduction(key)
-        with meeting.condition:
-            meeting.parts[self._rank] = part.clone()
-            meeting.condition.notify_all()
-        return _Reduce(self._exchange, key, meeting, fill)
+    def _meet(
+        self,
+        part: torch.Tensor,
+        group: tuple[tuple[int, ...], bool],
+        fill: Callable[[Sequence[torch.Tensor]], object],
+    ) -> Pending:
+        """Begin to do something with what all of a group's ranks bring, in their order."""
+        own, ranks = part.clone(), group[0]
+        for rank in ranks:
+            self._exchange.put((self._rank, rank, group), own)
 
+        def act() -> None:
+            lost = f"no reduction among ranks {ranks}"
+            parts = [self._exchange.take((rank, self._rank, group), lost) for rank in ranks]
+            if len({(each.shape, each.dtype) for each in parts}) > 1:
+                raise PeerLostError(f"ranks {ranks} sum tensors of different sizes or types")
+            fill(parts)
 
-class _Receive:
-    def __init__(
-        self, exchange: Exchange, pair: tuple[int, int], tensor: torch.Tensor, receives: deque[_Receive]
-    ) -> None:
-        self._exchange, self._pair, self._tensor, self._receives = exchange, pair, tensor, receives
-        self._filled = False
-
-    def wait(self) -> None:
-        # Earlier receives of the pair take their messages first, whichever is waited for.
-        while not self._filled:
-            self._receives.popleft()._fill()
-
-    def _fill(self) -> None:
-        queue = self._exchange.queue(self._pair)
-        with queue.condition:
-            self._exchange.wait(queue, lambda: bool(queue.messages), f"no message from rank {self._pair[0]}")
-            message = queue.messages.popleft()
-        content = bytes_of(self._tensor)
-        if message.numel() != content.numel():
-            raise PeerLostError(f"it has sent {message.numel()} bytes where {content.numel()} were expected")
-        content.copy_(message)
-        self._filled = True
-
-
-class _Reduce:
-    def __init__(self, exchange: Exchange, key: _Key, meeting: _Meeting, fill: _Fill) -> None:
-        self._exchange, self._key, self._meeting, self._fill = exchange, key, meeting, fill
-
-    def wait(self) -> None:
-        """See :class:`autopar.runtime.messages.transport.Pending`."""
-        meeting, ranks = self._meeting, self._key[0]
-        with meeting.condition:
-            ready = f"no reduction among ranks {ranks}"
-            self._exchange.wait(meeting, lambda: len(meeting.parts) == len(ranks), ready)
-            meeting.left += 1
-            if meeting.left == len(ranks):
-                self._exchange.end(self._key)
-        parts = [meeting.parts[rank] for rank in ranks]
-        if len({(part.shape, part.dtype) for part in parts}) > 1:
-            raise PeerLostError(f"ranks {ranks} sum tensors of different sizes or types")
-        self._fill(parts)
+        return InTurn(self._begun[group], act)
 
 
 _SUMMED = {
@@ -512,7 +462,3 @@ def _summable(tensor: torch.Tensor) -> torch.Tensor:
     if numbers.dtype not in _SUMMED:
         raise PeerLostError(f"Invalid scalar type {numbers.dtype}")
     return numbers.reshape(-1)
-
-
-class _Ready(Protocol):
-    def __call__(self) -> bool: ...

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture.cache.recall import outline
-from autopar.capture.graph import LayerGraph, TensorSpec
+from autopar.capture.graph import LayerGraph
 from autopar.capture.model.effects import StorageTracker
 from autopar.capture.model.source import UserModel, load
 from autopar.capture.model.terms import Term
@@ -23,60 +23,50 @@ from autopar.errors import TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.options.train import TrainSettings
 from autopar.progress import Progress, no_progress
-from autopar.runtime.data import Batch, Loader
+from autopar.runtime.data import BlankLoader, Loader
 from autopar.runtime.execute import StepRecord
+from autopar.runtime.job import Job
 from autopar.runtime.loss import LossTally
-from autopar.runtime.messages.transport import Pending, replica_ranks
+from autopar.runtime.messages.transport import Done, Pending, replica_ranks
 from autopar.runtime.settings import check_scope
-from autopar.runtime.start.job import Job
 from autopar.runtime.start.workspace import fit_to_plan
 from autopar.runtime.update import Update
 from autopar.schedules.check import check
-from autopar.schedules.expand import expand, mine, part_of, rank_of, stages_of
+from autopar.schedules.expand import expand, part_of, rank_of, stages_of
 from autopar.signals import unwinding_aborts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Silence:
-    """A transport to them."""
+class FakeTransport:
+    """Takes whatever is sent, and fills nothing; what is received has the right shape."""
 
     def __init__(self, meshes: Mapping[tuple[int, ...], DeviceMesh]) -> None:
         """Take the meshes of ranks that shard, which are made of values."""
         self._meshes = meshes
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
-        return _FakeWork(tensor)
+        return Done(tensor)
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
-        return _FakeWork(tensor)
+        return Done(tensor)
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
-        return _FakeWork(tensor)
+        return Done(tensor)
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
-        return _FakeWork(whole, own)
+        return Done(whole, own)
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
-        return _FakeWork(own, whole)
+        return Done(own, whole)
 
     def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
         return self._meshes[ranks]
 
 
-class _FakeWork:
-    """Like a piece of work under way, it keeps its tensors alive until it is let go."""
-
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        self._tensors = tensors
-
-    def wait(self) -> None:
-        return
-
-
 @contextmanager
-def silent_peers(plan: Plan, rank: int) -> Iterator[Silence]:
+def fake_transport(plan: Plan, rank: int) -> Iterator[FakeTransport]:
     """Give one rank peers that are not there; what its replicas shard meets in a process group of torch's fake kind.
 
     Raises:
@@ -84,7 +74,7 @@ def silent_peers(plan: Plan, rank: int) -> Iterator[Silence]:
     """
     stages, _ = stages_of(plan, rank)
     if all(plan.stages[stage].shard == "none" for stage in stages):
-        yield Silence({})
+        yield FakeTransport({})
         return
     if dist.is_initialized():
         raise UsageError("what is sharded cannot be rehearsed in a process that has a process group")
@@ -94,7 +84,7 @@ def silent_peers(plan: Plan, rank: int) -> Iterator[Silence]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=len(plan.devices))
     try:
         ranks = replica_ranks(plan, stages, part_of(plan, rank))
-        yield Silence({ranks: DeviceMesh.from_group(dist.new_group(list(ranks)), "cpu")})
+        yield FakeTransport({ranks: DeviceMesh.from_group(dist.new_group(list(ranks)), "cpu")})
     finally:
         dist.destroy_process_group()
 
@@ -173,11 +163,11 @@ def _peak_bytes(plan: Plan, rank: int, graph: LayerGraph, model: UserModel) -> i
     try:
         # What the model's graph holds itself (constants) is real; it is taken for fake where it meets fake tensors.
         with (
-            silent_peers(plan, rank) as peers,
+            fake_transport(plan, rank) as peers,
             FakeTensorMode(allow_non_fake_inputs=True),
             StorageTracker() as tracker,
         ):
-            job = _SilentJob(plan, expand(plan), rank, graph, model, blank, peers, _CPU, lambda step, at: None)
+            job = _FakeJob(plan, expand(plan), rank, graph, model, blank, peers, _CPU, lambda step, at: None)
             job.step(0)
             tracker.peak_bytes = tracker.alive_bytes
             job.step(1)
@@ -192,42 +182,25 @@ def _peak_bytes(plan: Plan, rank: int, graph: LayerGraph, model: UserModel) -> i
 class _UnreadUpdate(Update):
     """An update that asks for no number."""
 
-    def __call__(self, record: StepRecord, mini_batches: int = 1) -> None:
+    def _step(self, record: StepRecord, mini_batches: int) -> None:
         self._reducer.sum_in_team(record.step)
         if self.optimizer is not None:
             self.optimizer.step()
 
 
-class _SilentJob(Job):
+class _FakeJob(Job):
     """A job whose peers are not there: what it receives has the right shape, and nobody asks for values."""
 
     update_of = _UnreadUpdate
     reads_values = False
 
     def _loader(self, model: UserModel, graph: LayerGraph, settings: TrainSettings) -> Loader:
-        return _BlankLoader(self.plan, self.rank, self.rows, [graph.tensor(name) for name in self.inputs])
+        return BlankLoader(self.plan, self.rank, self.rows, [graph.tensor(name) for name in self.inputs])
 
     def _tally(self, terms: Sequence[Term]) -> LossTally:
         return _UnreadTally(1, 1)
 
 
-class _BlankLoader:
-    """Makes batches of the right shapes, whatever is in them."""
-
-    samples = 0
-
-    def __init__(self, plan: Plan, rank: int, rows: int, specs: Sequence[TensorSpec]) -> None:
-        own = mine(plan, rank)
-        self._own = [micro_batch in own for micro_batch in range(plan.micro_batches)]
-        self._rows, self._specs = rows, specs
-
-    def load(self, step: int) -> Batch:
-        return [
-            {spec.name: torch.empty(spec.shape(self._rows), dtype=spec.dtype) for spec in self._specs if own}
-            for own in self._own
-        ]
-
-
 class _UnreadTally(LossTally):
-    def settle(self, step: int, *, finite: bool = True) -> tuple[float, float]:
+    def total(self, step: int, *, finite: bool = True) -> tuple[float, float]:
         return 0.0, 0.0

@@ -11,12 +11,13 @@ other when they came. Ranks decide nothing together but this, so that no order o
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from autopar.capture.graph import Layer, LayerGraph, TensorSpec
 from autopar.capture.model.source import UserModel
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
+from autopar.formats.profile import Tensor as ProfiledTensor
 from autopar.formats.program import (
     BACKWARD,
     INPUT_BACKWARD,
@@ -41,18 +43,68 @@ from autopar.formats.program import (
     price_key,
 )
 from autopar.options.train import TrainSettings
-from autopar.runtime.data import Batch, Loader
-from autopar.runtime.device import Clock, PricedClock
+from autopar.runtime.data import BlankLoader, Loader
+from autopar.runtime.device import Clock
+from autopar.runtime.job import Job
 from autopar.runtime.messages.mailbox import messages_by_action
 from autopar.runtime.messages.transport import Pending, Transport, replica_ranks
 from autopar.runtime.stage.versions import NewestWeights
-from autopar.runtime.start.job import Job
-from autopar.schedules.expand import mine
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _LOSS = "loss"
+
+
+class VirtualClock(Clock):
+    """Time is a number: every step begins at 0, but of pipelines that are never flushed.
+
+    The actions of its rank take no time of their own: their prices pass in it.
+    """
+
+    def __init__(self, overhead_s: float, *, goes_on: bool = False) -> None:
+        """Begin; ``overhead_s`` is what a step takes before its first action, unless time ``goes_on``."""
+        self._overhead_s, self._goes_on, self._now_s = overhead_s, goes_on, 0.0
+
+    @property
+    def now_s(self) -> float:
+        """The present moment; ranks that tell each other moments have it of the same origin."""
+        return self._now_s
+
+    def start(self) -> None:
+        """See :class:`autopar.runtime.device.Clock`."""
+        if not self._goes_on:
+            self._now_s = self._overhead_s
+
+    def mark(self) -> object:
+        """See :class:`autopar.runtime.device.Clock`."""
+        return self.now_s
+
+    def spend(self, seconds: float) -> None:
+        """Let time pass."""
+        self._now_s += seconds
+
+    def wait_until(self, moment_s: float) -> None:
+        """Let time pass until a moment, if that is to come."""
+        self._now_s = max(self._now_s, moment_s)
+
+
+class SleepingClock(VirtualClock):
+    """Time is this host's: a rank sleeps as long as its actions take."""
+
+    @property
+    def now_s(self) -> float:
+        """See :class:`VirtualClock`."""
+        return time.perf_counter()
+
+    def start(self) -> None:
+        """See :class:`autopar.runtime.device.Clock`."""
+        self.spend(self._overhead_s)
+
+    def spend(self, seconds: float) -> None:
+        """See :class:`VirtualClock`."""
+        time.sleep(max(0.0, seconds))
+
+    def wait_until(self, moment_s: float) -> None:
+        """See :class:`VirtualClock`."""
+        self.spend(moment_s - self.now_s)
 
 
 class MemoryLedger:
@@ -62,9 +114,9 @@ class MemoryLedger:
     alive: so what is held, and when it is let go, is what the executor really does.
     """
 
-    def __init__(self, clock: PricedClock, state: int) -> None:
+    def __init__(self, clock: VirtualClock, state: int) -> None:
         """Begin with the bytes that are held throughout."""
-        self._clock, self._state = clock, state
+        self.clock = clock
         self._sizes: dict[int, int] = {}
         self.alive_bytes = state
         self.is_halved = False
@@ -101,7 +153,7 @@ class MemoryLedger:
         self._note(self.alive_bytes)
 
     def _note(self, size: int) -> None:
-        self.moments.append((self._clock.now_s, size))
+        self.moments.append((self.clock.now_s, size))
         self.peak_bytes = max(self.peak_bytes, size)
 
 
@@ -141,28 +193,45 @@ class _Output(torch.autograd.Function):
 
 
 class StandInLayer(nn.Module):
-    """Adds up what it reads, and gives it on."""
+    """Adds up what it reads, and gives it on; a ledger counts the bytes that it holds in the model's place."""
 
-    def __init__(self, gradients: Sequence[bool], shared_parameters: int, *, is_last: bool, is_trained: bool) -> None:
+    def __init__(
+        self,
+        ledger: MemoryLedger,
+        held: LayerBytes,
+        inputs: Sequence[str],
+        outputs: Sequence[ProfiledTensor],
+        shared_parameters: int,
+        *,
+        is_last: bool,
+        is_trained: bool,
+    ) -> None:
         """Make its parameters.
 
         Args:
-            gradients: whether a gradient flows back over it, of every output.
+            ledger: of its rank.
+            held: what it holds of a micro-batch.
+            inputs: names of what it reads.
+            outputs: what it makes.
             shared_parameters: how many parameters it has beside its own.
             is_last: whether it makes the loss, too.
             is_trained: whether a backward comes to it.
         """
         super().__init__()
-        self._gradients, self._is_last = gradients, is_last
+        self._ledger, self._held, self._outputs, self._is_last = ledger, held, list(outputs), is_last
+        self._kept_inputs = [at for at, name in enumerate(inputs) if name in held.saved_tensors]
         self.weight = nn.Parameter(torch.zeros(1), requires_grad=is_trained)
         self.shared = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(shared_parameters))
-        self.bytes: StandInBytes | None = None
-        """What it holds in the model's place; none: nobody counts."""
 
-    def note_gradients(self, own: StandInBytes) -> None:
-        """Have the gradients of its parameters counted when a backward has made them."""
+    def note_gradients(self) -> None:
+        """Have the gradient of its own parameter counted, for all of its parameters', when a backward has made it."""
+
+        def count(parameter: nn.Parameter) -> None:
+            if parameter.grad is not None:
+                self._ledger.count(parameter.grad, self._held.gradients)
+
         if self.weight.requires_grad:
-            self.weight.register_post_accumulate_grad_hook(own.count_gradient)  # type: ignore[no-untyped-call]
+            self.weight.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]
 
     def forward(self, rows: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the outputs."""
@@ -170,67 +239,30 @@ class StandInLayer(nn.Module):
         total = 1.0 * sum(inputs, torch.zeros(rows)) + self.weight.expand(rows)
         for each in self.shared:
             total = total + each
-        if self.bytes is not None:
-            total = self.bytes.keep(total, inputs)
-        kept = [False] * len(self._gradients) if self.bytes is None else self.bytes.kept_outputs
-        outputs = [
-            cast(torch.Tensor, _Output.apply(total, keeps)) if gradient else total.detach().clone()  # type: ignore[no-untyped-call]
-            for gradient, keeps in zip(self._gradients, kept, strict=True)
-        ]
-        if self.bytes is not None:
-            self.bytes.count_outputs(rows, outputs)
+        self._ledger.spike(self._held.saved + self._held.transient)
+        own = self._ledger.count(torch.zeros(1), self._held.saved)
+        kept = (own, *(inputs[at] for at in self._kept_inputs))
+        total = cast(torch.Tensor, _KeepUntilBackward.apply(total, self._work, *kept))  # type: ignore[no-untyped-call]
+        outputs = [self._output(rows, total, each) for each in self._outputs]
         return (*outputs, total.mean()) if self._is_last else tuple(outputs)
 
-
-class StandInBytes:
-    """What a layer holds, in a ledger."""
-
-    def __init__(
-        self, ledger: MemoryLedger, layer: LayerBytes, inputs: Sequence[str], outputs: Mapping[str, int]
-    ) -> None:
-        """Take what is counted; ``outputs`` are their bytes per sample, in their order."""
-        self._ledger, self._layer, self._sizes = ledger, layer, list(outputs.values())
-        self.kept_outputs = [name in layer.saved_tensors for name in outputs]
-        self._kept_inputs = [at for at, name in enumerate(inputs) if name in layer.saved_tensors]
-
-    def keep(self, total: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return what goes on, with what is kept for the backward behind it."""
-        self._ledger.spike(self._layer.saved + self._layer.transient)
-        own = self._ledger.count(torch.zeros(1), self._layer.saved)
-        kept: torch.Tensor = _KeepUntilBackward.apply(  # type: ignore[no-untyped-call]
-            total, self._work, own, *(inputs[at] for at in self._kept_inputs)
-        )
-        return kept
-
-    def count_outputs(self, rows: int, outputs: Sequence[torch.Tensor]) -> None:
-        """Give the outputs the bytes of those that they stand for."""
-        for output, size in zip(outputs, self._sizes, strict=True):
-            self._ledger.count(output, rows * size)
-
-    def count_gradient(self, parameter: nn.Parameter) -> None:
-        """Give the gradient of the layer's own parameter the bytes of all of its parameters' gradients."""
-        if parameter.grad is not None:
-            self._ledger.count(parameter.grad, self._layer.gradients)
+    def _output(self, rows: int, total: torch.Tensor, tensor: ProfiledTensor) -> torch.Tensor:
+        """Return an output, with the bytes of the one that it stands for."""
+        keeps = tensor.name in self._held.saved_tensors
+        made: torch.Tensor = _Output.apply(total, keeps) if tensor.gradient else total.detach().clone()  # type: ignore[no-untyped-call]
+        return self._ledger.count(made, rows * tensor.bytes_per_sample)
 
     def _work(self, gradient: torch.Tensor) -> torch.Tensor:
         """Note what a backward holds; what is kept for a second half goes with the gradient that waits for it."""
-        self._ledger.spike(self._layer.transient)
-        return self._ledger.count(gradient.clone(), self._layer.pending) if self._ledger.is_halved else gradient
+        self._ledger.spike(self._held.transient)
+        return self._ledger.count(gradient.clone(), self._held.pending) if self._ledger.is_halved else gradient
 
 
-def count_bytes(graph: LayerGraph, ledger: MemoryLedger, layers: Mapping[str, LayerBytes], profile: Profile) -> None:
-    """Have the stand-ins of some layers counted in a ledger."""
-    sizes = {tensor.name: tensor.bytes_per_sample for tensor in profile.tensors}
-    for layer in graph.layers:
-        held = layers.get(layer.name)
-        if held is not None:
-            module = cast(StandInLayer, layer.module)
-            outputs = {name: sizes[name] for name in layer.outputs if name in sizes}
-            module.bytes = StandInBytes(ledger, held, layer.inputs, outputs)
+_NOTHING = LayerBytes(saved=0, saved_tensors=(), transient=0, pending=0, gradients=0)
 
 
-def stand_in_graph(profile: Profile) -> LayerGraph:
-    """Return a profile's layers and tensors."""
+def stand_in_graph(profile: Profile, ledger: MemoryLedger, held: Mapping[str, LayerBytes]) -> LayerGraph:
+    """Return a profile's layers and tensors; ``held`` is what layers of the ledger's rank hold, by their names."""
     shared: dict[str, list[str]] = {layer.name: [] for layer in profile.layers}
     for tied in profile.tied:
         for name in tied.layers if tied.trainable else ():
@@ -240,8 +272,8 @@ def stand_in_graph(profile: Profile) -> LayerGraph:
         made = [tensor for tensor in profile.tensors if tensor.producer == each.name]
         read = tuple(tensor.name for tensor in profile.tensors if each.name in tensor.consumers)
         names = {f"shared.{at}": name for at, name in enumerate(dict.fromkeys(shared[each.name]))}
-        gradients, is_trained = [tensor.gradient for tensor in made], each.name in trained
-        module = StandInLayer(gradients, len(names), is_last=each.name == last, is_trained=is_trained)
+        place = (held.get(each.name, _NOTHING), read, made, len(names))
+        module = StandInLayer(ledger, *place, is_last=each.name == last, is_trained=each.name in trained)
         outputs = tuple(tensor.name for tensor in made)
         layers.append(
             Layer(
@@ -295,7 +327,7 @@ class StandInJob(Job):
 
     def __init__(
         self,
-        clock: PricedClock,
+        clock: VirtualClock,
         charge: Callable[[int, int], None],
         plan: Plan,
         program: Program,
@@ -309,10 +341,10 @@ class StandInJob(Job):
         super().__init__(plan, program, rank, graph, model, zeros, transport, device, charge)
         for layer in (layer for stage in self.stages.values() for layer in stage.layers):
             # What shards a layer has a module of its own, and its gradients are held throughout.
-            if isinstance(layer.module, StandInLayer) and layer.module.bytes is not None:
-                layer.module.note_gradients(layer.module.bytes)
+            if isinstance(layer.module, StandInLayer):
+                layer.module.note_gradients()
 
-    def _clock(self) -> Clock:
+    def _clock(self) -> VirtualClock:
         return self._own_clock
 
     def _weight_versions(self, graph: LayerGraph) -> NewestWeights:
@@ -320,23 +352,7 @@ class StandInJob(Job):
         return NewestWeights()
 
     def _loader(self, model: UserModel, graph: LayerGraph, settings: TrainSettings) -> Loader:
-        return _ZeroLoader(self.plan, self.rank, self.rows, self.inputs)
-
-
-class _ZeroLoader:
-    """Makes batches of zeros."""
-
-    samples = 0
-
-    def __init__(self, plan: Plan, rank: int, rows: int, names: Sequence[str]) -> None:
-        own = mine(plan, rank)
-        self._batch: Batch = [
-            {name: torch.zeros(rows) for name in names if micro_batch in own}
-            for micro_batch in range(plan.micro_batches)
-        ]
-
-    def load(self, step: int) -> Batch:
-        return self._batch
+        return BlankLoader(self.plan, self.rank, self.rows, [graph.tensor(name) for name in self.inputs])
 
 
 class PricedTransport:
@@ -350,32 +366,31 @@ class PricedTransport:
     def __init__(
         self,
         inner: Transport,
-        clock: PricedClock,
+        ledger: MemoryLedger,
         prices: RankPrices,
         plan: Plan,
         rank: int,
         actions: RankProgram,
-        ledger: MemoryLedger | None = None,
     ) -> None:
         """Prepare.
 
         Args:
             inner: carries tensors and moments.
-            clock: the rank's.
+            ledger: counts the bytes of messages, over the time of the rank's clock.
             prices: of its actions.
             plan: what is carried out.
             rank: which rank this is.
             actions: its program.
-            ledger: counts the bytes of messages, if anybody does.
         """
-        self._inner, self._clock, self._prices, self._plan, self._rank = inner, clock, prices, plan, rank
+        self._inner, self._ledger, self._clock, self._prices = inner, ledger, ledger.clock, prices
+        self._plan, self._rank = plan, rank
+        # What they take is charged by the actions that ask for them.
+        self.all_reduce, self.all_gather = inner.all_reduce, inner.all_gather
+        self.reduce_scatter, self.mesh = inner.reduce_scatter, inner.mesh
         self._actions = list(actions)
         self._seconds = [prices.seconds.get(price_key(action), 0.0) for action in self._actions]
-        self._ledger = ledger
         self._sent_bytes: list[int] = []
-        self._received_bytes: dict[int, cycle[int]] = {}
-        if ledger is not None:
-            self._count_messages()
+        self._count_messages()
         self._begin_step()
 
     def _count_messages(self) -> None:
@@ -412,10 +427,9 @@ class PricedTransport:
         if position == 0 and self._plan.weight_policy == "sync":
             self._begin_step()
         action, seconds, clock = self._actions[position], self._seconds[position], self._clock
-        if self._ledger is not None:
-            self._ledger.is_halved = action.kind == INPUT_BACKWARD
+        self._ledger.is_halved = action.kind == INPUT_BACKWARD
         if action.kind in SENDS:
-            self._sent_bytes = [] if self._ledger is None else list(self._sizes[position])
+            self._sent_bytes = list(self._sizes[position])
             self._arrival_s = max(clock.now_s, self._free_s.get(action.peer, -math.inf)) + seconds
             self._free_s[action.peer] = self._arrival_s
         elif action.kind == REDUCE:
@@ -475,55 +489,26 @@ class PricedTransport:
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`autopar.runtime.messages.transport.Transport`."""
-        if self._ledger is not None:
-            self._ledger.count(tensor, self._sent_bytes.pop(0))
+        self._ledger.count(tensor, self._sent_bytes.pop(0))
         moment = torch.tensor([self._arrival_s], dtype=torch.float64)
         return _Both(self._inner.send(moment, peer), self._inner.send(tensor, peer))
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
         """See :class:`autopar.runtime.messages.transport.Transport`."""
-        if self._ledger is not None:
-            self._ledger.count(tensor, next(self._received_bytes[peer]))
+        self._ledger.count(tensor, next(self._received_bytes[peer]))
         moment = torch.zeros(1, dtype=torch.float64)
-        return _Arriving(self._inner.receive(moment, peer), self._inner.receive(tensor, peer), moment, self._clock)
-
-    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], *, apart: bool = False) -> Pending:
-        """See :class:`autopar.runtime.messages.transport.Transport`."""
-        return self._inner.all_reduce(tensor, ranks, apart=apart)
-
-    def all_gather(self, whole: torch.Tensor, own: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
-        """See :class:`autopar.runtime.messages.transport.Transport`."""
-        return self._inner.all_gather(whole, own, ranks)
-
-    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...]) -> Pending:
-        """See :class:`autopar.runtime.messages.transport.Transport`."""
-        return self._inner.reduce_scatter(own, whole, ranks)
-
-    def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh:
-        """See :class:`autopar.runtime.messages.transport.Transport`."""
-        return self._inner.mesh(ranks)
+        begun = self._inner.receive(moment, peer), self._inner.receive(tensor, peer)
+        return _Both(*begun, lambda: self._clock.wait_until(float(moment)))
 
 
 class _Both:
-    """Two pieces of work."""
+    """Two pieces of work, and what is done when both are."""
 
-    def __init__(self, first: Pending, second: Pending) -> None:
-        self._first, self._second = first, second
+    def __init__(self, first: Pending, second: Pending, done: Callable[[], None] = lambda: None) -> None:
+        self._first, self._second, self._done = first, second, done
 
     def wait(self) -> None:
         """See :class:`autopar.runtime.messages.transport.Pending`."""
         self._first.wait()
         self._second.wait()
-
-
-class _Arriving(_Both):
-    """A message with the moment at which it is there."""
-
-    def __init__(self, first: Pending, second: Pending, moment: torch.Tensor, clock: PricedClock) -> None:
-        super().__init__(first, second)
-        self._moment, self._clock = moment, clock
-
-    def wait(self) -> None:
-        """Wait for the message, and let time pass until it is there."""
-        super().wait()
-        self._clock.wait_until(float(self._moment))
+        self._done()

@@ -3,9 +3,6 @@
 The executor, the mailbox and the messages are those of training. Ranks are processes of this host, or threads of this
 process; what passes between two actions is no time at all, but where ranks sleep.
 
-With faults, ranks note when in a step one would befall them, and go on; a slow one takes as much longer. Of every fault
-that ends a run it is found how much is trained again, by how often checkpoints are saved.
-
 Why: docs/design/decisions.md, "Simulator and bounds: Steps in virtual time".
 """
 
@@ -14,37 +11,41 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import TypedDict, cast
+
+from pydantic import TypeAdapter
 
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.formats.program import (
     KINDS,
-    SLOWER_S,
     UPDATE,
     Action,
     ActionPrices,
     Fault,
-    LayerBytes,
     Program,
-    RankBytes,
-    RankPrices,
-    RankProgram,
 )
 from autopar.formats.timeline import Timeline
 from autopar.progress import Progress, no_progress
 from autopar.ranks.context import RankContext
 from autopar.ranks.failure import PeerLostError
 from autopar.ranks.pool import RankPool
-from autopar.runtime.device import PricedClock, SleepingClock, VirtualClock
+from autopar.runtime.faults import Drill, Loss, Moment, check_faults, losses_of
+from autopar.runtime.job import DEFAULTS
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import Exchange, InProcessTransport, Transport, reducing_groups
-from autopar.runtime.rehearsal.stand_ins import MemoryLedger, PricedTransport, StandInJob, count_bytes, stand_in_graph
+from autopar.runtime.rehearsal.stand_ins import (
+    MemoryLedger,
+    PricedTransport,
+    SleepingClock,
+    StandInJob,
+    VirtualClock,
+    stand_in_graph,
+)
 from autopar.runtime.settings import check_scope
-from autopar.runtime.start.job import DEFAULTS
 from autopar.runtime.start.supervision import describe
 from autopar.schedules.check import check
 from autopar.schedules.continuing import Repetition, lead, written_out
@@ -79,7 +80,7 @@ class _RankRecord(TypedDict):
     moments: list[tuple[float, int]]
     """Of the last step: when how many bytes were held."""
     faults: list[tuple[str, int, float]]
-    """When faults befell the rank; see :class:`.losses.Moment`."""
+    """When faults befell the rank; see :class:`autopar.runtime.faults.Moment`."""
 
 
 def rehearse_steps(
@@ -200,16 +201,16 @@ def _without_sharding(plan: Plan) -> Plan:
     return plan.model_copy(update={"stages": stages})
 
 
+_PRICES = TypeAdapter(ActionPrices)
+
+
 class _Arguments(TypedDict):
     """What a rank's process needs to know; plain data."""
 
     plan: str
     profile: str
     program: str
-    overhead_s: float
-    prices: list[dict[str, Any]]
-    """By rank."""
-    holds: list[dict[str, Any]]
+    prices: object
     steps: int
     real_time: bool
     faults: list[str]
@@ -220,9 +221,7 @@ def _in_processes(what: _RehearsalTask, pool: RankPool, timeout_s: float, progre
         plan=what.plan.dumps(),
         profile=what.profile.dumps(),
         program=what.program.dumps(),
-        overhead_s=what.prices.overhead_s,
-        prices=[asdict(each) for each in what.prices.ranks],
-        holds=[asdict(each) for each in what.prices.holds],
+        prices=_PRICES.dump_python(what.prices, mode="json"),
         steps=what.steps,
         real_time=what.real_time,
         faults=[str(each) for each in what.faults],
@@ -249,11 +248,7 @@ def rehearse_rank(context: RankContext, arguments: _Arguments) -> _RankRecord:
     what = _RehearsalTask(
         plan,
         Profile.parse(arguments["profile"], Path("profile.json")),
-        ActionPrices(
-            arguments["overhead_s"],
-            tuple(RankPrices(**each) for each in arguments["prices"]),
-            tuple(map(_rank_bytes, arguments["holds"])),
-        ),
+        _PRICES.validate_python(arguments["prices"]),
         Program.parse(arguments["program"], Path("program.json")),
         arguments["steps"],
         arguments["real_time"],
@@ -266,14 +261,6 @@ def rehearse_rank(context: RankContext, arguments: _Arguments) -> _RankRecord:
 
     transport = connect(context, plan, DEFAULTS, reducing_groups(plan))
     return _perform(what, context.rank, transport, note, done, context.barrier)
-
-
-def _rank_bytes(content: dict[str, Any]) -> RankBytes:
-    layers = {
-        name: LayerBytes(**{**each, "saved_tensors": tuple(each["saved_tensors"])})
-        for name, each in content["layers"].items()
-    }
-    return RankBytes(**{**content, "layers": layers})
 
 
 def _in_threads(what: _RehearsalTask, timeout_s: float, progress: Progress) -> list[_RankRecord]:
@@ -315,26 +302,23 @@ def _stand_in_job(
     rank: int,
     transport: Transport,
     note: Callable[[int, int], None],
-    clock: PricedClock,
-    ledger: MemoryLedger | None,
+    ledger: MemoryLedger,
 ) -> StandInJob:
     """Return a rank's job of layers that compute nothing: its actions cost what they are priced at, and hold bytes."""
-    prices, actions = what.prices, what.program.ranks[rank]
-    graph = stand_in_graph(what.profile)
-    if ledger is not None:
-        count_bytes(graph, ledger, prices.holds[rank].layers, what.profile)
-    priced = PricedTransport(transport, clock, prices.ranks[rank], what.plan, rank, actions, ledger)
+    prices, holds, actions = what.prices.ranks[rank], what.prices.holds[rank], what.program.ranks[rank]
+    priced = PricedTransport(transport, ledger, prices, what.plan, rank, actions)
 
     def charge(step: int, position: int) -> None:
         note(step, position)
         priced.charge(position)
-        if ledger is not None and actions.kinds[position] == UPDATE_CODE:
-            ledger.spike(prices.holds[rank].update)
+        if actions.kinds[position] == UPDATE_CODE:
+            ledger.spike(holds.update)
 
-    return StandInJob(clock, charge, what.plan, what.program, rank, graph, priced)
+    graph = stand_in_graph(what.profile, ledger, holds.layers)
+    return StandInJob(ledger.clock, charge, what.plan, what.program, rank, graph, priced)
 
 
-def _clock_of(what: _RehearsalTask) -> PricedClock:
+def _clock_of(what: _RehearsalTask) -> VirtualClock:
     if what.real_time:
         return SleepingClock(what.prices.overhead_s)
     return VirtualClock(what.prices.overhead_s, goes_on=what.plan.weight_policy != "sync")
@@ -349,19 +333,24 @@ def _perform(
     meet: Callable[[], None],
 ) -> _RankRecord:
     """Build a rank's job of stand-ins, and step it."""
-    prices, ahead, own = what.prices, lead(what.plan), list(what.program.ranks[rank])
-    clock = _clock_of(what)
-    ledger = MemoryLedger(clock, prices.holds[rank].state) if prices.holds else None
-    befalling = FaultMoments(what.faults, rank, what.program.ranks[rank], clock)
-    job = _stand_in_job(what, rank, transport, befalling.noting(note), clock, ledger)
+    ahead, own, clock = lead(what.plan), list(what.program.ranks[rank]), _clock_of(what)
+    ledger = MemoryLedger(clock, what.prices.holds[rank].state)
+    faults: list[tuple[str, int, float]] = []
+    drill = Drill(
+        what.faults,
+        rank,
+        what.program.ranks[rank],
+        lambda fault, step: faults.append((str(fault), step, clock.now_s)),
+        clock.spend,
+    )
+    job = _stand_in_job(what, rank, transport, drill.noting(note), ledger)
     spans, times_s = [], list[tuple[float, float]]()
     for step in range(-ahead, what.steps, what.plan.span):
         if not ahead or step == -ahead:
             # Steps are told apart: none begins before the one before has ended everywhere.
             meet()
             times_s = []
-            if ledger is not None:
-                ledger.begin_step()
+            ledger.begin_step()
         began_s = clock.now_s if what.real_time else 0.0
         here = Repetition(step, what.plan.micro_batches, what.steps, span=what.plan.span)
         absent = here.absent(own) if ahead else ()
@@ -372,9 +361,7 @@ def _perform(
             done(len(spans))
     meet()
     job.finish()
-    moments = [] if ledger is None else ledger.moments
-    faults = [(each.fault, each.step, each.after_s) for each in befalling.moments]
-    return _RankRecord(spans=spans, times_s=times_s, moments=moments, faults=faults)
+    return _RankRecord(spans=spans, times_s=times_s, moments=ledger.moments, faults=faults)
 
 
 def _spans(
@@ -394,83 +381,3 @@ def _spans(
         if action.kind == UPDATE and repetition.has(action)
         for _ in repetition.mini_batches_of(action, plan.stages[action.stage].turning)
     ]
-
-
-_OF_FILES = ("disk-full", "fail-write", "fail-fsync", "fail-rename")
-
-
-class Moment(NamedTuple):
-    """When a fault befalls a rank."""
-
-    fault: str
-    step: int
-    after_s: float
-    """From the step's begin on that rank."""
-
-
-class Loss(NamedTuple):
-    """What a fault costs that ends a run: what has been trained since the checkpoint that it goes on from."""
-
-    fault: str
-    step: int
-    """In which it happens."""
-    checkpoint: int
-    """The step of the checkpoint; 0 where there is none yet."""
-    lost_s: float
-    """Seconds of training that are done again; noticing the fault and starting anew come on top."""
-
-
-def check_faults(faults: Sequence[Fault], ranks: int, steps: int) -> None:
-    """Refuse faults that cannot happen in virtual time.
-
-    Raises:
-        UsageError: one is of files, of a rank that there is not, or of a step behind the last.
-    """
-    for fault in faults:
-        if fault.kind in _OF_FILES:
-            raise UsageError(f"`inject_fault='{fault}'`: in virtual time no files are written; `autopar run` takes it")
-        if fault.rank >= ranks:
-            raise UsageError(f"`inject_fault='{fault}'`: the plan has {ranks} ranks, which count from 0")
-        if fault.step >= steps:
-            raise UsageError(f"`inject_fault='{fault}'`: `steps={steps}` has none of that number: they count from 0")
-
-
-class FaultMoments:
-    """Notes when a rank's faults would befall it, and has it be slow."""
-
-    def __init__(self, faults: Sequence[Fault], rank: int, actions: RankProgram, clock: PricedClock) -> None:
-        """Find where they are."""
-        self.moments: list[Moment] = []
-        self._clock, self._slow = clock, False
-        every = list(actions) if any(fault.rank == rank for fault in faults) else []
-        self._due = {(fault.step, fault.position(every)): fault for fault in faults if fault.rank == rank}
-
-    def noting(self, note: Callable[[int, int], None]) -> Callable[[int, int], None]:
-        """Return what notes actions, and what befalls the rank as they begin."""
-        return self._act(note) if self._due else note
-
-    def _act(self, note: Callable[[int, int], None]) -> Callable[[int, int], None]:
-        def act(step: int, position: int) -> None:
-            note(step, position)
-            fault = self._due.get((step, position))
-            if fault is not None and fault.kind == "slow":
-                self._slow = True
-            elif fault is not None:
-                self.moments.append(Moment(str(fault), step, self._clock.now_s))
-            if self._slow:
-                self._clock.spend(SLOWER_S)
-
-        return act
-
-
-def losses_of(moments: Sequence[Moment], steps_s: Sequence[float], every: int | None) -> tuple[Loss, ...]:
-    """Return what faults cost, where every step's seconds are known and a checkpoint is saved every so many steps.
-
-    >>> losses_of([Moment("kill@1:5", 5, 0.25)], [1.0] * 8, 2)
-    (Loss(fault='kill@1:5', step=5, checkpoint=4, lost_s=1.25),)
-    """
-    found = []
-    for fault, step, after_s in sorted(moments, key=lambda each: (each.step, each.after_s)):
-        checkpoint = 0 if every is None else step // every * every
-        found.append(Loss(fault, step, checkpoint, sum(steps_s[checkpoint:step]) + after_s))
-    return tuple(found)

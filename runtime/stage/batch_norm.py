@@ -66,7 +66,7 @@ def normalizing(
     mine = [layer for each in layers.values() for layer in each]
     replicas = _Replicas(transport, replica_ranks(plan, layers, part_of(plan, rank)), rank)
     if settings.deferred_batch_norm:
-        return layers, DeferredBatchNorms(mine, replicas).settle
+        return layers, DeferredBatchNorms(mine, replicas).update
     if replicas.ranks in synced_groups(plan):
         _synchronize(mine, SyncedBatchNorm(replicas))
     return layers, lambda: None
@@ -179,7 +179,7 @@ class _RunningStatistics:
     def own(self) -> torch.Tensor:
         return self.module.get_buffer(self.moments)
 
-    def settle(self, moments: torch.Tensor) -> None:
+    def update(self, moments: torch.Tensor) -> None:
         """Update the running statistics by those of a mini-batch, and begin the next one."""
         momentum = self.momentum
         if self.counter is not None:
@@ -209,13 +209,13 @@ class DeferredBatchNorms:
                     self._running_statistics.append(_deferred_module(module))
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def update(self) -> None:
         """Update all running statistics by those of the mini-batch that ends; every replica does so at once."""
         if self._running_statistics:
             own = [each.own() for each in self._running_statistics]
             pooled = self._replicas.pool(torch.cat(own), [each.numel() for each in own])
             for each, moments in zip(self._running_statistics, pooled, strict=True):
-                each.settle(moments)
+                each.update(moments)
 
 
 def _deferred_call(layer: Layer, module: fx.GraphModule, node: fx.Node, index: int) -> _RunningStatistics:

@@ -51,6 +51,32 @@ def crossings(tensors: Iterable[TensorSpec], stage_of: Mapping[str, int]) -> tup
     return tuple(found)
 
 
+def check_shares(layers: Iterable[Layer], plan: Plan, *, sync_batch_norm: bool = False) -> None:
+    """Refuse shares of fewer or more samples than a layer takes at once; its operators might go on.
+
+    Args:
+        layers: of the model, which the plan has.
+        plan: its stages have the shares.
+        sync_batch_norm: whether batch normalisation is that of all shares together.
+
+    Raises:
+        UsageError: names the layer.
+    """
+    stage_of = {name: index for index, stage in enumerate(plan.stages) for name in stage.layers}
+    for layer in layers:
+        index = stage_of[layer.name]
+        shares = [plan.micro_batch_size] if sync_batch_norm else plan.stages[index].rows
+        few, many = min(shares) < layer.least_rows, layer.most_rows is not None and max(shares) > layer.most_rows
+        if few or many:
+            limit = f"at least {layer.least_rows}" if few else f"at most {layer.most_rows}"
+            count = min(shares) if few else max(shares)
+            how = "fewer `micro_batches`, or fewer replicas of" if few else "more `micro_batches`, or more replicas of"
+            raise UsageError(
+                f"stage {index} gives {count} sample{'s' if count > 1 else ''} of a micro-batch at once to layer "
+                f"{layer.name}, which takes {limit}; plan with {how} that stage"
+            )
+
+
 def used_by_several(layers: Iterable[Iterable[torch.nn.Parameter]]) -> frozenset[torch.nn.Parameter]:
     """Return the parameters that several layers use, given those of each."""
     uses = Counter(parameter for layer in layers for parameter in set(layer))
@@ -211,11 +237,6 @@ class CompiledLayer(nn.Module):
         self._tensor_names = tuple(tensor_names)
         # In a list, so that modules and parameters of the code are not taken for this layer's.
         self._code: list[Code] = [code]
-
-    @property
-    def compiles(self) -> bool:
-        """Whether the layer is run by compiled code."""
-        return bool(self._code)
 
     def fall_back(self) -> None:
         """Run as it is from now on."""

@@ -363,7 +363,7 @@ class ReplicatedBuffers:
         self._how, self._transport, self._ranks, self._first = how, transport, ranks, rank == ranks[0]
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Make the buffers alike; every replica does so at once."""
         for buffer in self._buffers:
             mean = self._how == "average" and (buffer.is_floating_point() or buffer.is_complex())

@@ -92,11 +92,11 @@ class GatherAgreement:
             dist.all_reduce(total, group=self._group)
         except RuntimeError as error:
             raise PeerLostError(str(error).splitlines()[0]) from error
-        told = dict(zip(self._places, total.tolist(), strict=False))
+        counts = dict(zip(self._places, total.tolist(), strict=False))
         every = float(dist.get_world_size(self._group))
         if all(count in (0.0, every) for count in total.tolist()):
             return
-        name = next((name for name, count in told.items() if count not in (0.0, every)), next(iter(told)))
+        name = next((name for name, count in counts.items() if count not in (0.0, every)), next(iter(counts)))
         raise TrainingError(
             f"the backward of a micro-batch reaches {name} on some replicas of its stage and not on others, and they "
             "divide it; plan with `shard='none'`, or let every forward use it"

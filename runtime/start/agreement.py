@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, cast
 
 import torch
 
 from autopar.errors import AutoparError, FileError, TrainingError, UsageError
+from autopar.ranks.context import RankContext
 from autopar.runtime.messages.transport import Transport, sendable
 
 _KINDS = {kind.exit_code: kind for kind in (UsageError, FileError)}
 _Result = TypeVar("_Result")
-LONGEST = 1000
-"""Of a message, in characters."""
 
 
 class Agreement:
-    """One rank's voice; every rank must ask the same at the same time."""
+    """Lets the ranks of a job agree; every rank must ask the same at the same time."""
 
-    def __init__(self, rank: int, ranks: tuple[int, ...], transport: Transport) -> None:
-        self._rank, self._ranks, self._transport = rank, ranks, transport
+    def __init__(self, context: RankContext, transport: Transport) -> None:
+        self._context, self._ranks, self._transport = context, tuple(range(context.size)), transport
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Add up numbers of all ranks."""
@@ -45,8 +45,7 @@ class Agreement:
             result = act()
         except AutoparError as caught:
             error = caught
-        if any(flag for (flag,) in self._of_all([float(error is not None)])):
-            self._raise(error)
+        self._raise_first(error)
         return cast(_Result, result)
 
     def rows(
@@ -67,7 +66,7 @@ class Agreement:
         own = [float(error is not None), float(changed), -1.0 if rows is None else float(rows), digest]
         found = self._of_all(own)
         if any(flag for flag, *_ in found):
-            self._raise(error)
+            self._raise_first(error)
         given = [rank for rank, (_, _, count, _) in zip(self._ranks, found, strict=True) if count >= 0]
         if not given:
             raise UsageError("no rank was given a batch")
@@ -86,26 +85,23 @@ class Agreement:
 
     def texts(self, text: str) -> list[str]:
         """Return what every rank says, in rank order."""
-        letters = [float(ord(letter)) for letter in text]
-        longest = max(int(length) for (length,) in self._of_all([float(len(letters))]))
-        # One more: a backend may not add up nothing.
-        found = self._of_all([*letters, *[0.0] * (longest + 1 - len(letters))])
-        return ["".join(chr(int(letter)) for letter in row if letter) for row in found]
+        return self._context.gather(text)
 
     def _of_all(self, values: Sequence[float]) -> list[list[float]]:
         """Return the numbers of every rank, in rank order."""
         table = torch.zeros(len(self._ranks), len(values), dtype=torch.float64)
-        table[self._rank] = torch.tensor(values, dtype=torch.float64)
+        table[self._context.rank] = torch.tensor(values, dtype=torch.float64)
         self._transport.all_reduce(table, self._ranks).wait()
         found: list[list[float]] = table.tolist()
         return found
 
-    def _raise(self, error: AutoparError | None) -> None:
-        text, code = ("", 0) if error is None else (str(error), error.exit_code)
-        codes = self._of_all([float(code)])
-        for rank, (kind,), said in zip(self._ranks, codes, self.texts(text[:LONGEST]), strict=True):
-            if kind:
-                raise _KINDS.get(int(kind), TrainingError)(f"rank {rank}: {said}" if len(self._ranks) > 1 else said)
+    def _raise_first(self, error: AutoparError | None) -> None:
+        """Raise what the first rank says that has an error, if one has."""
+        own = None if error is None else (error.exit_code, str(error))
+        for rank, said in enumerate(map(json.loads, self._context.gather(json.dumps(own)))):
+            if said is not None:
+                code, text = said
+                raise _KINDS.get(code, TrainingError)(f"rank {rank}: {text}" if len(self._ranks) > 1 else text)
 
 
 _WORDS = 2**15

@@ -20,13 +20,12 @@ from autopar.errors import AutoparError, ModelError, TrainingError, UsageError
 from autopar.formats.plan import Crossing, Plan, turns
 from autopar.formats.program import FORWARD, RECEIVE, SEND, Action
 from autopar.runtime.data import split_rows
+from autopar.runtime.job import Job
 from autopar.runtime.messages.mailbox import Mailbox, receives_ahead
 from autopar.runtime.messages.transport import Transport, sendable
-from autopar.runtime.stage.layers import autocast_of, crossing_specs, crossings, seed_generator, seed_of
+from autopar.runtime.stage.layers import autocast_of, check_shares, crossing_specs, crossings, seed_generator, seed_of
 from autopar.runtime.stage.parameters import join_layer, with_parts
 from autopar.runtime.stage.stage import Stage
-from autopar.runtime.start.job import Job
-from autopar.runtime.start.workspace import check_shares
 from autopar.schedules.check import check
 from autopar.schedules.continuing import Repetition
 from autopar.schedules.expand import FORWARDS, expand_forwards, part_of, rank_of, stages_of
@@ -283,7 +282,12 @@ class Evaluation:
 
     def _place(self, stage: int, layer: Layer) -> Layer:
         """Return this rank's part of a layer, with its parameters; of what does not split as in training, all."""
-        self._check_held(layer.name, (*layer.parameters.values(), *layer.buffers.values()))
+        names = (*layer.parameters.values(), *layer.buffers.values())
+        missing = [name for name in names if name not in self._job.parameters and name not in self._buffers]
+        if missing:
+            raise ModelError(
+                f"layer {layer.name} reads {missing[0]} in evaluation mode, but its stage does not train with it"
+            )
         team, joins = self._job.team, False
         if team.divides(layer):
             try:
@@ -292,13 +296,6 @@ class Evaluation:
                 layer, joins = with_parts(layer, team), True
         materialize(layer, {**self._job.parameters, **self._buffers}, self._device)
         return join_layer(layer, team) if joins else layer
-
-    def _check_held(self, layer: str, names: tuple[str, ...]) -> None:
-        missing = [name for name in names if name not in self._job.parameters and name not in self._buffers]
-        if missing:
-            raise ModelError(
-                f"layer {layer} reads {missing[0]} in evaluation mode, but its stage does not train with it"
-            )
 
 
 def _round_plan(plan: Plan, count: int, size: int, crossings: tuple[Crossing, ...]) -> Plan:

@@ -36,10 +36,10 @@ from autopar.capture.model.source import UserModel
 from autopar.capture.model.state import deep_copy, preserve_modes
 from autopar.errors import AutoparError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Plan
-from autopar.runtime.stage.layers import AGAIN, rewritable
+from autopar.runtime.job import Job
+from autopar.runtime.stage.layers import AGAIN, check_shares, rewritable
 from autopar.runtime.start.agreement import Agreement, digest_of
-from autopar.runtime.start.job import Job
-from autopar.runtime.start.workspace import check_shares, fit_to_plan
+from autopar.runtime.start.workspace import fit_to_plan
 
 MOST_KEPT = 16
 """Graphs."""

@@ -8,12 +8,12 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 
@@ -33,18 +33,19 @@ from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
 from autopar.ranks.siblings import refuse_siblings
 from autopar.ranks.supervisor import SupervisedRank
-from autopar.runtime.checkpoint.training import Attempt, CheckpointArguments, attempt_in
+from autopar.runtime.checkpoint.saving import check_shared, folder_of, make_folder, new_set, set_of
+from autopar.runtime.checkpoint.training import Attempt, attempt_in
+from autopar.runtime.checkpoint.weights import publish
 from autopar.runtime.data import steps_of_epoch
+from autopar.runtime.faults import check_faults
 from autopar.runtime.loaders.host import loading, spare_process
 from autopar.runtime.loaders.process import ReadingArguments
 from autopar.runtime.loaders.work import count_of, processors
 from autopar.runtime.outcome import Outcome, RankResult, loss_of, outcome_of
-from autopar.runtime.settings import check_clipping, check_offload, check_scope, check_sharing, check_unflushed
-from autopar.runtime.start.saving import check_shared, folder_of, make_folder, new_set, set_of
-from autopar.runtime.start.supervision import black_box_of, describe, say_slow
-from autopar.runtime.start.worker import TrainArguments, load_for, train
+from autopar.runtime.settings import check_training
+from autopar.runtime.start.supervision import describe, say_slow, write_black_box
+from autopar.runtime.start.worker import RunFacts, TrainTask, load_for, train
 from autopar.runtime.start.workspace import Workspace
-from autopar.runtime.weights import publish
 from autopar.schedules.check import check, read_program
 from autopar.schedules.expand import expand
 
@@ -94,13 +95,15 @@ def run(
                 initial = Workspace(scratch.path).prepare(user_model, plan, options.weights)
                 results = ranks.run(
                     "autopar.runtime.start.worker:train",
-                    _arguments(plan, program, model, scratch.path, options, facts, come()),
+                    _task(plan, program, model, scratch.path, options, facts, come()),
                     ranks=len(plan.devices),
                     timeout_s=options.timeout_s,
                     describe=describe(program),
                     on_message=_sum_losses(plan, progress),
                     on_slow=partial(say_slow, plan, program),
-                    on_failure=black_box_of(options.black_box, program, range(len(plan.devices))),
+                    on_failure=None
+                    if options.black_box is None
+                    else partial(write_black_box, options.black_box, program, range(len(plan.devices))),
                     stoppable=True,
                 )
             found = [cast(RankResult, result) for result in results]
@@ -161,7 +164,7 @@ def join(
             folder, initial, facts = _prepare_host(context, place, model, plan, options, stack, serve)
             loaders = folder if count else None
             with set_of(options.save, facts.save_as):
-                result = train(context, _arguments(plan, program, model, folder, options, facts, loaders))
+                result = train(context, _task(plan, program, model, folder, options, facts, loaders))
                 gathered = [json.loads(text) for text in context.gather(json.dumps(result))]
                 if context.rank != 0:
                     return None
@@ -185,29 +188,21 @@ def _digests(plan: Plan, program: Program, model: str, options: RunOptions) -> d
     source = None if path is None else Path(path)
     if source is not None and source.is_dir():
         source /= "config.json"
+    # How long each waits is its own.
+    asked = {name: value for name, value in asdict(options).items() if name != "timeout_s"}
     contents = {
         "plan": plan.dumps().encode(),
         "program": program.dumps().encode(),
         "model": model.encode() if source is None else source.read_bytes(),
         "dataset file": b"" if options.data is None else options.data.read_bytes(),
-        "command line": json.dumps(
-            [
-                options.steps,
-                options.save is not None,
-                options.share_gpus,
-                options.loaders,
-                asdict(options.settings),
-                *_checkpoint_options(options),
-            ]
-        ).encode(),
+        "command line": json.dumps({name: _comparable(value) for name, value in asked.items()}).encode(),
     }
     return {name: sha256(content).hexdigest() for name, content in contents.items()}
 
 
-def _checkpoint_options(options: RunOptions) -> list[object]:
-    """Return what is asked of checkpoints."""
-    faults = [str(each) for each in options.inject_fault]
-    return [options.checkpoint is not None, options.every, options.resume, options.accept_changes, faults]
+def _comparable(value: object) -> object:
+    """Return what of an option all ranks must have alike: of a path, whether there is one."""
+    return True if isinstance(value, Path) else value
 
 
 @contextmanager
@@ -231,28 +226,10 @@ def _attempt(options: RunOptions, steps: int) -> Iterator[Attempt]:
         yield attempt
 
 
-class RunFacts(NamedTuple):
-    """What all ranks are told alike."""
-
-    steps: int
-    """Of the whole run."""
-    save_as: str
-    """Name of the set of trained weights."""
-    attempt: Attempt
-
-
 def _program(plan: Plan, options: RunOptions) -> Program:
     """Return what is run, the plan and what is asked for being within the runtime's scope."""
-    check_scope(plan, needs_flush=False)
-    check_unflushed(plan, options)
-    check_clipping(plan, options)
-    for fault in options.inject_fault:
-        if fault.rank >= len(plan.devices):
-            raise UsageError(f"`inject_fault='{fault}'`: the plan has {len(plan.devices)} ranks, which count from 0")
-    if options.cpu_offload:
-        check_offload(plan)
-    if options.share_gpus:
-        check_sharing(plan)
+    check_training(plan, options, share_gpus=options.share_gpus)
+    check_faults(options.inject_fault, len(plan.devices))
     if options.program is not None:
         return read_program(options.program, plan)
     program = expand(plan)
@@ -290,9 +267,9 @@ def _prepare_host(
         The workspace's folder, where the initial weights are from, and what is the same on all hosts.
     """
 
-    def prepare() -> dict[str, object]:
+    def prepare() -> list[object]:
         if folder is None:
-            return {}
+            return []
         user_model = load_for(options.settings, model, options.data, plan)
         if options.save is not None:
             make_folder(options.save)
@@ -300,17 +277,12 @@ def _prepare_host(
         initial = Workspace(folder).prepare(user_model, plan, options.weights)
         come()
         steps = _steps(user_model, plan, options)
-        found: dict[str, object] = {"folder": str(folder), "steps": steps, "initial": initial, "save_as": new_set()}
-        if context.rank == 0:
-            token, resume, step, notes = stack.enter_context(_attempt(options, steps))
-            found["attempt"] = [token, None if resume is None else str(resume), step, notes]
-        return found
+        attempt = stack.enter_context(_attempt(options, steps)) if context.rank == 0 else Attempt("")
+        return [str(folder), initial, RunFacts(steps, new_set(), attempt).as_data()]
 
     heard = context.gather_results(prepare)
-    leader = heard[context.rank - context.local_rank]
-    token, resume, step, notes = heard[0]["attempt"]
-    attempt = Attempt(token, None if resume is None else Path(resume), step, tuple(notes))
-    return Path(leader["folder"]), leader["initial"], RunFacts(leader["steps"], heard[0]["save_as"], attempt)
+    place, initial, _ = heard[context.rank - context.local_rank]
+    return Path(place), initial, RunFacts.of(heard[0][-1])
 
 
 def _conclude(
@@ -346,7 +318,7 @@ def _reading(plan: Plan, model: str, options: RunOptions) -> ReadingArguments:
     return ReadingArguments(plan=plan.dumps(), model=model, data=data, last=settings.last, double=settings.double)
 
 
-def _arguments(
+def _task(
     plan: Plan,
     program: Program,
     model: str,
@@ -354,37 +326,13 @@ def _arguments(
     options: RunOptions,
     facts: RunFacts,
     loaders: Path | None,
-) -> TrainArguments:
-    """Return what ranks are told; ``loaders`` is where those of the host listen."""
-    return TrainArguments(
-        plan=plan.dumps(),
-        program=None if options.program is None else program.dumps(),
-        model=model,
-        data=None if options.data is None else str(options.data),
-        workspace=str(folder),
-        steps=facts.steps,
-        save=None if options.save is None else str(options.save.resolve()),
-        save_as=facts.save_as,
-        checkpoint=_checkpoint_arguments(plan, options, facts.attempt),
-        settings=asdict(options.settings),
-        faults=[str(each) for each in options.inject_fault],
-        loaders=None if loaders is None else str(loaders),
-        keep=None if options.keep is None else str(options.keep.resolve()),
-    )
-
-
-def _checkpoint_arguments(plan: Plan, options: RunOptions, attempt: Attempt) -> CheckpointArguments | None:
-    if options.checkpoint is None:
-        return None
-    return CheckpointArguments(
-        folder=str(options.checkpoint.resolve()),
-        token=attempt.token,
-        every=options.every,
-        resume=None if attempt.resume is None else str(attempt.resume),
-        accept_changes=options.accept_changes,
-        model=plan.model.source,
-        last=options.last,
-    )
+) -> object:
+    """Return what ranks are told, as plain data; ``loaders`` is where those of the host listen."""
+    edited = None if options.program is None else program.dumps()
+    # Code of the user's may change the folder that ranks work in.
+    places = {name: getattr(options, name) for name in ("save", "checkpoint", "keep")}
+    asked = replace(options, **{name: each and each.resolve() for name, each in places.items()})
+    return TrainTask(plan.dumps(), edited, model, folder, asked, facts, loaders).as_data()
 
 
 def _check_devices(plan: Plan, share: bool) -> None:
@@ -399,14 +347,18 @@ def _check_devices(plan: Plan, share: bool) -> None:
     raise UsageError(f"the plan needs {len(plan.devices)} GPUs, this host has {found}; {remedy}")
 
 
-@contextmanager
-def _ranks(plan: Plan, pool: RankPool | None, share_gpus: bool, *, spare: bool) -> Iterator[RankPool]:
+def _ranks(plan: Plan, pool: RankPool | None, share_gpus: bool, *, spare: bool) -> AbstractContextManager[RankPool]:
+    """Return the context in which there are processes for ranks."""
     if pool is not None:
-        yield pool
-    else:
-        how = {"threads": plan.threads, "device_type": plan.device_type, "share_gpus": share_gpus, "spare": spare}
-        with RankPool(len(plan.devices), imports=[train.__module__, OPTIMIZERS_IMPORT], **how) as own:  # type: ignore[arg-type]
-            yield own
+        return nullcontext(pool)
+    return RankPool(
+        len(plan.devices),
+        threads=plan.threads,
+        device_type=plan.device_type,
+        share_gpus=share_gpus,
+        imports=[train.__module__, OPTIMIZERS_IMPORT],
+        spare=spare,
+    )
 
 
 def _sum_losses(plan: Plan, progress: StepProgress | None) -> Callable[[int, dict[str, object]], None]:

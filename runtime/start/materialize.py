@@ -16,7 +16,7 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.options.train import Clip, TrainSettings
 from autopar.ranks.context import RankContext, join_in_script
-from autopar.runtime.settings import check_clipping, check_scope, check_sharing, check_unflushed
+from autopar.runtime.settings import check_training
 from autopar.runtime.start.script import ScriptJob
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand
@@ -72,7 +72,9 @@ def materialize(
     0
     """
     settings = TrainSettings(clip_norm=clip_norm, clip=clip)
-    _check(model, plan, settings, share_gpus=share_gpus)
+    check_module(model)
+    check_training(plan, settings, share_gpus=share_gpus)
+    check(expand(plan), plan)
     functions = {"loss": loss, "optimizer": optimizer, "scheduler": scheduler, "layers": layers}
     # Where the device is a GPU, the job leaves its generator as it was, too.
     with preserve_generators(torch.device("cpu")), ExitStack() as failing:
@@ -83,16 +85,6 @@ def materialize(
             job.prepare(batch)
         failing.pop_all()
     return job
-
-
-def _check(model: nn.Module, plan: Plan, settings: TrainSettings, *, share_gpus: bool) -> None:
-    check_module(model)
-    check_scope(plan, needs_flush=False)
-    check_unflushed(plan, settings)
-    check_clipping(plan, settings)
-    check(expand(plan), plan)
-    if share_gpus:
-        check_sharing(plan)
 
 
 @contextmanager

@@ -33,17 +33,17 @@ from autopar.errors import AutoparError, TrainingError, UsageError
 from autopar.formats.plan import Plan
 from autopar.options.train import TrainSettings
 from autopar.ranks.context import RankContext
-from autopar.runtime import weights
+from autopar.runtime.checkpoint import weights
+from autopar.runtime.checkpoint.saving import holders, make_folder, new_set, set_of, write_stages
 from autopar.runtime.checkpoint.training import ScriptCheckpoints
-from autopar.runtime.data import Batch, Loader, check_given, split_rows
+from autopar.runtime.data import BlankLoader, Loader, check_given, split_rows
 from autopar.runtime.execute import StepRecord
+from autopar.runtime.job import Feed, Job, Metrics
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.messages.transport import Transport, sendable
 from autopar.runtime.start.agreement import Agreement, digest_of
 from autopar.runtime.start.evaluate import Evaluation
 from autopar.runtime.start.following import Capturing, Follower
-from autopar.runtime.start.job import Feed, Job, Metrics
-from autopar.runtime.start.saving import holders, make_folder, new_set, set_of, write_stages
 from autopar.runtime.update import check_together, whole_settings
 from autopar.schedules.expand import expand, rank_of, stages_of
 
@@ -61,16 +61,7 @@ class _GivenJob(Job):
     """A job that is given its batches."""
 
     def _loader(self, model: UserModel, graph: LayerGraph, settings: TrainSettings) -> Loader:
-        return _NoLoader()
-
-
-class _NoLoader:
-    """Stands in where every batch is given."""
-
-    samples = 0
-
-    def load(self, step: int) -> Batch:
-        raise TrainingError(f"step {step} was given no batch")
+        return BlankLoader(self.plan, self.rank, self.rows, [])
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +95,7 @@ def build_given(
         AutoparError: a rank was given no batch, or the model cannot be captured, or is not the one planned for.
     """
     transport = connect(context, plan, settings)
-    agreement = Agreement(context.rank, tuple(range(context.size)), transport)
+    agreement = Agreement(context, transport)
 
     # Other ranks' models may have no values.
     checks_loss = plan.divides and plan.loss_difference is None and not accept_loss and context.rank == 0

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 from autopar.errors import AutoparError
@@ -114,13 +114,6 @@ def watch_of(
         on_slow=lambda *facts: say_slow(plan, program(), *facts),
         on_failure=say,
     )
-
-
-def black_box_of(
-    path: Path | None, program: Program, ranks: Sequence[int]
-) -> Callable[[Board, AutoparError], str] | None:
-    """Return what writes the last actions of ranks to a file when a run fails; None without a file."""
-    return None if path is None else partial(write_black_box, path, program, ranks)
 
 
 def write_black_box(path: Path, program: Program, ranks: Sequence[int], board: Board, error: AutoparError) -> str:

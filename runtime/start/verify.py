@@ -33,11 +33,11 @@ from autopar.options.train import RunOptions, TrainSettings
 from autopar.progress import Progress, no_progress
 from autopar.ranks.pool import RankPool
 from autopar.ranks.scratch import Scratch
-from autopar.runtime import weights
+from autopar.runtime.checkpoint import weights
+from autopar.runtime.checkpoint.saving import BUFFERS, GRADIENTS, PARAMETERS, UNREAD, kept_folder
 from autopar.runtime.settings import check_scope
 from autopar.runtime.stage.parameters import cuts_of, part_of_tensor, stages_of_parameters
 from autopar.runtime.start.launch import run
-from autopar.runtime.start.saving import BUFFERS, GRADIENTS, PARAMETERS, UNREAD, kept_folder
 from autopar.runtime.start.worker import load_for
 from autopar.runtime.start.workspace import host_memory_bytes
 from autopar.schedules.expand import part_of, stages_of
@@ -74,8 +74,7 @@ class _FolderTensors(Mapping[str, torch.Tensor]):
     def __init__(self, folder: Path, *of: Mapping[str, object]) -> None:
         """Take the folder, and, where not all of its tensors count, in which names those are that do."""
         self._folder = folder
-        names = weights.names(folder)
-        self._names = sorted(names.intersection(*(each.keys() for each in of)))
+        self._names = sorted(set(weights.shapes(folder)).intersection(*(each.keys() for each in of)))
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._names:

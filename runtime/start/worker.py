@@ -2,53 +2,44 @@
 
 In come a plan, a program and a workspace; out comes a rank's result. It builds the rank's job, runs its steps, notes
 when each began and ended, looks inside stages in the first steps alone (times, FLOPs, memory), and writes weights, and
-what others compare its training by, to files. Faults that are injected happen as the rank begins the actions that they
-name.
+what others compare its training by, to files.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import math
-import os
-import resource
-import signal
-import socket
-import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 
 from autopar.capture.graph import LayerGraph
 from autopar.capture.model.source import UserModel, load
 from autopar.capture.plain.loop import float64_model
 from autopar.formats.checkpoint import StateKey
 from autopar.formats.plan import Plan
-from autopar.formats.program import FORWARD, SLOWER_S, Fault, Program, RankProgram
-from autopar.options.train import TrainSettings
+from autopar.formats.program import Fault, Program
+from autopar.options.train import RunOptions, TrainSettings
 from autopar.ranks.allocator import keep_pages
 from autopar.ranks.board import FINISHED
 from autopar.ranks.context import RankContext
 from autopar.ranks.meeting import listens_everywhere
-from autopar.runtime.checkpoint.training import CheckpointArguments, RunCheckpoints
+from autopar.runtime.checkpoint.saving import ComparisonFiles, holders, write_stages
+from autopar.runtime.checkpoint.training import Attempt, RunCheckpoints
 from autopar.runtime.device import LayerTimes, PeakMemory, check_capacity, clock_of, is_out_of_memory, out_of_memory
 from autopar.runtime.execute import StepRecord
+from autopar.runtime.faults import Drill, Injection
+from autopar.runtime.job import DEFAULTS, Job
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.outcome import ForwardFlops, RankResult, StepResults, peak_of
-from autopar.runtime.stage.parameters import local
 from autopar.runtime.start.following import FileWatch
-from autopar.runtime.start.job import DEFAULTS, Job
-from autopar.runtime.start.saving import ComparisonFiles, holders, write_stages
 from autopar.runtime.start.supervision import slowness
 from autopar.runtime.start.workspace import Workspace
-from autopar.runtime.weights import StoredFile
-from autopar.schedules.check import check
 from autopar.schedules.continuing import lead
 from autopar.schedules.expand import expand, stages_of
 
@@ -268,8 +259,28 @@ def _common_origin(context: RankContext) -> float:
     return float(origin)
 
 
-class TrainArguments(TypedDict):
-    """What a rank needs to know; plain data."""
+class RunFacts(NamedTuple):
+    """What all ranks are told alike."""
+
+    steps: int
+    """Of the whole run."""
+    save_as: str
+    """Name of the set of trained weights."""
+    attempt: Attempt
+
+    def as_data(self) -> object:
+        """Return it as plain data."""
+        return _FACTS.dump_python(self, mode="json")
+
+    @classmethod
+    def of(cls, data: object) -> RunFacts:
+        """Return what :meth:`as_data` was of."""
+        return _FACTS.validate_python(data)
+
+
+@dataclass(frozen=True)
+class TrainTask:
+    """What a rank needs to know."""
 
     plan: str
     """The plan's JSON text."""
@@ -277,55 +288,46 @@ class TrainArguments(TypedDict):
     """The program's JSON text, where it is another than the plan expands to."""
     model: str
     """MODEL, as :func:`autopar.capture.model.source.load` reads it."""
-    data: str | None
-    """The file that feeds an ``hf:`` model, if it has one."""
-    workspace: str
-    steps: int
-    save: str | None
-    """Folder for the trained weights."""
-    save_as: str
-    """Name of the set that they are in the folder."""
-    settings: dict[str, Any]
-    """Of :class:`TrainSettings`."""
-    checkpoint: CheckpointArguments | None
-    """What is asked of checkpoints; none: none are saved."""
-    faults: list[str]
-    """What is to go wrong."""
-    loaders: str | None
+    workspace: Path
+    options: RunOptions
+    """Folders in it are absolute."""
+    facts: RunFacts
+    loaders: Path | None
     """Folder where this host's loaders listen; none: every rank loads for itself."""
-    keep: str | None
-    """Folder for what is compared with another training; see :class:`autopar.runtime.start.saving.ComparisonFiles`."""
+
+    def as_data(self) -> object:
+        """Return it as plain data."""
+        return _TASK.dump_python(self, mode="json", warnings=False)
 
 
-def train(context: RankContext, arguments: TrainArguments) -> RankResult:
-    """Train for some steps as one rank of the plan, and say how it went.
+_FACTS, _TASK = TypeAdapter(RunFacts), TypeAdapter(TrainTask)
+
+
+def train(context: RankContext, data: object) -> RankResult:
+    """Train for some steps as one rank of the plan, and say how it went; ``data`` is that of a :class:`TrainTask`.
 
     Raises:
         AutoparError: an action failed; names it.
     """
-    plan = Plan.parse(arguments["plan"], Path("plan.json"))
+    task = _TASK.validate_python(data)
+    plan, options, settings = Plan.parse(task.plan, Path("plan.json")), task.options, task.options.settings
     check_capacity(plan, context.rank, stages_of(plan, context.rank)[0], context.device)
     peak = PeakMemory(context.device)
-    settings = TrainSettings(**arguments["settings"])
-    model = load_for(settings, arguments["model"], None if arguments["data"] is None else Path(arguments["data"]), plan)
-    workspace = Workspace(Path(arguments["workspace"]))
+    model, workspace = load_for(settings, task.model, options.data, plan), Workspace(task.workspace)
     graph = workspace.graph(model, plan, context.rank)
-    edited = arguments["program"]
-    program = None if edited is None else Program.parse(edited, Path("program.json"))
-    faults = [Fault.parse(each) for each in arguments["faults"]]
-    loaders = None if arguments["loaders"] is None else Path(arguments["loaders"])
+    program = None if task.program is None else Program.parse(task.program, Path("program.json"))
     try:
-        job = build(context, plan, model, graph, workspace, settings, program, faults, loaders)
+        job = build(context, plan, model, graph, workspace, settings, program, options.inject_fault, task.loaders)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         place = f"rank {context.rank} (setting up)"
         raise out_of_memory(place, error, plan, stages_of(plan, context.rank)[0], context.device) from error
-    notes = [*workspace.notes(), *(_warmed_up(job) if settings.compile else [])]
-    checkpoints = _checkpoints(context, job, graph, workspace, arguments["checkpoint"])
-    watch = FileWatch(model, workspace.names_read(), plan.ignored_state)
-    run = TrainingRun(job, context, arguments["steps"], checkpoints, watch, time_layers=settings.time_layers)
-    kept = None if arguments["keep"] is None else ComparisonFiles(job, Path(arguments["keep"]))
+    notes = [*workspace.facts.notes, *(_warmed_up(job) if settings.compile else [])]
+    checkpoints = _checkpoints(context, job, graph, workspace, options, task.facts.attempt)
+    watch = FileWatch(model, frozenset(workspace.facts.names_read), plan.ignored_state)
+    run = TrainingRun(job, context, task.facts.steps, checkpoints, watch, time_layers=settings.time_layers)
+    kept = None if options.keep is None else ComparisonFiles(job, options.keep)
     run.perform()
     _await_all(context)
     if kept is not None:
@@ -344,7 +346,9 @@ def train(context: RankContext, arguments: TrainArguments) -> RankResult:
         checkpoints=[] if checkpoints is None else checkpoints.results,
         buffers_bytes=0 if checkpoints is None else checkpoints.buffers_bytes,
         notes=[*notes, *job.notes, *([] if checkpoints is None else checkpoints.notes), *_notes(context, workspace)],
-        saved_files=_save(job, graph, workspace, arguments["save"], arguments["save_as"]),
+        saved_files=[]
+        if options.save is None
+        else write_stages(job, graph, partial(_unread, workspace), options.save, task.facts.save_as),
     )
 
 
@@ -377,26 +381,24 @@ def build(
     if context.device.type == "cpu":
         keep_pages()
     program = program or expand(plan)
-    check(program, plan)
     transport = connect(context, plan, settings)
     note = (lambda step, position: None) if context.board is None else context.board.stepping(context.rank)
-    injector = FaultInjector(faults, context.rank, program.ranks[context.rank]) if faults else None
+    injection = Injection()
+    note = Drill(faults, context.rank, program.ranks[context.rank], injection).noting(note)
     place = (context.rank, graph, model, workspace.read, transport, context.device)
-    noting = injector.noting(note) if injector else note
-    job = Job(plan, program, *place, noting, settings, workspace.settings(), loaders)
-    if injector is not None:
-        injector.job = job
+    injection.job = job = Job(plan, program, *place, note, settings, workspace.facts.settings, loaders)
     job.try_optimizer()
     return job
 
 
 def _checkpoints(
-    context: RankContext, job: Job, graph: LayerGraph, workspace: Workspace, arguments: CheckpointArguments | None
+    context: RankContext, job: Job, graph: LayerGraph, workspace: Workspace, options: RunOptions, attempt: Attempt
 ) -> RunCheckpoints | None:
-    if arguments is None:
+    if options.checkpoint is None:
         return None
-    keys = tuple(StateKey(key=key, tensor=name) for key, name in workspace.state_keys().items())
-    return RunCheckpoints(context, job, graph, _unread(workspace, holders(job.plan, graph)), keys, arguments)
+    keys = tuple(StateKey(key=key, tensor=name) for key, name in workspace.facts.keys.items())
+    unread = _unread(workspace, holders(job.plan, graph))
+    return RunCheckpoints(context, job, graph, unread, keys, options.checkpoint, options, attempt)
 
 
 def _warmed_up(job: Job) -> list[str]:
@@ -427,129 +429,11 @@ def _notes(context: RankContext, workspace: Workspace) -> list[str]:
             f"port {port} of this host, at which the ranks met, is open on all interfaces, and takes what anybody "
             "writes there: train in networks that you trust (SECURITY.md)"
         )
-    if workspace.settings() is None:
+    if workspace.facts.settings is None:
         notes.append("optimizer() was not held against one for the whole model: it takes no parameters without values")
     return notes
-
-
-def _save(job: Job, graph: LayerGraph, workspace: Workspace, folder: str | None, name: str) -> list[StoredFile]:
-    if folder is None:
-        return []
-    return write_stages(job, graph, partial(_unread, workspace), Path(folder), name)
 
 
 def _unread(workspace: Workspace, read: Iterable[str]) -> Mapping[str, torch.Tensor]:
     """Return what no layer reads, given what some layer does."""
     return workspace.read(workspace.names().difference(read))
-
-
-class FaultInjector:
-    """Stands in the way of what notes a rank's actions."""
-
-    def __init__(self, faults: Sequence[Fault], rank: int, actions: RankProgram) -> None:
-        """Find where the faults of a rank are; the job is given once there is one."""
-        self.job: Job | None = None
-        self._due: dict[tuple[int, int], Fault] = {}
-        self._slow_from: tuple[int, int] | None = None
-        every = list(actions)
-        for fault in faults:
-            if fault.rank == rank:
-                self._due[fault.step, fault.position(every)] = fault
-
-    def noting(self, note: Callable[[int, int], None]) -> Callable[[int, int], None]:
-        """Return what notes actions and has faults happen as they begin."""
-
-        def act(step: int, position: int) -> None:
-            note(step, position)
-            fault = self._due.pop((step, position), None)
-            if fault is not None:
-                self._happen(fault, (step, position))
-            if self._slow_from is not None and (step, position) >= self._slow_from:
-                time.sleep(SLOWER_S)
-
-        return act
-
-    def _happen(self, fault: Fault, at: tuple[int, int]) -> None:
-        kind = fault.kind
-        if kind == "slow":
-            self._slow_from = at
-        elif kind in _SIGNALS:
-            os.kill(os.getpid(), _SIGNALS[kind])
-        elif kind == "segfault":
-            ctypes.string_at(0)
-        elif kind == "exit":
-            os._exit(3)
-        elif kind == "exception":
-            raise RuntimeError(f"injected: {fault}")
-        elif kind == "out-of-memory":
-            raise torch.OutOfMemoryError(f"injected: {fault}")
-        elif kind == "disconnect":
-            _disconnect()
-        elif kind == "nan":
-            self._poison(fault)
-        elif kind == "fail-write":
-            _forbid_writing()
-        else:
-            _fail_next(*_CALLS[kind])
-
-    def _poison(self, fault: Fault) -> None:
-        """Have not-a-numbers come out of a forward, else stand in the gradients that are there."""
-        assert self.job is not None
-        if fault.action == FORWARD:
-            module = next(iter(self.job.stages.values())).layers[-1].module
-
-            def spoil(_: object, __: object, outputs: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
-                handle.remove()
-                return tuple(each * math.nan if each.is_floating_point() else each for each in outputs)
-
-            handle = module.register_forward_hook(spoil)
-            return
-        for parameter in self.job.parameters.values():
-            if parameter.grad is not None:
-                local(parameter.grad).fill_(math.nan)
-
-
-_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-_CALLS = {
-    "disk-full": ("fsync", errno.ENOSPC),
-    "fail-fsync": ("fsync", errno.EIO),
-    "fail-rename": ("replace", errno.EIO),
-}
-
-
-def _fail_next(name: str, code: int) -> None:
-    """Have the next call of a function of ``os`` fail; of a folder, nobody depends on its outcome."""
-    real = getattr(os, name)
-
-    def fail(first: Any, *others: Any, **options: Any) -> Any:  # noqa: ANN401
-        if name == "fsync" and not stat.S_ISREG(os.fstat(first).st_mode):
-            return real(first, *others, **options)
-        setattr(os, name, real)
-        raise OSError(code, os.strerror(code))
-
-    setattr(os, name, fail)
-
-
-def _forbid_writing() -> None:
-    """Have the system refuse to let this process' files grow, until what one has failed at is removed."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    before, real = resource.getrlimit(resource.RLIMIT_FSIZE), os.unlink
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-
-    def allow(*arguments: Any, **options: Any) -> None:  # noqa: ANN401
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        os.unlink = real
-        real(*arguments, **options)
-
-    os.unlink = allow
-
-
-def _disconnect() -> None:
-    """Shut this process' connections, as a network that is gone does."""
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as found:
-                    found.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            continue

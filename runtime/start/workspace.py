@@ -13,20 +13,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from autopar.capture.cache.recall import outline, recall
 from autopar.capture.cache.store import load_graph, merge_layers, save_graph
-from autopar.capture.graph import Layer, LayerGraph
+from autopar.capture.graph import LayerGraph
 from autopar.capture.model.batch import seed_data
 from autopar.capture.model.optimizer import Settings
 from autopar.capture.model.source import UserModel
 from autopar.code import check_code
 from autopar.errors import CaptureError, FileError, ModelError, UsageError
 from autopar.formats.plan import Plan
-from autopar.runtime import weights
+from autopar.runtime.checkpoint import weights
+from autopar.runtime.checkpoint.saving import state_keys
 from autopar.runtime.stage.layers import crossing_specs, crossings
 from autopar.runtime.update import check_together, whole_settings
 from autopar.schedules.expand import stages_of
@@ -129,13 +131,6 @@ def _initial_values(
     return made
 
 
-def state_keys(module: nn.Module) -> dict[str, str]:
-    """Return the keys of a model's ``state_dict``, each with the first name of what it has there."""
-    names = {id(value): name for name, value in (*module.named_parameters(), *module.named_buffers())}
-    state = module.state_dict(keep_vars=True).items()
-    return {key: names[id(value)] for key, value in state if id(value) in names}
-
-
 REPLAN = "run `autopar plan` again, with `stages` for stages of your own"
 
 
@@ -175,32 +170,6 @@ def fit_to_plan(graph: LayerGraph, plan: Plan, model: UserModel) -> LayerGraph:
     tied = {shared.parameter: (shared.stages, shared.bytes) for shared in plan.tied}
     _compare("tied parameter", "stages, bytes", tied, held, model)
     return graph
-
-
-def check_shares(layers: Iterable[Layer], plan: Plan, *, sync_batch_norm: bool = False) -> None:
-    """Refuse shares of fewer or more samples than a layer takes at once; its operators might go on.
-
-    Args:
-        layers: of the model, which the plan has.
-        plan: its stages have the shares.
-        sync_batch_norm: whether batch normalisation is that of all shares together.
-
-    Raises:
-        UsageError: names the layer.
-    """
-    stage_of = {name: index for index, stage in enumerate(plan.stages) for name in stage.layers}
-    for layer in layers:
-        index = stage_of[layer.name]
-        shares = [plan.micro_batch_size] if sync_batch_norm else plan.stages[index].rows
-        few, many = min(shares) < layer.least_rows, layer.most_rows is not None and max(shares) > layer.most_rows
-        if few or many:
-            limit = f"at least {layer.least_rows}" if few else f"at most {layer.most_rows}"
-            count = min(shares) if few else max(shares)
-            how = "fewer `micro_batches`, or fewer replicas of" if few else "more `micro_batches`, or more replicas of"
-            raise UsageError(
-                f"stage {index} gives {count} sample{'s' if count > 1 else ''} of a micro-batch at once to layer "
-                f"{layer.name}, which takes {limit}; plan with {how} that stage"
-            )
 
 
 def _check_layers(graph: LayerGraph, plan: Plan, model: UserModel) -> None:
@@ -245,17 +214,24 @@ def _compare(
             raise FileError(f"the plan does not fit {model.spec}: {what} {name!r} ({meaning}) is {sides}; {REPLAN}")
 
 
-GRAPH, WEIGHTS = "graph", "weights"
-GIVEN, NAMES = "given", "given.json"
-"""A link to the folder of given weights, and the names that parameters and buffers have there."""
-SETTINGS = "optimizer.json"
-"""What the optimizer gives every parameter of the whole model."""
-KEYS = "keys.json"
-"""The keys of the model's ``state_dict``, each with the parameter or buffer that it names."""
-NAMES_READ = "read.json"
-"""The names in the code of forward and loss."""
-NOTES = "notes.json"
-"""What a reader of the report must know of how the model was captured."""
+GRAPH, WEIGHTS, FACTS = "graph", "weights", "facts.json"
+GIVEN = "given"
+"""A link to the folder of given weights."""
+
+
+class WorkspaceFacts(NamedTuple):
+    """What ranks know of the model beside its graph and its weights; plain data."""
+
+    notes: list[str]
+    """What a reader of the report must know of the model, and of how it was captured."""
+    names_read: list[str]
+    """The names in the code of forward and loss; none of listed modules, which run as they are."""
+    settings: Settings | None
+    """What the optimizer gives every parameter of the whole model; None where that is not known."""
+    keys: dict[str, str]
+    """The keys of the model's ``state_dict``, each with the parameter or buffer that it names."""
+    given_names: dict[str, str]
+    """The names that parameters and buffers have in the folder of given weights."""
 
 
 @dataclass(frozen=True)
@@ -284,15 +260,20 @@ class Workspace:
         check_code(model.path, model.sha256, model.imports, plan.model)
         (self.folder / WEIGHTS).mkdir()
         module, graph, source = self._capture(model, plan, weights_folder)
-        (self.folder / NOTES).write_text(json.dumps([*graph.notes, *missing_hash_notes(model, plan)]), encoding="utf-8")
-        if graph.names_read is not None:
-            (self.folder / NAMES_READ).write_text(json.dumps(sorted(graph.names_read)), encoding="utf-8")
+        given = {} if weights_folder is None else given_names(module, weights_folder)
+        if weights_folder is not None:
+            (self.folder / GIVEN).symlink_to(weights_folder.resolve(), target_is_directory=True)
+            self._write({name: buffer for name, buffer in module.named_buffers() if name not in given})
         graph = fit_to_plan(graph, plan, model)
         check_together(model, module, graph, plan)
-        settings = whole_settings(model, module, graph, plan)
-        if settings is not None:
-            (self.folder / SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
-        (self.folder / KEYS).write_text(json.dumps(state_keys(module)), encoding="utf-8")
+        facts = WorkspaceFacts(
+            [*graph.notes, *missing_hash_notes(model, plan)],
+            sorted(graph.names_read or ()),
+            whole_settings(model, module, graph, plan),
+            state_keys(module),
+            given,
+        )
+        (self.folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
         if graph.portable:
             save_graph(graph, self.folder / GRAPH)
         return source
@@ -307,16 +288,15 @@ class Workspace:
             return module, graph, f"model(), seed {seed}"
         module, graph = outline(model, seed, layers, shapes=_splits(plan))
         if weights_folder is not None:
-            self._link(module, weights_folder)
             return module, graph, f"files in {weights_folder}"
         write_made(module, seed, self.folder / WEIGHTS)
         source = f"made module by module, seed {seed}: model() is larger than the host's memory"
         return module, graph, source
 
-    def settings(self) -> Settings | None:
-        """Return what the optimizer gives every parameter of the whole model; None where that is not known."""
-        path = self.folder / SETTINGS
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    @cached_property
+    def facts(self) -> WorkspaceFacts:
+        """What is known of the model."""
+        return WorkspaceFacts(*json.loads((self.folder / FACTS).read_text(encoding="utf-8")))
 
     def graph(self, model: UserModel, plan: Plan, rank: int | None = None) -> LayerGraph:
         """Return the graph for one rank, or for all, without weights; of others' layers there is nothing that runs."""
@@ -329,43 +309,17 @@ class Workspace:
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return initial parameters and buffers by name."""
-        wanted = set(names)
-        there = {self._given_names[name]: name for name in wanted & self._given_names.keys()}
-        found = weights.read(self.folder / WEIGHTS, wanted - self._given_names.keys())
+        wanted, known = set(names), self.facts.given_names
+        there = {known[name]: name for name in wanted & known.keys()}
+        found = weights.read(self.folder / WEIGHTS, wanted - known.keys())
         if there:
             given = weights.read(self.folder / GIVEN, there)
             found |= {there[name]: tensor for name, tensor in given.items()}
         return found
 
-    def notes(self) -> list[str]:
-        """Return what a reader of the report must know of the model."""
-        return list(json.loads((self.folder / NOTES).read_text(encoding="utf-8")))
-
-    def names_read(self) -> frozenset[str]:
-        """Return the names in the code of forward and loss; none of listed modules, which run as they are."""
-        path = self.folder / NAMES_READ
-        return frozenset(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else frozenset()
-
-    def state_keys(self) -> dict[str, str]:
-        """Return the keys of the model's ``state_dict``, each with the parameter or buffer that it names."""
-        found: dict[str, str] = json.loads((self.folder / KEYS).read_text(encoding="utf-8"))
-        return found
-
     def names(self) -> set[str]:
         """Return the names of all parameters and buffers of the model."""
-        return weights.names(self.folder / WEIGHTS) | self._given_names.keys()
-
-    @cached_property
-    def _given_names(self) -> dict[str, str]:
-        """Names in the folder of given weights, by the model's own."""
-        path = self.folder / NAMES
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-    def _link(self, module: nn.Module, weights_folder: Path) -> None:
-        names = given_names(module, weights_folder)
-        (self.folder / GIVEN).symlink_to(weights_folder.resolve(), target_is_directory=True)
-        (self.folder / NAMES).write_text(json.dumps(names), encoding="utf-8")
-        self._write({name: buffer for name, buffer in module.named_buffers() if name not in names})
+        return weights.shapes(self.folder / WEIGHTS).keys() | self.facts.given_names.keys()
 
     def _write(self, state: dict[str, torch.Tensor]) -> None:
         values = {name: value.detach() for name, value in state.items()}

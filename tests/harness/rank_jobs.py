@@ -2,10 +2,10 @@
 
 import math
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -22,14 +22,14 @@ from autopar.capture.model.source import UserModel, load
 from autopar.formats.plan import Plan
 from autopar.options.train import TrainSettings
 from autopar.ranks.context import RankContext
+from autopar.runtime.checkpoint.saving import write_stages
 from autopar.runtime.execute import StepRecord
+from autopar.runtime.job import Job
 from autopar.runtime.loss import all_finite
 from autopar.runtime.messages.staging import connect
 from autopar.runtime.stage.sharded import whole
 from autopar.runtime.start.evaluate import Evaluation
-from autopar.runtime.start.job import Job
-from autopar.runtime.start.saving import write_stages
-from autopar.runtime.start.worker import TrainArguments, build, train
+from autopar.runtime.start.worker import build, train
 from autopar.runtime.start.workspace import GRAPH, Workspace
 from autopar.schedules.continuing import lead
 from autopar.schedules.expand import expand
@@ -90,9 +90,9 @@ def train_and_clip(context: RankContext, arguments: dict[str, Any]) -> float:
     return float(record.gradient_norm or 0.0)
 
 
-def train_and_find_late(context: RankContext, arguments: dict[str, Any]) -> None:
-    """Train by a run's own arguments; rank 0 looks at gradients when the others wait for it, or have saved theirs."""
-    waits = Path(arguments["workspace"]) / f"waits-{context.rank}"
+def train_and_find_late(context: RankContext, task: dict[str, Any]) -> None:
+    """Perform a run's task; rank 0 looks at gradients when the others wait for it, or have saved theirs."""
+    waits = Path(task["workspace"]) / f"waits-{context.rank}"
 
     def barrier(context: RankContext) -> None:
         waits.touch()
@@ -100,7 +100,7 @@ def train_and_find_late(context: RankContext, arguments: dict[str, Any]) -> None
 
     def late(tensors: list[torch.Tensor]) -> bool:
         others = [waits.with_name(f"waits-{rank}") for rank in range(1, context.size)]
-        while not (all(each.exists() for each in others) or any(Path(arguments["save"]).glob("*.safetensors"))):
+        while not (all(each.exists() for each in others) or any(Path(task["options"]["save"]).glob("*.safetensors"))):
             os.sched_yield()
         return all_finite(tensors)
 
@@ -109,31 +109,21 @@ def train_and_find_late(context: RankContext, arguments: dict[str, Any]) -> None
         patch.object(RankContext, "barrier", barrier),
     ):
         if context.rank:
-            train(context, cast(TrainArguments, arguments))
+            train(context, task)
         else:
             with patch("autopar.runtime.update.all_finite", late):
-                train(context, cast(TrainArguments, arguments))
+                train(context, task)
 
 
-def train_without_pickles(context: RankContext, arguments: dict[str, Any]) -> bool:
-    """Train by some of a run's arguments, where nothing can be unpickled; return whether all losses are numbers."""
-    rest = {
-        "program": None,
-        "data": None,
-        "checkpoint": None,
-        "faults": [],
-        "loaders": None,
-        "keep": None,
-        "save": None,
-        "save_as": "",
-    }
+def train_without_pickles(context: RankContext, task: object) -> bool:
+    """Perform a task where nothing can be unpickled; return whether all losses are numbers."""
     with (
         patch("pickle.load", _refuse),
         patch("pickle.loads", _refuse),
         patch("torch.load", _refuse),
         patch("torch.distributed.distributed_c10d._unpickler", _refuse),
     ):
-        result = train(context, cast(TrainArguments, {**rest, "settings": asdict(TrainSettings()), **arguments}))
+        result = train(context, task)
     return all(map(math.isfinite, result["loss"]))
 
 

@@ -17,10 +17,10 @@ from autopar.formats.program import Program
 from autopar.options.train import TrainSettings
 from autopar.runtime.data import ShareLoader
 from autopar.runtime.execute import StepRecord
+from autopar.runtime.job import DEFAULTS, Job
 from autopar.runtime.messages.transport import Exchange, InProcessTransport, Transport
 from autopar.runtime.stage.parameters import Team
 from autopar.runtime.stage.stage import Segment
-from autopar.runtime.start.job import DEFAULTS, Job
 from autopar.runtime.update import Update
 from autopar.schedules.check import check
 from autopar.schedules.expand import expand

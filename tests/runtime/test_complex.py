@@ -13,10 +13,10 @@ from autopar.options.profile import ProfileOptions
 from autopar.options.train import RunOptions, TrainSettings
 from autopar.profiler.subject import prepare
 from autopar.ranks.pool import RankPool
+from autopar.runtime.checkpoint.weights import read, shapes
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.messages.transport import sendable
 from autopar.runtime.start.launch import run
-from autopar.runtime.weights import names, read
 from drawn_models import model_case
 from paths import MODELS
 
@@ -31,7 +31,7 @@ def test_trained_weights_equal_the_plain_loops(
     case = model_case("conjugated")
     plan = case.plan(widths, 3, 4, shard=shard)
     run(plan, str(FILE), RunOptions(steps=STEPS, save=tmp_path / "saved"), pool=pool)
-    found, truth = read(tmp_path / "saved", names(tmp_path / "saved")), case.truth(plan, STEPS)
+    found, truth = read(tmp_path / "saved", shapes(tmp_path / "saved")), case.truth(plan, STEPS)
     expected = {**truth.parameters, **truth.buffers}
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -40,7 +40,7 @@ def test_trained_weights_equal_the_plain_loops(
         # Of files that a run has written, another run begins.
         options = RunOptions(steps=1, save=tmp_path / "last", weights=tmp_path / "saved")
         run(case.plan([2, 1], 3, 4), str(FILE), options, pool=pool)
-        last = read(tmp_path / "last", names(tmp_path / "last"))
+        last = read(tmp_path / "last", shapes(tmp_path / "last"))
         assert last.keys() == found.keys()
         assert all((last[name] != found[name]).any() for name in truth.parameters)
 

@@ -13,9 +13,9 @@ from autopar.formats.plan import Plan
 from autopar.options.train import RunOptions
 from autopar.profiler.device import _workspace_bytes
 from autopar.ranks.pool import RankPool
-from autopar.runtime.device import CudaCopies
+from autopar.runtime.device import Copies
+from autopar.runtime.job import Job
 from autopar.runtime.messages.transport import Exchange, InProcessTransport
-from autopar.runtime.start.job import Job
 from autopar.runtime.start.launch import run
 from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.expand import expand
@@ -150,7 +150,7 @@ def test_ranks_that_find_themselves_on_one_gpu_are_refused_unless_asked_to_share
 
 
 def test_copies_wait_for_what_makes_a_tensor_and_for_what_used_it() -> None:
-    copies = CudaCopies(torch.device("cuda", 0))
+    copies = Copies(torch.device("cuda", 0))
     square = torch.full((2048, 2048), 1 / 2048, device="cuda")
     for _ in range(50):
         made = square @ square

@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from autopar.formats.program import Action, RankProgram
-from autopar.runtime.device import CudaCopies, HostCopy, LayerTimes
+from autopar.runtime.device import Copies, HostCopy, LayerTimes
 from autopar.runtime.outcome import ForwardFlops, peak_of
 
 
@@ -217,16 +217,16 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     made = {"Stream": found.new_stream, "Event": Event, "stream": found.stream}
     for name, stand_in in {**made, "current_stream": lambda device: found.current}.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(CudaCopies, "buffer", lambda self, tensor: Tensor(found))
+    monkeypatch.setattr(Copies, "buffer", lambda self, tensor: Tensor(found))
     return found
 
 
 @pytest.fixture
-def copies(cuda: Cuda) -> CudaCopies:
-    return CudaCopies(torch.device("cuda", 0))
+def copies(cuda: Cuda) -> Copies:
+    return Copies(torch.device("cuda", 0))
 
 
-def test_copies_to_and_from_the_device_hold_up_nothing(cuda: Cuda, copies: CudaCopies) -> None:
+def test_copies_to_and_from_the_device_hold_up_nothing(cuda: Cuda, copies: Copies) -> None:
     source = Tensor(cuda)
     made = cuda.compute.do()
     copy: HostCopy = copies.to_host(source)  # type: ignore[arg-type]
@@ -254,7 +254,7 @@ def test_copies_to_and_from_the_device_hold_up_nothing(cuda: Cuda, copies: CudaC
     assert brought.users == [cuda.compute]
 
 
-def test_copies_overlap_with_all_but_the_use_of_their_tensor(cuda: Cuda, copies: CudaCopies) -> None:
+def test_copies_overlap_with_all_but_the_use_of_their_tensor(cuda: Cuda, copies: Copies) -> None:
     tensor = Tensor(cuda)
     used = cuda.compute.do()
     since = copies.moment()

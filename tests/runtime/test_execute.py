@@ -13,10 +13,10 @@ from autopar.errors import TrainingError
 from autopar.formats.program import Action
 from autopar.options.train import TrainSettings
 from autopar.runtime import device as devices
-from autopar.runtime.data import Batches
-from autopar.runtime.device import CudaClock, HostClock
+from autopar.runtime.data import Batches, Loader
+from autopar.runtime.device import Clock, CudaClock
 from autopar.runtime.execute import Executor, StepRecord
-from autopar.runtime.loss import BroughtLossTally, LossTally
+from autopar.runtime.loss import LossTally
 from autopar.runtime.start.worker import StepClock
 from autopar.schedules.continuing import Repetition
 from drawn_models import equals_plain, model_case
@@ -29,7 +29,7 @@ def test_losses_that_are_brought_settle_as_others_do_after_what_is_done_meanwhil
     copies, plainly = FakeCopies(), LossTally(3, 12)
     copies.going.clear()
     # Nothing is brought before: whoever waited first would wait for ever.
-    brought = BroughtLossTally(3, 12, copies, copies.going.set)
+    brought = LossTally(3, 12, (), copies, copies.going.set)
     for step in range(2):
         plainly.begin_step(step)
         brought.begin_step(step)
@@ -37,22 +37,22 @@ def test_losses_that_are_brought_settle_as_others_do_after_what_is_done_meanwhil
             outputs = [torch.tensor(value + step) for value in part]
             plainly.add(step, outputs)
             brought.add(step, outputs)
-        assert brought.settle(step) == plainly.settle(step)
+        assert brought.total(step) == plainly.total(step)
 
 
 @pytest.mark.reliability(11, 13)
 def test_losses_count_by_rows_and_a_gpu_without_room_says_so() -> None:
-    tally = BroughtLossTally(1, 2, FakeCopies(), lambda: None)
+    tally = LossTally(1, 2, (), FakeCopies())
     for value in (1.0, float("nan")):
         tally.add(0, [torch.tensor(value)])
     with pytest.raises(TrainingError, match="not finite in micro-batch 1; nothing was updated"):
-        tally.settle(0)
+        tally.total(0)
     equals_plain("dropout", model_case("dropout").plan((1, 2), 2, 3))
     executor = object.__new__(Executor)
     predicted = Mock(peak_bytes=(3 << 30, 2 << 30), limit_bytes=())
-    surroundings = Mock(rank=2, device=torch.device("cpu"), actions=[Action("F", 1, 3)])
-    surroundings.plan.predicted = predicted
-    executor._surroundings, executor._repetition = surroundings, Repetition(5, 4, 6)
+    settings = Mock(rank=2, device=torch.device("cpu"), actions=[Action("F", 1, 3)])
+    settings.plan.predicted = predicted
+    executor._settings, executor._repetition = settings, Repetition(5, 4, 6)
     text = (
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.50 GiB is "
         "free. Including non-PyTorch memory, this process has 77.61 GiB memory in use. If reserved"
@@ -74,7 +74,9 @@ def test_a_mini_batch_is_loaded_once_and_what_is_wrong_with_it_is_said_when_its_
             raise TrainingError("step 3 has no samples")
         return [{"x": torch.tensor([step, micro_batch])} for micro_batch in range(2)]
 
-    batches = Batches(Mock(spec=["samples", "load"], samples=8, load=load), copies)
+    loader = Loader()
+    loader.samples, loader.load = 8, load
+    batches = Batches(loader, copies)
     for step in range(3):
         loaded = batches.load(step, range(step + 1, 9))
         assert [inputs["x"].tolist() for inputs in loaded] == [[step, 0], [step, 1]]
@@ -157,7 +159,7 @@ def test_a_step_ends_when_the_device_is_done_and_begins_no_earlier_than_the_one_
             told.append(step)
             return [(ends[step] - 1, ends[step])]
 
-        return StepRecord(untold=tell)
+        return StepRecord(pending_times=tell)
 
     laps = StepClock(10.0, lags=True)
     for step in range(3):
@@ -174,14 +176,14 @@ def test_training_is_the_same_bit_for_bit_with_a_device_that_may_be_behind(tmp_p
     plan = case.plan((1, 2, 1), 3, 4)
     losses = case.train(plan, plainly, 3)
     records: dict[int, list[StepRecord]] = {}
-    lagging = type("LaggingClock", (HostClock,), {"lags": True})
+    lagging = type("LaggingClock", (Clock,), {"lags": True})
     with (
-        patch("autopar.runtime.start.job.copies_of", lambda device: FakeCopies()),
-        patch("autopar.runtime.start.job.clock_of", lambda device: lagging()),
+        patch("autopar.runtime.job.copies_of", lambda device: FakeCopies()),
+        patch("autopar.runtime.job.clock_of", lambda device: lagging()),
     ):
         assert case.train(plan, behind, 3, TrainSettings(), records) == losses
     same_bits(plan, behind, plainly)
     for record in (each for rank in range(4) for each in records[rank]):
-        assert record.untold is not None
+        assert record.pending_times is not None
         assert all(start_s <= end_s for start_s, end_s in record.times_s)
-        assert record.untold is None
+        assert record.pending_times is None

@@ -110,7 +110,7 @@ def test_written_buffers_are_the_first_replicas_or_the_mean(how: Literal["first"
 
     def act(rank: int, transport: Transport) -> None:
         local = LocalParameters({}, states[rank])
-        ReplicatedBuffers([writing], local, how, transport, (0, 1, 2), rank).settle()
+        ReplicatedBuffers([writing], local, how, transport, (0, 1, 2), rank).synchronize()
 
     in_ranks(3, act)
     for rank, state in enumerate(states):

@@ -1,7 +1,6 @@
 """Gradients that are not finite are not applied, end the run, and leave nothing behind."""
 
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,10 @@ from autopar.errors import TrainingError
 from autopar.formats.plan import Shard
 from autopar.options.train import RunOptions, TrainSettings
 from autopar.ranks.pool import RankPool
+from autopar.runtime.checkpoint.training import Attempt
 from autopar.runtime.loss import all_finite, first_not_finite
 from autopar.runtime.start.launch import run
+from autopar.runtime.start.worker import RunFacts, TrainTask
 from dictated import dictate
 from paths import MODELS
 from threads import train_in_threads
@@ -98,11 +99,10 @@ def test_nothing_is_saved_before_all_ranks_have_looked_at_their_gradients(pool: 
     case, saved = _case(tmp_path, 0), tmp_path / "saved"
     plan = case.plan((1, 1), MICRO_BATCHES, ROWS)
     saved.mkdir()
-    arguments: dict[str, object] = dict.fromkeys(("program", "data", "checkpoint", "loaders", "keep"))
-    arguments |= {"plan": plan.dumps(), "model": str(case.file), "workspace": str(case.workspace), "faults": []}
-    arguments |= {"steps": 1, "save": str(saved), "settings": asdict(TrainSettings())}
+    facts = RunFacts(1, "", Attempt(""))
+    task = TrainTask(plan.dumps(), None, str(case.file), case.workspace, RunOptions(1, save=saved), facts, None)
     with pytest.raises(TrainingError, match=r"the gradient of 0\.linear\.weight"):
-        pool.run("rank_jobs:train_and_find_late", arguments, ranks=2)
+        pool.run("rank_jobs:train_and_find_late", task.as_data(), ranks=2)
     assert not list(saved.iterdir())
 
 
@@ -196,7 +196,7 @@ def test_several_quotients_are_scaled_and_clipped_exactly(
     graph = capture(user, module)
     plan = dictate(graph, user, widths, 4, 3, schedule, shares=shares, **how)
     if scaled:
-        monkeypatch.setattr("autopar.runtime.start.job.autocast_of", lambda precision, device: nullcontext)
+        monkeypatch.setattr("autopar.runtime.job.autocast_of", lambda precision, device: nullcontext)
         plan = plan.model_copy(update={"precision": "fp16"})
     train_in_threads(plan, graph, user, dict(module.state_dict()), tmp_path, STEPS, TrainSettings(clip_norm=clip_norm))
     truth, found = train_plainly(user, plan, STEPS, clip_norm=clip_norm), dict[str, torch.Tensor]()

@@ -18,9 +18,9 @@ from autopar.errors import AutoparError, FileError, ModelError, UsageError
 from autopar.formats.plan import Shard
 from autopar.options.train import RunOptions
 from autopar.ranks.pool import RankPool
+from autopar.runtime.checkpoint.weights import read, shapes
 from autopar.runtime.start.launch import run
 from autopar.runtime.update import check_settings, left_out, whole_settings
-from autopar.runtime.weights import names, read
 from dictated import dictate
 from labelled import loss
 from paths import MODELS
@@ -145,7 +145,7 @@ def test_groups_by_name_or_shape_train_as_the_plain_loop(
     case = _case(tmp_path, text)
     plan, file = case.plan(widths, 2, 6, shard=shard), case.file
     outcome = run(plan, str(file), RunOptions(steps=STEPS, save=tmp_path / "saved"), pool=pool)
-    found = read(tmp_path / "saved", names(tmp_path / "saved"))
+    found = read(tmp_path / "saved", shapes(tmp_path / "saved"))
     truth = dict(_plainly(file).named_parameters())
     assert found.keys() == truth.keys()
     for name, value in found.items():

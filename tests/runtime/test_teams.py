@@ -16,8 +16,8 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan
 from autopar.options.train import TrainSettings
 from autopar.runtime.execute import StepRecord
+from autopar.runtime.job import Job
 from autopar.runtime.messages.transport import InProcessTransport, Pending, Transport
-from autopar.runtime.start.job import Job
 from drawn_models import equals_plain, model_case, team_plans
 from in_teams import in_teams
 from oracles.unflushed import RULES

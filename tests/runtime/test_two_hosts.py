@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from autopar.formats.plan import Plan
 from autopar.formats.report import Report
-from autopar.runtime.weights import read
+from autopar.runtime.checkpoint.weights import read
 from paths import MODELS
 from training_cases import Case, make_case
 

@@ -13,8 +13,8 @@ from autopar.errors import ModelError, TrainingError
 from autopar.formats.plan import Plan
 from autopar.options.train import TrainSettings
 from autopar.runtime.execute import StepRecord
+from autopar.runtime.job import DEFAULTS
 from autopar.runtime.loss import LossScale
-from autopar.runtime.start.job import DEFAULTS
 from drawn_models import model_case
 from paths import MODELS
 from training_cases import Case, make_case
@@ -115,7 +115,7 @@ def test_scales_follow_torchs_rule_and_bfloat16_needs_none(tmp_path: Path, doubl
         scaler.scale(torch.ones(1))
         scaler.step(optimizer)
         scaler.update()
-        scale.settle(overflow)
+        scale.update(overflow)
         assert scale.value == scaler.get_scale()
     case, plan = _single("bf16", (1, 1))
     (records, _) = _train(case, plan, tmp_path)

@@ -9,7 +9,7 @@ import torch
 
 from autopar.errors import FileError
 from autopar.formats.checkpoint import IndexRange, Piece, PieceFile, RankPart, StoredTensor, merge
-from autopar.runtime import weights
+from autopar.runtime.checkpoint import weights
 from autopar.runtime.checkpoint.folder import CheckpointReader
 from checkpoint_pairs import PLAN, RUN
 

@@ -6,8 +6,8 @@ import pytest
 
 from autopar.errors import TrainingError
 from autopar.options.train import RunOptions
+from autopar.runtime.checkpoint.weights import read
 from autopar.runtime.start.launch import run
-from autopar.runtime.weights import read
 from launched import alive, processes_in, until
 from training_cases import Case, make_case
 

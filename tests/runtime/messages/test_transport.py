@@ -16,9 +16,9 @@ from autopar.formats.plan import Plan
 from autopar.ranks.channel import Channel, new_channel_ends
 from autopar.ranks.failure import PeerLostError
 from autopar.runtime import execute
+from autopar.runtime.job import Job
 from autopar.runtime.messages.transport import Exchange, InProcessTransport, Pending
 from autopar.runtime.stage.stage import InFlightMicroBatch, Stage
-from autopar.runtime.start.job import Job
 from autopar.schedules.expand import expand, rank_of
 from threads import own
 from training_cases import Case, make_case

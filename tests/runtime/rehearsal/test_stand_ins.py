@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from autopar.formats.program import Action, LayerBytes, RankPrices, RankProgram
-from autopar.runtime.device import VirtualClock
 from autopar.runtime.messages.transport import Exchange, InProcessTransport, Transport
-from autopar.runtime.rehearsal.stand_ins import MemoryLedger, PricedTransport, count_bytes, stand_in_graph
+from autopar.runtime.rehearsal.stand_ins import MemoryLedger, PricedTransport, VirtualClock, stand_in_graph
 from drawn_plans import chain, make
 from random_problems import gpt_profile, random_profile
 from threads import in_ranks
@@ -18,7 +17,8 @@ from threads import in_ranks
 @pytest.mark.parametrize("seed", range(30))
 def test_a_graph_has_the_layers_tensors_and_gradients_of_its_profile(seed: int) -> None:
     profile = random_profile(seed, most_layers=9)
-    graph, rows = stand_in_graph(profile), random.Random(seed).randint(1, 4)
+    graph = stand_in_graph(profile, MemoryLedger(VirtualClock(0.0), 0), {})
+    rows = random.Random(seed).randint(1, 4)
     assert [layer.name for layer in graph.layers] == [layer.name for layer in profile.layers]
     made = {tensor.name: (tensor.producer, tensor.consumers, tensor.gradient) for tensor in profile.tensors}
     assert {each.name: (each.producer, each.consumers, each.gradient) for each in graph.tensors} == made
@@ -56,10 +56,9 @@ def test_bytes_count_while_their_storage_is_alive_or_a_layers_backward_to_come()
     assert ledger.moments == [(0.0, 100), (0.0, 130), (2.0, 100)]
     assert ledger.peak_bytes == 130
     profile = gpt_profile(blocks=1, batch=4)
-    graph, ledger = stand_in_graph(profile), MemoryLedger(VirtualClock(0.0), 0)
+    ledger = MemoryLedger(VirtualClock(0.0), 0)
     held = LayerBytes(saved=1000, saved_tensors=(), transient=70, pending=0, gradients=500)
-    count_bytes(graph, ledger, {profile.layers[1].name: held}, profile)
-    layer = graph.layers[1]
+    layer = stand_in_graph(profile, ledger, {profile.layers[1].name: held}).layers[1]
     size = next(tensor.bytes_per_sample for tensor in profile.tensors if tensor.name in layer.outputs)
     (output,) = layer.module(2, torch.zeros(2, requires_grad=True))
     assert ledger.alive_bytes == 1000 + 2 * size
@@ -108,7 +107,7 @@ def _ranks(
         clock = VirtualClock(1.0)
         program = RankProgram.of(map(Action.parse, actions))
         inner = InProcessTransport(exchange, rank)
-        found.append((PricedTransport(inner, clock, prices, plan, rank, program), clock))
+        found.append((PricedTransport(inner, MemoryLedger(clock, 0), prices, plan, rank, program), clock))
     return found
 
 

@@ -17,8 +17,8 @@ from autopar.errors import UsageError
 from autopar.formats.plan import Plan, Shard, chunks_of, layout_of
 from autopar.options.train import RunOptions, TrainSettings
 from autopar.ranks.pool import RankPool
+from autopar.runtime.job import Job
 from autopar.runtime.messages.transport import Exchange, InProcessTransport
-from autopar.runtime.start.job import Job
 from autopar.runtime.start.launch import run
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand

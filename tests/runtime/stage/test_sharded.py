@@ -22,10 +22,10 @@ from autopar.formats.plan import SHARDS, Plan, Shard
 from autopar.options.train import RunOptions
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.ranks.pool import RankPool
+from autopar.runtime.checkpoint.weights import read, shapes
 from autopar.runtime.stage.parameters import stages_of_parameters
 from autopar.runtime.start.launch import run
 from autopar.runtime.start.workspace import Workspace
-from autopar.runtime.weights import names, read
 from dictated import dictate
 from drawn_models import model_case
 from paths import MODELS
@@ -233,7 +233,7 @@ def _saves_whole(case: Case, plan: Plan, pool: RankPool, folder: Path) -> None:
     run(plan, str(case.file), RunOptions(steps=2, save=folder), pool=pool)
     truth = case.truth(plan, 2)
     expected = {**truth.parameters, **truth.buffers}
-    torch.testing.assert_close(read(folder, names(folder)), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(read(folder, shapes(folder)), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_a_layer_of_several_types_is_named(pool: RankPool, tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import pytest
 from autopar.errors import AutoparError, UsageError
 from autopar.formats.plan import Plan
 from autopar.policies import POLICIES
+from autopar.runtime.job import Job
 from autopar.runtime.messages.transport import Transport
-from autopar.runtime.start.job import Job
-from autopar.schedules.continuing import depths_of, lead
+from autopar.schedules.continuing import lead
 from oracles.unflushed import SAME_BACKWARD
 from paths import MODELS
 from policy_cases import ROWS, differs, planned
@@ -44,7 +44,7 @@ def test_predictions_take_the_planned_memory_and_parts_of_weights_are_refused(tm
     plan = planned(tmp_path, "momentum", "predict", [3, 2, 1], 1, ahead="xpipe")
     # The first stages' backwards see the newest.
     for rank, (_, kept) in _taken(tmp_path, plan, 9).items():
-        assert kept == POLICIES["predict"].buffers(depths_of(plan, rank)) == (2 if rank == 2 else 1)
+        assert kept == POLICIES["predict"].buffers(plan.depths[rank]) == (2 if rank == 2 else 1)
     text = (MODELS / "conjugated.py").read_text()
     (tmp_path / "conjugated.py").write_text(text.replace("z @ self.weight ", "z @ self.weight.conj() "))
     case = make_case(tmp_path / "conjugated.py")

@@ -10,9 +10,9 @@ from autopar.capture.layers.evaluation import EvaluationGraph, capture_evaluatio
 from autopar.capture.model.batch import named_tensors
 from autopar.errors import UsageError
 from autopar.formats.plan import Plan
+from autopar.runtime.job import Job
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.start.evaluate import Evaluation, rounds
-from autopar.runtime.start.job import Job
 from drawn_models import model_case
 from in_teams import in_teams
 from paths import MODELS

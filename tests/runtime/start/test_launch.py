@@ -20,8 +20,8 @@ from autopar.formats.report import Report
 from autopar.formats.timeline import Timeline
 from autopar.options.train import RunOptions
 from autopar.ranks.pool import RankPool
+from autopar.runtime.checkpoint.weights import read
 from autopar.runtime.start.launch import run
-from autopar.runtime.weights import read
 from autopar.schedules.expand import expand
 from launched import alive, ended, launch, processes_in, until
 from pooled import process_ids

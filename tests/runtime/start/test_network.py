@@ -9,7 +9,10 @@ import pytest
 from autopar.capture.layers.export import capture
 from autopar.capture.model.source import load
 from autopar.formats.plan import Plan
+from autopar.options.train import RunOptions
 from autopar.ranks.pool import RankPool
+from autopar.runtime.checkpoint.training import Attempt
+from autopar.runtime.start.worker import RunFacts, TrainTask
 from autopar.runtime.start.workspace import Workspace
 from dictated import dictate
 from jobs_for_ranks import listening_places
@@ -67,5 +70,6 @@ def test_ranks_train_without_unpickling_anything(plan: Plan, pool: RankPool, tmp
     workspace = tmp_path / "workspace"
     workspace.mkdir()
     Workspace(workspace).prepare(model, plan, None)
-    arguments = {"plan": plan.dumps(), "model": str(tmp_path / "words.py"), "workspace": str(workspace), "steps": 3}
-    assert all(pool.run("rank_jobs:train_without_pickles", arguments, ranks=4))
+    facts = RunFacts(3, "", Attempt(""))
+    task = TrainTask(plan.dumps(), None, str(tmp_path / "words.py"), workspace, RunOptions(3), facts, None)
+    assert all(pool.run("rank_jobs:train_without_pickles", task.as_data(), ranks=4))

@@ -22,7 +22,7 @@ from autopar.capture.layers.export import capture
 from autopar.errors import CaptureError, FileError, TrainingError, UsageError
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
-from autopar.runtime import weights
+from autopar.runtime.checkpoint import weights
 from autopar.runtime.start.script import ScriptJob
 from labelled import loss, sgd
 from launched import ended, launch, torchrun

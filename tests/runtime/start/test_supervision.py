@@ -4,6 +4,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from autopar.formats.program import Action, Program, RankProgram
 from autopar.formats.report import BlackBox
 from autopar.ranks.board import FINISHED, HISTORY, Board, Note
 from autopar.runtime.checkpoint.folder import CheckpointFolder
-from autopar.runtime.start.supervision import black_box_of, describe, say_slow, slowness
+from autopar.runtime.start.supervision import describe, say_slow, slowness, write_black_box
 from autopar.schedules.expand import expand
 from launched import ended, launch, processes_in, torchrun, until
 from suite import warm
@@ -43,7 +44,7 @@ def filled(folder: Path, writes: Callable[[Board], object], name: str = "box.jso
     file = folder / name
     with Board(folder / "board", 2) as board:
         writes(board)
-        write = black_box_of(file, program, (0, 1))
+        write = partial(write_black_box, file, program, (0, 1))
         assert write is not None
         return write(board, TrainingError("why")), file
 
@@ -96,7 +97,6 @@ def test_actions_are_put_into_words_and_unwritten_files_hide_no_failure(plan: Pl
     said, file = filled(tmp_path, lambda board: None)
     assert not said
     assert not file.exists()
-    assert black_box_of(None, expand(plan), (0, 1)) is None
     for name, why in (("none/box.json", "cannot write "), (".", f"{tmp_path} is not a regular file")):
         said, _ = filled(tmp_path, lambda board: board.write_action(0, 0, 0), name)
         assert said.startswith(f"the last actions of every rank are lost: {why}")

@@ -14,11 +14,11 @@ from autopar.capture.model.effects import StorageTracker
 from autopar.capture.model.source import UserModel, load
 from autopar.errors import FileError, UsageError
 from autopar.formats.plan import Plan
-from autopar.runtime import weights
+from autopar.runtime.checkpoint import weights
+from autopar.runtime.checkpoint.saving import write_stages
+from autopar.runtime.job import Job
 from autopar.runtime.messages.transport import Exchange, InProcessTransport
 from autopar.runtime.start import workspace
-from autopar.runtime.start.job import Job
-from autopar.runtime.start.saving import write_stages
 from autopar.runtime.start.workspace import Workspace, given_names, made_by_module
 from autopar.schedules.expand import expand
 from dictated import dictate

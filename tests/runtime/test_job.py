@@ -15,8 +15,8 @@ from autopar.capture.model.batch import named_tensors
 from autopar.capture.model.source import load
 from autopar.formats.plan import Plan
 from autopar.runtime.data import Batch, split_rows
+from autopar.runtime.job import Feed, Job
 from autopar.runtime.messages.transport import Transport
-from autopar.runtime.start.job import Feed, Job
 from dictated import dictate
 from drawn_models import captured, equals_plain, plans
 from policy_cases import planned

@@ -13,9 +13,9 @@ from autopar.errors import FileError
 from autopar.formats.document import write_text
 from autopar.formats.plan import Shard
 from autopar.ranks.pool import RankPool
-from autopar.runtime import weights
+from autopar.runtime.checkpoint import weights
+from autopar.runtime.checkpoint.saving import check_shared, new_set, set_of
 from autopar.runtime.messages.transport import Transport
-from autopar.runtime.start.saving import check_shared, new_set, set_of
 from autopar.runtime.start.workspace import Workspace
 from dictated import dictate
 from failing_calls import Calls, counted, full, killed, meeting

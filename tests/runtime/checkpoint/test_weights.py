@@ -11,8 +11,8 @@ from torch import nn
 
 from autopar.capture.model.effects import StorageTracker
 from autopar.errors import FileError, TrainingError
-from autopar.runtime import weights
-from autopar.runtime.start.saving import folder_of, make_folder
+from autopar.runtime.checkpoint import weights
+from autopar.runtime.checkpoint.saving import folder_of, make_folder
 from paths import MODELS
 from training_cases import make_case
 

@@ -32,10 +32,10 @@ from autopar.options.train import TrainSettings
 from autopar.policies import POLICIES, delay, kept_versions, updates_ahead
 from autopar.runtime.data import Batch, Batches, Loader, ShareLoader
 from autopar.runtime.device import Clock, clock_of, copies_of
-from autopar.runtime.execute import Executor, StepRecord, Surroundings
+from autopar.runtime.execute import Executor, ExecutorSettings, StepRecord
 from autopar.runtime.gradients import Reducer, reducer_of
 from autopar.runtime.loaders.client import LoadedShares
-from autopar.runtime.loss import BroughtLossTally, LossScale, LossTally, LossTerms
+from autopar.runtime.loss import LossScale, LossTally, LossTerms
 from autopar.runtime.messages.mailbox import Mailbox
 from autopar.runtime.messages.transport import Transport, replica_ranks
 from autopar.runtime.settings import check_compiling
@@ -44,6 +44,7 @@ from autopar.runtime.stage.layers import (
     AGAIN,
     autocast_of,
     check_exchange,
+    check_shares,
     compile_layers,
     crossing_specs,
     seed_generator,
@@ -60,9 +61,8 @@ from autopar.runtime.stage.parameters import (
 )
 from autopar.runtime.stage.stage import Stage
 from autopar.runtime.stage.versions import CorrectedWeights, NewestWeights, PredictedWeights, WeightVersions
-from autopar.runtime.start.workspace import check_shares
 from autopar.runtime.update import Update, UpdateSettings
-from autopar.schedules.continuing import Repetition, depths_of, lead
+from autopar.schedules.continuing import Repetition, lead
 from autopar.schedules.expand import stages_of
 
 DEFAULTS = TrainSettings()
@@ -141,7 +141,7 @@ class Job:
         crossing = {tensor.name: tensor for tensor in self._crossing_specs(graph)}
         marked = not graph.portable and self.reads_values
         self._mailbox = Mailbox(plan, program, rank, crossing, transport, device, with_marks=marked)
-        surroundings = Surroundings(plan, self.actions, rank, device, clock, note, scale, self.notes_sends)
+        executing = ExecutorSettings(plan, self.actions, rank, device, clock, note, scale, self.notes_sends)
         self.versions = self._weight_versions(graph)
         """Of its parameters."""
         terms = terms_of(graph.outputs) if is_named(graph.outputs) else []
@@ -149,10 +149,10 @@ class Job:
             self._mailbox,
             reducer,
             self._tally(terms),
-            _Updates(self._settle, self._update, self._alike),
+            self._update,
             self.versions,
         )
-        self._executor = Executor(surroundings, self.stages, *parts, self._loss_terms(graph, transport))
+        self._executor = Executor(executing, self.stages, *parts, self._loss_terms(graph, transport))
         self._inputs: dict[int, Batch] = {}
 
     def _build_stages(
@@ -163,13 +163,15 @@ class Job:
         transport: Transport,
         settings: TrainSettings,
     ) -> dict[int, Stage]:
-        """Build the stages of layers that normalise and compile as asked, and find what is settled at a step's end."""
+        """Build the stages of layers that normalise and compile as asked, and find how their buffers are updated."""
         plan, rank = self.plan, self.rank
         mine = [layer for each in layers.values() for layer in each]
         replicas = replica_ranks(plan, layers, self.team.part)
-        self._alike = ReplicatedBuffers(mine, self._local_parameters, plan.replicate_state, transport, replicas, rank)
+        self._replicated_buffers = ReplicatedBuffers(
+            mine, self._local_parameters, plan.replicate_state, transport, replicas, rank
+        )
         check_shares(graph.layers, plan, sync_batch_norm=settings.sync_batch_norm)
-        layers, self._settle = normalizing(plan, rank, graph, layers, transport, settings)
+        layers, self._update_statistics = normalizing(plan, rank, graph, layers, transport, settings)
         if settings.compile:
             check_compiling(plan, program)
             layers = compile_layers(layers)
@@ -418,7 +420,7 @@ class Job:
             return NewestWeights()
         self._check_unflushed(graph)
         (stage,) = self.stages
-        policy, depths = POLICIES[self.plan.weight_policy], depths_of(self.plan, stage)
+        policy, depths = POLICIES[self.plan.weight_policy], self.plan.depths[stage]
         # Modules that are listed, and not captured, may read their parameters in their backward.
         recomputes = bool(self.plan.stages[stage].recompute) or not graph.portable
         trained, optimizer = self._local_parameters.parameters.values(), self._update.optimizer
@@ -455,7 +457,8 @@ class Job:
         counts = graph.loss == "sum_count" and self.plan.span == 1
         clipping = settings.clip_norm, settings.clip == "stage"
         how = UpdateSettings(self.plan, self.rank, self._user, stage_of, whole, counts, *clipping, scale)
-        update = self.update_of(how, twins, reducer, transport)
+        buffers = self._update_statistics, self._replicated_buffers.synchronize
+        update = self.update_of(how, twins, reducer, transport, *buffers)
         if update.optimizer is not None:
             update.optimizer.register_step_pre_hook(lambda *_: twins.set_gradients())
         return update
@@ -472,9 +475,7 @@ class Job:
         return ShareLoader(model, self.plan, self.rank, specs, device, settings.last)
 
     def _tally(self, terms: Sequence[Term]) -> LossTally:
-        if self._copies is None:
-            return LossTally(self.rows, self.plan.batch, terms)
-        return BroughtLossTally(self.rows, self.plan.batch, self._copies, self._batches.look_ahead, terms)
+        return LossTally(self.rows, self.plan.batch, terms, self._copies, self._batches.look_ahead)
 
     def _loss_terms(self, graph: LayerGraph, transport: Transport) -> LossTerms | None:
         """Return by what the terms of a loss that has several are multiplied, where this rank makes them."""
@@ -485,7 +486,7 @@ class Job:
         module = counting_module(layer, graph.inputs)
         replicas = replica_ranks(self.plan, self.stages, self.team.part)
         # Those that take whole mini-batches in turn count each their own.
-        alone = len(replicas) == 1 or self.plan.span > 1
+        adds_up = len(replicas) > 1 and self.plan.span == 1
 
         def count(inputs: Sequence[Mapping[str, torch.Tensor]]) -> list[float]:
             assert module is not None
@@ -494,32 +495,13 @@ class Job:
             size = sum(term.divisor is not None for term in terms)
             nothing = torch.zeros(size, dtype=torch.float64, device=self._device)
             total = torch.stack([nothing, *counted]).sum(0)
-            if not alone:
+            if adds_up:
                 transport.all_reduce(total, replicas).wait()
             found: list[float] = total.tolist()
             return found
 
         share = placed.rows[self.replica] / self.plan.batch
         return LossTerms(terms, share, count if module is not None and self.reads_values else None)
-
-
-class _Updates:
-    """What becomes of a mini-batch's gradients, and of buffers beside them."""
-
-    def __init__(self, settle: Callable[[], None], update: Update, alike: ReplicatedBuffers) -> None:
-        self._settle, self._update, self._alike = settle, update, alike
-
-    @property
-    def adds_up(self) -> bool:
-        return self._update.adds_up
-
-    def begin(self, record: StepRecord) -> None:
-        self._update.begin(record)
-
-    def __call__(self, record: StepRecord, mini_batches: int) -> None:
-        self._settle()
-        self._update(record, mini_batches)
-        self._alike.settle()
 
 
 @dataclass(frozen=True)

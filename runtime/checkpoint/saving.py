@@ -14,14 +14,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.capture.graph import LayerGraph
 from autopar.errors import FileError
 from autopar.formats.plan import Plan
 from autopar.ranks.context import RankContext
-from autopar.runtime import weights
-from autopar.runtime.start.job import Job
+from autopar.runtime.checkpoint import weights
+from autopar.runtime.job import Job
 
 
 def new_set() -> str:
@@ -79,6 +80,13 @@ def folder_of(path: Path | None) -> Iterator[None]:
         raise
 
 
+def state_keys(module: nn.Module) -> dict[str, str]:
+    """Return the keys of a model's ``state_dict``, each with the first name of what it has there."""
+    names = {id(value): name for name, value in (*module.named_parameters(), *module.named_buffers())}
+    state = module.state_dict(keep_vars=True).items()
+    return {key: names[id(value)] for key, value in state if id(value) in names}
+
+
 def holders(plan: Plan, graph: LayerGraph) -> dict[str, int]:
     """Return, for every parameter and buffer that layers read, the first stage that holds it."""
     first: dict[str, int] = {}
@@ -106,7 +114,7 @@ def write_stages(
 
     Returns:
         What this rank wrote; nothing on other replicas and parts than the first. The folder's set is that before until
-        :func:`autopar.runtime.weights.publish` is given the files of all ranks.
+        :func:`autopar.runtime.checkpoint.weights.publish` is given the files of all ranks.
     """
     first, saved = holders(job.plan, graph), []
     for index in job.stages:
@@ -195,7 +203,7 @@ class ComparisonFiles:
 
 
 def _whole_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) in (torch.Tensor, nn.Parameter):
         return None
     from autopar.runtime.stage.sharded import whole
 

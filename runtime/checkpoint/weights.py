@@ -208,15 +208,6 @@ def _errors_of(path: Path) -> Iterator[None]:
         raise FileError(f"cannot read weights {path}: {error}") from error
 
 
-def names(folder: Path) -> set[str]:
-    """Return the names of all tensors of a folder.
-
-    Raises:
-        FileError: as :func:`read`.
-    """
-    return set(shapes(folder))
-
-
 def shapes(folder: Path) -> dict[str, Shape]:
     """Return shape and type of all tensors of a folder; none of them is read.
 
