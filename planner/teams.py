@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
@@ -27,22 +26,6 @@ NOT_PRICED = (
 
 SplitOf = Callable[[str, int], LayerSplit | None]
 """How a layer splits in so many parts; none where it does not."""
-
-
-class LayerTensor(Protocol):
-    """A tensor between layers, or of the batch."""
-
-    @property
-    def name(self) -> str:
-        """In the model."""
-
-    @property
-    def producer(self) -> str | None:
-        """The layer that makes it; None for one of the batch."""
-
-    @property
-    def consumers(self) -> Sequence[str]:
-        """Layers that read it."""
 
 
 def plan_teams(
@@ -72,7 +55,8 @@ def plan_teams(
 
     made = with_teams(found, sizes, places, split_of)
     if options.sequence_parallel:
-        made = with_sequences(made, profile.tensors, split_of)
+        tensors = {each.name: (each.producer, *each.consumers) for each in profile.tensors if each.producer is not None}
+        made = with_sequences(made, tensors, split_of)
         if not any(stage.sequence for stage in made.stages):
             raise UsageError(
                 "`sequence_parallel`: nothing between the layers of these stages can be kept in slices; leave it out"
@@ -243,22 +227,19 @@ def _cuts(layers: Iterable[str], count: int, split_of: SplitOf) -> tuple[Paramet
     return tuple({cut.parameter: cut for split in splits for cut in split.cuts}.values())
 
 
-def with_sequences(plan: Plan, tensors: Iterable[LayerTensor], split_of: SplitOf) -> Plan:
+def with_sequences(plan: Plan, tensors: Mapping[str, Sequence[str]], split_of: SplitOf) -> Plan:
     """Return a plan whose teams keep slices of what all that make or read it may have in slices.
 
     Args:
         plan: with teams.
-        tensors: of the model.
+        tensors: by the name of a tensor, the layer that makes it and those that read it.
         split_of: how layers split.
     """
     stage_of = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
     found: dict[int, list[SequenceCut]] = {index: [] for index in stage_of.values()}
-    for tensor in tensors:
-        if tensor.producer is None:
-            continue
-        layers = (tensor.producer, *tensor.consumers)
+    for tensor, layers in tensors.items():
         sizes = [plan.stages[stage_of[layer]].tensor_parallel for layer in layers]
-        cuts = {_sequence_cut(split_of(layer, size), tensor.name) for layer, size in zip(layers, sizes, strict=True)}
+        cuts = {_sequence_cut(split_of(layer, size), tensor) for layer, size in zip(layers, sizes, strict=True)}
         cut = cuts.pop()
         if cut is not None and not cuts and len(set(sizes)) == 1:
             for stage in {stage_of[layer] for layer in layers}:

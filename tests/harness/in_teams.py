@@ -22,4 +22,5 @@ def in_teams(graph: LayerGraph, plan: Plan, sizes: Sequence[int], *, sequence: b
             places[chunks[0], replica] = tuple(range(device, device + sizes[chunks[0]]))
             device += sizes[chunks[0]]
     made = with_teams(plan, sizes, places, split_of)
-    return with_sequences(made, graph.tensors, split_of) if sequence else made
+    tensors = {each.name: (each.producer, *each.consumers) for each in graph.tensors if each.producer is not None}
+    return with_sequences(made, tensors, split_of) if sequence else made
