@@ -30,8 +30,7 @@ from autopar.planner.costs.communication import Collective
 from autopar.planner.costs.layers import Launches, LayerCosts, Seconds
 from autopar.planner.costs.memory import backwards
 from autopar.planner.costs.model import CostModel, Durations, durations, prices_of, rank_bytes
-from autopar.planner.simulator.rows import Rows
-from autopar.planner.simulator.simulate import Simulator, run, trace, trace_unflushed, without_flushes
+from autopar.planner.simulator.simulate import Simulator, trace, trace_unflushed, without_flushes
 from autopar.schedules import SCHEDULES
 from autopar.schedules.check import check
 from autopar.schedules.expand import action_count, expand
@@ -112,7 +111,7 @@ def _reductions(costs: CostModel, candidate: Candidate) -> Iterator[tuple[Collec
         yield "all_reduce", devices, [costs.flows.tied[index].bytes]
 
 
-def shares_of(timeline: Timeline) -> Shares:
+def time_shares(timeline: Timeline) -> Shares:
     """Return the shares of a simulated timeline, whose events stand in the order of every rank's actions.
 
     A rank waits for a message from when it comes to receive it; only while the message is under way does this count as
@@ -189,7 +188,7 @@ def _simulate(
     program = expand(plan)
     check(program, plan)
     timeline = trace(program, durations(costs, candidate), costs.sharing.among(candidate.devices))
-    return timeline.end_s, timeline.bubble(), shares_of(timeline)
+    return timeline.end_s, timeline.bubble(), time_shares(timeline)
 
 
 def _bubble(candidate: Candidate, times: Durations, step_s: float) -> float:
@@ -419,10 +418,7 @@ def _check_flows(plan: Plan, candidate: Candidate, costs: CostModel) -> None:
 
 
 class DictatedRun:
-    """A run with given stages, micro-batches and schedule; its step is priced as any plan's, by the simulator.
-
-    Its program is expanded once. Replicas that do the same at the same time are simulated as one.
-    """
+    """A run with given stages, micro-batches and schedule; its step is priced as any plan's, by the simulator."""
 
     def __init__(self, costs: CostModel, family: Family, cuts: Sequence[int], widths: Sequence[int]) -> None:
         """``cuts`` are the layers before which the stages end; the first of the schedule's warm-ups is taken.
@@ -438,10 +434,8 @@ class DictatedRun:
         if sum(widths) > len(costs.devices):
             raise UsageError(f"{sum(widths)} devices are used of a cluster of {len(costs.devices)}")
         depths = next(iter(SCHEDULES[schedule].warmups(len(cuts), 1, micro_batches).values()))
-        self._costs = costs
         self._candidate = with_depths(family, place(family, cuts, widths), depths)
-        self._width = _common_width(self._candidate, durations(costs, self._candidate))
-        self._program = _narrow(Simulator(costs).rows_of(self._candidate), self._width)
+        self._simulator = Simulator(costs, replace(costs.sharing, links={}, slowdowns={}))
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -463,9 +457,9 @@ class DictatedRun:
         ``overhead_s`` what a step takes beside its layers. Of a host that launches forwards and backwards,
         ``launches_s`` are its seconds.
         """
-        costs = self._costs.with_layer_costs(_GivenTimes(forward_s, backward_s, accumulate_s, update_s, launches_s))
-        times = replace(durations(costs, self._candidate), overhead_s=overhead_s)
-        return run(self._program, _first_replicas(times, self._width))
+        layers = _GivenTimes(forward_s, backward_s, accumulate_s, update_s, launches_s)
+        simulator = self._simulator.priced_by(self._simulator.costs.with_layer_costs(layers))
+        return overhead_s - simulator.costs.profile.step_overhead_s + simulator.step_s(self._candidate)
 
 
 class _GivenTimes(LayerCosts):
@@ -489,35 +483,3 @@ class _GivenTimes(LayerCosts):
     def sums(self, field: Seconds | Launches, rows: float, adding: float = 0.0) -> list[float]:
         each = zip(self._seconds_of[field][int(rows)], self._accumulate, strict=True)
         return [0.0, *accumulate(seconds + adding * more for seconds, more in each)]
-
-
-def _common_width(candidate: Candidate, times: Durations) -> int:
-    """Return the replicas that every stage has if all do the same at the same time, else 1."""
-    stages = candidate.stages
-    width = len(stages[0].shares)
-    alike = all(len(stage.shares) == width and len(set(stage.shares)) == 1 for stage in stages)
-    prices: dict[tuple[int, int], set[float]] = {}
-    for (sender, receiver), seconds in times.message_s.items():
-        alike = alike and sender % width == receiver % width
-        prices.setdefault((sender // width, receiver // width), set()).add(seconds)
-    return width if alike and all(len(found) == 1 for found in prices.values()) else 1
-
-
-def _narrow(rows: Rows, width: int) -> Rows:
-    """Return the program of every stage's first replica, with ranks counted among them; -1 is no rank."""
-    return [
-        [(code, index, peer if peer < 0 else peer // width, own // width) for code, index, peer, own in rows[rank]]
-        for rank in range(0, len(rows), width)
-    ]
-
-
-def _first_replicas(times: Durations, width: int) -> Durations:
-    if width == 1:
-        return times
-    by_rank = ("stage", "forward_s", "backward_s", "exposed_s", "reduce_s", "update_s")
-    messages = times.message_s.items()
-    return replace(
-        times,
-        **{name: getattr(times, name)[::width] for name in by_rank},
-        message_s={(one // width, other // width): each for (one, other), each in messages if one % width == 0},
-    )

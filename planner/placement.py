@@ -28,12 +28,12 @@ from autopar.planner.costs.communication import Sharing
 from autopar.planner.costs.model import CostModel
 
 
-def choices(free: Sequence[int], sizes: Sequence[int], count: int) -> list[tuple[int, ...]]:
+def policy_choices(free: Sequence[int], sizes: Sequence[int], count: int) -> list[tuple[int, ...]]:
     """Return how many devices of each node the three policies take, without repeats.
 
     ``free`` devices are left of ``sizes`` in every node, together at least ``count``.
 
-    >>> choices([2, 4, 4], [4, 4, 4], 2), choices([4, 4], [4, 4], 2)
+    >>> policy_choices([2, 4, 4], [4, 4, 4], 2), policy_choices([4, 4], [4, 4], 2)
     ([(0, 2, 0), (2, 0, 0)], [(2, 0), (1, 1)])
     """
     nodes = range(len(free))
@@ -229,7 +229,7 @@ def by_policies(groups: Sequence[DeviceGroup], free: Free) -> Iterator[Free]:
     """Yield what stages of every width take in cluster order, and by DAPPLE's policies."""
     sizes = [len(group.devices) for group in groups]
     for width in range(1, sum(free) + 1):
-        yield from dict.fromkeys((_one_by_one(free, range(len(free)), width), *choices(free, sizes, width)))
+        yield from dict.fromkeys((_one_by_one(free, range(len(free)), width), *policy_choices(free, sizes, width)))
 
 
 def less(free: Free, counts: Free) -> Free:

@@ -511,7 +511,7 @@ class StageInFlight(NamedTuple):
     """Whether the gradients that come back do."""
 
 
-def stage_terms(stage: CandidateStage, micro_batches: int, lead: int, rows: float) -> PeakTerms:
+def peak_terms_of(stage: CandidateStage, micro_batches: int, lead: int, rows: float) -> PeakTerms:
     """Return what the memory of a stage's replica depends on; of later turns, none takes part in more."""
     turns, recompute = stage.turns(0, micro_batches), frozenset(stage.recompute)
     return PeakTerms(rows, stage.warmup, turns, len(stage.devices), lead, recompute, stage.shard)
@@ -526,7 +526,7 @@ def _stage_in_flight(
         lead._replace(turns=0) if other in place.stages else lead
         for other, lead in enumerate(stage.leads(stages[:at], count))
     ]
-    held = stage_terms(stage, count, leads[-1].turns if leads else 0, rows)
+    held = peak_terms_of(stage, count, leads[-1].turns if leads else 0, rows)
     further = memory.further(stage.first, stage.stop, held, [later.stop for later in stages[at + 1 :]], leads)
     parts = memory.parts(stage.first, stage.stop, rows, held.recompute)
     pending = memory.pending(stage.first, stage.stop, rows)

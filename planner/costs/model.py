@@ -38,7 +38,7 @@ from autopar.planner.candidate import Candidate, CandidateStage, Lead, groups, h
 from autopar.planner.costs.activations import rows_bytes
 from autopar.planner.costs.communication import Flows, LinkModel, Sharing
 from autopar.planner.costs.layers import LayerCosts, Levels, StageSums, share_limits
-from autopar.planner.costs.memory import MemoryModel, backwards, rank_peaks, stage_terms, state_of
+from autopar.planner.costs.memory import MemoryModel, backwards, peak_terms_of, rank_peaks, state_of
 from autopar.planner.costs.queues import NOTHING, PassSeconds, Site
 from autopar.planner.costs.reductions import Reduction, Reductions
 from autopar.schedules.route import Route, Routes, shares_of
@@ -329,7 +329,7 @@ class CostModel:
         """Return what a stage's first replica holds of parameters and optimizer's state, and of gradients."""
         stage = candidate.stages[index]
         rows = stage.shares[0]
-        terms = stage_terms(stage, candidate.micro_batches, 0, rows)
+        terms = peak_terms_of(stage, candidate.micro_batches, 0, rows)
         parts = self.memory[self.kind_of[stage.devices[0]]].parts(stage.first, stage.stop, rows, terms.recompute)
         kept, gradients, _ = state_of(parts, terms)
         return int(kept), int(gradients)
@@ -356,7 +356,7 @@ class CostModel:
         lead = leads[-1].turns if leads else 0
         replicas = set(zip(stage.shares, map(self.kind_of.__getitem__, stage.devices), strict=True))
         peak = max(
-            self.memory[kind].peak(stage.first, stage.stop, stage_terms(stage, count, lead, rows), cuts, leads)
+            self.memory[kind].peak(stage.first, stage.stop, peak_terms_of(stage, count, lead, rows), cuts, leads)
             for rows, kind in replicas
         )
         return peak - self.limit_bytes(stage.devices)
@@ -491,7 +491,7 @@ def rank_bytes(costs: CostModel, candidate: Candidate) -> tuple[RankBytes, ...]:
 def _replica_bytes(costs: CostModel, candidate: Candidate, stage: CandidateStage, replica: int) -> RankBytes:
     """Return what a replica of a stage holds."""
     memory, rows = costs.memory[costs.kind_of[stage.devices[replica]]], stage.shares[replica]
-    terms, parts = stage_terms(stage, candidate.micro_batches, 0, rows), memory.parts(stage.first, stage.stop, rows)
+    terms, parts = peak_terms_of(stage, candidate.micro_batches, 0, rows), memory.parts(stage.first, stage.stop, rows)
     kept, gradients, update = map(int, state_of(parts, terms))
     kept += stage.turns(replica, candidate.micro_batches) * int(rows_bytes(rows, parts.inputs))
     alone = terms.replicas == 1

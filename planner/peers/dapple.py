@@ -36,7 +36,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.planner.peers.prices import Array, Indices, Prices, Proposal
-from autopar.planner.placement import Free, choices, less
+from autopar.planner.placement import Free, less, policy_choices
 
 
 def pivots(forward_s: Array, backward_s: Array, micro_batches: int) -> Indices:
@@ -122,7 +122,7 @@ def group_of(counts: Sequence[Free]) -> DeviceGroups:
 
 def choose(free: Free, sizes: Sequence[int], rows: int) -> GroupChoice:
     """Return what the policies let the next stage take, with at most ``rows`` replicas, so that a device is left."""
-    taken = [each for count in range(1, min(rows, sum(free) - 1) + 1) for each in choices(free, sizes, count)]
+    taken = [each for count in range(1, min(rows, sum(free) - 1) + 1) for each in policy_choices(free, sizes, count)]
     left = [less(free, each) for each in taken]
     return GroupChoice(left, [alike(each, sizes) for each in left], group_of(taken), group_of(left))
 
@@ -146,7 +146,7 @@ def reachable(sizes: Free, most: int) -> int:
     while waiting and len(seen) <= most:
         free = waiting.pop()
         for count in range(1, sum(free)):
-            for taken in choices(free, sizes, count):
+            for taken in policy_choices(free, sizes, count):
                 left = less(free, taken)
                 state = alike(left, sizes)
                 if state not in seen:

@@ -20,13 +20,13 @@ from math import lcm
 import numpy as np
 
 from autopar.planner.costs.activations import between
-from autopar.planner.peers.prices import Array, Prices, Proposal, in_order
+from autopar.planner.peers.prices import Array, Prices, Proposal, in_cluster_order
 
 
 def propose(prices: Prices) -> list[Proposal]:
     """Return K = min(layers, devices) cells on one device each."""
     cells = min(prices.layer_count, prices.device_count)
-    return [in_order(split(prices.layer_s, cells), (1,) * cells)]
+    return [in_cluster_order(split(prices.layer_s, cells), (1,) * cells)]
 
 
 def work(prices: Prices) -> int:
@@ -114,4 +114,4 @@ def _balance(prices: Prices, values: Sequence[float]) -> list[Proposal]:
     cuts = blocks(values, min(prices.layer_count, prices.device_count))
     # A block may be empty: a device that torchgpipe would leave without a layer stays idle.
     filled = [cut for before, cut in zip((0, *cuts), cuts, strict=False) if cut > before]
-    return [in_order(filled, (1,) * len(filled))]
+    return [in_cluster_order(filled, (1,) * len(filled))]

@@ -331,7 +331,7 @@ class Workers(NamedTuple):
         return [CandidateStage(first, stop, (each,), (self.rows,), depth) for first, stop, each, depth in fields]
 
 
-def candidate_of(virtual_workers: Workers) -> Candidate | None:
+def joint_candidate(virtual_workers: Workers) -> Candidate | None:
     """Return workers as one plan whose replicas take turns; none where they cut the layers differently."""
     if len({worker.cuts for worker in virtual_workers.workers}) > 1:
         return None
@@ -484,7 +484,7 @@ def best(
     partitions = (
         workers for at in partitioners for each in worker_allocations for workers in partitioned_workers(at, each)
     )
-    choices = [(workers, candidate_of(workers)) for workers in partitions]
+    choices = [(workers, joint_candidate(workers)) for workers in partitions]
     bounds = [bound_s(costs, own) if plan is None else candidate_bound_s(costs, plan) for own, plan in choices]
     found: HetPipePlan | None = None
     for at in sorted(range(len(choices)), key=bounds.__getitem__):

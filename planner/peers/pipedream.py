@@ -21,7 +21,7 @@ import numpy as np
 
 from autopar.formats.cluster import Level
 from autopar.planner.costs.activations import between
-from autopar.planner.peers.prices import Array, Indices, Prices, Proposal, in_order
+from autopar.planner.peers.prices import Array, Indices, Prices, Proposal, in_cluster_order
 
 
 class BestSplits(NamedTuple):
@@ -52,7 +52,7 @@ def work(prices: Prices) -> int:
 def flat(prices: Prices) -> Proposal:
     """Return PipeDream's plan for all devices on one level, the slowest that connects them."""
     _, cuts, widths = zip(*_stages(flat_splits(prices), 0, prices.layer_count, prices.device_count), strict=True)
-    return in_order(cuts, widths)
+    return in_cluster_order(cuts, widths)
 
 
 def hierarchical(prices: Prices) -> Proposal:

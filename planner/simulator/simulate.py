@@ -17,6 +17,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -403,6 +404,12 @@ class Simulator:
         self._rows: dict[object, Rows] = {}
         self._action_count = 0
         self._latest: tuple[Candidate, _CandidateSetup] | None = None
+
+    def priced_by(self, costs: CostModel) -> Simulator:
+        """Return the simulator of other prices of the same layers; what was expanded serves both."""
+        other = copy(self)
+        other.costs, other._latest = costs, None
+        return other
 
     def step_s(self, candidate: Candidate, below_s: float = math.inf) -> float:
         """Return a candidate's seconds per step.

@@ -24,7 +24,7 @@ from autopar.interop import accelerate
 from autopar.interop.target import ExportFile, ExportSubject, Target, heading
 from autopar.planner import PlanOptions, peers, plan
 from autopar.planner.peers import PeerPlanner
-from autopar.planner.peers.prices import Prices, Proposal, in_order
+from autopar.planner.peers.prices import Prices, Proposal, in_cluster_order
 from autopar.profiler import kernels, roofline
 from autopar.schedules import SCHEDULES, Schedule
 from autopar.schedules.check import read_program
@@ -147,7 +147,7 @@ def test_a_new_gpu_is_listed_estimated_and_planned_for(run: Run, monkeypatch: py
 
 
 def _propose(prices: Prices) -> list[Proposal]:
-    return [in_order((prices.layer_count,), (1,))]
+    return [in_cluster_order((prices.layer_count,), (1,))]
 
 
 def test_a_new_peer_stands_in_comparisons(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from autopar.formats.cluster import Overlap
 from autopar.formats.timeline import Event, Timeline, track_of
 from autopar.planner import PlanOptions
 from autopar.planner import assemble as assembling
-from autopar.planner.assemble import DictatedRun, assemble, shares_of
+from autopar.planner.assemble import DictatedRun, assemble, time_shares
 from autopar.planner.candidate import Family, place, with_depths
 from autopar.planner.costs.model import CostModel, durations
 from autopar.planner.simulator.simulate import Simulator, skeleton, trace
@@ -147,10 +147,10 @@ def test_shares_are_what_a_look_at_every_moment_counts() -> None:
         timeline = _played(seed)
         if timeline.end_s == 0 or len(timeline) > 200:
             continue
-        shares = shares_of(timeline)
+        shares = time_shares(timeline)
         for name, expected in _looked_at(timeline).items():
             assert getattr(shares, name) == pytest.approx(expected, abs=1e-9), f"seed {seed}: {name}"
             seen[name] += expected > 0.01
     assert min(seen.values()) >= 6
     # A step without time is idle.
-    assert shares_of(Timeline("simulated")).idle == 1
+    assert time_shares(Timeline("simulated")).idle == 1

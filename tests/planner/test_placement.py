@@ -100,7 +100,7 @@ def test_alike_nodes_are_gone_through_once_and_policies_take_what_is_asked() -> 
         if not sum(free):
             continue
         count = rng.randint(1, sum(free))
-        for taken in placement.choices(free, sizes, count):
+        for taken in placement.policy_choices(free, sizes, count):
             assert sum(taken) == count
             assert all(0 <= one <= most for one, most in zip(taken, free, strict=True)), f"seed {seed}"
     # One node leaves no choice but the number; a stage takes no more devices than a micro-batch has samples.
@@ -150,7 +150,7 @@ def _unnamed(groups: list[DeviceGroup], history: History) -> object:
 def test_each_policy_takes_what_its_paper_says(
     free: tuple[int, ...], count: int, fresh: tuple[int, ...], append: tuple[int, ...], scatter: tuple[int, ...]
 ) -> None:
-    assert placement.choices(free, (8, 8, 8), count) == list(dict.fromkeys((fresh, append, scatter)))
+    assert placement.policy_choices(free, (8, 8, 8), count) == list(dict.fromkeys((fresh, append, scatter)))
 
 
 SIZES = ([1, 2], [2, 2], [1, 1, 2], [3, 1], [2, 2, 2], [3, 2, 1], [1, 1, 1], [4, 2], [2, 1, 1])

@@ -15,7 +15,7 @@ from autopar.planner.assemble import assemble
 from autopar.planner.candidate import Candidate, CandidateStage
 from autopar.planner.costs.communication import LinkModel, Sharing
 from autopar.planner.costs.layers import LayerCosts
-from autopar.planner.costs.memory import PeakTerms, stage_terms
+from autopar.planner.costs.memory import PeakTerms, peak_terms_of
 from autopar.planner.costs.model import CostModel, durations, rank_bytes
 from autopar.planner.costs.reductions import Reduction
 from autopar.planner.simulator.simulate import Simulator, compile_rows, run, trace
@@ -211,7 +211,7 @@ def _replicas(shard: str, recompute: tuple[int, ...] = ()) -> CandidateStage:
 def test_sharding_divides_what_it_names_and_communicates_for_it() -> None:
     costs = CostModel(profile_of(LAYERS, [], 4), _cluster(), PlanOptions())
     alone = [Candidate(4, 1, "1f1b", (_replicas(shard),)) for shard in ("none", "optimizer")]
-    held = [costs.memory[0].peak(0, 3, stage_terms(each.stages[0], each.micro_batches, 0, 1)) for each in alone]
+    held = [costs.memory[0].peak(0, 3, peak_terms_of(each.stages[0], each.micro_batches, 0, 1)) for each in alone]
     # Every replica also has its half of the parameters, from which they are gathered.
     assert held[0] - held[1] == (3000 - 1530) // 2
     by_shard = {shard: _replicas(shard) for shard in ("none", "optimizer", "gradients", "parameters")}

@@ -9,7 +9,7 @@ from autopar.formats.cluster import Level
 from autopar.planner.peers import dapple
 from autopar.planner.peers.dapple import latency_s, pivots
 from autopar.planner.peers.prices import Prices
-from autopar.planner.placement import choices
+from autopar.planner.placement import policy_choices
 from priced import prices_of
 
 Times = tuple[float, ...]
@@ -57,7 +57,7 @@ def _plain(prices: Prices, *, splits: int) -> float:
                 continue
             for stop in range(first + 1, count):
                 for width in range(1, min(prices.rows, sum(free) - 1) + 1):
-                    for taken in choices(free, sizes, width):
+                    for taken in policy_choices(free, sizes, width):
                         left = tuple(one - other for one, other in zip(free, taken, strict=True))
                         planned = [*stages, (stop, taken)]
                         latency = _latency(prices, [*planned, (count, left)])

@@ -64,7 +64,7 @@ def test_workers_that_cut_alike_are_priced_as_the_plan_that_they_are_where_links
         pipelined = PipelineCounts(rng.randint(1, 4), -(-count // 2), 2)
         workers = (Worker(cuts, (0, 2)[:stages]), Worker(cuts, (1, 3)[:stages]))
         found = Workers("ED", count, costs.batch // count, pipelined, workers)
-        plan = hetpipe.candidate_of(found)
+        plan = hetpipe.joint_candidate(found)
         assert hetpipe.step_s(costs, found) == pytest.approx(Simulator(costs).step_s(plan), rel=1e-6, abs=1e-9), seed
         compared += 1
     assert compared >= 24
@@ -114,7 +114,7 @@ def test_the_best_is_the_least_of_all_policies_counts_and_depths_and_no_bound_is
         for prices in planned:
             for each in given:
                 for found in hetpipe.partitioned_workers(Partitioner(prices), each):
-                    plan = hetpipe.candidate_of(found)
+                    plan = hetpipe.joint_candidate(found)
                     held = [peak for at in range(len(found.workers)) for peak in hetpipe.peaks(costs, found, at)]
                     placed = [device for worker in found.workers for device in worker.devices]
                     fits = all(peak <= costs.limits_bytes[at] for peak, at in zip(held, placed, strict=True))

@@ -11,7 +11,7 @@ from autopar.planner import PlanOptions, plan
 from autopar.planner.candidate import divisors, families
 from autopar.planner.costs.model import CostModel
 from autopar.planner.peers import Peer, peers
-from autopar.planner.peers.prices import MOST_WORK, Proposal, candidates_of, in_order, planned_counts, trial
+from autopar.planner.peers.prices import MOST_WORK, Proposal, candidates_of, in_cluster_order, planned_counts, trial
 from autopar.planner.search.judge import references
 from autopar.planner.simulator.simulate import Simulator
 from autopar.schedules.route import even_shares
@@ -122,8 +122,8 @@ def test_a_trial_finds_the_fastest_of_all_counts_and_depths() -> None:
         costs = CostModel(random_profile(seed), random_cluster(seed, 3), PlanOptions(gpus=3))
         simulator = Simulator(costs)
         layers = costs.layer_count
-        proposals = [in_order((layers,), (2,))]
-        proposals += [in_order((cut, layers), (1, 2)) for cut in range(1, layers)]
+        proposals = [in_cluster_order((layers,), (2,))]
+        proposals += [in_cluster_order((cut, layers), (1, 2)) for cut in range(1, layers)]
         counts = divisors(costs.batch)
         every = [
             simulator.step_s(candidate)
