@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, product
+from itertools import accumulate, islice, product
 from operator import itemgetter
 
 from autopar.errors import InfeasibleError
@@ -157,12 +157,8 @@ class _NearestSearch:
 
     def _judge(self, candidates: Iterable[Candidate]) -> None:
         """Simulate what may be quicker than the best one, in the order of lower bounds."""
-        bounded = [(least_s(self.costs, each), each) for each in dict.fromkeys(candidates)]
-        for bound_s, candidate in sorted(bounded, key=itemgetter(0)):
-            if bound_s >= self.best.step_s or self.simulated >= MOST_SIMULATED:
-                break
-            self.simulated += 1
-            self.best.judge(self.simulator, candidate)
+        each = self.best.judge_each(self.simulator, dict.fromkeys(candidates), bound_s=least_s)
+        self.simulated += sum(1 for _ in islice(each, MOST_SIMULATED - self.simulated))
 
     def _climb(self, candidate: Candidate, visits: set[tuple[Family, Shape]]) -> None:
         """Move a candidate's cuts as long as that is quicker than the best one."""

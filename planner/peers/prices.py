@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.formats.cluster import Level
-from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import Candidate, Family, place, placed_on, with_depths
 from autopar.planner.constraints import crossed_limit
 from autopar.planner.costs import memoize
@@ -134,10 +133,10 @@ class Proposal(NamedTuple):
     devices: tuple[tuple[int, ...], ...]
 
 
-def in_order(cuts: Sequence[int], widths: Sequence[int]) -> Proposal:
+def in_cluster_order(cuts: Sequence[int], widths: Sequence[int]) -> Proposal:
     """Return a proposal whose stages take devices in cluster order.
 
-    >>> in_order((3, 5), (2, 1))
+    >>> in_cluster_order((3, 5), (2, 1))
     Proposal(cuts=(3, 5), devices=((0, 1), (2,)))
     """
     edges = [0, *accumulate(widths)]
@@ -180,14 +179,12 @@ def trial(
         if costs.divisible or max(map(len, proposal.devices)) <= costs.batch // count
         for candidate in candidates_of(costs, proposal, count, schedule)
     }
-    bounds = {candidate: candidate_bound_s(costs, candidate) for candidate, reason in reasons.items() if reason is None}
-    if reasons and not bounds:
+    runnable = [candidate for candidate, reason in reasons.items() if reason is None]
+    if reasons and not runnable:
         return None, next(iter(reasons.values()))
     best = Best()
-    for candidate in sorted(bounds, key=bounds.__getitem__):
-        # A candidate whose bound is not below the best simulated step cannot improve on it.
-        if bounds[candidate] < best.step_s:
-            best.judge(simulator, candidate)
+    for _ in best.judge_each(simulator, runnable):
+        pass
     if best.fastest is not None:
         return best.fastest.candidate, None
     if best.closest is not None:

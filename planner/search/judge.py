@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, product
 from math import prod
+from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 from autopar.formats.plan import SHARDS, Shard
 from autopar.formats.prediction import Alternative
-from autopar.options.plan import PLANNED, PlanOptions, sharding_refusal
+from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import (
     Candidate,
     CandidateStage,
@@ -92,6 +93,26 @@ class Best:
         found = SimulatedPlan(simulator.step_s(candidate, math.inf if rival is None else rival.step_s), candidate)
         self.consider(found)
         return found.step_s
+
+    def judge_each(
+        self,
+        simulator: Simulator,
+        candidates: Iterable[Candidate],
+        below_s: float | None = None,
+        bound_s: Callable[[CostModel, Candidate], float] = candidate_bound_s,
+    ) -> Iterator[SimulatedPlan | None]:
+        """Simulate candidates in the order of their lower bounds; yield them, or None where :meth:`judge` does.
+
+        Those only that may take less than the ones before, and than ``below_s``, or, without, the best one so far.
+        """
+        below_s = self.step_s if below_s is None else below_s
+        bounded = [(bound_s(simulator.costs, each), each) for each in candidates]
+        for least_s, candidate in sorted(bounded, key=itemgetter(0)):
+            if least_s >= below_s:
+                return
+            step_s = self.judge(simulator, candidate)
+            below_s = below_s if step_s is None else min(below_s, step_s)
+            yield None if step_s is None else SimulatedPlan(step_s, candidate)
 
     def miss(self, closest: tuple[int, Candidate] | None) -> None:
         """Note a candidate that does not fit, and how many bytes it lacks, if there is one."""

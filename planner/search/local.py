@@ -148,18 +148,11 @@ class LocalSearch:
         choices = depth_choices(self.costs, family, frame, spans, exact=False, few=few)
         self.work_left -= FITTED * len(frame)
         self.best.miss(choices.closest)
-        return self._fastest(choices.candidates, below_s)
-
-    def _fastest(self, candidates: Sequence[Candidate], below_s: float) -> SimulatedPlan | None:
-        found: SimulatedPlan | None = None
-        for least_s, at in sorted((candidate_bound_s(self.costs, each), at) for at, each in enumerate(candidates)):
-            if least_s >= below_s:
-                break
-            step_s = self.best.judge(self.simulator, candidates[at])
-            self.work_left -= simulated_us(candidates[at])
-            if step_s is not None and (found is None or step_s < found.step_s):
-                found, below_s = SimulatedPlan(step_s, candidates[at]), min(below_s, step_s)
-        return found
+        met = []
+        for found in self.best.judge_each(self.simulator, choices.candidates, below_s):
+            self.work_left -= simulated_us(choices.candidates[0])
+            met += [found] if found is not None else []
+        return min(met, key=lambda each: each.step_s, default=None)
 
     def _next(self, at: _SearchState, tries: int) -> _SearchState | None:
         """Return the first of the most promising neighbours that is faster, or as fast with fewer slow stages."""
@@ -358,7 +351,7 @@ FEW_JUDGED, JUDGED = 4, 32
 def judge_even_splits(simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> None:
     """Judge even splits: every number of stages, as equal as can be, on equal widths or all devices, sharded alike."""
     climb = LocalSearch(simulator, options, best, START * options.effort)
-    orders = device_orders(simulator.costs)
+    orders = orders_by_node(simulator.costs)
     alike = len(set(zip(simulator.costs.kind_of, simulator.costs.limits_bytes, strict=True))) == 1
     layouts = list(even_layouts(simulator.costs, max(families)))
     quick = sorted(
@@ -410,7 +403,7 @@ def in_turn(elements: Iterable[Element], kind: Callable[[Element], object]) -> l
     return sorted(elements, key=lambda each: next(ranks[kind(each)]))
 
 
-def device_orders(costs: CostModel) -> list[tuple[int, ...]]:
+def orders_by_node(costs: CostModel) -> list[tuple[int, ...]]:
     """Return the orders in which stages may take devices: node by node, and one of every node in turn (scatter first).
 
     Stages of the second order have their replicas on several nodes, and their neighbours beside them.

@@ -23,14 +23,12 @@ Why: docs/design/decisions.md, "Search: Large problems are opened by paces".
 from __future__ import annotations
 
 from functools import cached_property
-from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.options.plan import PlanOptions
-from autopar.planner.bounds import beside_s, candidate_bound_s, work_s
+from autopar.planner.bounds import beside_s, work_s
 from autopar.planner.candidate import with_depths
 from autopar.planner.costs.activations import Counts
 from autopar.planner.search.depths import LEAD, depth_choices, least_recomputed, span_of
@@ -400,10 +398,8 @@ class FamilySearch:
             found = depth_choices(self.costs, family, frame, spans, exact=False)
             candidates += found.candidates
             self.best.miss(found.closest)
-        bounded = [(candidate_bound_s(self.costs, candidate), candidate) for candidate in candidates]
-        for bound_s, candidate in sorted(bounded, key=itemgetter(0)):
-            if bound_s < self.best.step_s:
-                self.best.judge(self.simulator, candidate)
+        for _ in self.best.judge_each(self.simulator, candidates):
+            pass
         return paced.step_s
 
     def _below(self, capped_stages: CappedStages) -> SuffixTables:
