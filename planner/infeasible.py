@@ -230,12 +230,9 @@ def oversized_layer(costs: CostModel, families: Sequence[Family], options: PlanO
 
 Fits = Callable[[PlanOptions], bool]
 """Whether a plan fits the memory of the same cluster with other options."""
-Changes = dict[str, Sequence[object]]
-"""Of options, by their names: values that may help."""
 
-MOST_DEVICES = 512
-MOST_TIMES = 16
-"""As many times the devices are tried."""
+MOST_DEVICES, MOST_TIMES = 512, 16
+"""Devices that are tried, and as many times those that were asked for."""
 MOST_STATES = 2048
 """Of the devices that are left, by kind."""
 MOST_DOUBLINGS = 8
@@ -252,70 +249,147 @@ def any_plan_fits(costs: CostModel, options: PlanOptions) -> bool:
     return found is not None and found[0] <= 0
 
 
-def advice(suggestions: Sequence[str]) -> str:
-    """Return the end of an error: what would help, each of it tried, or that nothing was found."""
+def advised(text: str, suggestions: Sequence[str]) -> InfeasibleError:
+    """Return the error of a text and what would help, each of it tried, or that nothing was found."""
     if not suggestions:
-        return "no options were found with which a plan would fit: divide the largest layers, or use a smaller model"
-    return f"a plan fits {', or '.join(suggestions)}"
+        none = "no options were found with which a plan would fit: divide the largest layers, or use a smaller model"
+        return InfeasibleError(f"{text}; {none}")
+    return InfeasibleError(f"{text}; a plan fits {', or '.join(suggestions)}")
 
 
-def remedies(costs: CostModel, options: PlanOptions, fits: Fits, short: int) -> list[str]:
+def remedies(costs: CostModel, options: PlanOptions, fits: Fits, needed: int | None) -> list[str]:
     """Return changes of the options that let a plan fit, as they can be typed, those first that ask for least.
 
-    ``short`` is by how many bytes the closest plan does not fit. Of sharding the first level that helps is named, of
-    micro-batch counts the nearest, of devices the least number (at most 512), of batches the largest of its halves, of
-    memory the least. Where nothing else helps alone, recomputation and sharding are tried together, with more devices.
+    ``needed`` is the memory of a device with which one does, about (:func:`needed_bytes`); None: no plan obeys the
+    options, of which some may then be left out. Of sharding the first level that helps is named, of micro-batch counts
+    the nearest, of batches the largest of its halves, of memory the least. Of devices it is the least number, at most
+    512; where trying takes long, twice or four times as many. Where nothing else helps alone, recomputation and
+    sharding are tried together, with more devices.
     """
-    found = _alone(_usual_changes(costs, options), options, fits)
-    found += _device_remedies(costs, options, fits, alone=not found)
-    found += _alone({"batch": _halves(costs.batch, options)}, options, fits)
-    return found + _memory_texts(_affordable(costs, _sizes(costs, options, short), found), options, fits)
-
-
-def schedule_remedies(costs: CostModel, options: PlanOptions, fits: Fits, short: int | None) -> list[str]:
-    """Return :func:`remedies` for a schedule that is found by trying: of devices twice or four times as many.
-
-    Without a plan that comes closest (``short``), also the options without which there is one.
-    """
-    changes = _usual_changes(costs, options) | _more_devices_or_less_batch(costs, options)
-    found = _alone(changes, options, fits)
-    if short is None:
-        return _or_without(found, costs, options, fits)
-    return found + _memory_texts(_sizes(costs, options, short), options, fits)
-
-
-def policy_remedies(costs: CostModel, options: PlanOptions, fits: Fits, ample_bytes: int) -> list[str]:
-    """Return what lets a pipeline without flushes fit, or one with flushes in its place.
-
-    ``ample_bytes`` is the memory of a device with which one does.
-    """
-    changes: Changes = {"recompute": ["auto"] if options.recompute == "none" else []}
-    changes |= {"objective": ["step"]} if options.policy == "sync" else {"policy": ["sync"]}
-    found = _alone(changes | _more_devices_or_less_batch(costs, options), options, fits)
-    return found + _memory_texts(_affordable(costs, [ample_bytes, 2 * ample_bytes], found), options, fits)
-
-
-def constraint_remedies(costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
-    """Return what lets there be a plan where none obeys the options: other numbers, or options left out."""
-    changes = _usual_changes(costs, options)
-    if options.use_all:
+    remedy, batch = _Remedies(costs, options, fits), costs.batch
+    found = [text for name, values in remedy.values().items() for text in remedy.first(name, values)]
+    if needed is None and options.use_all:
         fewer = range(len(costs.devices) - 1, max(1, options.min_stages) - 1, -1)
-        changes |= {"gpus": fewer[:MOST_TIMES], "batch": [costs.batch << step for step in range(1, MOST_DOUBLINGS)]}
-    return _or_without(_alone(changes, options, fits), costs, options, fits)
+        found += remedy.first("gpus", fewer[:MOST_TIMES])
+        found += remedy.first("batch", [batch << step for step in range(1, MOST_DOUBLINGS)])
+    else:
+        found += remedy.other_devices(alone=not found)
+        halves = (batch >> step for step in range(1, batch.bit_length()))
+        found += remedy.first("batch", [each for each in halves if each % (options.micro_batches or 1) == 0])
+    if needed is None:
+        return [*found, *(text for text, _ in remedy.left_out())] or remedy.beside_more_memory()
+    # More than the devices have is of use only where nothing else is.
+    most = min(device.memory_bytes for device in costs.devices)
+    return found + remedy.memory(each for each in (needed, 2 * needed) if each <= most or not found)
 
 
-def _fits(fits: Fits, options: PlanOptions, **changes: Any) -> bool:  # noqa: ANN401
-    """Whether a plan fits with options so changed; none does where they contradict each other."""
-    try:
-        return fits(replace(options, **changes))
-    except UsageError:
-        return False
+class _Remedies:
+    """Other values of options, which are tried."""
 
+    def __init__(self, costs: CostModel, options: PlanOptions, fits: Fits) -> None:
+        self.costs, self.options, self._fits_under = costs, options, fits
+        self._quick = options.weight_policy == "sync" and options.schedule in ("auto", *PLANNED)
+        """Whether tables tell what fits, and no plan has to be found."""
 
-def _or_without(remedies: list[str], costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
-    """Return what helps, and what may be left out; where nothing does, what helps together with more memory."""
-    every = [*remedies, *(text for text, _ in _left_out(options, fits))]
-    return every or _memory_remedies(costs, options, fits)
+    def fits(self, **changes: Any) -> bool:  # noqa: ANN401
+        """Whether a plan fits with options so changed; none does where they contradict each other."""
+        try:
+            return self._fits_under(replace(self.options, **changes))
+        except UsageError:
+            return False
+
+    def first(self, name: str, values: Iterable[Any]) -> list[str]:
+        """Return the first value of an option with which a plan fits, if there is one, as it can be typed."""
+        return [_options_text(**{name: each}) for each in islice((x for x in values if self.fits(**{name: x})), 1)]
+
+    def values(self) -> dict[str, Sequence[object]]:
+        """Return the values that may help by themselves, by option, but for devices, batch and memory."""
+        costs, options, asked = self.costs, self.options, self.options.micro_batches
+        counts = [] if asked is None else [count for count in divisors(costs.batch) if count != asked]
+        level = len(SHARDS) if options.shard == "auto" else SHARDS.index(options.shard) + 1
+        most, flushed = min(costs.layer_count, len(costs.devices)), options.weight_policy == "sync"
+        return {
+            "recompute": ["auto"] if options.recompute == "none" else [],
+            "shard": SHARDS[level:] if flushed else [],
+            "micro_batches": sorted(counts, key=lambda count: (count < (asked or 0), abs(count - (asked or 0)))),
+            "schedule": self._schedules(),
+            "chunks": range(2, options.chunks or 0),
+            "max_stages": range((options.max_stages or most) + 1, most + 1),
+            "policy": [] if options.policy == "sync" else ["sync"],
+            "objective": [] if flushed or options.policy != "sync" else ["step"],
+        }
+
+    def _schedules(self) -> list[str]:
+        """Return the schedule that may hold less; where stages or chunks are asked for, those of others are not."""
+        options = self.options
+        if options.schedule == "gpipe":
+            return ["1f1b"]
+        planned = options.schedule in ("auto", *PLANNED)
+        return [] if planned or options.chunks is not None or options.stages is not None else ["auto"]
+
+    def other_devices(self, *, alone: bool) -> list[str]:
+        """Return with how many devices a plan fits; if ``alone``, also with recomputation and sharding at once."""
+        count, options = len(self.costs.devices), self.options
+        if not self._quick:
+            counts = [] if options.stages is not None else [2 * count, 4 * count]
+            return self.first("gpus", [each for each in counts if each <= MOST_DEVICES])
+        names = [name for name in ("recompute", "shard") if alone and getattr(options, name) != "auto"]
+        changes: dict[str, Any] = dict.fromkeys(names, "auto")
+        if changes and self.fits(**changes):
+            return [_options_text(**changes)]
+        if options.stages is not None:
+            return []
+        most = self._fewest()
+        fewer = self._fewest(**changes) if changes else None
+        found = [] if fewer is None or (most is not None and most <= fewer) else [_options_text(**changes, gpus=fewer)]
+        return found if most is None else [*found, _options_text(gpus=most)]
+
+    def _fewest(self, **changes: Any) -> int | None:  # noqa: ANN401
+        """Return the least number of devices with which a plan fits, none if that would be too many to try."""
+        costs, least = self.costs, len(self.costs.devices)
+        most = min(MOST_DEVICES, MOST_TIMES * least, costs.layer_count * costs.batch)
+        kinds = set(costs.kind_of)
+        while most > least and prod(-(-most // least) * costs.kind_of.count(kind) + 1 for kind in kinds) > MOST_STATES:
+            most //= 2
+        # Few devices are tried quickly, and are mostly enough.
+        enough = min(most, 2 * least)
+        while enough < most and not self.fits(**changes, gpus=enough):
+            least, enough = enough, min(most, 2 * enough)
+        if enough <= least or (enough == most and not self.fits(**changes, gpus=most)):
+            return None
+        fewer = range(enough - 1, least, -1)
+        return enough - bisect_left(fewer, True, key=lambda count: not self.fits(**changes, gpus=count))
+
+    def left_out(self) -> list[tuple[str, dict[str, object]]]:
+        """Return what may be left out, in words, and its defaults: each that helps alone, else as few as needed."""
+        asked = self.options.changed(_LEFT_OUT)
+        for count in range(1, len(asked) + 1):
+            found = []
+            for names in combinations(asked, count):
+                usual = {name: getattr(PlanOptions, name) for name in names}
+                if self.fits(**usual):
+                    found.append((f"without {' and '.join(f'`{name}`' for name in names)}", usual))
+            if found:
+                return found
+        return []
+
+    def memory(self, sizes: Iterable[int], **changes: object) -> list[str]:
+        """Return the first of some sizes of memory with which a plan fits, beside ``changes`` that are made already."""
+        helping = (text for text, count in map(_size_option, sizes) if self.fits(**changes, memory_bytes=count))
+        return [_options_text(**changes, memory_bytes=text) for text in islice(helping, 1)]
+
+    def beside_more_memory(self) -> list[str]:
+        """Return what helps together with more memory, where nothing does without."""
+        ample = _Remedies(self.costs, replace(self.options, memory_bytes=UNLIMITED_BYTES), self._fits_under)
+        for schedule in self._schedules():
+            if ample.fits(schedule=schedule):
+                needed = needed_bytes(self.costs, replace(self.options, schedule=schedule))
+                return self.memory([needed, 2 * needed] if needed else [], schedule=schedule)
+        for text, usual in ample.left_out()[:1]:
+            other = _Remedies(self.costs, replace(self.options, **usual), self._fits_under)  # type: ignore[arg-type]
+            needed = needed_bytes(self.costs, other.options)
+            return [f"{text} and {each}" for each in other.memory([needed, 2 * needed] if needed else [])]
+        return []
 
 
 def _options_text(**options: object) -> str:
@@ -327,147 +401,19 @@ def _options_text(**options: object) -> str:
     return f"with `{', '.join(f'{name}={value!r}' for name, value in options.items())}`"
 
 
-def _left_out(options: PlanOptions, fits: Fits) -> list[tuple[str, PlanOptions]]:
-    """Return what may be left out, in words, and the options without: each that helps alone, else as few as needed."""
-    asked = options.changed(_LEFT_OUT)
-    for count in range(1, len(asked) + 1):
-        found = []
-        for names in combinations(asked, count):
-            other = replace(options, **{name: getattr(PlanOptions, name) for name in names})
-            if _fits(fits, other):
-                found.append((f"without {' and '.join(f'`{name}`' for name in names)}", other))
-        if found:
-            return found
-    return []
-
-
-def _memory_remedies(costs: CostModel, options: PlanOptions, fits: Fits) -> list[str]:
-    """Return what helps together with more memory, where nothing does without."""
-    ample = replace(options, memory_bytes=UNLIMITED_BYTES)
-    for schedule in _first(_schedules(options), "schedule", ample, fits):
-        other = replace(options, schedule=schedule)
-        return _memory_texts(_sizes(costs, other), other, fits, schedule=schedule)
-    for text, other in _left_out(ample, fits)[:1]:
-        return [f"{text} and {each}" for each in _memory_texts(_sizes(costs, other), other, fits)]
-    return []
-
-
-def _usual_changes(costs: CostModel, options: PlanOptions) -> Changes:
-    """Return the options that may help by themselves, but for devices, batch and memory."""
-    asked = options.micro_batches
-    counts: list[int] = []
-    if asked is not None:
-        counts = [count for count in divisors(costs.batch) if count != asked]
-        counts.sort(key=lambda count: (count < asked, abs(count - asked)))
-    level = len(SHARDS) if options.shard == "auto" else SHARDS.index(options.shard) + 1
-    most = min(costs.layer_count, len(costs.devices))
-    return {
-        "recompute": ["auto"] if options.recompute == "none" else [],
-        "shard": SHARDS[level:],
-        "micro_batches": counts,
-        "schedule": _schedules(options),
-        "chunks": range(2, options.chunks) if options.chunks is not None else [],
-        "max_stages": range(options.max_stages + 1, most + 1) if options.max_stages is not None else [],
-    }
-
-
-def _schedules(options: PlanOptions) -> list[str]:
-    """Return the schedule that may hold less; where stages or chunks are asked for, those of others are not."""
-    if options.schedule == "gpipe":
-        return ["1f1b"]
-    planned = options.schedule in ("auto", *PLANNED)
-    return [] if planned or options.chunks is not None or options.stages is not None else ["auto"]
-
-
-def _device_remedies(costs: CostModel, options: PlanOptions, fits: Fits, *, alone: bool) -> list[str]:
-    """Return with how many devices a plan fits; if ``alone``, also with recomputation and sharding at once."""
-    names = [name for name in ("recompute", "shard") if alone and getattr(options, name) != "auto"]
-    changes: dict[str, Any] = dict.fromkeys(names, "auto")
-    both = replace(options, **changes)
-    if changes and _fits(fits, both):
-        return [_options_text(**changes)]
-    if options.stages is not None:
-        return []
-    count = _devices(costs, options, fits)
-    fewer = _devices(costs, both, fits) if changes else None
-    found = [] if fewer is None or (count is not None and count <= fewer) else [_options_text(**changes, gpus=fewer)]
-    return found if count is None else [*found, _options_text(gpus=count)]
-
-
-def _alone(changes: Changes, options: PlanOptions, fits: Fits) -> list[str]:
-    """Return the options that help by themselves, each with its first value that does."""
-    first = ((name, value) for name, values in changes.items() for value in _first(values, name, options, fits))
-    return [_options_text(**{name: value}) for name, value in first]
-
-
-def _first(values: Iterable[Any], name: str, options: PlanOptions, fits: Fits) -> list[Any]:
-    """Return the first value of an option with which a plan fits, if there is one."""
-    return [*islice((value for value in values if _fits(fits, options, **{name: value})), 1)]
-
-
-def _devices(costs: CostModel, options: PlanOptions, fits: Fits) -> int | None:
-    """Return the least number of devices with which a plan fits, none if that would be too many to try."""
-    least = len(costs.devices)
-    most = min(MOST_DEVICES, MOST_TIMES * least, costs.layer_count * costs.batch)
-    while most > least and _states(costs, most) > MOST_STATES:
-        most //= 2
-    # Few devices are tried quickly, and are mostly enough.
-    enough = min(most, 2 * least)
-    while enough < most and not _fits(fits, options, gpus=enough):
-        least, enough = enough, min(most, 2 * enough)
-    if enough <= least or (enough == most and not _fits(fits, options, gpus=most)):
-        return None
-    fewer = range(enough - 1, least, -1)
-    return enough - bisect_left(fewer, True, key=lambda count: not _fits(fits, options, gpus=count))
-
-
-def _states(costs: CostModel, devices: int) -> int:
-    more = -(-devices // len(costs.kind_of))
-    return prod(more * costs.kind_of.count(kind) + 1 for kind in set(costs.kind_of))
-
-
-def _more_devices_or_less_batch(costs: CostModel, options: PlanOptions) -> Changes:
-    """Return twice and four times as many devices, and the batch's halves, as far as there may be such."""
-    counts = (len(costs.devices) * times for times in (2, 4) if options.stages is None)
-    return {"gpus": [count for count in counts if count <= MOST_DEVICES], "batch": _halves(costs.batch, options)}
-
-
-def _halves(batch: int, options: PlanOptions) -> list[int]:
-    count = options.micro_batches or 1
-    return [batch >> step for step in range(1, batch.bit_length()) if (batch >> step) % count == 0]
-
-
-def _sizes(costs: CostModel, options: PlanOptions, short: int | None = None) -> list[int]:
-    """Return the least memory per device with which a plan may fit, near which ``short`` comes, and twice as much."""
+def needed_bytes(costs: CostModel, options: PlanOptions, short: int | None = None) -> int | None:
+    """Return the least memory per device with which a plan may fit, near which ``short`` comes; None: there is none."""
     reserved = {costs.kinds[kind].reserved_bytes for kind in costs.kind_of}
     limits = set(costs.limits_bytes)
-    if short is not None and len(limits) == len(reserved) == 1:
-        needed = limits.pop() + reserved.pop() + short
-    elif options.stages is None:
-        # What chunks need in memory is not told beforehand, but near what `1f1b` does.
-        schedule = options.schedule if options.schedule in PLANNED else "auto"
-        ample = replace(options, memory_bytes=UNLIMITED_BYTES, schedule=schedule, chunks=None)
-        model = CostModel(costs.profile, costs.cluster, ample)
-        found = closest(model, families(model.batch, ample), ample)
-        if found is None:
-            return []
-        needed = UNLIMITED_BYTES + found[0]
-    else:
+    if (short is not None and len(limits) == len(reserved) == 1) or options.stages is not None:
         # About: what the largest device of those that differ has, and all that the stage lacks that lacks most.
-        needed = max(limits) + max(reserved) + (short or 0)
-    return [needed, 2 * needed]
-
-
-def _affordable(costs: CostModel, sizes: list[int], others: list[str]) -> list[int]:
-    """Return the sizes of memory that the devices have; all where there are no other remedies."""
-    most = min(device.memory_bytes for device in costs.devices)
-    return [each for each in sizes if each <= most or not others]
-
-
-def _memory_texts(sizes: Iterable[int], options: PlanOptions, fits: Fits, **changes: object) -> list[str]:
-    """Return the first of some sizes of memory with which a plan fits, beside ``changes`` that are made already."""
-    texts = (text for text, bytes_ in map(_size_option, sizes) if _fits(fits, options, memory_bytes=bytes_))
-    return [_options_text(**changes, memory_bytes=text) for text in islice(texts, 1)]
+        return max(limits) + max(reserved) + (short or 0)
+    # What chunks need in memory is not told beforehand, but near what `1f1b` does.
+    schedule = options.schedule if options.schedule in PLANNED else "auto"
+    ample = replace(options, memory_bytes=UNLIMITED_BYTES, schedule=schedule, chunks=None)
+    model = CostModel(costs.profile, costs.cluster, ample)
+    found = closest(model, families(model.batch, ample), ample)
+    return None if found is None else UNLIMITED_BYTES + found[0]
 
 
 def _size_option(count: int) -> tuple[str, int]:
@@ -527,18 +473,19 @@ def infeasible(
     if found is None or (closest_plan is not None and closest_plan[0] <= found[0]):
         found = closest_plan
     if found is None:
-        return InfeasibleError(f"{_unmet(costs, options)}; {advice(constraint_remedies(costs, options, fits))}")
+        return advised(_unmet(costs, options), remedies(costs, options, fits, None))
     candidate = found[1]
     layer = oversized_layer(costs, families, options)
-    large = "" if layer is None else f"layer {costs.profile.layers[layer].name} alone fits no device; "
+    large = "" if layer is None else f"; layer {costs.profile.layers[layer].name} alone fits no device"
     count = len(candidate.stages)
     stages = candidate.text() if count <= MOST_STAGES else f"{count} stages"
     how = f"{stages} with {candidate.schedule} and {candidate.micro_batches_text()}"
     kept, gradients = costs.state_bytes(candidate, max(enumerate(costs.shortfalls(candidate)), key=lambda at: at[1])[0])
     state = f"{size(kept)} are parameters and the optimizer's state, {size(gradients)} gradients, the rest activations"
-    return InfeasibleError(
+    return advised(
         f"nothing fits the memory: {explain(costs, candidate)} even in the plan that comes closest ({how}): "
-        f"{state}; {large}{advice(remedies(costs, options, fits, found[0]))}"
+        f"{state}{large}",
+        remedies(costs, options, fits, needed_bytes(costs, options, found[0])),
     )
 
 

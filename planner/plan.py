@@ -35,20 +35,21 @@ from autopar.planner.candidate import (
 )
 from autopar.planner.constraints import FixedStages, Question, parse, refusal_of_all, runnable, shape_of, too_wide
 from autopar.planner.costs.model import CostModel
-from autopar.planner.infeasible import advice, any_plan_fits, closest, infeasible, remedies
+from autopar.planner.infeasible import advised, any_plan_fits, closest, infeasible, needed_bytes, remedies
 from autopar.planner.milp.solve import search_by_milp
 from autopar.planner.objectives.cost import cheapest_plan
 from autopar.planner.objectives.unflushed import policy_fits, policy_plan
 from autopar.planner.peers import Peer, peers
 from autopar.planner.placement import pool_of
 from autopar.planner.search import other_schedules
-from autopar.planner.search.best_first import bounds_of_families, least_bound_s, search
+from autopar.planner.search.best_first import Search, SearchResult, bounds_of_families, least_bound_s
 from autopar.planner.search.judge import (
     ENOUGH,
     Best,
     Reference,
     SimulatedPlan,
     frames,
+    least_gap,
     neighbours,
     references,
     shallowest,
@@ -124,7 +125,7 @@ def _without_collection() -> Iterator[None]:
 def _plan_best(question: Question) -> Plan:
     """Return the simplest of the best plans, with what bounds them, and what stands near them."""
     best, (compared, of_peers) = Best(), starting_plans(question)
-    least_s, search_notes, linked_s = _search(question, best, compared, of_peers)
+    found = _search(question, best, compared, of_peers)
     if best.fastest is None:
         _judge_closest(question, best)
     if best.fastest is None:
@@ -132,13 +133,14 @@ def _plan_best(question: Question) -> Plan:
         raise infeasible(question.costs, question.families, question.options, best.closest, fits)
     _find_equal(question, best)
     question.simulator.progress("bounding plans from below", 0.8)
+    least_s = min(found.lower_bound_s, best.step_s)
     least = least_bound_s(question.costs, question.options)
-    bounds = bounds_of_families(question.costs, question.families, least, best.step_s, linked_s)
+    bounds = bounds_of_families(question.costs, question.families, least, best.step_s, found.linked_s)
     bounds, least_s, schedule_notes = _try_schedules(question, best, bounds, max(least_s, bounds.linked_s))
     chosen = _choose(question, best)
     near = neighbours(question.simulator, best, chosen.candidate)
     notes = [
-        *search_notes,
+        *found.notes,
         *schedule_notes,
         *_schedule_notes(question, chosen.candidate),
         *_simplicity(question, best, chosen),
@@ -150,18 +152,9 @@ def _plan_best(question: Question) -> Plan:
     return assemble(question.costs, chosen.candidate, question.options, least_s, rows, notes, bounds, chosen.step_s)
 
 
-class _Proof(NamedTuple):
-    """What a search proves."""
-
-    lower_bound_s: float
-    notes: tuple[str, ...]
-    linked_s: dict[Family, float]
-    """Bounds of families in memory without limits, as of :class:`.best_first.SearchResult`."""
-
-
 def _search(
     question: Question, best: Best, reference_plans: Sequence[Reference], of_peers: Sequence[Peer] = ()
-) -> _Proof:
+) -> SearchResult:
     """Search from what others would run on.
 
     So the plan is never worse than one of these that is admitted.
@@ -176,28 +169,31 @@ def _search(
         if own is not None and question.excluding_option(own) is None:
             best.judge(simulator, own)
     if options.solver == "milp":
-        solved = search_by_milp(simulator, every, options, best)
-        return _Proof(solved.lower_bound_s, tuple(solved.notes), {})
-    if options.gap > 0 and (options.effort > 1 or options.exact):
-        # First as with an effort of one: from other seeds, local moves may lead elsewhere, to a slower plan.
-        first = _search_by_dp(question, best, replace(options, effort=1, exact=False))
-        then = _search_by_dp(question, best, options)
-        return then._replace(lower_bound_s=max(first.lower_bound_s, then.lower_bound_s))
-    return _search_by_dp(question, best, options)
-
-
-def _search_by_dp(question: Question, best: Best, options: PlanOptions) -> _Proof:
-    """Search by the dynamic program and, but for a gap of 0, by local moves."""
-    simulator, every = question.simulator, question.families
-    if options.gap > 0:
-        simulator.progress("trying even splits", 0.15)
-        judge_even_splits(simulator, every, options, best)
-    simulator.progress(f"searching {len(every)} families of plans", 0.2)
-    found = search(simulator, every, options, best)
-    if options.gap > 0:
-        simulator.progress("moving on from the best plans", 0.6)
+        return search_by_milp(simulator, every, options, best)
+    first = replace(options, effort=1, exact=False)
+    searching = Search(simulator, every, first, best)
+    if options.gap == 0:
+        return searching.go()
+    # First as for a plan that need not be exact: from other seeds, local moves may lead elsewhere, to a slower plan.
+    found = _search_and_move(question, best, searching, first)
+    if options.effort > 1:
+        found = _search_and_move(question, best, Search(simulator, every, options, best), options)
+    elif options.exact:
+        found = searching.go_on(least_gap(options))
         search_locally(simulator, options, best, found.lower_bound_s)
-    return _Proof(min(found.lower_bound_s, best.step_s), (), found.linked_s)
+    return found
+
+
+def _search_and_move(question: Question, best: Best, searching: Search, options: PlanOptions) -> SearchResult:
+    """Search by the dynamic program, from even splits, and move on from the best plans."""
+    simulator = question.simulator
+    simulator.progress("trying even splits", 0.15)
+    judge_even_splits(simulator, question.families, options, best)
+    simulator.progress(f"searching {len(question.families)} families of plans", 0.2)
+    found = searching.go()
+    simulator.progress("moving on from the best plans", 0.6)
+    search_locally(simulator, options, best, found.lower_bound_s)
+    return found
 
 
 def _judge_closest(question: Question, best: Best) -> None:
@@ -254,9 +250,9 @@ def _find_equal(question: Question, best: Best) -> None:
         return
     own = _even_splits(question)
     if own.equal is None:
-        short = 1 if own.closest is None else own.closest[0]
-        others = remedies(question.costs, options, partial(_plan_fits, question), short)
-        raise InfeasibleError(f"{_NO_EQUAL}; {advice([_WITHOUT_EQUAL, *others])}")
+        needed = needed_bytes(question.costs, options, 1 if own.closest is None else own.closest[0])
+        others = remedies(question.costs, options, partial(_plan_fits, question), needed)
+        raise advised(_NO_EQUAL, [_WITHOUT_EQUAL, *others])
     best.consider(own.equal)
 
 
@@ -310,7 +306,7 @@ def _plan_schedule(question: Question) -> Plan:
         simulator.progress(f"trying plans of {options.schedule}", 0.7)
         own = other_schedules.tried_best(simulator, options, best, fits)
         if options.equal_widths and own.equal is None:
-            raise InfeasibleError(f"{_NO_EQUAL} under {options.schedule}; {advice([_WITHOUT_EQUAL])}")
+            raise advised(f"{_NO_EQUAL} under {options.schedule}", [_WITHOUT_EQUAL])
         bounds = other_schedules.bounds_of(costs, options, own.step_s)
         chosen = _choose(question, own).candidate
         assert own.fastest is not None

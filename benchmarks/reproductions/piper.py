@@ -13,7 +13,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.profile import Profile
 from autopar.hardware.topology import Topology
-from autopar.planner.infeasible import advice
+from autopar.planner.infeasible import advised
 from reproductions.piper_moves import PiperMoves, in_flight
 from reproductions.piper_options import Task
 from reproductions.piper_stages import PiperStages, Stage
@@ -118,10 +118,8 @@ def piper_plan(
     stages = PiperStages(profile, task)
     best = _least(stages)
     if best is None:
-        raise InfeasibleError(
-            f"no plan of Piper's fits {task.devices} devices of {task.memory_bytes} bytes; "
-            f"{advice([f'with {each}' for each in _remedies(profile, cluster, task)])}"
-        )
+        text = f"no plan of Piper's fits {task.devices} devices of {task.memory_bytes} bytes"
+        raise advised(text, [f"with {each}" for each in _remedies(profile, cluster, task)])
     return _written(profile, stages, best)
 
 

@@ -24,7 +24,7 @@ from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.milp.program import MOST_ARCS, Arc, ArcNetwork, Linear, linear, network
 from autopar.planner.placement import pool_of
-from autopar.planner.search.best_first import HOPELESS, search
+from autopar.planner.search.best_first import HOPELESS, SearchResult, search
 from autopar.planner.search.depths import depth_choices
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
@@ -124,16 +124,6 @@ TOLERANCE = 1e-6
 """Relative, for what solvers compute in floating point; lower bounds hold as exactly as that."""
 PATHS = 20
 """Asked for after every family's first, where a gap is allowed; with no gap, as many as it takes."""
-
-
-class MilpResult(NamedTuple):
-    """What the programs prove, or the search in their place."""
-
-    lower_bound_s: float
-    """No plan that was searched takes less."""
-    least_bound_s: float
-    """The least bound of any plan that fits; infinite where none does, or none was met."""
-    notes: tuple[str, ...]
 
 
 class _UnansweredError(Exception):
@@ -253,7 +243,7 @@ class _Rounds:
         self.least_bound_s = self.floor_s = math.inf
         self.seen_candidates: set[Candidate] = set()
 
-    def go(self, solver: Solver, seconds: float) -> MilpResult:
+    def go(self, solver: Solver, seconds: float) -> SearchResult:
         """Ask and try until the best is best, or near enough, or as much was tried as the options allow."""
         self.solver, self.seconds = solver, seconds
         for index, family in enumerate(self.families):
@@ -271,7 +261,7 @@ class _Rounds:
                 self._ask(bound_s, what)
         ahead_s = self.heap[0][0] if self.heap else math.inf
         lower_bound_s = min(self.best.step_s, self.floor_s, ahead_s)
-        return MilpResult(lower_bound_s, self.least_bound_s, ())
+        return SearchResult(lower_bound_s, self.least_bound_s, {})
 
     def _push(self, bound_s: float, what: int | Candidate) -> None:
         self.sequence += 1
@@ -348,7 +338,7 @@ def search_by_milp(
     options: PlanOptions,
     best: Best,
     solvers: Sequence[Solver] = SOLVERS,
-) -> MilpResult:
+) -> SearchResult:
     """Improve on ``best`` by mixed-integer programs, or by the search where no solver answers.
 
     The bound holds for every plan of the families. Notes say which solver failed, and why the search took over.
@@ -369,4 +359,4 @@ def search_by_milp(
         gap = best.step_s / found.lower_bound_s - 1 if found.lower_bound_s > 0 else 0.0
         said = f", {gap:.1%} above its lower bound" if best.fastest is not None else ""
         note = f"`solver='milp'`: {ended}; the plan is that of `solver='dp'`{said}"
-        return MilpResult(found.lower_bound_s, found.least_bound_s, (note,))
+        return found._replace(notes=(note,))

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.errors import InfeasibleError, UsageError
+from autopar.errors import UsageError
 from autopar.formats.cluster import Level
 from autopar.formats.plan import Division, Plan, turn_count
 from autopar.formats.prediction import Alternative
@@ -46,7 +46,7 @@ from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import Numbers
 from autopar.planner.costs.memory import PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel, durations
-from autopar.planner.infeasible import Fits, advice, policy_remedies, size
+from autopar.planner.infeasible import Fits, advised, remedies, size
 from autopar.planner.simulator.contention import DeadlockError
 from autopar.planner.simulator.simulate import PipelineTimes, Simulator, outline, pipeline_times, trace_unflushed
 from autopar.policies import POLICIES, kept_versions, stage_depths
@@ -457,7 +457,7 @@ def policy_fits(question: Question) -> bool:
     judge = PolicyJudge(question.simulator, question.options)
     parts = (
         (family, frame)
-        for family, devices in product(question.families, device_orders(judge.costs))
+        for family, devices in product(question.families, orders_by_kind(judge.costs))
         for _, frame in islice(_partitions(judge, question, family, devices), MOST_TRIED)
     )
     return any(next(judge.candidates(family, frame), None) is not None for family, frame in parts)
@@ -466,7 +466,7 @@ def policy_fits(question: Question) -> bool:
 def _search(judge: PolicyJudge, question: Question) -> _Search:
     best: _Verdict | None = None
     tried, is_partial, least_s = 0, False, math.inf
-    asked = list(product(question.families, device_orders(judge.costs)))
+    asked = list(product(question.families, orders_by_kind(judge.costs)))
     for position, (family, devices) in enumerate(asked):
         judge.simulator.progress(f"searching {judge.options.weight_policy}", position / len(asked))
         for number, (busiest_s, frame) in enumerate(_partitions(judge, question, family, devices)):
@@ -482,7 +482,7 @@ def _search(judge: PolicyJudge, question: Question) -> _Search:
     return _Search(best, least_s, tried, is_partial)
 
 
-def device_orders(costs: CostModel) -> list[tuple[int, ...]]:
+def orders_by_kind(costs: CostModel) -> list[tuple[int, ...]]:
     """Return the orders in which stages take devices: the cluster's, and kind by kind, each kind in its own order.
 
     Of four devices, A, B, A and B, these are 0123, 0213 and 1302.
@@ -573,9 +573,10 @@ def _nothing(judge: PolicyJudge, search: _Search, fits: Fits) -> Exception:
         reserved = (max(costs.kinds[costs.kind_of[each]].reserved_bytes for each in stage.devices) for stage in stages)
         needed = max(map(add, peaks, reserved))
         every = " on all of them" if options.use_all else ""
-        return InfeasibleError(
+        return advised(
             f"no pipeline of policy {policy} of {costs.layer_count} layers fits {len(costs.devices)} devices{every}, "
-            f"with the weight versions that it keeps; {advice(policy_remedies(costs, options, fits, needed))}"
+            "with the weight versions that it keeps",
+            remedies(costs, options, fits, needed),
         )
     if search.attempts:
         return UsageError(

@@ -70,6 +70,7 @@ class SearchResult(NamedTuple):
     """The least bound of any plan that fits; infinite where none does, or none was met."""
     linked_s: dict[Family, float]
     """Of families that were looked at: what none of their plans falls below, nor the best step then, in any memory."""
+    notes: tuple[str, ...] = ()
 
 
 _NONE = float("-inf")
@@ -185,7 +186,7 @@ class _SearchNode(NamedTuple):
     candidate: Candidate | None = None
 
 
-class _Search:
+class Search:
     def __init__(self, simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> None:
         self.simulator, self.costs = simulator, simulator.costs
         self.families, self.options, self.best = families, options, best
@@ -193,9 +194,8 @@ class _Search:
         self.unlimited = self.costs.without(memory=True)
         self.heap: list[_SearchNode] = []
         self.sequence = self.candidates = 0
-        self.work_left = BEST_FIRST * options.effort if options.gap > 0 else float("inf")
+        self.work_left = 0.0
         """Work that may yet be done."""
-        self.gap = least_gap(options)
         self.enough = max(ENOUGH, options.gap) if options.effort == 1 else options.gap
         self.pacing_left, self.last_us = PACES * options.effort, 0.0
         self.tables_left = TABLES * options.effort
@@ -210,20 +210,24 @@ class _Search:
         self.linked_s: dict[Family, float] = {}
 
     def go(self) -> SearchResult:
-        """Search; see :func:`search`."""
+        """Open all families, and then plans; see :func:`search`."""
         for index, family in enumerate(sorted(self.families, key=self._known_s), 1):
             self.simulator.progress(f"bounding family {index} of {len(self.families)}", 0.2)
             self._begin(family)
         if self.lowest is not None and self.lowest[0] < self.best.step_s:
             # What bounds a family of tight memory tells more of its plans than what even splits there are.
             self.lowest[1].try_paces()
-        expansions = 0
-        most = EXPANSIONS if self.options.gap > 0 else EXPANSIONS_WHEN_EXACT
-        limit = self.options.candidate_limit
+        return self.go_on(least_gap(self.options))
+
+    def go_on(self, gap: float) -> SearchResult:
+        """Open plans in the order of their bounds until the best one is within a gap, or as much was done as may be."""
+        self.candidates = expansions = 0
+        most, limit = EXPANSIONS if self.options.gap > 0 else EXPANSIONS_WHEN_EXACT, self.options.candidate_limit
+        self.work_left = BEST_FIRST * self.options.effort if self.options.gap > 0 else float("inf")
         while self.heap and self.candidates < limit and expansions < most and self.work_left > 0:
             proved_s = min(self.heap[0].bound_s, self.floor_s)
             if self.best.step_s <= self.heap[0].bound_s or (
-                self.best.step_s <= (1 + self.gap) * proved_s and self.candidates >= LEAST_CANDIDATES
+                self.best.step_s <= (1 + gap) * proved_s and self.candidates >= LEAST_CANDIDATES
             ):
                 break
             if self.options.gap == 0:
@@ -433,7 +437,7 @@ def search(simulator: Simulator, families: Sequence[Family], options: PlanOption
     The bound holds for every plan of the families, whatever ended the search: the best plan was proved best or close
     enough, or as many plans were simulated as the options allow.
     """
-    return _Search(simulator, families, options, best).go()
+    return Search(simulator, families, options, best).go()
 
 
 def places_of(costs: CostModel, options: PlanOptions) -> Places:

@@ -32,7 +32,7 @@ from autopar.planner.candidate import (
 from autopar.planner.constraints import Constraints, FixedStages, Rule, refusal_of_all, runnable, shape_of, too_wide
 from autopar.planner.costs.layers import Sets
 from autopar.planner.costs.model import CostModel
-from autopar.planner.infeasible import Fits, advice, explain, schedule_remedies
+from autopar.planner.infeasible import Fits, advised, explain, needed_bytes, remedies
 from autopar.planner.search import moves
 from autopar.planner.search.best_first import (
     MOST_CLOSELY_BOUNDED,
@@ -414,14 +414,13 @@ def _seeds(best: Best, most: int) -> list[Candidate]:
 
 
 def _infeasible(costs: CostModel, options: PlanOptions, best: Best, fits: Fits | None) -> InfeasibleError:
-    asked, short = f"{options.schedule} for {costs.layer_count} layers on {len(costs.devices)} devices", None
-    text = f"no plan of {asked} obeys all options"
+    asked = f"{options.schedule} for {costs.layer_count} layers on {len(costs.devices)} devices"
+    text, needed = f"no plan of {asked} obeys all options", None
     if best.closest is not None:
         short, candidate = best.closest
+        needed = needed_bytes(costs, options, short)
         text = (
             f"nothing fits the memory: {explain(costs, candidate)} in the plan of {options.schedule} that comes "
             f"closest ({candidate.text()} with {candidate.micro_batches_text()})"
         )
-    return InfeasibleError(
-        text if fits is None else f"{text}; {advice(schedule_remedies(costs, options, fits, short))}"
-    )
+    return InfeasibleError(text) if fits is None else advised(text, remedies(costs, options, fits, needed))

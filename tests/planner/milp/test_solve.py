@@ -18,8 +18,8 @@ from autopar.planner.candidate import families
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
 from autopar.planner.milp.program import Linear
-from autopar.planner.milp.solve import SOLVERS, MilpResult, Solution, Solver, search_by_milp
-from autopar.planner.search.best_first import search
+from autopar.planner.milp.solve import SOLVERS, Solution, Solver, search_by_milp
+from autopar.planner.search.best_first import SearchResult, search
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
 from oracles.exhaustive import exhaust
@@ -76,7 +76,7 @@ def _searched(costs: CostModel, options: PlanOptions) -> tuple[Best, float]:
     return best, search(Simulator(costs), families(costs.batch, options), options, best).least_bound_s
 
 
-def _programmed(costs: CostModel, options: PlanOptions, solvers: Sequence[Solver]) -> tuple[Best, MilpResult]:
+def _programmed(costs: CostModel, options: PlanOptions, solvers: Sequence[Solver]) -> tuple[Best, SearchResult]:
     best = Best()
     return best, search_by_milp(Simulator(costs), families(costs.batch, options), options, best, solvers)
 

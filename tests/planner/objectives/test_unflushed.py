@@ -18,7 +18,13 @@ from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.candidate import Candidate, CandidateStage, Family
 from autopar.planner.costs.model import CostModel
 from autopar.planner.objectives import unflushed
-from autopar.planner.objectives.unflushed import PartitionTable, PipelinePartition, PolicyJudge, StageWay, device_orders
+from autopar.planner.objectives.unflushed import (
+    PartitionTable,
+    PipelinePartition,
+    PolicyJudge,
+    StageWay,
+    orders_by_kind,
+)
 from autopar.planner.simulator.simulate import Simulator, pipeline_times
 from autopar.policies import xpipe_constants
 from random_problems import gpt_profile, launched, local_cluster, problem, random_cluster, random_profile, two_kinds
@@ -97,7 +103,7 @@ def test_stages_are_kept_where_dictated_and_kinds_taken_in_every_order() -> None
     with pytest.raises(UsageError, match=r"no pipeline of policy pipemare obeys the options: .*`policy='sync'`"):
         plan(gpt_profile(), local_cluster(2), PlanOptions(policy="pipemare", anneal_steps=9, min_stages=2))
     profile, cluster = two_kinds(random_profile(3).model_copy(update={"tied": ()}), local_cluster(2), 3)
-    assert device_orders(CostModel(profile, cluster, PlanOptions())) == [(0, 1), (1, 0)]
+    assert orders_by_kind(CostModel(profile, cluster, PlanOptions())) == [(0, 1), (1, 0)]
     best_s = plan(profile, cluster, PlanOptions(policy="stash", min_stages=2, use_all=True)).predicted.step_s
     for first in range(2):
         ordered = cluster.model_copy(update={"devices": (cluster.devices[first], cluster.devices[1 - first])})
@@ -193,7 +199,7 @@ def asked(seed: int) -> tuple[PolicyJudge, Family, tuple[int, ...]]:
     judge = PolicyJudge(Simulator(CostModel(profile, cluster, options)), options)
     counts = [count for count in (1, 2, 4) if profile.batch % count == 0]
     micro_batches = counts[seed % len(counts)]
-    orders = device_orders(judge.costs)
+    orders = orders_by_kind(judge.costs)
     return judge, Family(micro_batches, profile.batch // micro_batches, "1f1b"), orders[seed % len(orders)]
 
 
