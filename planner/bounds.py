@@ -52,10 +52,8 @@ from autopar.formats.prediction import BoundPart, Term
 from autopar.planner.candidate import Candidate, CandidateStage, Family, groups, plain, splits_backward, with_depth
 from autopar.planner.costs.memory import Backwards, backwards
 from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.queues import Flag, Value, either, larger
 from autopar.schedules.route import Route
-
-Value = float | npt.NDArray[np.float64]
-Flag = bool | npt.NDArray[np.bool_]
 
 
 class StageTerms(NamedTuple):
@@ -106,7 +104,7 @@ def last(stage: StageTerms) -> Terms:
     """Return the terms of the last stage."""
     trip = stage.forward_s + stage.backward_s
     # Of one micro-batch after the other, at most so many as are in flight overlap.
-    busy = _larger(_larger(stage.work_s, stage.rate * trip), trip + stage.beside_s)
+    busy = larger(larger(stage.work_s, stage.rate * trip), trip + stage.beside_s)
     done = _with_halves(stage, trip, busy + stage.closing_s)
     return Terms(trip, busy, done, done)
 
@@ -115,51 +113,22 @@ def fold(stage: StageTerms, link: LinkTerms, behind: Terms) -> Terms:
     """Return the terms of a stage in front of the stages ``behind``; scalars and arrays alike."""
     own = stage.forward_s + stage.backward_s
     around = own + link.forth_s + link.back_s
-    trip = _either(link.back, around + behind.trip_s, own)
-    queued = _larger(link.forth_work_s + link.back_s, link.forth_s + link.back_work_s)
-    ahead = _larger(around + behind.backward_s, own + behind.trip_s + queued)
-    backward = _larger(_larger(stage.work_s, stage.rate * trip), trip + stage.beside_s)
-    backward = _larger(backward, _either(link.back, ahead, 0.0))
-    later = _either(link.forth, stage.forward_s + link.forth_s + behind.done_s, 0.0)
-    done = _with_halves(stage, trip, _larger(backward + stage.closing_s, later))
-    return Terms(trip, backward, done, _larger(done, behind.step_s))
+    trip = either(link.back, around + behind.trip_s, own)
+    # What a queue takes beyond one message each way, which the round trip has.
+    queued = larger(link.forth_work_s + link.back_s, link.forth_s + link.back_work_s) + own - around
+    backward = larger(stage.work_s, stage.rate * trip)
+    backward = larger(backward, trip + either(link.back, larger(stage.beside_s, queued), stage.beside_s))
+    backward = larger(backward, either(link.back, around + behind.backward_s, 0.0))
+    later = either(link.forth, stage.forward_s + link.forth_s + behind.done_s, 0.0)
+    done = _with_halves(stage, trip, larger(backward + stage.closing_s, later))
+    return Terms(trip, backward, done, larger(done, behind.step_s))
 
 
 def _with_halves(stage: StageTerms, trip: Value, done: Value) -> Value:
     """Return when all is done, the weight halves of a stage included."""
     if stage.total_s is None or stage.rest_s is None:
         return done
-    return _larger(done, _larger(stage.total_s, trip + stage.rest_s))
-
-
-def _larger(one: Value, other: Value) -> Value:
-    """The larger of two numbers, or of each two; of numbers, comparing takes a tenth of what numpy does."""
-    if isinstance(one, float) and isinstance(other, float):
-        return one if one >= other else other
-    return np.maximum(one, other)
-
-
-def _either(flag: Flag, one: Value, other: Value) -> Value:
-    """The first where the flag holds, else the second."""
-    if isinstance(flag, bool) and isinstance(one, float) and isinstance(other, float):
-        return one if flag else other
-    return np.where(flag, one, other)
-
-
-def fold_chain(stage: StageTerms, link: LinkTerms, behind: Terms) -> Terms:
-    """Return :func:`fold` where tensors travel forth and back; overwrites the arrays ``behind``."""
-    trip, backward, done = (np.asarray(each) for each in behind[:3])
-    own = stage.forward_s + stage.backward_s
-    around = own + link.forth_s + link.back_s
-    queued = np.maximum(link.forth_work_s + link.back_s, link.forth_s + link.back_work_s) + own - around
-    trip += around
-    backward += around
-    np.maximum(backward, stage.work_s, out=backward)
-    np.maximum(backward, stage.rate * trip, out=backward)
-    np.maximum(backward, trip + np.maximum(stage.beside_s, queued), out=backward)
-    done += stage.forward_s + link.forth_s
-    np.maximum(done, _with_halves(stage, trip, backward + stage.closing_s), out=done)
-    return Terms(trip, backward, done, np.maximum(done, behind.step_s))
+    return larger(done, larger(stage.total_s, trip + stage.rest_s))
 
 
 def suffixes(stages: Sequence[StageTerms], links: Sequence[LinkTerms]) -> Iterator[Terms]:
@@ -207,7 +176,7 @@ def beside_s(forward_s: Value, backward_s: Value, micro_batches: Value, depth: V
     plain = isinstance(depth, int) and isinstance(micro_batches, int)
     idle = micro_batches - (min(depth, micro_batches) if plain else np.minimum(depth, micro_batches))
     most = micro_batches - 1
-    return _larger(idle * forward_s + most * backward_s, most * forward_s + idle * backward_s)
+    return larger(idle * forward_s + most * backward_s, most * forward_s + idle * backward_s)
 
 
 def link_terms(costs: CostModel, before: CandidateStage, after: CandidateStage, candidate: Candidate) -> LinkTerms:

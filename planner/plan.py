@@ -102,7 +102,7 @@ def plan(
     with _without_collection():
         question = Question.of(profile, cluster, options, progress)
         if options.weight_policy != "sync":
-            return policy_plan(question, partial(_policy_fits, question))
+            return policy_plan(question, partial(_fits, question))
         if options.schedule != "auto" and not plain(options.schedule):
             return _plan_schedule(question)
         if options.objective == "cost":
@@ -129,7 +129,7 @@ def _plan_best(question: Question) -> Plan:
     if best.fastest is None:
         _judge_closest(question, best)
     if best.fastest is None:
-        fits = partial(_plan_fits, question)
+        fits = partial(_fits, question)
         raise infeasible(question.costs, question.families, question.options, best.closest, fits)
     _find_equal(question, best)
     question.simulator.progress("bounding plans from below", 0.8)
@@ -251,7 +251,7 @@ def _find_equal(question: Question, best: Best) -> None:
     own = _even_splits(question)
     if own.equal is None:
         needed = needed_bytes(question.costs, options, 1 if own.closest is None else own.closest[0])
-        others = remedies(question.costs, options, partial(_plan_fits, question), needed)
+        others = remedies(question.costs, options, partial(_fits, question), needed)
         raise advised(_NO_EQUAL, [_WITHOUT_EQUAL, *others])
     best.consider(own.equal)
 
@@ -262,18 +262,25 @@ def _even_splits(question: Question) -> Best:
     return best
 
 
-def _policy_fits(question: Question, options: PlanOptions) -> bool:
-    """Whether there is a plan with other options, with flushes or without."""
-    if options.weight_policy == "sync":
-        return _plan_fits(question, options)
-    return policy_fits(Question.of(question.costs.profile, question.costs.cluster, options))
-
-
-def _plan_fits(question: Question, options: PlanOptions) -> bool:
-    """Whether a plan that is asked for fits the memory of the same cluster with other options."""
-    if not options.equal_widths:
-        return any_plan_fits(question.costs, options)
-    return _even_splits(question.under(options)).equal is not None
+def _fits(question: Question, options: PlanOptions) -> bool:
+    """Whether there is a plan with other options, looked for as :func:`plan` does."""
+    if options.weight_policy != "sync":
+        return policy_fits(Question.of(question.costs.profile, question.costs.cluster, options))
+    other, fixed_stages = question.under(options), question.fixed_stages
+    if options.schedule != "auto" and not plain(options.schedule):
+        try:
+            if fixed_stages is not None:
+                found = other_schedules.dictated_best(other.simulator, other.options, fixed_stages)
+            else:
+                beside, best = replace(other, options=other_schedules.usual(other.options)), Best()
+                _search(beside, best, references(other.simulator, beside.families, beside.options))
+                found = other_schedules.tried_best(other.simulator, other.options, best)
+        except InfeasibleError:
+            return False
+        return (found.equal if options.equal_widths else found.fastest) is not None
+    if fixed_stages is not None:
+        return _refusal(other, fixed_stages) is None and _try_dictated(other, fixed_stages).fastest is not None
+    return _even_splits(other).equal is not None if options.equal_widths else any_plan_fits(question.costs, options)
 
 
 def _choose(question: Question, best: Best) -> SimulatedPlan:
@@ -296,7 +303,7 @@ def _choose(question: Question, best: Best) -> SimulatedPlan:
 def _plan_schedule(question: Question) -> Plan:
     """Return the best plan of a schedule that is found by trying, beside the best one of `1f1b`."""
     simulator, costs, options = question.simulator, question.costs, question.options
-    beside, fits = replace(question, options=other_schedules.usual(options)), partial(_schedule_fits, question)
+    beside, fits = replace(question, options=other_schedules.usual(options)), partial(_fits, question)
     compared = references(simulator, beside.families, beside.options)
     fixed_stages = question.fixed_stages
     own = None if fixed_stages is None else other_schedules.dictated_best(simulator, options, fixed_stages, fits)
@@ -334,23 +341,6 @@ def _bounds_of_shape(question: Question, fixed_stages: FixedStages, step_s: floa
     return bounds_of_families(costs, question.families, bound_s, step_s)
 
 
-def _schedule_fits(question: Question, options: PlanOptions) -> bool:
-    """Whether a plan of the schedule that is asked for fits with other options."""
-    if options.schedule == "auto" or plain(options.schedule):
-        return _plan_fits(question, options)
-    other = question.under(options)
-    beside = replace(other, options=other_schedules.usual(other.options))
-    try:
-        if other.fixed_stages is not None:
-            return other_schedules.dictated_best(other.simulator, other.options, other.fixed_stages).fastest is not None
-        best = Best()
-        _search(beside, best, references(other.simulator, beside.families, beside.options))
-        found = other_schedules.tried_best(other.simulator, other.options, best)
-        return (found.equal if options.equal_widths else found.fastest) is not None
-    except InfeasibleError:
-        return False
-
-
 def _plan_stages(question: Question, fixed_stages: FixedStages) -> Plan:
     """Return the best plan of dictated stages, beside the best one of any."""
     own, costs, best = _judge_stages(question, fixed_stages), question.costs, Best()
@@ -379,15 +369,8 @@ def _judge_stages(question: Question, fixed_stages: FixedStages) -> Best:
     if own.fastest is None and own.closest is None:
         raise too_wide(fixed_stages, question.costs.batch)
     if own.fastest is None:
-        fits = partial(_stages_fit, question, fixed_stages)
-        raise infeasible(question.costs, (), question.options, own.closest, fits)
+        raise infeasible(question.costs, (), question.options, own.closest, partial(_fits, question))
     return own
-
-
-def _stages_fit(question: Question, fixed_stages: FixedStages, options: PlanOptions) -> bool:
-    """Whether dictated stages fit with other options."""
-    other = question.under(options)
-    return _refusal(other, fixed_stages) is None and _try_dictated(other, fixed_stages).fastest is not None
 
 
 def _try_dictated(question: Question, fixed_stages: FixedStages) -> Best:

@@ -121,7 +121,7 @@ class CostModel:
         self.sums = StageSums(self.layers, layers, self.links, self.sharing, waits=waits)
         self.seconds = PassSeconds(self.sums)
         self.reductions = Reductions(self.seconds, self.flows, divisible=self.divisible)
-        self._levels = cache(self._computed_levels)
+        self.recompute_levels = cache(self._recompute_levels)
         self._stage_shortfall = lru_cache(MOST_SHORTFALLS)(self._computed_shortfall)
 
     def _devices(self, cluster: Cluster, count: int) -> list[Device]:
@@ -224,14 +224,11 @@ class CostModel:
         """
         return 1.0 if ranks > 1 else (micro_batches - 1) / micro_batches
 
-    def recompute_levels(self, rows: float, kind: int = 0) -> Levels:
+    def _recompute_levels(self, rows: float, kind: int = 0) -> Levels:
         """Return sets of layers to recompute, from none to all that free memory, each a part of the next.
 
         Layers join in the order of the seconds that they cost per byte freed; those that cannot run twice are in none.
         """
-        return self._levels(rows, kind)
-
-    def _computed_levels(self, rows: float, kind: int) -> Levels:
         ranked = []
         for layer, each in enumerate(self.profile.layers):
             if each.writes is None or not each.writes.once:

@@ -26,11 +26,11 @@ from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
-from autopar.options.plan import PlanOptions
-from autopar.planner.bounds import LinkTerms, StageTerms, Value, link_terms, stage_terms
+from autopar.planner.bounds import LinkTerms, StageTerms, link_terms, stage_terms
 from autopar.planner.candidate import Candidate, CandidateStage, Family, manners_of, within
 from autopar.planner.constraints import Constraints
 from autopar.planner.costs.model import CostModel
+from autopar.planner.costs.queues import Value
 from autopar.planner.placement import Pool
 
 MOST_ARCS = 20_000

@@ -24,8 +24,7 @@ from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.milp.program import MOST_ARCS, Arc, ArcNetwork, Linear, linear, network
 from autopar.planner.placement import pool_of
-from autopar.planner.search.best_first import HOPELESS, SearchResult, search
-from autopar.planner.search.depths import depth_choices
+from autopar.planner.search.best_first import DepthSearch, SearchResult, search
 from autopar.planner.search.judge import Best
 from autopar.planner.simulator.simulate import Simulator
 
@@ -228,20 +227,18 @@ def _place(stage: CandidateStage) -> tuple[object, ...]:
     return stage.first, stage.stop, stage.devices, stage.shares, stage.shard, stage.division
 
 
-class _Rounds:
+class _Rounds(DepthSearch):
     """Paths and candidates in the order of their bounds, of all families together."""
 
     def __init__(self, simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> None:
-        self.simulator, self.costs, self.families = simulator, simulator.costs, families
-        self.options, self.best, self.exact = options, best, options.gap == 0
+        super().__init__(simulator, options, best)
+        self.families = families
         self.pool = pool_of(self.costs, exact=self.exact, use_all=options.use_all)
         self.constraints = Constraints.of(self.costs, options)
         self.programs: dict[int, _FamilyProgram] = {}
         self.heap: list[tuple[float, int, int | Candidate]] = []
         """Families that may hold better plans, and candidates: the least bound is first, the earliest of equals."""
-        self.sequence = self.candidates = self.paths = 0
-        self.least_bound_s = self.floor_s = math.inf
-        self.seen_candidates: set[Candidate] = set()
+        self.sequence = self.paths = 0
 
     def go(self, solver: Solver, seconds: float) -> SearchResult:
         """Ask and try until the best is best, or near enough, or as much was tried as the options allow."""
@@ -256,7 +253,7 @@ class _Rounds:
                 break
             bound_s, _, what = heapq.heappop(self.heap)
             if isinstance(what, Candidate):
-                self._judge(bound_s, what)
+                self.judge(bound_s, what)
             else:
                 self._ask(bound_s, what)
         ahead_s = self.heap[0][0] if self.heap else math.inf
@@ -303,33 +300,16 @@ class _Rounds:
 
     def _try(self, program: _FamilyProgram, path: Sequence[int]) -> None:
         """Try the depths of a path: with no gap all of them, in the order of their bounds; else a few at once."""
-        family, stages = program.network.family, program.stages(path)
+        family = program.network.family
         spans = [self._span(family, program.network.arcs[arc]) for arc in path]
-        found = depth_choices(self.costs, family, stages, spans, exact=self.exact)
-        tried: list[float] = []
-        for candidate in found.candidates:
-            bound_s = candidate_bound_s(self.costs, candidate)
-            if candidate in self.seen_candidates or bound_s >= self.best.step_s:
-                continue
-            self.seen_candidates.add(candidate)
-            if self.exact:
-                self._push(bound_s, candidate)
-            elif not tried or min(tried) < HOPELESS * self.best.step_s:
-                tried.append(self._judge(bound_s, candidate) or 0.0)
-        self.best.miss(found.closest)
-        if not found.complete:
-            self.floor_s = min(self.floor_s, candidate_bound_s(self.costs, Candidate(*family, stages)))
+        for bound_s, candidate in self.try_depths(Candidate(*family, program.stages(path)), spans):
+            self._push(bound_s, candidate)
 
     def _span(self, family: Family, arc: Arc) -> Span:
         """What a stage may recompute, from the least that lets it fit by itself."""
         levels = self.costs.recompute_levels(family.micro_batch_size, self.costs.kind_of[arc.stage.devices[0]])
         low = len(arc.stage.recompute)
         return Span(levels, low, low if self.options.recompute == "none" else None)
-
-    def _judge(self, bound_s: float, candidate: Candidate) -> float | None:
-        self.least_bound_s = min(self.least_bound_s, bound_s)
-        self.candidates += 1
-        return self.best.judge(self.simulator, candidate)
 
 
 def search_by_milp(

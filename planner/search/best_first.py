@@ -2,8 +2,6 @@
 
 Best first over prefixes of stages, all families on one heap. A whole plan is a node of its own, still without depths:
 its bound has in flight what fits. It opens into the candidates that differ in depths, each with its exact bound.
-
-A prefix of stages is a function from the terms of what follows to the seconds of the step.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from autopar.planner.bounds import (
     LinkTerms,
     StageTerms,
     Terms,
-    Value,
     candidate_bound_s,
     fold,
     link_terms,
@@ -73,88 +70,6 @@ class SearchResult(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-_NONE = float("-inf")
-
-
-class Prefix(NamedTuple):
-    """The largest of a number, of a term of what follows and a number, and of lines over its round trip.
-
-    :func:`autopar.planner.bounds.fold` is made of sums and maxima, so that folding any number of stages is again
-    of this form.
-    """
-
-    constant_s: float = 0.0
-    backward_s: float = _NONE
-    """Added to the term U of what follows."""
-    done_s: float = _NONE
-    """Added to its term V."""
-    lines: tuple[tuple[float, float], ...] = ()
-    """(slope, seconds) over its term R, those only that are the largest somewhere."""
-
-    def step_s(self, behind: Terms) -> Value:
-        """Return the seconds of the step of this prefix before the stages ``behind``; scalars and arrays alike."""
-        found = np.maximum(self.constant_s, behind.step_s)
-        if self.backward_s > _NONE:
-            found = np.maximum(found, self.backward_s + behind.backward_s)
-        if self.done_s > _NONE:
-            found = np.maximum(found, self.done_s + behind.done_s)
-        for slope, seconds in self.lines:
-            found = np.maximum(found, slope * behind.trip_s + seconds)
-        return found
-
-    def then(self, stage: StageTerms, link: LinkTerms) -> Prefix:
-        """Return this prefix with one more stage behind it, and the boundary behind that."""
-        # The step is the term V of the first stage, or that of a stage behind a boundary that nothing crosses.
-        done_s = max(self.done_s, 0.0)
-        backward_s = max(self.backward_s, done_s + float(stage.closing_s))
-        own = float(stage.forward_s + stage.backward_s)
-        forth_s, back_s = float(link.forth_s), float(link.back_s)
-        rate, around, beside = float(stage.rate), own + forth_s + back_s, float(stage.beside_s)
-        halves = stage.total_s, stage.rest_s
-        total_s, rest_s = (_NONE if each is None else done_s + float(each) for each in halves)
-        constant_s = max(self.constant_s, backward_s + float(stage.work_s), total_s)
-        then_done_s = done_s + float(stage.forward_s) + forth_s if link.forth else _NONE
-        if not link.back:
-            fixed = (
-                backward_s + rate * own,
-                backward_s + own + beside,
-                own + rest_s,
-                *(slope * own + seconds for slope, seconds in self.lines),
-            )
-            return Prefix(max(constant_s, *fixed), _NONE, then_done_s)
-        queued = max(float(link.forth_work_s) + back_s, forth_s + float(link.back_work_s))
-        lines = [(slope, slope * around + seconds) for slope, seconds in self.lines]
-        lines += [
-            (rate, rate * around + backward_s),
-            (1.0, max(backward_s + max(own + queued, around + beside), around + rest_s)),
-        ]
-        return Prefix(constant_s, backward_s + around, then_done_s, _largest(lines))
-
-
-NOTHING = Prefix()
-
-
-def _largest(lines: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Return those lines that are the largest at some round trip from 0 on, by slope, ascending.
-
-    >>> _largest([(1.0, 5.0), (2.0, 1.0), (1.0, 4.0), (1.5, 2.0)])
-    ((1.0, 5.0), (2.0, 1.0))
-    """
-    hull: list[tuple[float, float]] = []
-    for slope, seconds in sorted(lines):
-        while hull and hull[-1][1] <= seconds:
-            hull.pop()
-        while len(hull) > 1 and _is_hidden(hull[-2], hull[-1], (slope, seconds)):
-            hull.pop()
-        hull.append((slope, seconds))
-    return tuple(hull)
-
-
-def _is_hidden(flat: tuple[float, float], middle: tuple[float, float], steep: tuple[float, float]) -> bool:
-    """Whether a line is nowhere above both of its neighbours."""
-    return (flat[1] - middle[1]) * (steep[0] - flat[0]) >= (flat[1] - steep[1]) * (middle[0] - flat[0])
-
-
 class _StagePath(NamedTuple):
     """The first stages of a plan."""
 
@@ -162,8 +77,8 @@ class _StagePath(NamedTuple):
     stages: tuple[CandidateStage, ...]
     terms: StageTerms
     """Of the last one."""
-    prefix: Prefix = NOTHING
-    """Of those before."""
+    before: tuple[tuple[StageTerms, LinkTerms], ...] = ()
+    """Of those before, and of the boundaries behind them."""
     trip_s: float = 0.0
     """Over those before, and the boundaries behind them."""
 
@@ -186,16 +101,57 @@ class _SearchNode(NamedTuple):
     candidate: Candidate | None = None
 
 
-class Search:
+class DepthSearch:
+    """Tries the depths of whole plans, in the order of their bounds where all of them are asked for."""
+
+    def __init__(self, simulator: Simulator, options: PlanOptions, best: Best) -> None:
+        self.simulator, self.costs, self.options, self.best = simulator, simulator.costs, options, best
+        self.candidates, self.exact = 0, options.gap == 0
+        self.work_left = 0.0
+        """Work that may yet be done."""
+        self.floor_s = float("inf")
+        """The least bound of what is not looked at: plans not all of whose depths are tried, and large families."""
+        self.least_bound_s = float("inf")
+
+    def judge(self, bound_s: float, candidate: Candidate) -> float | None:
+        """Simulate a candidate."""
+        self.least_bound_s = min(self.least_bound_s, bound_s)
+        self.candidates += 1
+        self.work_left -= simulated_us(candidate)
+        return self.best.judge(self.simulator, candidate)
+
+    def try_depths(
+        self, frame: Candidate, spans: Sequence[Span], least_s: float = 0.0
+    ) -> Iterator[tuple[float, Candidate]]:
+        """Judge the candidates of a plan that is whole but for its depths, whose bound is ``least_s``.
+
+        Yields them with their bounds, not judged, where all depths are asked for.
+        """
+        found = depth_choices(self.costs, Family(*frame[:3]), frame.stages, spans, exact=self.exact)
+        self.work_left -= FITTED * len(frame.stages)
+        tried: list[float] = []
+        for candidate in found.candidates:
+            bound_s = max(least_s, candidate_bound_s(self.costs, candidate))
+            if bound_s < self.best.step_s and self.exact:
+                yield bound_s, candidate
+            elif bound_s < self.best.step_s and (not tried or min(tried) < HOPELESS * self.best.step_s):
+                # Where the first choices of depths are far behind, the others are not tried.
+                tried.append(self.judge(bound_s, candidate) or 0.0)
+        self.best.miss(found.closest)
+        if not found.complete:
+            self.floor_s = min(self.floor_s, max(least_s, candidate_bound_s(self.costs, frame)))
+
+
+class Search(DepthSearch):
+    """The search of all families; see :func:`search`."""
+
     def __init__(self, simulator: Simulator, families: Sequence[Family], options: PlanOptions, best: Best) -> None:
-        self.simulator, self.costs = simulator, simulator.costs
-        self.families, self.options, self.best = families, options, best
+        super().__init__(simulator, options, best)
+        self.families = families
         self.places = places_of(self.costs, options)
         self.unlimited = self.costs.without(memory=True)
         self.heap: list[_SearchNode] = []
-        self.sequence = self.candidates = 0
-        self.work_left = 0.0
-        """Work that may yet be done."""
+        self.sequence = 0
         self.enough = max(ENOUGH, options.gap) if options.effort == 1 else options.gap
         self.pacing_left, self.last_us = PACES * options.effort, 0.0
         self.tables_left = TABLES * options.effort
@@ -204,9 +160,6 @@ class Search:
         """How slow the best plan known of a large family may be for others to be looked for."""
         self.lowest: tuple[float, FamilySearch] | None = None
         """Of large families of which no plans were looked for, and soon would be, the least bound."""
-        self.floor_s = float("inf")
-        """The least bound of what is not looked at: plans not all of whose depths are tried, and large families."""
-        self.least_bound_s = float("inf")
         self.linked_s: dict[Family, float] = {}
 
     def go(self) -> SearchResult:
@@ -231,11 +184,11 @@ class Search:
             ):
                 break
             if self.options.gap == 0:
-                gap = self.best.step_s / proved_s - 1 if proved_s > 0 else float("inf")
-                self.simulator.progress(f"proving the best plan: {expansions} plans opened, {gap:.1%} left", 0.4)
+                left = self.best.step_s / proved_s - 1 if proved_s > 0 else float("inf")
+                self.simulator.progress(f"proving the best plan: {expansions} plans opened, {left:.1%} left", 0.4)
             node = heapq.heappop(self.heap)
             if node.candidate is not None:
-                self._judge(node.bound_s, node.candidate)
+                self.judge(node.bound_s, node.candidate)
                 continue
             # Down to a whole plan at once: what is below a promising prefix is soon known, and prunes the rest.
             below: _SearchNode | None = node
@@ -268,33 +221,15 @@ class Search:
         self.sequence += 1
         heapq.heappush(self.heap, node._replace(sequence=self.sequence))
 
-    def _judge(self, bound_s: float, candidate: Candidate) -> float | None:
-        self.least_bound_s = min(self.least_bound_s, bound_s)
-        self.candidates += 1
-        self.work_left -= simulated_us(candidate)
-        return self.best.judge(self.simulator, candidate)
-
     def _complete(self, node: _SearchNode) -> None:
         """Push the candidates of a plan that is whole but for its depths."""
         path = self._path(node)
         if path is None:
             return
-        stages, exact = node.tables.stages, self.options.gap == 0
-        spans = [self._span(stages, step) for step in path.steps]
-        found = depth_choices(self.costs, stages.family, path.stages, spans, exact=exact)
-        self.work_left -= FITTED * len(path.stages)
-        tried: list[float] = []
-        for candidate in found.candidates:
-            bound_s = max(node.bound_s, candidate_bound_s(self.costs, candidate))
-            if bound_s < self.best.step_s and exact:
-                self._push(_SearchNode(bound_s, -1, 0.0, 0, node.tables, candidate=candidate))
-            elif bound_s < self.best.step_s and (not tried or min(tried) < HOPELESS * self.best.step_s):
-                # Where the first choices of depths are far behind, the others are not tried.
-                tried.append(self._judge(bound_s, candidate) or 0.0)
-        self.best.miss(found.closest)
-        if not found.complete:
-            frame = Candidate(*stages.family, path.stages)
-            self.floor_s = min(self.floor_s, max(node.bound_s, candidate_bound_s(self.costs, frame)))
+        frame = Candidate(*node.tables.stages.family, path.stages)
+        spans = [self._span(node.tables.stages, step) for step in path.steps]
+        for bound_s, candidate in self.try_depths(frame, spans, node.bound_s):
+            self._push(_SearchNode(bound_s, -1, 0.0, 0, node.tables, candidate=candidate))
 
     def _span(self, stages: StageTables, step: Step) -> Span:
         """How many layers of a stage may be recomputed; of similar stages that are taken together, all."""
@@ -313,8 +248,8 @@ class Search:
         beside, own = (before.stages[-1], stage), before.terms
         link = link_terms(self.costs, *beside, Candidate(*stages.family, beside))
         trip_s = before.trip_s + float(own.forward_s + own.backward_s + link.forth_s + link.back_s)
-        prefix = before.prefix.then(own, link)
-        return _StagePath((*before.steps, node.step), (*before.stages, stage), terms, prefix, trip_s)
+        folded = (*before.before, (own, link))
+        return _StagePath((*before.steps, node.step), (*before.stages, stage), terms, folded, trip_s)
 
     def _tables_of(self, family: Family) -> tuple[SuffixTables, float] | None:
         """Return a family's tables and a lower bound; none where its plans are not to be looked through one by one."""
@@ -393,13 +328,13 @@ class Search:
                 return None
             stop, state = node.step.stop, int(tables.states.after[node.step.way, node.step.state])
         found: list[_SearchNode] = []
+        following, every = tables.terms(stop, state)
         for behind in tables.behinds(node.behind):
             # Behind as many as are told apart there may be more: too few cannot be known, too many can.
             count = behind + 1 + (0 if path is None else len(path.steps))
             if not limits.least_stages <= count <= limits.most_stages:
                 continue
-            following, terms = tables.terms(stop, state, behind)
-            for at, bound_s, trip_s in self._promising(node, path, terms):
+            for at, bound_s, trip_s in self._promising(node, path, every[behind]):
                 after = stop + int(following.length[at])
                 step = Step(stop, after, int(following.way[at]), state)
                 left = self.costs.layer_count - after
@@ -417,9 +352,10 @@ class Search:
         """Yield the next stages that may beat the best plan, with their bounds and round trips."""
         if path is not None:
             terms = fold(path.terms, node.tables.stages.link(path.steps[-1]), terms)
-        bounds = np.asarray((NOTHING if path is None else path.prefix).step_s(terms))
-        bounds = bounds + self.costs.profile.step_overhead_s
         trips = np.asarray(terms.trip_s) + (0.0 if path is None else path.trip_s)
+        for stage, link in reversed(() if path is None else path.before):
+            terms = fold(stage, link, terms)
+        bounds = np.asarray(terms.step_s) + self.costs.profile.step_overhead_s
         some = np.flatnonzero(bounds < self.best.step_s)
         least = np.maximum(node.bound_s, bounds[some]).tolist()
         return zip(some.tolist(), least, trips[some].tolist(), strict=True)

@@ -17,8 +17,7 @@ import numpy.typing as npt
 from autopar.errors import UsageError
 from autopar.formats.cluster import Level
 from autopar.formats.plan import SCATTERING, Division, Shard
-from autopar.options.plan import PlanOptions
-from autopar.planner.bounds import LinkTerms, StageTerms, Value, beside_s, last, stage_terms
+from autopar.planner.bounds import LinkTerms, StageTerms, beside_s, last, stage_terms
 from autopar.planner.candidate import CandidateStage, Family, splits_backward
 from autopar.planner.constraints import Constraints, limits_met
 from autopar.planner.costs import memoize_weakly
@@ -26,7 +25,7 @@ from autopar.planner.costs.activations import Area, Areas, Counts, Numbers
 from autopar.planner.costs.communication import Collective
 from autopar.planner.costs.layers import Span
 from autopar.planner.costs.model import CostModel
-from autopar.planner.costs.queues import Site
+from autopar.planner.costs.queues import Site, Value
 from autopar.planner.placement import Places, StateMove
 from autopar.planner.search.depths import DepthLimits
 from autopar.planner.search.judge import MOST_TABLED, TABLED, TABLED_APART

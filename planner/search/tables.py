@@ -31,8 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.options.plan import PlanOptions
-from autopar.planner.bounds import LinkTerms, StageTerms, Terms, fold, fold_chain, last
+from autopar.planner.bounds import LinkTerms, StageTerms, Terms, fold, last
 from autopar.planner.costs import memoize_weakly
 from autopar.planner.costs.activations import Counts, Numbers
 from autopar.planner.search.stages import NextStages, StageTables
@@ -216,14 +215,14 @@ class SuffixTables:
             return range(self.counts)
         return range(max(0, stages - 1), stages + (self._last_is_open and stages == self.counts - 1))
 
-    def terms(self, first: int, state: int, behind: int) -> tuple[NextStages, Terms]:
+    def terms(self, first: int, state: int) -> tuple[NextStages, list[Terms]]:
         """Return the stages that may begin with a layer, and the least terms of suffixes that begin so.
 
-        ``behind`` stages follow; the largest number that is told apart stands for all larger ones.
+        By how many stages follow; the largest number that is told apart stands for all larger ones.
         """
         following = self._capped_stages.at(first, self.states.group_of(state))
         found = self._extend_terms(first, following, np.array([state]))
-        return following, Terms(*(each[behind, :, 0] for each in found))
+        return following, [Terms(*each) for each in zip(*(each[:, :, 0] for each in found), strict=True)]
 
     def _prefixes(self) -> Numbers:
         """Least round trips of all stages before every position, where they count for what follows."""
@@ -255,14 +254,13 @@ class SuffixTables:
         after = self.states.behind(following.way, states)
         wide = StageTerms(*following.stages[:, 0, :, None].astype(self._kind))
         forth, back, *seconds = following.links[:, 0, :, None].astype(self._kind)
-        beyond = LinkTerms(forth > 0, back > 0, *seconds)
+        beyond = LinkTerms(True, True, *seconds) if self._chain else LinkTerms(forth > 0, back > 0, *seconds)
         behind = Terms(*self._suffixes(first, following, after))
-        if self._chain:
-            found = tuple(map(np.asarray, fold_chain(wide, beyond, behind)))
-        else:
+        found = tuple(map(np.asarray, fold(wide, beyond, behind)))
+        if not self._chain:
             # Where no gradient returns, some terms have nothing of what is behind: not even that nothing can be there.
             there = np.isfinite(behind.step_s)
-            found = tuple(np.where(there, each, self._kind(np.inf)) for each in fold(wide, beyond, behind))
+            found = tuple(np.where(there, each, self._kind(np.inf)) for each in found)
         ends = first + following.longest >= self.stages.layers
         if ends.any():
             empty = after[ends] == self.stages.pool.empty if self._use_all else after[ends] < self.states.none

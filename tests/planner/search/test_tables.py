@@ -37,8 +37,8 @@ def _table_values(costs: CostModel, family: Family, options: PlanOptions) -> dic
     pool = pool_of(costs, exact=True, use_all=False)
     tables = SuffixTables(StageTables(costs, Places(costs, pool), family, options), options)
     values: dict[Key, float] = {}
-    for behind in range(tables.counts):
-        following, terms = tables.terms(0, 0, behind)
+    following, every = tables.terms(0, 0)
+    for terms in every:
         steps = np.asarray(terms.step_s) + costs.profile.step_overhead_s
         for number, stop, step_s in zip(following.way.tolist(), following.length.tolist(), steps.tolist(), strict=True):
             way = tables.stages.ways[number]
