@@ -34,7 +34,7 @@ from autopar.planner.search.judge import BEST_FIRST, ENOUGH, FITTED, PACES, TABL
 from autopar.planner.search.pace import FamilySearch
 from autopar.planner.search.stages import StageTables, Step
 from autopar.planner.search.tables import ROUNDING, CappedStages, SuffixTables
-from autopar.planner.search.variants import COARSE, FINE, ROUGH, Fineness
+from autopar.planner.search.variants import COARSE, FINE, Fineness
 from autopar.planner.simulator.simulate import Simulator
 
 MANY_ROUNDED = 5_000_000
@@ -403,18 +403,13 @@ def least_bound_s(costs: CostModel, options: PlanOptions, most: int = MOST_BOUND
 
 def _tables_bound_s(costs: CostModel, places: Places, family: Family, options: PlanOptions, cap_s: float) -> float:
     """Return the least bound of a family's plans of fewer seconds than a cap, or the cap."""
-    exact, found_s = options.gap == 0, 0.0
-    # First what bounds most soonest.
-    for fineness in (None,) if exact else (ROUGH, FINE):
-        stages = StageTables(costs, places, family, options, fineness)
-        if not (exact or stages.is_tabled):
-            return min(cap_s, max(found_s, work_s(costs, family)))
-        capped_stages, large = CappedStages(stages, cap_s), not exact and stages.size > MANY_ROUNDED
-        tables = SuffixTables(stages, options, capped_stages, single_precision=large)
-        found_s = max(found_s, costs.profile.step_overhead_s + tables.least_s)
-        if found_s >= cap_s or not any(way.choice.recomputes for way in stages.ways):
-            break
-    return min(cap_s, found_s)
+    exact = options.gap == 0
+    stages = StageTables(costs, places, family, options, None if exact else FINE)
+    if not (exact or stages.is_tabled):
+        return min(cap_s, work_s(costs, family))
+    capped_stages, large = CappedStages(stages, cap_s), not exact and stages.size > MANY_ROUNDED
+    tables = SuffixTables(stages, options, capped_stages, single_precision=large)
+    return min(cap_s, costs.profile.step_overhead_s + tables.least_s)
 
 
 def bounds_of_families(

@@ -78,7 +78,7 @@ class StageTables:
         self.costs, self.pool, self.family, self.layers = costs, places.pool, family, costs.layer_count
         self.apart, self._has_halves = fineness is None, splits_backward(family.schedule)
         self.depth_limits = DepthLimits(costs, family, self.pool)
-        every = {kind: choices(costs, options, self.depth_limits.binding(kind), fineness) for kind in self.pool.kinds}
+        every = {kind: choices(costs, options, self.depth_limits.binding(kind)) for kind in self.pool.kinds}
         self.longest = self.layers if self.apart else self.depth_limits.reach(every)
         self.ways, self.moves = zip(*self._ways_and_moves(every, places, fineness), strict=True)
         self.places, self.nears = tuple(places.stage_places), tuple(places.nears)
@@ -263,8 +263,7 @@ class StageTables:
         if choice.recomputes:
             order = self.depth_limits.layer_order(kind)
             queues = self.costs.seconds.again_by_layer(rows, adding, Site(*where))
-            least = choice.recompute_range(order.counts)[0]
-            kernels, launches = (order.sums(np.array(each), least) for each in queues)
+            kernels, launches = (order.sums(np.array(each), every=choice.again == "all") for each in queues)
             # What a backward takes longer is at least what it adds to the shorter queue.
             again = np.minimum(kernels, launches) if self.costs.layers[kind].has_launches else kernels
             backward, whole = backward + again, whole + again

@@ -350,7 +350,7 @@ class RoundTrips:
         self._tables, self._states, self._use_all = stages, states, options.use_all
         self._devices, self._layers = len(stages.pool.remaining(0)), stages.layers
         self._widths = np.array([way.width for way in stages.ways])
-        keys = [(way.kind, way.widths, way.variant, way.choice._replace(part=0, parts=1)) for way in stages.ways]
+        keys = [(way.kind, way.widths, way.variant, way.choice._replace(again="none")) for way in stages.ways]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         self._alike = np.array([numbers[key] for key in keys])
         every = [self._beginning(first) for first in range(self._layers)]

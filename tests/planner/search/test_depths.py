@@ -11,7 +11,7 @@ from autopar.planner.costs.layers import Levels, Span
 from autopar.planner.costs.model import CostModel
 from autopar.planner.placement import pool_of
 from autopar.planner.search.depths import DepthLimits, depth_choices
-from autopar.planner.search.variants import FINE, Choice, choices
+from autopar.planner.search.variants import Choice, choices
 from oracles.exhaustive import everything
 from random_problems import random_cluster, random_profile
 
@@ -86,7 +86,7 @@ def test_as_many_are_in_flight_as_fit_and_no_recomputation_of_the_range_lets_mor
         costs, family, options = _problem(seed)
         limits = DepthLimits(costs, family, pool_of(costs, exact=True, use_all=False))
         levels = costs.recompute_levels(family.micro_batch_size)
-        for choice in choices(costs, options, True, FINE):
+        for choice in choices(costs, options, True):
             for width in _widths(family, choice):
                 depths = limits.depth(choice, 0, width, costs.limits_bytes[0])
                 sure, _ = limits.sure_depth(choice, 0, width)

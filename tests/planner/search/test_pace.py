@@ -14,7 +14,7 @@ from autopar.planner.costs.model import CostModel
 from autopar.planner.placement import Places, pool_of
 from autopar.planner.search.stages import StageTables
 from autopar.planner.search.tables import CappedStages, SuffixTables
-from autopar.planner.search.variants import FINE, ROUGH, Fineness
+from autopar.planner.search.variants import FINE, Fineness
 from oracles.exhaustive import everything
 from random_problems import problem
 
@@ -26,7 +26,7 @@ def _instance(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
     return profile, cluster, PlanOptions(gpus=devices, memory_bytes=memory, shard="auto" if seed % 5 == 0 else "none")
 
 
-@pytest.mark.parametrize("fineness", [ROUGH, FINE, Fineness(2, 2, 1, 1.5)])
+@pytest.mark.parametrize("fineness", [FINE, Fineness(2, 1, 1.5)])
 def test_tables_of_stages_taken_together_are_below_every_bound_under_every_cap(fineness: Fineness) -> None:
     compared = 0
     for seed in range(7):
