@@ -73,9 +73,6 @@ VARIANTS: dict[str, Swaps] = {
     "no round trips": ((SEARCH + "pace:FamilySearch", "_round_trips_s", lambda _, cap_s, lower_s: lower_s),),
     "no caps": ((SEARCH + "pace", "CAPS", 0), (SEARCH + "pace", "FEW_CAPS", 0)),
     "one price of devices": ((SEARCH + "tables", "PRICES", (0.0,)),),
-    "all stages of a round trip": (
-        (SEARCH + "tables:RoundTrips", "_useful", lambda self, beside_s, _: self._stages.beside_s <= beside_s),
-    ),
     "no levels of turns": (("autopar.planner.simulator.simulate", "action_levels", _levels_of_one),),
     "no peers": (("autopar.planner.plan", "peers", lambda *_, **__: []),),
     "no even splits": (("autopar.planner.plan", "judge_even_splits", lambda *_: None),),
