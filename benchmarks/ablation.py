@@ -26,6 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import medium
 import published
 import same_plans
@@ -51,7 +53,13 @@ def _no_tables(self: Any, *_: Any) -> Any:  # noqa: ANN401
     return SearchResult(min(least_s, self.best.step_s), float("inf"), {})
 
 
+_BEGINNING = importlib.import_module(SEARCH + "pace").Paces._beginning
 _LEVELS = importlib.import_module("autopar.planner.simulator.simulate").action_levels
+
+
+def _split_alone(self: Any, first: int) -> Any:  # noqa: ANN401
+    self._worth = np.array([way.choice.division == "split" for way in self.tables.ways])
+    return _BEGINNING(self, first)
 
 
 def _round_trips_alone(self: Any, trip_s: Any, *_: Any) -> Any:  # noqa: ANN401
@@ -90,6 +98,7 @@ VARIANTS: dict[str, Swaps] = {
     "no depths by round trips": ((SEARCH + "depths:_Pacing", "round_trip_vectors", lambda _: []),),
     "no depths by paces": ((SEARCH + "depths:_Pacing", "vectors", lambda _: []),),
     "one pace of depths": ((SEARCH + "depths", "AHEAD", (1.0,)),),
+    "no turns at a pace": ((SEARCH + "pace:Paces", "_beginning", _split_alone),),
     "nothing waits": ((SEARCH + "pace:PacePlan", "_in_flight_when_waiting", _round_trips_alone),),
     "gradients as known": ((SEARCH + "pace:PacePlan", "_passing", lambda _, in_flight, turning, after: in_flight),),
     "stages of any length": ((SEARCH + "depths:DepthLimits", "reach", lambda self, _: self.layers),),
@@ -225,6 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/ablation.json"))
     parser.add_argument("--every", type=int, default=7, help="of medium.py's instances")
+    parser.add_argument("--only", default="", help="names of questions, with commas between")
     parser.add_argument("--variants", default="", help="names, with commas between; all where none is given")
     parser.add_argument("--constants", action="store_true", help="halve and double the search's constants instead")
     parser.add_argument("--minutes", type=float, default=30.0, help="after which no further question is begun")
@@ -242,7 +252,9 @@ def main() -> None:
             for times in (0.5, 2.0)
         }
     wanted = arguments.variants.split(",") if arguments.variants else list(variants)
-    for question, make in questions(arguments.every, arguments.data).items():
+    only = arguments.only.split(",") if arguments.only else None
+    every = questions(1 if only else arguments.every, arguments.data)
+    for question, make in every.items() if only is None else ((name, every[name]) for name in only):
         left = [each for each in wanted if question not in found.get(each, {})]
         asked = make() if left else None
         for name in left:

@@ -26,6 +26,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
+from autopar.options.plan import PlanOptions
 from autopar.planner.bounds import LinkTerms, StageTerms, link_terms, stage_terms
 from autopar.planner.candidate import Candidate, CandidateStage, Family, manners_of, within
 from autopar.planner.constraints import Constraints

@@ -49,7 +49,7 @@ class LayerOrder:
         self._first = layer_of[running(early, longest, np.maximum)[:, lengths - 1]]
         """The layer of every stage that joins first, ``[first, length]``; of none, one behind the last."""
         self._able, self._stops = early > 0, np.minimum(np.arange(layers)[:, None] + lengths, layers)
-        self.counts: Counts = running(self._able, longest, np.add)[:, lengths - 1]
+        self.counts: Counts = running(self._able.astype(np.int64), longest, np.add)[:, lengths - 1]
         """How many may be recomputed, ``[first, length]``."""
 
     def sums(self, values: Numbers, *, every: bool) -> Numbers:

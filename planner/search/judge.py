@@ -23,6 +23,7 @@ from typing import NamedTuple, TypeVar
 
 from autopar.formats.plan import SHARDS, Shard
 from autopar.formats.prediction import Alternative
+from autopar.options.plan import PLANNED, PlanOptions, sharding_refusal
 from autopar.planner.bounds import candidate_bound_s
 from autopar.planner.candidate import (
     Candidate,

@@ -28,6 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from autopar.options.plan import PlanOptions
 from autopar.planner.bounds import beside_s, work_s
 from autopar.planner.candidate import with_depths
 from autopar.planner.costs.activations import Counts

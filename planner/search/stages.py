@@ -17,6 +17,7 @@ import numpy.typing as npt
 from autopar.errors import UsageError
 from autopar.formats.cluster import Level
 from autopar.formats.plan import SCATTERING, Division, Shard
+from autopar.options.plan import PlanOptions
 from autopar.planner.bounds import LinkTerms, StageTerms, beside_s, last, stage_terms
 from autopar.planner.candidate import CandidateStage, Family, splits_backward
 from autopar.planner.constraints import Constraints, limits_met

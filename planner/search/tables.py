@@ -31,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from autopar.options.plan import PlanOptions
 from autopar.planner.bounds import LinkTerms, StageTerms, Terms, fold, last
 from autopar.planner.costs import memoize_weakly
 from autopar.planner.costs.activations import Counts, Numbers
