@@ -47,7 +47,6 @@ from autopar.planner.costs import memoize
 from autopar.planner.costs.activations import between
 from autopar.planner.costs.memory import Parts, PeakTerms, peak_of
 from autopar.planner.costs.model import CostModel, Durations, durations
-from autopar.planner.costs.queues import Site
 from autopar.planner.peers.prices import Array, Indices, Prices
 from autopar.planner.simulator.simulate import Simulator, outline, trace
 from autopar.schedules.expand import expand
@@ -127,7 +126,7 @@ def makeup_of(costs: CostModel, devices: Sequence[int]) -> tuple[Makeup, list[li
     alike: list[list[int]] = []
     for same in on_node.values():
         # Those beside it are the likeliest to tell a device apart.
-        known = next((sort for sort in alike if _alike(costs, sort[0], same[0], [*sort[1:2], *same[1:2], *some])), None)
+        known = next((sort for sort in alike if _same(costs, sort[0], same[0], [*sort[1:2], *same[1:2], *some])), None)
         if known is None:
             alike.append(list(same))
         else:
@@ -140,7 +139,7 @@ def makeup_of(costs: CostModel, devices: Sequence[int]) -> tuple[Makeup, list[li
     return Makeup(kinds, limits, tuple(map(len, sorts)), levels), sorts
 
 
-def _alike(costs: CostModel, one: int, other: int, devices: Sequence[int]) -> bool:
+def _same(costs: CostModel, one: int, other: int, devices: Sequence[int]) -> bool:
     level = costs.links.level
     return (
         costs.kind_of[one] == costs.kind_of[other]
@@ -335,26 +334,24 @@ def joint_candidate(virtual_workers: Workers) -> Candidate | None:
     """Return workers as one plan whose replicas take turns; none where they cut the layers differently."""
     if len({worker.cuts for worker in virtual_workers.workers}) > 1:
         return None
+    return _in_turn(virtual_workers, 0, tuple(zip(*(each.devices for each in virtual_workers.workers), strict=True)))
+
+
+def _in_turn(virtual_workers: Workers, worker: int, devices: Sequence[tuple[int, ...]]) -> Candidate:
+    """Return the plan of a worker's stages on some devices each, as many as there are workers, which take turns."""
     rows, count = virtual_workers.rows, len(virtual_workers.workers)
     division: Division = "round-robin" if count > 1 else "split"
-    every = zip(*(worker.devices for worker in virtual_workers.workers), strict=True)
     stages = (
-        stage._replace(devices=devices, shares=(rows,) * count, division=division)
-        for stage, devices in zip(virtual_workers.stages(0), every, strict=True)
+        stage._replace(devices=own, shares=(rows,) * count, division=division)
+        for stage, own in zip(virtual_workers.stages(worker), devices, strict=True)
     )
     return Candidate(virtual_workers.micro_batches, rows, "1f1b", tuple(stages))
 
 
-def peaks(costs: CostModel, virtual_workers: Workers, worker: int) -> list[int]:
-    """Return the peak of every stage of a worker."""
-    cuts, stages = virtual_workers.workers[worker].cuts, virtual_workers.stages(worker)
-    deep, found = [stage.warmup for stage in stages], []
-    for at, stage in enumerate(stages):
-        held = peak_terms(virtual_workers.rows, deep, at, virtual_workers.pipeline)
-        memory = costs.memory[costs.kind_of[stage.devices[0]]]
-        leads = stage.leads(stages[:at], virtual_workers.micro_batches)
-        found.append(memory.peak(stage.first, stage.stop, held, cuts[at + 1 :], leads))
-    return found
+def alike(virtual_workers: Workers, worker: int) -> Candidate:
+    """Return the plan of a worker beside others that cut the layers as it does, on its own devices."""
+    count = len(virtual_workers.workers)
+    return _in_turn(virtual_workers, worker, [(each,) * count for each in virtual_workers.workers[worker].devices])
 
 
 def bound_s(costs: CostModel, virtual_workers: Workers) -> float:
@@ -366,8 +363,11 @@ def step_s(costs: CostModel, virtual_workers: Workers) -> float:
     """Return the seconds of a step of workers that cut the layers each in its own way."""
     ready: dict[int, float] = {}
     update_s: dict[int, float] = {}
-    for own in _pipelines(virtual_workers):
-        times = _durations(costs, own, len(virtual_workers.workers))
+    for at, own in enumerate(_pipelines(virtual_workers)):
+        # With other workers, gradients are there from the first backward on.
+        stages = alike(virtual_workers, at).stages
+        backward_s = [costs.backward_s(stage, 0, own.micro_batches) for stage in stages]
+        times = replace(durations(costs, own), backward_s=backward_s)
         for stage, done_s, length in zip(own.stages, _ready(costs, own, times), times.update_s, strict=True):
             ready[stage.devices[0]], update_s[stage.devices[0]] = done_s, length
     for holders, size in _segments(costs, virtual_workers):
@@ -384,18 +384,6 @@ def _pipelines(virtual_workers: Workers) -> Iterator[Candidate]:
         turns = virtual_workers.turns(at)
         stages = (stage._replace(warmup=min(stage.warmup, turns)) for stage in virtual_workers.stages(at))
         yield Candidate(turns, virtual_workers.rows, "1f1b", tuple(stages))
-
-
-def _durations(costs: CostModel, own: Candidate, workers: int) -> Durations:
-    """Return a pipeline's durations; with other workers, its gradients are there from the first backward on."""
-    times = durations(costs, own)
-    backward = []
-    for stage in own.stages:
-        adding = costs.adding(own.micro_batches, workers)
-        site = Site(kind=costs.kind_of[stage.devices[0]])
-        backward_s = costs.seconds.backward(stage.first, stage.stop, own.micro_batch_size, adding, site)
-        backward.append(float(backward_s))
-    return replace(times, backward_s=backward)
 
 
 def _ready(costs: CostModel, own: Candidate, times: Durations) -> list[float]:
@@ -491,7 +479,7 @@ def best(
         if found is not None and bounds[at] >= found.step_s:
             break
         own, plan = choices[at]
-        if _fits(costs, own, plan):
+        if _fits(costs, own):
             seconds = step_s(costs, own) if plan is None else simulator.step_s(plan)
             if found is None or seconds < found.step_s:
                 found = HetPipePlan(seconds, own, plan)
@@ -525,14 +513,8 @@ def _worker(partition: Partition, sorts: Sequence[Sequence[int]]) -> Worker:
     return Worker(partition.cuts, tuple(next(left[sort]) for sort in partition.sorts))
 
 
-def _fits(costs: CostModel, own: Workers, plan: Candidate | None) -> bool:
-    if plan is not None:
-        return max(costs.shortfalls(plan)) <= 0
-    return all(
-        peak <= costs.limits_bytes[device]
-        for at, worker in enumerate(own.workers)
-        for peak, device in zip(peaks(costs, own, at), worker.devices, strict=True)
-    )
+def _fits(costs: CostModel, own: Workers) -> bool:
+    return all(max(costs.shortfalls(alike(own, at))) <= 0 for at in range(len(own.workers)))
 
 
 def describe(prices: Prices, virtual_workers: Workers) -> VirtualWorkers:
@@ -545,7 +527,7 @@ def describe(prices: Prices, virtual_workers: Workers) -> VirtualWorkers:
 def _describe_worker(prices: Prices, virtual_workers: Workers, at: int) -> VirtualWorker:
     costs, devices = prices.costs, virtual_workers.workers[at].devices
     partitioner, links = Partitioner(prices), costs.links
-    every = zip(virtual_workers.stages(at), devices, peaks(costs, virtual_workers, at), strict=True)
+    every = zip(virtual_workers.stages(at), devices, costs.peak_bytes(alike(virtual_workers, at)), strict=True)
     stages = []
     for place, (stage, device, peak_bytes) in enumerate(every):
         first, stop, kind = stage.first, stage.stop, costs.kind_of[device]

@@ -44,7 +44,7 @@ def test_the_papers_cluster_is_dealt_and_described_as_it_was_partitioned() -> No
         partition = Partitioner(prices).partition(makeup, found.workers.pipeline)
         assert slowest_s == pytest.approx(partition.slowest_s, rel=1e-12)
         assert worker.samples_per_s <= prices.rows / slowest_s * (1 + 1e-12)
-        assert [stage.peak_bytes for stage in worker.stages] == hetpipe.peaks(costs, found.workers, at)
+        assert [stage.peak_bytes for stage in worker.stages] == costs.peak_bytes(hetpipe.alike(found.workers, at))
         assert [stage.device for stage in worker.stages] == list(found.workers.workers[at].devices)
     assert described.samples_per_s == len(described.workers) * min(each.samples_per_s for each in described.workers)
 
@@ -115,7 +115,9 @@ def test_the_best_is_the_least_of_all_policies_counts_and_depths_and_no_bound_is
             for each in given:
                 for found in hetpipe.partitioned_workers(Partitioner(prices), each):
                     plan = hetpipe.joint_candidate(found)
-                    held = [peak for at in range(len(found.workers)) for peak in hetpipe.peaks(costs, found, at)]
+                    held = [
+                        peak for at in range(len(found.workers)) for peak in costs.peak_bytes(hetpipe.alike(found, at))
+                    ]
                     placed = [device for worker in found.workers for device in worker.devices]
                     fits = all(peak <= costs.limits_bytes[at] for peak, at in zip(held, placed, strict=True))
                     priced = hetpipe.step_s(costs, found)
