@@ -155,7 +155,7 @@ def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> Line | None:
     weights = 1 / np.where(values > 0, values, 1.0)
     ones = np.ones_like(rows)
     candidates = [np.linalg.lstsq(np.stack((ones, rows), 1) * weights[:, None], values * weights, rcond=None)[0]]
-    candidates += [_alone(ones, values, weights, 0), _alone(rows, values, weights, 1)]
+    candidates += [_one_column(ones, values, weights, 0), _one_column(rows, values, weights, 1)]
     # The least error without a negative part lies where no part is negative, or on an edge where one is 0.
     fixed, per_sample = min(
         (each for each in candidates if min(each) >= 0),
@@ -165,7 +165,7 @@ def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> Line | None:
     return Line(fixed_s=float(fixed), per_sample_s=float(per_sample), residual=float(differences.max()))
 
 
-def _alone(column: np.ndarray, values: np.ndarray, weights: np.ndarray, place: int) -> np.ndarray:
+def _one_column(column: np.ndarray, values: np.ndarray, weights: np.ndarray, place: int) -> np.ndarray:
     result = np.zeros(2)
     result[place] = np.sum(column * values * weights**2) / np.sum((column * weights) ** 2)
     return result

@@ -398,8 +398,10 @@ def measure_from_environment(
     torch.set_num_threads(threads)
     launch = rank_from_environment(os.environ)
     with join_from_environment(launch, device, _TIMEOUT_S, launch.size) as context:
-        told = replace(context, report=lambda message: progress(str(message["doing"]), float(str(message["share"]))))
-        measured = measure(told, asdict(probe))
+        reporting = replace(
+            context, report=lambda message: progress(str(message["doing"]), float(str(message["share"])))
+        )
+        measured = measure(reporting, asdict(probe))
         return cluster_of(measured) if context.rank == 0 else None
 
 

@@ -246,7 +246,7 @@ class _ModelMeasurement:
         """Measure a model that is larger than memory: no two of its layers have weights at the same time."""
         budget_s = self._options.budget_s / len(self._firsts)
         for number, (kind, layer) in enumerate(self._firsts.items()):
-            progress = self._alone(layer, number)
+            progress = self._progress_of(layer, number)
             progress("", 0.0)
             same = [other for other in self._graph.layers if other.fingerprint == kind]
             # Times and bytes depend on shapes; values only have to stay finite.
@@ -260,7 +260,7 @@ class _ModelMeasurement:
             finally:
                 release(layer)
 
-    def _alone(self, layer: Layer, number: int) -> Progress:
+    def _progress_of(self, layer: Layer, number: int) -> Progress:
         """Return what to tell while the layer of one kind is measured, whatever is done then."""
         what = f"measuring layers one at a time: {layer.name}"
         return lambda _, share: self._progress(what, (number + share) / len(self._firsts))

@@ -31,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.formats.cluster import LEVELS, Cluster, Curve, CurveKind, Level, Link
+from autopar.formats.document import Record
 from autopar.formats.plan import SCATTERING, Plan, Stage
 from autopar.formats.profile import Cost, Layer, Line, Profile
 from autopar.formats.program import (
@@ -217,16 +218,21 @@ def _scale_layer(layer: Layer, all_factors: Sequence[_Factors], rows: frozenset[
     if not all_factors:
         return layer
     factors = _Factors(*(median(column) for column in zip(*all_factors, strict=True)))
-    return layer.model_copy(
-        update={
-            "costs": tuple(_cost(cost, factors, cost.micro_batch in rows) for cost in layer.costs),
-            "forward_fit": _line(layer.forward_fit, factors.forward),
-            "backward_fit": _line(layer.backward_fit, factors.backward),
-            "update_s": layer.update_s * factors.update,
-            "accumulate_s": layer.accumulate_s * factors.backward,
-            "input_s": layer.input_s * factors.forward,
-        }
-    )
+    lines = {"forward_fit": factors.forward, "backward_fit": factors.backward}
+    fits = {name: _scaled_line(getattr(layer, name), factor) for name, factor in lines.items()}
+    once = {"update_s": factors.update, "accumulate_s": factors.backward, "input_s": factors.forward}
+    costs = tuple(_cost(cost, factors, cost.micro_batch in rows) for cost in layer.costs)
+    return layer.model_copy(update={"costs": costs, **fits, **_scaled(layer, once)})
+
+
+def _scaled(record: Record, factors: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds that a record has under some keys, multiplied."""
+    known = {name: getattr(record, name) for name in factors}
+    return {name: seconds * factors[name] for name, seconds in known.items() if seconds is not None}
+
+
+def _scaled_line(line: Line | None, factor: float) -> Line | None:
+    return line and line.model_copy(update=_scaled(line, {"fixed_s": factor, "per_sample_s": factor}))
 
 
 def _cost(cost: Cost, factors: _Factors, run: bool) -> Cost:
@@ -240,15 +246,7 @@ def _cost(cost: Cost, factors: _Factors, run: bool) -> Cost:
         "forward_launch_s": factors.forward,
         "backward_launch_s": factors.backward,
     }
-    known = {name: getattr(cost, name) for name in by}
-    update = {name: seconds * by[name] for name, seconds in known.items() if seconds is not None}
-    return cost.model_copy(update={**update, **({"provenance": "measured"} if run else {})})
-
-
-def _line(line: Line | None, factor: float) -> Line | None:
-    if line is None:
-        return None
-    return line.model_copy(update={"fixed_s": line.fixed_s * factor, "per_sample_s": line.per_sample_s * factor})
+    return cost.model_copy(update={**_scaled(cost, by), **({"provenance": "measured"} if run else {})})
 
 
 LEAST_SPREAD = 2
@@ -270,7 +268,7 @@ def correct_links(cluster: Cluster, plan: Plan, measured_times: OwnTimes, predic
     """
     samples = _samples(cluster, plan, measured_times, predicted_times)
     links = tuple(
-        _correct_link(link, samples[link.level], _alone(cluster, link)) if samples.get(link.level) else link
+        _correct_link(link, samples[link.level], _is_only_price(cluster, link)) if samples.get(link.level) else link
         for link in cluster.links
     )
     factors = {level: _factor(found) for level, found in samples.items()}
@@ -299,22 +297,22 @@ def _samples(
     return found
 
 
-def _alone(cluster: Cluster, link: Link) -> bool:
+def _is_only_price(cluster: Cluster, link: Link) -> bool:
     """Whether nothing but a link says what messages of its level take."""
-    beside = sum(other.level == link.level for other in cluster.links)
-    return beside == 1 and not any(curve.kind == "p2p" and curve.level == link.level for curve in cluster.curves)
+    links = sum(other.level == link.level for other in cluster.links)
+    return links == 1 and not any(curve.kind == "p2p" and curve.level == link.level for curve in cluster.curves)
 
 
 def _factor(samples: Sequence[_Sample]) -> float:
     return median(sample.measured_s / sample.predicted_s for sample in samples)
 
 
-def _correct_link(link: Link, samples: Sequence[_Sample], alone: bool) -> Link:
+def _correct_link(link: Link, samples: Sequence[_Sample], is_only_price: bool) -> Link:
     by_size: dict[int, list[float]] = defaultdict(list)
     for sample in samples:
         by_size[sample.bytes].append(sample.measured_s)
     sizes = sorted(size for size in by_size if size > 0)
-    if alone and sizes and sizes[-1] >= LEAST_SPREAD * sizes[0]:
+    if is_only_price and sizes and sizes[-1] >= LEAST_SPREAD * sizes[0]:
         line = fit_line(sizes, [median(by_size[size]) for size in sizes])
         if line is not None and line.per_sample_s > 0:
             # A price assumes that all who share a link send at once.

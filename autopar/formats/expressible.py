@@ -33,10 +33,10 @@ class Expressible(NamedTuple):
     schedules: tuple[str, ...]
     shards: tuple[Shard, ...] = ("none",)
     """Of stages that are one of several."""
-    shards_alone: tuple[Shard, ...] = ("none",)
+    single_stage_shards: tuple[Shard, ...] = ("none",)
     """Of a single stage."""
     recompute: tuple[Recomputation, ...] = ("none",)
-    recompute_alone: tuple[Recomputation, ...] | None = None
+    single_stage_recompute: tuple[Recomputation, ...] | None = None
     """Of a single stage; None: as of several."""
     recompute_needs_shards: bool = False
     """Whether layers run forward again only where replicas divide something."""
@@ -111,11 +111,11 @@ class Expressible(NamedTuple):
 
     def shards_of(self, stages: int) -> tuple[Shard, ...]:
         """Return what replicas may divide where there are so many stages."""
-        return self.shards if stages > 1 else self.shards_alone
+        return self.shards if stages > 1 else self.single_stage_shards
 
     def recomputations_of(self, stages: int) -> tuple[Recomputation, ...]:
         """Return which layers may run forward again where there are so many stages."""
-        return self.recompute if stages > 1 or self.recompute_alone is None else self.recompute_alone
+        return self.recompute if stages > 1 or self.single_stage_recompute is None else self.single_stage_recompute
 
 
 def recomputation_of(plan: Plan, blocks: Sequence[str]) -> Recomputation | None:

@@ -383,16 +383,15 @@ def _messages(timeline: Timeline) -> dict[tuple[int, Action], float]:
     return found
 
 
-FORWARDS, BACKWARDS_WITH_RECOMPUTATION, MESSAGES = "forwards", "backwards", "messages"
-REDUCTIONS_OF_GRADIENTS, UPDATES, LOADING, BETWEEN = "reductions", "updates", "loading", "between actions"
-CAUSES = (FORWARDS, BACKWARDS_WITH_RECOMPUTATION, MESSAGES, REDUCTIONS_OF_GRADIENTS, UPDATES, LOADING, BETWEEN)
+LOADING, BETWEEN = "loading", "between actions"
 _CAUSE = {
-    FORWARD: FORWARDS,
-    **dict.fromkeys(BACKWARDS, BACKWARDS_WITH_RECOMPUTATION),
-    **dict.fromkeys((*SENDS, *RECEIVES), MESSAGES),
-    **dict.fromkeys(REDUCTIONS, REDUCTIONS_OF_GRADIENTS),
-    **dict.fromkeys((UPDATE, PREDICT, CORRECT, BEGIN_SUM), UPDATES),
+    FORWARD: "forwards",
+    **dict.fromkeys(BACKWARDS, "backwards"),
+    **dict.fromkeys((*SENDS, *RECEIVES), "messages"),
+    **dict.fromkeys(REDUCTIONS, "reductions"),
+    **dict.fromkeys((UPDATE, PREDICT, CORRECT, BEGIN_SUM), "updates"),
 }
+CAUSES = (*dict.fromkeys(_CAUSE.values()), LOADING, BETWEEN)
 
 
 class _EventPlace(NamedTuple):
@@ -458,7 +457,7 @@ class _CriticalPath:
     def _add(self, found: dict[str, float], cause: str, rank: int, start_s: float, end_s: float) -> None:
         """Add a piece of the way: what it was spent on, and what a rank waited for its mini-batch meanwhile."""
         loading_s = 0.0
-        if cause in (UPDATES, BETWEEN):
+        if cause in ("updates", BETWEEN):
             spans = self._loading[rank]
             loading_s = sum(max(0.0, min(end_s, end) - max(start_s, start)) for start, end in spans)
         found[LOADING] += loading_s
@@ -472,7 +471,7 @@ class _CriticalPath:
             begun_s = event.start_s if send is None else self._rows[send.rank][send.at].start_s
             if send is not None and event.start_s <= begun_s <= end_s:
                 # What lies between the sender's last action and the send waited for the messages before.
-                return self._before(send), begun_s, BETWEEN if self._occupied else MESSAGES
+                return self._before(send), begun_s, BETWEEN if self._occupied else "messages"
         elif kind in REDUCTIONS:
             came = {each: self._came_s(each) for each in self._joint[event.action.reduction]}
             last = max(came, key=lambda each: (came[each], each == place))

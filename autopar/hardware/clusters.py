@@ -384,8 +384,10 @@ def _networks(name: str, match: re.Match[str], racks: int, notes: list[str]) -> 
     elif racks > 1 and between is None:
         per_node = "" if _PER.fullmatch(stated) else " per node"
         notes.append(f"{stated}{per_node} between racks is assumed; {name}:{_ASSUMED_NETWORK} would say another")
-    near = {"bandwidth": stated or _ASSUMED_NETWORK}
-    return {"network": near} if racks == 1 else {"rack": near, "network": {"bandwidth": between} if between else near}
+    nodes = {"bandwidth": stated or _ASSUMED_NETWORK}
+    return (
+        {"network": nodes} if racks == 1 else {"rack": nodes, "network": {"bandwidth": between} if between else nodes}
+    )
 
 
 def _add_links(node: dict[str, Any], match: re.Match[str], at: str, notes: list[str]) -> None:

@@ -68,7 +68,7 @@ def _wrap_note(subject: ExportSubject) -> Iterator[str]:
 def _adjust(expressible: Expressible, subject: ExportSubject) -> Expressible:
     """Return what can be expressed of a plan's devices: accelerate's FSDP is for GPUs."""
     on_gpus = subject.plan.device_type == "cuda"
-    return expressible if on_gpus else expressible._replace(shards_alone=("none",), recompute=("none",))
+    return expressible if on_gpus else expressible._replace(single_stage_shards=("none",), recompute=("none",))
 
 
 TARGET = Target(
@@ -79,7 +79,7 @@ TARGET = Target(
     expressible=Expressible(
         "accelerate",
         (),
-        shards_alone=("none", "gradients", "parameters"),
+        single_stage_shards=("none", "gradients", "parameters"),
         recompute=("none", "blocks"),
         recompute_needs_shards=True,
         most_stages=1,

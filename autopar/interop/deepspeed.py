@@ -82,9 +82,9 @@ TARGET = Target(
         "DeepSpeed",
         ("1f1b",),
         shards=("none", "optimizer"),
-        shards_alone=SHARDS,
+        single_stage_shards=SHARDS,
         recompute=("none", "all"),
-        recompute_alone=("none",),
+        single_stage_recompute=("none",),
     ),
     cuts_layers=True,
 )

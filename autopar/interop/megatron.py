@@ -181,7 +181,7 @@ TARGET = Target(
         "Megatron-LM",
         ("1f1b", "interleaved"),
         shards=("none", "optimizer"),
-        shards_alone=("none", "optimizer"),
+        single_stage_shards=("none", "optimizer"),
         recompute=("none", "blocks", "first"),
         tied=True,
     ),

@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import networkx as nx
 
@@ -34,20 +34,8 @@ _MOST = 1e15
 MOST_LETTERS = 1024
 
 
-class GraphNode(NamedTuple):
-    """One line of a node."""
-
-    name: str
-    description: str
-    seconds: tuple[float, float]
-    """Forward and backward."""
-    activation_bytes: int
-    parameters_bytes: int
-    stage: int | None
-
-
 def parse(text: str, path: Path) -> nx.DiGraph[str]:
-    """Read a graph, whose nodes have a :class:`GraphNode` each as ``node``; ``path`` is only named in errors.
+    """Read a graph, whose nodes have what their lines say; ``path`` is only named in errors.
 
     Raises:
         FileError: a line is neither node nor edge, a number is none or negative, a node is given twice or not at all,
@@ -58,11 +46,11 @@ def parse(text: str, path: Path) -> nx.DiGraph[str]:
     graph: nx.DiGraph[str] = nx.DiGraph()
     for number, line in filled:
         if line[0] not in "\t ":
-            node = _node(line, number, path)
-            if node.name in graph:
-                first = graph.nodes[node.name]["line"]
-                _refuse(path, number, f"node {node.name!r} is given twice, first in line {first}")
-            graph.add_node(node.name, node=node, size=node.activation_bytes, line=number)
+            name, fields = _node(line, number, path)
+            if name in graph:
+                first = graph.nodes[name]["line"]
+                _refuse(path, number, f"node {name!r} is given twice, first in line {first}")
+            graph.add_node(name, line=number, **fields)
     for number, line in filled:
         if line[0] in "\t ":
             ends = _edge(line, number, graph, path)
@@ -76,7 +64,7 @@ def parse(text: str, path: Path) -> nx.DiGraph[str]:
     return graph
 
 
-def _node(line: str, number: int, path: Path) -> GraphNode:
+def _node(line: str, number: int, path: Path) -> tuple[str, dict[str, Any]]:
     parts = line.strip().split(" -- ")
     stage = parts.pop().removeprefix("stage_id=") if parts[-1].startswith("stage_id=") else None
     values = _VALUES.fullmatch(parts[-1]) if len(parts) > 2 else None
@@ -92,14 +80,13 @@ def _node(line: str, number: int, path: Path) -> GraphNode:
     forward_ms, backward_ms, activation, parameters = (
         _sum(value, field, number, path) for field, value in zip(_FIELDS, values.groups(), strict=True)
     )
-    return GraphNode(
-        name=name,
-        description=description[:MOST_LETTERS],
-        seconds=(forward_ms / 1e3, backward_ms / 1e3),
-        activation_bytes=math.ceil(activation),
-        parameters_bytes=math.ceil(parameters),
-        stage=None if stage is None else int(stage),
-    )
+    return name, {
+        "description": description[:MOST_LETTERS],
+        "seconds": (forward_ms / 1e3, backward_ms / 1e3),
+        "size": math.ceil(activation),
+        "parameters_bytes": math.ceil(parameters),
+        "stage": None if stage is None else int(stage),
+    }
 
 
 def _sum(text: str, name: str, number: int, path: Path) -> float:
@@ -162,7 +149,7 @@ def pipedream_profile(text: str, path: Path, profiled_batch: int = 1) -> Profile
         raise FileError(f"{path}: holds no nodes{' but Input' if inputs else ''}; expected a profile's text graph")
     names: list[str] = topological(kept)
     order = {name: place for place, name in enumerate(names)}
-    trained = dependent(kept, [name for name in names if graph.nodes[name]["node"].parameters_bytes])
+    trained = dependent(kept, [name for name in names if graph.nodes[name]["parameters_bytes"]])
     return Profile(
         model=ModelSource(source=path.name, sha256=hashlib.sha256(text.encode()).hexdigest()),
         batch=profiled_batch,
@@ -177,8 +164,8 @@ def pipedream_profile(text: str, path: Path, profiled_batch: int = 1) -> Profile
 
 def _ends(graph: nx.DiGraph[str], description: str, neighbours: Mapping[str, Collection[str]]) -> list[str]:
     """Return the nodes of a description that have no neighbours on one side, in the file's order."""
-    named = (name for name, node in graph.nodes(data="node") if node.description.startswith(description))
-    return [name for name in named if not neighbours[name]]
+    named = graph.nodes(data="description")
+    return [name for name, own in named if own.startswith(description) and not neighbours[name]]
 
 
 def _readers(graph: nx.DiGraph[str], name: str, order: Mapping[str, int]) -> list[str]:
@@ -189,34 +176,34 @@ def _readers(graph: nx.DiGraph[str], name: str, order: Mapping[str, int]) -> lis
 def _layers(
     graph: nx.DiGraph[str], inputs: Sequence[str], order: Mapping[str, int], trained: Collection[str], batch: int
 ) -> Iterator[Layer]:
-    nodes: Mapping[str, GraphNode] = graph.nodes(data="node")
+    nodes = graph.nodes
     # The work of an input node is that of the first layer that reads it.
     input_s = dict.fromkeys(order, 0.0)
     for name in inputs:
         for reader in _readers(graph, name, order)[:1]:
-            input_s[reader] += sum(nodes[name].seconds)
+            input_s[reader] += sum(nodes[name]["seconds"])
     for name in order:
-        read = sum(nodes[each].activation_bytes for each in graph.pred[name] if each in trained)
-        yield _layer(nodes[name], read, input_s[name], batch)
+        read = sum(nodes[each]["size"] for each in graph.pred[name] if each in trained)
+        yield _layer(name, nodes[name], read, input_s[name], batch)
 
 
-def _layer(node: GraphNode, gradients_bytes: int, input_s: float, batch: int) -> Layer:
+def _layer(name: str, node: Mapping[str, Any], gradients_bytes: int, input_s: float, batch: int) -> Layer:
     """Return a layer; ``gradients_bytes`` are those of what it reads."""
     cost = Cost(
         micro_batch=batch,
-        forward_s=node.seconds[0] + input_s,
-        backward_s=node.seconds[1],
-        saved=(SavedStorage(storage=node.name, bytes=node.activation_bytes),),
-        peak_bytes=2 * node.activation_bytes + gradients_bytes,
-        output_bytes=node.activation_bytes,
+        forward_s=node["seconds"][0] + input_s,
+        backward_s=node["seconds"][1],
+        saved=(SavedStorage(storage=name, bytes=node["size"]),),
+        peak_bytes=2 * node["size"] + gradients_bytes,
+        output_bytes=node["size"],
         repeats=1,
     )
     return Layer(
-        name=node.name,
-        modules=(node.description,) if node.description else (),
-        parameters_bytes=node.parameters_bytes,
-        trainable_bytes=node.parameters_bytes,
-        gradient_bytes=node.parameters_bytes,
+        name=name,
+        modules=(node["description"],) if node["description"] else (),
+        parameters_bytes=node["parameters_bytes"],
+        trainable_bytes=node["parameters_bytes"],
+        gradient_bytes=node["parameters_bytes"],
         optimizer_bytes=0,
         costs=(cost,),
         input_s=input_s,
@@ -242,7 +229,7 @@ def _tensors(
 def _notes(
     graph: nx.DiGraph[str], inputs: Sequence[str], unread: Sequence[str], order: Mapping[str, int], batch: int
 ) -> tuple[str, ...]:
-    nodes: Mapping[str, GraphNode] = graph.nodes(data="node")
+    nodes = graph.nodes
     samples = "1 sample, which stands for the mini-batch that was profiled" if batch == 1 else f"{batch} samples"
     notes = [
         f"read from PipeDream's text format: times and sizes are those of {samples}",
@@ -253,11 +240,11 @@ def _notes(
     ]
     for what, left in (("Input nodes", inputs), ("__getitem__ nodes that nothing reads", unread)):
         if left:
-            lost_s = sum(second for name in left for second in nodes[name].seconds)
+            lost_s = sum(second for name in left for second in nodes[name]["seconds"])
             more = f" and {len(left) - 8} more" if len(left) > 8 else ""
             where = ", counted where they are read" if left is inputs else ""
             notes.append(f"left out: {what} ({', '.join(left[:8])}{more}), with {lost_s:.6g} s of work{where}")
-    return (*notes, *_stage_notes([nodes[name].stage for name in order]))
+    return (*notes, *_stage_notes([nodes[name]["stage"] for name in order]))
 
 
 def _stage_notes(stages: Sequence[int | None]) -> tuple[str, ...]:

@@ -193,7 +193,7 @@ TARGET = Target(
         "torchtitan",
         ("gpipe", "1f1b", "interleaved"),
         shards=("none", "optimizer"),
-        shards_alone=("none", "gradients", "parameters"),
+        single_stage_shards=("none", "gradients", "parameters"),
         recompute=("none", "blocks"),
     ),
     takes_schedule_file=True,

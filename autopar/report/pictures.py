@@ -8,7 +8,7 @@ bars of time, activations and parameters along the model, and what a cut behind 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -31,8 +31,6 @@ from autopar.report.inputs import title_of
 from autopar.report.table import Table, duration, fill, percentage, say, size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from rich.console import Console
@@ -444,13 +442,8 @@ _LEAST_PLACES = 8
 """Bars of a model with fewer layers stay as narrow as these."""
 
 
-class _ColourPart(NamedTuple):
-    """One colour of a panel: a number per layer, drawn on top of the parts before it, or in front of them."""
-
-    label: str
-    colour: str
-    values: Sequence[float]
-    is_stacked: bool = False
+_Parts = Mapping[str, tuple[str, Sequence[float]]]
+"""Colours of a panel by their names: a number per layer."""
 
 
 def draw_profile(profile: Profile) -> Figure:
@@ -462,24 +455,14 @@ def draw_profile(profile: Profile) -> Figure:
     rows = costs[0].micro_batch
     figure = Figure(figsize=(min(max(8.0, 2.5 + 0.16 * count), 20.0), 8.2), dpi=150, layout="constrained")
     time, saved, parameters, crossing = figure.subplots(4, 1, sharex=True, height_ratios=(3, 2, 2, 1.4))
-    _panel(
-        time,
-        "ms",
-        [
-            _ColourPart("forward", _COLOURS[FORWARD], [cost.forward_s * 1e3 for cost in costs]),
-            _ColourPart("backward", _COLOURS[BACKWARD], [cost.backward_s * 1e3 for cost in costs], is_stacked=True),
-        ],
-    )
-    _bytes_panel(
-        saved,
-        [
-            _ColourPart("peak of forward and backward", _PEAK, [cost.peak_bytes for cost in costs]),
-            _ColourPart("saved activations", _SAVED, [cost.saved_bytes for cost in costs]),
-        ],
-    )
-    _bytes_panel(
-        parameters, [_ColourPart("parameters", _PARAMETERS, [layer.parameters_bytes for layer in profile.layers])]
-    )
+    times_ms = {name: [getattr(cost, f"{name}_s") * 1e3 for cost in costs] for name in ("forward", "backward")}
+    colours = {"forward": _COLOURS[FORWARD], "backward": _COLOURS[BACKWARD]}
+    _panel(time, {name: (colours[name], values) for name, values in times_ms.items()}, 1, "ms", is_stacked=True)
+    peaks, kept = [cost.peak_bytes for cost in costs], [cost.saved_bytes for cost in costs]
+    of_memory = {"peak of forward and backward": (_PEAK, peaks), "saved activations": (_SAVED, kept)}
+    _panel(saved, of_memory, *_byte_unit(max(*peaks, *kept)))
+    own = [layer.parameters_bytes for layer in profile.layers]
+    _panel(parameters, {"parameters": (_PARAMETERS, own)}, *_byte_unit(max(own)))
     _boundaries(crossing, [each * rows for each in profile.crossing_bytes()[:-1]])
     _name_layers(crossing, [layer.name for layer in profile.layers])
     figure.align_ylabels()
@@ -489,22 +472,18 @@ def draw_profile(profile: Profile) -> Figure:
     return figure
 
 
-def _bytes_panel(axes: Axes, parts: Sequence[_ColourPart]) -> None:
-    factor, unit = _byte_unit(max(value for part in parts for value in part.values))
-    _panel(axes, unit, [part._replace(values=[value / factor for value in part.values]) for part in parts])
-
-
 def _byte_unit(largest: float) -> tuple[int, str]:
     return next((each for each in _BYTE_UNITS if largest >= each[0]), (1, "bytes"))
 
 
-def _panel(axes: Axes, unit: str, parts: Sequence[_ColourPart]) -> None:
-    count = len(parts[0].values)
-    below = [0.0] * count
-    for part in parts:
-        bottom = below if part.is_stacked else [0.0] * count
-        axes.bar(range(count), part.values, bottom=bottom, width=0.8, color=part.colour, label=part.label, zorder=2)
-        below = [base + value for base, value in zip(bottom, part.values, strict=True)]
+def _panel(axes: Axes, parts: _Parts, factor: float, unit: str, *, is_stacked: bool = False) -> None:
+    """Draw a number per layer in every colour, on top of the parts before it, or in front of them."""
+    below = [0.0] * len(next(iter(parts.values()))[1])
+    for label, (colour, values) in parts.items():
+        heights = [value / factor for value in values]
+        axes.bar(range(len(heights)), heights, bottom=below, width=0.8, color=colour, label=label, zorder=2)
+        if is_stacked:
+            below = [base + height for base, height in zip(below, heights, strict=True)]
     _finish_bars(axes, unit)
 
 

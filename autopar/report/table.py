@@ -1,8 +1,8 @@
 """The one look of all tables, and of the text around them.
 
 Rich folds and aligns. A table shows every cell whole, whatever the width. Where its columns do not fit beside each
-other, names of columns are broken at their spaces, then the widest text is folded into at most three lines, or stands
-below its row, and so do the last columns:
+other, names of columns are broken at their spaces and hyphens, then the widest text is folded into at most three lines,
+or stands below its row, and so do the last columns:
 
 >>> from rich.console import Console
 >>> table = Table("Plans", ("planner", ">step", "stages"))
@@ -90,7 +90,11 @@ class Table:
         yield Text(self._title), "bold"
         yield "", ""
         if any(self._columns):
-            yield self._beside(self._columns, widths, is_head=True), "bold"
+            # Rich breaks lines at spaces alone.
+            names = [
+                name if widths.get(at, 0) >= cell_len(name) else _broken(name) for at, name in enumerate(self._columns)
+            ]
+            yield self._side_by_side(names, widths, is_head=True), "bold"
             yield Text(("-" if options.ascii_only else "─") * _total(widths)), ""
         for row in self._rows:
             yield from ((part, row.style) for part in self._row(row.cells, widths))
@@ -106,13 +110,13 @@ class Table:
 
     def _row(self, cells: Sequence[str], widths: dict[int, int]) -> Iterator[RenderableType]:
         """Yield the cells that stand beside each other, and then those that do not, by the names of their columns."""
-        yield self._beside(cells, widths)
+        yield self._side_by_side(cells, widths)
         for at, (name, cell) in enumerate(zip(self._columns, cells, strict=True)):
             if at not in widths and cell:
                 text = f"{name}: {cell}" if name else cell
                 yield Padding(Text(text.replace("\n", ", "), overflow="fold"), (0, 0, 0, INDENT))
 
-    def _beside(self, cells: Sequence[str], widths: dict[int, int], *, is_head: bool = False) -> Grid:
+    def _side_by_side(self, cells: Sequence[str], widths: dict[int, int], *, is_head: bool = False) -> Grid:
         grid = Grid.grid(padding=(0, GAP, 0, 0))
         for at, width in widths.items():
             justify: JustifyMethod = "right" if self._numbers[at] else "left"
@@ -128,17 +132,21 @@ class Table:
         shown = [at for at, own in enumerate(natural) if own or not self._rows]
         widths = {at: max(natural[at], cell_len(self._columns[at])) for at in shown}
         if _total(widths) > most:
-            widths = {at: max(natural[at], _longest(self._columns[at].split())) for at in shown}
+            widths = {at: max(natural[at], _longest(_broken(self._columns[at]).split())) for at in shown}
         for at in sorted(shown, key=lambda each: -natural[each]):
-            room = widths[at] - max(0, _total(widths) - most)
+            width = widths[at] - max(0, _total(widths) - most)
             words = _longest(word for cell in cells[at] for word in cell.split())
-            if not self._numbers[at] and room >= max(words, -(-natural[at] // MOST_LINES)):
-                widths[at] = room
-            elif at and room < widths[at] and not self._numbers[at]:
+            if not self._numbers[at] and width >= max(words, -(-natural[at] // MOST_LINES)):
+                widths[at] = width
+            elif at and width < widths[at] and not self._numbers[at]:
                 del widths[at]
         while len(widths) > 1 and _total(widths) > most:
             widths.popitem()
         return {at: min(width, most) for at, width in widths.items()}
+
+
+def _broken(name: str) -> str:
+    return name.replace("-", "- ")
 
 
 def _total(widths: dict[int, int]) -> int:

@@ -31,7 +31,7 @@ def test_plans_that_are_alike_are_expressible_and_recomputation_is_all_or_the_fi
     assert refusal(plan_of("1f1b", 2, 2, shard="optimizer")) is None
     assert refusal(plan_of("1f1b", 2, 2, division="round-robin")) is None
     assert refusal(plan_of("1f1b", 2, recompute=range(1, 13))) is None
-    alone = TRAINER._replace(schedules=(), shards_alone=("parameters",), most_stages=1)
+    alone = TRAINER._replace(schedules=(), single_stage_shards=("parameters",), most_stages=1)
     assert refusal(plan_of("1f1b", 1, 2, shard="parameters"), alone) is None
     assert "no pipelines, and the plan has 2 stages" in str(refusal(plan_of("1f1b", 2), alone))
     assert recomputation_of(plan_of("1f1b", 2), BLOCKS) == "none"

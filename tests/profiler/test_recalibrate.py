@@ -286,9 +286,9 @@ def test_a_links_bandwidth_is_of_all_that_share_it_both_ways_and_one_beside_othe
     samples = [recalibrate._Sample(size, 1e-3 + size / 1e6, 2e-3 + size / 2e6) for size in (1000, 4000, 9000)]
     for duplex, ways in (("full", 1), ("half", 2)):
         link = Link(level="node", latency_s=1.0, bytes_per_s=1e9, shared_by=3, duplex=duplex)  # type: ignore[arg-type]
-        found = recalibrate._correct_link(link, samples, alone=True)
+        found = recalibrate._correct_link(link, samples, is_only_price=True)
         assert (found.latency_s, found.bytes_per_s) == (pytest.approx(1e-3), pytest.approx(3 * ways * 1e6))
-        scaled = recalibrate._correct_link(link, samples, alone=False)
+        scaled = recalibrate._correct_link(link, samples, is_only_price=False)
         factor = 5e-3 / 4e-3
         assert (scaled.latency_s, scaled.bytes_per_s) == (pytest.approx(factor), pytest.approx(1e9 / factor))
     for links, alone in ((cluster(1e-4, 1e8), True), (cluster(1e-4, 1e8, curve=True), False)):
