@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import autopar
 from autopar.formats.plan import Plan
 from autopar.formats.report import Report
 from calls import Run, ended, well
@@ -67,33 +66,8 @@ def test_a_policy_is_planned_simulated_rehearsed_verified_and_run(run: Run, poli
             assert set(alike("free", bound)) == {equal}
 
 
-MORE = {"pipemare": ("--anneal-steps", "5", "--synchronous-steps", "1"), "predict": ("--ahead", "xpipe")}
-
-
 @pytest.mark.slow
-@pytest.mark.some(2)
-@pytest.mark.parametrize(
-    ("policy", "deep"), [("stash", False), ("stash", True), ("2bw", False), ("pipemare", True), ("predict", True)]
-)
-def test_what_is_resumed_equals_a_run_that_was_drained_at_the_same_steps(run: Run, policy: str, deep: bool) -> None:
-    if policy == "predict":
-        with_optimizer("momentum")
-    well(run, *FOUR, "--policy", policy, *MORE.get(policy, ()))
-    # In one of them, the first stage is further ahead than checkpoints are apart.
-    with_depths(9 if deep else 2, 1)
-    common = ("run", "--overwrite", "--every", "2" if deep else "4", "--checkpoint")
-    well(run, *common, "whole", "--steps", "10", "--save", "one")
-    well(run, *common, "parts", "--steps", "4")
-    well(run, *common, "parts", "--steps", "10", "--resume", "--save", "two")
-    assert Report.load("report.json").first_step == 4
-    assert all(alike("one", "two"))
-    # And a drain changes numbers.
-    well(run, "run", "--overwrite", "--steps", "10", "--save", "three")
-    assert not all(alike("one", "three"))
-
-
-@pytest.mark.slow
-def test_replicas_in_turn_are_resumed_and_what_does_not_go_with_a_policy_refused(run: Run) -> None:
+def test_replicas_in_turn_are_planned_and_rehearsed_and_what_does_not_go_with_a_policy_refused(run: Run) -> None:
     asked = ("--gpus", "4", "--batch", "2", "--stages", "0-2:3,3-4:1", "--micro-batches", "1", "--policy", "stash")
     assert "in turns" in well(run, "plan", *asked)[1]
     plan = Plan.load("plan.json")
@@ -103,15 +77,6 @@ def test_replicas_in_turn_are_resumed_and_what_does_not_go_with_a_policy_refused
     steps_s = json.loads(well(run, "rehearse", "--steps", "31", "--json")[0])["steps_s"]
     assert len(steps_s) == 31
     assert sum(steps_s) == pytest.approx(plan.predicted.step_s * 31, rel=0.5)
-    assert json.loads(well(run, "verify", "--json", "--steps", "5")[0])["equal"]
-    common = ("run", "--overwrite", "--every", "4", "--checkpoint")
-    well(run, *common, "whole", "--steps", "13", "--save", "one")
-    report = Report.load("report.json")
-    assert len(report.loss) == report.steps == 13
-    assert [times.in_flight for times in report.rank_times] == [(2,), (2,), (2,), (1,)]
-    well(run, *common, "parts", "--steps", "4")
-    well(run, *common, "parts", "--steps", "13", "--resume", "--save", "two")
-    assert all(alike("one", "two"))
     well(run, *TWO, "--policy", "stash")
     bound = "--clip-norm takes a flush, which weight policy stash has none of"
     for line, said in {
@@ -125,22 +90,6 @@ def test_replicas_in_turn_are_resumed_and_what_does_not_go_with_a_policy_refused
         "plan --policy pipemare": "pipemare reduces rates at first; say for how many mini-batches: --anneal-steps",
     }.items():
         ended(run, 2, said, *line.split())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("turns", [False, True])
-def test_a_first_stage_that_no_gradient_comes_back_to_is_trained(run: Run, turns: bool) -> None:
-    """Nobody answers what it sends, and nothing holds it back."""
-    write_profiled(Path(), "tanh_chain", "FROZEN = ()", "FROZEN = (0, 1)")
-    autopar.profile("tanh_chain.py", 8, budget_s=0.1).save("profile.json")
-    wide = ("--gpus", "3", "--batch", "1", "--stages", "0-1:2,2-4:1") if turns else (*TWO[1:-1], "0-1:1,2-4:1")
-    well(run, "plan", *wide, "--micro-batches", "1", "--policy", "stash")
-    plan = Plan.load("plan.json")
-    assert not any(tensor.gradient for tensor in plan.tensors)
-    assert plan.span == (2 if turns else 1)
-    assert json.loads(well(run, "verify", "--json", "--steps", "5")[0])["equal"]
-    well(run, "run", "--steps", "25", "--checkpoint", "parts", "--every", "7")
-    assert len(Report.load("report.json").loss) == 25
 
 
 @pytest.mark.slow

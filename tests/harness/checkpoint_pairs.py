@@ -1,6 +1,5 @@
 """Pairs of plans: what one saves, the other goes on with, as one process that trains without a stop."""
 
-import operator
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -73,22 +72,6 @@ class CheckpointPairs:
                 return self._case.plan(widths, MICRO_BATCHES, ROWS, schedule, **how)
             except ValueError:
                 continue
-
-    def draw_teams(self, rng: random.Random) -> Plan:
-        """Draw a plan: schedule, ranks of every replica, replicas, cuts and sharding."""
-        layers = len(self._graph.layers)
-        while True:
-            stages = rng.randint(1, 2)
-            widths, sizes = ([rng.choice(of) for _ in range(stages)] for of in ((1, 2), (1, 2, 2, 4)))
-            if sum(map(operator.mul, widths, sizes)) > RANKS:
-                continue
-            cuts = sorted(rng.sample(range(1, layers), stages - 1))
-            how: dict[str, Any] = {"cuts": cuts, "shard": [rng.choice(SHARDS[1:]) for _ in widths]}
-            how["recompute"], schedule = rng.random() < 0.3, rng.choice(("gpipe", "1f1b", "zb-h1"))
-            alone = self._case.plan(widths, MICRO_BATCHES, ROWS, schedule, **how)
-            plan = in_teams(self._graph, alone, sizes)
-            if plan.refusal is None:
-                return plan
 
     def unflushed(self, policy: str, sizes: Sequence[int]) -> Plan:
         """Return a plan of two stages under a weight policy."""

@@ -1,6 +1,7 @@
 """Programs edited at random, as a user may edit them: still sound, and within what was planned for; or in halves."""
 
 import random
+from collections.abc import Collection
 from dataclasses import replace
 
 from autopar.formats.plan import Plan
@@ -9,14 +10,19 @@ from autopar.schedules.check import ProgramError, check, check_bounds
 from autopar.schedules.expand import expand
 
 
-def edited(plan: Plan, seed: int, attempts: int = 40) -> Program:
-    """Return the plan's program after moves of single actions, of which those that the checks refuse are undone."""
+def edited(plan: Plan, seed: int, attempts: int = 40, fixed: Collection[str] = ()) -> Program:
+    """Return the plan's program after moves of single actions, of which those that the checks refuse are undone.
+
+    Nothing moves past actions of the kinds that are ``fixed``.
+    """
     draw, program = random.Random(seed), expand(plan)
     for _ in range(attempts):
         rank = draw.randrange(len(program.ranks))
         actions = list(program.ranks[rank])
-        moved = actions.pop(draw.randrange(len(actions)))
-        actions.insert(draw.randrange(len(actions) + 1), moved)
+        before, after = draw.randrange(len(actions)), draw.randrange(len(actions))
+        if any(action.kind in fixed for action in actions[min(before, after) : max(before, after) + 1]):
+            continue
+        actions.insert(after, actions.pop(before))
         changed = replace(program, ranks=(*program.ranks[:rank], RankProgram.of(actions), *program.ranks[rank + 1 :]))
         try:
             check(changed, plan)

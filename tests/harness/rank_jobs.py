@@ -14,9 +14,6 @@ from safetensors.torch import save_file
 
 from autopar.capture.cache.store import load_graph
 from autopar.capture.graph import LayerGraph
-from autopar.capture.layers.evaluation import capture_evaluation, capture_prediction
-from autopar.capture.layers.export import capture
-from autopar.capture.model.batch import named_tensors
 from autopar.capture.model.effects import StorageTracker
 from autopar.capture.model.source import UserModel, load
 from autopar.formats.plan import Plan
@@ -26,13 +23,10 @@ from autopar.runtime.checkpoint.saving import write_stages
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.job import Job
 from autopar.runtime.loss import all_finite
-from autopar.runtime.messages.staging import connect
 from autopar.runtime.stage.sharded import whole
-from autopar.runtime.start.evaluate import Evaluation
 from autopar.runtime.start.worker import build, train
 from autopar.runtime.start.workspace import GRAPH, Workspace
 from autopar.schedules.continuing import lead
-from autopar.schedules.expand import expand
 
 
 def train_and_keep(context: RankContext, arguments: dict[str, Any]) -> list[float]:
@@ -82,14 +76,6 @@ def build_and_save(context: RankContext, arguments: dict[str, Any]) -> list[int]
     return [peak_bytes, between, int(tracker.peak_bytes)]
 
 
-def train_and_clip(context: RankContext, arguments: dict[str, Any]) -> float:
-    """Train one step; return the norm of all gradients."""
-    job = _built(context, {**arguments, "settings": {"clip_norm": arguments["clip_norm"]}})
-    record = job.step(0)
-    job.finish()
-    return float(record.gradient_norm or 0.0)
-
-
 def train_and_find_late(context: RankContext, task: dict[str, Any]) -> None:
     """Perform a run's task; rank 0 looks at gradients when the others wait for it, or have saved theirs."""
     waits = Path(task["workspace"]) / f"waits-{context.rank}"
@@ -129,39 +115,6 @@ def train_without_pickles(context: RankContext, task: object) -> bool:
 
 def _refuse(*_: object, **__: object) -> None:
     raise AssertionError("a pickle is loaded")
-
-
-def train_and_evaluate(context: RankContext, arguments: dict[str, Any]) -> list[float]:
-    """Train a step, evaluate and predict, and once more; write parameters, and ``predicted`` on rank 0.
-
-    Returns this rank's part of the second loss, and what it was divided by.
-    """
-    plan = Plan.parse(arguments["plan"], Path("plan.json"))
-    model = load(arguments["model"])
-    module = model.build(0)
-    graph = capture(model, module)
-    batch = model.load_batch(model.dataset(), range(*arguments["samples"]))
-    cut = (module, model.load_batch(model.dataset(), range(2)), model.loss, graph)
-    transport = connect(context, plan, TrainSettings())
-    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    # A listed layer is the model's own module, whose parameters the job replaces.
-    values = {name: tensor.detach().clone() for name, tensor in held.items()}
-    place = (context.rank, graph, model, lambda names: values, transport, context.device)
-    job = Job(plan, expand(plan), *place, lambda step, position: None)
-    loss, outputs = (
-        Evaluation(job, each(*cut), transport, context.device) for each in (capture_evaluation, capture_prediction)
-    )
-    given, rows = named_tensors(batch), arguments["samples"][1] - arguments["samples"][0]
-    for step in range(2):
-        job.step(step)
-        (parts,) = loss.loss(0, rows, given)
-        predicted = outputs.predict(0, rows, given)
-    job.finish()
-    folder = Path(arguments["folder"])
-    _write(folder / f"state-{context.rank}", {name: job.whole(name) for name in job.state()})
-    if predicted is not None:
-        _write(folder / "predicted", predicted)
-    return list(parts)
 
 
 def keep(job: Job, rank: int, steps: int, folder: Path) -> list[StepRecord]:

@@ -1,8 +1,9 @@
 """Examples trained by rank processes and by a plain loop."""
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from autopar.ranks.pool import RankPool
 from autopar.runtime.start.workspace import Workspace
 from autopar.schedules.expand import part_of, stages_of
 from dictated import dictate
-from paths import EXAMPLES, MODELS
+from paths import EXAMPLES
 from rank_jobs import real
 from threads import own, train_in_threads
 
@@ -119,6 +120,7 @@ class Case:
         return float(loss[0] / loss[1] if isinstance(loss, tuple) else loss), outputs
 
 
+_FOLDER = tempfile.TemporaryDirectory(prefix="autopar-models-")
 _CAPTURED: dict[str, tuple[LayerGraph, dict[str, torch.Tensor]]] = {}
 
 
@@ -138,15 +140,18 @@ def make_case(file: Path, text: str | None = None) -> Case:
     return Case(file, model, own(graph), state)
 
 
+@cache
+def text_case(name: str, text: str) -> Case:
+    """Return the case of a file of this name, which is written once."""
+    folder = Path(_FOLDER.name) / f"{len(list(Path(_FOLDER.name).iterdir()))}"
+    folder.mkdir()
+    return make_case(folder / f"{name}.py", text)
+
+
 def text_of(example: str, optimizer: str = OPTIMIZERS["adamw"], **narrow: object) -> str:
     """Return the file of a narrow example in float64, narrower still if that is asked for."""
     base = str(EXAMPLES / f"{example}.py")
     return FILE.format(base=base, narrow={**NARROW[example], **narrow}, optimizer=optimizer)
-
-
-@pytest.fixture(scope="module")
-def dropout(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case(tmp_path_factory.mktemp("dropout") / "dropout.py", (MODELS / "dropout.py").read_text())
 
 
 def train(pool: RankPool, case: Case, plan: Plan, folder: Path, steps: int = STEPS, **settings: Any) -> list[float]:  # noqa: ANN401

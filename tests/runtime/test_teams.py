@@ -9,7 +9,6 @@ from typing import Any, Literal
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from autopar.errors import UsageError
@@ -18,7 +17,7 @@ from autopar.options.train import TrainSettings
 from autopar.runtime.execute import StepRecord
 from autopar.runtime.job import Job
 from autopar.runtime.messages.transport import InProcessTransport, Pending, Transport
-from drawn_models import equals_plain, model_case, team_plans
+from drawn_models import model_case, team_plans
 from in_teams import in_teams
 from oracles.unflushed import RULES
 from policy_cases import differs, planned
@@ -49,17 +48,6 @@ def test_training_equals_the_plain_loop(
     assert any(stage.sequence for stage in plan.stages) == sequence
     losses = gpt.train(plan, tmp_path)
     check(plan, gpt.truth(plan), tmp_path, losses)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["narrow_gpt", "everything", "dropout"])
-def test_any_plan_with_teams_trains_as_the_plain_loop(name: str) -> None:
-    @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(plan=team_plans(name), seed=st.integers(0, 3))
-    def trains_alike(plan: Plan, seed: int) -> None:
-        equals_plain(name, plan.model_copy(update={"seed": seed}))
-
-    trains_alike()
 
 
 @pytest.mark.some(5)

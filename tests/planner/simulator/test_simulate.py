@@ -1,26 +1,22 @@
-"""Simulations against closed forms and each other; of never-flushed pipelines, against what their order says."""
+"""Simulations against closed forms and each other; against the executor, tests/runtime/rehearsal/test_steps.py."""
 
 import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import pairwise
-from math import ceil
-from typing import NamedTuple
 
 import pytest
 
 from autopar.formats.cluster import Cluster, Device, Link
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Layer, Profile, Tensor
-from autopar.formats.program import UPDATE
 from autopar.formats.timeline import Timeline
 from autopar.planner import PlanOptions, plan, simulate
 from autopar.planner.candidate import Candidate, CandidateStage, Family, place, with_depths
 from autopar.planner.costs.model import CostModel, Durations, durations
 from autopar.planner.simulator.rows import rows_of
-from autopar.planner.simulator.simulate import CYCLE, Simulator, run
+from autopar.planner.simulator.simulate import Simulator, run
 from autopar.schedules import SCHEDULES
 from autopar.schedules.expand import expand
 from drawn import long_candidate, random_candidate
@@ -137,91 +133,6 @@ def _line(micro_batches: int, depths: Sequence[int]) -> Candidate:
     return Candidate(micro_batches, 1, "1f1b", stages)
 
 
-class _StageTimes(NamedTuple):
-    forward_s: float
-    backward_s: float
-    update_s: float
-    forth_s: float
-    """Of a message to the stage behind."""
-    back_s: float
-    """Of a gradient to the stage before; its way is the stage's own queue to it."""
-
-
-def _update_ends(
-    stages: Sequence[_StageTimes],
-    depths: Sequence[int],
-    micro_batches: int,
-    count: int,
-    lags: Sequence[int],
-    shared: Sequence[int] = (),
-    sum_s: float = 0.0,
-) -> list[list[float]]:
-    """When every stage's updates end, by the order's rule alone; stages have one replica each.
-
-    A message takes its link from the end of what made it, in the order of making. Stages that share a parameter wait,
-    before their updates, for the sum of its gradients, which takes its time from the last of their backwards on.
-    """
-    total = count * micro_batches
-
-    def order(stage: int) -> list[tuple[str, int]]:
-        found = [("F", number) for number in range(min(depths[stage], total))]
-        for number in range(total + lags[stage]):
-            if number < total:
-                found.append(("B", number))
-            late = number - lags[stage]
-            if late >= 0 and late % micro_batches == micro_batches - 1:
-                found.append(("U", late // micro_batches))
-            if number + depths[stage] < total:
-                found.append(("F", number + depths[stage]))
-        return found
-
-    orders = [order(stage) for stage in range(len(stages))]
-    place = [{action: at for at, action in enumerate(each)} for each in orders]
-
-    @cache
-    def end(stage: int, at: int) -> float:
-        kind, number = orders[stage][at]
-        times = stages[stage]
-        ready = end(stage, at - 1) if at else 0.0
-        if kind == "F" and stage:
-            ready = max(ready, arrived(stage - 1, stage, "F", number))
-        if kind == "B" and stage + 1 < len(stages):
-            ready = max(ready, arrived(stage + 1, stage, "B", number))
-        if kind == "U" and stage in shared:
-            ready = max(ready, summed(number))
-        return ready + {"F": times.forward_s, "B": times.backward_s, "U": times.update_s}[kind]
-
-    @cache
-    def arrived(sender: int, receiver: int, kind: str, number: int) -> float:
-        takes_s = stages[sender].forth_s if kind == "F" else stages[sender].back_s
-        begins = end(sender, place[sender][kind, number])
-        return takes_s + (max(begins, arrived(sender, receiver, kind, number - 1)) if number else begins)
-
-    @cache
-    def summed(step: int) -> float:
-        last = (step + 1) * micro_batches - 1
-        begins = max(end(stage, place[stage]["B", last]) for stage in shared)
-        return sum_s + (max(begins, summed(step - 1)) if step else begins)
-
-    # Each action is asked for in turn, so that recursion stays shallow.
-    for number in range(total):
-        for stage in range(len(stages)):
-            for kind in ("F", "B"):
-                if place[stage].get((kind, number), 0) <= 2 * number:
-                    end(stage, place[stage][kind, number])
-    return [[end(stage, place[stage]["U", step]) for step in range(count)] for stage in range(len(stages))]
-
-
-def _durations(overhead_s: float, stages: Sequence[_StageTimes], tied_s: Sequence[float] = ()) -> Durations:
-    """What such stages take, with messages between neighbours."""
-    count = len(stages)
-    messages = {(at, at + 1): stages[at].forth_s for at in range(count - 1)}
-    messages |= {(at + 1, at): stages[at + 1].back_s for at in range(count - 1)}
-    columns = ([each.forward_s for each in stages], [each.backward_s for each in stages], [0.0] * count, [0.0] * count)
-    updates = [each.update_s for each in stages]
-    return Durations(overhead_s, list(range(count)), *columns, updates, message_s=messages, tied_s=list(tied_s))
-
-
 def test_long_programs_and_queues_take_as_long_as_one_action_after_the_other() -> None:
     """And as long without the messages that nobody waits for."""
     periods, turning, dropped, kept = set(), 0, 0, 0
@@ -259,44 +170,3 @@ def _skipping(past_s: float, hand_s: float) -> tuple[Candidate, Durations]:
     messages = {(0, 1): hand_s, (1, 2): hand_s, (1, 0): hand_s, (2, 1): hand_s, (0, 2): past_s}
     columns = [[1.0] * 3 for _ in range(5)]
     return _line(6, (6,) * 3), Durations(0.0, [0, 1, 2], *columns, message_s=messages)
-
-
-@pytest.mark.some(24)
-@pytest.mark.parametrize("seed", range(60))
-def test_updates_end_when_the_order_says(seed: int) -> None:
-    draw = random.Random(seed)
-    stages = [
-        _StageTimes(
-            *(draw.uniform(0.5, 2.0), draw.uniform(0.5, 4.0), draw.choice([0.0, 0.3])),
-            *(draw.choice([0.0, 0.1, 1.5]), draw.choice([0.0, 0.1, 1.5])),
-        )
-        for _ in range(draw.randint(1, 4))
-    ]
-    last, depths = len(stages) - 1, [1]
-    for _ in range(last):
-        depths.insert(0, depths[0] + draw.randint(0, 2))
-    micro_batches = draw.randint(1, 4)
-    policy, lags, shared = "stash", [0] * len(stages), []
-    if seed % 3 == 1 and last:
-        shared = sorted(random.Random(seed).sample(range(len(stages)), 2))
-        lags[shared[1]] = ceil((depths[shared[0]] - depths[shared[1]]) / 2)
-    if seed % 3 == 2:
-        policy, micro_batches = "2bw", max(micro_batches, depths[0] + 1)
-        # As late as can be, and no later than the mini-batch's sums and all micro-batches of the next.
-        begins = [micro_batches - depths[0] + (depths[0] - depth) // 2 for depth in depths]
-        lags = [micro_batches + min(1 - depth, begun - 1) for depth, begun in zip(depths, begins, strict=True)]
-    flows = [(at, at + 1, True) for at in range(last)]
-    plan = simulating.skeleton(_line(micro_batches, depths), flows, [shared] if shared else [])
-    plan = plan.model_copy(update={"weight_policy": policy})
-    times = _durations(0.25, stages, [0.7] if shared else [])
-    timeline = simulating.trace_unflushed(plan, expand(plan), times)
-    own = [each._replace(update_s=each.update_s + 0.25) for each in stages]
-    expected = _update_ends(own, depths, micro_batches, simulating.mini_batches(plan), lags, shared, 0.7)
-    for stage, ends in enumerate(expected):
-        found = [each.end_s for each in timeline if each.rank == stage and each.action.kind == UPDATE]
-        assert found == pytest.approx(ends, rel=1e-12)
-    how = simulating.pipeline_times(timeline, plan)
-    busiest = max(micro_batches * (each.forward_s + each.backward_s) + each.update_s for each in own)
-    # What is behind the mean over a cycle is not yet what it will be for ever.
-    assert how.period_s >= busiest * (1 - 1e-9)
-    assert how.fill_s + how.period_s * (simulating.mini_batches(plan) - CYCLE) <= timeline.end_s

@@ -34,16 +34,7 @@ def test_a_plan_goes_on_from_what_another_saved(pairs_of: Callable[..., Checkpoi
 
 
 @pytest.mark.slow
-@pytest.mark.some(4)
-@pytest.mark.parametrize("seed", range(12))
-def test_any_team_goes_on_from_what_another_saved(pairs_of: Callable[..., CheckpointPairs], seed: int) -> None:
-    pairs, rng = pairs_of("narrow_gpt"), random.Random(f"teams {seed}")
-    first, second = pairs.draw_teams(rng), pairs.draw_teams(rng)
-    assert difference(pairs.train(first, second, rng.randint(1, STEPS - 1)), pairs.truth) < 1e-10
-    assert difference(pairs.train(first, first, 2), pairs.train(first, first, 4)) == 0.0
-
-
-@pytest.mark.slow
+@pytest.mark.some(1)
 @pytest.mark.parametrize("policy", ["stash", "2bw", "pipemare"])
 def test_without_flushes_a_team_goes_on_from_what_another_saved(
     pairs_of: Callable[..., CheckpointPairs], policy: str

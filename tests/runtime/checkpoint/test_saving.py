@@ -17,12 +17,10 @@ from autopar.runtime.checkpoint import weights
 from autopar.runtime.checkpoint.saving import check_shared, new_set, set_of
 from autopar.runtime.messages.transport import Transport
 from autopar.runtime.start.workspace import Workspace
-from dictated import dictate
+from drawn_models import model_case
 from failing_calls import Calls, counted, full, killed, meeting
 from in_teams import in_teams
-from paths import MODELS
 from threads import in_ranks
-from training_cases import Case, make_case
 
 # Forks are warned of where there are threads; these children only write files.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
@@ -230,13 +228,6 @@ def test_a_folder_of_one_host_alone_is_refused_on_all_ranks(tmp_path: Path) -> N
     assert all("cannot be written on " in said for said in checked([tmp_path / "file"] * 2))
 
 
-@pytest.fixture(scope="module")
-def narrow_gpt(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    file = tmp_path_factory.mktemp("models") / "gpt.py"
-    file.write_bytes((MODELS / "narrow_gpt.py").read_bytes())
-    return make_case(file)
-
-
 @pytest.mark.slow
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
@@ -253,12 +244,11 @@ def test_what_teams_cut_is_written_whole(
     sizes: Sequence[int],
     shard: Shard,
     given: bool,
-    narrow_gpt: Case,
     pool: RankPool,
     tmp_path: Path,
 ) -> None:
-    case, folder = narrow_gpt, tmp_path / "workspace"
-    plan = in_teams(case.graph, dictate(case.graph, case.model, widths, 4, 3, shard=shard), sizes)
+    case, folder = model_case("narrow_gpt"), tmp_path / "workspace"
+    plan = in_teams(case.graph, case.plan(widths, 4, 3, shard=shard), sizes)
     assert all(stage.cuts for stage, size in zip(plan.stages, sizes, strict=True) if size > 1)
     state = {name: each.detach() for name, each in case.model.build(0).named_parameters()}
     if given:

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,7 @@ from autopar.capture.layers.export import capture
 from autopar.capture.model.source import load
 from autopar.cli.simulate import rehearse as rehearse_command
 from autopar.errors import TrainingError
-from autopar.formats.plan import Plan, Shard
+from autopar.formats.plan import SHARDS, Shard
 from autopar.formats.profile import Profile
 from autopar.formats.references import allow_any_path
 from autopar.hardware.kinds import estimated_cluster
@@ -28,30 +28,15 @@ from in_teams import in_teams
 from paths import EXAMPLES, MODELS
 from pooled import eight_ranks
 from threads import own
-from training_cases import Case, make_case
+from training_cases import Case, make_case, text_case
 
 __all__ = ["eight_ranks"]
 
 MODELS = {"gpt": EXAMPLES / "gpt.py", "resnet": EXAMPLES / "resnet.py", "everything": MODELS / "everything.py"}
 
 
-@pytest.fixture(scope="module")
-def weigh(tmp_path_factory: pytest.TempPathFactory, eight_ranks: RankPool) -> Callable[..., list[int]]:
-    """Return what trains a model by a plan with processes, and tells the most that each rank holds."""
-    folder = tmp_path_factory.mktemp("models")
-    copy_of = cache(lambda model: make_case(folder / f"{model}.py", MODELS[model].read_text()))
-
-    def weighed(model: str, plan: Plan) -> list[int]:
-        case = copy_of(model)
-        arguments = {"plan": plan.dumps(), "model": str(case.file), "workspace": str(case.workspace)}
-        return eight_ranks.run("rank_jobs:train_and_weigh", arguments, ranks=len(plan.devices))  # type: ignore[return-value]
-
-    return weighed
-
-
-@cache
 def case_of(model: str) -> Case:
-    return make_case(MODELS[model])
+    return text_case(model, MODELS[model].read_text())
 
 
 @pytest.mark.slow
@@ -75,13 +60,14 @@ def case_of(model: str) -> Case:
     ],
 )
 def test_a_rehearsal_counts_what_training_holds(
-    weigh: Callable[..., list[int]], model: str, widths: Sequence[int], how: str | Sequence[int], shard: Shard
+    eight_ranks: RankPool, model: str, widths: Sequence[int], how: str | Sequence[int], shard: Shard
 ) -> None:
     """By a schedule, or in teams of these sizes."""
     case, alone = case_of(model), isinstance(how, str)
     plan = case.plan(widths, micro_batches=4, rows=4, schedule=how if alone else "1f1b", shard=shard)
     plan = plan if isinstance(how, str) else in_teams(case.graph, plan, how)
-    held = weigh(model, plan)
+    arguments = {"plan": plan.dumps(), "model": str(case.file), "workspace": str(case.workspace)}
+    held: list[int] = eight_ranks.run("rank_jobs:train_and_weigh", arguments, ranks=len(plan.devices))  # type: ignore[assignment]
     real = [max(held[rank] for rank in stage.devices) for stage in plan.stages]
     # What a team exchanges of messages is held for longer or shorter, as its ranks come to it.
     within = 0.005 if alone else 0.02
@@ -167,18 +153,19 @@ def profiled() -> tuple[Case, Profile]:
     return case, measured.model_copy(update={"layers": tuple(layers)})
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(5)
 @pytest.mark.parametrize(
-    ("schedule", "stages"),
+    ("schedule", "stages", "shard"),
     [
-        *((schedule, stages) for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2") for stages in LINES),
-        *((schedule, "0,1,2,3,4,5,6,7") for schedule in ("interleaved", "zb-v", "dualpipe-v")),
+        *((schedule, stages, "none") for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2") for stages in LINES),
+        *((schedule, "0,1,2,3,4,5,6,7", "none") for schedule in ("interleaved", "zb-v", "dualpipe-v")),
+        *(("1f1b", LINES[1], shard) for shard in SHARDS[1:]),
     ],
 )
-def test_a_rehearsal_holds_what_was_predicted(schedule: str, stages: str) -> None:
+def test_a_rehearsal_holds_what_was_predicted(schedule: str, stages: str, shard: Shard) -> None:
     case, measured = profiled()
     options = PlanOptions(
-        stages=stages, schedule=schedule, batch=ROWS * MICRO_BATCHES, micro_batches=MICRO_BATCHES, shard="none"
+        stages=stages, schedule=schedule, batch=ROWS * MICRO_BATCHES, micro_batches=MICRO_BATCHES, shard=shard
     )
     planned = plan(measured, estimated_cluster(measured, 4), options)
     # A rank of several stages may hold most in a forward, which is charged what a backward takes for a while.

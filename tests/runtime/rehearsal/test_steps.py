@@ -4,7 +4,6 @@ What faults cost there is held against the simulated timeline.
 """
 
 import random
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,17 +12,16 @@ from autopar.errors import AutoparError, UsageError
 from autopar.formats.cluster import Cluster
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile, Tensor
-from autopar.formats.program import REDUCTIONS, SLOWER_S, Program, RankProgram, parse_faults
+from autopar.formats.program import REDUCTIONS, SLOWER_S, Program, parse_faults
 from autopar.formats.timeline import Timeline
 from autopar.hardware.clusters import find_cluster
 from autopar.planner import PlanOptions, action_prices, plan, simulate
 from autopar.planner.assemble import assemble, candidate_of
 from autopar.planner.candidate import Candidate
 from autopar.planner.costs.model import CostModel, durations
-from autopar.planner.simulator.simulate import mini_batches, trace
+from autopar.planner.simulator.simulate import CYCLE, mini_batches, pipeline_times, trace
 from autopar.ranks.pool import RankPool
 from autopar.runtime.rehearsal.steps import Rehearsal, rehearse_steps
-from autopar.schedules.check import ProgramError, check, check_bounds
 from autopar.schedules.expand import expand
 from chunked import OTHERS, random_chunked, random_costs
 from drawn import random_candidate
@@ -104,30 +102,12 @@ def test_random_plans_take_in_processes_as_long_as_simulated(seed: int, eight_ra
     assert not rehearsal.notes
 
 
-def _edited(rng: random.Random, planned: Plan) -> Program:
-    """Return a plan's program with neighbours swapped wherever it is sound all the same."""
-    program = expand(planned)
-    for _ in range(30):
-        rank = rng.randrange(len(program.ranks))
-        actions = list(program.ranks[rank])
-        at = rng.randrange(max(1, len(actions) - 1))
-        if any(action.kind in REDUCTIONS for action in actions[at : at + 2]):
-            # Nobody simulates reductions elsewhere: `simulate` and `rehearse` refuse them.
-            continue
-        actions[at : at + 2] = reversed(actions[at : at + 2])
-        other = Program((*program.ranks[:rank], RankProgram.of(actions), *program.ranks[rank + 1 :]))
-        with suppress(ProgramError):
-            check(other, planned)
-            check_bounds(other, planned)
-            program = other
-    return program
-
-
 @pytest.mark.some(20)
 @pytest.mark.parametrize("seed", range(2000, 2060))
 def test_programs_edited_at_random_take_as_long_as_simulated(seed: int) -> None:
     inputs = _inputs(seed)
-    program = _edited(random.Random(seed), inputs[0])
+    # Nobody simulates reductions elsewhere: `simulate` and `rehearse` refuse them.
+    program = edited(inputs[0], seed, fixed=REDUCTIONS)
     _check(_rehearsed(inputs, 2, program), simulate(*inputs, program), inputs[0])
 
 
@@ -342,6 +322,11 @@ def performs(made: Plan, profile: Profile, cluster: Cluster, program: Program | 
         (rank, text, pytest.approx(end_s, rel=1e-9, abs=1e-9 * simulated.end_s))
         for rank, text, end_s in ends(simulated)
     ]
+    how, busy_s = pipeline_times(simulated, made), [0.0] * simulated.rank_count()
+    for each in simulated:
+        busy_s[each.rank] += (each.end_s - each.start_s) * (each.action.kind in "FBU")
+    assert how.period_s * mini_batches(made) >= max(busy_s) * (1 - 1e-9)
+    assert how.fill_s + how.period_s * (mini_batches(made) - CYCLE) <= simulated.end_s * (1 + 1e-9)
     if made.span > 1:
         # A mini-batch ends with the last update that has it.
         assert sum(rehearsed.steps_s) == pytest.approx(simulated.end_s, rel=1e-9)
