@@ -25,6 +25,7 @@ from autopar.formats.checkpoint import (
     StoredTensor,
     merge,
 )
+from boxes import cut
 from played import small_plan
 
 RUN = SavedRun(model="model.py", batch=8, seed=0, samples=64)
@@ -126,23 +127,11 @@ def test_a_manifest_names_files_of_its_own_folder_alone(name: str) -> None:
         Checkpoint.read(text, Path("manifest.json"))
 
 
-def _cut(rng: random.Random, box: list[tuple[int, int]], left: int) -> list[list[tuple[int, int]]]:
-    """Cut a box into smaller ones, somewhere and anyhow."""
-    dims = [dim for dim, (start, stop) in enumerate(box) if stop - start > 1]
-    if not left or not dims:
-        return [box]
-    dim = rng.choice(dims)
-    start, stop = box[dim]
-    at = rng.randrange(start + 1, stop)
-    parts = ([*box[:dim], side, *box[dim + 1 :]] for side in ((start, at), (at, stop)))
-    return [each for part in parts for each in _cut(rng, part, left - 1)]
-
-
 @pytest.mark.parametrize("seed", range(15))
 def test_pieces_cut_at_random_make_up_a_tensor_and_without_one_of_them_or_with_one_twice_do_not(seed: int) -> None:
     rng = random.Random(seed)
     shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(1, 4)))
-    boxes = _cut(rng, [(0, size) for size in shape], 3)
+    boxes = cut(rng, [(0, size) for size in shape], 3)
     rng.shuffle(boxes)
     sides = [[(dim, start, stop) for dim, (start, stop) in enumerate(box)] for box in boxes]
     pieces = [piece(0, *each).model_copy(update={"key": f"{at}"}) for at, each in enumerate(sides)]

@@ -38,6 +38,9 @@ def test_blocks_lie_at_their_times_and_mini_batches_are_said_without_flushes() -
     expected = {(round(event.start_s * 1e3, 6), round(event.end_s * 1e3, 6)) for event in timeline}
     paths = (path for collection in draw_timeline(timeline).axes[0].collections for path in collection.get_paths())
     assert expected <= {(round(box.x0, 6), round(box.x1, 6)) for box in (path.get_extents() for path in paths)}
+    texts = {(text.get_text(), round(text.get_position()[0], 6)) for text in draw_timeline(timeline).axes[0].texts}
+    computed = (event for event in timeline if event.action.kind in "FB")
+    assert {(f"{each.action.micro_batch}", round((each.start_s + each.end_s) * 500, 6)) for each in computed} <= texts
     few, many = play(small_plan((1, 1), 4)), play(small_plan((1,) * 16, 64))
     assert {"0", "1", "2", "3"} <= set(_texts(draw_timeline(few)))
     assert "63" not in _texts(draw_timeline(many))
@@ -77,6 +80,17 @@ def test_events_are_drawn_once_and_no_text_over_another(
 def test_titles_state_errors_and_maps_stand_above_the_same_step() -> None:
     plan = small_plan((1, 1), 4)
     measured, predicted = play(plan, "measured", unit_s=0.02), play(plan, unit_s=0.01)
+    notes = {
+        text.get_text(): text.xy[1]
+        for text in draw_over(measured, predicted).axes[0].texts
+        if "rank" in text.get_text()
+    }
+    rows = [
+        text.xy[1]
+        for text in draw_over(measured, predicted).axes[0].texts
+        if text.get_text() in ("measured", "predicted")
+    ]
+    assert notes["rank 0\nstage 0"] == pytest.approx(sum(rows[:2]) / 2)
     assert "(-50.0%)" in draw_over(measured, predicted).axes[0].get_title(loc="left")
     assert _bars(draw_timeline(Timeline("measured"))) == 0
     pictures = io.BytesIO(), io.BytesIO()

@@ -76,6 +76,7 @@ def test_long_text_stands_below_its_row_short_text_is_folded_and_so_are_columns_
     assert narrow[4] == "equal split  12.5 ms"
     assert " ".join(line.strip() for line in narrow[5:-1]) == f"stages: {stages}"
     assert wide[4] == f"equal split  12.5 ms  {stages}"
+    assert printed(table, len(wide[4]))[4] == wide[4]
     table = Table("Stages", (">stage", "layers", ">measured over predicted", ">empty"))
     table.add_row("0", "model.layers.0 .. model.layers.11", "1.2 x")
     assert printed(table, 40)[4:] == [
@@ -101,11 +102,12 @@ def test_what_a_file_brings_along_is_shown_as_it_is_and_many_rows_cut_short() ->
     table = Table("[bold]", ("[red]name",))
     table.add_row("[link]x[/link]")
     assert [line for line in printed(table, 80) if "[" in line] == ["[bold]", "[red]name", "[link]x[/link]"]
-    table = Table("Ranks", (">rank", ">time"))
-    fill(table, [(str(rank), "1 ms") for rank in range(MOST_ROWS + 25)])
-    lines = printed(table, 80)
-    assert "... 25 more" in lines
-    assert len([line for line in lines if "1 ms" in line]) == MOST_ROWS
+    for more, said in ((0, []), (1, ["... 1 more"]), (25, ["... 25 more"])):
+        table = Table("Ranks", (">rank", ">time"))
+        fill(table, [(str(rank), "1 ms") for rank in range(MOST_ROWS + more)])
+        lines = printed(table, 80)
+        assert [line for line in lines if "more" in line] == said
+        assert len([line for line in lines if "1 ms" in line]) == MOST_ROWS
     table = Table("Plans", ("planner", ">step"))
     table.add_row("autopar", "1 ms")
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")

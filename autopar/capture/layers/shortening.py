@@ -184,8 +184,6 @@ def _shortest(
     guards = [environment.replace(guard.expr) for guard in environment.guards]
     for power in range(max(full.values(), default=1).bit_length() - 1, 0, -1):
         short = {symbol: max(SHORTEST, length >> power) for symbol, length in full.items()}
-        if any(length <= short[symbol] for symbol, length in full.items() if length >= 2 * SHORTEST):
-            continue
         limits = [(short[symbol], program.range_constraints.get(symbol)) for symbol in short]
         within = all(limit is None or limit.lower <= length <= limit.upper for length, limit in limits)
         if within and all(guard.subs({**rows, **short}) == True for guard in guards):  # noqa: E712

@@ -92,14 +92,6 @@ def as_before(user: UserModel, name: str, replacement: object) -> LayerGraph:
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize("cut", [1, 2, 4, 5, 6, 7, 8])
-def test_a_plan_may_cut_between_the_blocks_of_a_stage(user: UserModel, cut: int, tmp_path: Path) -> None:
-    graph = capture(user, user.build(0))
-    assert len(graph.layers) == 11
-    check(user, dictate(graph, user, [1, 2], 3, 4, cuts=[cut], recompute=cut % 2 == 0), tmp_path)
-
-
-@pytest.mark.some(1)
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
 def test_a_plan_of_whole_stages_runs_as_it_did(user: UserModel, cut: int, tmp_path: Path) -> None:
     before = as_before(user, "split_units", lambda model, nodes: Units(model, lambda path: False))

@@ -4,19 +4,21 @@
 import itertools
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from autopar.capture import capture, capture_module, load, named_tensors, slice_rows
+from autopar.capture.layers import fallback
 from autopar.capture.layers.check import check_gradients
 from autopar.capture.layers.evaluation import capture_evaluation, capture_prediction
 from autopar.capture.model.batch import rebuild
 from autopar.errors import CaptureError
 from capture_zoo import Chain, Doubled, Late, Made, counting_loss, listed, mean_square, regression
 from families import tiny_config
-from stage_runs import assert_equal_to_plain, assert_same_layers, run
+from stage_runs import assert_equal_to_plain, run
 
 TABLE = {"n": 0}
 
@@ -207,15 +209,6 @@ class Second(nn.Linear):
         return super().forward(Doubled.apply(signal))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("activation", [own_activation, decide])
-def test_the_declared_plan_of_a_hollow_model_is_that_of_the_real_one(activation, tmp_path):
-    user, model = models(tmp_path, {**LLAMA, "tie_word_embeddings": True})
-    shapes = user.build(1, hollow=True)
-    for each in (model, shapes):
-        activate(each, activation)
-    real, hollow = capture(user, model), capture(user, shapes)
-    assert (real.hollow, hollow.hollow, hollow.notes) == (False, True, real.notes)
-    assert_same_layers(real, hollow)
-    assert real.tied_parameters() == hollow.tied_parameters()
-    assert all(parameter.device.type == "meta" for parameter in shapes.parameters())
+@pytest.mark.parametrize(("results", "passed"), [(0, "hidden"), (1, ("hidden",)), (3, ("hidden", None, None))])
+def test_a_part_that_is_passed_by_returns_as_much_as_it_did(results, passed):
+    assert fallback._passing(SimpleNamespace(results=results), "hidden")("more", option=1) == passed

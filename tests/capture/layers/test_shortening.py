@@ -16,7 +16,7 @@ from autopar.capture.layers import export, shortening
 from autopar.capture.layers.check import check_gradients
 from autopar.capture.layers.export import capture_module
 from autopar.capture.layers.losses import check_loss
-from autopar.capture.layers.shortening import DifferentError
+from autopar.capture.layers.shortening import SHORTEST, DifferentError
 from autopar.capture.model.batch import given_model
 from autopar.errors import CaptureError, ModelError
 
@@ -303,3 +303,8 @@ def test_losses_that_differ_by_few_labels_are_refused_on_short_samples(length: i
     graph = _captured(model, _mean, {name: tensor[:2] for name, tensor in batch.items()})
     with pytest.raises(ModelError, match="return a sum and the number that it is divided by"):
         check_loss(user, model, graph, accept_loss=False)
+
+
+def test_lengths_that_can_be_halved_are_free_but_in_images() -> None:
+    sizes = {"long": (4, 2 * SHORTEST), "short": (4, 2 * SHORTEST - 1), "image": (4, 3, 64, 64)}
+    assert shortening.free_dims({name: torch.zeros(size) for name, size in sizes.items()}) == {"long": [1], "short": []}

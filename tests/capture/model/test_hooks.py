@@ -8,6 +8,7 @@ import torch
 
 import autopar
 from autopar.capture import capture, load
+from autopar.capture.model import hooks
 from autopar.capture.model.source import StageTraits
 from autopar.errors import AutoparError, ModelError, UsageError
 
@@ -230,3 +231,9 @@ def test_classes_wrong_losses_and_optimizers_that_want_the_model_are_told_what_t
     user = load(write(tmp_path, f"{HOOKED}def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.1)\n"))
     with pytest.raises(ModelError, match=r"raised AttributeError: .*; optimizer\(parameters\) is given a list"):
         user.make_optimizer(user.build().named_parameters())
+
+
+def test_what_a_name_is_bound_to_is_shown_if_it_is_short():
+    for length, shown in ((60, True), (61, False)):
+        value = "1" * length
+        assert hooks._last_binding(f"x = 2\nx = {value}\n".encode(), "x") == (2, value if shown else "")

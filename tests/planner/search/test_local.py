@@ -20,7 +20,7 @@ from autopar.planner.search.local import LocalSearch, judge_even_splits, search_
 from autopar.planner.search.moves import Layout
 from autopar.planner.simulator.simulate import Simulator
 from drawn import random_layout
-from random_problems import gpt_profile, local_cluster, problem, random_cluster, random_profile
+from random_problems import gpt_profile, hierarchy, local_cluster, problem, random_cluster, random_profile
 
 
 def _question(seed: int) -> tuple[Profile, Cluster, PlanOptions]:
@@ -105,6 +105,10 @@ def test_effort_and_widths_by_time_leave_no_plan_slower() -> None:
     assert local.orders_by_node(costs) == [(0, 1, 2, 3, 4, 5), (0, 2, 4, 1, 3, 5)]
     widths = {each.widths for each in local.even_layouts(costs, Family(4, 2, "1f1b"))}
     assert {(3, 3), (2, 2), (1, 1, 2, 2), (2, 2, 2)} <= widths
+    # Of uneven nodes, the largest one.
+    costs = CostModel(gpt_profile(), hierarchy(0, [1, 4, 3]), PlanOptions(gpus=8))
+    widths = {each.widths for each in local.even_layouts(costs, Family(4, 2, "1f1b"))}
+    assert {each for each in widths if len(each) == 1} == {(8,), (4,)}
 
 
 def test_what_a_layout_takes_is_about_known_before_it_is_simulated_on_quick_and_on_slow_links() -> None:

@@ -1,7 +1,6 @@
 """Tensors of every type and shape, cut anyhow among files, come back in any part."""
 
 import random
-from math import prod
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,13 @@ from autopar.errors import FileError
 from autopar.formats.checkpoint import IndexRange, Piece, PieceFile, RankPart, StoredTensor, merge
 from autopar.runtime.checkpoint import weights
 from autopar.runtime.checkpoint.folder import CheckpointReader
+from boxes import Box, cut
 from checkpoint_pairs import PLAN, RUN
 
 TYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.complex128,
     torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
-Box = list[tuple[int, int]]
 
 
 def _drawn(rng: random.Random, dtype: torch.dtype) -> torch.Tensor:
@@ -29,17 +28,6 @@ def _drawn(rng: random.Random, dtype: torch.dtype) -> torch.Tensor:
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
     return torch.randint(0, 2, shape, generator=generator).to(dtype)
-
-
-def _cut(rng: random.Random, box: Box, left: int) -> list[Box]:
-    dims = [dim for dim, (start, stop) in enumerate(box) if stop - start > 1]
-    if not left or not dims or prod(stop - start for start, stop in box) == 0:
-        return [box]
-    dim = rng.choice(dims)
-    start, stop = box[dim]
-    at = rng.randrange(start + 1, stop)
-    halves = ([*box[:dim], side, *box[dim + 1 :]] for side in ((start, at), (at, stop)))
-    return [each for half in halves for each in _cut(rng, half, left - 1)]
 
 
 def _ranges(box: Box, shape: tuple[int, ...]) -> tuple[IndexRange, ...]:
@@ -62,7 +50,7 @@ def test_any_part_of_a_tensor_that_is_cut_anyhow_is_read(dtype: torch.dtype, see
     rng = random.Random(f"{dtype}/{seed}")
     tensor = _drawn(rng, dtype)
     shape, whole = tuple(tensor.shape), [(0, size) for size in tensor.shape]
-    boxes = _cut(rng, whole, rng.randrange(3))
+    boxes = cut(rng, whole, rng.randrange(3))
     # What stands before it in a file moves it to another place, at which kernels may not expect it.
     odd = torch.ones(rng.randrange(1, 8), dtype=torch.uint8)
     pieces, files = [], []

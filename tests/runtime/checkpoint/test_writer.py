@@ -97,6 +97,11 @@ def test_sound_checkpoints_are_kept_and_cadences_count_from_the_first_step(tmp_p
     assert values(tmp_path) == (16, [16, 16])
     assert saved(Cadence(4, 0, float), 13, 1.0, 1.0) == [4, 8, 12]
     assert saved(Cadence(4, 6, float), 13, 1.0, 1.0, first=6) == [8, 12]
+    # What is copied has the form of what is there now, and memory that is kept.
+    pieces, others = (held_pieces("parameter", "w", torch.zeros(size)) for size in (3, 4))
+    copy = ranks.writers[0]._copy
+    assert copy(pieces)[0] is copy(pieces)[0]
+    assert copy(others)[0].tensor.shape == (4,)
     # By itself, ranks go by what the slowest takes.
     assert saved(Cadence("auto", 0, lambda number: 10 * number), 1000, 1.0, 1.0)[:3] == [5, 39, 73]
     (tmp_path / "file").touch()
@@ -298,3 +303,12 @@ def test_by_itself_it_takes_as_much_of_the_time_as_is_allowed(step_s: float, cos
     gaps = {after - before for before, after in itertools.pairwise(found)}
     assert len(gaps) == 1
     assert gaps == {max(5, -(-cost_s // (0.03 * step_s)))} or share > 0.028
+
+
+def test_the_first_step_counts_for_no_cadence() -> None:
+    cadence, due = Cadence("auto", 0, float), list[int]()
+    for done, step_s in enumerate([100.0, *[1.0] * 5, *[3.0] * 4, *[1.0] * 20], start=1):
+        cadence.add(step_s)
+        if cadence.due(done, lambda: 0.29 if due else None):
+            due.append(done)
+    assert due == [5, 15, 25]

@@ -150,7 +150,7 @@ def test_a_layer_of_several_types_is_named(pool: RankPool, tmp_path: Path) -> No
 def test_an_optimizer_that_cannot_step_parts_is_refused_before_training(
     made: str, level: Shard, pool: RankPool, tmp_path: Path
 ) -> None:
-    text = (MODELS / "dropout.py").read_text().replace("SGD(parameters, lr=0.1, momentum=0.9)", made)
+    text = f"{(MODELS / 'dropout.py').read_text()}\ndef optimizer(parameters): return torch.optim.{made}\n"
     case = make_case(tmp_path / "whole.py", text)
     plan = case.plan((2, 1), 2, 4, shard=level)
     with pytest.raises(UsageError, match=r"whole.py cannot step stages that are sharded: its step .* `shard='none'`"):
