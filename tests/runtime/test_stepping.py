@@ -1,30 +1,24 @@
 """Each rank's optimizer does what one for the whole model would do, or is refused by name before the first step."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import autopar
 import plain
-from autopar.capture.layers.export import capture
 from autopar.capture.model.batch import seed_data
 from autopar.capture.model.source import stage_traits
-from autopar.errors import AutoparError, FileError, ModelError, UsageError
+from autopar.errors import FileError, ModelError, UsageError
 from autopar.formats.plan import Shard
 from autopar.options.train import RunOptions
 from autopar.ranks.pool import RankPool
 from autopar.runtime.checkpoint.weights import read, shapes
 from autopar.runtime.start.launch import run
 from autopar.runtime.update import check_settings, left_out, whole_settings
-from dictated import dictate
-from labelled import loss
 from paths import MODELS
-from script_jobs import batches, described, make_model
 from training_cases import Case, make_case
 
 FILE = MODELS / "grouped.py"
@@ -204,32 +198,3 @@ def test_a_run_is_refused_before_the_first_step(text: str, said: str, pool: Rank
     with pytest.raises((FileError, UsageError), match=said):
         run(case.plan((1, 1), 2, 6), str(case.file), RunOptions(steps=1, save=tmp_path / "saved"), pool=pool)
     assert not (tmp_path / "saved").exists()
-
-
-def _of_model(model: nn.Module) -> Callable[[Any], torch.optim.Optimizer]:
-    return lambda parameters: torch.optim.SGD(model.parameters(), lr=0.5)
-
-
-def _by_name(named_parameters: Any) -> torch.optim.Optimizer:  # noqa: ANN401
-    pairs = list(named_parameters)
-    groups = [{"params": [each for name, each in pairs if name.endswith(kind)]} for kind in ("bias", "weight")]
-    return torch.optim.SGD([{**groups[0], "lr": 0.5}, {**groups[1], "lr": 0.1}])
-
-
-@pytest.mark.slow
-def test_a_script_may_not_step_the_parameters_of_its_own_model_and_may_group_by_name() -> None:
-    model, user = make_model(), described()
-    plan = autopar.Plan.parse(dictate(capture(user, user.build()), user, [1], 2, 6).dumps(), Path("plan.json"))
-    (batch,) = batches(1)
-    with pytest.raises(AutoparError, match=r"optimizer\(\) steps \d+ parameters that it was not given"):
-        autopar.materialize(model, plan, batch, loss=loss, optimizer=_of_model(model))
-    truth = make_model()
-    optimizer = _by_name(truth.named_parameters())
-    loss(truth(batch[0]), batch).backward()
-    optimizer.step()
-    with autopar.materialize(model, plan, batch, loss=loss, optimizer=_by_name) as job:
-        job.step(batch)
-        state = job.state_dict()
-    assert state is not None
-    for name, value in truth.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12)

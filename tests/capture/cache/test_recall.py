@@ -1,6 +1,5 @@
 """What is captured once is found again where nothing has changed that it depends on, and nowhere else."""
 
-import contextlib
 import shutil
 from pathlib import Path
 from random import Random
@@ -8,21 +7,11 @@ from random import Random
 import pytest
 import torch
 
-from autopar.cache import VARIABLE, Cache
+from autopar.cache import Cache
 from autopar.capture.cache.recall import capture_to_keep
 from autopar.capture.layers.check import check_gradients
 from autopar.capture.model.source import load
-from autopar.errors import AutoparError
-from cached_models import CHANGES, STATE, recalled, restored, tear, write
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "cache").mkdir(mode=0o700)
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
-    (tmp_path / "model").mkdir()
-    write(tmp_path / "model")
-    return tmp_path / "model"
+from cached_models import CHANGES, recalled, tear
 
 
 def test_a_graph_that_is_found_computes_what_the_model_does_wherever_the_file_lies(folder: Path) -> None:
@@ -36,20 +25,6 @@ def test_a_graph_that_is_found_computes_what_the_model_does_wherever_the_file_li
     moved = shutil.copytree(folder, folder.parent / "moved")
     assert [recalled(moved)[0] for _ in range(2)] == [False, True]  # scale.txt is another file.
     assert not recalled(folder, seed=1)[0]
-
-
-@pytest.mark.parametrize("change", [*CHANGES, *STATE])
-@pytest.mark.some(12)
-def test_a_graph_of_something_else_is_not_found(change: str, folder: Path) -> None:
-    recalled(folder)
-    with restored():
-        if change in CHANGES:
-            CHANGES[change](folder)
-        # What is refused was not found, either.
-        with contextlib.suppress(AutoparError):
-            assert not recalled(folder, STATE.get(change, ""))[0]
-    write(folder)
-    assert recalled(folder)[0] == (change not in CHANGES or "forward" not in change)
 
 
 def test_changed_code_is_captured_again_and_said_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

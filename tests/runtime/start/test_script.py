@@ -79,25 +79,6 @@ def test_one_process_trains_as_a_plain_loop_and_leaves_the_scripts_model_alone(t
 
 
 @pytest.mark.slow
-def test_a_script_clips_stages_and_has_its_optimizer_told_of_them() -> None:
-    def told(parameters: list[torch.nn.Parameter], delay: float, replicas: int) -> torch.optim.Optimizer:
-        assert (delay, replicas) == (0.0, 1)
-        return sgd(parameters)
-
-    found: dict[str, list[float]] = {}
-    for clip in ("model", "stage"):
-        asked: dict[str, Any] = {"clip_norm": 1e-2, "clip": clip}
-        with autopar.materialize(make_model(), script_plan([1]), loss=loss, optimizer=told, **asked) as job:
-            metrics = [job.step(batch) for batch in batches(3)]
-        found[clip] = [each.loss for each in metrics]
-        assert [each.gradient_norm is None for each in metrics] == [clip == "stage"] * 3
-    assert found["model"] == found["stage"]
-    assert found["model"] != pytest.approx(trained_plainly()[0][:3], rel=1e-6)
-    with pytest.raises(UsageError, match="`clip='stage'` says whose norm is bounded"):
-        autopar.materialize(make_model(), script_plan([1]), loss=loss, clip="stage")
-
-
-@pytest.mark.slow
 def test_a_model_that_changes_python_state_is_held_to_what_the_plan_ignores() -> None:
     model, ((inputs, targets),) = make_model(), batches(1)
     seen: list[int] = []

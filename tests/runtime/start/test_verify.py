@@ -30,22 +30,8 @@ from in_teams import in_teams
 from paths import MODELS, ROOT
 from played import small_plan
 from policy_cases import TOLD
+from training_cases import text_of
 
-NARROW = """
-import importlib.util
-
-spec = importlib.util.spec_from_file_location("base", {path!r})
-base = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(base)
-for name, value in {narrow!r}.items():
-    setattr(base, name, value)
-model, dataset, loss, optimizer = base.model, base.dataset, base.loss, base.optimizer
-"""
-EXAMPLES: dict[str, dict[str, Any]] = {
-    "gpt": {"WIDTH": 32, "CONTEXT": 16, "BLOCKS": 3},
-    "resnet": {"WIDTHS": (4, 8, 8)},
-    "mlp": {"WIDTHS": (64, 48, 96, 24, 64)},
-}
 # With the dropout that the library has it have.
 CONFIGS = {name: tiny_config(name, 3) for name in ("llama", "gpt2")}
 Command = Callable[..., tuple[int, str, str]]
@@ -70,8 +56,8 @@ def source_of(folder: Path, name: str, more: str = "", **narrow: Any) -> str:  #
         pytest.importorskip("transformers", reason="needs the extra autopar[hf]")
         (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
         return f"hf:{folder / 'config.json'}"
-    path = str(ROOT / "examples" / f"{name}.py")
-    (folder / "model.py").write_text(NARROW.format(path=path, narrow={**EXAMPLES[name], **narrow}) + more)
+    narrow = {"BLOCKS": 3, **narrow} if name == "gpt" else narrow
+    (folder / "model.py").write_text(text_of(name, **narrow) + more)
     return str(folder / "model.py")
 
 
