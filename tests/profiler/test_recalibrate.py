@@ -291,10 +291,10 @@ def test_a_links_bandwidth_is_of_all_that_share_it_both_ways_and_one_beside_othe
         scaled = recalibrate._correct_link(link, samples, is_only_price=False)
         factor = 5e-3 / 4e-3
         assert (scaled.latency_s, scaled.bytes_per_s) == (pytest.approx(factor), pytest.approx(1e9 / factor))
-    for links, alone in ((cluster(1e-4, 1e8), True), (cluster(1e-4, 1e8, curve=True), False)):
-        assert recalibrate._alone(links, links.links[0]) == alone
-        beside = links.model_copy(update={"links": (*links.links, links.links[0])})
-        assert not recalibrate._alone(beside, links.links[0])
+    for links, is_only in ((cluster(1e-4, 1e8), True), (cluster(1e-4, 1e8, curve=True), False)):
+        assert recalibrate._is_only_price(links, links.links[0]) == is_only
+        two = links.model_copy(update={"links": (*links.links, links.links[0])})
+        assert not recalibrate._is_only_price(two, links.links[0])
 
 
 def test_what_has_no_gradient_makes_messages_forth_larger_and_none_back() -> None:
