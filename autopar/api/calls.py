@@ -156,12 +156,7 @@ def compare(
 ) -> Comparison:
     """Return autopar's plan beside those of GPipe, torchgpipe, PipeDream, DAPPLE, HetPipe, and plain parallelism.
 
-    Args:
-        profile: as of :func:`plan`.
-        cluster: likewise.
-        options: likewise.
-        progress: told what is done.
-        named: likewise.
+    Arguments are those of :func:`plan`.
 
     Raises:
         UsageError: options contradict the profile or each other.

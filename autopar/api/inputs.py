@@ -17,7 +17,6 @@ from autopar.formats.references import named_file, resolve
 from autopar.progress import Progress, no_progress
 
 if TYPE_CHECKING:
-    from autopar.formats.timeline import Timeline
     from autopar.planner import PlanOptions
 
 
@@ -80,12 +79,6 @@ def machines(
         return estimated_cluster(profile, gpus or 1), None
     text = read_text(path, Cluster.KIND)
     return parse_cluster(text, path), text
-
-
-def read_plan(path: Path, seed: int | None = None) -> Plan:
-    """Read a plan, with another run seed if one is given."""
-    plan = Plan.load(path)
-    return plan if seed is None else plan.model_copy(update={"seed": seed})
 
 
 def model_of(plan: Plan, path: Path) -> str:
@@ -155,20 +148,6 @@ def _closing(actions: RankProgram) -> list[Action]:
     every = [*actions]
     first = next((at for at, action in enumerate(every) if action.kind in REDUCTIONS), len(every))
     return [action for action in every[first:] if action.kind not in (*SENDS, *RECEIVES)]
-
-
-def predict(
-    plan: Path, profile: Path | None = None, cluster: str | None = None, progress: Progress = no_progress
-) -> Timeline:
-    """Return the predicted timeline of a plan file; what is not given is what the plan records.
-
-    Raises:
-        FileError: a file is missing, malformed, or no longer what it was when the plan was made.
-        UsageError: the program is too long to be listed action by action.
-    """
-    from autopar.planner import simulate
-
-    return simulate(*read_inputs(plan, profile, cluster, progress=progress))
 
 
 def read_inputs(
@@ -248,9 +227,8 @@ def _cluster(loaded_plan: Plan, plan: Path, cluster_name: str | None, profile: P
 
 def open_plan(plan: Plan | str | Path, seed: int | None = None) -> tuple[Plan, Path]:
     """Return a plan, with another run seed if one is given, and the file that what it names is relative to."""
-    if isinstance(plan, Plan):
-        return plan if seed is None else plan.model_copy(update={"seed": seed}), planned_file(plan)
-    return read_plan(Path(plan), seed), planned_file(plan)
+    loaded_plan = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+    return loaded_plan if seed is None else loaded_plan.model_copy(update={"seed": seed}), planned_file(plan)
 
 
 def planned_file(plan: Plan | str | Path) -> Path:

@@ -53,77 +53,41 @@ def view_file(file: Path, over: Path | None = None, progress: Progress = no_prog
 
 def _document(kind: str, file: Path, progress: Progress) -> FileView:
     """Return a document's canonical JSON text, its tables, and its picture if it has one."""
-    if kind == "plan":
-        return _view_plan(file, progress)
-    views = {
-        "profile": _view_profile,
-        "cluster": _view_cluster,
-        "report": _view_report,
-        "checkpoint": _view_checkpoint,
-        "blackbox": _view_black_box,
-        "program": _view_program,
-    }
-    return views[kind](file)
-
-
-def _view_profile(file: Path) -> FileView:
-    from autopar.formats.profile import Profile
-    from autopar.report.inputs import render_profile, title_of
-    from autopar.report.pictures import draw_profile
-
-    profile = Profile.load(file)
-    tables, picture = partial(render_profile, profile), partial(draw_profile, profile)
-    return FileView("profile", title_of(profile), profile.dumps(), tables, picture)
-
-
-def _view_cluster(file: Path) -> FileView:
-    from autopar.formats.cluster import Cluster
-    from autopar.report.inputs import render_cluster
-
-    cluster = Cluster.load(file)
-    return FileView("cluster", f"cluster {cluster.name}", cluster.dumps(), partial(render_cluster, cluster))
-
-
-def _view_plan(file: Path, progress: Progress) -> FileView:
-    from autopar.formats.plan import Plan
-    from autopar.report.plan import render
-
-    plan = Plan.load(file)
-    title, picture = f"plan of {plan.model.source}", partial(_draw_plan, file, progress)
-    return FileView("plan", title, plan.dumps(), partial(render, plan), picture)
-
-
-def _view_report(file: Path) -> FileView:
-    from autopar.formats.report import Report
-    from autopar.report.run import render
-
-    report = Report.load(file)
-    return FileView("report", f"report of {report.model}", report.dumps(), partial(render, report))
-
-
-def _view_checkpoint(file: Path) -> FileView:
     from autopar.formats.checkpoint import Checkpoint
-    from autopar.report.run import render_manifest
+    from autopar.formats.cluster import Cluster
+    from autopar.formats.plan import Plan
+    from autopar.formats.profile import Profile
+    from autopar.formats.program import Program
+    from autopar.formats.report import BlackBox, Report
+    from autopar.report import inputs, run
+    from autopar.report import plan as plans
 
+    match kind:
+        case "plan":
+            plan, picture = Plan.load(file), partial(_draw_plan, file, progress)
+            return FileView(kind, f"plan of {plan.model.source}", plan.dumps(), partial(plans.render, plan), picture)
+        case "profile":
+            from autopar.report.pictures import draw_profile
+
+            profile = Profile.load(file)
+            tables, picture = partial(inputs.render_profile, profile), partial(draw_profile, profile)
+            return FileView(kind, inputs.title_of(profile), profile.dumps(), tables, picture)
+        case "cluster":
+            cluster = Cluster.load(file)
+            return FileView(kind, f"cluster {cluster.name}", cluster.dumps(), partial(inputs.render_cluster, cluster))
+        case "report":
+            report = Report.load(file)
+            return FileView(kind, f"report of {report.model}", report.dumps(), partial(run.render, report))
+        case "blackbox":
+            box = BlackBox.load(file)
+            title = f"last actions before {box.date}"
+            return FileView(kind, title, box.dumps(), partial(run.render_black_box, box))
+        case "program":
+            program = Program.load(file)
+            return FileView(kind, f"program {file.name}", program.dumps(), partial(run.render_program, program))
     manifest = Checkpoint.load(file)
     title = f"checkpoint of {manifest.run.model}, step {manifest.step}"
-    return FileView("checkpoint", title, manifest.dumps(), partial(render_manifest, manifest, title))
-
-
-def _view_black_box(file: Path) -> FileView:
-    from autopar.formats.report import BlackBox
-    from autopar.report.run import render_black_box
-
-    found = BlackBox.load(file)
-    return FileView("blackbox", f"last actions before {found.date}", found.dumps(), partial(render_black_box, found))
-
-
-def _view_program(file: Path) -> FileView:
-    from autopar.formats.program import Program
-    from autopar.report.run import render_program
-
-    program = Program.load(file)
-    return FileView("program", f"program {file.name}", program.dumps(), partial(render_program, program))
+    return FileView(kind, title, manifest.dumps(), partial(run.render_manifest, manifest, title))
 
 
 def _draw_plan(file: Path, progress: Progress) -> Figure:
@@ -182,9 +146,10 @@ def _timeline(file: Path, progress: Progress) -> Timeline:
 
         return Timeline.load(file)
     if kind == "plan":
-        from autopar.api.inputs import predict
+        from autopar.api.inputs import read_inputs
+        from autopar.planner import simulate
 
-        return predict(file, progress=progress)
+        return simulate(*read_inputs(file, progress=progress))
     raise UsageError(f"{file} is a {kind}, which has no timeline to draw; give a trace or a plan")
 
 

@@ -24,6 +24,7 @@ from autopar.cli.output import quietly
 from autopar.options.option import OptionField, Options, options_of
 from autopar.options.plan import PlanOptions
 from autopar.options.profile import ProfileOptions
+from autopar.options.rehearse import RehearsalOptions
 from autopar.options.train import RunOptions
 
 if TYPE_CHECKING:
@@ -38,13 +39,14 @@ if TYPE_CHECKING:
     Noted = TypeVar("Noted", Plan, Profile, Report)
 
 
-OPTIONS = options_of(PlanOptions) | options_of(ProfileOptions) | options_of(RunOptions)
+_KINDS = (RehearsalOptions, ProfileOptions, PlanOptions, RunOptions)
+OPTIONS = {name: each for kind in _KINDS for name, each in options_of(kind).items()}
 _OWN = {"largest_bytes": "--largest"}
 ARGUMENTS = {name: each.flag for name, each in OPTIONS.items() if each.said.is_typed} | {
     name: _OWN.get(name, f"--{name.replace('_', '-')}")
     for name in (
         *("cluster", "largest_bytes", "nearest", "over", "overwrite", "pipeline_size", "profile", "profiled_batch"),
-        *("ranks", "real_time", "replicas", "schedule_file"),
+        *("ranks", "replicas", "schedule_file", "trace"),
     )
 }
 """Arguments that are options of some command, too, with their flags."""
@@ -108,7 +110,9 @@ def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-def _offering(names: Iterable[str]) -> Callable[[str], list[str]]:
+def offering(names: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return what completes one of some names."""
+
     def offered(incomplete: str) -> list[str]:
         return _beginning(incomplete, names)
 
@@ -140,11 +144,6 @@ def devices(incomplete: str) -> list[str]:
     return _beginning(incomplete, ("auto", "cpu", "cuda", *(gpu.name for gpu in GPUS)))
 
 
-def formats(incomplete: str) -> list[str]:
-    """Return what `autopar import` reads."""
-    return _beginning(incomplete, ("pipedream", "profiles", "layout", "torchtitan"))
-
-
 def targets(incomplete: str) -> list[str]:
     """Return what `autopar export` writes."""
     from autopar.api.exports import TARGETS
@@ -162,7 +161,7 @@ def option_info(option: OptionField, text: str | None = None) -> OptionInfo:
         option.flag,
         help=as_flags(option.said.help if text is None else text),
         metavar=option.said.unit.upper() or (values if 0 < len(values) <= _WIDEST else None),
-        autocompletion=_COMPLETIONS.get(option.name) or (_offering(option.choices) if option.choices else None),
+        autocompletion=_COMPLETIONS.get(option.name) or (offering(option.choices) if option.choices else None),
         rich_help_panel=option.said.group or None,
     )
     return found
@@ -186,7 +185,6 @@ OtherCluster = Annotated[
 ]
 TimesOf = Annotated[str | None, option_info(OPTIONS["times_of"])]
 ProgramFile = Annotated[Path | None, option_info(OPTIONS["program"])]
-InjectFault = Annotated[list[str] | None, option_info(OPTIONS["inject_fault"])]
 Timeout = Annotated[float, option_info(OPTIONS["timeout_s"])]
 _OUTPUT, _WIDEST = "Output", 20
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.", rich_help_panel=_OUTPUT)]

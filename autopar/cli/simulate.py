@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autopar.cli.arguments import (
     PLANNED_FILE,
-    InjectFault,
     OtherCluster,
     OtherProfile,
     Overwrite,
@@ -23,9 +23,11 @@ from autopar.cli.arguments import (
     ProgramFile,
     TimesOf,
     json_option,
+    output_option,
 )
 from autopar.cli.output import check_outputs, say, screen
-from autopar.errors import InfeasibleError, UsageError
+from autopar.errors import InfeasibleError
+from autopar.options.rehearse import RehearsalOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,23 +93,13 @@ _CPU_COUNTED = (
 
 def rehearse(
     plan: PlanFile = PLANNED_FILE,
-    steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="Perform so many steps in virtual time, by all ranks, instead of checking memory."),
-    ] = None,
-    real_time: Annotated[
-        bool, typer.Option("--real-time", help="Sleep as long as actions take: steps are as long as on the devices.")
-    ] = False,
+    *,
+    options: RehearsalOptions,
     profile: OtherProfile = None,
     cluster: OtherCluster = None,
-    times_of: TimesOf = None,
-    program: ProgramFile = None,
-    inject_fault: InjectFault = None,
-    every: Annotated[
-        int | None, typer.Option(min=1, help="Steps from one checkpoint to the next, of what --inject-fault costs.")
-    ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write when every action of the last step ran here, as a Chrome trace.")
+        Path | None,
+        output_option("Write when every action of the last step ran here, as a Chrome trace.", "--trace"),
     ] = None,
     overwrite: Overwrite = False,
     as_json: Annotated[bool, json_option("the stages' peaks, or the steps' figures,")] = False,
@@ -121,34 +113,23 @@ def rehearse(
     Steps: every rank performs its program with layers that take the profile's seconds and compute nothing. Ranks are
     processes of this machine; more than 16 are threads. The model's code does not run.
     """
-    if steps is not None:
-        options = {"real_time": real_time, "inject_fault": inject_fault or (), "every": every}
-        _perform_steps(plan, steps, options, (profile, cluster, times_of), program, trace, overwrite, as_json)
+    if options.steps is not None:
+        check_outputs(plan, (profile, cluster, options.program), [trace], overwrite=overwrite)
+        _perform_steps(plan, options, (profile, cluster), trace, as_json)
         return
-    others = {
-        "--profile": profile,
-        "--cluster": cluster,
-        "--times-of": times_of,
-        "--program": program,
-        "--inject-fault": inject_fault,
-        "--every": every,
-        "--trace": trace,
-    }
-    for flag, value in {**others, "--real-time": real_time or None, "--overwrite": overwrite or None}.items():
-        if value is not None:
-            raise UsageError(f"{flag} is of steps in virtual time; pass --steps, too")
+    options.check_counting(profile=profile, cluster=cluster, trace=trace, overwrite=overwrite or None)
     _check_memory(plan, as_json)
 
 
 def _check_memory(plan: Path, as_json: bool) -> None:
-    from autopar import api
+    from autopar.api.rehearsals import count_bytes
     from autopar.cli.output import phases
     from autopar.formats.plan import Plan
     from autopar.report.plan import render_memory
 
     chosen = Plan.load(plan)
     with phases() as progress:
-        peaks = api.rehearse(plan, progress=progress)
+        peaks = count_bytes(plan, progress)
     console = screen()
     render_memory(chosen, peaks, console)
     if chosen.device_type == "cuda":
@@ -167,34 +148,23 @@ def _check_memory(plan: Path, as_json: bool) -> None:
 
 def _perform_steps(
     plan: Path,
-    steps: int,
-    options: dict[str, Any],
-    inputs: tuple[Path | None, str | None, str | None],
-    program: Path | None,
+    options: RehearsalOptions,
+    inputs: tuple[Path | None, str | None],
     trace: Path | None,
-    overwrite: bool,
     as_json: bool,
 ) -> None:
     from autopar import api
     from autopar.api.inputs import read_inputs
+    from autopar.api.rehearsals import perform
     from autopar.cli.arguments import echo
     from autopar.cli.output import long_simulation, phases
     from autopar.planner.simulator.simulate import pipeline_times
 
-    profile, cluster, _ = inputs
-    check_outputs(plan, (profile, cluster, program), [trace], overwrite=overwrite)
-    planned, measured, machines = read_inputs(plan, *inputs, long_simulation)
-    simulated = api.simulate(planned, measured, machines, program=program)
+    profile, cluster = inputs
+    planned, measured, machines = read_inputs(plan, profile, cluster, options.times_of, long_simulation)
+    simulated = api.simulate(planned, measured, machines, program=options.program)
     with phases() as progress:
-        found = api.rehearse(
-            planned,
-            steps=steps,
-            profile=measured,
-            cluster=machines,
-            program=program,
-            **options,
-            progress=progress,
-        )
+        found = perform(planned, replace(options, times_of=None), measured, machines, progress)
     console = screen()
     echo(cluster, machines, console)
     simulated_s = simulated.end_s

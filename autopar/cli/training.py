@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.api.inputs import data_of, model_of, predict, read_inputs, read_plan
+from autopar.api.inputs import data_of, model_of, open_plan, read_inputs
 from autopar.cli.arguments import PLANNED_FILE, Overwrite, PlanFile, Timeout, json_option, output_option
 from autopar.cli.output import check_output, say, screen
 from autopar.errors import FileError, TrainingError, UsageError
@@ -239,6 +239,7 @@ def _work(arguments: TrainingArguments, launch: LaunchedRank) -> None:
         try:
             chosen, model = _read_plan(arguments, launch)
 
+            from autopar import api
             from autopar.api.runs import compare_with_prediction
             from autopar.cli.output import long_simulation, steps_progress
             from autopar.runtime.start.launch import join
@@ -247,7 +248,7 @@ def _work(arguments: TrainingArguments, launch: LaunchedRank) -> None:
             with steps_progress(options.steps, quiet=launch.rank != 0) as progress:
                 outcome = join(chosen, model, options, launch, progress, supervised)
             if outcome is not None:
-                predicted = partial(predict, arguments.plan, progress=long_simulation)
+                predicted = partial(api.simulate, arguments.plan, progress=long_simulation)
                 conclude(arguments, compare_with_prediction(outcome, chosen, predicted))
             supervised.finish()
         except Exception as error:
@@ -258,7 +259,7 @@ def _work(arguments: TrainingArguments, launch: LaunchedRank) -> None:
 def _read_plan(arguments: TrainingArguments, launch: LaunchedRank) -> tuple[Plan, str]:
     """Return the plan and MODEL; of a host's ranks, which read the same files, one says what is wrong with them."""
     try:
-        chosen = read_plan(arguments.plan, arguments.seed)
+        chosen, _ = open_plan(arguments.plan, arguments.seed)
         if launch.rank == 0:
             arguments.check(chosen)
         return chosen, model_of(chosen, arguments.plan)

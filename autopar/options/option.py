@@ -59,6 +59,12 @@ def option(default: T, help: str, group: str = "", **more: Any) -> T:  # noqa: A
     return field(default=default, metadata={"option": Option(help, group, **more)})
 
 
+def again(kind: type[Any], name: str) -> Any:  # noqa: ANN401
+    """Return a field like that of another class of options."""
+    known = next(each for each in fields(kind) if each.name == name)
+    return field(default=known.default, metadata=known.metadata)
+
+
 class OptionField(NamedTuple):
     """An option of a class."""
 

@@ -6,7 +6,7 @@ import pytest
 
 import autopar
 from autopar.api import inputs
-from autopar.api.inputs import cluster_file, data_of, machines, model_of, open_plan, predict, program_of, read_inputs
+from autopar.api.inputs import cluster_file, data_of, machines, model_of, open_plan, program_of, read_inputs
 from autopar.cache import Cache, Entry
 from autopar.code import code_of_file
 from autopar.errors import FileError, UsageError
@@ -48,7 +48,7 @@ def test_inputs_are_those_named_or_recorded_or_beside_the_profile(folder: Path, 
     path = folder / "plans" / "plan.json"
     found = read_inputs(path)
     assert found == (Plan.load(path), Profile.load(folder / "profile.json"), Cluster.load(folder / "cluster.json"))
-    assert predict(path).end_s == found[0].predicted.step_s
+    assert autopar.simulate(path).end_s == found[0].predicted.step_s
     (folder / "cluster.json").write_text((folder / "cluster.json").read_text() + "\n")
     with pytest.raises(FileError, match=r"\$\.cluster\.sha256: .*cluster\.json has changed since the plan was made"):
         read_inputs(path)

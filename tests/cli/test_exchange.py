@@ -57,7 +57,7 @@ def test_a_layout_and_a_torchtitan_configuration_become_stages(run: Run) -> None
     Path("config.py").write_text(f"config.parallelism.module_fqns_per_model_part = {parts}\n")
     asked = ("import", "torchtitan", "config.py", "--profile", "measured.json")
     refused(run, 2, "what is left of all ranks; say how many: --replicas", *asked)
-    refused(run, 2, "--pipeline-size is what config.py says", *asked, "--pipeline-size", "2")
+    refused(run, 2, "--pipeline-size is of layout; leave it out for torchtitan", *asked, "--pipeline-size", "2")
     out, err = well(run, *asked, "--replicas", "2")
     assert out == "0-1:2,2-3:2\n"
     assert "--shard optimizer" in err

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import autopar
 from autopar.api import inputs
-from autopar.api.inputs import predict
 from autopar.formats.plan import Plan
 from autopar.formats.profile import Profile
 from autopar.formats.timeline import Timeline
@@ -76,7 +76,7 @@ def test_two_traces_are_laid_over_each_other_and_a_measured_one_over_a_plan_that
     assert json.loads(out)["format"] == "autopar.plan"
     assert Path("step.png").read_bytes().startswith(PNG)
     measured = Timeline("measured")
-    for event in predict(Path("plan.json")):
+    for event in autopar.simulate("plan.json"):
         measured.add(event.rank, event.action, event.start_s * 2, event.end_s * 2)
     measured.save("trace.json")
     out, _ = well(run, "show", "trace.json", "--over", "plan.json", "--json")
