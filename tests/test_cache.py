@@ -22,7 +22,9 @@ def kept(folder: Path, key: str = "k", size: int = 100) -> Cache:
         (made / "layers.json").write_bytes(b"x" * size)
         (made / "constants.safetensors").write_bytes(bytes(range(50)))
 
-    assert cache.keep(Entry(key, "model.py", "a" * 64, {"helper.py": "b"}, 1.0, 3, {"f": "c"}, {"V": "d"}), write)
+    assert cache.keep(
+        Entry(key, "model.py", "a" * 64, {"helper.py": "b"}, float(ord(key)), 3, {"f": "c"}, {"V": "d"}), write
+    )
     return cache
 
 
@@ -85,7 +87,7 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(caching, "MOST_BYTES", 4000)
     for key in "abcd":
         cache = kept(tmp_path / "cache", key, 1000)
-    assert {entry.key for entry in cache.entries()} == {"a", "d"}
+    assert [entry.key for entry in cache.entries()] == ["d", "a"]
 
 
 def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ def test_a_pipeline_has_parts_and_what_deepspeed_has_not_is_refused(tmp_path: Pa
         (assigned,) = [node.value for node in ast.parse(parts).body if isinstance(node, ast.Assign)]
         assert ast.literal_eval(assigned) == [0, 2, 9, 14]
         assert "model.embed_tokens model.layers.0" in parts.replace("\n#  ", "")
+    assert len(exported("deepspeed", tmp_path, planned(llama_profile(), "1f1b", 2, 2, 4))) == 2
     refused: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         (("1f1b", 2, 2), {"shard": "gradients"}, "of a pipeline's stages that divide gradients"),
         (("1f1b", 2), {"recompute": range(1, 13)}, "all blocks, and DeepSpeed recomputes no layer or all layers"),

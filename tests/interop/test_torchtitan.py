@@ -125,8 +125,9 @@ def test_older_configurations_and_saved_ones_are_read(tmp_path: Path) -> None:
     assert import_torchtitan(left, tmp_path / "a.toml", profile, 2) == found
     with pytest.raises(UsageError, match="what is left of all ranks; say how many: `replicas`"):
         import_torchtitan(left, tmp_path / "a.toml", profile)
-    with pytest.raises(UsageError, match=r"`replicas=3`: .* has 2"):
-        import_torchtitan(TOML, tmp_path / "a.toml", profile, 3)
+    for each in (TOML, copies):
+        with pytest.raises(UsageError, match=r"`replicas=3`: .* has 2"):
+            import_torchtitan(each, tmp_path / "a.toml", profile, 3)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def test_a_note_says_what_its_rank_does_and_when_and_outlives_who_wrote_it(tmp_p
         note = board.stepping(3)
         for step in range(5):
             note(step, 100 * step)
+        assert [each[:3] for each in board.history(3)] == [(STEPPING, step, 100 * step) for step in range(5)]
         board.write(0, FINISHED, 2**62, 2**62)
     with Board(tmp_path / "board", 4) as again:
         assert again.read(3)[:3] == (STEPPING, 4, 400)

@@ -15,7 +15,7 @@ from autopar.formats.program import Action
 from autopar.formats.timeline import Timeline
 from autopar.hardware.clusters import cluster_named
 from autopar.planner import PlanOptions, plan, simulate
-from autopar.report.pictures import draw_over, draw_placement, draw_timeline, extent, render
+from autopar.report.pictures import _places, draw_over, draw_placement, draw_timeline, extent, render
 from equal_plans import equal_plan, llama_profile
 from played import play, small_plan
 from random_problems import gpt_profile, local_cluster, random_profile
@@ -159,3 +159,15 @@ def test_devices_of_a_stage_have_one_colour_and_those_of_others_another(name: st
     assert sum("node" in text for text in texts) == len({(each.rack, each.node) for each in cluster.devices})
     numbered = {",".join(str(at) for at, s in enumerate(made.stages) if device in s.devices) for device in groups}
     assert (numbered <= texts) == (len(cluster.devices) <= 256)
+
+
+def test_every_device_of_a_node_lies_in_its_box_however_many_others_have() -> None:
+    nodes = [0] * 9 + [1]
+    cluster = cluster_named("5x2xH100:100Gbps")
+    devices = tuple(each.model_copy(update={"node": node}) for each, node in zip(cluster.devices, nodes, strict=True))
+    places = _places(cluster.model_copy(update={"devices": devices}))
+    boxes = list(places.boxes.values())
+    for device, node in enumerate(nodes):
+        (across, down), (left, top, wide, high) = places.at[device], boxes[node]
+        assert left < across < left + wide
+        assert top < down < top + high

@@ -5,12 +5,12 @@ import re
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from autopar.report.table import MOST_ROWS, Table, fill, say
+from autopar.report.table import MOST_ROWS, Table, bandwidth, duration, fill, say, size
 
 WIDTHS = (40, 80, 100, 120)
 MEASURES = ("ns", "us", "ms", "s", "B", "KiB", "MiB", "GiB", "TiB", "GB/s", "%", "x")
@@ -122,3 +122,23 @@ def test_notes_fold_at_words_and_leave_paths_whole(width: int) -> None:
     stream = io.StringIO()
     say(Console(file=stream, width=width), f"Written: {path}; `autopar run {path}` carries it out")
     assert stream.getvalue().split() == f"Written: {path}; `autopar run {path}` carries it out".split()
+
+
+UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+UNITS |= {"B/s": 1, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
+
+
+def _value(text: str) -> float:
+    number, unit = text.split(" ")
+    return float(number) * UNITS[unit]
+
+
+@settings(max_examples=50)
+@example(9.996e-4, 1023, 1e6)
+@given(st.floats(1e-9, 1e6), st.integers(0, 2**50), st.floats(1, 1e13))
+def test_a_quantity_reads_back_within_half_a_digit(seconds: float, count: int, rate: float) -> None:
+    assert abs(_value(duration(seconds)) - seconds) <= 0.0051 * seconds
+    assert abs(_value(size(count)) - count) <= 0.0051 * count
+    assert abs(_value(bandwidth(rate)) - rate) <= 0.0051 * rate
+    for text in (duration(seconds), bandwidth(rate)):
+        assert float(text.split(" ")[0]) < 1000 or text.endswith((" s", " GB/s"))

@@ -34,6 +34,8 @@ def test_changed_code_is_captured_again_and_said_so(folder: Path, capsys: pytest
         CHANGES[change](folder)
         recalled(folder)
         assert ("has changed since it was captured" in capsys.readouterr().err) == said
+    recalled(folder, seed=1)
+    assert "has changed" not in capsys.readouterr().err
 
 
 def test_what_is_torn_is_captured_again(folder: Path) -> None:

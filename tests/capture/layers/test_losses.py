@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.capture.layers.export import capture
-from autopar.capture.layers.losses import LossCheck, check_loss, separation
+from autopar.capture.layers.losses import LossCheck, check_loss, separation, with_ignored
 from autopar.capture.model.batch import given_model
 from autopar.errors import ModelError
 from capture_zoo import DEAR, MODELS, By, build, mean_square
@@ -237,3 +237,10 @@ def test_python_state_of_a_loss_is_put_back() -> None:
     user, model, graph = prepared(texts(None), usual)
     user = replace(user, functions={**user.functions, "loss": logged})
     assert check_loss(user, model, graph, accept_loss=False) == LossCheck()
+
+
+def test_rows_have_fewer_labels_than_others_and_two_at_least():
+    labels = {"long": torch.ones(4, 9).long(), "short": torch.ones(4, 3).long()}
+    changed = with_ignored(labels, {"batch.long": 7, "batch.short": 7})
+    assert [(row == 7).sum().item() for row in changed["long"]] == [6, 3, 0, 6]
+    assert [(row == 7).sum().item() for row in changed["short"]] == [1, 1, 0, 1]

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autopar.capture.cache.store import merge_layers
 from autopar.capture.graph import LayerGraph
 from autopar.capture.layers import segment as cutting
 from autopar.capture.layers.check import check_gradients
 from autopar.capture.layers.export import capture_module
-from autopar.capture.layers.units import Units
+from autopar.capture.layers.units import Units, calls_around
 from capture_zoo import Made, mean_square, regression
 
 WIDTH = 8
@@ -166,3 +166,9 @@ def test_finer_layers_join_again_to_those_of_before(seed: int, monkeypatch: pyte
         assert one.fingerprint == other.fingerprint
     assert joined.tensors == before.tensors
     check_gradients(model, joined, regression(4), mean_square)
+
+
+def test_calls_of_a_module_are_told_apart_from_the_second_on() -> None:
+    node = fx.Graph().placeholder("x")
+    node.meta["nn_module_stack"] = {key: (f"model.{key[0]}", nn.Linear) for key in ("a", "b@1", "c@2")}
+    assert list(calls_around(node)) == [("a", ""), ("b", "@2"), ("c", "@3")]
