@@ -23,14 +23,13 @@ from autopar.errors import AutoparError, CaptureError, UsageError
 from autopar.formats import profile as formats
 from autopar.formats.profile import Precision
 from autopar.hardware.gpus import Gpu
-from autopar.options.profile import ProfileOptions
 from autopar.profiler.costs import describe_tensors, layer_records, owned_parameters
 from autopar.profiler.device import COMMUNICATORS_BYTES, Computing, peak_bytes
 from autopar.profiler.kernels import Kernel, KernelLog, as_on_cuda
 from autopar.profiler.layer_runs import LayerInputs, LayerPass, SavedStorages, pending_bytes, without_halves
 from autopar.profiler.optimizer import OptimizerMemory, moved_per_number, optimizer_memory
 from autopar.profiler.profile import sizes_up_to
-from autopar.profiler.roofline import Constants, KernelTable, Numbers, default_constants, seconds
+from autopar.profiler.roofline import Constants, KernelTable, Numbers, seconds
 from autopar.profiler.subject import Subject
 from autopar.progress import Progress, no_progress
 from autopar.signals import unwinding_aborts
@@ -220,25 +219,6 @@ class LayerSeconds:
     update_s: Numbers
 
 
-def estimate(
-    subject: Subject,
-    gpu: Gpu,
-    options: ProfileOptions,
-    constants: Constants | None = None,
-    progress: Progress = no_progress,
-) -> formats.Profile:
-    """Return the profile that a GPU by its data sheet would give; ``constants`` default to that GPU's.
-
-    Nothing is allocated: parameters may be on meta. The source is recorded as the user gave it.
-
-    Raises:
-        UsageError: the GPU does not compute in the precision.
-        CaptureError: a layer needs the values of its tensors to run.
-    """
-    found = workload(subject, gpu, options.batch, progress)
-    return profile_of(subject, found, options.batch, constants or default_constants(gpu))
-
-
 @unwinding_aborts()
 def workload(
     subject: Subject,
@@ -248,6 +228,8 @@ def workload(
     sizes: Sequence[int] | None = None,
 ) -> Workload:
     """Find what every layer launches, keeps and updates, at micro-batch sizes up to ``batch`` or at those given.
+
+    Nothing is allocated: parameters may be on meta.
 
     Raises:
         UsageError: the GPU does not compute in the precision.

@@ -219,20 +219,20 @@ def _scale_layer(layer: Layer, all_factors: Sequence[_Factors], rows: frozenset[
         return layer
     factors = _Factors(*(median(column) for column in zip(*all_factors, strict=True)))
     lines = {"forward_fit": factors.forward, "backward_fit": factors.backward}
-    fits = {name: _scaled_line(getattr(layer, name), factor) for name, factor in lines.items()}
+    fits = {name: _line(getattr(layer, name), factor) for name, factor in lines.items()}
     once = {"update_s": factors.update, "accumulate_s": factors.backward, "input_s": factors.forward}
     costs = tuple(_cost(cost, factors, cost.micro_batch in rows) for cost in layer.costs)
-    return layer.model_copy(update={"costs": costs, **fits, **_scaled(layer, once)})
+    return layer.model_copy(update={"costs": costs, **fits, **_times_of(layer, once)})
 
 
-def _scaled(record: Record, factors: Mapping[str, float]) -> dict[str, float]:
+def _times_of(record: Record, factors: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds that a record has under some keys, multiplied."""
     known = {name: getattr(record, name) for name in factors}
     return {name: seconds * factors[name] for name, seconds in known.items() if seconds is not None}
 
 
-def _scaled_line(line: Line | None, factor: float) -> Line | None:
-    return line and line.model_copy(update=_scaled(line, {"fixed_s": factor, "per_sample_s": factor}))
+def _line(line: Line | None, factor: float) -> Line | None:
+    return line and line.model_copy(update=_times_of(line, {"fixed_s": factor, "per_sample_s": factor}))
 
 
 def _cost(cost: Cost, factors: _Factors, run: bool) -> Cost:
@@ -246,7 +246,7 @@ def _cost(cost: Cost, factors: _Factors, run: bool) -> Cost:
         "forward_launch_s": factors.forward,
         "backward_launch_s": factors.backward,
     }
-    return cost.model_copy(update={**_scaled(cost, by), **({"provenance": "measured"} if run else {})})
+    return cost.model_copy(update={**_times_of(cost, by), **({"provenance": "measured"} if run else {})})
 
 
 LEAST_SPREAD = 2
@@ -328,13 +328,13 @@ def _correct_link(link: Link, samples: Sequence[_Sample], is_only_price: bool) -
 def _scale_curves(cluster: Cluster, kinds: Sequence[CurveKind], factors: Mapping[Level, float]) -> Cluster:
     """Return a cluster of whose curves some have their seconds multiplied, by level, as a run measured them."""
 
-    def scaled(curve: Curve) -> Curve:
+    def scale(curve: Curve) -> Curve:
         if curve.kind not in kinds or curve.level not in factors:
             return curve
         seconds = tuple(seconds * factors[curve.level] for seconds in curve.seconds)
         return curve.model_copy(update={"seconds": seconds, "provenance": "measured"})
 
-    return cluster.model_copy(update={"curves": tuple(map(scaled, cluster.curves))})
+    return cluster.model_copy(update={"curves": tuple(map(scale, cluster.curves))})
 
 
 _KINDS: tuple[CurveKind, ...] = ("all_gather", "reduce_scatter")

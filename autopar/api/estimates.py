@@ -123,13 +123,14 @@ def estimate_profile(subject: Subject, gpu: Gpu, options: ProfileOptions, progre
         UsageError: the GPU does not compute in the precision.
         FileError: the runs cannot be read, or one of them cannot be.
     """
-    from autopar.profiler.estimate import estimate, profile_of, workload
+    from autopar.profiler.estimate import profile_of, workload
+    from autopar.profiler.roofline import default_constants
 
-    if options.calibrate_with is None:
-        return estimate(subject, gpu, options, progress=progress)
-    calibration = calibrate_gpu(subject, gpu, options, options.calibrate_with, progress)
-    load = workload(subject, gpu, options.batch, progress)
-    return profile_of(subject, load, options.batch, calibration.constants, calibration.notes())
+    constants, notes = default_constants(gpu), tuple[str, ...]()
+    if options.calibrate_with is not None:
+        calibration = calibrate_gpu(subject, gpu, options, options.calibrate_with, progress)
+        constants, notes = calibration.constants, calibration.notes()
+    return profile_of(subject, workload(subject, gpu, options.batch, progress), options.batch, constants, notes)
 
 
 def calibrate_gpu(subject: Subject, gpu: Gpu, options: ProfileOptions, path: Path, progress: Progress) -> Calibration:

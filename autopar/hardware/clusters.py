@@ -202,17 +202,17 @@ def message_sizes(largest_bytes: int) -> tuple[int, ...]:
     return tuple(round(2 ** (10 + exponents * index / 11) / 64) * 64 for index in range(12))
 
 
-def _cluster_of(described: ClusterDescription, what: str, notes: Sequence[str] = ()) -> Cluster:
+def _cluster_of(description: ClusterDescription, what: str, notes: Sequence[str] = ()) -> Cluster:
     """Return a cluster that is described; where nodes differ, links and curves are those of the slowest.
 
     With racks, there is a network between the nodes of a rack, and one between the racks. Curves over several nodes are
     for whole nodes, and for one GPU on each, whose other GPUs are assumed to send at the same time.
     """
-    nodes = [each for each in described.nodes for _ in range(each.count)]
+    nodes = [each for each in description.nodes for _ in range(each.count)]
     slowest = _slowest(nodes)
     connections = [Link(level="node", latency_s=message_latency_s(1, slowest), bytes_per_s=slowest.peer_bytes_per_s)]
     curves = list(_node_curves(nodes, slowest))
-    for level, network, count in _among_nodes(described, nodes):
+    for level, network, count in _among_nodes(description, nodes):
         links = _slowest(nodes, network)
         connections.append(_between(level, links, per_device=_rate(network.bandwidth).per_device))
         curves += _curves(level, nodes, count, links)
@@ -220,7 +220,7 @@ def _cluster_of(described: ClusterDescription, what: str, notes: Sequence[str] =
     origin = f"links and collectives of {what} are estimated from what is published of {kinds}"
     differ = len({(node.kind.name, node.bus_bytes_per_s) for node in nodes}) > 1
     return Cluster(
-        name=described.name or Path(what).stem,
+        name=description.name or Path(what).stem,
         backend="nccl",
         devices=tuple(_devices(nodes)),
         links=tuple(connections),
@@ -238,14 +238,14 @@ def _devices(nodes: Sequence[NodesDescription]) -> Iterator[Device]:
 
 
 def _among_nodes(
-    described: ClusterDescription, nodes: Sequence[NodesDescription]
+    description: ClusterDescription, nodes: Sequence[NodesDescription]
 ) -> Iterator[tuple[Level, NetworkDescription, int]]:
     """Yield the levels that connect nodes, and how many nodes there are to connect."""
     racks = Counter(node.rack for node in nodes)
-    if described.rack is not None and max(racks.values()) > 1:
-        yield "rack", described.rack, max(racks.values())
-    if described.network is not None and (len(racks) > 1 if described.rack is not None else len(nodes) > 1):
-        yield "network", described.network, len(nodes)
+    if description.rack is not None and max(racks.values()) > 1:
+        yield "rack", description.rack, max(racks.values())
+    if description.network is not None and (len(racks) > 1 if description.rack is not None else len(nodes) > 1):
+        yield "network", description.network, len(nodes)
 
 
 def _between(level: Level, links: NodeLinks, *, per_device: bool) -> Link:

@@ -142,14 +142,12 @@ def pipedream_profile(text: str, path: Path, profiled_batch: int = 1) -> Profile
     if not 1 <= profiled_batch < _MOST_SAMPLES:
         raise UsageError(f"`profiled_batch` must lie in 1..{_MOST_SAMPLES - 1}, found {profiled_batch}")
     graph = parse(text, path)
-    inputs = _ends(graph, "Input", graph.pred)
-    unread = _ends(graph, "__getitem__", graph.succ)
+    inputs, unread = _ends(graph, "Input", graph.pred), _ends(graph, "__getitem__", graph.succ)
     kept = graph.subgraph(set(graph).difference(inputs, unread))
     if not kept:
         raise FileError(f"{path}: holds no nodes{' but Input' if inputs else ''}; expected a profile's text graph")
-    names: list[str] = topological(kept)
-    order = {name: place for place, name in enumerate(names)}
-    trained = dependent(kept, [name for name in names if graph.nodes[name]["parameters_bytes"]])
+    order: dict[str, int] = dict(zip(topological(kept), range(len(kept)), strict=True))
+    trained = dependent(kept, [name for name in order if graph.nodes[name]["parameters_bytes"]])
     return Profile(
         model=ModelSource(source=path.name, sha256=hashlib.sha256(text.encode()).hexdigest()),
         batch=profiled_batch,
@@ -174,7 +172,7 @@ def _readers(graph: nx.DiGraph[str], name: str, order: Mapping[str, int]) -> lis
 
 
 def _layers(
-    graph: nx.DiGraph[str], inputs: Sequence[str], order: Mapping[str, int], trained: Collection[str], batch: int
+    graph: nx.DiGraph[str], inputs: Sequence[str], order: Mapping[str, int], trained_nodes: Collection[str], batch: int
 ) -> Iterator[Layer]:
     nodes = graph.nodes
     # The work of an input node is that of the first layer that reads it.
@@ -183,7 +181,7 @@ def _layers(
         for reader in _readers(graph, name, order)[:1]:
             input_s[reader] += sum(nodes[name]["seconds"])
     for name in order:
-        read = sum(nodes[each]["size"] for each in graph.pred[name] if each in trained)
+        read = sum(nodes[each]["size"] for each in graph.pred[name] if each in trained_nodes)
         yield _layer(name, nodes[name], read, input_s[name], batch)
 
 
@@ -211,7 +209,7 @@ def _layer(name: str, node: Mapping[str, Any], gradients_bytes: int, input_s: fl
 
 
 def _tensors(
-    graph: nx.DiGraph[str], inputs: Sequence[str], order: Mapping[str, int], trained: Collection[str], batch: int
+    graph: nx.DiGraph[str], inputs: Sequence[str], order: Mapping[str, int], trained_nodes: Collection[str], batch: int
 ) -> Iterator[Tensor]:
     """Yield the model inputs, and what every layer makes for others."""
     for name in (*inputs, *order):
@@ -222,7 +220,7 @@ def _tensors(
                 consumers=tuple(consumers),
                 bytes_per_sample=-(-graph.nodes[name]["size"] // batch),
                 dtype="float32",
-                gradient=name in trained,
+                gradient=name in trained_nodes,
             )
 
 

@@ -210,14 +210,6 @@ class ExportSubject(NamedTuple):
         return () if parts is None else parts.names(self.profile)
 
 
-def _no_refusal(_: ExportSubject) -> str | None:
-    return None
-
-
-def _as_it_is(expressible: Expressible, _: ExportSubject) -> Expressible:
-    return expressible
-
-
 class Target(NamedTuple):
     """What plans are exported to."""
 
@@ -232,9 +224,9 @@ class Target(NamedTuple):
     expressible: Expressible | None = None
     """What the trainer can express; None: any plan that autopar itself can run."""
     takes_schedule_file: bool = False
-    names_refusal: Callable[[ExportSubject], str | None] = _no_refusal
+    names_refusal: Callable[[ExportSubject], str | None] = lambda subject: None
     """Why the trainer has no names for the plan's cuts; None where it has."""
-    adjust: Callable[[Expressible, ExportSubject], Expressible] = _as_it_is
+    adjust: Callable[[Expressible, ExportSubject], Expressible] = lambda expressible, subject: expressible
     """What can be expressed of a plan's devices."""
     cuts_layers: bool = False
     """Whether stages may begin with any layer, and not only with blocks and what stands behind them."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from autopar.cache import Entry
     from autopar.formats.cluster import Cluster, Curve, Link
-    from autopar.formats.profile import Cost, Layer, Line, Profile
+    from autopar.formats.profile import Cost, Layer, Profile
     from autopar.hardware.gpus import Gpu
 
 
@@ -172,7 +172,8 @@ def _certainty(profile: Profile) -> Iterator[str]:
     fits = [(layer.name, line) for layer in profile.layers for line in (layer.forward_fit, layer.backward_fit) if line]
     if fits:
         name, worst = max(fits, key=lambda item: item[1].residual)
-        yield f"lines through micro-batch sizes: at most {percentage(worst.residual)} off ({_formula(name, worst)})"
+        formula = f"{name}: {duration(worst.fixed_s)} + {duration(worst.per_sample_s)} a sample"
+        yield f"lines through micro-batch sizes: at most {percentage(worst.residual)} off ({formula})"
     yield from _launches(profile)
     if profile.noise.clock_hz:
         clocks = " and ".join(f"{hertz / 1e6:.0f} MHz" for hertz in profile.noise.clock_hz)
@@ -196,10 +197,6 @@ def _launches(profile: Profile) -> Iterator[str]:
 
 
 _LAUNCHES = "forward_launch_s", "backward_launch_s"
-
-
-def _formula(name: str, line: Line) -> str:
-    return f"{name}: {duration(line.fixed_s)} + {duration(line.per_sample_s)} a sample"
 
 
 def _totals_in_words(profile: Profile) -> Iterator[str]:

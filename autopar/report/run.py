@@ -88,8 +88,9 @@ def _causes(report: Report) -> Table:
     table = Table("What the step is spent on, where nothing is waited for", heads)
     for each in report.causes:
         share = (each.measured_s - each.predicted_s) / report.step_s.median
-        times = (_signed_duration(seconds) for seconds in (each.measured_s, each.predicted_s))
-        table.add_row(each.cause, *times, percentage(share, with_sign=True))
+        table.add_row(
+            each.cause, duration(each.measured_s), duration(each.predicted_s), percentage(share, with_sign=True)
+        )
     return table
 
 
@@ -117,10 +118,6 @@ def _checkpoints(times: CheckpointTimes) -> Table:
     for each in times.failures:
         table.add_row("failed", each)
     return table
-
-
-def _signed_duration(seconds: float) -> str:
-    return duration(seconds) if seconds >= 0 else f"-{duration(-seconds)}"
 
 
 def _kinds(report: Report) -> Table:

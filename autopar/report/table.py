@@ -187,12 +187,12 @@ def say(console: Console, text: str, style: str = "") -> None:
 def duration(seconds: float) -> str:
     """Return seconds in the unit that leaves one to three digits before the point.
 
-    >>> duration(0), duration(0.0000123), duration(0.01234), duration(0.5), duration(75.25)
-    ('0 s', '12.3 us', '12.3 ms', '500 ms', '75.2 s')
+    >>> duration(0), duration(0.0000123), duration(-0.01234), duration(0.5), duration(75.25)
+    ('0 s', '12.3 us', '-12.3 ms', '500 ms', '75.2 s')
     """
-    if seconds == 0:
-        return "0 s"
-    return _scaled(seconds, {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9})
+    if seconds <= 0:
+        return f"-{duration(-seconds)}" if seconds else "0 s"
+    return _in_unit(seconds, {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9})
 
 
 def size(count: int) -> str:
@@ -201,7 +201,7 @@ def size(count: int) -> str:
     >>> size(0), size(1000), size(1536), size(16 * 2**30)
     ('0 B', '1000 B', '1.5 KiB', '16 GiB')
     """
-    return _scaled(count, {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1})
+    return _in_unit(count, {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1})
 
 
 def bandwidth(bytes_per_s: float) -> str:
@@ -210,10 +210,10 @@ def bandwidth(bytes_per_s: float) -> str:
     >>> bandwidth(25e9), bandwidth(1.5e6)
     ('25 GB/s', '1.5 MB/s')
     """
-    return _scaled(bytes_per_s, {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3, "B/s": 1})
+    return _in_unit(bytes_per_s, {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3, "B/s": 1})
 
 
-def _scaled(value: float, units: dict[str, float]) -> str:
+def _in_unit(value: float, units: dict[str, float]) -> str:
     """Return a number in the largest unit of which there is one, rounded to three digits; else in the last one."""
     *_, smallest = units
     unit = next((unit for unit, factor in units.items() if value >= 0.9995 * factor), smallest)

@@ -17,7 +17,6 @@ from autopar.hardware.clusters import cluster_named
 from autopar.hardware.gpus import Gpu, find
 from autopar.options.profile import ProfileOptions
 from autopar.profiler.calibrate import MeasuredRun
-from autopar.profiler.estimate import estimate
 from autopar.profiler.subject import Subject
 from autopar.progress import no_progress
 from calls import MODEL, Run, ended, well
@@ -95,7 +94,7 @@ def test_a_profile_is_estimated_with_constants_fitted_to_a_file_of_runs(subject:
     options = ProfileOptions(batch=16)
     rows = ("0.02,16,1,,1", "0.05,32,4,2,4", '0.05,32,3,"0-5:1,6-13:2",4')
     path = _written(tmp_path, "step_s,batch,devices,stages,micro_batches", *rows)
-    usual = estimate(subject, A100, options)
+    usual = estimate_profile(subject, A100, options, no_progress)
     fitted = estimate_profile(subject, A100, replace(options, calibrate_with=path), no_progress)
     assert any(note.startswith("constants fitted to 3 measured runs: median error") for note in fitted.notes)
     slow, quick = (sum(layer.costs[0].forward_s for layer in each.layers) for each in (fitted, usual))
@@ -143,11 +142,11 @@ def test_the_gpu_that_is_there_is_measured_beside_estimated_ones(run: Run, monke
 
     def estimated(subject: Subject, gpu: Gpu, options: ProfileOptions, *_: object) -> Profile:
         order.append(gpu.name)
-        return estimate(subject, gpu, options)
+        return estimate_profile(subject, gpu, options, no_progress)
 
     def measured(subject: Subject, options: ProfileOptions, *_: object) -> Profile:
         order.append(options.device)
-        found = estimate(subject, find("H100"), options)
+        found = estimate_profile(subject, find("H100"), options, no_progress)
         device = found.device.model_copy(update={"name": "NVIDIA H100 80GB HBM3"})
         return found.model_copy(update={"device": device, "notes": ("measured",)})
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autopar.api.estimates import estimate_profile
 from autopar.capture import LayerGraph, capture, capture_module, load, named_tensors
 from autopar.capture.model.batch import given_model
 from autopar.errors import CaptureError, UsageError
@@ -22,12 +23,13 @@ from autopar.hardware.gpus import find
 from autopar.options.profile import ProfileOptions
 from autopar.planner import plan
 from autopar.profiler.device import peak_bytes
-from autopar.profiler.estimate import RESERVED_BYTES, estimate, graph_work, layer_seconds, workload
+from autopar.profiler.estimate import RESERVED_BYTES, graph_work, layer_seconds, workload
 from autopar.profiler.layer_runs import LayerPass, record
 from autopar.profiler.optimizer import moved_per_number
 from autopar.profiler.profile import measure_layers
 from autopar.profiler.roofline import Constants
 from autopar.profiler.subject import Subject, prepare
+from autopar.progress import no_progress
 from capture_zoo import Doubled, Made, build
 from families import tiny_config
 from paths import EXAMPLES
@@ -167,13 +169,13 @@ def test_a_declared_plan_is_estimated_with_and_without_values(tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def mlp() -> Subject:
-    return prepare(load(str(EXAMPLES / "mlp.py")), ProfileOptions(batch=8))
+    return prepare(load(str(EXAMPLES / "mlp.py")), ProfileOptions(batch=8), no_progress)
 
 
 def prepared(*modules: nn.Module, **functions: Any) -> Subject:  # noqa: ANN401
     batch = torch.randn(8, 8), torch.randn(8, 1)
     user = given_model(nn.Sequential(*modules), batch, loss=lambda out, to: F.mse_loss(out, to[1]), **functions)
-    return prepare(user, ProfileOptions(batch=8))
+    return prepare(user, ProfileOptions(batch=8), no_progress)
 
 
 def test_a_single_sample_without_a_variance_is_left_to_the_larger_sizes() -> None:
@@ -184,7 +186,7 @@ def test_a_single_sample_without_a_variance_is_left_to_the_larger_sizes() -> Non
 
 
 def test_every_number_of_an_estimated_profile_says_so_and_a_plan_can_be_made_of_it() -> None:
-    profile = estimate(gpt_subject(4), find("H100"), ProfileOptions(batch=4, precision="bf16"))
+    profile = estimate_profile(gpt_subject(4), find("H100"), ProfileOptions(batch=4, precision="bf16"), no_progress)
     assert {cost.provenance for layer in profile.layers for cost in layer.costs} == {"estimated"}
     assert profile.device.name == "H100-SXM"
     assert profile.device.reserved_bytes == RESERVED_BYTES
@@ -210,7 +212,7 @@ def test_every_number_of_an_estimated_profile_says_so_and_a_plan_can_be_made_of_
 @pytest.mark.slow
 def test_what_is_held_between_halves_is_what_is_measured(mlp: Subject) -> None:
     options = ProfileOptions(batch=8, budget_s=0.05)
-    estimated, measured = estimate(mlp, A100, options), measure_layers(mlp, options)
+    estimated, measured = estimate_profile(mlp, A100, options, no_progress), measure_layers(mlp, options)
     for one, other in zip(estimated.layers, measured.layers, strict=True):
         held = [{cost.micro_batch: cost.weight_saved_bytes for cost in layer.costs} for layer in (one, other)]
         common = held[0].keys() & held[1].keys()
@@ -220,13 +222,13 @@ def test_what_is_held_between_halves_is_what_is_measured(mlp: Subject) -> None:
 
 def test_listed_modules_without_halves_are_estimated_whole_and_named() -> None:
     subject = prepared(nn.Linear(8, 8), Again(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 1), layers=list)
-    profile = estimate(subject, A100, ProfileOptions(batch=8))
+    profile = estimate_profile(subject, A100, ProfileOptions(batch=8), no_progress)
     assert {cost.backward_input_s for layer in profile.layers for cost in layer.costs} == {None}
     assert "backwards are not split in halves, which layer 1 does not have" in profile.notes
 
 
 def test_storages_that_cross_boundaries_carry_their_tensors_names(mlp: Subject) -> None:
-    profile = estimate(mlp, A100, ProfileOptions(batch=8))
+    profile = estimate_profile(mlp, A100, ProfileOptions(batch=8), no_progress)
     names = {tensor.name for tensor in profile.tensors}
     stored = {saved.storage for layer in profile.layers for cost in layer.costs for saved in cost.saved}
     own = {name for name in stored if "#" in name}
@@ -236,9 +238,9 @@ def test_storages_that_cross_boundaries_carry_their_tensors_names(mlp: Subject) 
 
 def test_a_precision_that_the_gpu_lacks_is_refused(mlp: Subject) -> None:
     with pytest.raises(UsageError, match="has no bfloat16"):
-        estimate(replace(mlp, precision="bf16"), find("V100"), ProfileOptions(batch=8))
+        estimate_profile(replace(mlp, precision="bf16"), find("V100"), ProfileOptions(batch=8), no_progress)
     with pytest.raises(UsageError, match="are float64, and no rate of A100-SXM-80G in float64 is known"):
-        estimate(replace(mlp, precision="fp64"), A100, ProfileOptions(batch=8))
+        estimate_profile(replace(mlp, precision="fp64"), A100, ProfileOptions(batch=8), no_progress)
 
 
 def test_what_an_optimizer_moves_is_counted_over_its_kernels(mlp: Subject) -> None:
