@@ -262,11 +262,11 @@ def _slowest(nodes: Sequence[NodesDescription], network: NetworkDescription | No
 
 def _links(node: NodesDescription, network: NetworkDescription | None) -> NodeLinks:
     gpu, rate = node.kind, Rate(0.0, per_device=False) if network is None else _rate(network.bandwidth)
+    whole = gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s
     return NodeLinks(
         kind="nvlink" if gpu.nvlink_bytes_per_s > 0 else "pcie",
         bus_bytes_per_s=node.bus_bytes_per_s,
-        peer_bytes_per_s=node.bus_bytes_per_s
-        * (gpu.peer_bytes_per_s / (gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s)),
+        peer_bytes_per_s=node.bus_bytes_per_s * ((gpu.peer_bytes_per_s or whole) / whole),
         devices=node.gpus,
         network_bytes_per_s=rate.bytes_per_s * (node.gpus if rate.per_device else 1),
         network_latency_s=0.0 if network is None else network.latency_s,

@@ -18,7 +18,7 @@ from autopar.formats.profile import Precision
 Architecture = Literal["volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna3"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One kind of accelerator."""
 
@@ -33,13 +33,13 @@ class Gpu:
     """None where the GPU does not compute in bfloat16."""
     memory_bytes: int
     memory_bytes_per_s: float
-    nvlink_bytes_per_s: float
+    nvlink_bytes_per_s: float = 0.0
     """To the other GPUs of its node, in one direction: NVLink, or Infinity Fabric; 0 where there is only PCIe."""
-    peer_bytes_per_s: float
-    """Of that, what one other GPU of the node can be sent: less where no switch joins the links."""
+    peer_bytes_per_s: float | None = None
+    """Of that, what one other GPU of the node can be sent: None for all, less where no switch joins the links."""
     pcie_bytes_per_s: float
     """To the host, in one direction."""
-    collective_bytes_per_s: float | None
+    collective_bytes_per_s: float | None = None
     """Bus bandwidth that NCCL reaches in a node with large messages; None where nobody stated it."""
     source: str
     """Where the numbers are from, and which of them nobody here could verify."""
@@ -95,10 +95,7 @@ GPUS: tuple[Gpu, ...] = (
         # With error correction, of 16 GB.
         memory_bytes=15_800_000_000,
         memory_bytes_per_s=320e9,
-        nvlink_bytes_per_s=0.0,
-        peer_bytes_per_s=_PCIE3,
         pcie_bytes_per_s=_PCIE3,
-        collective_bytes_per_s=None,
         source="sysrqmts.com/en/gpus/nvidia/tesla/t4, geektopia.es (Nvidia's announcement); memory left by error "
         f"correction: {_UNVERIFIED}; nobody stated NCCL's bus bandwidth",
     ),
@@ -112,7 +109,6 @@ GPUS: tuple[Gpu, ...] = (
         memory_bytes=80 * 10**9,
         memory_bytes_per_s=2039e9,
         nvlink_bytes_per_s=300e9,
-        peer_bytes_per_s=300e9,
         pcie_bytes_per_s=_PCIE4,
         collective_bytes_per_s=229e9,
         source="NVIDIA A100 datasheet r4, as in torch 2.13 (_inductor/analysis/device_info.py) and at "
@@ -128,7 +124,6 @@ GPUS: tuple[Gpu, ...] = (
         memory_bytes=40 * 10**9,
         memory_bytes_per_s=1555e9,
         nvlink_bytes_per_s=300e9,
-        peer_bytes_per_s=300e9,
         pcie_bytes_per_s=_PCIE4,
         collective_bytes_per_s=229e9,
         source="glennklockwood.com/garden/processors/A100 and techpowerup.com; bus bandwidth: that of the 80 GB kind, "
@@ -144,7 +139,6 @@ GPUS: tuple[Gpu, ...] = (
         memory_bytes=80 * 10**9,
         memory_bytes_per_s=3350e9,
         nvlink_bytes_per_s=450e9,
-        peer_bytes_per_s=450e9,
         pcie_bytes_per_s=_PCIE5,
         collective_bytes_per_s=370e9,
         source=f"NVIDIA H100 page as in torch 2.13 (device_info.py states sparse rates, halved here); {_NCCL}",
@@ -159,7 +153,6 @@ GPUS: tuple[Gpu, ...] = (
         memory_bytes=141 * 10**9,
         memory_bytes_per_s=4800e9,
         nvlink_bytes_per_s=450e9,
-        peer_bytes_per_s=450e9,
         pcie_bytes_per_s=_PCIE5,
         collective_bytes_per_s=370e9,
         source="ttsugriy.github.io/distributed-training-book, appendix of hardware assumptions; " + _NCCL,
@@ -174,7 +167,6 @@ GPUS: tuple[Gpu, ...] = (
         memory_bytes=179 * 10**9,
         memory_bytes_per_s=8000e9,
         nvlink_bytes_per_s=900e9,
-        peer_bytes_per_s=900e9,
         pcie_bytes_per_s=_PCIE5,
         collective_bytes_per_s=720e9,
         source="glennklockwood.com/garden/processors/B200 (at 1000 W); memory: the 179 GB that docs.vultr.com saw, "
@@ -189,8 +181,6 @@ GPUS: tuple[Gpu, ...] = (
         bf16_flops_per_s=362e12,
         memory_bytes=48 * 10**9,
         memory_bytes_per_s=864e9,
-        nvlink_bytes_per_s=0.0,
-        peer_bytes_per_s=_PCIE4,
         pcie_bytes_per_s=_PCIE4,
         collective_bytes_per_s=24e9,
         source="copy of the datasheet at mullet.se; bus bandwidth: torch 2.13's constant for PCIe (comm_analysis.py)",
@@ -204,8 +194,6 @@ GPUS: tuple[Gpu, ...] = (
         bf16_flops_per_s=165.2e12,
         memory_bytes=24 * 10**9,
         memory_bytes_per_s=1008e9,
-        nvlink_bytes_per_s=0.0,
-        peer_bytes_per_s=_PCIE4,
         pcie_bytes_per_s=_PCIE4,
         collective_bytes_per_s=10e9,
         source=f"waredb.com, float32 accumulation; PCIe {_UNVERIFIED}; bus bandwidth: torch 2.13's profile of PCIe "
@@ -223,7 +211,6 @@ GPUS: tuple[Gpu, ...] = (
         nvlink_bytes_per_s=448e9,
         peer_bytes_per_s=64e9,
         pcie_bytes_per_s=_PCIE5,
-        collective_bytes_per_s=None,
         source="AMD Instinct MI300X data sheet as in torch 2.13 (device_info.py) and at "
         "ttsugriy.github.io/distributed-training-book; links are Infinity Fabric, one to each of seven peers; "
         "nobody stated RCCL's bus bandwidth",

@@ -119,19 +119,17 @@ def _refuse(path: Path, line: int, message: str) -> NoReturn:
 
 _MEMORY_BYTES = 16 * 10**9
 """What PipeDream's planner takes a device to have where it is told nothing."""
-_MOST_SAMPLES = 2**31
 
 
 def pipedream_profile(text: str, path: Path, profiled_batch: int = 1) -> Profile:
     """Return the profile that a text graph describes; ``path`` is recorded as its source and named in errors.
 
-    Layers are the nodes in one topological order, nodes of equal right by the numbers in their names. Left out are the
-    nodes that PipeDream's planner leaves out: ``Input`` nodes, whose outputs become model inputs, and ``__getitem__``
-    nodes that nothing reads.
+    Layers are the nodes in one order. As PipeDream's planner does, it leaves out ``Input`` nodes, whose outputs become
+    model inputs, and ``__getitem__`` nodes that nothing reads.
 
     >>> line = "-- forward_compute_time=1, backward_compute_time=2, activation_size=[4; 4], parameter_size=8"
     >>> text = f"node1 -- Linear {line}\\nnode2 -- ReLU {line}\\n\\tnode1 -- node2"
-    >>> profile = pipedream_profile(text, Path("two.txt"), profiled_batch=2)
+    >>> profile = pipedream_profile(text, Path("two.txt"), 2)
     >>> [layer.name for layer in profile.layers], profile.tensors[0].bytes_per_sample
     (['node1', 'node2'], 4)
 
@@ -139,8 +137,8 @@ def pipedream_profile(text: str, path: Path, profiled_batch: int = 1) -> Profile
         FileError: the text is no such graph; names the line.
         UsageError: ``profiled_batch`` is below 1.
     """
-    if not 1 <= profiled_batch < _MOST_SAMPLES:
-        raise UsageError(f"`profiled_batch` must lie in 1..{_MOST_SAMPLES - 1}, found {profiled_batch}")
+    if not 1 <= profiled_batch < 2**31:
+        raise UsageError(f"`profiled_batch` must lie in 1..{2**31 - 1}, found {profiled_batch}")
     graph = parse(text, path)
     inputs, unread = _ends(graph, "Input", graph.pred), _ends(graph, "__getitem__", graph.succ)
     kept = graph.subgraph(set(graph).difference(inputs, unread))
