@@ -21,10 +21,9 @@ import hashlib
 import os
 import platform
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -34,13 +33,13 @@ from torch import nn
 
 from autopar.capture.model.batch import named_tensors
 from autopar.capture.model.python_state import (
-    ATOMS,
     MOST_OBJECTS,
     bytes_of,
     contents,
-    is_own,
+    digest_of,
     is_own_file,
     roots_of,
+    token_of,
     walk,
 )
 
@@ -78,7 +77,9 @@ def identity(
         size += value.nbytes if before is None and isinstance(value, (torch.Tensor, numpy.ndarray)) else 0
         if size > MOST_BYTES:
             return None
-        token = ("same", str(before)) if before is not None else _token(value)
+        token = ("same", str(before)) if before is not None else token_of(value, MOST_BYTES)
+        if isinstance(value, torch.Tensor):
+            token = _shape(value), value.requires_grad, "" if isinstance(value, nn.Parameter) else _content(value)
         found.update(repr((str(path), token)).encode("utf-8", "replace"))
     return found.hexdigest() if walked < MOST_OBJECTS else None
 
@@ -99,7 +100,7 @@ def _surroundings(model: nn.Module) -> Iterator[object]:
 def _own_code() -> str:
     """Return a hash of what captures: of one version, others may be at work on it."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
-    return _hash(b"".join(path.read_bytes() for path in files))
+    return digest_of(b"".join(path.read_bytes() for path in files))
 
 
 def _structure(model: nn.Module) -> Iterator[object]:
@@ -122,7 +123,7 @@ def _shape(tensor: torch.Tensor) -> tuple[object, ...]:
 def _content(tensor: torch.Tensor) -> str:
     if tensor.device.type == "meta" or tensor.layout is not torch.strided:
         return ""
-    return _hash(bytes_of(tensor))
+    return digest_of(bytes_of(tensor))
 
 
 def _batch(batch: object) -> Iterator[object]:
@@ -133,51 +134,6 @@ def _batch(batch: object) -> Iterator[object]:
             str(path),
             [token for token in tokens if not (isinstance(token, tuple) and token[0].__class__ is torch.Size)],
         )
-
-
-def _token(value: Any) -> object:  # noqa: ANN401
-    """Return something that is equal for equal values, and that no process has another of."""
-    kind = type(value).__module__, type(value).__qualname__
-    if isinstance(value, ATOMS):
-        return kind, repr(value)
-    if isinstance(value, torch.Tensor):
-        return kind, _shape(value), value.requires_grad, "" if isinstance(value, nn.Parameter) else _content(value)
-    if isinstance(value, dict):
-        return kind, [_key(key) for key in value], _plain(value.values())
-    if isinstance(value, (set, frozenset)):
-        return kind, sorted(map(_key, value))
-    if isinstance(value, (list, tuple, bytearray)):
-        return kind, len(value), _plain(value)
-    if isinstance(value, numpy.ndarray) and value.dtype != object:
-        return kind, value.shape, str(value.dtype), hashlib.sha256(numpy.ascontiguousarray(value).tobytes()).hexdigest()
-    if isinstance(value, torch.Generator):
-        return kind, hashlib.sha256(value.get_state().numpy().tobytes()).hexdigest()
-    if isinstance(value, (torch.dtype, torch.device, torch.Size, range, slice, numpy.generic)):
-        return kind, repr(value)
-    if isinstance(value, FunctionType):
-        own = is_own(sys.modules.get(value.__module__))
-        return kind, value.__module__, value.__qualname__, _code(value.__code__) if own else ""
-    return kind, value.__qualname__ if isinstance(value, type) else ""
-
-
-def _plain(values: Collection[object]) -> list[str]:
-    """Return the numbers and texts among some values: of long containers, a walk goes to none of them."""
-    return [repr(each) for each in values if isinstance(each, ATOMS)]
-
-
-def _key(key: object) -> str:
-    return repr(key) if isinstance(key, ATOMS) else type(key).__qualname__
-
-
-def _code(code: CodeType) -> str:
-    """Return a hash of what a function does, wherever it stands."""
-    constants = [_code(each) if isinstance(each, CodeType) else _constant(each) for each in code.co_consts]
-    told = code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_flags, constants
-    return hashlib.sha256(repr(told).encode("utf-8", "replace")).hexdigest()
-
-
-def _constant(value: object) -> str:
-    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
 @dataclass
@@ -196,7 +152,7 @@ class WorldReads:
         def read(variables: Any, name: str) -> str:  # noqa: ANN401
             if _counts(_reader()):
                 value = os.environ._data.get(os.fsencode(name))  # type: ignore[attr-defined]
-                self.environment[name] = _ABSENT if value is None else _hash(value)
+                self.environment[name] = _ABSENT if value is None else digest_of(value)
             found: str = get(variables, name)
             return found
 
@@ -209,20 +165,20 @@ class WorldReads:
         """Note files, but torch's and Python's, by what is in them now."""
         for path in filter(_counts, sorted(paths)):
             with contextlib.suppress(OSError):
-                self.files[os.path.abspath(path)] = _hash(Path(path).read_bytes())
+                self.files[os.path.abspath(path)] = digest_of(Path(path).read_bytes())
 
     def changed(self) -> str | None:
         """Return the first file or variable that is not as it was; None: all are."""
         for path, before in self.files.items():
             try:
-                now = _hash(Path(path).read_bytes())
+                now = digest_of(Path(path).read_bytes())
             except OSError:
                 now = _ABSENT
             if now != before:
                 return path
         for name, before in self.environment.items():
             value = os.environ.get(name)
-            if before != (_ABSENT if value is None else _hash(os.fsencode(value))):
+            if before != (_ABSENT if value is None else digest_of(os.fsencode(value))):
                 return f"the variable {name}"
         return None
 
@@ -238,10 +194,6 @@ def _reader() -> str:
     while frame is not None and frame.f_code.co_filename.startswith(("<", os.__file__)):
         frame = frame.f_back
     return "" if frame is None else frame.f_code.co_filename
-
-
-def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 _listening: set[str] | None = None

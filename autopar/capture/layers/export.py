@@ -59,7 +59,16 @@ from autopar.capture.layers.check import (
 from autopar.capture.layers.counting import counting_module
 from autopar.capture.layers.fallback import NOTHING_TO_TRAIN, declared_layers, listed_layers
 from autopar.capture.layers.segment import GraphInputs, segment
-from autopar.capture.layers.shortening import WORTH, Short, Shortening, for_lengths, free_dims, is_long, shortening_of
+from autopar.capture.layers.shortening import (
+    WORTH,
+    Short,
+    Shortening,
+    emptied_caches,
+    for_lengths,
+    free_dims,
+    is_long,
+    shortening_of,
+)
 from autopar.capture.layers.split_backward import gradient_flow
 from autopar.capture.model.batch import StepModule, loss_of, named_tensors, row_count
 from autopar.capture.model.changes import names_read
@@ -80,7 +89,6 @@ from autopar.capture.model.python_state import (
     Path,
     Snapshot,
     differences,
-    emptied_caches,
     preserve_state,
     snapshot,
 )

@@ -13,10 +13,13 @@ A check that fails on short samples says nothing: it is made again on whole ones
 
 from __future__ import annotations
 
+import functools
+import gc
 import operator
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -145,6 +148,20 @@ def for_lengths(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             length = found[name].shape[dim]
             found[name] = found[name].index_select(dim, _spread(length, length * 3 // 4))
     return found
+
+
+@contextmanager
+def emptied_caches() -> Iterator[None]:
+    """Empty every ``functools.lru_cache`` at the end of the block that kept something new in it, but torch's own."""
+    caches = [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]
+    kept = [each for each in caches if str(each.__module__).partition(".")[0] not in ("torch", "sympy", "autopar")]
+    before = [(each, each.cache_info().misses) for each in kept]
+    try:
+        yield
+    finally:
+        for cache, misses in before:
+            if cache.cache_info().misses > misses:
+                cache.cache_clear()
 
 
 def shortening_of(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -> Shortening | None:

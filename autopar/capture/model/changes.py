@@ -18,7 +18,6 @@ import dis
 import functools
 import operator
 import sys
-import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import CellType, CodeType, FunctionType, MappingProxyType
@@ -30,7 +29,6 @@ from torch import nn
 
 from autopar.capture.model.python_state import (
     ATOMS,
-    LARGEST_ARRAY_BYTES,
     Path,
     Roots,
     attributes_of,
@@ -38,6 +36,7 @@ from autopar.capture.model.python_state import (
     globals_of,
     is_own,
     names_of,
+    token_of,
     walk,
 )
 
@@ -181,4 +180,4 @@ def _items(mapping: Mapping[Any, object]) -> list[object]:
 def _array(value: Any) -> list[object]:  # noqa: ANN401
     if value.dtype == object:
         return list(value.flat)
-    return [zlib.crc32(numpy.ascontiguousarray(value).tobytes())] if value.nbytes <= LARGEST_ARRAY_BYTES else []
+    return [repr(token_of(value))]

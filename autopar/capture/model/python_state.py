@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
+import hashlib
 import inspect
 import itertools
 import random
@@ -40,9 +40,8 @@ import re
 import sys
 import sysconfig
 import warnings
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os.path import abspath, basename, dirname, sep
 from types import (
@@ -104,21 +103,20 @@ class Path:
             if letter in ".[":
                 yield Path(self.inner[:place], self.before, self.behind)
 
-    def matches_any(self, names: tuple[str, ...]) -> bool:
-        """Tell whether one of the names is this path's."""
-        return any(map(self.matches, names))
-
-    def matches(self, name: str) -> bool:
-        """Tell whether a name is this path's, or that of something on the way; ``*`` stands for anything.
+    def matches_any(self, names: Iterable[str]) -> bool:
+        """Tell whether one of some names is this path's, or that of something on the way; ``*`` stands for anything.
 
         What is before and behind may be left out, and so may the model's class.
 
         >>> counter = Path("Net.blocks.3.state['n']")
-        >>> [counter.matches(name) for name in ("Net.blocks.3.state['n']", "blocks.3.state", "blocks.*.state", "n")]
-        [True, True, True, False]
-        >>> [Path("COUNT", "global ", " of model.py").matches(name) for name in ("COUNT", "global COUNT of model.py")]
-        [True, True]
+        >>> [counter.matches_any([name]) for name in ("Net.blocks.3.state", "blocks.*.state['n']", "n")]
+        [True, True, False]
+        >>> Path("COUNT", "global ", " of model.py").matches_any(["COUNT"])
+        True
         """
+        return any(map(self._matches, names))
+
+    def _matches(self, name: str) -> bool:
         if self.before and name.startswith(self.before) and name.endswith(self.behind):
             name = name[len(self.before) : len(name) - len(self.behind)]
         pattern = ".*".join(map(re.escape, name.split("*"))) + r"(?=$|[.\[])"
@@ -404,7 +402,10 @@ def snapshot(roots: Roots, is_restorable: Callable[[Path], bool] = lambda path: 
         if isinstance(value, torch.Tensor):
             found.tensors.setdefault(path, []).append((value, 0 if value.is_inference() else value._version))
         else:
-            token = _token(value) if before is None else ("same", before)
+            token = token_of(value) if before is None else ("same", before)
+            if isinstance(value, nn.Module):
+                # Modules that are alike have other parameters.
+                token = token, id(value), tuple(map(id, value._parameters.values()))
             found.values.setdefault(path, []).append(token)
         if before is None and not isinstance(value, ATOMS) and is_restorable(path):
             with contextlib.suppress(Exception):
@@ -433,14 +434,11 @@ def contents(value: object) -> dict[Path, list[object]]:
     """Return something that is equal for values, such as samples of data, that hold the same."""
     found: dict[Path, list[object]] = {}
     for path, part, before in walk({Path(""): value}):
-        tensor = isinstance(part, torch.Tensor) and part.layout is torch.strided
-        token = _tensor_token(part) if tensor else _token(part) if before is None else ("same", before)
+        token = token_of(part) if before is None else ("same", before)
+        if isinstance(part, torch.Tensor) and part.layout is torch.strided:
+            token = part.shape, part.dtype, digest_of(bytes_of(part))
         found.setdefault(path, []).append(token)
     return found
-
-
-def _tensor_token(value: Any) -> object:  # noqa: ANN401
-    return value.shape, value.dtype, zlib.crc32(bytes_of(value))
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -457,23 +455,6 @@ def preserve_state(roots: Roots, ignored_state: tuple[str, ...]) -> Iterator[Sna
         yield before
     finally:
         before.restore()
-
-
-@contextlib.contextmanager
-def emptied_caches() -> Iterator[None]:
-    """Empty every ``functools.lru_cache`` at the end of the block that kept something new in it, but torch's own."""
-    caches = [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]
-    before = [(each, each.cache_info().misses) for each in caches if not _of_library(each)]
-    try:
-        yield
-    finally:
-        for cache, misses in before:
-            if cache.cache_info().misses > misses:
-                cache.cache_clear()
-
-
-def _of_library(function: Any) -> bool:  # noqa: ANN401
-    return str(function.__module__).partition(".")[0] in ("torch", "sympy", "autopar")
 
 
 def walk(
@@ -551,32 +532,52 @@ def _is_plain(value: object) -> bool:
     return set(map(type, items)).issubset(ATOMS)
 
 
-def _token(value: Any) -> object:  # noqa: ANN401
-    kind = type(value).__qualname__
+def token_of(value: Any, most_bytes: int = LARGEST_ARRAY_BYTES) -> object:  # noqa: ANN401
+    """Return something that is equal for equal values, in every process; of what a value holds a walk tells.
+
+    Arrays of more than ``most_bytes`` are taken for equal.
+    """
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, ATOMS):
         return type(value), repr(value)
     if _is_plain(value) or isinstance(value, bytearray):
-        return kind, len(value), zlib.crc32(repr(value).encode("utf-8", "replace"))
+        items = sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else value
+        return kind, len(value), digest_of(repr(items).encode("utf-8", "replace"))
     if isinstance(value, dict):
-        return kind, tuple(_key(key) for key in value)
+        return kind, tuple(map(_key, value))
     if isinstance(value, (set, frozenset)):
-        return kind, frozenset(_key(item) for item in value), len(value)
+        return kind, tuple(sorted(map(_key, value)))
     if isinstance(value, (list, tuple, deque)):
         return kind, len(value)
-    if isinstance(value, numpy.ndarray) and value.dtype != object and value.nbytes <= LARGEST_ARRAY_BYTES:
-        return kind, value.shape, str(value.dtype), zlib.crc32(numpy.ascontiguousarray(value).tobytes())
+    if isinstance(value, numpy.ndarray) and value.dtype != object and value.nbytes <= most_bytes:
+        return kind, value.shape, str(value.dtype), digest_of(numpy.ascontiguousarray(value).tobytes())
     if isinstance(value, torch.Generator):
-        return kind, zlib.crc32(value.get_state().numpy().tobytes())
+        return kind, digest_of(value.get_state().numpy().tobytes())
     if isinstance(value, _SHOWN):
         return kind, repr(value)
     if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
-        line = value.__code__.co_firstlineno if isinstance(value, FunctionType) else None
-        return kind, value.__module__, value.__qualname__, line
-    if isinstance(value, nn.Module):
-        # Modules that are alike have other parameters.
-        return kind, id(value), tuple(map(id, value._parameters.values()))
+        code = value.__code__ if isinstance(value, FunctionType) else None
+        own = code is not None and is_own(sys.modules.get(str(value.__module__)))
+        return kind, value.__module__, value.__qualname__, code and (_code(code) if own else code.co_firstlineno)
     return kind, None
 
 
-def _key(key: object) -> object:
-    return (type(key), repr(key)) if isinstance(key, ATOMS) else type(key).__qualname__
+def _key(key: object) -> str:
+    return repr(key) if isinstance(key, ATOMS) else type(key).__qualname__
+
+
+@functools.lru_cache(maxsize=4096)
+def _code(code: CodeType) -> str:
+    """Return a hash of what a function does, wherever it stands."""
+    constants = [_code(each) if isinstance(each, CodeType) else _constant(each) for each in code.co_consts]
+    parts = code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_flags, constants
+    return digest_of(repr(parts).encode("utf-8", "replace"))
+
+
+def _constant(value: object) -> str:
+    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
+
+
+def digest_of(content: bytes) -> str:
+    """Return a SHA-256."""
+    return hashlib.sha256(content).hexdigest()
